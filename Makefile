@@ -1,0 +1,26 @@
+# Everything on a fresh clone: the first target that runs makes the virtual environment and installs into it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help install vit test lint
+help:
+	@echo "make vit    train the ViT example on two ranks, one of them slowed, balancing on"
+	@echo "make test   run the tests"
+	@echo "make lint   ruff and mypy"
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[examples,test,dev]"
+	@touch $@
+
+install: $(VENV)/.installed
+
+vit: install
+	$(BIN)/python examples/vit/train.py --balance resize --straggler 1:4
+
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy colossal_hetero
