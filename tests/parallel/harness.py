@@ -28,10 +28,10 @@ def free_port() -> int:
 def _rank_main(rank: int, world_size: int, port: int, seed: int, pipe: Any, function: Callable, args: tuple) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import colossalai
     import torch
 
     import colossal_hetero.accelerator  # noqa: F401
-    import colossalai
 
     torch.set_num_threads(1)
     try:

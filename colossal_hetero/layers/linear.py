@@ -1,0 +1,228 @@
+"""Colossal-AI's tensor-parallel linear layers, able to do less than their full share of the work.
+
+Each class is Colossal-AI's own with :class:`HeteroLinear` mixed in: same constructor, parameters, ``state_dict`` and
+options. A layer that was told nothing runs its parent's ``forward``. Once it has a clock, a brake or a workload it
+runs :func:`~colossal_hetero.layers.product.parallel_product` instead, which computes the same thing the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from colossalai.shardformer.layer import (
+    FusedLinear1D_Col,
+    FusedLinear1D_Row,
+    GPT2FusedLinearConv1D_Col,
+    GPT2FusedLinearConv1D_Row,
+    Linear1D_Col,
+    Linear1D_Row,
+)
+from colossalai.shardformer.layer._operation import (
+    gather_forward_split_backward,
+    reduce_forward,
+    split_forward_gather_backward,
+)
+from colossalai.shardformer.layer.qkv_fused_linear import (
+    gather_forward_split_backward_fused_qkv,
+    split_forward_gather_backward_fused_qkv,
+)
+from colossalai.shardformer.layer.utils import is_share_sp_tp
+from torch import Tensor, nn
+
+from .. import accelerator
+from .product import CONV1D_LAYOUT, LINEAR_LAYOUT, Circumstances, WeightLayout, parallel_product
+from .workload import Brake, Clock, Lineage, Workload, is_recorded, matrix_view
+
+__all__ = [
+    "HeteroFusedLinear1D_Col",
+    "HeteroFusedLinear1D_Row",
+    "HeteroGPT2FusedLinearConv1D_Col",
+    "HeteroGPT2FusedLinearConv1D_Row",
+    "HeteroLinear",
+    "HeteroLinear1D_Col",
+    "HeteroLinear1D_Row",
+    "hetero_layers",
+]
+
+
+class HeteroLinear:
+    """What the six layers add to their parents: a workload, a clock and a brake, all absent at first."""
+
+    clock: Clock | None = None
+    """Told when each part of the forward and backward pass ends."""
+    brake: Brake | None = None
+    """Slows the products, in experiments."""
+
+    _layout: WeightLayout = LINEAR_LAYOUT
+    _workload: Workload | None = None
+    _lineage: Lineage | None = None
+    _previous: dict[tuple[str, int], Tensor]
+
+    @classmethod
+    def from_native_module(cls, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Colossal-AI's conversion of ``module``; a layer with fewer features than ranks comes back as it was."""
+        layer = super().from_native_module(module, *args, **kwargs)  # type: ignore[misc]
+        if layer is not module:
+            layer.__class__ = cls
+        return layer
+
+    @property
+    def workload(self) -> Workload | None:
+        return self._workload
+
+    def assign(self, workload: Workload | None) -> None:
+        """Take on ``workload`` from the next training forward on, or, with None, the full share again.
+
+        Raises:
+            ValueError: the layer has an option that resizing cannot be combined with.
+        """
+        if workload is not None and (obstacle := self.resize_obstacle()) is not None:
+            raise ValueError(f"{type(self).__name__} cannot resize with {obstacle}; use it without, or balance='off'")
+        self._workload = workload
+        self._previous = {}
+        self.begin_iteration()
+
+    def begin_iteration(self) -> None:
+        """Choose columns anew at the next forward; those of the finished iteration are forgotten."""
+        self._lineage = None
+
+    def resize_obstacle(self) -> str | None:
+        """The option of this layer that resizing cannot be combined with, as ``name=value``, or None."""
+        if is_share_sp_tp(self.seq_parallel_mode):  # type: ignore[attr-defined]
+            return f"seq_parallel_mode={self.seq_parallel_mode!r}"  # type: ignore[attr-defined]
+        for option in ("use_zbv", "fp8_communication"):
+            if getattr(self, option):
+                return f"{option}=True"
+        if getattr(self, "stream_chunk_num", 1) > 1:
+            return f"stream_chunk_num={self.stream_chunk_num}"  # type: ignore[attr-defined]
+        return None
+
+    @property
+    def contraction_columns(self) -> int:
+        """``L``, the columns of this rank's weight that a workload's pruning ratio is a share of."""
+        return self.weight.shape[self._layout.columns]  # type: ignore[attr-defined]
+
+    @property
+    def matrix(self) -> Tensor:
+        """This rank's weight as a view ``[N, L]``, without gradient."""
+        return self._layout.as_matrix(self.weight.detach())  # type: ignore[attr-defined]
+
+    @property
+    def kept_columns(self) -> Tensor | None:
+        """The columns kept in the current iteration, int64 ``[count]``, or None while all are."""
+        return None if self._lineage is None else self._lineage.kept
+
+    def _passes_through(self) -> bool:
+        """Whether the parent's own forward is to run."""
+        if self._workload is None and self.clock is None and self.brake is None:
+            return True
+        return self.resize_obstacle() is not None
+
+    def _multiply(self, x: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
+        how = Circumstances(self._layout, group, self._columns_for(x), self.clock, self.brake)
+        return parallel_product(x, self.weight, bias, how)  # type: ignore[attr-defined]
+
+    def _columns_for(self, x: Tensor) -> Lineage | None:
+        workload = self._workload
+        if workload is None or workload.prune == 0 or not self.training or not is_recorded():  # type: ignore[attr-defined]
+            return None
+        if self._lineage is None:
+            kept = workload.select(matrix_view(x.detach()), self.matrix, workload.kept_count(self.contraction_columns))
+            self._lineage = Lineage(kept, workload.imputation, self._previous)
+        return self._lineage
+
+    def _mark(self, part: Any) -> None:
+        if self.clock is not None:
+            self.clock.mark(part)
+
+
+class _HeteroColumnParallel(HeteroLinear):
+    """Weight ``[N/e, K]``: X replicated, no communication in forward, dX summed over the group in backward."""
+
+    def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        if self._passes_through():
+            return super().forward(input_)  # type: ignore[misc]
+        layer: Any = self
+        y = self._multiply(input_, None if layer.skip_bias_add else layer.bias, layer.process_group)
+        if layer.gather_output:
+            y = self._gather(y)
+            self._mark("communication")
+        return (y, layer.bias) if layer.skip_bias_add else y
+
+    def _gather(self, y: Tensor) -> Tensor:
+        return gather_forward_split_backward(y, dim=-1, process_group=self.process_group)  # type: ignore[attr-defined]
+
+
+class _HeteroRowParallel(HeteroLinear):
+    """Weight ``[N, K/e]``: Y summed over the group in forward, no communication in backward."""
+
+    def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        if self._passes_through():
+            return super().forward(input_)  # type: ignore[misc]
+        layer: Any = self
+        if not layer.parallel_input:
+            input_ = self._split(input_)
+        y = reduce_forward(self._multiply(input_, None, None), layer.process_group)
+        self._mark("communication")
+        if layer.skip_bias_add:
+            return y, layer.bias
+        return y if layer.bias is None else y + layer.bias
+
+    def _split(self, x: Tensor) -> Tensor:
+        return split_forward_gather_backward(x, dim=-1, process_group=self.process_group)  # type: ignore[attr-defined]
+
+    def reset_parameters(self, weight_initializer: Callable, bias_initializer: Callable) -> None:
+        """As the parent's, but with the bias broadcast on the device it is on; the parent's needs a GPU."""
+        layer: Any = self
+        weight_initializer(layer.weight.data, fan_in=layer.in_features, fan_out=layer.out_features)
+        if layer.bias is not None:
+            bias_initializer(layer.bias.data, fan_in=layer.in_features)
+            device = accelerator.get_accelerator().get_current_device()
+            bias = layer.bias.data.to(device)
+            source = 0 if layer.process_group is None else dist.get_global_rank(layer.process_group, 0)
+            dist.broadcast(bias, src=source, group=layer.process_group)
+            layer.bias.data.copy_(bias)
+
+
+class HeteroLinear1D_Col(_HeteroColumnParallel, Linear1D_Col):
+    """Column-parallel ``torch.nn.Linear``; see Colossal-AI's ``Linear1D_Col`` for the arguments."""
+
+
+class HeteroLinear1D_Row(_HeteroRowParallel, Linear1D_Row):
+    """Row-parallel ``torch.nn.Linear``; see Colossal-AI's ``Linear1D_Row`` for the arguments."""
+
+
+class HeteroFusedLinear1D_Col(_HeteroColumnParallel, FusedLinear1D_Col):
+    """Column-parallel fused linear layer (q, k and v in one weight); see Colossal-AI's ``FusedLinear1D_Col``."""
+
+    def _gather(self, y: Tensor) -> Tensor:
+        return gather_forward_split_backward_fused_qkv(y, self.split_sizes, self.process_group)
+
+
+class HeteroFusedLinear1D_Row(_HeteroRowParallel, FusedLinear1D_Row):
+    """Row-parallel fused linear layer; see Colossal-AI's ``FusedLinear1D_Row``."""
+
+    def _split(self, x: Tensor) -> Tensor:
+        return split_forward_gather_backward_fused_qkv(x, self.split_sizes, self.process_group)
+
+
+class HeteroGPT2FusedLinearConv1D_Col(_HeteroColumnParallel, GPT2FusedLinearConv1D_Col):
+    """Column-parallel ``Conv1D`` of GPT-2, weight ``[K, N/e]``; see Colossal-AI's ``GPT2FusedLinearConv1D_Col``."""
+
+    _layout = CONV1D_LAYOUT
+
+    def _gather(self, y: Tensor) -> Tensor:
+        return gather_forward_split_backward_fused_qkv(y, self.split_sizes, self.process_group)
+
+
+class HeteroGPT2FusedLinearConv1D_Row(_HeteroRowParallel, GPT2FusedLinearConv1D_Row):
+    """Row-parallel ``Conv1D`` of GPT-2, weight ``[K/e, N]``; see Colossal-AI's ``GPT2FusedLinearConv1D_Row``."""
+
+    _layout = CONV1D_LAYOUT
+
+
+def hetero_layers(model: nn.Module) -> dict[str, HeteroLinear]:
+    """The layers of ``model`` that can be told a workload, by qualified name, in the order of the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, HeteroLinear)}

@@ -1,0 +1,146 @@
+"""The product of a tensor-parallel linear layer, dense or resized, forward and backward.
+
+Notation: ``M`` rows (batch × sequence), ``L`` contraction columns of this rank's weight, ``N`` of its outputs,
+``P`` the pruned columns, ``k`` the kept ones (SEMI, Sec. III-A; dual pruning with imputation)::
+
+    forward   Y  [M, N] = X[:, k] · W[:, k]ᵀ + b      the output keeps its full shape
+    dgrad     dX [M, L]:  dX[:, k] = dY · W[:, k],    dX[:, P] imputed
+    wgrad     dW [N, L]:  dW[:, k] = dYᵀ · X[:, k],   dW[:, P] imputed
+
+With nothing pruned the formulas, their order and their operands are those of Colossal-AI's layers, bit for bit. A
+column-parallel layer sums dX over the group while dW is computed; a row-parallel one sums Y outside this function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from .workload import Brake, Clock, Lineage, matrix_view
+
+__all__ = ["CONV1D_LAYOUT", "LINEAR_LAYOUT", "Circumstances", "WeightLayout", "parallel_product"]
+
+
+class WeightLayout:
+    """How a weight is stored: as in ``torch.nn.Linear``, ``[N, L]``."""
+
+    columns = 1
+    """The dimension of the weight that is contracted."""
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        return dy.matmul(weight)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        return dy.t().matmul(x)
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """The weight as a view ``[N, L]``."""
+        return weight
+
+
+class Conv1DLayout(WeightLayout):
+    """How a weight is stored in ``transformers``' ``Conv1D``, of GPT-2: ``[L, N]``."""
+
+    columns = 0
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = torch.matmul(x, weight)
+        return y if bias is None else y + bias
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        return dy.matmul(weight.t())
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        return x.t().matmul(dy)
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        return weight.t()
+
+
+LINEAR_LAYOUT = WeightLayout()
+CONV1D_LAYOUT = Conv1DLayout()
+
+
+class Circumstances(NamedTuple):
+    """Under what circumstances a product runs."""
+
+    layout: WeightLayout
+    group: dist.ProcessGroup | None = None
+    """The group to sum dX over (column-parallel), or None."""
+    lineage: Lineage | None = None
+    """The columns to keep, or None for all."""
+    clock: Clock | None = None
+    brake: Brake | None = None
+
+
+class _ParallelProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Circumstances) -> Tensor:
+        if how.clock is not None:
+            how.clock.mark("other")
+        ctx.how = how
+        ctx.columns = x.shape[-1]
+        ctx.use_bias = bias is not None
+        used_weight = weight
+        if how.lineage is not None:
+            x = x.index_select(-1, how.lineage.kept)
+            used_weight = weight.index_select(how.layout.columns, how.lineage.kept)
+        # The kept part of X is saved rather than X, which is thereby free to go; the weight's kept part is cheap to
+        # take again.
+        ctx.save_for_backward(x, weight)
+        y = _run(lambda: how.layout.output(x, used_weight, bias), how.brake)
+        if how.clock is not None:
+            how.clock.mark("matmul")
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        how: Circumstances = ctx.how
+        layout, lineage = how.layout, how.lineage
+        if how.clock is not None:
+            how.clock.mark("other")
+        x, weight = ctx.saved_tensors
+        if lineage is not None:
+            weight = weight.index_select(layout.columns, lineage.kept)
+
+        dx = _run(lambda: layout.input_gradient(dy, weight), how.brake)
+        if lineage is not None:
+            backward_pass = lineage.begin_backward()
+            dx = lineage.restore("input", backward_pass, dx, -1, ctx.columns)
+        handle = None
+        if how.group is not None:
+            # CUDA_DEVICE_MAX_CONNECTIONS=1, which Colossal-AI sets, lets the all-reduce start before the next product.
+            handle = dist.all_reduce(dx, group=how.group, async_op=True)
+
+        dy_matrix = matrix_view(dy.contiguous())
+        dw = None
+        if ctx.needs_input_grad[1]:
+            x_matrix = matrix_view(x.contiguous())
+            dw = _run(lambda: layout.weight_gradient(dy_matrix, x_matrix), how.brake)
+            if lineage is not None:
+                dw = lineage.restore("weight", backward_pass, dw, layout.columns, ctx.columns)
+        db = dy_matrix.sum(dim=0) if ctx.use_bias else None
+        if how.clock is not None:
+            how.clock.mark("matmul")
+        if handle is not None:
+            handle.wait()
+            if how.clock is not None:
+                how.clock.mark("communication")
+        return dx, dw, db, None
+
+
+def _run(product: Callable[[], Tensor], brake: Brake | None) -> Tensor:
+    return product() if brake is None else brake(product)
+
+
+def parallel_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: Circumstances) -> Tensor:
+    """``Y [..., N] = X [..., L] · Wᵀ + b`` of one rank under the given circumstances; see the module's docstring."""
+    return _ParallelProduct.apply(x, weight, bias, how)
