@@ -1,4 +1,4 @@
-"""What one rank computes: tensor-parallel linear layers that can be told to do less."""
+"""What one rank computes: parallel linear layers that can be told to do less, and policies that use them."""
 
 from .linear import (
     HeteroFusedLinear1D_Col,
@@ -9,6 +9,8 @@ from .linear import (
     HeteroLinear1D_Row,
     hetero_layers,
 )
+from .policy import hetero_policy
+from .timm_vit import TimmViTPolicy
 from .workload import Workload
 
 __all__ = [
@@ -18,6 +20,8 @@ __all__ = [
     "HeteroGPT2FusedLinearConv1D_Row",
     "HeteroLinear1D_Col",
     "HeteroLinear1D_Row",
+    "TimmViTPolicy",
     "Workload",
     "hetero_layers",
+    "hetero_policy",
 ]

@@ -1,0 +1,118 @@
+"""Any policy of Colossal-AI, with its parallel linear layers replaced by those of this package.
+
+A policy is data: ``module_policy()`` names, for each module class of a model, which layer takes the place of
+which submodule. Exchanging those names serves every model family that Colossal-AI knows, without a line per
+family.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from functools import cache
+from typing import Any
+
+from colossalai.shardformer.layer import (
+    FusedLinear1D_Col,
+    FusedLinear1D_Row,
+    GPT2FusedLinearConv1D_Col,
+    GPT2FusedLinearConv1D_Row,
+    Linear1D_Col,
+    Linear1D_Row,
+)
+from colossalai.shardformer.policies.auto_policy import get_autopolicy
+from colossalai.shardformer.policies.base_policy import ModulePolicyDescription, Policy
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from .linear import (
+    HeteroFusedLinear1D_Col,
+    HeteroFusedLinear1D_Row,
+    HeteroGPT2FusedLinearConv1D_Col,
+    HeteroGPT2FusedLinearConv1D_Row,
+    HeteroLinear1D_Col,
+    HeteroLinear1D_Row,
+)
+from .timm_vit import TimmViTPolicy
+
+__all__ = ["hetero_policy"]
+
+# Looked up by the exact class: the padded, vocabulary-parallel subclasses of these layers do other work.
+_HETERO_LAYERS: dict[type, type] = {
+    Linear1D_Col: HeteroLinear1D_Col,
+    Linear1D_Row: HeteroLinear1D_Row,
+    FusedLinear1D_Col: HeteroFusedLinear1D_Col,
+    FusedLinear1D_Row: HeteroFusedLinear1D_Row,
+    GPT2FusedLinearConv1D_Col: HeteroGPT2FusedLinearConv1D_Col,
+    GPT2FusedLinearConv1D_Row: HeteroGPT2FusedLinearConv1D_Row,
+}
+
+
+class _HeteroPolicy(Policy):
+    """What goes in front of a policy's own class: its ``module_policy`` with the layers exchanged."""
+
+    def module_policy(self) -> dict[str | type[nn.Module], ModulePolicyDescription]:
+        return {key: _exchange_layers(description) for key, description in super().module_policy().items()}
+
+
+def _exchange_layers(description: ModulePolicyDescription) -> ModulePolicyDescription:
+    """Return a copy of ``description`` that names this package's linear layers."""
+    if not description.sub_module_replacement:
+        return description
+    return dataclasses.replace(
+        description,
+        sub_module_replacement=[
+            dataclasses.replace(
+                replacement,
+                target_module=_HETERO_LAYERS.get(replacement.target_module, replacement.target_module),
+            )
+            for replacement in description.sub_module_replacement
+        ],
+    )
+
+
+@cache
+def _hetero_class(policy_class: type[Policy]) -> type[Policy]:
+    """Return the subclass of ``policy_class`` that exchanges the layers; one class per policy class."""
+    namespace: dict[str, Any] = {"__module__": __name__, "__doc__": policy_class.__doc__}
+    return type(f"Hetero{policy_class.__name__}", (_HeteroPolicy, policy_class), namespace)
+
+
+def hetero_policy(model_or_policy: nn.Module | Policy) -> Policy:
+    """Return a policy that shards a model with this package's linear layers.
+
+    It is for ``HybridParallelPlugin(custom_policy=hetero_policy(model))`` and for ``ShardFormer.optimize``.
+    The policy is an instance of a subclass of the original policy's class that changes ``module_policy``
+    only. A policy that is given is left as it was; one that comes from this function is returned as it is.
+
+    Args:
+        model_or_policy: a model that Colossal-AI has a policy for, a timm ``VisionTransformer`` (or a
+            subclass), or any policy.
+
+    Raises:
+        ValueError: Colossal-AI has no policy for the model.
+    """
+    if isinstance(model_or_policy, Policy):
+        policy = model_or_policy
+    elif isinstance(model_or_policy, VisionTransformer):
+        policy = TimmViTPolicy()
+    else:
+        policy = _auto_policy(model_or_policy)
+    if isinstance(policy, _HeteroPolicy):
+        return policy
+    policy = copy.copy(policy)
+    policy.__class__ = _hetero_class(type(policy))
+    return policy
+
+
+def _auto_policy(model: nn.Module) -> Policy:
+    """Return Colossal-AI's own policy for ``model``."""
+    try:
+        return get_autopolicy(model)
+    except NotImplementedError as error:
+        name = f"{type(model).__module__}.{type(model).__qualname__}"
+        raise ValueError(
+            f"Colossal-AI has no policy for {name}. Valid are a model that it has one for (listed in "
+            "colossalai.shardformer.policies.auto_policy), a timm VisionTransformer, or a policy: "
+            "hetero_policy(MyPolicy()), or custom_policy=MyPolicy() to the plugin."
+        ) from error

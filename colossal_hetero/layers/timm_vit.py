@@ -1,0 +1,363 @@
+"""Tensor and pipeline parallelism for timm's VisionTransformer, which Colossal-AI has no policy for.
+
+Shapes of one block, with ``D`` the embedding, ``A = heads · head_dim`` the attention width, ``H`` the MLP's
+hidden width and ``p`` the number of tensor-parallel ranks; every rank holds the whole residual stream
+``x [B, N, D]``:
+
+====================  =================================  ==============================================
+layer                 whole weight                       this rank's share
+====================  =================================  ==============================================
+``attn.qkv``          ``[3A, D]``, rows ``[q | k | v]``  ``[3A/p, D]``: ``A/p`` rows of each third, so
+                                                         whole heads stay together
+``attn.gate``         ``[A, D]``, where it exists        ``[A/p, D]``
+``attn.proj``         ``[D, A]``                         ``[D, A/p]``, then a sum over ranks
+``mlp.fc1``           ``[H, D]``                         ``[H/p, D]``
+``mlp.fc2``           ``[D, H]``                         ``[D, H/p]``, then a sum over ranks
+====================  =================================  ==============================================
+
+Every rank holds the embedding, the norms on the residual stream and the classifier as well: the classifier
+sees one token of each image, so it takes next to no time, and left whole it works for any number of
+classes.
+
+Randomness. Dropout after a sharded layer draws other numbers on each rank, dropout on the residual stream
+the same. ``DropPath`` and ``PatchDropout`` act on the residual stream and draw from the global random
+state. That is in step on the ranks of a tensor-parallel group as long as they are seeded alike
+(``colossalai.launch`` does so), for nothing that is sharded draws from it unequally; and it is what
+activation checkpointing restores, so they keep it. Fused attention (``F.scaled_dot_product_attention``)
+draws ``attn_drop`` from the global random state too, so every rank drops the same positions in its own
+heads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.lazy import LazyInitContext
+from colossalai.pipeline.stage_manager import PipelineStageManager
+from colossalai.shardformer.layer import (
+    DropoutForParallelInput,
+    DropoutForReplicatedInput,
+    FusedLinear1D_Col,
+    Linear1D_Col,
+    Linear1D_Row,
+    LinearWithGradAccum,
+)
+from colossalai.shardformer.policies.base_policy import (
+    ModulePolicyDescription,
+    Policy,
+    SubModuleReplacementDescription,
+)
+from timm.layers import GluMlp, Mlp, SwiGLU
+from timm.models.vision_transformer import (
+    Attention,
+    Block,
+    ParallelThingsBlock,
+    ResPostBlock,
+    VisionTransformer,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["TimmViTPolicy"]
+
+_BLOCKS = (Block, ResPostBlock, ParallelThingsBlock)
+_MLPS = (Mlp, GluMlp, SwiGLU)
+
+
+class TimmViTPolicy(Policy):
+    """How Colossal-AI shards a ``timm.models.vision_transformer.VisionTransformer`` or a subclass of it.
+
+    It names Colossal-AI's own layers; :func:`~colossal_hetero.layers.hetero_policy` exchanges them for this
+    package's. In a pipeline the first stage holds the embedding and the tokens, the last the final norm,
+    pooling and classifier; a micro-batch is a tensor of images, a tuple that starts with them, or a dict
+    with the images as ``x`` (what else is in it is left to the criterion).
+    """
+
+    model: VisionTransformer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._root_parameters: dict[str, nn.Parameter] = {}
+
+    # What can be sharded ----------------------------------------------------------------------------------
+
+    def config_sanity_check(self) -> None:
+        """Raise ``ValueError`` where the model cannot be sharded as configured."""
+        config = self.shard_config
+        unused = [
+            name
+            for name in ("enable_fused_normalization", "enable_jit_fused", "enable_sequence_parallelism")
+            if getattr(config, name)
+        ]
+        if unused:
+            warnings.warn(f"timm's VisionTransformer is sharded without {', '.join(unused)}", stacklevel=2)
+        if config.tensor_parallel_size > 1:
+            self._check_blocks(config.tensor_parallel_size)
+
+    def _check_blocks(self, tp_size: int) -> None:
+        for index, block in enumerate(self.model.blocks):
+            if not isinstance(block, _BLOCKS):
+                raise ValueError(
+                    f"blocks[{index}] is a {type(block).__name__}, which tensor parallelism cannot split; "
+                    f"valid block_fn: {_names(_BLOCKS)}"
+                )
+        heads = set()
+        for name, attention in self._attentions():
+            if _kind(attention, (Attention,)) is None:
+                raise ValueError(
+                    f"{name} is a {type(attention).__name__}, which tensor parallelism cannot split; "
+                    "valid attn_layer: 'attn' (timm's Attention)"
+                )
+            if not hasattr(attention, "attn_dim"):
+                raise ValueError("this timm's Attention has no attn_dim; install a newer timm (1.0.31 works)")
+            _check_no_norm(f"{name}.norm", attention.norm, "scale_attn_norm", attention.attn_dim)
+            heads.add(attention.num_heads)
+        hidden = set()
+        for name, mlp in self._mlps():
+            if _kind(mlp, _MLPS) is None:
+                raise ValueError(
+                    f"{name} is a {type(mlp).__name__}, which tensor parallelism cannot split; "
+                    f"valid mlp_layer: {_names(_MLPS)}"
+                )
+            _check_no_norm(f"{name}.norm", mlp.norm, "scale_mlp_norm", mlp.fc2.in_features)
+            hidden.add(mlp.fc2.in_features)
+        if any(size % tp_size for size in heads | hidden):
+            common = math.gcd(*heads, *hidden)
+            valid = [size for size in range(1, common + 1) if common % size == 0]
+            raise ValueError(
+                f"tp_size={tp_size} does not divide both the number of heads ({_join(heads)}) and the MLP's "
+                f"hidden size ({_join(hidden)}) of this VisionTransformer, whose embed_dim is "
+                f"{self.model.embed_dim}; valid tp sizes: {_join(valid)}"
+            )
+
+    def _attentions(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield every block's attention with its name."""
+        for index, block in enumerate(self.model.blocks):
+            for name, module in block.named_modules():
+                if name.rpartition(".")[2] == "attn":
+                    yield f"blocks[{index}].{name}", module
+
+    def _mlps(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield every MLP with its name: the blocks' and that of an attention pool."""
+        for name, module in self.model.named_modules():
+            if name.rpartition(".")[2] == "mlp":
+                yield name, module
+
+    # Sharding ---------------------------------------------------------------------------------------------
+
+    def preprocess(self) -> nn.Module:
+        # Releasing what other stages hold sets the tokens to None as well, for they belong to no held module.
+        self._root_parameters = {
+            name: parameter for name, parameter in self.model._parameters.items() if parameter is not None
+        }
+        return self.model
+
+    def module_policy(self) -> dict[str | type[nn.Module], ModulePolicyDescription]:
+        policy: dict[str | type[nn.Module], ModulePolicyDescription] = {}
+        if self.shard_config.enable_tensor_parallelism:
+            self._shard_attention(policy)
+            self._shard_mlps(policy)
+            self._replace_dropouts(policy)
+        elif self._use_zbv:
+            self._split_backward(policy)
+        if self.pipeline_stage_manager is not None:
+            self._set_pipeline_forward(policy)
+        return policy
+
+    @property
+    def _use_zbv(self) -> bool:
+        return self.pipeline_stage_manager is not None and self.pipeline_stage_manager.use_zbv
+
+    def _linear(self, suffix: str, target: type, **kwargs: Any) -> SubModuleReplacementDescription:
+        kwargs.update(fp8_communication=self.shard_config.fp8_communication, use_zbv=self._use_zbv)
+        return SubModuleReplacementDescription(suffix, target, kwargs, ignore_if_not_exist=True)
+
+    def _shard_attention(self, policy: dict) -> None:
+        """Give each rank ``heads / p`` heads."""
+        tp_size = self.shard_config.tensor_parallel_size
+        for attention in _one_of_each_class(self._attentions()):
+            heads, width = attention.num_heads, attention.attn_dim
+            policy[type(attention)] = ModulePolicyDescription(
+                attribute_replacement={"num_heads": heads // tp_size, "attn_dim": width // tp_size},
+                param_replacement=[self._sum_head_norm_gradients],
+                sub_module_replacement=[
+                    self._linear("qkv", FusedLinear1D_Col, split_sizes=[width] * 3),
+                    self._linear("gate", Linear1D_Col),
+                    self._linear("proj", Linear1D_Row),
+                ],
+            )
+
+    def _sum_head_norm_gradients(self, attention: Attention) -> None:
+        """Sum the gradients of ``q_norm`` and ``k_norm`` ``[head_dim]`` over the ranks.
+
+        All heads share these parameters and every rank holds them, but a rank's gradient is that of its own
+        heads.
+        """
+        group = self.shard_config.tensor_parallel_process_group
+
+        def all_reduce(gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.contiguous().clone()
+            dist.all_reduce(gradient, group=group)
+            return gradient
+
+        for norm in (attention.q_norm, attention.k_norm):
+            LazyInitContext.materialize(norm)
+            for parameter in norm.parameters():
+                parameter.register_hook(all_reduce)
+
+    def _shard_mlps(self, policy: dict) -> None:
+        """Give each rank ``H / p`` hidden units."""
+        for mlp in _one_of_each_class(self._mlps()):
+            if isinstance(mlp, GluMlp):
+                # fc1 holds the gate and the value one after the other: [2H, D].
+                split_sizes = [mlp.fc2.in_features] * 2
+                inputs = [self._linear("fc1", FusedLinear1D_Col, split_sizes=split_sizes)]
+            elif isinstance(mlp, SwiGLU):
+                inputs = [self._linear("fc1_g", Linear1D_Col), self._linear("fc1_x", Linear1D_Col)]
+            else:
+                inputs = [self._linear("fc1", Linear1D_Col)]
+            policy[type(mlp)] = ModulePolicyDescription(
+                sub_module_replacement=[*inputs, self._linear("fc2", Linear1D_Row)]
+            )
+
+    def _replace_dropouts(self, policy: dict) -> None:
+        """Let sharded activations drop differently on each rank, whole ones alike; idle dropouts stay."""
+        places = [
+            (
+                self._attentions(),
+                {"attn_drop": DropoutForParallelInput, "proj_drop": DropoutForReplicatedInput},
+            ),
+            (self._mlps(), {"drop1": DropoutForParallelInput, "drop2": DropoutForReplicatedInput}),
+            ([("", self.model)], dict.fromkeys(("pos_drop", "head_drop"), DropoutForReplicatedInput)),
+        ]
+        for owners, dropouts in places:
+            at_work = {
+                (type(owner), suffix) for _, owner in owners for suffix in dropouts if getattr(owner, suffix).p > 0
+            }
+            for owner_class, suffix in sorted(at_work, key=str):
+                description = SubModuleReplacementDescription(suffix, dropouts[suffix])
+                self.append_or_create_submodule_replacement(description, policy, owner_class)
+
+    def _split_backward(self, policy: dict) -> None:
+        """Zero-bubble schedules compute weight gradients apart, which takes a layer of its own."""
+        for module in _one_of_each_class(itertools.chain(self._attentions(), self._mlps())):
+            names = [name for name, child in module.named_children() if type(child) is nn.Linear]
+            policy[type(module)] = ModulePolicyDescription(
+                sub_module_replacement=[self._linear(name, LinearWithGradAccum) for name in names]
+            )
+
+    def postprocess(self) -> nn.Module:
+        stage_manager = self.pipeline_stage_manager
+        if stage_manager is None or stage_manager.is_first_stage(ignore_chunk=True):
+            for name, parameter in self._root_parameters.items():
+                setattr(self.model, name, parameter)
+            LazyInitContext.materialize(self.model)
+        self._root_parameters = {}
+        return self.model
+
+    # Pipeline ---------------------------------------------------------------------------------------------
+
+    def _stage_blocks(self) -> list[tuple[int, int]]:
+        """Return the ranges of blocks ``[start, end)`` that this stage holds, one per model chunk."""
+        stage_manager = self.pipeline_stage_manager
+        depth, given = len(self.model.blocks), stage_manager.num_layers_per_stage
+        if given is not None and sum(given) != depth:
+            raise ValueError(
+                f"num_layers_per_stage={list(given)} adds up to {sum(given)}; the model has {depth} blocks"
+            )
+        ranges = stage_manager.get_stage_index(stage_manager.distribute_layers(depth))
+        return ranges if stage_manager.is_interleave else [ranges]
+
+    def get_held_layers(self) -> list[nn.Module]:
+        model, stage_manager = self.model, self.pipeline_stage_manager
+        held: list[nn.Module | None] = []
+        if stage_manager.is_first_stage(ignore_chunk=True):
+            held += [model.patch_embed, model.pos_drop, model.patch_drop, model.norm_pre]
+        for start, end in self._stage_blocks():
+            held += model.blocks[start:end]
+        # A zero-bubble schedule is V-shaped: its last chunk is back on the first stage.
+        last = stage_manager.is_first_stage if stage_manager.use_zbv else stage_manager.is_last_stage
+        if last(ignore_chunk=True):
+            held += [model.norm, model.attn_pool, model.fc_norm, model.head_drop, model.head]
+        return [module for module in held if module is not None]
+
+    def _set_pipeline_forward(self, policy: dict) -> None:
+        stage_manager = self.pipeline_stage_manager
+        forward = partial(_pipeline_forward, stage_manager=stage_manager)
+        if stage_manager.is_interleave:
+            # The schedule passes the range of the chunk that is due.
+            stage_manager.stage_indices = self._stage_blocks()
+        else:
+            forward.keywords["stage_index"] = self._stage_blocks()[0]
+        self.append_or_create_method_replacement({"forward": forward}, policy, type(self.model))
+
+
+def _pipeline_forward(
+    model: VisionTransformer,
+    x: torch.Tensor | None = None,
+    *rest: Any,
+    stage_manager: PipelineStageManager,
+    stage_index: tuple[int, int],
+    hidden_states: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    **others: Any,
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """Run one stage of ``VisionTransformer.forward``.
+
+    Args:
+        x: the images ``[B, C, H, W]``; read by the first stage only.
+        rest: what follows the images in a micro-batch, such as labels; the criterion's, not the model's.
+        stage_index: this stage's (or chunk's) blocks, ``[start, end)``.
+        hidden_states: the previous stage's output ``[B, N, D]``.
+        others: as ``rest``, from a micro-batch that is a dict.
+
+    Returns:
+        ``{"hidden_states": [B, N, D]}`` for the next stage; on the last stage the logits ``[B, classes]``.
+    """
+    if stage_manager.is_first_stage():
+        hidden_states = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x))))
+    start, end = stage_index
+    for block in model.blocks[start:end]:
+        if attn_mask is not None or is_causal:
+            hidden_states = block(hidden_states, attn_mask=attn_mask, is_causal=is_causal)
+        elif model.grad_checkpointing and model.training:
+            hidden_states = checkpoint(block, hidden_states, use_reentrant=False)
+        else:
+            hidden_states = block(hidden_states)
+    if not stage_manager.is_last_stage():
+        return {"hidden_states": hidden_states}
+    return model.forward_head(model.norm(hidden_states))
+
+
+def _kind(module: nn.Module, kinds: tuple[type, ...]) -> type | None:
+    """Return which of ``kinds`` ``module`` computes like: its class or a parent whose ``forward`` it keeps."""
+    return next((kind for kind in kinds if isinstance(module, kind) and type(module).forward is kind.forward), None)
+
+
+def _one_of_each_class(named_modules: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
+    """Return a module of every class: Colossal-AI replaces by class."""
+    return list({type(module): module for _, module in named_modules}.values())
+
+
+def _check_no_norm(name: str, norm: nn.Module, option: str, width: int) -> None:
+    if not isinstance(norm, nn.Identity):
+        raise ValueError(
+            f"{name} is a {type(norm).__name__} over {width} features that tensor parallelism spreads over "
+            f"ranks, so no rank has its statistics; build the model with {option}=False"
+        )
+
+
+def _names(kinds: tuple[type, ...]) -> str:
+    return ", ".join(kind.__name__ for kind in kinds)
+
+
+def _join(sizes: set[int] | list[int]) -> str:
+    return ", ".join(str(size) for size in sorted(sizes))
