@@ -77,7 +77,5 @@ class Resizer:
             costs = [self._layers[name].matrix.numel() for name in names]
             ratios = layer_ratios(self._ratio, shares, costs, self._config)
         for name, ratio in zip(names, ratios, strict=True):
-            workload = Workload(
-                prune=float(ratio), select=self._selectors[name], imputation=self._config.imputation
-            )
+            workload = Workload(prune=float(ratio), select=self._selectors[name], imputation=self._config.imputation)
             self._layers[name].assign(workload)

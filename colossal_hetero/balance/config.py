@@ -73,7 +73,9 @@ class BalanceConfig:
     """Seed of the ``random`` rule."""
 
     def __post_init__(self) -> None:
-        _check_choice("mode", self.mode, get_args(Mode), "migration, and with it migrate, semi and auto, is not built yet")
+        _check_choice(
+            "mode", self.mode, get_args(Mode), "migration, and with it migrate, semi and auto, is not built yet"
+        )
         _check_choice("reference", self.reference, get_args(Reference))
         _check_choice("priority", self.priority, get_args(Priority))
         _check_choice("imputation", self.imputation, get_args(Imputation))

@@ -100,7 +100,9 @@ def layer_ratios(
         # Layers at the cap give what they can; the others share the rest of the budget in proportion.
         rest = ratio * cost.sum() - config.max_resize * cost[capped].sum()
         weight = (cost * np.where(printed > 0, printed, 1.0))[~capped].sum()
-        scaled = np.where(capped, config.max_resize, np.where(printed > 0, printed, 1.0) * (rest / weight if weight else 0))
+        scaled = np.where(
+            capped, config.max_resize, np.where(printed > 0, printed, 1.0) * (rest / weight if weight else 0)
+        )
         over = (scaled > config.max_resize * (1 + 1e-12)) & ~capped
         if not over.any():
             return np.clip(scaled, 0.0, config.max_resize)

@@ -8,15 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.interface import ModelWrapper, OptimizerWrapper
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from .. import accelerator
-from colossalai.booster.plugin import HybridParallelPlugin
-from colossalai.interface import ModelWrapper, OptimizerWrapper
-
 from ..balance.balancer import Balancer, attach_balancer
 from ..balance.clock import make_clock
 from ..balance.config import BalanceConfig

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from colossalai.shardformer import layer as theirs
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 import colossal_hetero.layers as ours
-from colossalai.shardformer import layer as theirs
 
 from .harness import run_ranks
 
