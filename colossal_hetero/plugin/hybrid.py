@@ -39,16 +39,21 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         balance: what to do about slow ranks; the default measures only.
 
     Raises:
+        TypeError: ``balance`` is not a ``BalanceConfig``.
         ValueError: the world size does not fit ``tp_size * pp_size``, the model has no policy, or a layer has an option
             that the balance mode cannot be combined with.
     """
 
-    def __init__(self, *args: Any, balance: BalanceConfig | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, tp_size: int, pp_size: int, *args: Any, balance: BalanceConfig | None = None, **kwargs: Any
+    ) -> None:
+        if not isinstance(balance, BalanceConfig | None):
+            raise TypeError(f"balance={balance!r} is not a BalanceConfig; write BalanceConfig(mode=...)")
         self.balance = balance or BalanceConfig()
         self.custom_policy: Policy | None
         self.balancer: Balancer | None = None
-        check_world_size(*args, **kwargs)
-        super().__init__(*args, **kwargs)
+        check_world_size(tp_size, pp_size)
+        super().__init__(tp_size, pp_size, *args, **kwargs)
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
 
@@ -61,11 +66,16 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         """See ``Plugin.configure``; called by ``Booster.boost``."""
+        given = self.custom_policy
         if not isinstance(model, ModelWrapper):
-            self.custom_policy = hetero_policy(self.custom_policy or model)
-        model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
-            model, optimizer, criterion, dataloader, lr_scheduler
-        )
+            self.custom_policy = hetero_policy(given or model)
+        try:
+            model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
+                model, optimizer, criterion, dataloader, lr_scheduler
+            )
+        finally:
+            # The next model may be of another family.
+            self.custom_policy = given
         if optimizer is not None:
             device = accelerator.get_accelerator().get_current_device()
             self.balancer = attach_balancer(
@@ -74,6 +84,11 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
             _begin_on_forward(model, self.balancer)
             _tick_on_step(optimizer, self.balancer)
         return model, optimizer, criterion, dataloader, lr_scheduler
+
+    def __del__(self) -> None:
+        # A constructor that raised has left nothing to destroy.
+        if hasattr(self, "pg_mesh"):
+            super().__del__()
 
     def _interval(self, dataloader: DataLoader | None) -> int:
         if self.balance.priority_interval is not None:
@@ -84,7 +99,7 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
             return DEFAULT_INTERVAL
 
 
-def check_world_size(tp_size: int, pp_size: int, *_: Any, **__: Any) -> None:
+def check_world_size(tp_size: int, pp_size: int) -> None:
     """Raise ValueError unless the ranks can be divided into tensor-parallel groups and pipeline stages."""
     world = torch.distributed.get_world_size()
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
