@@ -1,5 +1,6 @@
 """What one rank computes: tensor-parallel linear layers that can be told to do less."""
 
+from .. import accelerator  # noqa: F401  (before .linear imports Colossal-AI, whose import is noisy)
 from .linear import (
     HeteroFusedLinear1D_Col,
     HeteroFusedLinear1D_Row,
