@@ -234,11 +234,19 @@ class HeteroCpuAccelerator(CpuAccelerator):
         return torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
-# `get_accelerator` picks a GPU or an NPU wherever there is one, so this leaves those alone. A stock CpuAccelerator
-# that something else has had picked before is replaced: every user asks `get_accelerator` anew.
-if get_accelerator().name == "cpu":
+def _take_the_cpu() -> None:
+    """Train on the CPU with what is missing for it, where there is nothing better.
+
+    ``get_accelerator`` picks a GPU or an NPU wherever there is one, and this leaves those alone. A stock
+    ``CpuAccelerator`` that something else has had picked before is replaced: its users ask ``get_accelerator`` anew.
+    """
+    if get_accelerator().name != "cpu":
+        return
     if not isinstance(get_accelerator(), HeteroCpuAccelerator):
         set_accelerator(HeteroCpuAccelerator())
-    from colossal_hetero.cpu import mend_colossalai
+    from .cpu import mend_colossalai
 
     mend_colossalai()
+
+
+_take_the_cpu()
