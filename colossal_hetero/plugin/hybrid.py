@@ -52,6 +52,11 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
 
+    def __del__(self) -> None:
+        # The parent's needs what its constructor makes, which arguments that do not fit never reach.
+        if hasattr(self, "pg_mesh"):
+            super().__del__()
+
     def configure(
         self,
         model: nn.Module,
