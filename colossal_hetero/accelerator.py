@@ -9,6 +9,7 @@ in the package knows that a CPU is special.
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import sys
 import time
@@ -50,6 +51,10 @@ def quiet_import() -> Iterator[None]:
     finally:
         bitsandbytes.removeFilter(_is_not_kernel_notice)
 
+
+# Colossal-AI's fp8 module compiles functions as it is imported, for which torch would start a process per core in every
+# rank: seconds of work and half a gigabyte each, for compilations that may never come. They start on demand instead.
+os.environ.setdefault("TORCH_WARM_POOL", "0")
 
 with quiet_import():
     import colossalai
