@@ -16,7 +16,7 @@ from timm.models.vision_transformer import (
 from torch.nn.functional import cross_entropy
 
 from .harness import run_ranks
-from .sharding import assert_same_as_unsharded, hetero_layer_counts, randomize
+from .sharding import assert_same_as_unsharded, parallel_layer_counts, randomize
 
 
 def vit(**options: Any) -> VisionTransformer:
@@ -72,7 +72,7 @@ def _check_variants(names: list[str]) -> dict[str, dict[str, int]]:
     counts = {}
     for name in names:
         try:
-            counts[name] = hetero_layer_counts(assert_same_as_unsharded(_variant(VARIANTS[name]), loss_of))
+            counts[name] = parallel_layer_counts(assert_same_as_unsharded(_variant(VARIANTS[name]), loss_of))
         except Exception as error:
             raise AssertionError(f"variant {name!r}: {error}") from error
     return counts
