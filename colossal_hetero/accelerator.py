@@ -1,8 +1,9 @@
 """Colossal-AI on a CPU: a quiet import, and the parts of its CPU accelerator that are missing.
 
 Importing this module imports Colossal-AI without its import-time noise and, where no GPU or NPU is present,
-registers :class:`HeteroCpuAccelerator` through ``colossalai.accelerator.set_accelerator``. Every module of this
-package that needs Colossal-AI imports this one first; nothing else in the package knows that a CPU is special.
+registers :class:`HeteroCpuAccelerator` through ``colossalai.accelerator.set_accelerator`` and applies the mends of
+:mod:`colossal_hetero.cpu`. Every module of this package that needs Colossal-AI imports this one first; nothing else
+in the package knows that a CPU is special.
 """
 
 from __future__ import annotations
@@ -10,40 +11,111 @@ from __future__ import annotations
 import logging
 import resource
 import sys
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-__all__ = ["HeteroCpuAccelerator", "quiet_import"]
+__all__ = ["HeteroCpuAccelerator", "HostEvent", "HostStream", "quiet_import"]
+
+
+def _is_not_kernel_notice(record: logging.LogRecord) -> bool:
+    """Whether a log record of bitsandbytes is something else than its notice about a CPU kernel it did not find."""
+    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
     """Hide what Colossal-AI and its dependencies print while they are imported, and nothing else.
 
-    The noise is a handful of ``UserWarning`` about optional packages (apex, tensornvme, xformers kernels),
-    deprecations inside dependencies, and bitsandbytes' log line about its missing 4-bit CPU kernel.
+    The noise is three ``UserWarning`` about optional packages (apex twice, tensornvme), four ``FutureWarning`` about
+    the spelling ``torch.cuda.amp.custom_fwd`` in Colossal-AI's MoE module, and a log record of bitsandbytes about its
+    missing 4-bit CPU kernel. ``DeprecationWarning`` is hidden by Python itself outside of tests; it is ignored here so
+    that a test run that turns warnings into errors can import Colossal-AI.
     """
-    bitsandbytes = logging.getLogger("bitsandbytes")
-    level = bitsandbytes.level
-    bitsandbytes.setLevel(logging.CRITICAL)
+    bitsandbytes = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    bitsandbytes.addFilter(_is_not_kernel_notice)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*(apex|tensornvme|flash.?attn|xformers|kernel).*")
+            warnings.filterwarnings("ignore", "Please install apex from source", UserWarning)
+            warnings.filterwarnings("ignore", "Please install the latest tensornvme", UserWarning)
+            warnings.filterwarnings("ignore", r"`torch\.cuda\.amp\.custom_(fwd|bwd)", FutureWarning)
             warnings.filterwarnings("ignore", category=DeprecationWarning)
-            warnings.filterwarnings("ignore", category=FutureWarning)
             yield
     finally:
-        bitsandbytes.setLevel(level)
+        bitsandbytes.removeFilter(_is_not_kernel_notice)
 
 
 with quiet_import():
-    import colossalai  # noqa: F401  (its import has side effects that later imports rely on)
+    import colossalai
+    import colossalai.booster.plugin
+    import colossalai.moe._operation
+    import colossalai.shardformer.policies.auto_policy  # noqa: F401  (policies load later, and then in silence)
     from colossalai.accelerator import CpuAccelerator, get_accelerator, set_accelerator
+
+_PROCESS_STATUS = Path("/proc/self/status")
+_PROCESS_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+class HostStream(torch.cpu.Stream):
+    """The CPU's one stream of work, in program order: whatever came before has been done."""
+
+    def synchronize(self) -> None:
+        """Return at once: nothing is pending."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Return at once: nothing is pending."""
+
+    def wait_event(self, event: Any) -> None:
+        """Return at once: nothing is pending."""
+
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        """Record ``event`` (a new one without) and return it."""
+        event = HostEvent() if event is None else event
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        return True
+
+
+class HostEvent:
+    """A mark in the CPU's program order, with the methods of ``torch.cuda.Event``."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.enable_timing = enable_timing
+        self._seconds: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        """Return at once: work in program order is done when it is recorded."""
+
+    def synchronize(self) -> None:
+        """Return at once: work in program order is done when it is recorded."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: HostEvent) -> float:
+        """Milliseconds from this event's record to ``end_event``'s.
+
+        Raises ``RuntimeError`` where either was made without ``enable_timing`` or is not recorded yet.
+        """
+        if not (self.enable_timing and end_event.enable_timing):
+            raise RuntimeError("both events must be made with enable_timing=True to measure the time between them")
+        if self._seconds is None or end_event._seconds is None:
+            raise RuntimeError("both events must be recorded before the time between them is asked for")
+        return (end_event._seconds - self._seconds) * 1e3
+
+
+_HOST_STREAM = HostStream()
 
 
 class HeteroCpuAccelerator(CpuAccelerator):
@@ -99,28 +171,54 @@ class HeteroCpuAccelerator(CpuAccelerator):
         return psutil.Process().memory_info().rss
 
     def max_memory_allocated(self, device: Any = None) -> int:
+        """The resident set's peak in bytes, since the last :meth:`reset_peak_memory_stats` on Linux.
+
+        Elsewhere it is the peak since the process started.
+        """
+        with suppress(OSError):
+            for line in _PROCESS_STATUS.read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return self.memory_allocated(device)
 
     def max_memory_reserved(self, device: Any = None) -> int:
         return self.max_memory_allocated(device)
 
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """Current and peak resident bytes under the names that ``torch.cuda.memory_stats`` gives them."""
+        return {
+            "allocated_bytes.all.current": self.memory_allocated(device),
+            "allocated_bytes.all.peak": self.max_memory_allocated(device),
+        }
+
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """The kernel's peak of a process's resident set cannot be reset without privileges."""
+        """Set the peak back to the current resident set, where the kernel has that and lets us."""
+        with suppress(OSError):
+            _PROCESS_CLEAR_REFS.write_text("5")  # proc(5): 5 resets the peak resident set size, VmHWM
 
     def reset_max_memory_allocated(self, device: Any = None) -> None:
-        """See :meth:`reset_peak_memory_stats`."""
+        self.reset_peak_memory_stats(device)
 
-    # Streams: CPU work is in program order, so they are stand-ins -----------------------------------------
+    def reset_max_memory_cached(self, device: Any = None) -> None:
+        self.reset_peak_memory_stats(device)
 
-    def Stream(self, device: Any = None, priority: int = 0, **kwargs: Any) -> torch.cpu.Stream:
-        return torch.cpu.Stream()
+    # Streams and events: CPU work is in program order, so they are stand-ins ---------------------------------
 
-    def current_stream(self, device: Any = None) -> torch.cpu.Stream:
-        return torch.cpu.current_stream()
+    def Stream(self, device: Any = None, priority: int = 0, **kwargs: Any) -> HostStream:
+        return HostStream()
 
-    def default_stream(self, device: Any = None) -> torch.cpu.Stream:
-        return torch.cpu.current_stream()
+    def Event(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> HostEvent:
+        return HostEvent(enable_timing)
+
+    def current_stream(self, device: Any = None) -> HostStream:
+        return _HOST_STREAM
+
+    def default_stream(self, device: Any = None) -> HostStream:
+        return _HOST_STREAM
 
     def set_stream(self, stream_: Any) -> None:
         """There is one stream."""
@@ -128,11 +226,19 @@ class HeteroCpuAccelerator(CpuAccelerator):
     def stream(self, stream_: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
+    # Mixed precision ------------------------------------------------------------------------------------------
+
     def autocast(
         self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
     ) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
-if get_accelerator().name == "cpu" and not isinstance(get_accelerator(), HeteroCpuAccelerator):
-    set_accelerator(HeteroCpuAccelerator())
+# `get_accelerator` picks a GPU or an NPU wherever there is one, so this leaves those alone. A stock CpuAccelerator
+# that something else has had picked before is replaced: every user asks `get_accelerator` anew.
+if get_accelerator().name == "cpu":
+    if not isinstance(get_accelerator(), HeteroCpuAccelerator):
+        set_accelerator(HeteroCpuAccelerator())
+    from colossal_hetero.cpu import mend_colossalai
+
+    mend_colossalai()

@@ -1,0 +1,162 @@
+"""The balancer: once per iteration it measures, asks whether anyone's speed moved, and if so decides and applies.
+
+An iteration runs from the first training forward after an optimizer step to the end of the next optimizer step;
+loading data, evaluating and saving in between do not count. At the end of iteration *i* every rank
+
+1. reads its clock and scales the times to equal work,
+2. reads the group's answer to the flag of iteration *i − 1*: if any rank's speed had moved, all gather their times,
+   decide the same plan from the same numbers, and apply it from iteration *i + 1* on,
+3. posts its own flag of iteration *i*, without waiting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import nn
+
+from ..layers.linear import HeteroLinear, hetero_layers
+from .apply import Resizer
+from .clock import IterationClock, IterationTimes
+from .config import BalanceConfig
+from .decide import Plan, decide
+from .exchange import Exchange, make_exchanges
+from .records import IterationRecord, LocalRecord, merge_records
+from .speed import EqualWork, SpeedWatch
+
+__all__ = ["Balancer", "attach_balancer"]
+
+MAX_RECORDS = 100_000
+"""Iterations kept for :meth:`Balancer.collect`; older ones are dropped."""
+
+
+class Balancer:
+    """Balances one rank's tensor-parallel layers against those of its group."""
+
+    def __init__(
+        self,
+        layers: Mapping[str, HeteroLinear],
+        config: BalanceConfig,
+        clock: IterationClock,
+        exchange: Exchange,
+        world: dist.ProcessGroup,
+        tp_groups: list[list[int]],
+        rank_in_group: int,
+        iterations_per_interval: int,
+    ) -> None:
+        self.config = config
+        self._layers = layers
+        self._clock = clock
+        self._exchange = exchange
+        self._world = world
+        self._tp_groups = tp_groups
+        self._rank = rank_in_group
+        self._plan = Plan.idle(exchange.size)
+        self._resizer = Resizer(layers, config, iterations_per_interval)
+        self._equal_work = EqualWork(config.patience)
+        self._watch = SpeedWatch(config)
+        self._records: deque[LocalRecord] = deque(maxlen=MAX_RECORDS)
+        self._iteration = 0
+        self._running = False
+        for layer in layers.values():
+            layer.clock = clock
+
+    @property
+    def plan(self) -> Plan:
+        """What the ranks of this tensor-parallel group do in the coming iterations."""
+        return self._plan
+
+    @property
+    def active(self) -> bool:
+        """Whether the balancer may change anything."""
+        return self.config.mode != "off" and self._exchange.size > 1 and bool(self._layers)
+
+    def begin(self) -> None:
+        """A training forward starts; the first one since :meth:`tick` starts an iteration."""
+        if not self._running:
+            self._running = True
+            self._clock.start()
+
+    def tick(self) -> None:
+        """An optimizer step is done, and with it an iteration. Collective over the tensor-parallel group."""
+        if not self._running:
+            return
+        self._running = False
+        self._clock.stop(tag=(self._iteration, self._resizer.resized))
+        moved = [self._observe(times) for times in self._clock.read()]
+        if self.active:
+            if self._exchange.take_flag():
+                self._replan()
+            self._exchange.post_flag(any(moved))
+            self._resizer.end_iteration()
+        self._iteration += 1
+
+    def _observe(self, times: IterationTimes) -> bool:
+        iteration, resized = times.tag
+        equal = self._equal_work.normalise(times.work_seconds, times.matmul_seconds, resized)
+        self._records.append(
+            LocalRecord(
+                iteration=iteration,
+                work_seconds=times.work_seconds,
+                matmul_seconds=times.matmul_seconds,
+                communication_seconds=times.communication_seconds,
+                equal_work_seconds=equal.work_seconds,
+                equal_matmul_seconds=equal.matmul_seconds,
+                resized=resized,
+                exchanged=False,
+                plan_changed=False,
+            )
+        )
+        return self._watch.observe(equal)
+
+    def _replan(self) -> None:
+        times = self._exchange.gather(self._watch.current() if self._watch.ready else None)
+        if times is None:
+            return
+        self._watch.exchanged()
+        plan = decide(times, self.config, self._plan)
+        changed = plan != self._plan
+        if self._records:
+            self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=changed)
+        if plan.resize[self._rank] != self._plan.resize[self._rank]:
+            self._resizer.prune(plan.resize[self._rank])
+        self._plan = plan
+
+    def collect(self) -> list[IterationRecord] | None:
+        """The iterations since the last call, all ranks together, on global rank 0; None elsewhere.
+
+        Collective over all ranks; meant for the end of an epoch or of the run.
+        """
+        local = list(self._records)
+        self._records.clear()
+        gathered: list[list[LocalRecord]] | None = None
+        if dist.get_rank() == 0:
+            gathered = [[] for _ in range(dist.get_world_size())]
+        dist.gather_object(local, gathered, dst=0, group=self._world)
+        return None if gathered is None else merge_records(gathered, self._tp_groups)
+
+
+def attach_balancer(
+    model: nn.Module,
+    config: BalanceConfig,
+    clock: IterationClock,
+    tp_group: dist.ProcessGroup,
+    iterations_per_interval: int,
+) -> Balancer:
+    """A balancer for the tensor-parallel layers of ``model``. Collective over all ranks.
+
+    Raises:
+        ValueError: a layer has an option that the mode cannot be combined with.
+    """
+    layers = hetero_layers(model)
+    if config.mode != "off":
+        for name, layer in layers.items():
+            obstacle = layer.resize_obstacle()
+            if obstacle is not None:
+                raise ValueError(f"balance mode {config.mode!r} cannot be combined with {obstacle} (layer {name})")
+    exchange, world, groups = make_exchanges(tp_group)
+    rank = dist.get_rank(tp_group)
+    return Balancer(layers, config, clock, exchange, world, groups, rank, iterations_per_interval)

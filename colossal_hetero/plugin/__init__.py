@@ -1,0 +1,1 @@
+"""The Colossal-AI plugins."""

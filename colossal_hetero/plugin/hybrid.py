@@ -1,0 +1,115 @@
+"""Colossal-AI's hybrid-parallel plugin with balancing."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from .. import accelerator
+from ..balance.balancer import Balancer, attach_balancer
+from ..balance.clock import make_clock
+from ..balance.config import BalanceConfig
+from ..layers.policy import hetero_policy
+
+__all__ = ["HeteroHybridParallelPlugin"]
+
+DEFAULT_INTERVAL = 100
+"""Iterations between two updates of weight variations where the length of an epoch is unknown."""
+
+
+class HeteroHybridParallelPlugin(HybridParallelPlugin):
+    """``HybridParallelPlugin`` whose tensor-parallel layers are balanced over unequal devices.
+
+    Every argument of Colossal-AI's plugin, plus ``balance``. Where no ``custom_policy`` is given the model's own policy
+    is taken (Colossal-AI's, or ours for timm's ``VisionTransformer``); in any policy the parallel linear layers are
+    replaced by ours. Checkpoints are Colossal-AI's.
+
+    Args:
+        balance: what to do about slow ranks; the default measures only.
+
+    Raises:
+        ValueError: the world size does not fit ``tp_size * pp_size``, the model has no policy, or a layer has an option
+            that the balance mode cannot be combined with.
+    """
+
+    def __init__(self, *args: Any, balance: BalanceConfig | None = None, **kwargs: Any) -> None:
+        self.balance = balance or BalanceConfig()
+        self.balancer: Balancer | None = None
+        check_world_size(*args, **kwargs)
+        super().__init__(*args, **kwargs)
+        if self.balance.mode != "off" and self.tp_size == 1:
+            warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
+        """See ``Plugin.configure``; called by ``Booster.boost``."""
+        if not isinstance(model, ModelWrapper):
+            self.custom_policy = hetero_policy(self.custom_policy or model)
+        model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
+            model, optimizer, criterion, dataloader, lr_scheduler
+        )
+        if optimizer is not None:
+            device = accelerator.get_accelerator().get_current_device()
+            self.balancer = attach_balancer(
+                model, self.balance, make_clock(device), self.tp_group, self._interval(dataloader)
+            )
+            _begin_on_forward(model, self.balancer)
+            _tick_on_step(optimizer, self.balancer)
+        return model, optimizer, criterion, dataloader, lr_scheduler
+
+    def _interval(self, dataloader: DataLoader | None) -> int:
+        if self.balance.priority_interval is not None:
+            return self.balance.priority_interval
+        try:
+            return max(1, len(dataloader))  # type: ignore[arg-type]
+        except TypeError:
+            return DEFAULT_INTERVAL
+
+
+def check_world_size(tp_size: int, pp_size: int, *_: Any, **__: Any) -> None:
+    """Raise ValueError unless the ranks can be divided into tensor-parallel groups and pipeline stages."""
+    world = torch.distributed.get_world_size()
+    for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
+        if size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
+    if world % (tp_size * pp_size) != 0:
+        raise ValueError(
+            f"{world} ranks cannot be divided by tp_size={tp_size} × pp_size={pp_size}; "
+            f"start a multiple of {tp_size * pp_size} ranks, or choose sizes whose product divides {world}"
+        )
+
+
+def _begin_on_forward(model: nn.Module, balancer: Balancer) -> None:
+    def begin(module: nn.Module, _: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            balancer.begin()
+
+    model.register_forward_pre_hook(begin)
+
+
+def _tick_on_step(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def step_and_tick(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        balancer.tick()
+        return result
+
+    optimizer.step = step_and_tick
