@@ -100,12 +100,14 @@ class TimmViTPolicy(Policy):
             warnings.warn(f"timm's VisionTransformer is sharded without {', '.join(unused)}", stacklevel=2)
         if config.tensor_parallel_size > 1:
             self._check_blocks(config.tensor_parallel_size)
+        if config.pipeline_stage_manager is not None:
+            self._check_forward()
 
     def _check_blocks(self, tp_size: int) -> None:
         for index, block in enumerate(self.model.blocks):
             if not isinstance(block, _BLOCKS):
                 raise ValueError(
-                    f"blocks[{index}] is a {type(block).__name__}, which tensor parallelism cannot split; "
+                    f"blocks.{index} is a {type(block).__name__}, which tensor parallelism cannot split; "
                     f"valid block_fn: {_names(_BLOCKS)}"
                 )
         heads = set()
@@ -137,12 +139,23 @@ class TimmViTPolicy(Policy):
                 f"{self.model.embed_dim}; valid tp sizes: {_join(valid)}"
             )
 
+    def _check_forward(self) -> None:
+        """A stage runs a part of the forward pass, which must be the one that is known here."""
+        kind = type(self.model)
+        parts = ("forward", "forward_features", "forward_head", "pool", "_pos_embed")
+        changed = [part for part in parts if getattr(kind, part) is not getattr(VisionTransformer, part)]
+        if changed:
+            raise ValueError(
+                f"{kind.__name__} has its own {', '.join(changed)}, which cannot be cut into pipeline stages; "
+                "use pp_size=1 or timm's VisionTransformer itself"
+            )
+
     def _attentions(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield every block's attention with its name."""
         for index, block in enumerate(self.model.blocks):
             for name, module in block.named_modules():
                 if name.rpartition(".")[2] == "attn":
-                    yield f"blocks[{index}].{name}", module
+                    yield f"blocks.{index}.{name}", module
 
     def _mlps(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield every MLP with its name: the blocks' and that of an attention pool."""
