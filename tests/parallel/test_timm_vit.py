@@ -9,6 +9,7 @@ import pytest
 import torch
 from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.pipeline.schedule.v_schedule import PipelineGraph
 from timm.layers import GlobalResponseNormMlp, SwiGLU, SwiGLUPacked
 from timm.models.vision_transformer import (
     Attention,
@@ -191,6 +192,10 @@ def _pipeline(tp_size: int, options: dict[str, Any], plugin_options: dict[str, A
     expected.backward()
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     policy = hetero_policy(model)
+    if plugin_options.get("pp_style") == "zbv":
+        costs = dict(f_cost=1, b_cost=1, w_cost=1, c_cost=1, f_mem=1.5, b_mem=-1, w_mem=-0.5)
+        graph = PipelineGraph(n_stage=2, n_micro=len(images_and_labels()[0]), **costs)
+        plugin_options = plugin_options | dict(scheduler_nodes=graph.get_v_schedule())
     plugin = HybridParallelPlugin(
         tp_size=tp_size, pp_size=2, precision="fp32", microbatch_size=1, custom_policy=policy, **plugin_options
     )
@@ -228,16 +233,18 @@ def _blocks(names: list[str]) -> set[int]:
         (4, {}, [{0, 1}, {2, 3}]),
         (4, dict(num_layers_per_stage=[1, 3]), [{0}, {1, 2, 3}]),
         (4, dict(pp_style="interleaved", num_model_chunks=2), [{0, 2}, {1, 3}]),
+        (4, dict(pp_style="zbv", num_model_chunks=2), [{0, 3}, {1, 2}]),
     ],
-    ids=["1f1b", "unequal stages", "interleaved"],
+    ids=["1f1b", "unequal stages", "interleaved", "zero bubble"],
 )
 def test_a_pipeline_computes_what_the_unsharded_model_does(depth, plugin_options, blocks):
     first, last = run_ranks(2, _pipeline, 1, dict(depth=depth), plugin_options)
     assert [_blocks(first), _blocks(last)] == blocks
     assert set(first) >= TOKENS
     assert not set(last) & TOKENS
-    assert "head.weight" in last
-    assert "head.weight" not in first
+    # The zero-bubble schedule is V-shaped: its last chunk is on the first stage.
+    zero_bubble = plugin_options.get("pp_style") == "zbv"
+    assert ("head.weight" in first, "head.weight" in last) == (zero_bubble, not zero_bubble)
 
 
 def test_tensor_parallel_stages_with_an_attention_pool_compute_the_same():
