@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.shardformer.policies.base_policy import Policy
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -44,6 +45,7 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
 
     def __init__(self, *args: Any, balance: BalanceConfig | None = None, **kwargs: Any) -> None:
         self.balance = balance or BalanceConfig()
+        self.custom_policy: Policy | None
         self.balancer: Balancer | None = None
         check_world_size(*args, **kwargs)
         super().__init__(*args, **kwargs)
