@@ -37,6 +37,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import timm
 import torch
 import torch.distributed as dist
 from colossalai.lazy import LazyInitContext
@@ -118,7 +119,10 @@ class TimmViTPolicy(Policy):
                     "valid attn_layer: 'attn' (timm's Attention)"
                 )
             if not hasattr(attention, "attn_dim"):
-                raise ValueError("this timm's Attention has no attn_dim; install a newer timm (1.0.31 works)")
+                raise ValueError(
+                    f"timm {timm.__version__} takes the width of a sharded attention for the whole one; tensor "
+                    "parallelism needs timm 1.0.22 or newer"
+                )
             _check_no_norm(f"{name}.norm", attention.norm, "scale_attn_norm", attention.attn_dim)
             heads.add(attention.num_heads)
         hidden = set()
@@ -337,6 +341,7 @@ def _pipeline_forward(
     """
     if stage_manager.is_first_stage():
         hidden_states = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x))))
+    assert hidden_states is not None, "a later stage runs on the previous one's output"
     start, end = stage_index
     for block in model.blocks[start:end]:
         if attn_mask is not None or is_causal:
@@ -350,7 +355,7 @@ def _pipeline_forward(
     return model.forward_head(model.norm(hidden_states))
 
 
-def _kind(module: nn.Module, kinds: tuple[type, ...]) -> type | None:
+def _kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn.Module] | None:
     """Return which of ``kinds`` ``module`` computes like: its class or a parent whose ``forward`` it keeps."""
     return next((kind for kind in kinds if isinstance(module, kind) and type(module).forward is kind.forward), None)
 
