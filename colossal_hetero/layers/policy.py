@@ -101,7 +101,7 @@ def hetero_policy(model_or_policy: nn.Module | Policy) -> Policy:
     if isinstance(policy, _HeteroPolicy):
         return policy
     policy = copy.copy(policy)
-    policy.__class__ = _hetero_class(type(policy))  # type: ignore[arg-type]  (mypy holds classes for unhashable)
+    policy.__class__ = _hetero_class(type(policy))  # type: ignore[arg-type]  # mypy holds classes for unhashable
     return policy
 
 

@@ -19,13 +19,13 @@ Every rank holds the embedding, the norms on the residual stream and the classif
 sees one token of each image, so it takes next to no time, and left whole it works for any number of
 classes.
 
-Randomness. Dropout after a sharded layer draws other numbers on each rank, dropout on the residual stream
-the same. ``DropPath`` and ``PatchDropout`` act on the residual stream and draw from the global random
-state. That is in step on the ranks of a tensor-parallel group as long as they are seeded alike
-(``colossalai.launch`` does so), for nothing that is sharded draws from it unequally; and it is what
-activation checkpointing restores, so they keep it. Fused attention (``F.scaled_dot_product_attention``)
-draws ``attn_drop`` from the global random state too, so every rank drops the same positions in its own
-heads.
+Randomness. Dropout after a sharded layer draws other numbers on each rank, dropout on the residual stream the same;
+these are Colossal-AI's layers, whose random state activation checkpointing does not restore: use one or the other.
+``DropPath`` and ``PatchDropout`` act on the residual stream and draw from the global random state. That is in step on
+the ranks of a tensor-parallel group as long as they are seeded alike (``colossalai.launch`` does so), for nothing that
+is sharded draws from it unequally; and checkpointing restores it, so they keep it. Fused attention
+(``F.scaled_dot_product_attention``) draws ``attn_drop`` from the global random state too, so every rank drops the same
+positions in its own heads.
 """
 
 from __future__ import annotations
