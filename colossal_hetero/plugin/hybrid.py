@@ -66,11 +66,16 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         """See ``Plugin.configure``; called by ``Booster.boost``."""
+        given_policy = self.custom_policy
         if not isinstance(model, ModelWrapper):
-            self.custom_policy = hetero_policy(self.custom_policy or model)
-        model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
-            model, optimizer, criterion, dataloader, lr_scheduler
-        )
+            self.custom_policy = hetero_policy(given_policy or model)
+        try:
+            model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
+                model, optimizer, criterion, dataloader, lr_scheduler
+            )
+        finally:
+            # The next model may be another.
+            self.custom_policy = given_policy
         if optimizer is not None:
             device = accelerator.get_accelerator().get_current_device()
             self.balancer = attach_balancer(
