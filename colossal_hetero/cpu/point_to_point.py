@@ -84,6 +84,11 @@ class Messages:
                 requests.append(_Received(work))
         return requests
 
+    @property
+    def kept(self) -> int:
+        """How many sent messages are kept, because they may not have left yet."""
+        return len(self._sends)
+
     def wait_for_sends(self) -> None:
         """Wait until every message sent so far has left, and release the copies."""
         for work, _ in self._sends:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.pipeline import p2p
 from colossalai.pipeline.schedule.v_schedule import PipelineGraph
 from torch import Tensor, nn
 from transformers import (
@@ -136,6 +137,7 @@ class Run:
             loss = self.booster.execute_pipeline(
                 iter([mine]), self.model, lambda outputs, _: outputs.loss, self.optimizer, return_loss=True
             )["loss"]
+            assert p2p.dist.batch_isend_irecv.__self__.kept == 0
         else:
             loss = self.model(**mine).loss
             self.booster.backward(loss, self.optimizer)
