@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .layers.linear import hetero_layers
-
 __all__ = ["Schedule", "Stragglers", "inject_stragglers", "parse_slowdowns"]
 
 Schedule = Literal["constant", "round-robin", "random"]
@@ -167,6 +165,9 @@ def inject_stragglers(
         optimizer: its optimizer; its steps count the iterations.
         iterations_per_epoch: needed for a schedule that changes by the epoch.
     """
+    # Here, so that a command line can be checked without waiting for Colossal-AI to load.
+    from .layers.linear import hetero_layers
+
     if stragglers.schedule != "constant" and stragglers.period == "epoch" and not iterations_per_epoch:
         raise ValueError(f"a {stragglers.schedule} schedule by the epoch needs iterations_per_epoch")
     layers = hetero_layers(model)

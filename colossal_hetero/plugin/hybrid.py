@@ -57,6 +57,11 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
 
+    def __del__(self) -> None:
+        # The parent's needs what its constructor makes, which arguments that do not fit never reach.
+        if hasattr(self, "pg_mesh"):
+            super().__del__()
+
     def configure(
         self,
         model: nn.Module,
@@ -66,16 +71,16 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         """See ``Plugin.configure``; called by ``Booster.boost``."""
-        given = self.custom_policy
+        given_policy = self.custom_policy
         if not isinstance(model, ModelWrapper):
-            self.custom_policy = hetero_policy(given or model)
+            self.custom_policy = hetero_policy(given_policy or model)
         try:
             model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
                 model, optimizer, criterion, dataloader, lr_scheduler
             )
         finally:
-            # The next model may be of another family.
-            self.custom_policy = given
+            # The next model may be another.
+            self.custom_policy = given_policy
         if optimizer is not None:
             device = accelerator.get_accelerator().get_current_device()
             self.balancer = attach_balancer(
@@ -84,11 +89,6 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
             _begin_on_forward(model, self.balancer)
             _tick_on_step(optimizer, self.balancer)
         return model, optimizer, criterion, dataloader, lr_scheduler
-
-    def __del__(self) -> None:
-        # A constructor that raised has left nothing to destroy.
-        if hasattr(self, "pg_mesh"):
-            super().__del__()
 
     def _interval(self, dataloader: DataLoader | None) -> int:
         if self.balance.priority_interval is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -20,7 +21,7 @@ Rank = tuple[Any, Any]
 """A process, and the end of the pipe through which it answers."""
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["colossal_hetero.accelerator", "colossal_hetero.layers", "tests.parallel.preload"])
+_context.set_forkserver_preload(["tests.parallel.preload"])
 
 
 def free_port() -> int:
@@ -42,9 +43,9 @@ def _rank_main(rank: int, world_size: int, port: int, seed: int, pipe: Any, func
         colossalai.launch(rank, world_size, "127.0.0.1", port, seed=seed, verbose=False)
         result = function(*args)
         torch.distributed.barrier()
-        pipe.send((True, result))
+        pipe.send_bytes(pickle.dumps((True, result)))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         raise SystemExit(1) from None
     finally:
         if torch.distributed.is_initialized():
@@ -81,7 +82,7 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(*args)`` on ``world_size`` ranks and return the results by rank.
 
-    ``function`` is a module-level function; results travel through a pipe (use numpy or small tensors). The first
+    ``function`` is a module-level function; results travel through a pipe, pickled whole. The first
     rank that fails ends all the others, and its traceback is raised here.
     """
     results: dict[int, Any] = {}
@@ -95,7 +96,7 @@ def run_ranks(
             for receiver in ready:
                 rank = pending.pop(receiver)
                 try:
-                    succeeded, value = receiver.recv()
+                    succeeded, value = pickle.loads(receiver.recv_bytes())
                 except EOFError:
                     raise RuntimeError(f"rank {rank} of {world_size} died without a word") from None
                 if not succeeded:

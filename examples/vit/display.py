@@ -1,0 +1,135 @@
+"""What a user sees: what is trained, how far it is, and what balancing did. Rank 0 only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from data import DataInfo
+from options import Layout, Options
+from results import Measurements
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track as rich_track
+from rich.table import Table
+
+__all__ = ["Display"]
+
+
+class Display(AbstractContextManager["Display"]):
+    """The terminal; silent unless ``visible``."""
+
+    def __init__(self, options: Options, visible: bool) -> None:
+        self._options = options
+        self._visible = visible
+        self._console = Console(quiet=not visible, highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]:.1f} it/s · loss {task.fields[loss]:.3f}{task.fields[plan]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=not visible or not self._console.is_terminal,
+        )
+
+    def track(self, items: Sequence[Any], what: str) -> Iterator[Any]:
+        """Pass ``items`` on and show how many have been."""
+        if not (self._visible and self._console.is_terminal):
+            yield from items
+        else:
+            yield from rich_track(items, what, console=self._console, transient=True)
+
+    def start(self, layout: Layout, data: DataInfo, parameters: int, device: Any, epochs: int, iterations: int) -> None:
+        """Say what is going to happen."""
+        options = self._options
+        name = options.model or (
+            f"ViT, {options.shape('hidden')} wide, {options.shape('depth')} deep, {options.shape('heads')} heads, "
+            f"patch {options.shape('patch')}"
+        )
+        plugin = "Colossal-AI's plugin" if options.plugin == "colossalai" else f"balance {options.balance}"
+        straggler = f", straggler {options.straggler}" if options.straggler else ""
+        self._console.print(f"{name}: {parameters / 1e6:.1f} M parameters, {options.precision} on {device}")
+        self._console.print(
+            f"{options.data}: {data.train_images} images to train on, {data.test_images} held out, {data.classes} classes"
+        )
+        self._console.print(
+            f"{layout.world_size} ranks (tensor {layout.tp} × pipeline {layout.pp} × data {layout.dp}), "
+            f"{plugin}{straggler}; {iterations} iterations"
+        )
+        self._epochs, self._classes = epochs, data.classes
+        self._task = self._progress.add_task("", total=iterations, epoch=f"1/{epochs}", rate=0.0, loss=0.0, plan="")
+        self._last = time.perf_counter()
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def iteration(self, loss: float | None, plan: tuple[float, ...]) -> None:
+        """An iteration is over; ``loss`` is the one before's."""
+        now = time.perf_counter()
+        shown = "".join(f" · rank {rank} resized {share:.0%}" for rank, share in enumerate(plan) if share > 0)
+        fields: dict[str, Any] = {"rate": 1.0 / max(now - self._last, 1e-9), "plan": shown}
+        if loss is not None:
+            fields["loss"] = loss
+        self._progress.update(self._task, advance=1, **fields)
+        self._last = now
+
+    def epoch(self, epoch: int, measurements: Measurements) -> None:
+        """An epoch is over."""
+        here = [number for number, its in enumerate(measurements.epochs) if its == epoch]
+        seconds = sum(measurements.seconds[number] for number in here) / len(here)
+        loss = sum(measurements.loss[number] for number in here) / len(here)
+        shares = ""
+        if (record := measurements.records.get(here[-1])) is not None:
+            shares = "".join(f"  rank {rank.rank} resized {rank.resized:.0%}" for rank in record.ranks if rank.resized)
+        self._console.print(
+            f"epoch {epoch + 1:>{len(str(self._epochs))}}/{self._epochs}  loss {loss:.3f}  "
+            f"accuracy {measurements.accuracy[-1]:6.1%}  {seconds * 1e3:.0f} ms per iteration{shares}"
+        )
+        self._progress.update(self._task, epoch=f"{min(epoch + 2, self._epochs)}/{self._epochs}")
+        self._last = time.perf_counter()
+
+    def report(self, measurements: Measurements, summary: dict[str, Any]) -> None:
+        """Say what each rank did, what an iteration took, and what would have been."""
+        found = measurements.report()
+        if found is not None:
+            table = Table("rank", title="An iteration, by rank (medians)", title_justify="left")
+            ordered = measurements.stragglers is not None and measurements.stragglers.schedule == "constant"
+            if ordered:
+                table.add_column("slowed", justify="right")
+            for heading in ("work ms", "matmul ms", "wait ms", "resized"):
+                table.add_column(heading, justify="right")
+            for rank in found.ranks:
+                slowdown = measurements.slowdown(rank.rank, 0)
+                table.add_row(
+                    str(rank.rank),
+                    *([f"× {slowdown:g}" if slowdown > 1 else ""] if ordered else []),
+                    *(f"{value * 1e3:.0f}" for value in (rank.work_seconds, rank.matmul_seconds, rank.wait_seconds)),
+                    f"{rank.resized:.0%}",
+                )
+            self._console.print(table)
+        took = summary["iteration_seconds"]["median"]
+        text = f"An iteration took {took * 1e3:.0f} ms"
+        if found is not None and self._options.balance != "off":
+            text += (
+                f"; unbalanced it would have taken {found.unbalanced_seconds * 1e3:.0f} ms "
+                f"({found.unbalanced_seconds / took:.1f} times as long)"
+            )
+        if found is not None:
+            text += f"; with nothing pruned and the work spread ideally, {found.bound_seconds * 1e3:.0f} ms"
+        self._console.print(f"{text}.")
+        if measurements.accuracy:
+            chance = 1.0 / self._classes
+            self._console.print(
+                f"Accuracy on held-out images: {measurements.accuracy[-1]:.1%} (chance is {chance:.0%})."
+            )
+        for what in ("summary", "trace", "tensorboard", "checkpoint"):
+            if (path := getattr(self._options, what)) is not None:
+                self._console.print(f"{what.capitalize()}: {path}", soft_wrap=True)

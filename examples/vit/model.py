@@ -1,0 +1,65 @@
+"""The vision transformer to train."""
+
+from __future__ import annotations
+
+import torch
+from options import IMAGE_SIZE, Layout, Options, UsageError, check_model_sizes
+
+__all__ = ["build_model", "check_model"]
+
+
+def build_model(options: Options, classes: int) -> torch.nn.Module:
+    """A timm ``VisionTransformer`` for 32 × 32 images, with fresh weights that depend on the seed alone."""
+    import timm
+    from timm.models.vision_transformer import VisionTransformer
+
+    torch.manual_seed(options.seed)
+    if options.model is None:
+        return VisionTransformer(
+            img_size=IMAGE_SIZE,
+            patch_size=options.shape("patch"),
+            embed_dim=options.shape("hidden"),
+            depth=options.shape("depth"),
+            num_heads=options.shape("heads"),
+            num_classes=classes,
+        )
+    patch = {} if options.patch is None else {"patch_size": options.patch}
+    return timm.create_model(options.model, img_size=IMAGE_SIZE, num_classes=classes, pretrained=False, **patch)
+
+
+def check_model(options: Options, layout: Layout) -> None:
+    """Find whether ``--model`` names a model that can be built for these images and shared by these ranks.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if options.model is None:
+        return
+    import timm
+    from timm.models.vision_transformer import VisionTransformer
+
+    name = f"--model {options.model}"
+    if not timm.is_model(options.model.split(".")[0]):
+        similar = timm.list_models(f"*{options.model.split('_')[0]}*", module="vision_transformer")[:4]
+        examples = ", ".join(similar or ["vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224"])
+        raise UsageError(f"{name}: timm has no such model; it has for example {examples}")
+    try:
+        with torch.device("meta"):
+            model = build_model(options, classes=2)
+    except (AssertionError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(
+            f"{name} cannot be built for {IMAGE_SIZE} × {IMAGE_SIZE} images ({reason}); try another --patch or model"
+        ) from None
+    if not isinstance(model, VisionTransformer):
+        raise UsageError(f"{name} is a {type(model).__name__}; valid are timm's models of class VisionTransformer")
+    if model.patch_embed.num_patches == 0 or IMAGE_SIZE % model.patch_embed.patch_size[0]:
+        raise UsageError(
+            f"{name} has a patch size of {model.patch_embed.patch_size[0]}, which does not divide the image size "
+            f"{IMAGE_SIZE}; choose one with --patch, for example --patch 4"
+        )
+    sizes = {
+        "heads": {block.attn.num_heads for block in model.blocks if hasattr(block, "attn")},
+        "MLP features": {block.mlp.fc2.in_features for block in model.blocks if hasattr(block, "mlp")},
+    }
+    check_model_sizes(name, {what: values for what, values in sizes.items() if values}, len(model.blocks), layout)

@@ -1,0 +1,206 @@
+"""What a run measured, and the files that hold it: summary, trace and TensorBoard log. Rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO
+
+import numpy as np
+from options import Layout, Options
+
+from colossal_hetero.balance.records import IterationRecord
+from colossal_hetero.balance.report import BalanceReport, ideal_ratio, report
+from colossal_hetero.stragglers import Stragglers
+
+__all__ = ["Measurements", "TensorBoardLog", "TraceFile", "summarise", "write_summary"]
+
+WARMUP_ITERATIONS = 5
+"""First iterations that do not count in medians (allocation, caches, a plan that is not made yet)."""
+
+
+class Measurements:
+    """Everything measured so far, one entry per iteration or epoch."""
+
+    def __init__(self, options: Options, layout: Layout, stragglers: Stragglers | None) -> None:
+        self.options = options
+        self.layout = layout
+        self.stragglers = stragglers
+        self.epochs: list[int] = []
+        """The epoch of each iteration."""
+        self.seconds: list[float] = []
+        """From the end of an iteration to the end of the next, evaluation excluded."""
+        self.loss: list[float] = []
+        self.accuracy: list[float] = []
+        self.records: dict[int, IterationRecord] = {}
+        """What the balancer measured, by iteration; a device may have lost single ones."""
+
+    def iteration(self, epoch: int, seconds: float) -> None:
+        """An iteration is over."""
+        self.epochs.append(epoch)
+        self.seconds.append(seconds)
+
+    def losses(self, losses: list[float]) -> None:
+        """The losses of the iterations of an epoch."""
+        self.loss.extend(losses)
+
+    def epoch(self, accuracy: float, records: list[IterationRecord] | None) -> None:
+        """An epoch is over."""
+        self.accuracy.append(accuracy)
+        self.records.update({record.iteration: record for record in records or ()})
+
+    @property
+    def warmup_iterations(self) -> int:
+        """Iterations left out of the medians: a few, and never more than a quarter of the run."""
+        return min(WARMUP_ITERATIONS, len(self.seconds) // 4)
+
+    @property
+    def measured_seconds(self) -> list[float]:
+        """The iterations that count."""
+        return self.seconds[self.warmup_iterations :]
+
+    def slowdown(self, rank: int, iteration: int) -> float:
+        """χ that was ordered for a rank in an iteration; 1 if none was."""
+        if self.stragglers is None:
+            return 1.0
+        by_epoch = self.stragglers.period == "epoch"
+        return self.stragglers.slowdown(rank, self.epochs[iteration] if by_epoch else iteration)
+
+    def report(self) -> BalanceReport | None:
+        """What balancing did, for the tensor-parallel group whose iterations take longest."""
+        counting = [record for number, record in sorted(self.records.items()) if number >= self.warmup_iterations]
+        reports = [report(counting, group) for group in self.layout.tp_groups]
+        return max((found for found in reports if found), key=lambda found: found.balanced_seconds, default=None)
+
+    def ideal_ratio(self) -> float | None:
+        """The least iteration time with the ordered slowdowns, of the homogeneous one; None where it is not known.
+
+        It is known without a pipeline, whose stages wait for one another, and where the slowdowns stay in one group.
+        """
+        groups, stragglers = self.layout.tp_groups, self.stragglers
+        if stragglers is None or self.layout.pp > 1 or (len(groups) > 1 and stragglers.schedule != "constant"):
+            return None
+        shares = [{place: stragglers.slowdowns.get(rank, 1.0) for place, rank in enumerate(group)} for group in groups]
+        return max(ideal_ratio(share, self.layout.tp) for share in shares)
+
+
+def summarise(measurements: Measurements, peak_memory_bytes: list[int]) -> dict[str, Any]:
+    """The run as ``--summary`` writes it, schema 1. Seconds, bytes, shares in [0, 1]."""
+    seconds = measurements.measured_seconds
+    typical = median(seconds)
+    found = measurements.report()
+    names = ("rank", "work_seconds", "matmul_seconds", "wait_seconds", "resized", "migrated", "received")
+    ideal = measurements.ideal_ratio()
+    return {
+        "schema": 1,
+        "args": measurements.options.as_json(),
+        "world_size": measurements.layout.world_size,
+        "iterations": len(measurements.seconds),
+        "warmup_iterations": measurements.warmup_iterations,
+        "iteration_seconds": {
+            "median": typical,
+            "p10": float(np.percentile(seconds, 10)),
+            "p90": float(np.percentile(seconds, 90)),
+        },
+        "samples_per_second": measurements.options.batch_size / typical,
+        "loss": [_finite(loss) for loss in measurements.loss],
+        "accuracy": measurements.accuracy,
+        "peak_memory_bytes": peak_memory_bytes,
+        "ranks": [{name: getattr(rank, name) for name in names} for rank in found.ranks] if found else None,
+        "bound": {"ideal_ratio": ideal, "measured_ratio": typical / found.homogeneous_seconds}
+        if found and ideal is not None
+        else None,
+    }
+
+
+def _finite(loss: float) -> float | None:
+    """JSON has no number for a loss that is infinite or not a number."""
+    return loss if math.isfinite(loss) else None
+
+
+def write_summary(summary: dict[str, Any], path: Path) -> None:
+    """Write ``path`` as a whole: a reader sees the file of an earlier run or this one, never a part."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(summary, indent=2) + "\n")
+    draft.replace(path)
+
+
+class TraceFile(AbstractContextManager["TraceFile"]):
+    """A JSON line per iteration with all that was measured and decided in it."""
+
+    def __init__(self, path: Path | None, measurements: Measurements) -> None:
+        self._measurements = measurements
+        self._file: TextIO | None = None if path is None else path.open("w")
+        self._written = 0
+
+    def write(self) -> None:
+        """Add the iterations since the last call."""
+        if self._file is None:
+            return
+        for iteration in range(self._written, len(self._measurements.loss)):
+            self._file.write(json.dumps(self._line(iteration)) + "\n")
+        self._written = len(self._measurements.loss)
+        self._file.flush()
+
+    def _line(self, iteration: int) -> dict[str, Any]:
+        measured = self._measurements
+        record = measured.records.get(iteration)
+        names = (
+            *("rank", "work_seconds", "matmul_seconds", "wait_seconds", "communication_seconds"),
+            *("equal_work_seconds", "equal_matmul_seconds", "resized", "migrated", "received"),
+        )
+        return {
+            "iteration": iteration,
+            "epoch": measured.epochs[iteration],
+            "seconds": measured.seconds[iteration],
+            "loss": _finite(measured.loss[iteration]),
+            "exchanged": record.exchanged if record else None,
+            "plan_changed": record.plan_changed if record else None,
+            "ranks": [
+                {name: getattr(rank, name) for name in names} | {"slowdown": measured.slowdown(rank.rank, iteration)}
+                for rank in record.ranks
+            ]
+            if record
+            else None,
+        }
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class TensorBoardLog(AbstractContextManager["TensorBoardLog"]):
+    """Loss, accuracy, and times and pruned shares by rank, for TensorBoard."""
+
+    def __init__(self, directory: Path | None, measurements: Measurements) -> None:
+        self._measurements = measurements
+        self._writer: Any = None
+        self._written = 0
+        if directory is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(directory))
+
+    def write(self, epoch: int) -> None:
+        """Add the iterations since the last call, and the epoch's accuracy."""
+        if self._writer is None:
+            return
+        measured = self._measurements
+        for iteration in range(self._written, len(measured.loss)):
+            self._writer.add_scalar("loss", measured.loss[iteration], iteration)
+            self._writer.add_scalar("iteration_seconds", measured.seconds[iteration], iteration)
+            record = measured.records.get(iteration)
+            for rank in record.ranks if record else ():
+                for name in ("work_seconds", "matmul_seconds", "wait_seconds", "resized"):
+                    self._writer.add_scalar(f"{name}/rank{rank.rank}", getattr(rank, name), iteration)
+        self._written = len(measured.loss)
+        self._writer.add_scalar("accuracy", measured.accuracy[-1], epoch)
+        self._writer.flush()
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.close()
