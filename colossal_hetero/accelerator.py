@@ -9,6 +9,7 @@ in the package knows that a CPU is special.
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import sys
 import time
@@ -50,6 +51,10 @@ def quiet_import() -> Iterator[None]:
     finally:
         bitsandbytes.removeFilter(_is_not_kernel_notice)
 
+
+# Colossal-AI's fp8 module compiles functions as it is imported, for which torch would start a process per core in every
+# rank: seconds of work and half a gigabyte each, for compilations that may never come. They start on demand instead.
+os.environ.setdefault("TORCH_WARM_POOL", "0")
 
 with quiet_import():
     import colossalai
@@ -234,11 +239,19 @@ class HeteroCpuAccelerator(CpuAccelerator):
         return torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
-# `get_accelerator` picks a GPU or an NPU wherever there is one, so this leaves those alone. A stock CpuAccelerator
-# that something else has had picked before is replaced: every user asks `get_accelerator` anew.
-if get_accelerator().name == "cpu":
+def _take_the_cpu() -> None:
+    """Train on the CPU with what is missing for it, where there is nothing better.
+
+    ``get_accelerator`` picks a GPU or an NPU wherever there is one, and this leaves those alone. A stock
+    ``CpuAccelerator`` that something else has had picked before is replaced: its users ask ``get_accelerator`` anew.
+    """
+    if get_accelerator().name != "cpu":
+        return
     if not isinstance(get_accelerator(), HeteroCpuAccelerator):
         set_accelerator(HeteroCpuAccelerator())
-    from colossal_hetero.cpu import mend_colossalai
+    from .cpu import mend_colossalai
 
     mend_colossalai()
+
+
+_take_the_cpu()

@@ -55,8 +55,8 @@ class Stragglers:
     """What a period of the schedule is."""
 
     means: Means = "repeat"
-    """``repeat`` does the work χ times (less of it when the layer is resized); ``sleep`` pauses (χ − 1) times as long as
-    the product took."""
+    """``repeat`` does the work χ times (less of it when the layer is resized); ``sleep`` pauses (χ − 1) times
+    as long as the product took."""
 
     seed: int = 0
     """Of the ``random`` schedule; the same on all ranks."""

@@ -25,24 +25,20 @@ class Resizer:
         self._ratio = 0.0
         self._selectors: dict[str, ColumnSelector] = {}
         self._iterations = 0
+        self._resized = 0.0
+        self._costs = {name: layer.matrix.numel() for name, layer in layers.items()}
 
     @property
     def resized(self) -> float:
         """The share of the rank's products that its layers leave out, weighted by their cost."""
-        costs = [layer.matrix.numel() for layer in self._layers.values()]
-        kept = [
-            layer.matrix.shape[0] * layer.workload.kept_count(layer.contraction_columns)
-            if layer.workload
-            else layer.matrix.numel()
-            for layer in self._layers.values()
-        ]
-        return 1.0 - sum(kept) / sum(costs) if costs else 0.0
+        return self._resized
 
     def prune(self, ratio: float) -> None:
         """From the next forward on leave out ``ratio`` of the work; 0 takes all workloads back."""
         self._ratio = ratio
         if ratio == 0.0:
             self._selectors = {}
+            self._resized = 0.0
             for layer in self._layers.values():
                 layer.assign(None)
             return
@@ -74,8 +70,12 @@ class Resizer:
         if self._config.priority == "priority-diff":
             threshold = self._interval * self._config.variation_threshold
             shares = [self._selectors[name].candidate_share(threshold) for name in names]
-            costs = [self._layers[name].matrix.numel() for name in names]
-            ratios = layer_ratios(self._ratio, shares, costs, self._config)
+            ratios = layer_ratios(self._ratio, shares, list(self._costs.values()), self._config)
+        left_out = 0.0
         for name, ratio in zip(names, ratios, strict=True):
+            layer = self._layers[name]
             workload = Workload(prune=float(ratio), select=self._selectors[name], imputation=self._config.imputation)
-            self._layers[name].assign(workload)
+            layer.assign(workload)
+            columns = layer.contraction_columns
+            left_out += self._costs[name] * (1.0 - workload.kept_count(columns) / columns)
+        self._resized = left_out / sum(self._costs.values())

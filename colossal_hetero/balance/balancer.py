@@ -88,9 +88,9 @@ class Balancer:
         self._clock.stop(tag=(self._iteration, self._resizer.resized))
         moved = [self._observe(times) for times in self._clock.read()]
         if self.active:
-            if self._exchange.take_flag():
-                self._replan()
-            self._exchange.post_flag(any(moved))
+            # An exchange settles what this iteration's flag would ask for.
+            exchanged = self._exchange.take_flag() and self._replan()
+            self._exchange.post_flag(any(moved) and not exchanged)
             self._resizer.end_iteration()
         self._iteration += 1
 
@@ -112,10 +112,11 @@ class Balancer:
         )
         return self._watch.observe(equal)
 
-    def _replan(self) -> None:
+    def _replan(self) -> bool:
+        """Exchange times, decide and apply; False if some rank has no times yet."""
         times = self._exchange.gather(self._watch.current() if self._watch.ready else None)
         if times is None:
-            return
+            return False
         self._watch.exchanged()
         plan = decide(times, self.config, self._plan)
         changed = plan != self._plan
@@ -124,6 +125,7 @@ class Balancer:
         if plan.resize[self._rank] != self._plan.resize[self._rank]:
             self._resizer.prune(plan.resize[self._rank])
         self._plan = plan
+        return True
 
     def collect(self) -> list[IterationRecord] | None:
         """The iterations since the last call, all ranks together, on global rank 0; None elsewhere.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -103,7 +104,7 @@ class CudaClock:
         while self._stopped and self._stopped[0][0][-1][1].query():
             marks, tag = self._stopped.popleft()
             seconds = {"matmul": 0.0, "communication": 0.0, "other": 0.0}
-            for (_, before), (part, after) in zip(marks, marks[1:], strict=False):
+            for (_, before), (part, after) in pairwise(marks):
                 assert part is not None
                 seconds[part] += before.elapsed_time(after) * 1e-3
             self._pool.extend(event for _, event in marks)

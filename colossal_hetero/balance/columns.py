@@ -25,7 +25,7 @@ class ColumnSelector(ABC):
     def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
         """Kept columns, int64 ``[count]`` ascending, for ``x [M, L]`` and ``weight [N, L]``."""
 
-    def end_interval(self, weight: Tensor) -> None:
+    def end_interval(self, weight: Tensor) -> None:  # noqa: B027  (most rules keep no history)
         """An interval of the priority rules (an epoch) is over; ``weight [N, L]`` is what it made of the weight."""
 
     def candidate_share(self, threshold: float) -> float:
@@ -47,8 +47,8 @@ class RandomColumns(ColumnSelector):
 class NormProduct(ColumnSelector):
     """Columns of the largest ``‖X[:, i]‖·‖W[:, i]‖``, anew each iteration.
 
-    The score of column-row sampling, which minimises the expected error of a sampled matrix product (Drineas, Kannan and
-    Mahoney 2006). Norms of X are taken over at most :data:`SAMPLED_ROWS` evenly spaced rows.
+    The score of column-row sampling, which minimises the expected error of a sampled matrix product (Drineas, Kannan
+    and Mahoney 2006). Norms of X are taken over at most :data:`SAMPLED_ROWS` evenly spaced rows.
     """
 
     def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:

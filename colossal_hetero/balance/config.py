@@ -47,8 +47,8 @@ class BalanceConfig:
     ``booster.boost`` has a length, else 100."""
 
     ratio_form: RatioForm = "budgeted"
-    """How ``priority-diff`` sets its ratios: ``budgeted`` keeps the time that Eq. 1 asks for, ``printed`` is Algorithm 1
-    to the letter."""
+    """How ``priority-diff`` sets its ratios: ``budgeted`` keeps the time that Eq. 1 asks for, ``printed`` is
+    Algorithm 1 to the letter."""
 
     decay: float = 0.8
     """α of ``priority-diff``: a layer's ratio before budgeting is at least α·γ, in [0, 1]."""
@@ -61,7 +61,7 @@ class BalanceConfig:
 
     margin: float = 0.10
     """A rank is slow when it takes more than (1 + margin)·T_ref, and a ratio is changed only if that changes the rank's
-    time by more than margin·T_ref; must be positive. Noise of ± half of it does not move a plan."""
+    time by more than margin·T_ref; must be positive. Noise of about half of it does not move a plan."""
 
     patience: int = 2
     """Consecutive iterations that must agree before a change of speed is believed, ≥ 1."""
@@ -73,9 +73,7 @@ class BalanceConfig:
     """Seed of the ``random`` rule."""
 
     def __post_init__(self) -> None:
-        _check_choice(
-            "mode", self.mode, get_args(Mode), "migration, and with it migrate, semi and auto, is not built yet"
-        )
+        _check_choice("mode", self.mode, get_args(Mode), "migrate, semi and auto need migration, a later release")
         _check_choice("reference", self.reference, get_args(Reference))
         _check_choice("priority", self.priority, get_args(Priority))
         _check_choice("imputation", self.imputation, get_args(Imputation))
@@ -87,7 +85,7 @@ class BalanceConfig:
             _check_share("resize_ratio", self.resize_ratio)
             if self.resize_ratio > self.max_resize:
                 raise ValueError(
-                    f"resize_ratio={self.resize_ratio} is above max_resize={self.max_resize}; lower one or raise the other"
+                    f"resize_ratio={self.resize_ratio} is above max_resize={self.max_resize}; lower it, or raise that"
                 )
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(f"decay={self.decay} is outside [0, 1]")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from .config import BalanceConfig
 
@@ -43,7 +44,7 @@ class Plan:
 
 
 def resize_ratios(
-    work_seconds: Sequence[float], matmul_seconds: Sequence[float], reference_seconds: float, max_resize: float
+    work_seconds: ArrayLike, matmul_seconds: ArrayLike, reference_seconds: float, max_resize: float
 ) -> np.ndarray:
     """``γ_i = (T_i − T_ref) / M_i``, clipped to [0, γ_max] (SEMI, Eq. 1); float64 ``[ranks]``.
 
@@ -51,16 +52,18 @@ def resize_ratios(
     """
     work, matmul = np.asarray(work_seconds, dtype=float), np.asarray(matmul_seconds, dtype=float)
     excess = np.maximum(work - reference_seconds, 0.0)
-    ratios = np.divide(excess, matmul, out=np.zeros_like(excess), where=matmul > 0)
-    return np.minimum(ratios, max_resize)
+    # Compared as products: a quotient by a tiny M overflows.
+    beyond = excess >= max_resize * matmul
+    ratios = np.divide(excess, matmul, out=np.full_like(excess, max_resize), where=~beyond)
+    return np.where(matmul > 0, ratios, 0.0)
 
 
 def decide(times: Sequence[RankTimes], config: BalanceConfig, current: Plan) -> Plan:
     """The plan for the group's equal-work ``times``, which keeps to ``current`` where a change would not pay.
 
-    A rank that runs its full share is pruned only once it is slower than T_ref by more than the margin; one that prunes
-    already goes on doing so until it is within half the margin, and its ratio moves only if that changes its time by
-    more than the margin.
+    A rank is pruned only if it is slower than T_ref by more than the margin, and the ratio of one that prunes already
+    moves only if that changes its time by more than the margin. Together with the threshold below which times are not
+    even exchanged, that keeps noise from moving the plan.
     """
     work = np.array([rank.work_seconds for rank in times])
     matmul = np.array([rank.matmul_seconds for rank in times])
@@ -68,8 +71,7 @@ def decide(times: Sequence[RankTimes], config: BalanceConfig, current: Plan) -> 
     if config.mode == "off":
         return Plan.idle(len(times))
     reference = float(work.min() if config.reference == "minimum" else work.mean())
-    tolerance = np.where(now > 0, config.margin / 2, config.margin)
-    slow = work > (1 + tolerance) * reference
+    slow = work > (1 + config.margin) * reference
     if config.resize_ratio == "auto":
         wanted = resize_ratios(work, matmul, reference, config.max_resize)
     else:
@@ -84,9 +86,9 @@ def layer_ratios(
 ) -> np.ndarray:
     """``γ_k`` per layer for the rank's ``ratio`` γ (SEMI, Sec. III-B, Algorithm 1 line 11); float64 ``[layers]``.
 
-    ``candidate_shares`` are the shares of columns whose weights vary little, ``costs`` (c_k) the layers' matmul times in
-    any unit. ``printed``: ``max(share, α·γ)``. ``budgeted`` scales these so that ``Σ c_k γ_k = γ Σ c_k`` with each within
-    [0, γ_max]; γ itself must not exceed γ_max.
+    ``candidate_shares`` are the shares of columns whose weights vary little, ``costs`` (c_k) the layers' matmul
+    times in any unit. ``printed``: ``max(share, α·γ)``. ``budgeted`` scales these so that ``Σ c_k γ_k = γ Σ c_k``
+    with each within [0, γ_max]; γ itself must not exceed γ_max.
     """
     shares, cost = np.asarray(candidate_shares, dtype=float), np.asarray(costs, dtype=float)
     if ratio == 0.0 or len(shares) == 0:
@@ -95,15 +97,17 @@ def layer_ratios(
     if config.ratio_form == "printed":
         return np.minimum(printed, config.max_resize)
     assert ratio <= config.max_resize
-    capped = np.zeros(len(shares), dtype=bool)
+    wish = printed if printed.any() else np.ones(len(shares))
+    full = np.zeros(len(shares), dtype=bool)
     while True:
-        # Layers at the cap give what they can; the others share the rest of the budget in proportion.
-        rest = ratio * cost.sum() - config.max_resize * cost[capped].sum()
-        weight = (cost * np.where(printed > 0, printed, 1.0))[~capped].sum()
-        scaled = np.where(
-            capped, config.max_resize, np.where(printed > 0, printed, 1.0) * (rest / weight if weight else 0)
-        )
-        over = (scaled > config.max_resize * (1 + 1e-12)) & ~capped
+        # Layers at the cap give what they can; the others share the rest of the budget in proportion to their wish.
+        # Where only layers without a wish are left, they share it evenly.
+        free = np.where(full, 0.0, wish)
+        if not free.any():
+            free = np.where(full, 0.0, 1.0)
+        rest = ratio * cost.sum() - config.max_resize * cost[full].sum()
+        ratios = np.where(full, config.max_resize, free * rest / max((cost * free).sum(), 1e-300))
+        over = ~full & (ratios > config.max_resize)
         if not over.any():
-            return np.clip(scaled, 0.0, config.max_resize)
-        capped |= over
+            return np.maximum(ratios, 0.0)
+        full |= over

@@ -36,8 +36,8 @@ class RankRecord:
     work_seconds: float
     matmul_seconds: float
     wait_seconds: float
-    """Time in collectives beyond that of the rank of its tensor-parallel group that spent least there: the time from its
-    own arrival until the last rank's."""
+    """Time in collectives beyond that of the rank of its tensor-parallel group that spent least there: the time from
+    its own arrival until the last rank's."""
     communication_seconds: float
     equal_work_seconds: float
     equal_matmul_seconds: float

@@ -48,8 +48,8 @@ def lossless_seconds(other_seconds: Sequence[float], matmul_seconds: Sequence[fl
     """The least time in which ranks do all products among them, nothing pruned (ALGORITHMS: the bound of SEMI).
 
     ``other_seconds`` cannot be moved; ``matmul_seconds`` is what each rank's equal share of the products takes it. The
-    least ``t`` with ``Σ_i max(0, t − other_i) / matmul_i = e``. With equal other times and one rank χ times slower this is
-    ``other + e / (e − 1 + 1/χ)`` of the homogeneous matmul time.
+    least ``t`` with ``Σ_i max(0, t − other_i) / matmul_i = e``. With equal other times and one rank χ times slower
+    this is ``other + e / (e − 1 + 1/χ)`` of the homogeneous matmul time.
     """
     order = np.argsort(other_seconds)
     other = np.asarray(other_seconds, dtype=float)[order]
@@ -69,7 +69,7 @@ def ideal_ratio(slowdowns: Mapping[int, float], ranks: int) -> float:
 
 
 def report(records: Sequence[IterationRecord], group: Sequence[int]) -> BalanceReport | None:
-    """Summarise ``records`` for all ranks, and for the tensor-parallel ``group`` what an iteration takes; None if empty."""
+    """Summarise ``records`` by rank, and what an iteration takes the tensor-parallel ``group``; None if empty."""
     if not records:
         return None
     ranks = tuple(

@@ -6,6 +6,7 @@ Pure state machines on numbers; the clocks are in :mod:`.clock`.
 from __future__ import annotations
 
 from collections import deque
+from statistics import mean, median
 
 from .config import BalanceConfig
 from .decide import RankTimes
@@ -13,10 +14,10 @@ from .decide import RankTimes
 __all__ = ["EqualWork", "SpeedWatch"]
 
 MAX_OVERHEAD = 0.15
-"""The most that extracting columns and imputing adds to a layer's products, as a share of its dense time."""
+"""The most that extracting columns and imputing adds to a layer's products, as a share of their dense time."""
 
-BASELINE_ITERATIONS = 8
-"""Iterations after an exchange that sharpen the value which later ones are compared with."""
+STEADY_ITERATIONS = 8
+"""Iterations at one speed that estimates are taken from; more would not make them much sharper."""
 
 
 class EqualWork:
@@ -27,30 +28,35 @@ class EqualWork:
     at the same moment, within the bounds ``[1 − γ, 1 − γ + MAX_OVERHEAD]`` of what resizing can cost.
     """
 
-    def __init__(self, calibration_iterations: int) -> None:
-        self._calibration_iterations = calibration_iterations
+    def __init__(self, patience: int) -> None:
         self._ratio = 0.0
-        self._dense_seconds: float | None = None
-        self._dense_seconds_before: float | None = None
-        self._measured: list[float] = []
+        self._dense: deque[float] = deque(maxlen=patience)
+        self._dense_before: float | None = None
+        self._calibration: list[float] = []
 
     def normalise(self, work_seconds: float, matmul_seconds: float, ratio: float) -> RankTimes:
         """The rank's times at its full share, from an iteration in which it pruned ``ratio`` of it."""
         if ratio != self._ratio:
-            self._ratio, self._measured, self._dense_seconds_before = ratio, [], self._dense_seconds
-        if ratio > 0 and len(self._measured) < self._calibration_iterations:
-            self._measured.append(matmul_seconds)
-        self._dense_seconds = matmul_seconds / self._share_of_dense_time()
-        return RankTimes(work_seconds - matmul_seconds + self._dense_seconds, self._dense_seconds)
+            self._ratio, self._calibration = ratio, []
+            self._dense_before = mean(self._dense) if self._dense else None
+        if ratio > 0 and self._is_at_the_same_speed(matmul_seconds):
+            self._calibration.append(matmul_seconds)
+        dense = matmul_seconds / self._share_of_dense_time()
+        self._dense.append(dense)
+        return RankTimes(work_seconds - matmul_seconds + dense, dense)
+
+    def _is_at_the_same_speed(self, matmul_seconds: float) -> bool:
+        if len(self._calibration) >= STEADY_ITERATIONS:
+            return False
+        return not self._calibration or abs(matmul_seconds / self._calibration[0] - 1.0) <= MAX_OVERHEAD
 
     def _share_of_dense_time(self) -> float:
         if self._ratio == 0.0:
             return 1.0
         least = 1.0 - self._ratio
-        if not self._dense_seconds_before:
+        if not self._dense_before:
             return least
-        measured = sum(self._measured) / len(self._measured)
-        return min(max(measured / self._dense_seconds_before, least), least + MAX_OVERHEAD)
+        return min(max(mean(self._calibration) / self._dense_before, least), least + MAX_OVERHEAD)
 
 
 class SpeedWatch:
@@ -59,9 +65,9 @@ class SpeedWatch:
     def __init__(self, config: BalanceConfig) -> None:
         self._config = config
         self._skip = config.warmup_iterations
-        self._recent: deque[RankTimes] = deque(maxlen=config.patience)
+        self._steady: deque[RankTimes] = deque(maxlen=max(STEADY_ITERATIONS, config.patience))
         self._baseline_seconds: float | None = None
-        self._baseline_count = 0
+        self._since_exchange = 0
 
     def observe(self, times: RankTimes) -> bool:
         """Take in an iteration; True if the group has to exchange its times.
@@ -72,33 +78,36 @@ class SpeedWatch:
         if self._skip > 0:
             self._skip -= 1
             return False
-        self._recent.append(times)
-        if len(self._recent) < self._config.patience:
+        self._steady.append(times)
+        if not self.ready:
             return False
         if self._baseline_seconds is None:
             return True
-        changes = [recent.work_seconds / self._baseline_seconds - 1.0 for recent in self._recent]
+        latest = list(self._steady)[-self._config.patience :]
+        changes = [times.work_seconds / self._baseline_seconds - 1.0 for times in latest]
         if min(changes) > self._config.threshold or max(changes) < -self._config.threshold:
+            # What came before was another speed.
+            self._steady.clear()
+            self._steady.extend(latest)
             return True
-        if self._baseline_count < BASELINE_ITERATIONS and abs(changes[-1]) <= self._config.threshold:
-            self._baseline_count += 1
-            self._baseline_seconds += (times.work_seconds - self._baseline_seconds) / self._baseline_count
+        self._since_exchange += 1
+        if self._since_exchange < STEADY_ITERATIONS:
+            self._baseline_seconds = self.current().work_seconds
         return False
 
     @property
     def ready(self) -> bool:
         """Whether there is something to exchange."""
-        return len(self._recent) == self._config.patience
+        return len(self._steady) >= self._config.patience
 
     def current(self) -> RankTimes:
-        """The mean of the latest iterations."""
-        count = len(self._recent)
+        """The rank's times at its present speed: medians over the iterations since it moved."""
         return RankTimes(
-            sum(times.work_seconds for times in self._recent) / count,
-            sum(times.matmul_seconds for times in self._recent) / count,
+            median(times.work_seconds for times in self._steady),
+            median(times.matmul_seconds for times in self._steady),
         )
 
     def exchanged(self) -> None:
         """From now on changes are counted from :meth:`current`."""
         self._baseline_seconds = self.current().work_seconds
-        self._baseline_count = len(self._recent)
+        self._since_exchange = 0

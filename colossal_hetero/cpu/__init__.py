@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from colossal_hetero.cpu import layers, point_to_point, zero
+from . import collectives, layers, models, point_to_point, zero
 
 __all__ = ["mend_colossalai"]
 
@@ -17,5 +17,7 @@ __all__ = ["mend_colossalai"]
 def mend_colossalai() -> None:
     """Apply every mend, once per process."""
     point_to_point.mend()
+    collectives.mend()
     layers.mend()
+    models.mend()
     zero.mend()

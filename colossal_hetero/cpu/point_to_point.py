@@ -30,7 +30,9 @@ from colossalai.pipeline.schedule import (
     ZeroBubbleVPipeScheduler,
 )
 
-__all__ = ["GlooPointToPoint", "mend"]
+from .stand_in import StandIn
+
+__all__ = ["Messages", "mend"]
 
 
 class _Sent:
@@ -59,14 +61,11 @@ class _Received:
         return self._work is None
 
 
-class GlooPointToPoint:
-    """``torch.distributed`` with a ``batch_isend_irecv`` that buffers what it sends."""
+class Messages:
+    """The messages of this rank: a ``batch_isend_irecv`` that buffers what it sends."""
 
     def __init__(self) -> None:
         self._sends: list[tuple[dist.Work | None, torch.Tensor]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
 
     def batch_isend_irecv(self, operations: Iterable[dist.P2POp]) -> list[_Sent | _Received]:
         """Start all ``operations``, in their order, and return a request for each.
@@ -85,6 +84,11 @@ class GlooPointToPoint:
                 requests.append(_Received(work))
         return requests
 
+    @property
+    def kept(self) -> int:
+        """How many sent messages are kept, because they may not have left yet."""
+        return len(self._sends)
+
     def wait_for_sends(self) -> None:
         """Wait until every message sent so far has left, and release the copies."""
         for work, _ in self._sends:
@@ -93,7 +97,7 @@ class GlooPointToPoint:
         self._sends.clear()
 
 
-def _then_wait_for_sends(step: Callable[..., Any], messages: GlooPointToPoint) -> Callable[..., Any]:
+def _then_wait_for_sends(step: Callable[..., Any], messages: Messages) -> Callable[..., Any]:
     """``step``, followed by a wait for the messages that it sent."""
 
     @wraps(step)
@@ -107,9 +111,8 @@ def _then_wait_for_sends(step: Callable[..., Any], messages: GlooPointToPoint) -
 
 def mend() -> None:
     """Give Colossal-AI's pipeline messages that work over Gloo."""
-    # The name `dist` of that one module: elsewhere torch.distributed stays as it is.
-    messages = GlooPointToPoint()
-    p2p.dist = messages
+    messages = Messages()
+    p2p.dist = StandIn(dist, batch_isend_irecv=messages.batch_isend_irecv)
     for schedule in (OneForwardOneBackwardSchedule, InterleavedSchedule, ZeroBubbleVPipeScheduler):
         schedule.forward_backward_step = _then_wait_for_sends(schedule.forward_backward_step, messages)
     # The original asks for `Backend.HCCL`, which torch lacks, as soon as a group is not NCCL's.

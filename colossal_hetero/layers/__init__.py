@@ -1,5 +1,6 @@
 """What one rank computes: parallel linear layers that can be told to do less, and policies that use them."""
 
+from .. import accelerator  # noqa: F401  (prepares Colossal-AI before the modules below import it)
 from .linear import (
     HeteroFusedLinear1D_Col,
     HeteroFusedLinear1D_Row,

@@ -7,7 +7,6 @@ runs :func:`~colossal_hetero.layers.product.parallel_product` instead, which com
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +30,6 @@ from colossalai.shardformer.layer.qkv_fused_linear import (
 from colossalai.shardformer.layer.utils import is_share_sp_tp
 from torch import Tensor, nn
 
-from .. import accelerator
 from .product import CONV1D_LAYOUT, LINEAR_LAYOUT, Circumstances, WeightLayout, parallel_product
 from .workload import Brake, Clock, Lineage, Workload, is_recorded, matrix_view
 
@@ -172,18 +170,6 @@ class _HeteroRowParallel(HeteroLinear):
 
     def _split(self, x: Tensor) -> Tensor:
         return split_forward_gather_backward(x, dim=-1, process_group=self.process_group)  # type: ignore[attr-defined]
-
-    def reset_parameters(self, weight_initializer: Callable, bias_initializer: Callable) -> None:
-        """As the parent's, but with the bias broadcast on the device it is on; the parent's needs a GPU."""
-        layer: Any = self
-        weight_initializer(layer.weight.data, fan_in=layer.in_features, fan_out=layer.out_features)
-        if layer.bias is not None:
-            bias_initializer(layer.bias.data, fan_in=layer.in_features)
-            device = accelerator.get_accelerator().get_current_device()
-            bias = layer.bias.data.to(device)
-            source = 0 if layer.process_group is None else dist.get_global_rank(layer.process_group, 0)
-            dist.broadcast(bias, src=source, group=layer.process_group)
-            layer.bias.data.copy_(bias)
 
 
 class HeteroLinear1D_Col(_HeteroColumnParallel, Linear1D_Col):

@@ -35,10 +35,9 @@ from .linear import (
 )
 from .timm_vit import TimmViTPolicy
 
-__all__ = ["hetero_policy"]
+__all__ = ["HETERO_LAYERS", "hetero_policy"]
 
-# Looked up by the exact class: the padded, vocabulary-parallel subclasses of these layers do other work.
-_HETERO_LAYERS: dict[type, type] = {
+HETERO_LAYERS: dict[type, type] = {
     Linear1D_Col: HeteroLinear1D_Col,
     Linear1D_Row: HeteroLinear1D_Row,
     FusedLinear1D_Col: HeteroFusedLinear1D_Col,
@@ -46,6 +45,7 @@ _HETERO_LAYERS: dict[type, type] = {
     GPT2FusedLinearConv1D_Col: HeteroGPT2FusedLinearConv1D_Col,
     GPT2FusedLinearConv1D_Row: HeteroGPT2FusedLinearConv1D_Row,
 }
+"""What takes the place of what, by the exact class: vocabulary-parallel heads, for one, do other work."""
 
 
 class _HeteroPolicy(Policy):
@@ -64,7 +64,7 @@ def _exchange_layers(description: ModulePolicyDescription) -> ModulePolicyDescri
         sub_module_replacement=[
             dataclasses.replace(
                 replacement,
-                target_module=_HETERO_LAYERS.get(replacement.target_module, replacement.target_module),
+                target_module=HETERO_LAYERS.get(replacement.target_module, replacement.target_module),
             )
             for replacement in description.sub_module_replacement
         ],
@@ -101,7 +101,7 @@ def hetero_policy(model_or_policy: nn.Module | Policy) -> Policy:
     if isinstance(policy, _HeteroPolicy):
         return policy
     policy = copy.copy(policy)
-    policy.__class__ = _hetero_class(type(policy))
+    policy.__class__ = _hetero_class(type(policy))  # type: ignore[arg-type]  # mypy holds classes for unhashable
     return policy
 
 

@@ -19,13 +19,13 @@ Every rank holds the embedding, the norms on the residual stream and the classif
 sees one token of each image, so it takes next to no time, and left whole it works for any number of
 classes.
 
-Randomness. Dropout after a sharded layer draws other numbers on each rank, dropout on the residual stream
-the same. ``DropPath`` and ``PatchDropout`` act on the residual stream and draw from the global random
-state. That is in step on the ranks of a tensor-parallel group as long as they are seeded alike
-(``colossalai.launch`` does so), for nothing that is sharded draws from it unequally; and it is what
-activation checkpointing restores, so they keep it. Fused attention (``F.scaled_dot_product_attention``)
-draws ``attn_drop`` from the global random state too, so every rank drops the same positions in its own
-heads.
+Randomness. Dropout after a sharded layer draws other numbers on each rank, dropout on the residual stream the same;
+these are Colossal-AI's layers, whose random state activation checkpointing does not restore: use one or the other.
+``DropPath`` and ``PatchDropout`` act on the residual stream and draw from the global random state. That is in step on
+the ranks of a tensor-parallel group as long as they are seeded alike (``colossalai.launch`` does so), for nothing that
+is sharded draws from it unequally; and checkpointing restores it, so they keep it. Fused attention
+(``F.scaled_dot_product_attention``) draws ``attn_drop`` from the global random state too, so every rank drops the same
+positions in its own heads.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import timm
 import torch
 import torch.distributed as dist
 from colossalai.lazy import LazyInitContext
@@ -100,12 +101,14 @@ class TimmViTPolicy(Policy):
             warnings.warn(f"timm's VisionTransformer is sharded without {', '.join(unused)}", stacklevel=2)
         if config.tensor_parallel_size > 1:
             self._check_blocks(config.tensor_parallel_size)
+        if config.pipeline_stage_manager is not None:
+            self._check_forward()
 
     def _check_blocks(self, tp_size: int) -> None:
         for index, block in enumerate(self.model.blocks):
             if not isinstance(block, _BLOCKS):
                 raise ValueError(
-                    f"blocks[{index}] is a {type(block).__name__}, which tensor parallelism cannot split; "
+                    f"blocks.{index} is a {type(block).__name__}, which tensor parallelism cannot split; "
                     f"valid block_fn: {_names(_BLOCKS)}"
                 )
         heads = set()
@@ -116,7 +119,10 @@ class TimmViTPolicy(Policy):
                     "valid attn_layer: 'attn' (timm's Attention)"
                 )
             if not hasattr(attention, "attn_dim"):
-                raise ValueError("this timm's Attention has no attn_dim; install a newer timm (1.0.31 works)")
+                raise ValueError(
+                    f"timm {timm.__version__} takes the width of a sharded attention for the whole one; tensor "
+                    "parallelism needs timm 1.0.22 or newer"
+                )
             _check_no_norm(f"{name}.norm", attention.norm, "scale_attn_norm", attention.attn_dim)
             heads.add(attention.num_heads)
         hidden = set()
@@ -137,12 +143,23 @@ class TimmViTPolicy(Policy):
                 f"{self.model.embed_dim}; valid tp sizes: {_join(valid)}"
             )
 
+    def _check_forward(self) -> None:
+        """A stage runs a part of the forward pass, which must be the one that is known here."""
+        kind = type(self.model)
+        parts = ("forward", "forward_features", "forward_head", "pool", "_pos_embed")
+        changed = [part for part in parts if getattr(kind, part) is not getattr(VisionTransformer, part)]
+        if changed:
+            raise ValueError(
+                f"{kind.__name__} has its own {', '.join(changed)}, which cannot be cut into pipeline stages; "
+                "use pp_size=1 or timm's VisionTransformer itself"
+            )
+
     def _attentions(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield every block's attention with its name."""
         for index, block in enumerate(self.model.blocks):
             for name, module in block.named_modules():
                 if name.rpartition(".")[2] == "attn":
-                    yield f"blocks[{index}].{name}", module
+                    yield f"blocks.{index}.{name}", module
 
     def _mlps(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield every MLP with its name: the blocks' and that of an attention pool."""
@@ -324,6 +341,7 @@ def _pipeline_forward(
     """
     if stage_manager.is_first_stage():
         hidden_states = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x))))
+    assert hidden_states is not None, "a later stage runs on the previous one's output"
     start, end = stage_index
     for block in model.blocks[start:end]:
         if attn_mask is not None or is_causal:
@@ -337,7 +355,7 @@ def _pipeline_forward(
     return model.forward_head(model.norm(hidden_states))
 
 
-def _kind(module: nn.Module, kinds: tuple[type, ...]) -> type | None:
+def _kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn.Module] | None:
     """Return which of ``kinds`` ``module`` computes like: its class or a parent whose ``forward`` it keeps."""
     return next((kind for kind in kinds if isinstance(module, kind) and type(module).forward is kind.forward), None)
 

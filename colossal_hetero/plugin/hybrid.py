@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.shardformer.policies.base_policy import Policy
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -44,11 +45,17 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
 
     def __init__(self, *args: Any, balance: BalanceConfig | None = None, **kwargs: Any) -> None:
         self.balance = balance or BalanceConfig()
+        self.custom_policy: Policy | None
         self.balancer: Balancer | None = None
         check_world_size(*args, **kwargs)
         super().__init__(*args, **kwargs)
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
+
+    def __del__(self) -> None:
+        # The parent's needs what its constructor makes, which arguments that do not fit never reach.
+        if hasattr(self, "pg_mesh"):
+            super().__del__()
 
     def configure(
         self,
@@ -59,11 +66,16 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         """See ``Plugin.configure``; called by ``Booster.boost``."""
+        given_policy = self.custom_policy
         if not isinstance(model, ModelWrapper):
-            self.custom_policy = hetero_policy(self.custom_policy or model)
-        model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
-            model, optimizer, criterion, dataloader, lr_scheduler
-        )
+            self.custom_policy = hetero_policy(given_policy or model)
+        try:
+            model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
+                model, optimizer, criterion, dataloader, lr_scheduler
+            )
+        finally:
+            # The next model may be another.
+            self.custom_policy = given_policy
         if optimizer is not None:
             device = accelerator.get_accelerator().get_current_device()
             self.balancer = attach_balancer(

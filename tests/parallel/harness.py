@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
 
+Rank = tuple[Any, Any]
+"""A process, and the end of the pipe through which it answers."""
+
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["colossal_hetero.accelerator", "colossal_hetero.layers", "tests.parallel.preload"])
+_context.set_forkserver_preload(["tests.parallel.preload"])
 
 
 def free_port() -> int:
@@ -38,13 +43,38 @@ def _rank_main(rank: int, world_size: int, port: int, seed: int, pipe: Any, func
         colossalai.launch(rank, world_size, "127.0.0.1", port, seed=seed, verbose=False)
         result = function(*args)
         torch.distributed.barrier()
-        pipe.send((True, result))
+        pipe.send_bytes(pickle.dumps((True, result)))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         raise SystemExit(1) from None
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def start_ranks(world_size: int, function: Callable[..., Any], *args: Any, seed: int = 1024) -> Iterator[list[Rank]]:
+    """Call ``function(*args)`` on ``world_size`` ranks; their processes and pipes, by rank.
+
+    Through its pipe every rank sends ``(True, result)`` or ``(False, traceback)``. Whoever still runs on leaving the
+    block is killed.
+    """
+    port = free_port()
+    ranks: list[Rank] = []
+    try:
+        for rank in range(world_size):
+            receiver, sender = _context.Pipe(duplex=False)
+            process = _context.Process(
+                target=_rank_main, args=(rank, world_size, port, seed, sender, function, args), daemon=True
+            )
+            process.start()
+            sender.close()
+            ranks.append((process, receiver))
+        yield ranks
+    finally:
+        for process, _ in ranks:
+            if process.is_alive():
+                process.kill()
 
 
 def run_ranks(
@@ -52,22 +82,12 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(*args)`` on ``world_size`` ranks and return the results by rank.
 
-    ``function`` is a module-level function; results travel through a pipe (use numpy or small tensors). The first
+    ``function`` is a module-level function; results travel through a pipe, pickled whole. The first
     rank that fails ends all the others, and its traceback is raised here.
     """
-    port = free_port()
-    ranks = []
-    for rank in range(world_size):
-        receiver, sender = _context.Pipe(duplex=False)
-        process = _context.Process(
-            target=_rank_main, args=(rank, world_size, port, seed, sender, function, args), daemon=True
-        )
-        process.start()
-        sender.close()
-        ranks.append((process, receiver))
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_seconds
-    try:
+    with start_ranks(world_size, function, *args, seed=seed) as ranks:
         pending = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
@@ -76,15 +96,12 @@ def run_ranks(
             for receiver in ready:
                 rank = pending.pop(receiver)
                 try:
-                    succeeded, value = receiver.recv()
+                    succeeded, value = pickle.loads(receiver.recv_bytes())
                 except EOFError:
                     raise RuntimeError(f"rank {rank} of {world_size} died without a word") from None
                 if not succeeded:
                     raise RuntimeError(f"rank {rank} of {world_size} failed:\n{value}")
                 results[rank] = value
-    finally:
         for process, _ in ranks:
-            process.join(timeout=5 if len(results) == world_size else 0)
-            if process.is_alive():
-                process.kill()
+            process.join(timeout=5)
     return [results[rank] for rank in range(world_size)]

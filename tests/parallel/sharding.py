@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from colossalai.shardformer import ShardConfig, ShardFormer
+from colossalai.shardformer.policies.auto_policy import get_autopolicy
 from colossalai.shardformer.policies.base_policy import Policy
 from colossalai.tensor.d_tensor import (
     distribute_tensor,
@@ -21,6 +23,9 @@ from colossalai.tensor.d_tensor import (
 from torch import nn
 
 from colossal_hetero.layers import hetero_policy
+from colossal_hetero.layers.policy import HETERO_LAYERS
+
+LossOf = Callable[[nn.Module], torch.Tensor]
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -34,9 +39,16 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
-def shard(model: nn.Module, policy: Policy | None = None) -> nn.Module:
-    """Shard ``model`` over all ranks by ``policy``, by default its own with this package's layers."""
-    config = ShardConfig(tensor_parallel_process_group=dist.group.WORLD)
+def shard(model: nn.Module, policy: Policy | None = None, **options: Any) -> nn.Module:
+    """Shard ``model`` over all ranks by ``policy``, by default its own with this package's layers.
+
+    ``options`` are those of ``ShardConfig``.
+    """
+    # Losses are summed over the sequence-parallel group whether or not it is in use, so it is this rank alone.
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    config = ShardConfig(
+        tensor_parallel_process_group=dist.group.WORLD, sequence_parallel_process_group=alone, **options
+    )
     return ShardFormer(config).optimize(model, policy or hetero_policy(model))[0]
 
 
@@ -49,42 +61,55 @@ def own_share(parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def hetero_layer_counts(model: nn.Module) -> dict[str, int]:
-    """Return how many of this package's layers ``model`` has, by class name."""
-    return dict(Counter(type(m).__name__ for m in model.modules() if type(m).__name__.startswith("Hetero")))
+def parallel_layer_counts(model: nn.Module) -> dict[str, int]:
+    """Return how many parallel linear layers ``model`` has, Colossal-AI's or this package's, by class name."""
+    names = [kind.__name__ for kind in (*HETERO_LAYERS, *HETERO_LAYERS.values())]
+    counts = Counter(type(module).__name__ for module in model.modules())
+    return {name: counts[name] for name in names if counts[name]}
 
 
-def assert_same_as_unsharded(
-    model: nn.Module,
-    loss_of: Callable[[nn.Module], torch.Tensor],
-    policy: Policy | None = None,
-    **tolerances: Any,
-) -> nn.Module:
+def assert_same_as_unsharded(model: nn.Module, loss_of: LossOf, **options: Any) -> nn.Module:
     """Assert that loss and gradients of the sharded ``model`` are those of an unsharded copy.
 
-    ``loss_of`` runs a model on the same inputs each time and returns a scalar. Returns the sharded model.
+    ``loss_of`` runs a model on the same inputs each time and returns a scalar; ``options`` are those of
+    ``ShardConfig``. Returns the sharded model.
     """
-    tolerances = {"rtol": 2e-4, "atol": 2e-5, **tolerances}
-    reference = copy.deepcopy(model)
-    expected = loss_of(reference)
-    expected.backward()
-    sharded = shard(model, policy)
-    loss = loss_of(sharded)
-    loss.backward()
-    torch.testing.assert_close(loss, expected, **tolerances, msg=lambda text: f"loss: {text}")
-    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    seen = 0
-    for name, parameter in sharded.named_parameters():
-        whole = gradients[name]
-        if whole is None or parameter.grad is None:
-            assert whole is None and parameter.grad is None, f"only one of the models has a gradient of {name}"
-            continue
-        seen += 1
-        torch.testing.assert_close(
-            parameter.grad,
-            own_share(parameter, whole),
-            **tolerances,
-            msg=lambda text, name=name: f"gradient of {name}: {text}",
-        )
-    assert seen > 0, "nothing has a gradient"
+    expected, gradients = _loss_and_gradients(copy.deepcopy(model), loss_of)
+    sharded = shard(model, **options)
+    shares = {
+        name: own_share(parameter, gradients[name])
+        for name, parameter in sharded.named_parameters()
+        if gradients[name] is not None
+    }
+    _assert_loss_and_gradients(sharded, loss_of, expected, shares)
     return sharded
+
+
+def assert_same_as_colossalai(model: nn.Module, loss_of: LossOf, **options: Any) -> nn.Module:
+    """Assert that ``model`` sharded with this package's layers does what it does with Colossal-AI's own."""
+    theirs = copy.deepcopy(model)
+    expected, gradients = _loss_and_gradients(shard(theirs, get_autopolicy(theirs), **options), loss_of)
+    ours = shard(model, **options)
+    _assert_loss_and_gradients(ours, loss_of, expected, gradients)
+    return ours
+
+
+def _loss_and_gradients(model: nn.Module, loss_of: LossOf) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    loss = loss_of(model)
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _assert_loss_and_gradients(
+    model: nn.Module, loss_of: LossOf, expected: torch.Tensor, gradients: dict[str, torch.Tensor | None]
+) -> None:
+    """Assert ``model``'s loss and, parameter by parameter, the gradients that this rank holds."""
+    loss, own = _loss_and_gradients(model, loss_of)
+    close = partial(torch.testing.assert_close, rtol=2e-4, atol=2e-5)
+    close(loss, expected, msg=lambda text: f"loss: {text}")
+    assert any(gradient is not None for gradient in own.values()), "nothing has a gradient"
+    for name, gradient in own.items():
+        wanted = gradients.get(name)
+        assert (gradient is None) == (wanted is None), f"only one of the models has a gradient of {name}"
+        if gradient is not None:
+            close(gradient, wanted, msg=lambda text, name=name: f"gradient of {name}: {text}")

@@ -402,5 +402,5 @@ def test_workload_rejects_ratios(ratio: float) -> None:
 
 
 def test_workload_rejects_imputations() -> None:
-    with pytest.raises(ValueError, match="'mean'.*zero, average, same"):
+    with pytest.raises(ValueError, match=r"'mean'.*zero, average, same"):
         ours.Workload(prune=0.5, select=keep_given(torch.arange(1)), imputation="mean")

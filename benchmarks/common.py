@@ -1,0 +1,137 @@
+"""What the benchmarks share: starting ranks, a model to train, timing in alternating blocks, and a table.
+
+Every benchmark is one command, ``python benchmarks/NAME.py``. It starts its own ranks with one thread each; variants
+are timed in alternating blocks of the same processes, so that whatever else the machine does falls on all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import colossalai
+import timm
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from colossalai.booster import Booster
+from colossalai.booster.plugin import HybridParallelPlugin
+from rich.console import Console
+from rich.table import Table
+from timm.models.vision_transformer import VisionTransformer
+
+import colossal_hetero.accelerator  # noqa: F401  (before Colossal-AI)
+from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
+from colossal_hetero.layers import TimmViTPolicy
+from colossal_hetero.stragglers import Stragglers, inject_stragglers
+
+BATCH = 32
+MODEL = {"embed_dim": 512, "depth": 4, "num_heads": 8, "patch_size": 4, "img_size": 32, "num_classes": 10}
+
+
+def start_ranks(count: int) -> None:
+    """Become ``count`` ranks: the first call re-runs this script under torchrun, the ranks come through and connect."""
+    if "RANK" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        os.execv(sys.executable, [*launcher, *sys.argv])
+    torch.set_num_threads(1)
+    colossalai.launch_from_torch(seed=1, verbose=False)
+
+
+def describe_machine() -> str:
+    """One line: processor, cores, versions."""
+    processor = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as lines:
+            processor = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return (
+        f"{processor}, {os.cpu_count()} cores; Python {platform.python_version()}, torch {torch.__version__}, "
+        f"Colossal-AI {colossalai.__version__}, timm {timm.__version__}; one thread per rank"
+    )
+
+
+@dataclass
+class Variant:
+    """A model in training, one of several that take turns."""
+
+    name: str
+    balance: BalanceConfig | None = None
+    """None is Colossal-AI's own plugin."""
+    stragglers: Stragglers | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    def build(self) -> None:
+        """Make and boost the model; every variant starts from the same weights."""
+        torch.manual_seed(1)
+        model: torch.nn.Module = VisionTransformer(**MODEL)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        arguments: dict[str, Any] = {"tp_size": dist.get_world_size(), "pp_size": 1, "precision": "fp32"}
+        if self.balance is None:
+            self.plugin = HybridParallelPlugin(custom_policy=TimmViTPolicy(), **arguments)
+        else:
+            self.plugin = HeteroHybridParallelPlugin(balance=self.balance, **arguments)
+        self.booster = Booster(plugin=self.plugin)
+        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
+        if self.stragglers is not None:
+            inject_stragglers(self.model, self.optimizer, self.stragglers)
+        generator = torch.Generator().manual_seed(2)
+        self.images = torch.randn(BATCH, 3, 32, 32, generator=generator)
+        self.labels = torch.randint(0, 10, (BATCH,), generator=generator)
+
+    def iterate(self) -> float:
+        """One training iteration; its seconds."""
+        start = time.perf_counter()
+        loss = F.cross_entropy(self.model(self.images), self.labels)
+        self.booster.backward(loss, self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    @property
+    def median_seconds(self) -> float:
+        return median(self.seconds)
+
+
+def take_turns(
+    variants: Sequence[Variant], warmup: int, rounds: int, block: int, before: Callable[[int], None] = lambda _: None
+) -> None:
+    """Time ``rounds`` blocks of ``block`` iterations of each variant, in turn, after ``warmup`` iterations of each.
+
+    The first iteration of a block re-warms the caches and is not counted.
+    """
+    for variant in variants:
+        for _ in range(warmup):
+            variant.iterate()
+    for number in range(rounds):
+        before(number)
+        for variant in variants:
+            dist.barrier()
+            variant.iterate()
+            variant.seconds.extend(variant.iterate() for _ in range(block))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> None:
+    """A table on rank 0, in Markdown so that it can be pasted into the README of this folder."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    console = Console(width=200, highlight=False)
+    table = Table(title=title, box=None)
+    from rich.box import MARKDOWN
+
+    table.box = MARKDOWN
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row))
+    console.print(table)
+    for note in [*notes, describe_machine()]:
+        console.print(note)

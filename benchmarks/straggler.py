@@ -1,0 +1,77 @@
+"""Resizing under an injected straggler: iteration time against no straggler, and how fast the plan settles.
+
+python benchmarks/straggler.py [--slowdown 4] [--rounds 8]
+
+Rank 1's products are done ``slowdown`` times (``repeat``; resizing shrinks the repeated work too). The reference is the
+minimum over the ranks. Three models take turns in the same two processes: nobody slow, slow without balancing, slow
+with resizing.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from common import Variant, print_table, start_ranks, take_turns
+
+from colossal_hetero import BalanceConfig
+from colossal_hetero.stragglers import Stragglers
+
+
+def iterations_to_settle(variant: Variant, slowdown: float, before: int = 12, after: int = 20) -> int | None:
+    """Iterations from a rank turning slow (or, with slowdown 1, normal) until the plan changes for the last time."""
+    balancer = variant.plugin.balancer
+    brake = next(iter(balancer._layers.values())).brake
+    for _ in range(before):
+        variant.iterate()
+    if dist.get_rank() == 1:
+        brake.slowdown = slowdown
+    # The schedule of the injection would set the brake back after a step: keep it.
+    last = 0
+    for iteration in range(1, after + 1):
+        plan = balancer.plan
+        variant.iterate()
+        if dist.get_rank() == 1:
+            brake.slowdown = slowdown
+        if balancer.plan != plan:
+            last = iteration
+    return last
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slowdown", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=8)
+    arguments = parser.parse_args()
+    start_ranks(2)
+    slow = Stragglers(slowdowns={1: arguments.slowdown})
+    resize = BalanceConfig(mode="resize", reference="minimum")
+    variants = [
+        Variant("nobody slow, off", BalanceConfig(mode="off")),
+        Variant("slow, off", BalanceConfig(mode="off"), slow),
+        Variant("slow, resize", resize, slow),
+    ]
+    for variant in variants:
+        variant.build()
+    take_turns(variants, warmup=8, rounds=arguments.rounds, block=4)
+    base = variants[0].median_seconds
+    rows = []
+    for variant in variants:
+        records = variant.plugin.balancer.collect()
+        resized = records[-1].ranks[1].resized if records else 0.0
+        rows.append((variant.name, variant.median_seconds, variant.median_seconds / base, resized))
+    title = f"Slowdown {arguments.slowdown:g} injected on rank 1 of 2 (products repeated)"
+    print_table(title, ("variant", "iteration [s]", "ratio", "share resized on rank 1"), rows)
+
+    turning = Variant("turning", resize, Stragglers(slowdowns={1: 1.0}))
+    turning.build()
+    settled = []
+    for slowdown in (arguments.slowdown, 1.0) * 3:
+        settled.append((f"to {slowdown:g}×", iterations_to_settle(turning, slowdown)))
+    torch.distributed.barrier()
+    print_table("Iterations until the plan settled after rank 1's speed changed", ("change", "iterations"), settled)
+
+
+if __name__ == "__main__":
+    main()

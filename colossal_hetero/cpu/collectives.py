@@ -1,0 +1,33 @@
+"""Collectives that Gloo lacks and Colossal-AI's sequence parallelism uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from colossalai.shardformer.layer import _operation
+
+from .stand_in import StandIn
+
+__all__ = ["mend", "reduce_scatter"]
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: Sequence[torch.Tensor],
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """``torch.distributed.reduce_scatter`` by way of ``reduce_scatter_tensor``, the one of the two that Gloo has.
+
+    ``output`` is contiguous; each of the ``input_list``, one per rank, has its shape.
+    """
+    inputs = torch.cat([piece.reshape(-1) for piece in input_list])
+    return dist.reduce_scatter_tensor(output.view(-1), inputs, op, group, async_op)
+
+
+def mend() -> None:
+    """Let the layers' sequence parallelism (``split_gather`` and ``ring``) reduce and scatter over Gloo."""
+    _operation.dist = StandIn(dist, reduce_scatter=reduce_scatter)

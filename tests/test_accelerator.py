@@ -1,0 +1,150 @@
+"""Colossal-AI's accelerator on a CPU, and what importing this package prints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from colossalai.accelerator import CudaAccelerator, get_accelerator
+
+import colossal_hetero.accelerator as accelerator_module
+import colossal_hetero.cpu
+from colossal_hetero.accelerator import HeteroCpuAccelerator
+
+MEGABYTES_64 = 64 << 20
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU accelerator is for hosts without a GPU")
+
+
+@pytest.fixture
+def accelerator() -> HeteroCpuAccelerator:
+    accelerator = get_accelerator()
+    assert isinstance(accelerator, HeteroCpuAccelerator)
+    return accelerator
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+
+def test_one_device_in_program_order(accelerator: HeteroCpuAccelerator) -> None:
+    assert accelerator.device_count() == 1
+    assert accelerator.current_device() == 0
+    assert accelerator.get_device_name() == "cpu"
+    accelerator.set_device(0)
+    accelerator.synchronize()
+    accelerator.empty_cache()
+    stream = accelerator.Stream()
+    stream.wait_stream(accelerator.current_stream())
+    stream.wait_event(stream.record_event())
+    stream.synchronize()
+    accelerator.set_stream(stream)
+    with accelerator.stream(stream):
+        assert stream.query() and accelerator.default_stream().query()
+
+
+def test_random_state_is_torchs(accelerator: HeteroCpuAccelerator) -> None:
+    accelerator.manual_seed(3)
+    state = accelerator.get_rng_state("cuda")  # Colossal-AI names a device that a CPU does not have
+    expected = torch.rand(5)
+    accelerator.set_rng_state(state)
+    assert torch.equal(torch.rand(5), expected)
+    accelerator.set_rng_state_all([state])
+    assert torch.equal(torch.rand(5), expected)
+    accelerator.manual_seed_all(3)
+    assert accelerator.initial_seed() == 3
+    assert torch.equal(accelerator.get_rng_state_all()[0], state)
+    accelerator.seed()
+    assert accelerator.initial_seed() != 3
+    accelerator.manual_seed(1024)
+
+
+def test_memory_in_bytes_of_the_resident_set(accelerator: HeteroCpuAccelerator) -> None:
+    accelerator.reset_peak_memory_stats()
+    before = accelerator.memory_allocated()
+    block = torch.ones(MEGABYTES_64, dtype=torch.uint8)
+    grown = accelerator.memory_allocated() - before
+    assert 0.9 * MEGABYTES_64 < grown < 3 * MEGABYTES_64
+    del block
+    peak = accelerator.max_memory_allocated()
+    assert peak - before > 0.9 * MEGABYTES_64
+    stats = accelerator.memory_stats()
+    assert stats["allocated_bytes.all.peak"] >= peak
+    assert stats["allocated_bytes.all.current"] == pytest.approx(accelerator.memory_reserved(), rel=0.1)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is reset through Linux's /proc")
+def test_peak_memory_resets(accelerator: HeteroCpuAccelerator) -> None:
+    torch.ones(4 * MEGABYTES_64, dtype=torch.uint8)
+    peak = accelerator.max_memory_allocated()
+    accelerator.reset_peak_memory_stats()
+    if accelerator.max_memory_allocated() == peak:
+        pytest.skip("this kernel does not let a process reset its peak")
+    assert accelerator.max_memory_allocated() < peak - 2 * MEGABYTES_64
+
+
+def test_memory_without_proc(accelerator: HeteroCpuAccelerator, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(accelerator_module, "_PROCESS_STATUS", tmp_path / "none")
+    monkeypatch.setattr(accelerator_module, "_PROCESS_CLEAR_REFS", tmp_path / "none" / "either")
+    accelerator.reset_peak_memory_stats()
+    assert accelerator.max_memory_allocated() > 0.5 * accelerator.memory_allocated()
+
+
+def test_events_measure_milliseconds(accelerator: HeteroCpuAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([2.0, 2.25])
+    monkeypatch.setattr(accelerator_module.time, "perf_counter", lambda: next(moments))
+    begin, end = accelerator.Event(enable_timing=True), accelerator.Event(enable_timing=True)
+    begin.record()
+    with pytest.raises(RuntimeError, match="recorded"):
+        begin.elapsed_time(end)
+    accelerator.current_stream().record_event(end)
+    end.synchronize()
+    assert end.query()
+    assert begin.elapsed_time(end) == pytest.approx(250)
+    with pytest.raises(RuntimeError, match="enable_timing"):
+        begin.elapsed_time(accelerator.Event())
+
+
+def test_autocast_casts(accelerator: HeteroCpuAccelerator) -> None:
+    x = torch.ones(2, 2)
+    with accelerator.autocast(dtype=torch.bfloat16):
+        assert (x @ x).dtype == torch.bfloat16
+    with accelerator.autocast(enabled=False, dtype=torch.bfloat16):
+        assert (x @ x).dtype == torch.float32
+
+
+def test_import_is_silent_and_nothing_else() -> None:
+    done = run_python(
+        "from colossalai.accelerator import get_accelerator\n"
+        "stock = type(get_accelerator()).__name__\n"
+        "import colossal_hetero.layers, logging, sys, warnings\n"
+        "from colossalai.booster.plugin import HybridParallelPlugin\n"
+        "import colossalai.shardformer.policies.mixtral\n"
+        "print('imported', file=sys.stderr)\n"
+        "warnings.warn('Please install apex from source, says a user')\n"
+        "logging.getLogger('bitsandbytes.backends.cpu.ops').warning('Failed to load CPU gemm_4bit_forward again')\n"
+        "print(stock, type(get_accelerator()).__name__)\n"
+    )
+    assert done.stdout == "CpuAccelerator HeteroCpuAccelerator\n"
+    before, after = done.stderr.split("imported\n")
+    assert before == ""
+    assert "UserWarning: Please install apex from source, says a user" in after
+    assert "Failed to load CPU gemm_4bit_forward again" in after
+
+
+def test_a_users_warning_passes_through_a_quiet_import() -> None:
+    with pytest.warns(UserWarning, match="of my own"), accelerator_module.quiet_import():
+        warnings.warn("a warning of my own", stacklevel=1)
+
+
+def test_leaves_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def must_not_be_called(*_: object) -> None:
+        raise AssertionError("nothing is to be replaced where a GPU is in use")
+
+    monkeypatch.setattr(accelerator_module, "get_accelerator", CudaAccelerator)
+    monkeypatch.setattr(accelerator_module, "set_accelerator", must_not_be_called)
+    monkeypatch.setattr(colossal_hetero.cpu, "mend_colossalai", must_not_be_called)
+    accelerator_module._take_the_cpu()

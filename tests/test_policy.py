@@ -1,0 +1,187 @@
+"""``hetero_policy`` exchanges the parallel linear layers of a policy, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import timm
+import transformers
+from colossalai.shardformer import layer as colossalai_layers
+from colossalai.shardformer.policies import auto_policy
+from colossalai.shardformer.policies.base_policy import (
+    ModulePolicyDescription,
+    Policy,
+    SubModuleReplacementDescription,
+)
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from colossal_hetero.layers import HeteroLinear1D_Col, TimmViTPolicy, hetero_policy
+from colossal_hetero.layers.policy import HETERO_LAYERS
+
+
+class SmallPolicy(Policy):
+    """A policy for a model with one layer of every sort."""
+
+    targets = (
+        *HETERO_LAYERS,
+        colossalai_layers.VocabParallelLMHead1D,
+        colossalai_layers.VocabParallelEmbedding1D,
+        colossalai_layers.LinearWithGradAccum,
+        colossalai_layers.DropoutForParallelInput,
+    )
+
+    def config_sanity_check(self) -> None: ...
+
+    def preprocess(self) -> nn.Module:
+        return self.model
+
+    def postprocess(self) -> nn.Module:
+        return self.model
+
+    def module_policy(self) -> dict[Any, ModulePolicyDescription]:
+        replacements = [
+            SubModuleReplacementDescription(
+                f"child{index}", target, {"index": index}, ignore_if_not_exist=index % 2 == 0
+            )
+            for index, target in enumerate(self.targets)
+        ]
+        return {
+            nn.Linear: ModulePolicyDescription({"heads": 2}, [print], replacements, {"forward": print}),
+            "ByName": ModulePolicyDescription(attribute_replacement={"heads": 2}),
+        }
+
+
+def _llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_the_six_linear_layers_are_exchanged_and_all_else_stays():
+    theirs = SmallPolicy().module_policy()
+    ours = hetero_policy(SmallPolicy()).module_policy()
+    assert ours["ByName"] == theirs["ByName"]
+    for field in ("attribute_replacement", "param_replacement", "method_replacement"):
+        assert getattr(ours[nn.Linear], field) == getattr(theirs[nn.Linear], field)
+    pairs = zip(theirs[nn.Linear].sub_module_replacement, ours[nn.Linear].sub_module_replacement, strict=True)
+    for their, our in pairs:
+        assert our.target_module is HETERO_LAYERS.get(their.target_module, their.target_module)
+        assert (our.suffix, our.kwargs, our.ignore_if_not_exist) == (
+            their.suffix,
+            their.kwargs,
+            their.ignore_if_not_exist,
+        )
+
+
+def test_every_exchanged_layer_is_a_subclass_of_the_one_it_replaces():
+    assert len(HETERO_LAYERS) == 6
+    for theirs, ours in HETERO_LAYERS.items():
+        assert issubclass(ours, theirs)
+        assert ours is not theirs
+
+
+def test_the_result_is_an_instance_of_the_policys_own_class_with_its_attributes():
+    given = SmallPolicy()
+    given.targets = (colossalai_layers.Linear1D_Col,)
+    policy = hetero_policy(given)
+    assert isinstance(policy, SmallPolicy)
+    assert type(policy).__name__ == "HeteroSmallPolicy"
+    assert type(policy) is type(hetero_policy(SmallPolicy()))
+    (replacement,) = policy.module_policy()[nn.Linear].sub_module_replacement
+    assert replacement.target_module is HeteroLinear1D_Col
+
+
+def test_a_given_policy_and_colossalais_tables_stay_as_they_were():
+    given, table = SmallPolicy(), copy.deepcopy(auto_policy._POLICY_LIST)
+    policy = hetero_policy(given)
+    assert policy is not given
+    assert type(given) is SmallPolicy
+    assert [r.target_module for r in given.module_policy()[nn.Linear].sub_module_replacement] == list(given.targets)
+    assert table == auto_policy._POLICY_LIST
+    theirs = auto_policy.get_autopolicy(_llama())
+    assert not type(theirs).__name__.startswith("Hetero")
+
+
+def test_wrapping_twice_is_harmless():
+    policy = hetero_policy(SmallPolicy())
+    assert hetero_policy(policy) is policy
+
+
+def test_a_model_gets_colossalais_policy_for_it():
+    model = _llama()
+    assert isinstance(hetero_policy(model), type(auto_policy.get_autopolicy(model)))
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"])
+def test_timm_vision_transformers_get_a_policy(name):
+    model = timm.create_model(name, depth=1, embed_dim=12, num_heads=2)
+    assert isinstance(model, VisionTransformer)
+    assert isinstance(hetero_policy(model), TimmViTPolicy)
+
+
+def test_a_model_without_a_policy_is_refused_with_what_is_valid():
+    with pytest.raises(ValueError) as error:
+        hetero_policy(timm.create_model("resnet10t"))
+    message = str(error.value)
+    assert "Colossal-AI has no policy for timm.models.resnet.ResNet" in message
+    for remedy in ("timm VisionTransformer", "custom_policy=", "hetero_policy(MyPolicy())", "auto_policy"):
+        assert remedy in message
+
+
+# Policies for model code that comes with downloaded weights: without the code only what they say can be tested --------
+
+
+def _said_by(policy: Policy, config: dict[str, Any]) -> dict[Any, list[type]]:
+    """Return the layers that ``policy`` names for a model with ``config`` on two tensor-parallel ranks."""
+    defaults = dict(num_attention_heads=4, num_key_value_heads=4, hidden_size=16, vocab_size=64)
+    policy.model = SimpleNamespace(config=SimpleNamespace(**(defaults | config)), num_layers=1)
+    policy.shard_config = SimpleNamespace(
+        enable_tensor_parallelism=True,
+        tensor_parallel_size=2,
+        tensor_parallel_process_group=None,
+        sequence_parallelism_mode=None,
+        sequence_parallel_size=1,
+        sequence_parallel_process_group=None,
+        enable_sequence_parallelism=False,
+        enable_fused_normalization=False,
+        enable_flash_attention=False,
+        enable_jit_fused=False,
+        enable_all_optimization=False,
+        fp8_communication=False,
+        make_vocab_size_divisible_by=64,
+        pipeline_stage_manager=None,
+        parallel_output=True,
+        ep_group=None,
+        expert_parallel_size=1,
+        moe_dp_group=None,
+    )
+    policy.tie_weight, policy.origin_attn_implement = False, "eager"
+    return {
+        key: [replacement.target_module for replacement in description.sub_module_replacement or ()]
+        for key, description in policy.module_policy().items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "exchanged"),
+    [
+        (
+            "transformers_modules.modeling_chatglm.ChatGLMForConditionalGeneration",
+            dict(multi_query_attention=False, rmsnorm=True, kv_channels=4, post_layer_norm=True),
+            2,
+        ),
+        ("transformers_modules.modeling_deepseek.DeepseekForCausalLM", {}, 5),
+        ("transformers_modules.modeling_deepseek.DeepseekV3ForCausalLM", {}, 0),
+    ],
+)
+def test_policies_of_downloaded_model_code_name_our_layers(model, config, exchanged):
+    policy = auto_policy.import_policy(auto_policy._POLICY_LIST[model])()
+    theirs = _said_by(policy, config)
+    ours = _said_by(hetero_policy(policy), config)
+    assert ours == {key: [HETERO_LAYERS.get(target, target) for target in targets] for key, targets in theirs.items()}
+    assert sum(target in HETERO_LAYERS.values() for targets in ours.values() for target in targets) == exchanged
