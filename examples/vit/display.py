@@ -54,7 +54,8 @@ class Display(AbstractContextManager["Display"]):
         straggler = f", straggler {options.straggler}" if options.straggler else ""
         self._console.print(f"{name}: {parameters / 1e6:.1f} M parameters, {options.precision} on {device}")
         self._console.print(
-            f"{options.data}: {data.train_images} images to train on, {data.test_images} held out, {data.classes} classes"
+            f"{options.data}: {data.train_images} images to train on, {data.test_images} held out, "
+            f"{data.classes} classes"
         )
         self._console.print(
             f"{layout.world_size} ranks (tensor {layout.tp} × pipeline {layout.pp} × data {layout.dp}), "

@@ -16,7 +16,10 @@ from typing import Any
 from options import UsageError
 from rich.console import Console
 
-__all__ = ["end_at_once_on_signals", "run_as_rank", "start_ranks"]
+__all__ = ["end_at_once_on_signals", "run_as_rank", "start_ranks", "started_here"]
+
+RUN_ID = "colossal-hetero-vit"
+"""What ranks that this module started know their run as."""
 
 LOST_PEER_SECONDS = 10.0
 """How long a rank that lost another one waits to be ended by the launcher, which then names the rank that failed."""
@@ -41,7 +44,7 @@ def start_ranks(ranks: int, console: Console) -> int:
                 min_nodes=1,
                 max_nodes=1,
                 nproc_per_node=ranks,
-                run_id="vit",
+                run_id=RUN_ID,
                 rdzv_backend="c10d",
                 rdzv_endpoint="localhost:0",
                 local_addr="localhost",
@@ -60,11 +63,16 @@ def start_ranks(ranks: int, console: Console) -> int:
     return 0
 
 
+def started_here() -> bool:
+    """Whether this process is a rank that :func:`start_ranks` started."""
+    return os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID
+
+
 def run_as_rank(function: Callable[[], None], console: Console) -> int:
     """Call ``function`` as one of the ranks and return the exit status of the process.
 
-    A rank that fails says so, with its traceback. One whose neighbour failed waits to be ended, so that the neighbour's
-    reason is the last that is seen.
+    A rank that fails shows its traceback; the last line is the launcher's if it is ours. One whose neighbour failed
+    waits to be ended, so that the neighbour's reason is the one that is seen.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -83,7 +91,8 @@ def run_as_rank(function: Callable[[], None], console: Console) -> int:
             console.print(traceback.format_exc().rstrip(), style="dim", markup=False, highlight=False, soft_wrap=True)
             reason = f"rank {rank} failed: {_describe(error)}"
         get_error_handler().record_exception(error)
-        console.print(f"train.py: {reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+        if not started_here():
+            console.print(f"train.py: {reason}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         return 1
     return 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 import torch
 from options import IMAGE_SIZE, Layout, Options, UsageError, check_model_sizes
 
@@ -22,6 +24,8 @@ def build_model(options: Options, classes: int) -> torch.nn.Module:
             depth=options.shape("depth"),
             num_heads=options.shape("heads"),
             num_classes=classes,
+            class_token=False,
+            global_pool="avg",
         )
     patch = {} if options.patch is None else {"patch_size": options.patch}
     return timm.create_model(options.model, img_size=IMAGE_SIZE, num_classes=classes, pretrained=False, **patch)
@@ -40,13 +44,18 @@ def check_model(options: Options, layout: Layout) -> None:
 
     name = f"--model {options.model}"
     if not timm.is_model(options.model.split(".")[0]):
-        similar = timm.list_models(f"*{options.model.split('_')[0]}*", module="vision_transformer")[:4]
-        examples = ", ".join(similar or ["vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224"])
-        raise UsageError(f"{name}: timm has no such model; it has for example {examples}")
+        known = timm.list_models(module="vision_transformer")
+        similar = difflib.get_close_matches(options.model, known, n=3, cutoff=0.3)
+        raise UsageError(f"{name}: timm has no such model; it has for example {', '.join(similar or known[:3])}")
     try:
         with torch.device("meta"):
             model = build_model(options, classes=2)
-    except (AssertionError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
+    except TypeError:
+        raise UsageError(
+            f"{name} does not take an image size; valid are timm's models of class VisionTransformer, for example "
+            "vit_tiny_patch16_224"
+        ) from None
+    except (AssertionError, RuntimeError, ValueError, ZeroDivisionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
             f"{name} cannot be built for {IMAGE_SIZE} × {IMAGE_SIZE} images ({reason}); try another --patch or model"
@@ -60,6 +69,8 @@ def check_model(options: Options, layout: Layout) -> None:
         )
     sizes = {
         "heads": {block.attn.num_heads for block in model.blocks if hasattr(block, "attn")},
-        "MLP features": {block.mlp.fc2.in_features for block in model.blocks if hasattr(block, "mlp")},
+        "MLP features": {
+            block.mlp.fc2.in_features for block in model.blocks if hasattr(getattr(block, "mlp", None), "fc2")
+        },
     }
     check_model_sizes(name, {what: values for what, values in sizes.items() if values}, len(model.blocks), layout)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
+import importlib
 import math
-import os
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -21,7 +21,7 @@ IMAGE_SIZE = 32
 """Height and width in pixels of every image that the model sees."""
 
 DEFAULT_RANKS = 2
-DEFAULT_SHAPE = {"hidden": 256, "depth": 4, "heads": 8, "patch": 4}
+DEFAULT_SHAPE = {"hidden": 384, "depth": 2, "heads": 8, "patch": 8}
 DATA_SETS = ("digits", "cifar10", "folder")
 PRECISIONS = ("fp32", "bf16", "fp16")
 SCHEDULES = ("constant", "round-robin", "random")
@@ -330,8 +330,8 @@ def _check_layout(options: Options, world_size: int) -> Layout:
         fitting = [count for count in range(pp, 2 * pp + 1) if local % count == 0]
         if not fitting:
             raise UsageError(
-                f"--batch-size {options.batch_size} is {local} images per replica, which cannot be cut into micro-batches "
-                f"for --pp {pp}; use a multiple of {dp * pp}"
+                f"--batch-size {options.batch_size} is {local} images per replica, which cannot be cut into "
+                f"micro-batches for --pp {pp}; use a multiple of {dp * pp}"
             )
         microbatches = fitting[-1]
     return Layout(tp, pp, dp, local, microbatches)
@@ -386,23 +386,28 @@ def _check_output(options: Options) -> None:
         folder = path.parent
         if not folder.is_dir():
             raise UsageError(f"--{name} {path} cannot be written: there is no directory {folder}; create it first")
-        # The summary is moved into place, which takes the right to write into its directory.
-        if not os.access(path if name == "trace" and path.exists() else folder, os.W_OK):
-            raise UsageError(f"--{name} {path} cannot be written: no permission to write there")
+        _try(f"--{name} {path} cannot be written", lambda folder=folder: tempfile.TemporaryFile(dir=folder).close())
     for name in ("tensorboard", "checkpoint"):
         path = getattr(options, name)
-        if path is None:
-            continue
-        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        if not existing.is_dir():
-            raise UsageError(f"--{name} {path} cannot be created: {existing} is a file")
-        if not os.access(existing, os.W_OK):
-            raise UsageError(f"--{name} {path} cannot be created: no permission to write in {existing}")
-    if options.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
-        raise UsageError(
-            f"--tensorboard {options.tensorboard} needs the package tensorboard, which is not installed; "
-            "pip install tensorboard"
-        )
+        if path is not None:
+            _try(f"--{name} {path} cannot be created", lambda path=path: path.mkdir(parents=True, exist_ok=True))
+            _try(f"--{name} {path} cannot be written", lambda path=path: tempfile.TemporaryFile(dir=path).close())
+    if options.tensorboard is not None:
+        try:
+            importlib.import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise UsageError(
+                f"--tensorboard {options.tensorboard} needs the package tensorboard, which cannot be imported "
+                f"({error}); pip install tensorboard"
+            ) from None
+
+
+def _try(what: str, action: Callable[[], object]) -> None:
+    """Do it now rather than find out at the end of the training."""
+    try:
+        action()
+    except OSError as error:
+        raise UsageError(f"{what}: {error.strerror or error}; choose a place that can be written to") from None
 
 
 def _flag(name: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-from launch import end_at_once_on_signals, run_as_rank, start_ranks
+from launch import end_at_once_on_signals, run_as_rank, start_ranks, started_here
 from options import DEFAULT_RANKS, Options, UsageError, check_options, parse_options
 from rich.console import Console
 
@@ -46,7 +46,7 @@ def check(options: Options, world_size: int, launched: bool) -> None:
             f"--nproc {options.nproc} does not fit the {world_size} ranks that the launcher started; leave it out"
         )
     layout = check_options(options, world_size)
-    if launched and "TORCHELASTIC_RUN_ID" in os.environ and os.environ["TORCHELASTIC_RUN_ID"] == "vit":
+    if started_here():
         return
     from data import find_data
     from model import check_model
