@@ -155,7 +155,7 @@ def load_data(options: Options, track: Track) -> tuple[ImageSet, ImageSet]:
         pixels, labels = _read_digits()
         parts = _stratified_split(labels, DIGITS_TEST_SHARE)
         train, test = ((pixels[part], labels[part]) for part in parts)
-        augmentation = Augmentation(border=3, flip=False)
+        augmentation = Augmentation(border=2, flip=False)
     else:
         read = _read_cifar10 if options.data == "cifar10" else _read_folder
         assert options.data_dir is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -209,7 +210,9 @@ class Trainer:
         if self._options.checkpoint is None:
             return
         self._options.checkpoint.mkdir(parents=True, exist_ok=True)
+        logging.getLogger().addFilter(_is_not_size_advice)
         self._booster.save_model(self._model, str(self._options.checkpoint / "model.pt"))
+        logging.getLogger().removeFilter(_is_not_size_advice)
 
 
 def _make_plugin(options: Options, layout: Layout) -> HybridParallelPlugin:
@@ -237,6 +240,11 @@ def _rate(iteration: int, total: int) -> float:
     if iteration < warmup:
         return (iteration + 1) / warmup
     return 0.5 * (1.0 + math.cos(math.pi * (iteration - warmup) / max(1, total - warmup)))
+
+
+def _is_not_size_advice(record: logging.LogRecord) -> bool:
+    """Whether a log record is something else than the advice to save large models in parts; these are small."""
+    return "unsharded checkpointing" not in str(record.msg)
 
 
 def _as_it_is(batch: Any) -> Any:
