@@ -15,18 +15,21 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import colossalai
 import timm
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from colossalai.booster import Booster
-from colossalai.booster.plugin import HybridParallelPlugin
 from rich.console import Console
 from rich.table import Table
 from timm.models.vision_transformer import VisionTransformer
 
-import colossal_hetero.accelerator  # noqa: F401  (before Colossal-AI)
+import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, and quietly)
+
+# isort: split
+import colossalai
+from colossalai.booster import Booster
+from colossalai.booster.plugin import HybridParallelPlugin
+
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
 from colossal_hetero.layers import TimmViTPolicy
 from colossal_hetero.stragglers import Stragglers, inject_stragglers

@@ -14,12 +14,14 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from colossalai.shardformer.layer import Linear1D_Col
-from common import print_table, start_ranks
+from common import print_table, start_ranks  # prepares Colossal-AI
 from torch import nn
 
 from colossal_hetero.balance.columns import make_selector
 from colossal_hetero.layers import HeteroLinear1D_Col, Workload
+
+# isort: split
+from colossalai.shardformer.layer import Linear1D_Col
 
 ROWS, INPUTS, OUTPUTS = 4160, 2048, 1024
 RATIOS = (0.25, 0.5, 0.75, 0.9)
