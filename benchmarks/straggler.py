@@ -16,24 +16,24 @@ import torch.distributed as dist
 from common import Variant, print_table, start_ranks, take_turns
 
 from colossal_hetero import BalanceConfig
+from colossal_hetero.layers import hetero_layers
 from colossal_hetero.stragglers import Stragglers
 
 
 def iterations_to_settle(variant: Variant, slowdown: float, before: int = 12, after: int = 20) -> int | None:
     """Iterations from a rank turning slow (or, with slowdown 1, normal) until the plan changes for the last time."""
     balancer = variant.plugin.balancer
-    brake = next(iter(balancer._layers.values())).brake
+    brake = next(iter(hetero_layers(variant.model).values())).brake
     for _ in range(before):
         variant.iterate()
     if dist.get_rank() == 1:
         brake.slowdown = slowdown
-    # The schedule of the injection would set the brake back after a step: keep it.
     last = 0
     for iteration in range(1, after + 1):
         plan = balancer.plan
         variant.iterate()
         if dist.get_rank() == 1:
-            brake.slowdown = slowdown
+            brake.slowdown = slowdown  # the injection's own schedule has set it back after the step
         if balancer.plan != plan:
             last = iteration
     return last

@@ -77,7 +77,7 @@ class HeteroLinear:
             ValueError: the layer has an option that resizing cannot be combined with.
         """
         if workload is not None and (obstacle := self.resize_obstacle()) is not None:
-            raise ValueError(f"{type(self).__name__} cannot resize with {obstacle}; use it without, or balance='off'")
+            raise ValueError(f"{type(self).__name__} cannot resize with {obstacle}; do without one of them")
         self._workload = workload
         self._previous = {}
         self.begin_iteration()

@@ -39,16 +39,21 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         balance: what to do about slow ranks; the default measures only.
 
     Raises:
+        TypeError: ``balance`` is not a ``BalanceConfig``.
         ValueError: the world size does not fit ``tp_size * pp_size``, the model has no policy, or a layer has an option
             that the balance mode cannot be combined with.
     """
 
-    def __init__(self, *args: Any, balance: BalanceConfig | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, tp_size: int, pp_size: int, *args: Any, balance: BalanceConfig | None = None, **kwargs: Any
+    ) -> None:
+        if not isinstance(balance, BalanceConfig | None):
+            raise TypeError(f"balance={balance!r} is not a BalanceConfig; write BalanceConfig(mode=...)")
         self.balance = balance or BalanceConfig()
         self.custom_policy: Policy | None
         self.balancer: Balancer | None = None
-        check_world_size(*args, **kwargs)
-        super().__init__(*args, **kwargs)
+        check_world_size(tp_size, pp_size)
+        super().__init__(tp_size, pp_size, *args, **kwargs)
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
 
@@ -94,7 +99,7 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
             return DEFAULT_INTERVAL
 
 
-def check_world_size(tp_size: int, pp_size: int, *_: Any, **__: Any) -> None:
+def check_world_size(tp_size: int, pp_size: int) -> None:
     """Raise ValueError unless the ranks can be divided into tensor-parallel groups and pipeline stages."""
     world = torch.distributed.get_world_size()
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):

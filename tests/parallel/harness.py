@@ -77,6 +77,11 @@ def start_ranks(world_size: int, function: Callable[..., Any], *args: Any, seed:
                 process.kill()
 
 
+def answer(receiver: Any) -> tuple[bool, Any]:
+    """What a rank sent; ``EOFError`` if it died without."""
+    return pickle.loads(receiver.recv_bytes())
+
+
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, seed: int = 1024, timeout_seconds: float = 120
 ) -> list[Any]:
@@ -96,7 +101,7 @@ def run_ranks(
             for receiver in ready:
                 rank = pending.pop(receiver)
                 try:
-                    succeeded, value = pickle.loads(receiver.recv_bytes())
+                    succeeded, value = answer(receiver)
                 except EOFError:
                     raise RuntimeError(f"rank {rank} of {world_size} died without a word") from None
                 if not succeeded:

@@ -21,7 +21,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
 from colossal_hetero.layers import TimmViTPolicy, hetero_layers, hetero_policy
 
-from .harness import run_ranks, start_ranks
+from .harness import answer, run_ranks, start_ranks
 from .training import assert_same_parameters, batch, boost, loss_of, ours, scripted, theirs, tiny_vit, train
 
 IDLE = {
@@ -233,9 +233,9 @@ def test_a_rank_that_dies_ends_the_run(
                 raise TimeoutError(f"rank {rank} hangs after rank {victim} died")
             if rank == victim:
                 with pytest.raises(EOFError):
-                    receiver.recv()
+                    answer(receiver)
                 continue
-            succeeded, error = receiver.recv()
+            succeeded, error = answer(receiver)
             assert not succeeded
             assert "AssertionError" not in error and "RuntimeError" in error, error
             process.join(max(0.0, deadline - time.monotonic()))
