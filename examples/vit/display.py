@@ -27,7 +27,7 @@ class Display(AbstractContextManager["Display"]):
         self._console = Console(quiet=not visible, highlight=False, soft_wrap=True)
         self._progress = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]:.1f} it/s · loss {task.fields[loss]:.3f}{task.fields[plan]}"),
             TimeRemainingColumn(),

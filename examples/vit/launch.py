@@ -108,7 +108,7 @@ def end_at_once_on_signals() -> None:
 
     def wait_and_end() -> None:
         number = signal.sigwait(expected)
-        if os.environ.get("RANK") == "0":
+        if os.environ.get("RANK") == "0" and not started_here():
             _restore(Console(stderr=True))
         os._exit(128 + number)
 
