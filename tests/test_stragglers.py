@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from colossal_hetero import stragglers as module
+from colossal_hetero.layers import linear
 from colossal_hetero.stragglers import Stragglers, inject_stragglers, parse_slowdowns
 
 # Parsing and validation ------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def slowdowns_by_iteration(
         brake: Any = None
 
     layer, optimizer = Layer(), Optimizer()
-    monkeypatch.setattr(module, "hetero_layers", lambda model: {"layer": layer})
+    monkeypatch.setattr(linear, "hetero_layers", lambda model: {"layer": layer})
     monkeypatch.setattr(module.dist, "get_rank", lambda: rank)
     stragglers = Stragglers(slowdowns={0: 3.0}, world_size=2, **options)
     inject_stragglers(torch.nn.Linear(1, 1), optimizer, stragglers, per_epoch)

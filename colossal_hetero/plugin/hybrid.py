@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from .. import accelerator
 from ..balance.balancer import Balancer, attach_balancer
-from ..balance.clock import make_clock
+from ..balance.clock import IterationClock, make_clock
 from ..balance.config import BalanceConfig
 from ..layers.policy import hetero_policy
 
@@ -82,11 +82,12 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
             # The next model may be another.
             self.custom_policy = given_policy
         if optimizer is not None:
-            device = accelerator.get_accelerator().get_current_device()
-            self.balancer = attach_balancer(
-                model, self.balance, make_clock(device), self.tp_group, self._interval(dataloader)
-            )
+            clock = make_clock(accelerator.get_accelerator().get_current_device())
+            self.balancer = attach_balancer(model, self.balance, clock, self.tp_group, self._interval(dataloader))
             _begin_on_forward(model, self.balancer)
+            # Zero-bubble schedules have other passes; their layers can neither be balanced nor timed.
+            if hasattr(self.scheduler, "backward_step"):
+                _wait_between_passes(self.scheduler, optimizer, clock)
             _tick_on_step(optimizer, self.balancer)
         return model, optimizer, criterion, dataloader, lr_scheduler
 
@@ -118,6 +119,28 @@ def _begin_on_forward(model: nn.Module, balancer: Balancer) -> None:
             balancer.begin()
 
     model.register_forward_pre_hook(begin)
+
+
+def _wait_between_passes(schedule: Any, optimizer: OptimizerWrapper, clock: IterationClock) -> None:
+    """Count what a pipeline stage does between its forward and backward passes as communication.
+
+    It is waiting for other stages, for the most part: the bubble, and what a slow stage adds to it, are no work of this
+    rank's. The same goes for data-parallel replicas, whose gradients a pipeline sums after its last pass.
+    """
+
+    def apart(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            clock.mark("communication")
+            result = function(*args, **kwargs)
+            clock.mark("other")
+            return result
+
+        return run
+
+    schedule.forward_step = apart(schedule.forward_step)
+    schedule.backward_step = apart(schedule.backward_step)
+    optimizer.step = apart(optimizer.step)
 
 
 def _tick_on_step(optimizer: OptimizerWrapper, balancer: Balancer) -> None:

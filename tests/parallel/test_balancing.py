@@ -13,6 +13,7 @@ from colossalai.tensor.d_tensor import is_customized_distributed_tensor, is_dist
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import clock as clocks
+from colossal_hetero.balance.columns import NormProduct, RandomColumns
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.stragglers import Stragglers, inject_stragglers
 
@@ -217,8 +218,8 @@ def test_off_and_a_cap_of_zero_never_prune() -> None:
 
 def check_checkpointing() -> None:
     options = dict(tp_size=2) if dist.get_world_size() == 2 else dict(tp_size=2, pp_size=2, num_microbatches=3)
-    for rule in ("random", "norm-product"):
-        runs, forwards = [], []
+    for rule, kind in (("random", RandomColumns), ("norm-product", NormProduct)):
+        runs, forwards, choices = [], [], []
         for checkpointing in (False, True):
             model = tiny_vit()
             model.set_grad_checkpointing(checkpointing)
@@ -228,10 +229,22 @@ def check_checkpointing() -> None:
             next(iter(hetero_layers(run.model).values())).register_forward_pre_hook(
                 lambda module, inputs, calls=calls: calls.append(1)
             )
-            runs.append(train(run, 8, accumulation=2))
+            chosen: list[int] = []
+            choose = kind.__call__
+
+            def count(*args: Any, choose: Any = choose, chosen: list[int] = chosen) -> torch.Tensor:
+                chosen.append(1)
+                return choose(*args)
+
+            with patch.object(kind, "__call__", count):
+                runs.append(train(run, 8, accumulation=2))
             forwards.append(len(calls))
+            pruned_iterations = sum(plan[dist.get_rank(run.plugin.tp_group)] > 0 for plan in run.plans[:-1])
+            choices.append((len(chosen), pruned_iterations * len(hetero_layers(run.model))))
         plain, checkpointed = runs
         assert forwards[1] == 2 * forwards[0], "nothing was recomputed"
+        for actual, expected in choices:
+            assert actual == expected, f"columns chosen {actual} times, not once per layer and iteration ({expected})"
         assert plain.plans == checkpointed.plans
         assert plain.plans[-1] == (pytest.approx(RATIO), 0.0)
         assert checkpointed.losses == plain.losses, rule
@@ -313,6 +326,37 @@ def check_evaluation() -> None:
 
 def test_evaluation_and_pauses_between_steps_are_not_work() -> None:
     run_ranks(2, check_evaluation)
+
+
+def check_pipeline_waiting() -> None:
+    seconds = Seconds()
+    with patch.object(clocks, "time", seconds):
+        run = boost(ours(RESIZE, tp_size=2, pp_size=2, num_microbatches=3))
+
+        def slow(owner: Any, name: str) -> None:
+            function = getattr(owner, name)
+
+            def wait(*args: Any, **kwargs: Any) -> Any:
+                seconds.now += 600.0 * (1 + dist.get_rank())
+                return function(*args, **kwargs)
+
+            setattr(owner, name, wait)
+
+        for name in ("recv_forward", "recv_backward", "send_forward_recv_backward", "send_backward_recv_forward"):
+            slow(run.plugin.scheduler.comm, name)
+        slow(run.model, "sync_dp_grads")
+        train(run, 8, accumulation=2)
+    assert set(run.plans) == {(0.0, 0.0)}
+    records = run.plugin.balancer.collect()
+    if records is not None:
+        for record in records:
+            for rank in record.ranks:
+                assert rank.communication_seconds > 1000, rank
+                assert 0 < rank.matmul_seconds < rank.work_seconds < 20, rank
+
+
+def test_waiting_for_other_stages_is_not_work() -> None:
+    run_ranks(4, check_pipeline_waiting)
 
 
 # For real ------------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class Trained:
     """What a run left behind on one rank."""
 
     losses: list[float]
-    """Of every iteration; empty on pipeline stages other than the last."""
+    """Of every iteration; empty on pipeline stages other than the one that computes it."""
     model: Any
     optimizer: Any
     booster: Booster
@@ -133,7 +133,7 @@ def train(
     plugin, model, optimizer = run.plugin, run.model, run.optimizer
     replica = int(plugin.pg_mesh.coordinate(plugin.dp_axis))
     for iteration in range(iterations):
-        total = 0.0
+        total: float | None = None
         for micro in range(accumulation):
             images, labels = batch(0 if same_batch else accumulation * iteration + micro, replica)
             synchronised = micro == accumulation - 1
@@ -149,10 +149,11 @@ def train(
                 else:
                     loss = loss_of(model(images), labels) / accumulation
                     run.booster.backward(loss, optimizer)
-            total += 0.0 if loss is None else loss.item()
+            if loss is not None:
+                total = (total or 0.0) + loss.item()
         optimizer.step()
         optimizer.zero_grad()
-        if plugin.stage_manager is None or plugin.stage_manager.is_last_stage():
+        if total is not None:
             run.losses.append(total)
         balancer = getattr(plugin, "balancer", None)
         if balancer is not None:
