@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -59,6 +60,7 @@ class Balancer:
         self._equal_work = EqualWork(config.patience)
         self._watch = SpeedWatch(config)
         self._records: deque[LocalRecord] = deque(maxlen=MAX_RECORDS)
+        self._newest = -1
         self._iteration = 0
         self._running = False
         for layer in layers.values():
@@ -96,6 +98,7 @@ class Balancer:
 
     def _observe(self, times: IterationTimes) -> bool:
         iteration, resized = times.tag
+        self._newest = iteration
         equal = self._equal_work.normalise(times.work_seconds, times.matmul_seconds, resized)
         self._records.append(
             LocalRecord(
@@ -132,8 +135,12 @@ class Balancer:
 
         Collective over all ranks; meant for the end of an epoch or of the run.
         """
-        local = list(self._records)
-        self._records.clear()
+        # A GPU's clock knows an iteration late, and not on all ranks at once: what some rank lacks waits for next time.
+        newest = torch.tensor(self._newest)
+        dist.all_reduce(newest, op=dist.ReduceOp.MIN, group=self._world)
+        local = [record for record in self._records if record.iteration <= newest.item()]
+        for _ in local:
+            self._records.popleft()
         gathered: list[list[LocalRecord]] | None = None
         if dist.get_rank() == 0:
             gathered = [[] for _ in range(dist.get_world_size())]
