@@ -44,9 +44,7 @@ SETTINGS: dict[int, dict[str, dict[str, Any]]] = {
     3: {"tp=3": dict(tp_size=3)},
     4: {
         "tp=4": dict(tp_size=4),
-        "dp=2, tp=2": dict(tp_size=2),
         "dp=2, tp=2, accumulated": dict(tp_size=2, accumulation=2),
-        "pp=2, tp=2": dict(tp_size=2, **PIPELINE),
         "pp=2, tp=2, uneven stages": dict(tp_size=2, num_layers_per_stage=[1, 3], depth=4, **PIPELINE),
         "pp=2, tp=2, interleaved": dict(
             tp_size=2, pp_size=2, num_microbatches=2, pp_style="interleaved", num_model_chunks=2, depth=4
