@@ -19,6 +19,7 @@ import timm
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 from timm.models.vision_transformer import VisionTransformer
@@ -35,7 +36,7 @@ from colossal_hetero.layers import TimmViTPolicy
 from colossal_hetero.stragglers import Stragglers, inject_stragglers
 
 BATCH = 32
-MODEL = {"embed_dim": 512, "depth": 4, "num_heads": 8, "patch_size": 4, "img_size": 32, "num_classes": 10}
+MODEL = {"embed_dim": 512, "depth": 2, "num_heads": 8, "patch_size": 4, "img_size": 32, "num_classes": 10}
 
 
 def start_ranks(count: int) -> None:
@@ -130,10 +131,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     console = Console(width=200, highlight=False)
-    table = Table(title=title, box=None)
-    from rich.box import MARKDOWN
-
-    table.box = MARKDOWN
+    console.print(f"{title}\n")
+    table = Table(box=MARKDOWN)
     for column in columns:
         table.add_column(column)
     for row in rows:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 
-import torch
 import torch.distributed as dist
 from common import Variant, print_table, start_ranks, take_turns
 
@@ -20,23 +19,21 @@ from colossal_hetero.layers import hetero_layers
 from colossal_hetero.stragglers import Stragglers
 
 
-def iterations_to_settle(variant: Variant, slowdown: float, before: int = 12, after: int = 20) -> int | None:
-    """Iterations from a rank turning slow (or, with slowdown 1, normal) until the plan changes for the last time."""
-    balancer = variant.plugin.balancer
+def iterations_to_settle(variant: Variant, before: float, after: float) -> int:
+    """Iterations from rank 1's slowdown going from ``before`` to ``after`` until the plan changes for the last time."""
     brake = next(iter(hetero_layers(variant.model).values())).brake
-    for _ in range(before):
-        variant.iterate()
-    if dist.get_rank() == 1:
-        brake.slowdown = slowdown
-    last = 0
-    for iteration in range(1, after + 1):
-        plan = balancer.plan
-        variant.iterate()
+
+    def iterate(slowdown: float) -> bool:
+        """One iteration; whether the plan changed at its end."""
+        plan = variant.plugin.balancer.plan
         if dist.get_rank() == 1:
-            brake.slowdown = slowdown  # the injection's own schedule has set it back after the step
-        if balancer.plan != plan:
-            last = iteration
-    return last
+            brake.slowdown = slowdown
+        variant.iterate()
+        return variant.plugin.balancer.plan != plan
+
+    for _ in range(12):
+        iterate(before)
+    return max((number for number in range(1, 21) if iterate(after)), default=0)
 
 
 def main() -> None:
@@ -67,9 +64,9 @@ def main() -> None:
     turning = Variant("turning", resize, Stragglers(slowdowns={1: 1.0}))
     turning.build()
     settled = []
-    for slowdown in (arguments.slowdown, 1.0) * 3:
-        settled.append((f"to {slowdown:g}×", iterations_to_settle(turning, slowdown)))
-    torch.distributed.barrier()
+    for _ in range(3):
+        for before, after in ((1.0, arguments.slowdown), (arguments.slowdown, 1.0)):
+            settled.append((f"{before:g}× to {after:g}×", iterations_to_settle(turning, before, after)))
     print_table("Iterations until the plan settled after rank 1's speed changed", ("change", "iterations"), settled)
 
 
