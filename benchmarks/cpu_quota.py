@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-import torch
 import torch.distributed as dist
 from common import Variant, print_table, start_ranks, take_turns
 
 from colossal_hetero import BalanceConfig
+from colossal_hetero.balance.records import RankRecord
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -69,21 +69,36 @@ def main() -> None:
     finally:
         if throttled:
             quota.__exit__(None, None, None)
-    off, resized = ([*(variant.plugin.balancer.collect() or [])] for variant in variants)
-    floor = torch.zeros(1, dtype=torch.float64)
-    share = 0.0
-    if dist.get_rank() == 0:
-        slow = [record.ranks[1] for record in off[8:]]
-        floor[0] = median(r.work_seconds - r.matmul_seconds + (1 - resize.max_resize) * r.matmul_seconds for r in slow)
-        share = median(record.ranks[1].resized for record in resized[8:])
-    dist.broadcast(floor, src=0)
-    rows = [
-        (v.name, v.median_seconds, v.median_seconds / free.median_seconds, v.median_seconds / floor.item(), s)
-        for v, s in ((free, 0.0), (variants[0], 0.0), (variants[1], share))
-    ]
-    title = f"Rank 1 of 2 under a CPU quota of {arguments.quota:g} of a core; its floor is {floor.item():.3f} s"
-    columns = ("variant", "iteration [s]", "against no quota", "against the floor", "share resized on rank 1")
-    print_table(title, columns, rows)
+    records = [variant.plugin.balancer.collect() or [] for variant in [free, *variants]]
+    if dist.get_rank() != 0:
+        return
+    # Settled: the last rounds, seen from rank 1.
+    slow = [[record.ranks[1] for record in part[len(part) // 2 :]] for part in records]
+
+    def typical(part: list, seconds: Callable[[RankRecord], float]) -> float:
+        return median(seconds(rank) for rank in part)
+
+    floor = typical(slow[1], lambda r: r.work_seconds - resize.max_resize * r.matmul_seconds)
+    rows = []
+    for variant, part in zip([free, *variants], slow, strict=True):
+        times = [
+            typical(part, lambda r: r.matmul_seconds),
+            typical(part, lambda r: r.work_seconds - r.matmul_seconds),
+            typical(part, lambda r: r.communication_seconds),
+        ]
+        total = variant.median_seconds
+        rows.append((variant.name, total, total / floor, *times, typical(part, lambda r: r.resized)))
+    title = f"Rank 1 of 2 under a CPU quota of {arguments.quota:g} of a core; its floor is {floor:.3f} s"
+    columns = (
+        "variant",
+        "iteration [s]",
+        "against the floor",
+        "products [s]",
+        "other work [s]",
+        "collectives [s]",
+        "resized",
+    )
+    print_table(title, columns, rows, ["Products, other work, collectives and the share resized are rank 1's."])
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def test_off_never_prunes(group: list[RankTimes]) -> None:
 @given(st.floats(1.2, 9), st.floats(0.3, 1.0), st.integers(2, 8), st.integers(0, 7))
 def test_eq1_brings_the_straggler_to_the_reference(slowdown: float, matmul_share: float, ranks: int, slow: int) -> None:
     slow %= ranks
-    config = BalanceConfig(mode="resize", max_resize=0.99)
+    config = BalanceConfig(mode="resize", max_resize=0.99, resize_overhead=0.0)
     group = [RankTimes(1.0, matmul_share)] * ranks
     group[slow] = RankTimes(1.0 - matmul_share + slowdown * matmul_share, slowdown * matmul_share)
     ratio = decide(group, config, Plan.idle(ranks)).resize[slow]
@@ -66,8 +66,14 @@ def test_eq1_by_hand() -> None:
 
 def test_mean_reference_prunes_less() -> None:
     group = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)]
-    mean = decide(group, BalanceConfig(mode="resize", reference="mean"), Plan.idle(2))
+    mean = decide(group, BalanceConfig(mode="resize", reference="mean", resize_overhead=0.0), Plan.idle(2))
     assert mean.resize == (0.0, 0.375)
+
+
+def test_what_resizing_costs_is_pruned_as_well() -> None:
+    group = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)]
+    ratio = decide(group, BalanceConfig(mode="resize", resize_overhead=0.05), Plan.idle(2)).resize[1]
+    assert (1 - ratio + 0.05) * 4.0 == pytest.approx(1.0)
 
 
 def test_fixed_ratio_goes_to_slow_ranks_only() -> None:

@@ -14,7 +14,7 @@ from .config import Priority
 
 __all__ = ["ColumnSelector", "NormProduct", "RandomColumns", "WeightVariation", "make_selector"]
 
-SAMPLED_ROWS = 512
+SAMPLED_ROWS = 128
 """Rows of a matrix from which a column's norm is estimated."""
 
 

@@ -35,6 +35,10 @@ class BalanceConfig:
     resize_ratio: float | Literal["auto"] = "auto"
     """γ of every slow rank: ``auto`` by Eq. 1, or a fixed share in [0, 1) (½ in the paper's suffix-E variants)."""
 
+    resize_overhead: float = 0.05
+    """What taking columns out and imputing them adds to a rank's products, as a share of their full time, in [0, 1). With
+    ``resize_ratio="auto"`` that much more than Eq. 1 says is pruned, so that the rank really arrives at T_ref."""
+
     priority: Priority = "norm-product"
     """Which columns go: ``random``, ``priority`` (least weight variation), ``priority-diff`` (the same with a ratio per
     layer) or ``norm-product`` (least ‖X column‖·‖W column‖)."""
@@ -79,6 +83,8 @@ class BalanceConfig:
         _check_choice("imputation", self.imputation, get_args(Imputation))
         _check_choice("ratio_form", self.ratio_form, get_args(RatioForm))
         _check_share("max_resize", self.max_resize)
+        if not 0.0 <= self.resize_overhead < 1.0:
+            raise ValueError(f"resize_overhead={self.resize_overhead} is outside [0, 1): a share of the products' time")
         if self.resize_ratio != "auto":
             if isinstance(self.resize_ratio, str):
                 raise ValueError(f"resize_ratio={self.resize_ratio!r} is neither 'auto' nor a number in [0, 1)")

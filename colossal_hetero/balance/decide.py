@@ -73,7 +73,8 @@ def decide(times: Sequence[RankTimes], config: BalanceConfig, current: Plan) -> 
     reference = float(work.min() if config.reference == "minimum" else work.mean())
     slow = work > (1 + config.margin) * reference
     if config.resize_ratio == "auto":
-        wanted = resize_ratios(work, matmul, reference, config.max_resize)
+        # Pruning γ saves γ·M and costs the overhead: for Eq. 1 the rank has that much more to lose.
+        wanted = resize_ratios(work + config.resize_overhead * matmul, matmul, reference, config.max_resize)
     else:
         wanted = np.full(len(times), float(config.resize_ratio))
     wanted = np.where(slow, wanted, 0.0)

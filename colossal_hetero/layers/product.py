@@ -127,9 +127,13 @@ class _ParallelProduct(torch.autograd.Function):
             dw = _run(lambda: layout.weight_gradient(dy_matrix, x_matrix), how.brake)
             if lineage is not None:
                 dw = lineage.restore("weight", backward_pass, dw, layout.columns, ctx.columns)
-        db = dy_matrix.sum(dim=0) if ctx.use_bias else None
         if how.clock is not None:
             how.clock.mark("matmul")
+        db = None
+        if ctx.use_bias:
+            db = dy_matrix.sum(dim=0)
+            if how.clock is not None:
+                how.clock.mark("other")
         if handle is not None:
             handle.wait()
             if how.clock is not None:
