@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 import torch.distributed as dist
-from common import Variant, print_table, start_ranks, take_turns
+from common import MODEL, Variant, print_table, start_ranks, take_turns
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.records import RankRecord
@@ -52,8 +52,10 @@ def main() -> None:
     parser.add_argument("--quota", type=float, default=0.25)
     parser.add_argument("--period-us", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
     arguments = parser.parse_args()
     start_ranks(2)
+    MODEL["embed_dim"] = arguments.hidden
     resize = BalanceConfig(mode="resize", reference="minimum")
     variants = [Variant("off", BalanceConfig(mode="off")), Variant("resize", resize)]
     free = Variant("no quota, off", BalanceConfig(mode="off"))

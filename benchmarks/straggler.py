@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 
 import torch.distributed as dist
-from common import Variant, print_table, start_ranks, take_turns
+from common import MODEL, Variant, print_table, start_ranks, take_turns
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.layers import hetero_layers
@@ -40,8 +40,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slowdown", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
     arguments = parser.parse_args()
     start_ranks(2)
+    MODEL["embed_dim"] = arguments.hidden
     slow = Stragglers(slowdowns={1: arguments.slowdown})
     resize = BalanceConfig(mode="resize", reference="minimum")
     variants = [
