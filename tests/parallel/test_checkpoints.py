@@ -24,7 +24,7 @@ from .training import (
     train,
 )
 
-RESIZE = BalanceConfig(mode="resize", priority="priority", imputation="same", priority_interval=2)
+RESIZE = BalanceConfig(mode="resize", resize_overhead=0.0, priority="priority", imputation="same", priority_interval=2)
 
 
 def save(run: Trained, folder: Path, sharded: bool) -> None:
