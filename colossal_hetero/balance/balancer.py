@@ -158,7 +158,7 @@ def attach_balancer(
     """A balancer for the tensor-parallel layers of ``model``. Collective over all ranks.
 
     Raises:
-        ValueError: a layer has an option that the mode cannot be combined with.
+        ValueError: a layer has an option that the mode cannot be combined with, or ranks were given another ``config``.
     """
     layers = hetero_layers(model)
     if config.mode != "off":
@@ -167,5 +167,15 @@ def attach_balancer(
             if obstacle is not None:
                 raise ValueError(f"balance mode {config.mode!r} cannot be combined with {obstacle} (layer {name})")
     exchange, world, groups = make_exchanges(tp_group)
+    _check_same_on_all_ranks(config, world)
     rank = dist.get_rank(tp_group)
     return Balancer(layers, config, clock, exchange, world, groups, rank, iterations_per_interval)
+
+
+def _check_same_on_all_ranks(config: BalanceConfig, world: dist.ProcessGroup) -> None:
+    """Ranks that decide by different rules would soon wait for each other for ever."""
+    configs: list[BalanceConfig] = [config] * dist.get_world_size()
+    dist.all_gather_object(configs, config, group=world)
+    for rank, other in enumerate(configs):
+        if other != configs[0]:
+            raise ValueError(f"ranks were given different BalanceConfigs: rank 0 {configs[0]}, rank {rank} {other}")

@@ -173,6 +173,8 @@ def check_refused() -> list[str]:
     with pytest.raises(ValueError, match="'resize' cannot be combined with seq_parallel_mode='split_gather'"):
         sequence = dict(enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather")
         boost(ours(resize, tp_size=2, **sequence), gpt2())
+    with pytest.raises(ValueError, match=r"different BalanceConfigs: rank 0 .*'off'.*, rank 1 .*'resize'"):
+        boost(ours(resize if dist.get_rank() == 1 else BalanceConfig(), tp_size=2))
     with pytest.warns(UserWarning, match="nothing to balance with tp_size=1"):
         ours(resize, tp_size=1)
     gc.collect()
