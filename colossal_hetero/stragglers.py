@@ -122,6 +122,16 @@ class _SleepBrake:
         """Each product is timed by itself."""
 
 
+def _sleep_cycles_per_second(cycles: int = 20_000_000) -> float:
+    """How many cycles of ``torch.cuda._sleep`` pass in a second; measured, which waits for the device once."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return cycles / (start.elapsed_time(end) * 1e-3)
+
+
 class _CudaSleepBrake:
     """Pauses the stream after each product for as long as the same product of an earlier iteration took, times χ − 1.
 
@@ -133,7 +143,7 @@ class _CudaSleepBrake:
         self._place = 0
         self._seconds: dict[int, float] = {}
         self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
-        self._cycles_per_second = torch.cuda.clock_rate() * 1e6
+        self._cycles_per_second = _sleep_cycles_per_second()
 
     def __call__(self, product: Callable[[], Tensor]) -> Tensor:
         place, self._place = self._place, self._place + 1
