@@ -35,7 +35,7 @@ class BalanceConfig:
     resize_ratio: float | Literal["auto"] = "auto"
     """γ of every slow rank: ``auto`` by Eq. 1, or a fixed share in [0, 1) (½ in the paper's suffix-E variants)."""
 
-    resize_overhead: float = 0.05
+    resize_overhead: float = 0.08
     """What taking columns out and imputing them adds to a rank's products, as a share of their full time, in [0, 1).
     With ``resize_ratio="auto"`` that much more than Eq. 1 says is pruned, so that the rank really arrives at T_ref."""
 

@@ -72,7 +72,7 @@ class Workload:
         than one over 208.
         """
         kept = columns - round(self.prune * columns)
-        if columns >= 16 * GRAIN and self.prune > 0:
+        if columns >= 32 * GRAIN and self.prune > 0:
             kept = GRAIN * round(kept / GRAIN)
         return max(1, kept)
 

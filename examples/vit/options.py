@@ -174,7 +174,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
     training = parser.add_argument_group("training")
     training.add_argument("--batch-size", type=int, metavar="N", default=64, help="images per iteration (default 64)")
-    training.add_argument("--epochs", type=int, metavar="N", default=12, help="default 12")
+    training.add_argument("--epochs", type=int, metavar="N", default=20, help="default 20")
     training.add_argument("--steps", type=int, metavar="N", help="stop after this many iterations in total")
     training.add_argument("--lr", type=float, metavar="RATE", default=1e-3, help="peak learning rate (default 1e-3)")
     training.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default fp32")
