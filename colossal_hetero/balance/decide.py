@@ -98,17 +98,16 @@ def layer_ratios(
     if config.ratio_form == "printed":
         return np.minimum(printed, config.max_resize)
     assert ratio <= config.max_resize
-    wish = printed if printed.any() else np.ones(len(shares))
     full = np.zeros(len(shares), dtype=bool)
-    while True:
+    while not full.all():
         # Layers at the cap give what they can; the others share the rest of the budget in proportion to their wish.
         # Where only layers without a wish are left, they share it evenly.
-        free = np.where(full, 0.0, wish)
-        if not free.any():
-            free = np.where(full, 0.0, 1.0)
+        wish = np.where(full, 0.0, printed)
+        free = wish / wish.max() if wish.any() else np.where(full, 0.0, 1.0)
         rest = ratio * cost.sum() - config.max_resize * cost[full].sum()
-        ratios = np.where(full, config.max_resize, free * rest / max((cost * free).sum(), 1e-300))
+        ratios = np.where(full, config.max_resize, free * rest / (cost * free).sum())
         over = ~full & (ratios > config.max_resize)
         if not over.any():
             return np.maximum(ratios, 0.0)
         full |= over
+    return np.full(len(shares), config.max_resize)
