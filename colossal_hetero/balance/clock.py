@@ -59,7 +59,7 @@ class CpuClock:
         self.start()
 
     def start(self) -> None:
-        self._seconds = {"matmul": 0.0, "communication": 0.0, "other": 0.0}
+        self._seconds = {"matmul": 0.0, "block": 0.0, "communication": 0.0, "other": 0.0}
         self._last = time.perf_counter()
 
     def mark(self, part: Part) -> None:
@@ -103,7 +103,7 @@ class CudaClock:
         finished = []
         while self._stopped and self._stopped[0][0][-1][1].query():
             marks, tag = self._stopped.popleft()
-            seconds = {"matmul": 0.0, "communication": 0.0, "other": 0.0}
+            seconds = {"matmul": 0.0, "block": 0.0, "communication": 0.0, "other": 0.0}
             for (_, before), (part, after) in pairwise(marks):
                 assert part is not None
                 seconds[part] += before.elapsed_time(after) * 1e-3

@@ -76,9 +76,11 @@ class WeightVariation(ColumnSelector):
 
     def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
         order = self._tie_breaker[self._variation[self._tie_breaker].argsort(descending=True, stable=True)]
-        kept = order[:count].sort().values
+        # Columns beyond those of ``weight`` are given to another rank, and not pruned.
+        kept = order[order < weight.shape[1]][:count].sort().values
         left_out = torch.ones_like(self._pruned)
         left_out[kept] = False
+        left_out[weight.shape[1] :] = False
         self._pruned |= left_out
         return kept
 

@@ -7,7 +7,7 @@ runs :func:`~colossal_hetero.layers.product.parallel_product` instead, which com
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from colossalai.shardformer.layer import (
@@ -30,8 +30,12 @@ from colossalai.shardformer.layer.qkv_fused_linear import (
 from colossalai.shardformer.layer.utils import is_share_sp_tp
 from torch import Tensor, nn
 
+from .migration import ColumnMigration, MigratedCircumstances, migrated_product
 from .product import CONV1D_LAYOUT, LINEAR_LAYOUT, Circumstances, WeightLayout, parallel_product
-from .workload import Brake, Clock, Lineage, Workload, is_recorded, matrix_view
+from .workload import Brake, Clock, Lineage, Part, Workload, is_recorded, matrix_view
+
+if TYPE_CHECKING:
+    from .block import Block
 
 __all__ = [
     "HeteroFusedLinear1D_Col",
@@ -52,9 +56,13 @@ class HeteroLinear:
     """Told when each part of the forward and backward pass ends."""
     brake: Brake | None = None
     """Slows the products, in experiments."""
+    block: Block | None = None
+    """The block that the layer is a part of; its workload goes before the layer's own."""
 
     _layout: WeightLayout = LINEAR_LAYOUT
+    _column_parallel: bool
     _workload: Workload | None = None
+    _migration: ColumnMigration | None = None
     _lineage: Lineage | None = None
     _previous: dict[tuple[str, int], Tensor]
 
@@ -70,15 +78,19 @@ class HeteroLinear:
     def workload(self) -> Workload | None:
         return self._workload
 
-    def assign(self, workload: Workload | None) -> None:
+    def assign(self, workload: Workload | None, migration: ColumnMigration | None = None) -> None:
         """Take on ``workload`` from the next training forward on, or, with None, the full share again.
 
+        With ``migration``, which must come to all ranks of the group at once, columns of this rank or others are
+        computed elsewhere; what the workload prunes is chosen from the columns that stay.
+
         Raises:
-            ValueError: the layer has an option that resizing cannot be combined with.
+            ValueError: the layer has an option that balancing cannot be combined with.
         """
-        if workload is not None and (obstacle := self.resize_obstacle()) is not None:
-            raise ValueError(f"{type(self).__name__} cannot resize with {obstacle}; do without one of them")
+        if (workload or migration) is not None and (obstacle := self.resize_obstacle()) is not None:
+            raise ValueError(f"{type(self).__name__} cannot be balanced with {obstacle}; do without one of them")
         self._workload = workload
+        self._migration = migration
         self._previous = {}
         self.begin_iteration()
 
@@ -87,7 +99,7 @@ class HeteroLinear:
         self._lineage = None
 
     def resize_obstacle(self) -> str | None:
-        """The option of this layer that resizing cannot be combined with, as ``name=value``, or None."""
+        """The option of this layer that balancing cannot be combined with, as ``name=value``, or None."""
         if is_share_sp_tp(self.seq_parallel_mode):  # type: ignore[attr-defined]
             return f"seq_parallel_mode={self.seq_parallel_mode!r}"  # type: ignore[attr-defined]
         for option in ("use_zbv", "fp8_communication"):
@@ -96,6 +108,18 @@ class HeteroLinear:
         if getattr(self, "stream_chunk_num", 1) > 1:
             return f"stream_chunk_num={self.stream_chunk_num}"  # type: ignore[attr-defined]
         return None
+
+    def block_obstacle(self) -> str | None:
+        """Why the layer cannot be a part of a block, as ``name=value``, or None."""
+        for option, value in (("gather_output", True), ("skip_bias_add", True), ("parallel_input", False)):
+            if getattr(self, option, not value) is value:
+                return f"{option}={value}"
+        return self.resize_obstacle()
+
+    @property
+    def output_dim(self) -> int:
+        """The dimension of the weight that counts this rank's outputs."""
+        return 1 - self._layout.columns
 
     @property
     def contraction_columns(self) -> int:
@@ -114,20 +138,51 @@ class HeteroLinear:
 
     def _passes_through(self) -> bool:
         """Whether the parent's own forward is to run."""
-        if self._workload is None and self.clock is None and self.brake is None:
+        told = self._workload is not None or self._migration is not None
+        if not (told or self.clock or self.brake or (self.block is not None and self.block.workload is not None)):
             return True
         return self.resize_obstacle() is not None
 
     def _multiply(self, x: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
-        how = Circumstances(self._layout, group, self._columns_for(x), self.clock, self.brake)
-        return parallel_product(x, self.weight, bias, how)  # type: ignore[attr-defined]
+        layer: Any = self
+        migration = self._migration if self._migration is not None and self._is_balanced() else None
+        lineage = self._columns_for(x)
+        if migration is not None:
+            column_parallel = self._column_parallel
+            return migrated_product(
+                x,
+                layer.weight,
+                bias,
+                MigratedCircumstances(self._layout, migration, column_parallel, group, lineage, self.clock, self.brake),
+            )
+        between: Part = "other" if self.block is None else "block"
+        how = Circumstances(
+            self._layout,
+            group,
+            lineage,
+            None if self.block is None else self.block.share_of(self),
+            self.clock,
+            self.brake,
+            before_forward="other" if self._column_parallel else between,
+            before_backward=between if self._column_parallel else "other",
+        )
+        return parallel_product(x, layer.weight, bias, how)
+
+    def _is_balanced(self) -> bool:
+        """Whether what the layer was told holds for the running forward pass: one whose gradients are asked for."""
+        return self.training and is_recorded()  # type: ignore[attr-defined]
 
     def _columns_for(self, x: Tensor) -> Lineage | None:
         workload = self._workload
-        if workload is None or workload.prune == 0 or not self.training or not is_recorded():  # type: ignore[attr-defined]
+        if workload is None or workload.prune == 0 or not self._is_balanced():
             return None
         if self._lineage is None:
-            kept = workload.select(matrix_view(x.detach()), self.matrix, workload.kept_count(self.contraction_columns))
+            given = 0 if self._migration is None else self._migration.given
+            rest = self.contraction_columns - given
+            count = max(1, workload.kept_count(self.contraction_columns) - given)
+            if count == rest:
+                return None
+            kept = workload.select(matrix_view(x.detach())[:, :rest], self.matrix[:, :rest], count)
             self._lineage = Lineage(kept, workload.imputation, self._previous)
         return self._lineage
 
@@ -138,6 +193,8 @@ class HeteroLinear:
 
 class _HeteroColumnParallel(HeteroLinear):
     """Weight ``[N/e, K]``: X replicated, no communication in forward, dX summed over the group in backward."""
+
+    _column_parallel = True
 
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self._passes_through():
@@ -155,6 +212,8 @@ class _HeteroColumnParallel(HeteroLinear):
 
 class _HeteroRowParallel(HeteroLinear):
     """Weight ``[N, K/e]``: Y summed over the group in forward, no communication in backward."""
+
+    _column_parallel = False
 
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self._passes_through():

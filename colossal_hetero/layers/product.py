@@ -9,6 +9,9 @@ Notation: ``M`` rows (batch × sequence), ``L`` contraction columns of this rank
 
 With nothing pruned the formulas, their order and their operands are those of Colossal-AI's layers, bit for bit. A
 column-parallel layer sums dX over the group while dW is computed; a row-parallel one sums Y outside this function.
+
+A layer of a block whose units are pruned or migrated multiplies by another weight, that of the units which this rank
+computes (:mod:`.units`), with the same formulas.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .workload import Brake, Clock, Lineage, matrix_view
+from .units import UnitShare
+from .workload import Brake, Clock, Lineage, Part, matrix_view
 
-__all__ = ["CONV1D_LAYOUT", "LINEAR_LAYOUT", "Circumstances", "WeightLayout", "parallel_product"]
+__all__ = ["CONV1D_LAYOUT", "LINEAR_LAYOUT", "Circumstances", "WeightLayout", "parallel_product", "run"]
 
 
 class WeightLayout:
@@ -45,6 +49,10 @@ class WeightLayout:
         """The weight as a view ``[N, L]``."""
         return weight
 
+    def from_matrix(self, matrix: Tensor) -> Tensor:
+        """A matrix ``[N, L]`` as the weight is stored."""
+        return matrix
+
 
 class Conv1DLayout(WeightLayout):
     """How a weight is stored in ``transformers``' ``Conv1D``, of GPT-2: ``[L, N]``."""
@@ -64,6 +72,9 @@ class Conv1DLayout(WeightLayout):
     def as_matrix(self, weight: Tensor) -> Tensor:
         return weight.t()
 
+    def from_matrix(self, matrix: Tensor) -> Tensor:
+        return matrix.t().contiguous()
+
 
 LINEAR_LAYOUT = WeightLayout()
 CONV1D_LAYOUT = Conv1DLayout()
@@ -77,15 +88,21 @@ class Circumstances(NamedTuple):
     """The group to sum dX over (column-parallel), or None."""
     lineage: Lineage | None = None
     """The columns to keep, or None for all."""
+    share: UnitShare | None = None
+    """The units of a block to compute instead of this rank's own, or None for those."""
     clock: Clock | None = None
     brake: Brake | None = None
+    before_forward: Part = "other"
+    """What the stretch that ends where the forward product begins was spent on."""
+    before_backward: Part = "other"
+    """The same for the backward products."""
 
 
 class _ParallelProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Circumstances) -> Tensor:
         if how.clock is not None:
-            how.clock.mark("other")
+            how.clock.mark(how.before_forward)
         ctx.how = how
         ctx.columns = x.shape[-1]
         ctx.use_bias = bias is not None
@@ -93,10 +110,12 @@ class _ParallelProduct(torch.autograd.Function):
         if how.lineage is not None:
             x = x.index_select(-1, how.lineage.kept)
             used_weight = weight.index_select(how.layout.columns, how.lineage.kept)
+        elif how.share is not None:
+            used_weight, bias = how.share.operands(weight, bias)
         # The kept part of X is saved rather than X, which is thereby free to go; the weight's kept part is cheap to
         # take again.
         ctx.save_for_backward(x, weight)
-        y = _run(lambda: how.layout.output(x, used_weight, bias), how.brake)
+        y = run(lambda: how.layout.output(x, used_weight, bias), how.brake)
         if how.clock is not None:
             how.clock.mark("matmul")
         return y
@@ -106,12 +125,14 @@ class _ParallelProduct(torch.autograd.Function):
         how: Circumstances = ctx.how
         layout, lineage = how.layout, how.lineage
         if how.clock is not None:
-            how.clock.mark("other")
+            how.clock.mark(how.before_backward)
         x, weight = ctx.saved_tensors
         if lineage is not None:
             weight = weight.index_select(layout.columns, lineage.kept)
+        elif how.share is not None:
+            weight, _ = how.share.operands(weight, None)
 
-        dx = _run(lambda: layout.input_gradient(dy, weight), how.brake)
+        dx = run(lambda: layout.input_gradient(dy, weight), how.brake)
         if lineage is not None:
             backward_pass = lineage.begin_backward()
             dx = lineage.restore("input", backward_pass, dx, -1, ctx.columns)
@@ -122,9 +143,10 @@ class _ParallelProduct(torch.autograd.Function):
 
         dy_matrix = matrix_view(dy.contiguous())
         dw = None
-        if ctx.needs_input_grad[1]:
+        # Units travel with weight and bias together.
+        if ctx.needs_input_grad[1] or (how.share is not None and ctx.needs_input_grad[2]):
             x_matrix = matrix_view(x.contiguous())
-            dw = _run(lambda: layout.weight_gradient(dy_matrix, x_matrix), how.brake)
+            dw = run(lambda: layout.weight_gradient(dy_matrix, x_matrix), how.brake)
             if lineage is not None:
                 dw = lineage.restore("weight", backward_pass, dw, layout.columns, ctx.columns)
         if how.clock is not None:
@@ -134,6 +156,10 @@ class _ParallelProduct(torch.autograd.Function):
             db = dy_matrix.sum(dim=0)
             if how.clock is not None:
                 how.clock.mark("other")
+        if how.share is not None and dw is not None:
+            dw, db = how.share.gradients(dw, db)
+            if how.clock is not None:
+                how.clock.mark("communication")
         if handle is not None:
             handle.wait()
             if how.clock is not None:
@@ -141,7 +167,7 @@ class _ParallelProduct(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def _run(product: Callable[[], Tensor], brake: Brake | None) -> Tensor:
+def run(product: Callable[[], Tensor], brake: Brake | None) -> Tensor:
     return product() if brake is None else brake(product)
 
 
