@@ -18,9 +18,10 @@ __all__ = ["IMPUTATIONS", "Brake", "Clock", "Imputation", "Lineage", "Part", "Se
 Imputation = Literal["zero", "average", "same"]
 IMPUTATIONS: tuple[str, ...] = get_args(Imputation)
 
-Part = Literal["matmul", "communication", "other"]
+Part = Literal["matmul", "block", "communication", "other"]
 """What a stretch of an iteration was spent on: products of the parallel linear layers (with what resizing adds to
-them), the inside of a collective, or any other work of the rank."""
+them), what lies between the products of a block (activation functions, attention), the inside of a collective, or any
+other work of the rank."""
 
 Selector = Callable[[Tensor, Tensor, int], Tensor]
 """``select(x, weight, count) -> kept``: which ``count`` contraction columns stay.
