@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.balance.records import IterationRecord, LocalRecord, merge_records
-from colossal_hetero.balance.report import ideal_ratio, lossless_seconds, report
+from colossal_hetero.balance.report import ideal_ratio, lossless_seconds, report, what_if
 
 
 def local(
@@ -24,6 +25,7 @@ def local(
     changed: bool = False,
     equal_work: float | None = None,
     equal_matmul: float | None = None,
+    **others: Any,
 ) -> LocalRecord:
     return LocalRecord(
         iteration=iteration,
@@ -35,6 +37,7 @@ def local(
         resized=resized,
         exchanged=exchanged,
         plan_changed=changed,
+        **others,
     )
 
 
@@ -54,12 +57,13 @@ def test_waiting_is_what_a_rank_spends_in_collectives_beyond_the_last_to_arrive(
 
 
 def test_ranks_keep_their_own_numbers() -> None:
-    slow = local(3, 4.0, 2.0, 0.1, resized=0.25, equal_work=5.0, equal_matmul=3.0)
+    shares = dict(migrated=0.125, received=0.375, block_seconds=0.75, own_score=0.5)
+    slow = local(3, 4.0, 2.0, 0.1, resized=0.25, equal_work=5.0, equal_matmul=3.0, **shares)
     (record,) = merge_records([[local(3)], [slow]], [[0, 1]])
     assert record.iteration == 3
     assert [rank.rank for rank in record.ranks] == [0, 1]
     merged = record.ranks[1]
-    for name in ("work_seconds", "matmul_seconds", "communication_seconds", "equal_work_seconds", "resized"):
+    for name in ("work_seconds", "matmul_seconds", "communication_seconds", "equal_work_seconds", "resized", *shares):
         assert getattr(merged, name) == getattr(slow, name), name
     assert merged.equal_matmul_seconds == 3.0
 
@@ -77,6 +81,22 @@ def test_an_iteration_is_exchanged_or_changed_if_any_group_did() -> None:
     assert record.exchanged and record.plan_changed
     (record,) = merge_records([per_rank[0], per_rank[3]], [[0, 1]])
     assert not record.exchanged and not record.plan_changed
+
+
+def test_scores_are_relative_to_the_fastest_rank_of_the_group() -> None:
+    """At equal work: what a rank prunes makes it no faster."""
+    views = [[local(0, equal_work=seconds, work=1.0)] for seconds in (2.0, 8.0, 1.0, 3.0)]
+    (record,) = merge_records(views, [[0, 1], [2, 3]])
+    assert [rank.relative_score for rank in record.ranks] == pytest.approx([1.0, 0.25, 1.0, 1 / 3])
+    (record,) = merge_records(views, [[0, 1, 2, 3]])
+    assert [rank.relative_score for rank in record.ranks] == pytest.approx([0.5, 0.125, 1.0, 1 / 3])
+
+
+def test_a_note_of_any_group_is_kept() -> None:
+    silent, speaking = local(0), local(0, note="the network is too slow")
+    (record,) = merge_records([[silent], [silent], [speaking], [speaking]], [[0, 1], [2, 3]])
+    assert record.note == "the network is too slow"
+    assert merge_records([[silent]], [[0]])[0].note == ""
 
 
 # Bounds ----------------------------------------------------------------------------------------------------------
@@ -165,6 +185,43 @@ def test_report_by_hand() -> None:
     assert (slow.rank, slow.resized, slow.wait_seconds) == (1, 0.5, 0.0)
     assert (slow.work_seconds, slow.matmul_seconds) == (2.5, 1.5)
     assert (slow.migrated, slow.received) == (0.0, 0.0)
+
+
+def test_what_if_by_hand() -> None:
+    before, *_, after = records_of(4)
+    unbalanced = what_if(before, [0, 1])
+    assert unbalanced.waiting_seconds == pytest.approx((2.0 + 0.0) / 2)
+    assert unbalanced.balanced_seconds == unbalanced.unbalanced_seconds == pytest.approx(4.2)
+    assert unbalanced.saved_seconds == 0.0
+    balanced = what_if(after, [0, 1])
+    assert balanced.waiting_seconds == pytest.approx((0.5 + 0.0) / 2)
+    assert balanced.saved_seconds == pytest.approx(4.2 - 2.7)
+    assert balanced.homogeneous_seconds == pytest.approx(2.2)
+    assert balanced.bound_seconds == pytest.approx(0.2 + 1.0 + 2 / (1 + 1 / 3))
+
+
+def test_balancing_that_costs_more_than_it_brings_saves_less_than_nothing() -> None:
+    record = merge_records([[local(0, work=3.0, equal_work=2.0)], [local(0, work=2.5, equal_work=2.6)]], [[0, 1]])[0]
+    assert what_if(record, [0, 1]).saved_seconds == pytest.approx(2.6 - 3.0)
+
+
+def test_the_report_takes_medians_of_all_that_is_in_the_records() -> None:
+    scores = [0.5, 1.0, 0.25, 0.3, 0.4]
+    views = [local(i, own_score=score, migrated=score, equal_work=4.0) for i, score in enumerate(scores)]
+    found = report(merge_records([[local(i) for i in range(5)], views], [[0, 1]]), [0, 1])
+    assert found is not None
+    assert [rank.own_score for rank in found.ranks] == [1.0, 0.4]
+    assert [rank.relative_score for rank in found.ranks] == [1.0, 0.25]
+    assert [rank.migrated for rank in found.ranks] == [0.0, 0.4]
+    assert found.saved_seconds == pytest.approx(found.unbalanced_seconds - found.balanced_seconds)
+    assert found.waiting_seconds == 0.0 and found.notes == ()
+
+
+def test_the_report_has_every_note_once_and_the_latest_last() -> None:
+    notes = ["", "a", "a", "b", "", "a", "c", "b"]
+    records = merge_records([[local(i, note=note) for i, note in enumerate(notes)]], [[0]])
+    found = report(records, [0])
+    assert found is not None and found.notes == ("a", "c", "b")
 
 
 def test_report_is_of_one_group() -> None:

@@ -11,6 +11,7 @@ loading data, evaluating and saving in between do not count. At the end of itera
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,6 +28,7 @@ from .decide import Plan, decide
 from .exchange import Exchange, make_exchanges
 from .records import IterationRecord, LocalRecord, merge_records
 from .speed import EqualWork, SpeedWatch
+from .timeline import RankSegments, SampledIterations, Timelines, TimelineSampler, choose_timelines
 
 __all__ = ["Balancer", "attach_balancer"]
 
@@ -60,6 +62,8 @@ class Balancer:
         self._equal_work = EqualWork(config.patience)
         self._watch = SpeedWatch(config)
         self._records: deque[LocalRecord] = deque(maxlen=MAX_RECORDS)
+        self._best_seconds = math.inf
+        self._timelines = TimelineSampler(config.warmup_iterations, config.patience)
         self._newest = -1
         self._iteration = 0
         self._running = False
@@ -80,6 +84,7 @@ class Balancer:
         """A training forward starts; the first one since :meth:`tick` starts an iteration."""
         if not self._running:
             self._running = True
+            self._clock.keep_segments = self._timelines.wants(self._iteration)
             self._clock.start()
 
     def tick(self) -> None:
@@ -100,6 +105,9 @@ class Balancer:
         iteration, resized = times.tag
         self._newest = iteration
         equal = self._equal_work.normalise(times.work_seconds, times.matmul_seconds, resized)
+        self._best_seconds = min(self._best_seconds, equal.work_seconds)
+        if times.segments:
+            self._timelines.add(RankSegments(iteration, times.segments, times.time_base))
         self._records.append(
             LocalRecord(
                 iteration=iteration,
@@ -111,6 +119,8 @@ class Balancer:
                 resized=resized,
                 exchanged=False,
                 plan_changed=False,
+                block_seconds=times.block_seconds,
+                own_score=self._best_seconds / equal.work_seconds,
             )
         )
         return self._watch.observe(equal)
@@ -123,6 +133,8 @@ class Balancer:
         self._watch.exchanged()
         plan = decide(times, self.config, self._plan)
         changed = plan != self._plan
+        if changed:
+            self._timelines.plan_changed(self._iteration)
         if self._records:
             self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=changed)
         if plan.resize[self._rank] != self._plan.resize[self._rank]:
@@ -146,6 +158,17 @@ class Balancer:
             gathered = [[] for _ in range(dist.get_world_size())]
         dist.gather_object(local, gathered, dst=0, group=self._world)
         return None if gathered is None else merge_records(gathered, self._tp_groups)
+
+    def timelines(self) -> Timelines | None:
+        """An iteration before balancing and one after it, on global rank 0; None elsewhere, and before there is one.
+
+        Collective over all ranks; meant for the end of the run.
+        """
+        gathered: list[SampledIterations | None] | None = None
+        if dist.get_rank() == 0:
+            gathered = [None] * dist.get_world_size()
+        dist.gather_object(self._timelines.kept(), gathered, dst=0, group=self._world)
+        return None if gathered is None else choose_timelines(gathered, self._tp_groups)  # type: ignore[arg-type]
 
 
 def attach_balancer(

@@ -26,11 +26,21 @@ class LocalRecord:
     """Whether the group exchanged times at the end of this iteration."""
     plan_changed: bool
     """Whether the plan of the iterations after this one is another."""
+    migrated: float = 0.0
+    """Share of its work that the rank gave away."""
+    received: float = 0.0
+    """Work of others that the rank took on, as a share of its own."""
+    block_seconds: float = 0.0
+    """The part of ``work_seconds`` between the products of a block."""
+    own_score: float = 1.0
+    """The least ``equal_work_seconds`` of the rank so far / those of this iteration."""
+    note: str = ""
+    """What the decision that holds in this iteration has to say: why nothing is migrated."""
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """A rank's part of an iteration. Seconds; shares in [0, 1]."""
+    """A rank's part of an iteration. Seconds; shares and scores in [0, 1]."""
 
     rank: int
     work_seconds: float
@@ -44,6 +54,11 @@ class RankRecord:
     resized: float
     migrated: float = 0.0
     received: float = 0.0
+    block_seconds: float = 0.0
+    relative_score: float = 1.0
+    """The fastest rank's ``equal_work_seconds``, of those of its tensor-parallel group, / this rank's."""
+    own_score: float = 1.0
+    """The least ``equal_work_seconds`` of this rank so far / its present ones."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,8 @@ class IterationRecord:
     ranks: tuple[RankRecord, ...]
     exchanged: bool
     plan_changed: bool
+    note: str = ""
+    """Why nothing is migrated, if that was the question."""
 
 
 def merge_records(per_rank: Sequence[Sequence[LocalRecord]], groups: Sequence[Sequence[int]]) -> list[IterationRecord]:
@@ -64,30 +81,38 @@ def merge_records(per_rank: Sequence[Sequence[LocalRecord]], groups: Sequence[Se
     """
     by_iteration = [{record.iteration: record for record in records} for records in per_rank]
     known = set(by_iteration[0]).intersection(*by_iteration[1:])
-    least: dict[tuple[int, int], float] = {}
-    for iteration in known:
-        for group in groups:
-            shortest = min(by_iteration[rank][iteration].communication_seconds for rank in group)
-            least.update({(iteration, rank): shortest for rank in group})
+    group_of = {rank: group for group in groups for rank in group}
     merged = []
     for iteration in sorted(known):
         views = [records[iteration] for records in by_iteration]
-        ranks = tuple(
-            RankRecord(
-                rank=rank,
-                work_seconds=view.work_seconds,
-                matmul_seconds=view.matmul_seconds,
-                wait_seconds=view.communication_seconds - least[iteration, rank],
-                communication_seconds=view.communication_seconds,
-                equal_work_seconds=view.equal_work_seconds,
-                equal_matmul_seconds=view.equal_matmul_seconds,
-                resized=view.resized,
-            )
-            for rank, view in enumerate(views)
-        )
         merged.append(
             IterationRecord(
-                iteration, ranks, any(view.exchanged for view in views), any(view.plan_changed for view in views)
+                iteration=iteration,
+                ranks=tuple(
+                    _rank_record(rank, view, [views[other] for other in group_of[rank]])
+                    for rank, view in enumerate(views)
+                ),
+                exchanged=any(view.exchanged for view in views),
+                plan_changed=any(view.plan_changed for view in views),
+                note=next((view.note for view in views if view.note), ""),
             )
         )
     return merged
+
+
+def _rank_record(rank: int, view: LocalRecord, group: Sequence[LocalRecord]) -> RankRecord:
+    return RankRecord(
+        rank=rank,
+        work_seconds=view.work_seconds,
+        matmul_seconds=view.matmul_seconds,
+        wait_seconds=view.communication_seconds - min(other.communication_seconds for other in group),
+        communication_seconds=view.communication_seconds,
+        equal_work_seconds=view.equal_work_seconds,
+        equal_matmul_seconds=view.equal_matmul_seconds,
+        resized=view.resized,
+        migrated=view.migrated,
+        received=view.received,
+        block_seconds=view.block_seconds,
+        relative_score=min(other.equal_work_seconds for other in group) / view.equal_work_seconds,
+        own_score=view.own_score,
+    )
