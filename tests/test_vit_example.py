@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from data import Augmentation, ImageSet, find_data, load_data, padded_batches
+from data import Augmentation, DataInfo, ImageSet, find_data, load_data, padded_batches
+from display import Display
 from model import build_model, check_model
 from options import Layout, Options, UsageError, check_options, parse_options
 from PIL import Image
-from results import Measurements, summarise, write_summary
+from results import Measurements, TraceFile, summarise, write_summary, write_timelines
 
+from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.records import IterationRecord, RankRecord
+from colossal_hetero.balance.timeline import Segment, Timeline, Timelines
 from colossal_hetero.stragglers import Stragglers
 
 
@@ -77,6 +82,14 @@ def test_tensor_parallel_groups_are_consecutive_ranks():
         ("--resize-ratio half", 2, ["--resize-ratio half", "auto"]),
         ("--max-resize -0.1", 2, ["--max-resize -0.1", "[0, 1)"]),
         ("--resize-ratio 0.8 --max-resize 0.5", 2, ["--resize-ratio 0.8", "--max-resize 0.5"]),
+        ("--balance auto --tp 1", 2, ["--balance auto", "--tp 1"]),
+        ("--plot /nowhere/at/all.png", 2, ["--plot /nowhere/at/all.png", "no directory /nowhere/at"]),
+        ("--plot /proc/timeline.png", 2, ["--plot /proc/timeline.png", "cannot be written"]),
+        ("--plot timeline", 2, ["--plot timeline", ".png"]),
+        ("--plot timeline.png --plugin colossalai", 2, ["--plot timeline.png", "--plugin hetero"]),
+        ("--chrome-trace /proc", 2, ["--chrome-trace /proc", "is a directory"]),
+        ("--chrome-trace /proc/trace.json", 2, ["--chrome-trace /proc/trace.json", "cannot be written"]),
+        ("--chrome-trace trace.json --plugin colossalai", 2, ["--chrome-trace trace.json", "--plugin hetero"]),
         ("--straggler 2:4", 2, ["2:4", "rank 2", "0 to 1"]),
         ("--straggler 1:0.5", 2, ["0.5", "at least 1"]),
         ("--straggler fast", 2, ["fast", "RANK:SLOWDOWN"]),
@@ -99,7 +112,28 @@ def test_what_cannot_work_is_said_in_one_line(line, world_size, says):
         assert part in message
 
 
-@pytest.mark.parametrize("line", ["--balance semi-random", "--precision int8", "--nproc two", "--no-such-flag"])
+@pytest.mark.parametrize("mode", ["off", "resize", "migrate", "semi", "auto"])
+def test_the_plugin_is_told_how_to_balance(mode):
+    chosen = options(f"--balance {mode} --migration scatter-gather --resizing block --max-resize 0.25 --seed 3")
+    config = chosen.balance_config()
+    assert (config.mode, config.migration, config.resizing) == (mode, "scatter-gather", "block")
+    assert (config.max_resize, config.seed) == (0.25, 3)
+    # Without the flags it is as if nothing was said.
+    assert options(f"--balance {mode}").balance_config() == BalanceConfig(mode=mode)
+    assert options().migration == "block" and options().resizing == "column" and options().max_resize is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--migration ring",
+        "--resizing row",
+        "--balance semi-random",
+        "--precision int8",
+        "--nproc two",
+        "--no-such-flag",
+    ],
+)
 def test_unknown_choices_are_usage_errors(line):
     with pytest.raises(UsageError, match=line.split()[-1]):
         options(line)
@@ -109,6 +143,13 @@ def test_tensorboard_is_looked_for(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UsageError, match="needs the package tensorboard"):
         check_options(options(f"--tensorboard {tmp_path}"), 2)
+
+
+def test_matplotlib_is_looked_for_before_training(monkeypatch, tmp_path):
+    check_options(options(f"--plot {tmp_path}/timeline.png"), 2)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match=r"--plot .* pip install 'colossal-hetero\[plot\]'"):
+        check_options(options(f"--plot {tmp_path}/timeline.png"), 2)
 
 
 # Model ----------------------------------------------------------------------------------------------------
@@ -248,8 +289,8 @@ def test_data_that_is_not_there_is_said(line, says):
 # Results --------------------------------------------------------------------------------------------------
 
 
-def measured(line: str, iterations: int) -> Measurements:
-    """A run in which rank 1 takes three times as long and prunes half."""
+def measured(line: str, iterations: int, note: str = "", **slow: Any) -> Measurements:
+    """A run in which rank 1 takes three times as long and prunes half, or what ``slow`` says of it."""
     chosen = options(line)
     stragglers = Stragglers(slowdowns={1: 3.0}, world_size=2) if chosen.straggler else None
     measurements = Measurements(chosen, check_options(chosen, 2), stragglers)
@@ -258,9 +299,9 @@ def measured(line: str, iterations: int) -> Measurements:
         measurements.iteration(0, 0.2)
         ranks = (
             RankRecord(0, 0.1, 0.1, 0.05, 0.05, 0.1, 0.1, 0.0),
-            RankRecord(1, 0.15, 0.15, 0.0, 0.0, 0.3, 0.3, 0.5),
+            dataclasses.replace(RankRecord(1, 0.15, 0.15, 0.0, 0.0, 0.3, 0.3, 0.5, relative_score=1 / 3), **slow),
         )
-        records.append(IterationRecord(number, ranks, exchanged=False, plan_changed=False))
+        records.append(IterationRecord(number, ranks, exchanged=False, plan_changed=False, note=note))
     measurements.losses([2.0] * iterations)
     measurements.epoch(0.5, records)
     return measurements
@@ -287,3 +328,114 @@ def test_a_loss_that_is_not_a_number_is_null():
     measurements = measured("", 4)
     measurements.loss[2] = float(np.nan)
     assert json.loads(json.dumps(summarise(measurements, [1, 1]), allow_nan=False))["loss"][2] is None
+
+
+WHAT_IF = {
+    "waiting_seconds": 0.025,
+    "balanced_seconds": 0.15,
+    "unbalanced_seconds": 0.3,
+    "homogeneous_seconds": 0.1,
+    "bound_seconds": 0.15,
+    "saved_seconds": 0.15,
+}
+
+
+def test_the_summary_tells_what_would_have_been():
+    found = summarise(measured("--balance auto", 40, note="the network is too slow", own_score=0.5), [1, 1])["what_if"]
+    assert found.pop("notes") == ["the network is too slow"]
+    assert found.pop("scores") == [
+        {"rank": 0, "relative": 1.0, "own": 1.0},
+        {"rank": 1, "relative": pytest.approx(1 / 3), "own": 0.5},
+    ]
+    assert found == pytest.approx(WHAT_IF)
+
+
+def test_without_records_nothing_is_known_of_what_would_have_been():
+    measurements = measured("", 4)
+    measurements.records.clear()
+    assert summarise(measurements, [1, 1])["what_if"] is None and measurements.what_if(0) is None
+
+
+def test_the_trace_tells_of_every_iteration_what_would_have_been(tmp_path):
+    measurements = measured("--balance auto", 3, note="too slow", own_score=0.5, migrated=0.1, block_seconds=0.01)
+    del measurements.records[1]
+    with TraceFile(tmp_path / "trace.jsonl", measurements) as trace:
+        trace.write()
+    first, lost, _ = (json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines())
+    assert first["what_if"] == pytest.approx(WHAT_IF) and first["note"] == "too slow"
+    assert first["ranks"][1]["relative_score"] == pytest.approx(1 / 3) and first["ranks"][1]["own_score"] == 0.5
+    assert (first["ranks"][1]["migrated"], first["ranks"][1]["block_seconds"]) == (0.1, 0.01)
+    assert lost["what_if"] is lost["note"] is lost["ranks"] is None and lost["loss"] == 2.0
+
+
+def test_an_iteration_is_that_of_the_group_which_takes_longest():
+    measurements = measured("--tp 1", 4, work_seconds=0.2)
+    found = measurements.what_if(0)
+    assert measurements.layout.tp_groups == [[0], [1]]
+    assert (found.balanced_seconds, found.unbalanced_seconds) == pytest.approx((0.2, 0.3))
+
+
+# Display --------------------------------------------------------------------------------------------------
+
+
+def said(measurements: Measurements, capsys, monkeypatch) -> str:
+    """What a user reads at an epoch's end and at the run's."""
+    monkeypatch.setenv("COLUMNS", "140")
+    display = Display(measurements.options, visible=True)
+    display.start(measurements.layout, DataInfo(100, 50, 10), 1000, "cpu", 1, 4)
+    display.epoch(0, measurements)
+    display.report(measurements, summarise(measurements, [1, 1]))
+    return capsys.readouterr().out
+
+
+def test_the_end_tells_what_balancing_brought(capsys, monkeypatch):
+    text = said(measured("--balance resize --straggler 1:3", 8), capsys, monkeypatch)
+    assert "rank 1 resized 50%\n" in text
+    assert "slowed" in text and "× 3" in text and "resized" in text
+    assert "migrated" not in text and "received" not in text
+    assert "An iteration took 200 ms, of which ranks waited 25 ms for slower ones (mean)." in text
+    assert "Unbalanced it would have taken 300 ms (2.0 times as long: balancing saved 150 ms)." in text
+    assert "With all ranks as fast as the fastest it would have taken 100 ms;" in text
+    assert "with nothing pruned and the work spread ideally, 150 ms." in text
+    assert "0.33 │ 1.00" in text
+
+
+def test_what_migrated_is_shown_and_what_balancing_cost(capsys, monkeypatch):
+    slow = dict(resized=0.0, migrated=0.25, received=0.125, equal_work_seconds=0.12, equal_matmul_seconds=0.12)
+    text = said(measured("--balance semi", 8, note="of no more interest", **slow), capsys, monkeypatch)
+    assert "rank 1 migrated 25%, received 12%\n" in text
+    assert "migrated │ received" in text.replace("┃", "│") and "resized" not in text
+    assert "(0.8 times as long: balancing cost 30 ms)" in text
+    assert "Nothing was migrated" not in text
+
+
+def test_why_nothing_was_migrated_is_said(capsys, monkeypatch):
+    text = said(measured("--balance auto", 8, note="sending costs more than it saves."), capsys, monkeypatch)
+    assert "Nothing was migrated: sending costs more than it saves.\n" in text
+
+
+def test_without_balancing_only_the_bounds_are_told(capsys, monkeypatch):
+    text = said(measured("", 8), capsys, monkeypatch)
+    assert "Unbalanced" not in text
+    assert "With all ranks as fast as the fastest it would have taken 100 ms" in text
+
+
+# Timelines ------------------------------------------------------------------------------------------------
+
+
+def test_timelines_are_written_where_they_are_asked_for(tmp_path):
+    before, after = (Timeline(number, ((Segment("matmul", 0.0, 0.1),),)) for number in (4, 8))
+    plot, trace = tmp_path / "timeline.png", tmp_path / "trace.json"
+    write_timelines(None, plot, trace)
+    write_timelines(Timelines(before, after), None, None)
+    assert not list(tmp_path.iterdir())
+    write_timelines(Timelines(before, after), plot, trace)
+    assert plot.read_bytes().startswith(b"\x89PNG") and sorted(tmp_path.iterdir()) == [plot, trace]
+
+    def titles() -> list[str]:
+        events = json.loads(trace.read_text())["traceEvents"]
+        return [event["args"]["name"] for event in events if event["name"] == "process_name"]
+
+    assert titles() == ["before balancing (iteration 4)", "after (iteration 8)"]
+    write_timelines(Timelines(before, None), None, trace)
+    assert titles() == ["an iteration (iteration 4)"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from data import DataInfo
 from options import Layout, Options
@@ -15,7 +15,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.progress import track as rich_track
 from rich.table import Table
 
-__all__ = ["Display"]
+from colossal_hetero.balance.report import BalanceReport
+
+__all__ = ["Display", "Shares"]
+
+
+class Shares(NamedTuple):
+    """What balancing does to a rank, as shares of its work."""
+
+    resized: float
+    migrated: float
+    received: float
+
+    def __str__(self) -> str:
+        """For example ``resized 40%, migrated 37%``; empty where nothing is done."""
+        return ", ".join(f"{name} {share:.0%}" for name, share in self._asdict().items() if share > 0)
 
 
 class Display(AbstractContextManager["Display"]):
@@ -72,10 +86,10 @@ class Display(AbstractContextManager["Display"]):
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def iteration(self, loss: float | None, plan: tuple[float, ...]) -> None:
+    def iteration(self, loss: float | None, shares: Sequence[Shares]) -> None:
         """An iteration is over; ``loss`` is the one before's."""
         now = time.perf_counter()
-        shown = "".join(f" · rank {rank} resized {share:.0%}" for rank, share in enumerate(plan) if share > 0)
+        shown = "".join(f" · rank {rank} {share}" for rank, share in enumerate(shares) if str(share))
         fields: dict[str, Any] = {"rate": 1.0 / max(now - self._last, 1e-9), "plan": shown}
         if loss is not None:
             fields["loss"] = loss
@@ -89,7 +103,9 @@ class Display(AbstractContextManager["Display"]):
         loss = sum(measurements.loss[number] for number in here) / len(here)
         shares = ""
         if (record := measurements.records.get(here[-1])) is not None:
-            shares = "".join(f"  rank {rank.rank} resized {rank.resized:.0%}" for rank in record.ranks if rank.resized)
+            for rank in record.ranks:
+                if done := str(Shares(rank.resized, rank.migrated, rank.received)):
+                    shares += f"  rank {rank.rank} {done}"
         self._console.print(
             f"epoch {epoch + 1:>{len(str(self._epochs))}}/{self._epochs}  loss {loss:.3f}  "
             f"accuracy {measurements.accuracy[-1]:6.1%}  {seconds * 1e3:.0f} ms per iteration{shares}"
@@ -99,38 +115,60 @@ class Display(AbstractContextManager["Display"]):
 
     def report(self, measurements: Measurements, summary: dict[str, Any]) -> None:
         """Say what each rank did, what an iteration took, and what would have been."""
-        found = measurements.report()
-        if found is not None:
-            table = Table("rank", title="An iteration, by rank (medians)", title_justify="left")
-            ordered = measurements.stragglers is not None and measurements.stragglers.schedule == "constant"
-            if ordered:
-                table.add_column("slowed", justify="right")
-            for heading in ("work ms", "matmul ms", "wait ms", "resized"):
-                table.add_column(heading, justify="right")
-            for rank in found.ranks:
-                slowdown = measurements.slowdown(rank.rank, 0)
-                table.add_row(
-                    str(rank.rank),
-                    *([f"× {slowdown:g}" if slowdown > 1 else ""] if ordered else []),
-                    *(f"{value * 1e3:.0f}" for value in (rank.work_seconds, rank.matmul_seconds, rank.wait_seconds)),
-                    f"{rank.resized:.0%}",
-                )
-            self._console.print(table)
         took = summary["iteration_seconds"]["median"]
-        text = f"An iteration took {took * 1e3:.0f} ms"
-        if found is not None and self._options.balance != "off":
-            text += (
-                f"; unbalanced it would have taken {found.unbalanced_seconds * 1e3:.0f} ms "
-                f"({found.unbalanced_seconds / took:.1f} times as long)"
+        found = measurements.report()
+        if found is None:
+            self._console.print(f"An iteration took {took * 1e3:.0f} ms.")
+        else:
+            self._console.print(_rank_table(found, measurements))
+            waited = found.waiting_seconds * 1e3
+            self._console.print(
+                f"An iteration took {took * 1e3:.0f} ms, of which ranks waited {waited:.0f} ms for slower ones (mean)."
             )
-        if found is not None:
-            text += f"; with nothing pruned and the work spread ideally, {found.bound_seconds * 1e3:.0f} ms"
-        self._console.print(f"{text}.")
+            self._console.print(_what_if(found, balanced=self._options.balance != "off"))
+            if found.notes and not any(rank.migrated for rank in found.ranks):
+                self._console.print(f"Nothing was migrated: {found.notes[-1].rstrip('.')}.")
         if measurements.accuracy:
             chance = 1.0 / self._classes
             self._console.print(
                 f"Accuracy on held-out images: {measurements.accuracy[-1]:.1%} (chance is {chance:.0%})."
             )
-        for what in ("summary", "trace", "tensorboard", "checkpoint"):
+        for what in ("summary", "trace", "plot", "chrome_trace", "tensorboard", "checkpoint"):
             if (path := getattr(self._options, what)) is not None:
-                self._console.print(f"{what.capitalize()}: {path}", soft_wrap=True)
+                self._console.print(f"{what.capitalize().replace('_', ' ')}: {path}", soft_wrap=True)
+
+
+def _rank_table(found: BalanceReport, measurements: Measurements) -> Table:
+    """A row per rank; columns for what nobody did are left out."""
+    table = Table("rank", title="An iteration, by rank (medians)", title_justify="left")
+    ordered = measurements.stragglers is not None and measurements.stragglers.schedule == "constant"
+    done = [name for name in Shares._fields if any(getattr(rank, name) for rank in found.ranks)]
+    headings = (*(["slowed"] if ordered else []), "work ms", "matmul ms", "wait ms", *done, "relative", "own")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for rank in found.ranks:
+        slowdown = measurements.slowdown(rank.rank, 0)
+        table.add_row(
+            str(rank.rank),
+            *([f"× {slowdown:g}" if slowdown > 1 else ""] if ordered else []),
+            *(f"{value * 1e3:.0f}" for value in (rank.work_seconds, rank.matmul_seconds, rank.wait_seconds)),
+            *(f"{getattr(rank, name):.0%}" for name in done),
+            *(f"{score:.2f}" for score in (rank.relative_score, rank.own_score)),
+        )
+    return table
+
+
+def _what_if(found: BalanceReport, balanced: bool) -> str:
+    """What an iteration would have taken otherwise."""
+    text = ""
+    if balanced:
+        saved = found.saved_seconds * 1e3
+        text = (
+            f"Unbalanced it would have taken {found.unbalanced_seconds * 1e3:.0f} ms "
+            f"({found.unbalanced_seconds / found.balanced_seconds:.1f} times as long: balancing "
+            f"{'saved' if saved >= 0 else 'cost'} {abs(saved):.0f} ms). "
+        )
+    return text + (
+        f"With all ranks as fast as the fastest it would have taken {found.homogeneous_seconds * 1e3:.0f} ms; "
+        f"with nothing pruned and the work spread ideally, {found.bound_seconds * 1e3:.0f} ms."
+    )

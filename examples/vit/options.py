@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from colossal_hetero.balance.config import BalanceConfig, Imputation, Mode, Priority, Reference
+from colossal_hetero.balance.config import BalanceConfig, Imputation, Migration, Mode, Priority, Reference, Resizing
+from colossal_hetero.plot import FORMATS, check_matplotlib
 
 __all__ = ["IMAGE_SIZE", "Layout", "Options", "UsageError", "check_options", "parse_options"]
 
@@ -55,10 +56,12 @@ class Options:
     precision: str
     seed: int
     balance: str
+    migration: str
+    resizing: str
     priority: str
     imputation: str
     resize_ratio: str
-    max_resize: float
+    max_resize: float | None
     reference: str
     straggler: str | None
     straggler_schedule: str
@@ -66,6 +69,8 @@ class Options:
     straggler_means: str
     summary: Path | None
     trace: Path | None
+    plot: Path | None
+    chrome_trace: Path | None
     tensorboard: Path | None
     checkpoint: Path | None
 
@@ -87,6 +92,8 @@ class Options:
         try:
             return BalanceConfig(
                 mode=self.balance,  # type: ignore[arg-type]
+                migration=self.migration,  # type: ignore[arg-type]
+                resizing=self.resizing,  # type: ignore[arg-type]
                 priority=self.priority,  # type: ignore[arg-type]
                 imputation=self.imputation,  # type: ignore[arg-type]
                 resize_ratio=ratio,  # type: ignore[arg-type]
@@ -185,7 +192,21 @@ def _make_parser() -> argparse.ArgumentParser:
         "--balance",
         choices=get_args(Mode),
         default=balance["mode"],
-        help="off measures only; resize prunes columns on slow ranks (default off)",
+        help="off measures only; resize prunes on slow ranks; migrate gives their work to the others; semi does both; "
+        "auto does what costs least and prunes no more than --max-resize allows (default off)",
+    )
+    balancing.add_argument(
+        "--migration",
+        choices=get_args(Migration),
+        default=balance["migration"],
+        help="what is given away: units of a block (neurons, heads), or columns of each product, all of them sent to all "
+        f"the others or to each its own (default {balance['migration']})",
+    )
+    balancing.add_argument(
+        "--resizing",
+        choices=get_args(Resizing),
+        default=balance["resizing"],
+        help=f"what is pruned: columns of each product, or units of a block (default {balance['resizing']})",
     )
     balancing.add_argument(
         "--priority",
@@ -209,8 +230,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--max-resize",
         type=float,
         metavar="SHARE",
-        default=balance["max_resize"],
-        help=f"largest share that a rank may prune (default {balance['max_resize']})",
+        help="largest share that a rank may prune (default 0.9; with --balance auto 0: never)",
     )
     balancing.add_argument(
         "--reference",
@@ -242,6 +262,12 @@ def _make_parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--summary", type=Path, metavar="FILE.json", help="write what the run measured, at its end")
     output.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write a line per iteration")
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw an iteration before and after balancing (needs matplotlib)"
+    )
+    output.add_argument(
+        "--chrome-trace", type=Path, metavar="FILE.json", help="write the same two iterations for ui.perfetto.dev"
+    )
     output.add_argument("--tensorboard", type=Path, metavar="DIR", help="log for TensorBoard")
     output.add_argument("--checkpoint", type=Path, metavar="DIR", help="save the trained model's weights")
     return parser
@@ -377,16 +403,22 @@ def _check_stragglers(options: Options, layout: Layout) -> None:
 
 
 def _check_output(options: Options) -> None:
-    for name in ("summary", "trace"):
-        path = getattr(options, name)
+    for name in ("summary", "trace", "plot", "chrome_trace"):
+        path, flag = getattr(options, name), _flag(name)
         if path is None:
             continue
         if path.is_dir():
-            raise UsageError(f"--{name} {path} is a directory; give the path of a file")
+            raise UsageError(f"{flag} {path} is a directory; give the path of a file")
         folder = path.parent
         if not folder.is_dir():
-            raise UsageError(f"--{name} {path} cannot be written: there is no directory {folder}; create it first")
-        _try(f"--{name} {path} cannot be written", lambda folder=folder: tempfile.TemporaryFile(dir=folder).close())
+            raise UsageError(f"{flag} {path} cannot be written: there is no directory {folder}; create it first")
+        _try(f"{flag} {path} cannot be written", lambda folder=folder: tempfile.TemporaryFile(dir=folder).close())
+        if name in ("plot", "chrome_trace") and options.plugin != "hetero":
+            raise UsageError(
+                f"{flag} {path} needs --plugin hetero; --plugin {options.plugin} does not measure its ranks"
+            )
+    if options.plot is not None:
+        _check_plot(options.plot)
     for name in ("tensorboard", "checkpoint"):
         path = getattr(options, name)
         if path is not None:
@@ -400,6 +432,15 @@ def _check_output(options: Options) -> None:
                 f"--tensorboard {options.tensorboard} needs the package tensorboard, which cannot be imported "
                 f"({error}); pip install tensorboard"
             ) from None
+
+
+def _check_plot(path: Path) -> None:
+    if path.suffix[1:].lower() not in FORMATS:
+        raise UsageError(f"--plot {path} is of no kind that can be drawn; end the name in .{', .'.join(FORMATS)}")
+    try:
+        check_matplotlib()
+    except ImportError as error:
+        raise UsageError(f"--plot {path}: {error}") from None
 
 
 def _try(what: str, action: Callable[[], object]) -> None:

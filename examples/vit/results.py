@@ -1,7 +1,8 @@
-"""What a run measured, and the files that hold it: summary, trace and TensorBoard log. Rank 0 only."""
+"""What a run measured, and the files that hold it: summary, trace, timelines, TensorBoard log. Rank 0 only."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -14,10 +15,12 @@ import numpy as np
 from options import Layout, Options
 
 from colossal_hetero.balance.records import IterationRecord
-from colossal_hetero.balance.report import BalanceReport, ideal_ratio, report
+from colossal_hetero.balance.report import BalanceReport, WhatIf, ideal_ratio, report, what_if
+from colossal_hetero.balance.timeline import Timelines, chrome_trace
+from colossal_hetero.plot import plot_timelines
 from colossal_hetero.stragglers import Stragglers
 
-__all__ = ["Measurements", "TensorBoardLog", "TraceFile", "summarise", "write_summary"]
+__all__ = ["Measurements", "TensorBoardLog", "TraceFile", "summarise", "write_summary", "write_timelines"]
 
 WARMUP_ITERATIONS = 5
 """First iterations that do not count in medians (allocation, caches, a plan that is not made yet)."""
@@ -76,6 +79,13 @@ class Measurements:
         reports = [report(counting, group) for group in self.layout.tp_groups]
         return max((found for found in reports if found), key=lambda found: found.balanced_seconds, default=None)
 
+    def what_if(self, iteration: int) -> WhatIf | None:
+        """An iteration as it was and as it would have been, for the group that took longest in it."""
+        record = self.records.get(iteration)
+        if record is None:
+            return None
+        return max((what_if(record, group) for group in self.layout.tp_groups), key=lambda it: it.balanced_seconds)
+
     def ideal_ratio(self) -> float | None:
         """The least iteration time with the ordered slowdowns, of the homogeneous one; None where it is not known.
 
@@ -114,7 +124,22 @@ def summarise(measurements: Measurements, peak_memory_bytes: list[int]) -> dict[
         "bound": {"ideal_ratio": ideal, "measured_ratio": typical / found.homogeneous_seconds}
         if found and ideal is not None
         else None,
+        "what_if": _seconds(found)
+        | {
+            "scores": [
+                {"rank": rank.rank, "relative": rank.relative_score, "own": rank.own_score} for rank in found.ranks
+            ],
+            "notes": list(found.notes),
+        }
+        if found
+        else None,
     }
+
+
+def _seconds(found: WhatIf) -> dict[str, float]:
+    """An iteration as it was and as it would have been, in seconds, by name."""
+    names = [field.name for field in dataclasses.fields(WhatIf)] + ["saved_seconds"]
+    return {name: getattr(found, name) for name in names}
 
 
 def _finite(loss: float) -> float | None:
@@ -123,9 +148,26 @@ def _finite(loss: float) -> float | None:
 
 
 def write_summary(summary: dict[str, Any], path: Path) -> None:
-    """Write ``path`` as a whole: a reader sees the file of an earlier run or this one, never a part."""
+    """Write the file of ``--summary``."""
+    _write_whole(path, json.dumps(summary, indent=2) + "\n")
+
+
+def write_timelines(timelines: Timelines | None, plot: Path | None, trace: Path | None) -> None:
+    """Write the files of ``--plot`` and ``--chrome-trace``, where they are asked for and there is something to show."""
+    if timelines is None:
+        return
+    before, after = timelines
+    if plot is not None:
+        plot_timelines(before, after, plot)
+    if trace is not None:
+        titled = {"an iteration": before} if after is None else {"before balancing": before, "after": after}
+        _write_whole(trace, json.dumps(chrome_trace(titled)) + "\n")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A reader sees the file of an earlier run or this one, never a part."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(summary, indent=2) + "\n")
+    draft.write_text(text)
     draft.replace(path)
 
 
@@ -151,8 +193,10 @@ class TraceFile(AbstractContextManager["TraceFile"]):
         record = measured.records.get(iteration)
         names = (
             *("rank", "work_seconds", "matmul_seconds", "wait_seconds", "communication_seconds"),
-            *("equal_work_seconds", "equal_matmul_seconds", "resized", "migrated", "received"),
+            *("block_seconds", "equal_work_seconds", "equal_matmul_seconds", "resized", "migrated", "received"),
+            *("relative_score", "own_score"),
         )
+        found = measured.what_if(iteration)
         return {
             "iteration": iteration,
             "epoch": measured.epochs[iteration],
@@ -160,6 +204,8 @@ class TraceFile(AbstractContextManager["TraceFile"]):
             "loss": _finite(measured.loss[iteration]),
             "exchanged": record.exchanged if record else None,
             "plan_changed": record.plan_changed if record else None,
+            "note": record.note if record else None,
+            "what_if": _seconds(found) if found else None,
             "ranks": [
                 {name: getattr(rank, name) for name in names} | {"slowdown": measured.slowdown(rank.rank, iteration)}
                 for rank in record.ranks
@@ -174,7 +220,7 @@ class TraceFile(AbstractContextManager["TraceFile"]):
 
 
 class TensorBoardLog(AbstractContextManager["TensorBoardLog"]):
-    """Loss, accuracy, and times and pruned shares by rank, for TensorBoard."""
+    """Loss, accuracy, and times, shares and scores by rank, for TensorBoard."""
 
     def __init__(self, directory: Path | None, measurements: Measurements) -> None:
         self._measurements = measurements
@@ -195,7 +241,10 @@ class TensorBoardLog(AbstractContextManager["TensorBoardLog"]):
             self._writer.add_scalar("iteration_seconds", measured.seconds[iteration], iteration)
             record = measured.records.get(iteration)
             for rank in record.ranks if record else ():
-                for name in ("work_seconds", "matmul_seconds", "wait_seconds", "resized"):
+                for name in (
+                    *("work_seconds", "matmul_seconds", "wait_seconds", "resized", "migrated", "received"),
+                    *("relative_score", "own_score"),
+                ):
                     self._writer.add_scalar(f"{name}/rank{rank.rank}", getattr(rank, name), iteration)
         self._written = len(measured.loss)
         self._writer.add_scalar("accuracy", measured.accuracy[-1], epoch)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from data import ImageSet, find_data, load_data, padded_batches
-from display import Display
+from display import Display, Shares
 from model import build_model
 from options import Layout, Options, check_options
-from results import Measurements, TensorBoardLog, TraceFile, summarise, write_summary
+from results import Measurements, TensorBoardLog, TraceFile, summarise, write_summary, write_timelines
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
@@ -29,6 +29,7 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
 
 from colossal_hetero import HeteroHybridParallelPlugin
+from colossal_hetero.balance.timeline import Timelines
 from colossal_hetero.layers import TimmViTPolicy
 from colossal_hetero.stragglers import Stragglers, inject_stragglers, parse_slowdowns
 
@@ -66,7 +67,7 @@ def train(options: Options, quiet: bool = False) -> dict[str, Any] | None:
             last = time.perf_counter()
             for loss in trainer.train_epoch(epoch):
                 # The loss of the iteration before is ready; asking for the latest would make the host wait for a GPU.
-                display.iteration(losses[-1].item() if losses else None, trainer.resize_plan)
+                display.iteration(losses[-1].item() if losses else None, trainer.shares)
                 losses.append(loss)
                 now = time.perf_counter()
                 measurements.iteration(epoch, now - last)
@@ -80,11 +81,13 @@ def train(options: Options, quiet: bool = False) -> dict[str, Any] | None:
         peaks: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(peaks, int(get_accelerator().max_memory_allocated()))
         trainer.save()
+        timelines = trainer.timelines()
     if rank != 0:
         return None
     summary = summarise(measurements, peaks)
     if options.summary is not None:
         write_summary(summary, options.summary)
+    write_timelines(timelines, options.plot, options.chrome_trace)
     display.report(measurements, summary)
     return summary
 
@@ -133,10 +136,13 @@ class Trainer:
             inject_stragglers(self._model, self._optimizer, self.stragglers, len(loader))
 
     @property
-    def resize_plan(self) -> tuple[float, ...]:
-        """The share of its columns that each rank of this tensor-parallel group prunes; empty without balancing."""
+    def shares(self) -> list[Shares]:
+        """What each rank of this tensor-parallel group prunes, gives away and takes on; empty without balancing."""
         balancer = getattr(self.plugin, "balancer", None)
-        return balancer.plan.resize if balancer is not None and balancer.active else ()
+        if balancer is None or not balancer.active:
+            return []
+        plan = balancer.plan
+        return [Shares(*shares) for shares in zip(plan.resize, plan.migrate, plan.receive, strict=True)]
 
     def train_epoch(self, epoch: int) -> Iterator[Tensor]:
         """Train on every image once, or until the last iteration; yields each iteration's loss on this rank.
@@ -204,6 +210,11 @@ class Trainer:
         """The balancer's records since the last call on rank 0, None elsewhere or with Colossal-AI's plugin."""
         balancer = getattr(self.plugin, "balancer", None)
         return None if balancer is None else balancer.collect()
+
+    def timelines(self) -> Timelines | None:
+        """An iteration before and one after balancing on rank 0, None elsewhere. Collective over all ranks."""
+        balancer = getattr(self.plugin, "balancer", None)
+        return None if balancer is None else balancer.timelines()
 
     def save(self) -> None:
         """Write the weights as one file, if that is asked for. Collective over all ranks."""

@@ -25,10 +25,14 @@ SMALL = "--hidden 32 --depth 2 --heads 4 --patch 8 --batch-size 32"
 
 SUMMARY_KEYS = {
     *("schema", "args", "world_size", "iterations", "warmup_iterations", "iteration_seconds", "samples_per_second"),
-    *("loss", "accuracy", "peak_memory_bytes", "ranks", "bound"),
+    *("loss", "accuracy", "peak_memory_bytes", "ranks", "bound", "what_if"),
 }
 RANK_KEYS = {"rank", "work_seconds", "matmul_seconds", "wait_seconds", "resized", "migrated", "received"}
-TRACE_RANK_KEYS = RANK_KEYS | {"communication_seconds", "equal_work_seconds", "equal_matmul_seconds", "slowdown"}
+TRACE_RANK_KEYS = RANK_KEYS | {
+    *("communication_seconds", "block_seconds", "equal_work_seconds", "equal_matmul_seconds", "slowdown"),
+    *("relative_score", "own_score"),
+}
+TRACE_KEYS = {"iteration", "epoch", "seconds", "loss", "exchanged", "plan_changed", "note", "what_if", "ranks"}
 
 
 # In processes that the test starts --------------------------------------------------------------------------
@@ -55,7 +59,8 @@ def two_ranks(tmp_path_factory) -> tuple[dict[str, dict[str, Any]], Path]:
         "colossalai": "--plugin colossalai --steps 6",
         "off": f"--steps 6 --summary {folder}/off.json",
         "resize": "--balance resize --straggler 1:8 --resize-ratio 0.5 --lr 5e-3 --steps 50 "
-        f"--trace {folder}/trace.jsonl --checkpoint {folder}/saved",
+        f"--trace {folder}/trace.jsonl --checkpoint {folder}/saved --plot {folder}/timeline.png "
+        f"--chrome-trace {folder}/timeline.json",
         "pipeline": "--pp 2 --steps 6",
     }
     return dict(zip(lines, trained(2, *lines.values()), strict=True)), folder
@@ -85,7 +90,7 @@ def test_the_summary_file_holds_what_is_promised(two_ranks):
 def test_colossal_ai_s_plugin_has_no_rank_times(two_ranks):
     summaries, _ = two_ranks
     assert set(summaries["colossalai"]) == SUMMARY_KEYS
-    assert summaries["colossalai"]["ranks"] is None and summaries["colossalai"]["bound"] is None
+    assert all(summaries["colossalai"][name] is None for name in ("ranks", "bound", "what_if"))
 
 
 def test_a_straggler_is_resized_and_the_model_still_learns(two_ranks):
@@ -103,13 +108,24 @@ def test_the_trace_has_a_line_per_iteration(two_ranks):
     assert [line["loss"] for line in lines] == summaries["resize"]["loss"]
     assert lines[0]["epoch"] == 0 and lines[-1]["epoch"] == 1
     for line in lines:
-        assert set(line) == {"iteration", "epoch", "seconds", "loss", "exchanged", "plan_changed", "ranks"}
+        assert set(line) == TRACE_KEYS
+        unbalanced, homogeneous = (line["what_if"][name] for name in ("unbalanced_seconds", "homogeneous_seconds"))
+        assert 0 < homogeneous <= line["what_if"]["bound_seconds"] <= unbalanced
         assert all(set(rank) == TRACE_RANK_KEYS for rank in line["ranks"])
         assert [rank["slowdown"] for rank in line["ranks"]] == [1.0, 8.0]
         assert min(rank["wait_seconds"] for rank in line["ranks"]) == 0
     changes = [line["iteration"] for line in lines if line["plan_changed"]]
     assert changes and all(lines[number]["exchanged"] for number in changes)
     assert lines[changes[0]]["ranks"][1]["resized"] == 0 < lines[changes[0] + 1]["ranks"][1]["resized"]
+
+
+def test_the_timelines_show_the_run_before_and_after_balancing(two_ranks):
+    folder = two_ranks[1]
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    titles = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert [title.split(" (")[0] for title in titles] == ["before balancing", "after"]
+    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"matmul", "other", "communication", "waiting"}
 
 
 def test_the_checkpoint_is_the_whole_model(two_ranks):
@@ -199,7 +215,7 @@ def test_it_starts_its_ranks_and_says_what_came_of_it(start, tmp_path):
     assert status == 0, text
     assert last == f"Summary: {tmp_path / 'summary.json'}"
     assert json.loads((tmp_path / "summary.json").read_text())["iterations"] == 3
-    assert "An iteration took" in text and "Accuracy on held-out images" in text
+    assert "An iteration took" in text and "Unbalanced it would" in text and "Accuracy on held-out images" in text
     assert "arning" not in text and "INFO" not in text
 
 
