@@ -199,8 +199,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "--migration",
         choices=get_args(Migration),
         default=balance["migration"],
-        help="what is given away: units of a block (neurons, heads), or columns of each product, all of them sent to all "
-        f"the others or to each its own (default {balance['migration']})",
+        help="what is given away: units of a block (neurons, heads), or columns of each product, all sent to everyone "
+        f"or to each its own (default {balance['migration']})",
     )
     balancing.add_argument(
         "--resizing",
