@@ -60,7 +60,7 @@ def plot_timelines(before: Timeline, after: Timeline | None, path: Path | str) -
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    panels = [("An iteration", before)] if after is None else [("Before balancing", before), ("After", after)]
+    panels = [("Latest", before)] if after is None else [("Before balancing", before), ("After", after)]
     height = 0.25 + 0.4 * len(before.ranks)
     figure = Figure(figsize=(11, min(0.9 + len(panels) * (0.7 + height), 60)), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]

@@ -69,7 +69,7 @@ def test_both_iterations_are_on_one_axis_with_a_row_per_rank_and_a_legend(tmp_pa
 def test_an_iteration_without_a_plan_stands_alone(tmp_path: Path, drawn: list[Figure]) -> None:
     plot_timelines(BEFORE, None, tmp_path / "timeline.png")
     (axis,) = drawn[0].axes
-    assert axis.get_title(loc="left") == "An iteration: iteration 4, 250 ms"
+    assert axis.get_title(loc="left") == "Latest: iteration 4, 250 ms"
 
 
 def test_an_iteration_in_which_nothing_was_marked_can_be_drawn(tmp_path: Path) -> None:

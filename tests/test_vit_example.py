@@ -438,4 +438,4 @@ def test_timelines_are_written_where_they_are_asked_for(tmp_path):
 
     assert titles() == ["before balancing (iteration 4)", "after (iteration 8)"]
     write_timelines(Timelines(before, None), None, trace)
-    assert titles() == ["an iteration (iteration 4)"]
+    assert titles() == ["latest (iteration 4)"]

@@ -160,7 +160,7 @@ def write_timelines(timelines: Timelines | None, plot: Path | None, trace: Path 
     if plot is not None:
         plot_timelines(before, after, plot)
     if trace is not None:
-        titled = {"an iteration": before} if after is None else {"before balancing": before, "after": after}
+        titled = {"latest": before} if after is None else {"before balancing": before, "after": after}
         _write_whole(trace, json.dumps(chrome_trace(titled)) + "\n")
 
 
