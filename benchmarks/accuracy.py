@@ -27,7 +27,7 @@ from common import print_table
 from rich.progress import Progress
 from timm.models.vision_transformer import VisionTransformer
 
-from colossal_hetero.balance.apply import Resizer
+from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.config import BalanceConfig
 from colossal_hetero.layers.in_process import shard_in_process
 
@@ -84,7 +84,7 @@ def train(run: Run, directory: str) -> dict:
     resizer = None
     if run.rule != "none":
         config = BalanceConfig(mode="resize", priority=run.rule, imputation=run.imputation, seed=run.seed)
-        resizer = Resizer(shards[-1], config, iterations)
+        resizer = Applier(shards[-1], [], config, iterations)
         resizer.prune(RATIO)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     total = iterations * run.epochs
@@ -109,7 +109,7 @@ def train(run: Run, directory: str) -> dict:
                 for x, y in (held_out.__getitems__(part) for part in torch.arange(len(held_out)).split(500))
             )
         accuracy.append(100.0 * right / len(held_out))
-    resized = 0.0 if resizer is None else resizer.resized
+    resized = 0.0 if resizer is None else resizer.shares.resized
     return {"accuracy": accuracy, "resized": resized, "seconds": time.perf_counter() - start}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colossal_hetero.balance.apply import Resizer
+from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.columns import SAMPLED_ROWS, ColumnSelector, WeightVariation, make_selector
 from colossal_hetero.balance.config import BalanceConfig
 from colossal_hetero.layers.workload import Workload
@@ -220,11 +220,11 @@ def test_columns_pruned_in_a_part_of_an_interval_keep_their_variation() -> None:
     assert indices(selector(x, weight, 2)) == [0, 1]  # δ = [1 (kept), 1, ½, ¼]
 
 
-# Through the resizer ---------------------------------------------------------------------------------------------
+# Through the applier ---------------------------------------------------------------------------------------------
 
 
 class PlainLayer:
-    """What :class:`Resizer` uses of a layer, without tensor parallelism."""
+    """What :class:`Applier` uses of a layer, without tensor parallelism."""
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix
@@ -235,7 +235,7 @@ class PlainLayer:
     def contraction_columns(self) -> int:
         return self.matrix.shape[1]
 
-    def assign(self, workload: Workload | None) -> None:
+    def assign(self, workload: Workload | None, migration: None = None) -> None:
         self.workload = workload
 
     def begin_iteration(self) -> None:
@@ -247,25 +247,25 @@ class PlainLayer:
         return indices(self.workload.select(torch.zeros(1, self.contraction_columns), self.matrix, count))
 
 
-def resizer(layers: dict[str, PlainLayer], interval: int = 2, **options: Any) -> Resizer:
-    return Resizer(layers, BalanceConfig(mode="resize", **options), interval)  # type: ignore[arg-type]
+def resizer(layers: dict[str, PlainLayer], interval: int = 2, **options: Any) -> Applier:
+    return Applier(layers, [], BalanceConfig(mode="resize", **options), interval)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.75])
 def test_resizer_gives_every_layer_its_ratio_and_takes_it_back(ratio: float) -> None:
     layers = {"wide": PlainLayer(torch.randn(6, 40)), "narrow": PlainLayer(torch.randn(30, 20))}
     resize = resizer(layers, priority="random")
-    assert resize.resized == 0.0
+    assert resize.shares.resized == 0.0
     resize.prune(ratio)
     for layer in layers.values():
         assert len(layer.kept()) == round((1 - ratio) * layer.contraction_columns)
     pruned = sum(layer.matrix.shape[0] * (layer.contraction_columns - len(layer.kept())) for layer in layers.values())
-    assert resize.resized == pytest.approx(pruned / (6 * 40 + 30 * 20))
+    assert resize.shares.resized == pytest.approx(pruned / (6 * 40 + 30 * 20))
     resize.end_iteration()
     assert [layer.begun for layer in layers.values()] == [1, 1]
     resize.prune(0.0)
     assert [layer.workload for layer in layers.values()] == [None, None]
-    assert resize.resized == 0.0
+    assert resize.shares.resized == 0.0
 
 
 def test_layers_of_one_rank_do_not_draw_the_same_columns() -> None:
@@ -327,7 +327,7 @@ def test_priority_diff_prunes_quiet_layers_more_within_the_budget() -> None:
     after = ratios()
     assert after["quiet"] > after["half"] > after["busy"] > 0
     assert budget(after) == pytest.approx(ratio)
-    assert resize.resized == pytest.approx(ratio, abs=0.01)  # up to whole columns
+    assert resize.shares.resized == pytest.approx(ratio, abs=0.01)  # up to whole columns
     for name, layer in layers.items():
         assert len(layer.kept()) == layer.contraction_columns - round(after[name] * layer.contraction_columns)
 

@@ -1,81 +1,251 @@
-"""Carry a rank's pruning ratio into its layers."""
+"""Carry a plan into this rank's layers and blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
+from ..layers.block import Block
 from ..layers.linear import HeteroLinear
-from ..layers.workload import Workload
+from ..layers.migration import COURIERS, ColumnMigration, Courier
+from ..layers.transport import Transport
+from ..layers.unit_mail import UnitMail
+from ..layers.workload import Workload, kept_count
 from .columns import ColumnSelector, make_selector
 from .config import BalanceConfig
-from .decide import layer_ratios
+from .decide import Plan, layer_ratios
+from .divide import Division, divide
 
-__all__ = ["Resizer"]
+__all__ = ["Applier", "Pruning", "Shares"]
 
 
-class Resizer:
-    """Tells this rank's layers which share of their columns to prune, and keeps their column selectors."""
+class Prunable(Protocol):
+    """A layer with its contraction columns, or a block with its units."""
 
-    def __init__(self, layers: Mapping[str, HeteroLinear], config: BalanceConfig, iterations_per_interval: int) -> None:
-        self._layers = layers
+    @property
+    def columns(self) -> int: ...
+    @property
+    def cost(self) -> int:
+        """What its products take, in any unit."""
+
+    @property
+    def matrix(self) -> Tensor:
+        """Weights by column (or unit), ``[N, L]``."""
+
+
+@dataclass(frozen=True)
+class _Columns:
+    layer: HeteroLinear
+
+    @property
+    def columns(self) -> int:
+        return self.layer.contraction_columns
+
+    @property
+    def cost(self) -> int:
+        return self.layer.matrix.numel()
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.layer.matrix
+
+
+@dataclass(frozen=True)
+class _Units:
+    block: Block
+
+    @property
+    def columns(self) -> int:
+        return self.block.units
+
+    @property
+    def cost(self) -> int:
+        return self.block.elements_per_unit * self.block.units
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.block.matrices[1]
+
+
+class Pruning:
+    """How much of each layer or block a rank prunes, and by which rule it chooses."""
+
+    def __init__(self, targets: Sequence[Prunable], config: BalanceConfig, iterations_per_interval: int) -> None:
+        self._targets = targets
         self._config = config
         self._interval = iterations_per_interval
         self._ratio = 0.0
-        self._selectors: dict[str, ColumnSelector] = {}
         self._iterations = 0
-        self._resized = 0.0
-        self._costs = {name: layer.matrix.numel() for name, layer in layers.items()}
+        self.selectors: list[ColumnSelector] = []
+        """One for each target while the rank prunes at all."""
 
-    @property
-    def resized(self) -> float:
-        """The share of the rank's products that its layers leave out, weighted by their cost."""
-        return self._resized
-
-    def prune(self, ratio: float) -> None:
-        """From the next forward on leave out ``ratio`` of the work; 0 takes all workloads back."""
+    def start(self, ratio: float) -> None:
+        """From now on prune ``ratio`` of the work; 0 forgets all priorities."""
         self._ratio = ratio
         if ratio == 0.0:
-            self._selectors = {}
-            self._resized = 0.0
-            for layer in self._layers.values():
-                layer.assign(None)
-            return
-        if not self._selectors:
+            self.selectors = []
+        elif not self.selectors:
             # Counted from here, so that the first interval is a whole one.
             self._iterations = 0
-            self._selectors = {
-                name: make_selector(self._config.priority, layer.matrix, self._config.seed + number)
-                for number, (name, layer) in enumerate(self._layers.items())
-            }
+            self.selectors = [
+                make_selector(self._config.priority, target.matrix, self._config.seed + number)
+                for number, target in enumerate(self._targets)
+            ]
+
+    def ratios(self) -> np.ndarray:
+        """γ of every target."""
+        if self._ratio == 0.0 or self._config.priority != "priority-diff":
+            return np.full(len(self._targets), self._ratio)
+        threshold = self._interval * self._config.variation_threshold
+        shares = [selector.candidate_share(threshold) for selector in self.selectors]
+        return layer_ratios(self._ratio, shares, [target.cost for target in self._targets], self._config)
+
+    def end_iteration(self) -> bool:
+        """Count an iteration; True if an interval of the priorities is over and with it the ratios may be others."""
+        if not self.selectors:
+            return False
+        self._iterations += 1
+        if self._iterations % self._interval != 0:
+            return False
+        for selector, target in zip(self.selectors, self._targets, strict=True):
+            selector.end_interval(target.matrix)
+        return self._config.priority == "priority-diff"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What a rank really prunes, gives and takes, of the cost of its products; whole columns and units."""
+
+    resized: float = 0.0
+    migrated: float = 0.0
+    received: float = 0.0
+
+    @property
+    def load(self) -> float:
+        """What is left to compute: 1 is the full share."""
+        return 1.0 - self.resized - self.migrated + self.received
+
+
+class Applier:
+    """Tells this rank's layers and blocks what they do, and keeps what they need for it.
+
+    Args:
+        layers: the tensor-parallel layers, by name.
+        blocks: the blocks to balance as a whole; layers in none of them are balanced by their columns.
+        transport: of the tensor-parallel group; without it (a rank by itself, no blocks) nothing can migrate.
+        is_last_pass: see :class:`~colossal_hetero.layers.unit_mail.UnitMail`.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, HeteroLinear],
+        blocks: Sequence[Block],
+        config: BalanceConfig,
+        iterations_per_interval: int,
+        transport: Transport | None = None,
+        is_last_pass: Callable[[int], bool] = lambda passes: True,
+    ) -> None:
+        inside = {id(layer) for block in blocks for layer in block.layers}
+        self._blocks = list(blocks)
+        self._layers = [layer for layer in layers.values() if id(layer) not in inside]
+        self._config = config
+        self._targets: list[Prunable] = [_Columns(layer) for layer in self._layers]
+        self._targets += [_Units(block) for block in self._blocks]
+        self._costs = [target.cost for target in self._targets]
+        self._pruning = Pruning(self._targets, config, iterations_per_interval)
+        self._transport = transport
+        self._courier: Courier | None = None
+        self._mail: UnitMail | None = None
+        if transport is not None:
+            # Layers in no block migrate as the paper has it.
+            way = "broadcast-reduce" if config.migration == "block" else config.migration
+            self._courier = COURIERS[way](transport)
+            self._mail = UnitMail(transport, is_last_pass)
+        self._plan: Plan | None = None
+        self._shares = Shares()
+
+    @property
+    def shares(self) -> Shares:
+        """What this rank prunes, gives and takes."""
+        return self._shares
+
+    def prune(self, ratio: float) -> None:
+        """From the next forward on leave out ``ratio`` of the work of a rank by itself."""
+        self.apply(Plan(resize=(ratio,), migrate=(0.0,), receive=(0.0,)))
+
+    def apply(self, plan: Plan) -> None:
+        """Take on this rank's part of ``plan`` from the next iteration on. To all ranks of the group at once.
+
+        Raises:
+            RuntimeError: there is no memory for the units that this rank takes.
+        """
+        self._plan = plan
+        self._pruning.start(plan.resize[self._rank])
         self._assign()
+
+    def begin_iteration(self) -> None:
+        """The weights are those of a new iteration. Collective over the group where units migrate."""
+        if self._mail is not None:
+            self._mail.begin_iteration()
+
+    def before_step(self) -> None:
+        """Gradients are about to be used.
+
+        Raises:
+            RuntimeError: those of units that are computed elsewhere have not come back.
+        """
+        if self._mail is not None:
+            self._mail.finish()
 
     def end_iteration(self) -> None:
         """Let layers choose columns anew; at the end of an interval update the priorities."""
-        for layer in self._layers.values():
+        for layer in self._layers:
             layer.begin_iteration()
-        if not self._selectors:
-            return
-        self._iterations += 1
-        if self._iterations % self._interval == 0:
-            for name, selector in self._selectors.items():
-                selector.end_interval(self._layers[name].matrix)
-            if self._config.priority == "priority-diff":
-                self._assign()
+        if self._pruning.end_iteration():
+            self._assign()
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._transport is None else self._transport.rank
 
     def _assign(self) -> None:
-        names = list(self._layers)
-        ratios = np.full(len(names), self._ratio)
-        if self._config.priority == "priority-diff":
-            threshold = self._interval * self._config.variation_threshold
-            shares = [self._selectors[name].candidate_share(threshold) for name in names]
-            ratios = layer_ratios(self._ratio, shares, list(self._costs.values()), self._config)
-        left_out = 0.0
-        for name, ratio in zip(names, ratios, strict=True):
-            layer = self._layers[name]
-            workload = Workload(prune=float(ratio), select=self._selectors[name], imputation=self._config.imputation)
-            layer.assign(workload)
-            columns = layer.contraction_columns
-            left_out += self._costs[name] * (1.0 - workload.kept_count(columns) / columns)
-        self._resized = left_out / sum(self._costs.values())
+        assert self._plan is not None
+        rank, ratios = self._rank, self._pruning.ratios()
+        divisions = [divide(target.columns, self._plan, self._config.grain) for target in self._targets]
+        kept = []
+        for target, ratio, division in zip(self._targets, ratios, divisions, strict=True):
+            kept.append(max(1, kept_count(target.columns, float(ratio)) - division.given(rank)))
+        self._assign_layers(ratios, divisions)
+        self._assign_blocks(kept, divisions)
+        self._shares = self._measure(kept, divisions)
+
+    def _assign_layers(self, ratios: np.ndarray, divisions: Sequence[Division]) -> None:
+        selectors: Sequence[ColumnSelector | None] = self._pruning.selectors or [None] * len(self._targets)
+        for layer, ratio, division, selector in zip(self._layers, ratios, divisions, selectors, strict=False):
+            workload = migration = None
+            if selector is not None and ratio > 0:
+                workload = Workload(prune=float(ratio), select=selector, imputation=self._config.imputation)
+            if division.moves:
+                assert self._courier is not None
+                migration = ColumnMigration(self._courier, division.moves)
+            layer.assign(workload, migration)
+
+    def _assign_blocks(self, kept: Sequence[int], divisions: Sequence[Division]) -> None:
+        first = len(self._layers)
+        selectors: Sequence[ColumnSelector | None] = self._pruning.selectors[first:] or [None] * len(self._blocks)
+        if self._mail is not None:
+            self._mail.assign(self._blocks, [division.moves for division in divisions[first:]], kept[first:], selectors)
+
+    def _measure(self, kept: Sequence[int], divisions: Sequence[Division]) -> Shares:
+        resized = migrated = received = 0.0
+        for target, cost, own, division in zip(self._targets, self._costs, kept, divisions, strict=True):
+            given, taken = division.given(self._rank), division.taken(self._rank)
+            resized += cost * (target.columns - given - own) / target.columns
+            migrated += cost * given / target.columns
+            received += cost * taken / target.columns
+        total = sum(self._costs) or 1
+        return Shares(resized / total, migrated / total, received / total)

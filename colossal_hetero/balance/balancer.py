@@ -7,25 +7,30 @@ loading data, evaluating and saving in between do not count. At the end of itera
 2. reads the group's answer to the flag of iteration *i − 1*: if any rank's speed had moved, all gather their times,
    decide the same plan from the same numbers, and apply it from iteration *i + 1* on,
 3. posts its own flag of iteration *i*, without waiting.
+
+A while after a plan began the group exchanges once more: what migrating really cost corrects what was predicted.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..layers.block import Block, find_blocks
 from ..layers.linear import HeteroLinear, hetero_layers
-from .apply import Resizer
+from ..layers.transport import Transport
+from .apply import Applier, Shares
 from .clock import IterationClock, IterationTimes
 from .config import BalanceConfig
-from .decide import Plan, decide
-from .exchange import Exchange, make_exchanges
+from .costs import Costs
+from .decide import Plan, RankTimes, decide
+from .exchange import Groups, make_groups
 from .records import IterationRecord, LocalRecord, merge_records
 from .speed import EqualWork, SpeedWatch
 from .timeline import RankSegments, SampledIterations, Timelines, TimelineSampler, choose_timelines
@@ -35,6 +40,12 @@ __all__ = ["Balancer", "attach_balancer"]
 MAX_RECORDS = 100_000
 """Iterations kept for :meth:`Balancer.collect`; older ones are dropped."""
 
+SETTLED_AFTER = 10
+"""Iterations after which a new plan's costs have shown."""
+
+LEAST_RECEIVED = 0.02
+"""A receiver with memory for less than this share of its own work takes nothing."""
+
 
 class Balancer:
     """Balances one rank's tensor-parallel layers against those of its group."""
@@ -42,29 +53,31 @@ class Balancer:
     def __init__(
         self,
         layers: Mapping[str, HeteroLinear],
+        blocks: Sequence[Block],
         config: BalanceConfig,
         clock: IterationClock,
-        exchange: Exchange,
-        world: dist.ProcessGroup,
-        tp_groups: list[list[int]],
-        rank_in_group: int,
+        groups: Groups,
         iterations_per_interval: int,
+        is_last_pass: Callable[[int], bool],
     ) -> None:
         self.config = config
         self._layers = layers
         self._clock = clock
-        self._exchange = exchange
-        self._world = world
-        self._tp_groups = tp_groups
-        self._rank = rank_in_group
-        self._plan = Plan.idle(exchange.size)
-        self._resizer = Resizer(layers, config, iterations_per_interval)
+        self._groups = groups
+        self._exchange = groups.exchange
+        self._transport = Transport(groups.migration)
+        self._plan = Plan.idle(self._exchange.size)
+        self._costs = Costs()
+        self._applier = Applier(layers, blocks, config, iterations_per_interval, self._transport, is_last_pass)
         self._equal_work = EqualWork(config.patience)
         self._watch = SpeedWatch(config)
         self._records: deque[LocalRecord] = deque(maxlen=MAX_RECORDS)
         self._best_seconds = math.inf
         self._timelines = TimelineSampler(config.warmup_iterations, config.patience)
         self._newest = -1
+        self._unmigrated_seconds: float | None = None
+        self._most_received = math.inf
+        self._check_at = -1
         self._iteration = 0
         self._running = False
         for layer in layers.values():
@@ -86,25 +99,42 @@ class Balancer:
             self._running = True
             self._clock.keep_segments = self._timelines.wants(self._iteration)
             self._clock.start()
+            self._applier.begin_iteration()
+            self._clock.mark("communication")
+
+    def before_step(self) -> None:
+        """Gradients are about to be used.
+
+        Raises:
+            RuntimeError: those of units that are computed elsewhere have not come back.
+        """
+        if self._running:
+            self._applier.before_step()
 
     def tick(self) -> None:
         """An optimizer step is done, and with it an iteration. Collective over the tensor-parallel group."""
         if not self._running:
             return
         self._running = False
-        self._clock.stop(tag=(self._iteration, self._resizer.resized))
+        self._clock.stop(tag=(self._iteration, self._applier.shares))
         moved = [self._observe(times) for times in self._clock.read()]
         if self.active:
             # An exchange settles what this iteration's flag would ask for.
-            exchanged = self._exchange.take_flag() and self._replan()
-            self._exchange.post_flag(any(moved) and not exchanged)
-            self._resizer.end_iteration()
+            due = self._exchange.take_flag() or self._iteration == self._check_at
+            exchanged = due and self._replan()
+            self._exchange.post_flag(any(moved) and not exchanged, self._plan.digest)
+            self._applier.end_iteration()
         self._iteration += 1
 
     def _observe(self, times: IterationTimes) -> bool:
-        iteration, resized = times.tag
+        iteration: int
+        shares: Shares
+        iteration, shares = times.tag
         self._newest = iteration
-        equal = self._equal_work.normalise(times.work_seconds, times.matmul_seconds, resized)
+        # What lies between a block's products goes where its units go.
+        movable = times.matmul_seconds + (times.block_seconds if self.config.moves_blocks else 0.0)
+        equal = self._equal_work.normalise(times.work_seconds, movable, shares.load)
+        equal = replace(equal, communication_seconds=times.communication_seconds)
         self._best_seconds = min(self._best_seconds, equal.work_seconds)
         if times.segments:
             self._timelines.add(RankSegments(iteration, times.segments, times.time_base))
@@ -116,9 +146,12 @@ class Balancer:
                 communication_seconds=times.communication_seconds,
                 equal_work_seconds=equal.work_seconds,
                 equal_matmul_seconds=equal.matmul_seconds,
-                resized=resized,
+                resized=shares.resized,
                 exchanged=False,
                 plan_changed=False,
+                migrated=shares.migrated,
+                received=shares.received,
+                note=self._plan.note,
                 block_seconds=times.block_seconds,
                 own_score=self._best_seconds / equal.work_seconds,
             )
@@ -131,16 +164,48 @@ class Balancer:
         if times is None:
             return False
         self._watch.exchanged()
-        plan = decide(times, self.config, self._plan)
+        self._learn(times)
+        plan = decide(times, self._costs, self.config, self._plan)
+        self._exchange.check_same(plan.digest)
         changed = plan != self._plan
         if changed:
+            plan = self._adopt(plan)
             self._timelines.plan_changed(self._iteration)
+            self._check_at = self._iteration + SETTLED_AFTER
         if self._records:
             self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=changed)
-        if plan.resize[self._rank] != self._plan.resize[self._rank]:
-            self._resizer.prune(plan.resize[self._rank])
         self._plan = plan
         return True
+
+    def _learn(self, times: Sequence[RankTimes]) -> None:
+        """Correct the costs of migrating by what collectives take now and took without."""
+        # The last to arrive at a collective does not wait there.
+        seconds = min(rank.communication_seconds for rank in times)
+        migrated = sum(self._plan.migrate)
+        if migrated == 0.0:
+            self._unmigrated_seconds = seconds
+        elif self._unmigrated_seconds is not None:
+            self._costs = self._costs.corrected(self._costs.phi1(migrated), seconds - self._unmigrated_seconds)
+
+    def _adopt(self, plan: Plan) -> Plan:
+        """Apply ``plan``, or as much of it as all receivers have memory for."""
+        plan = plan.limited(self._most_received)
+        while True:
+            try:
+                self._applier.apply(plan)
+                fits = True
+            except RuntimeError as error:
+                if not _is_out_of_memory(error):
+                    raise
+                fits = False
+            if self._exchange.all_agree(fits):
+                return plan
+            # Released before the others' share of the next attempt is taken.
+            self._applier.apply(Plan.idle(self._exchange.size))
+            self._most_received = max(plan.receive) / 2
+            if self._most_received < LEAST_RECEIVED:
+                self._most_received = 0.0
+            plan = plan.limited(self._most_received)
 
     def collect(self) -> list[IterationRecord] | None:
         """The iterations since the last call, all ranks together, on global rank 0; None elsewhere.
@@ -149,15 +214,15 @@ class Balancer:
         """
         # A GPU's clock knows an iteration late, and not on all ranks at once: what some rank lacks waits for next time.
         newest = torch.tensor(self._newest)
-        dist.all_reduce(newest, op=dist.ReduceOp.MIN, group=self._world)
+        dist.all_reduce(newest, op=dist.ReduceOp.MIN, group=self._groups.world)
         local = [record for record in self._records if record.iteration <= newest.item()]
         for _ in local:
             self._records.popleft()
         gathered: list[list[LocalRecord]] | None = None
         if dist.get_rank() == 0:
             gathered = [[] for _ in range(dist.get_world_size())]
-        dist.gather_object(local, gathered, dst=0, group=self._world)
-        return None if gathered is None else merge_records(gathered, self._tp_groups)
+        dist.gather_object(local, gathered, dst=0, group=self._groups.world)
+        return None if gathered is None else merge_records(gathered, self._groups.tensor_parallel)
 
     def timelines(self) -> Timelines | None:
         """An iteration before balancing and one after it, on global rank 0; None elsewhere, and before there is one.
@@ -167,8 +232,10 @@ class Balancer:
         gathered: list[SampledIterations | None] | None = None
         if dist.get_rank() == 0:
             gathered = [None] * dist.get_world_size()
-        dist.gather_object(self._timelines.kept(), gathered, dst=0, group=self._world)
-        return None if gathered is None else choose_timelines(gathered, self._tp_groups)  # type: ignore[arg-type]
+        dist.gather_object(self._timelines.kept(), gathered, dst=0, group=self._groups.world)
+        if gathered is None:
+            return None
+        return choose_timelines(gathered, self._groups.tensor_parallel)  # type: ignore[arg-type]
 
 
 def attach_balancer(
@@ -177,8 +244,12 @@ def attach_balancer(
     clock: IterationClock,
     tp_group: dist.ProcessGroup,
     iterations_per_interval: int,
+    is_last_pass: Callable[[int], bool] = lambda passes: True,
 ) -> Balancer:
     """A balancer for the tensor-parallel layers of ``model``. Collective over all ranks.
+
+    Args:
+        is_last_pass: whether a layer's n-th backward pass since gradients were last used is the last before they are.
 
     Raises:
         ValueError: a layer has an option that the mode cannot be combined with, or ranks were given another ``config``.
@@ -189,10 +260,15 @@ def attach_balancer(
             obstacle = layer.resize_obstacle()
             if obstacle is not None:
                 raise ValueError(f"balance mode {config.mode!r} cannot be combined with {obstacle} (layer {name})")
-    exchange, world, groups = make_exchanges(tp_group)
-    _check_same_on_all_ranks(config, world)
-    rank = dist.get_rank(tp_group)
-    return Balancer(layers, config, clock, exchange, world, groups, rank, iterations_per_interval)
+    groups = make_groups(tp_group)
+    _check_same_on_all_ranks(config, groups.world)
+    blocks = find_blocks(model) if config.moves_blocks else []
+    return Balancer(layers, blocks, config, clock, groups, iterations_per_interval, is_last_pass)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a tensor could not be made for lack of memory, on a GPU or the host."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _check_same_on_all_ranks(config: BalanceConfig, world: dist.ProcessGroup) -> None:

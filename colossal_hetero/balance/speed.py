@@ -29,17 +29,18 @@ class EqualWork:
     """
 
     def __init__(self, patience: int) -> None:
-        self._ratio = 0.0
+        self._ratio = 1.0
         self._dense: deque[float] = deque(maxlen=patience)
         self._dense_before: float | None = None
         self._calibration: list[float] = []
 
-    def normalise(self, work_seconds: float, matmul_seconds: float, ratio: float) -> RankTimes:
+    def normalise(self, work_seconds: float, matmul_seconds: float, load: float) -> RankTimes:
         """The rank's times at its full share, from an iteration in which it pruned ``ratio`` of it."""
+        ratio = load
         if ratio != self._ratio:
             self._ratio, self._calibration = ratio, []
             self._dense_before = mean(self._dense) if self._dense else None
-        if ratio > 0 and self._is_at_the_same_speed(matmul_seconds):
+        if ratio != 1 and self._is_at_the_same_speed(matmul_seconds):
             self._calibration.append(matmul_seconds)
         dense = matmul_seconds / self._share_of_dense_time()
         self._dense.append(dense)
@@ -51,9 +52,9 @@ class EqualWork:
         return not self._calibration or abs(matmul_seconds / self._calibration[0] - 1.0) <= MAX_OVERHEAD
 
     def _share_of_dense_time(self) -> float:
-        if self._ratio == 0.0:
+        if self._ratio == 1.0:
             return 1.0
-        least = 1.0 - self._ratio
+        least = self._ratio
         if not self._dense_before:
             return least
         return min(max(mean(self._calibration) / self._dense_before, least), least + MAX_OVERHEAD)

@@ -42,15 +42,15 @@ class BlockRule:
     """Attributes of ``heads`` that may hold the number of units; the first that is there does."""
     widths: tuple[str, ...] = ()
     """Attributes of ``heads`` in proportion to the number of units; those that are missing are left out."""
-    dropouts: tuple[str, ...] = ()
-    """Dropout modules or probabilities inside the block. While one of them drops, the block's result depends on which
-    rank draws, and it is no block."""
+    obstacles: tuple[str, ...] = ()
+    """Modules or attributes that must be absent or 0: dropouts inside the block, whose result would depend on which
+    rank draws, and options that make it depend on the number of units."""
 
 
 _HEADS = ("num_key_value_heads", "num_heads")
 _WIDTHS = ("num_heads", "num_key_value_heads", "hidden_size", "embed_dim")
 _SEPARATE_QKV = ("q_proj", "k_proj", "v_proj")
-_LLAMA = BlockRule(_SEPARATE_QKV, "o_proj", 1, "", _HEADS, _WIDTHS, ("attention_dropout",))
+_LLAMA = BlockRule(_SEPARATE_QKV, "o_proj", 1, "", _HEADS, _WIDTHS, ("attention_dropout", "use_qk_norm"))
 _GATED_MLP = BlockRule(("gate_proj", "up_proj"), "down_proj")
 _BERT = BlockRule(
     ("self.query", "self.key", "self.value"),
@@ -59,16 +59,16 @@ _BERT = BlockRule(
 )
 _BERT_MLP = BlockRule(("intermediate.dense",), "output.dense")
 _OPT = BlockRule(_SEPARATE_QKV, "out_proj", 1, "", ("num_heads",), _WIDTHS, ("dropout",))
-_FC = BlockRule(("fc1",), "fc2", dropouts=("activation_dropout",))
+_FC = BlockRule(("fc1",), "fc2", obstacles=("activation_dropout",))
 
 RULES: dict[str, BlockRule] = {
     # timm
     "timm.Attention": BlockRule(
         ("qkv", "gate"), "proj", 3, "", ("num_heads",), ("num_heads", "attn_dim"), ("attn_drop",)
     ),
-    "timm.Mlp": BlockRule(("fc1",), "fc2", dropouts=("drop1",)),
-    "timm.GluMlp": BlockRule(("fc1",), "fc2", 2, dropouts=("drop1",)),
-    "timm.SwiGLU": BlockRule(("fc1_g", "fc1_x"), "fc2", dropouts=("drop1",)),
+    "timm.Mlp": BlockRule(("fc1",), "fc2", obstacles=("drop1",)),
+    "timm.GluMlp": BlockRule(("fc1",), "fc2", 2, obstacles=("drop1",)),
+    "timm.SwiGLU": BlockRule(("fc1_g", "fc1_x"), "fc2", obstacles=("drop1",)),
     # transformers
     "transformers.BertAttention": _BERT,
     "transformers.BertLayer": _BERT_MLP,
@@ -79,7 +79,13 @@ RULES: dict[str, BlockRule] = {
     ),
     "transformers.ViTLayer": _BERT_MLP,
     "transformers.GPT2Attention": BlockRule(
-        ("c_attn",), "c_proj", 3, "", ("num_heads",), ("num_heads", "split_size", "embed_dim"), ("attn_dropout",)
+        ("c_attn",),
+        "c_proj",
+        3,
+        "",
+        ("num_heads",),
+        ("num_heads", "split_size", "embed_dim"),
+        ("attn_dropout", "is_cross_attention"),
     ),
     "transformers.GPT2MLP": BlockRule(("c_fc",), "c_proj"),
     "transformers.GPTJAttention": BlockRule(
@@ -106,13 +112,22 @@ RULES: dict[str, BlockRule] = {
         ("attention_dropout",),
     ),
     "transformers.FalconMLP": BlockRule(("dense_h_to_4h",), "dense_4h_to_h"),
-    "transformers.T5DenseActDense": BlockRule(("wi",), "wo", dropouts=("dropout",)),
-    "transformers.T5DenseGatedActDense": BlockRule(("wi_0", "wi_1"), "wo", dropouts=("dropout",)),
+    "transformers.T5DenseActDense": BlockRule(("wi",), "wo", obstacles=("dropout",)),
+    "transformers.T5DenseGatedActDense": BlockRule(("wi_0", "wi_1"), "wo", obstacles=("dropout",)),
     "transformers.WhisperAttention": _OPT,
     "transformers.WhisperEncoderLayer": _FC,
     "transformers.WhisperDecoderLayer": _FC,
     "transformers.SamMLPBlock": BlockRule(("lin1",), "lin2"),
+    "transformers.Blip2Attention": BlockRule(
+        ("qkv",), "projection", 3, "", ("num_heads",), ("num_heads", "embed_dim"), ("dropout",)
+    ),
     "transformers.Blip2MLP": BlockRule(("fc1",), "fc2"),
+    "transformers.Blip2QFormerAttention": BlockRule(
+        ("attention.query", "attention.key", "attention.value"),
+        *("output.dense", 1, "attention", ("num_attention_heads",), ("num_attention_heads", "all_head_size")),
+        ("attention.dropout",),
+    ),
+    "transformers.Blip2QFormerLayer": BlockRule(("intermediate_query.dense",), "output_query.dense"),
 }
 """Rules by ``package.Class``; a subclass takes the rule of its nearest parent that has one. Attention with a bias per
 head (T5, BLOOM) is not here: the bias stays with the rank."""
@@ -266,7 +281,7 @@ class Block:
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
-    """The blocks among the tensor-parallel layers of ``model``, in the order of the model.
+    """Take hold of the blocks among the tensor-parallel layers of ``model``, in the order of the model; once.
 
     A layer in none of them can be balanced by its columns only.
     """
@@ -286,7 +301,7 @@ def _rule_for(kind: type) -> BlockRule | None:
 def _block(name: str, module: nn.Module, rule: BlockRule) -> Block | None:
     inputs = list(_present(module, rule.inputs))
     outputs = list(_present(module, (rule.output,)))
-    if not inputs or not outputs or any(_drops(found) for found in _present(module, rule.dropouts)):
+    if not inputs or not outputs or any(_is_set(found) for found in _present(module, rule.obstacles)):
         return None
     if not all(isinstance(layer, HeteroLinear) and layer.block_obstacle() is None for layer in (*inputs, *outputs)):
         return None
@@ -321,5 +336,5 @@ def _present(module: nn.Module, paths: Sequence[str]) -> Iterator[Any]:
             yield found
 
 
-def _drops(dropout: Any) -> bool:
-    return float(getattr(dropout, "p", dropout) if isinstance(dropout, nn.Module) else dropout) > 0
+def _is_set(found: Any) -> bool:
+    return float(getattr(found, "p", 0.0) if isinstance(found, nn.Module) else found) > 0

@@ -107,7 +107,11 @@ class UnitMail:
         self._batches: list[_Batch] = []
 
     def assign(
-        self, blocks: Sequence[Block], moves: Sequence[Sequence[Move]], kept: Sequence[int], select: Sequence[Selector]
+        self,
+        blocks: Sequence[Block],
+        moves: Sequence[Sequence[Move]],
+        kept: Sequence[int],
+        select: Sequence[Selector | None],
     ) -> None:
         """From the next iteration on move units of every block as its ``moves`` say and keep ``kept`` of the own ones.
 

@@ -13,7 +13,18 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-__all__ = ["IMPUTATIONS", "Brake", "Clock", "Imputation", "Lineage", "Part", "Selector", "Workload", "impute"]
+__all__ = [
+    "IMPUTATIONS",
+    "Brake",
+    "Clock",
+    "Imputation",
+    "Lineage",
+    "Part",
+    "Selector",
+    "Workload",
+    "impute",
+    "kept_count",
+]
 
 Imputation = Literal["zero", "average", "same"]
 IMPUTATIONS: tuple[str, ...] = get_args(Imputation)
@@ -67,15 +78,20 @@ class Workload:
             raise ValueError(f"unknown imputation {self.imputation!r}; valid are {', '.join(IMPUTATIONS)}")
 
     def kept_count(self, columns: int) -> int:
-        """How many of ``columns`` contraction columns stay; never fewer than one.
+        """How many of ``columns`` contraction columns stay; see :func:`kept_count`."""
+        return kept_count(columns, self.prune)
 
-        In layers wide enough not to notice, a multiple of :data:`GRAIN`: a product over 205 columns takes a CPU longer
-        than one over 208.
-        """
-        kept = columns - round(self.prune * columns)
-        if columns >= 32 * GRAIN and self.prune > 0:
-            kept = GRAIN * round(kept / GRAIN)
-        return max(1, kept)
+
+def kept_count(columns: int, prune: float) -> int:
+    """How many of ``columns`` contraction columns, or units, stay when ``prune`` of them go; never fewer than one.
+
+    In layers wide enough not to notice, a multiple of :data:`GRAIN`: a product over 205 columns takes a CPU longer than
+    one over 208.
+    """
+    kept = columns - round(prune * columns)
+    if columns >= 32 * GRAIN and prune > 0:
+        kept = GRAIN * round(kept / GRAIN)
+    return max(1, kept)
 
 
 class Lineage:

@@ -83,7 +83,14 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
             self.custom_policy = given_policy
         if optimizer is not None:
             clock = make_clock(accelerator.get_accelerator().get_current_device())
-            self.balancer = attach_balancer(model, self.balance, clock, self.tp_group, self._interval(dataloader))
+            self.balancer = attach_balancer(
+                model,
+                self.balance,
+                clock,
+                self.tp_group,
+                self._interval(dataloader),
+                functools.partial(self._is_last_pass, model, optimizer),
+            )
             _begin_on_forward(model, self.balancer)
             # Zero-bubble schedules have other passes; their layers can neither be balanced nor timed.
             if hasattr(self.scheduler, "backward_step"):
@@ -98,6 +105,14 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
             return max(1, len(dataloader))  # type: ignore[arg-type]
         except TypeError:
             return DEFAULT_INTERVAL
+
+    def _is_last_pass(self, model: ModelWrapper, optimizer: OptimizerWrapper, passes: int) -> bool:
+        """Whether a layer's n-th backward pass is the last before its gradients are summed over replicas."""
+        if self.scheduler is not None:
+            # Schedules name it differently.
+            microbatches = getattr(self.scheduler, "num_microbatches", None) or self.scheduler.num_microbatch
+            return passes >= microbatches
+        return bool(getattr(optimizer, "require_grad_sync", True) and model.require_grad_sync)
 
 
 def check_world_size(tp_size: int, pp_size: int) -> None:
@@ -148,6 +163,7 @@ def _tick_on_step(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
 
     @functools.wraps(step)
     def step_and_tick(*args: Any, **kwargs: Any) -> Any:
+        balancer.before_step()
         result = step(*args, **kwargs)
         balancer.tick()
         return result

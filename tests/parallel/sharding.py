@@ -68,11 +68,13 @@ def parallel_layer_counts(model: nn.Module) -> dict[str, int]:
     return {name: counts[name] for name in names if counts[name]}
 
 
-def assert_same_as_unsharded(model: nn.Module, loss_of: LossOf, **options: Any) -> nn.Module:
+def assert_same_as_unsharded(
+    model: nn.Module, loss_of: LossOf, prepare: Callable[[nn.Module], None] = lambda sharded: None, **options: Any
+) -> nn.Module:
     """Assert that loss and gradients of the sharded ``model`` are those of an unsharded copy.
 
-    ``loss_of`` runs a model on the same inputs each time and returns a scalar; ``options`` are those of
-    ``ShardConfig``. Returns the sharded model.
+    ``loss_of`` runs a model on the same inputs each time and returns a scalar; ``prepare`` is given the sharded model
+    before it runs; ``options`` are those of ``ShardConfig``. Returns the sharded model.
     """
     expected, gradients = _loss_and_gradients(copy.deepcopy(model), loss_of)
     sharded = shard(model, **options)
@@ -81,15 +83,19 @@ def assert_same_as_unsharded(model: nn.Module, loss_of: LossOf, **options: Any) 
         for name, parameter in sharded.named_parameters()
         if gradients[name] is not None
     }
+    prepare(sharded)
     _assert_loss_and_gradients(sharded, loss_of, expected, shares)
     return sharded
 
 
-def assert_same_as_colossalai(model: nn.Module, loss_of: LossOf, **options: Any) -> nn.Module:
+def assert_same_as_colossalai(
+    model: nn.Module, loss_of: LossOf, prepare: Callable[[nn.Module], None] = lambda sharded: None, **options: Any
+) -> nn.Module:
     """Assert that ``model`` sharded with this package's layers does what it does with Colossal-AI's own."""
     theirs = copy.deepcopy(model)
     expected, gradients = _loss_and_gradients(shard(theirs, get_autopolicy(theirs), **options), loss_of)
     ours = shard(model, **options)
+    prepare(ours)
     _assert_loss_and_gradients(ours, loss_of, expected, gradients)
     return ours
 

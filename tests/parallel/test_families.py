@@ -20,7 +20,7 @@ from .sharding import assert_same_as_colossalai, assert_same_as_unsharded, paral
 Inputs = dict[str, torch.Tensor]
 
 VOCABULARY = 128  # a multiple of 64 · ranks, so that embeddings are not padded
-TEXT = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+TEXT = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8)
 
 
 def _tokens(length: int = 6) -> torch.Tensor:
@@ -59,24 +59,24 @@ def gptj() -> tuple[nn.Module, Inputs]:
 
 
 def llama() -> tuple[nn.Module, Inputs]:
-    return _causal(transformers.LlamaConfig(**TEXT, num_key_value_heads=2), "LlamaForCausalLM")
+    return _causal(transformers.LlamaConfig(**TEXT, num_key_value_heads=4), "LlamaForCausalLM")
 
 
 def mistral() -> tuple[nn.Module, Inputs]:
-    return _causal(transformers.MistralConfig(**TEXT, num_key_value_heads=2), "MistralForCausalLM")
+    return _causal(transformers.MistralConfig(**TEXT, num_key_value_heads=4), "MistralForCausalLM")
 
 
 def mixtral() -> tuple[nn.Module, Inputs]:
-    config = transformers.MixtralConfig(**TEXT, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    config = transformers.MixtralConfig(**TEXT, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2)
     return _causal(config, "MixtralForCausalLM")
 
 
 def qwen2() -> tuple[nn.Module, Inputs]:
-    return _causal(transformers.Qwen2Config(**TEXT, num_key_value_heads=2), "Qwen2ForCausalLM")
+    return _causal(transformers.Qwen2Config(**TEXT, num_key_value_heads=4), "Qwen2ForCausalLM")
 
 
 def cohere() -> tuple[nn.Module, Inputs]:
-    return _causal(transformers.CohereConfig(**TEXT, num_key_value_heads=2, pad_token_id=0), "CohereForCausalLM")
+    return _causal(transformers.CohereConfig(**TEXT, num_key_value_heads=4, pad_token_id=0), "CohereForCausalLM")
 
 
 def opt() -> tuple[nn.Module, Inputs]:

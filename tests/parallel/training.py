@@ -63,8 +63,8 @@ class ScriptedClock:
     def start(self) -> None: ...
 
     def stop(self, tag: Any = None) -> None:
-        iteration, resized = tag
-        matmul = self.MATMUL_SECONDS * self._slowdown(dist.get_rank(), iteration) * (1.0 - resized)
+        iteration, shares = tag
+        matmul = self.MATMUL_SECONDS * self._slowdown(dist.get_rank(), iteration) * shares.load
         self._finished.append(IterationTimes(matmul, 0.01, self.OTHER_SECONDS, tag))
 
     def read(self) -> list[IterationTimes]:
