@@ -89,9 +89,25 @@ class Balancer:
         return self._plan
 
     @property
+    def traffic(self) -> Transport:
+        """What carries this rank's migrated work, and counts it."""
+        return self._transport
+
+    @property
     def active(self) -> bool:
         """Whether the balancer may change anything."""
         return self.config.mode != "off" and self._exchange.size > 1 and bool(self._layers)
+
+    def follow(self, plan: Plan) -> None:
+        """Take on ``plan`` from the next iteration on, until times say otherwise. Collective over the group.
+
+        For studies, with a ``warmup_iterations`` that is never over.
+
+        Raises:
+            RuntimeError: ranks were given different plans.
+        """
+        self._exchange.check_same(plan.digest)
+        self._plan = self._adopt(plan)
 
     def begin(self) -> None:
         """A training forward starts; the first one since :meth:`tick` starts an iteration."""
