@@ -94,6 +94,11 @@ class Balancer:
         return self._transport
 
     @property
+    def shares(self) -> Shares:
+        """What this rank's layers prune, give and take, in whole columns and units."""
+        return self._applier.shares
+
+    @property
     def active(self) -> bool:
         """Whether the balancer may change anything."""
         return self.config.mode != "off" and self._exchange.size > 1 and bool(self._layers)
@@ -183,6 +188,8 @@ class Balancer:
         self._learn(times)
         plan = decide(times, self._costs, self.config, self._plan)
         self._exchange.check_same(plan.digest)
+        rank = self._transport.rank
+        self._watch.relieved(plan.resize[rank] + plan.migrate[rank])
         changed = plan != self._plan
         if changed:
             plan = self._adopt(plan)
@@ -205,6 +212,8 @@ class Balancer:
 
     def _adopt(self, plan: Plan) -> Plan:
         """Apply ``plan``, or as much of it as all receivers have memory for."""
+        if sum(plan.migrate) > 0:
+            self._transport.connect(next(iter(self._layers.values())).matrix.device)
         plan = plan.limited(self._most_received)
         while True:
             try:
@@ -284,7 +293,7 @@ def attach_balancer(
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
     """Whether a tensor could not be made for lack of memory, on a GPU or the host."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _check_same_on_all_ranks(config: BalanceConfig, world: dist.ProcessGroup) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -53,12 +54,22 @@ class Transport:
         self._global_ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.size = len(self._global_ranks)
+        self._connected = False
         self.sent: dict[Primitive, Sent] = {}
         self.reset()
 
     def reset(self) -> None:
         """Count from nothing again."""
         self.sent = {"point_to_point": Sent(), "broadcast": Sent(), "reduce": Sent()}
+
+    def connect(self, device: torch.device) -> None:
+        """Make the group's connections, if that has not been done. Collective over the group.
+
+        NCCL makes a communicator at its first use, for which all ranks must come together; later only some do.
+        """
+        if not self._connected:
+            self._connected = True
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Pending:
         """Start sending tensors to ranks and receiving into others from ranks, all contiguous.

@@ -186,7 +186,7 @@ def check_variants() -> None:
         train(run, 16, same_batch=True)
         mine = RATIO if dist.get_rank() == 1 else 0.0
         assert run.plans[-1][dist.get_rank(run.plugin.tp_group)] == pytest.approx(mine), f"{name}: {run.plans[-1]}"
-        assert run.plugin.balancer._resizer.resized == pytest.approx(mine, abs=0.05), name
+        assert run.plugin.balancer.shares.resized == pytest.approx(mine, abs=0.05), name
         if run.losses:
             assert run.losses[-1] < 0.8 * run.losses[0], f"{name}: {run.losses}"
         assert_in_step(run, name)
