@@ -1,75 +1,53 @@
-"""Who prunes how much: pure functions from measured times to a plan (SEMI, Sec. III)."""
+"""Who does how much: from measured times and costs to a plan, by the rule of the mode."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from .config import BalanceConfig
+from .costs import Costs, predicted_seconds
+from .optimum import optimal_plan
+from .plan import Plan, RankTimes
+from .ratios import layer_ratios, resize_ratios
+from .semi import semi_plan
 
-__all__ = ["Plan", "RankTimes", "decide", "layer_ratios", "resize_ratios"]
+__all__ = ["Plan", "RankTimes", "decide", "layer_ratios", "predicted_seconds", "resize_ratios"]
 
-
-@dataclass(frozen=True)
-class RankTimes:
-    """What an iteration takes a rank at its full share of the work."""
-
-    work_seconds: float
-    """T: own compute, waiting inside collectives excluded."""
-    matmul_seconds: float
-    """M: the part of T spent in products of the parallel linear layers."""
-
-    def __post_init__(self) -> None:
-        if not (0.0 < self.work_seconds < np.inf and 0.0 <= self.matmul_seconds < np.inf):
-            raise ValueError(
-                f"work_seconds={self.work_seconds} and matmul_seconds={self.matmul_seconds}: times must be finite, "
-                "work above zero and matmul not negative"
-            )
+STEPS = 2**20
+"""Shares of modes that migrate are whole multiples of 1/STEPS: then processors that round differently agree on them,
+and what is given and taken is the same to the last bit."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What every rank of a tensor-parallel group does in the coming iterations."""
-
-    resize: tuple[float, ...]
-    """γ per rank: the share of its columns that it prunes."""
-
-    @classmethod
-    def idle(cls, ranks: int) -> Plan:
-        """Everyone does the full share."""
-        return cls(resize=(0.0,) * ranks)
-
-
-def resize_ratios(
-    work_seconds: ArrayLike, matmul_seconds: ArrayLike, reference_seconds: float, max_resize: float
-) -> np.ndarray:
-    """``γ_i = (T_i − T_ref) / M_i``, clipped to [0, γ_max] (SEMI, Eq. 1); float64 ``[ranks]``.
-
-    A rank without products to prune (``M_i = 0``) gets 0.
-    """
-    work, matmul = np.asarray(work_seconds, dtype=float), np.asarray(matmul_seconds, dtype=float)
-    excess = np.maximum(work - reference_seconds, 0.0)
-    # Compared as products: a quotient by a tiny M overflows.
-    beyond = excess >= max_resize * matmul
-    ratios = np.divide(excess, matmul, out=np.full_like(excess, max_resize), where=~beyond)
-    return np.where(matmul > 0, ratios, 0.0)
-
-
-def decide(times: Sequence[RankTimes], config: BalanceConfig, current: Plan) -> Plan:
+def decide(times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, current: Plan) -> Plan:
     """The plan for the group's equal-work ``times``, which keeps to ``current`` where a change would not pay.
 
-    A rank is pruned only if it is slower than T_ref by more than the margin, and the ratio of one that prunes already
-    moves only if that changes its time by more than the margin. Together with the threshold below which times are not
-    even exchanged, that keeps noise from moving the plan.
+    A rank is told to do less only if it is slower than the fastest (in mode ``resize``, than T_ref) by more than the
+    margin. A plan that relieves a rank which no longer is slow is given up. Else it is changed only for one that gains
+    enough. Together with the threshold below which times are not even exchanged, that keeps noise from moving the plan.
     """
+    if config.mode == "off":
+        return Plan.idle(len(times))
+    if config.mode == "resize":
+        return _decide_resize(times, config, current)
+    if config.mode == "migrate":
+        # Whoever asks for migration gets it, whatever it costs to send.
+        costs = replace(costs, migrate_fixed_seconds=0.0, migrate_seconds_per_share=0.0)
+        wanted = optimal_plan(times, costs, 0.0, config.margin)
+    elif config.mode == "semi":
+        wanted = semi_plan(times, costs, config.max_resize, config.margin)
+    else:
+        wanted = optimal_plan(times, costs, config.max_resize, config.margin)
+    return _worth_changing(times, costs, config, current, _in_steps(wanted))
+
+
+def _decide_resize(times: Sequence[RankTimes], config: BalanceConfig, current: Plan) -> Plan:
+    """Slow ranks prune down to T_ref (SEMI, Sec. III); each keeps its ratio until its time moves by the margin."""
     work = np.array([rank.work_seconds for rank in times])
     matmul = np.array([rank.matmul_seconds for rank in times])
     now = np.array(current.resize)
-    if config.mode == "off":
-        return Plan.idle(len(times))
     reference = float(work.min() if config.reference == "minimum" else work.mean())
     slow = work > (1 + config.margin) * reference
     if config.resize_ratio == "auto":
@@ -79,35 +57,35 @@ def decide(times: Sequence[RankTimes], config: BalanceConfig, current: Plan) -> 
         wanted = np.full(len(times), float(config.resize_ratio))
     wanted = np.where(slow, wanted, 0.0)
     close_enough = (now > 0) & (wanted > 0) & (np.abs(wanted - now) * matmul <= config.margin * reference)
-    return Plan(resize=tuple(float(ratio) for ratio in np.where(close_enough, now, wanted)))
+    return Plan.resizing(tuple(float(ratio) for ratio in np.where(close_enough, now, wanted)))
 
 
-def layer_ratios(
-    ratio: float, candidate_shares: Sequence[float], costs: Sequence[float], config: BalanceConfig
-) -> np.ndarray:
-    """``γ_k`` per layer for the rank's ``ratio`` γ (SEMI, Sec. III-B, Algorithm 1 line 11); float64 ``[layers]``.
+def _worth_changing(
+    times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, current: Plan, wanted: Plan
+) -> Plan:
+    """``wanted`` if it gains enough over ``current``; that one is out if it relieves a rank that is not slow."""
+    slow_from = (1 + config.margin) * min(time.work_seconds for time in times)
+    idle = Plan.idle(len(times))
+    relief = zip(times, current.resize, current.migrate, strict=True)
+    if any(resize + migrate > 0 and time.work_seconds <= slow_from for time, resize, migrate in relief):
+        current = idle
+    if wanted == current:
+        return wanted
+    before, after = (predicted_seconds(times, costs, plan) for plan in (current, wanted))
+    # To start balancing, half the gain is enough of that which a plan that balances already is changed for.
+    if before - after > (config.margin / 2 if current == idle else config.margin) * before:
+        return wanted
+    return replace(current, note=f"plan kept: another would take {after:.3g} s instead of {before:.3g} s")
 
-    ``candidate_shares`` are the shares of columns whose weights vary little, ``costs`` (c_k) the layers' matmul
-    times in any unit. ``printed``: ``max(share, α·γ)``. ``budgeted`` scales these so that ``Σ c_k γ_k = γ Σ c_k``
-    with each within [0, γ_max]; γ itself must not exceed γ_max.
-    """
-    shares, cost = np.asarray(candidate_shares, dtype=float), np.asarray(costs, dtype=float)
-    if ratio == 0.0 or len(shares) == 0:
-        return np.zeros(len(shares))
-    printed = np.maximum(shares, config.decay * ratio)
-    if config.ratio_form == "printed":
-        return np.minimum(printed, config.max_resize)
-    assert ratio <= config.max_resize
-    full = np.zeros(len(shares), dtype=bool)
-    while not full.all():
-        # Layers at the cap give what they can; the others share the rest of the budget in proportion to their wish.
-        # Where only layers without a wish are left, they share it evenly.
-        wish = np.where(full, 0.0, printed)
-        free = wish / wish.max() if wish.any() else np.where(full, 0.0, 1.0)
-        rest = ratio * cost.sum() - config.max_resize * cost[full].sum()
-        ratios = np.where(full, config.max_resize, free * rest / (cost * free).sum())
-        over = ~full & (ratios > config.max_resize)
-        if not over.any():
-            return np.maximum(ratios, 0.0)
-        full |= over
-    return np.full(len(shares), config.max_resize)
+
+def _in_steps(plan: Plan) -> Plan:
+    """``plan`` with its shares rounded to :data:`STEPS`; as much is taken as is given."""
+    given = np.floor(np.array(plan.migrate) * STEPS + 0.5)
+    taken = np.cumsum(plan.receive)
+    if taken[-1] > 0:
+        taken = np.floor(taken * (given.sum() / taken[-1]) + 0.5)
+    resized = np.floor(np.array(plan.resize) * STEPS + 0.5)
+    resize, migrate, receive = (
+        tuple((steps / STEPS).tolist()) for steps in (resized, given, np.diff(taken, prepend=0.0))
+    )
+    return Plan(resize, migrate, receive, plan.note)

@@ -1,0 +1,122 @@
+"""SEMI's own division of stragglers into those that migrate and those that resize (Sec. IV-B, Algorithm 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .costs import Costs
+from .optimum import RESERVE
+from .plan import Plan, RankTimes
+from .ratios import resize_ratios
+
+__all__ = ["divide_stragglers", "migrating_stragglers", "resize_and_migrate", "semi_plan"]
+
+
+def semi_plan(times: Sequence[RankTimes], costs: Costs, max_resize: float, straggler_margin: float = 0.0) -> Plan:
+    """The plan of Algorithm 2.
+
+    One straggler splits its excess by Eq. 2; of several the slowest migrate, as many as Eq. 3 says, and the others
+    resize. Line 8 of the printed algorithm has a misprint: the branch is the straggler's, ``T_i > T_min``.
+
+    Args:
+        times: at equal work, by rank.
+        costs: Ω and Φ.
+        max_resize: γ_max; what a single straggler may not prune for it, it migrates.
+        straggler_margin: stragglers are the ranks slower than ``(1 + straggler_margin)·T_min``.
+    """
+    slowest = _stragglers(times, straggler_margin)
+    if not slowest:
+        return Plan.idle(len(times), "nobody is slow")
+    if len(slowest) > 1:
+        return divide_stragglers(times, slowest[: migrating_stragglers(times, costs, slowest)], slowest, max_resize)
+    (slow,) = slowest
+    resized, migrated = resize_and_migrate(times, costs, slow, max_resize)
+    taken = migrated / (len(times) - 1)
+    return Plan(
+        resize=tuple(resized if rank == slow else 0.0 for rank in range(len(times))),
+        migrate=tuple(migrated if rank == slow else 0.0 for rank in range(len(times))),
+        receive=tuple(0.0 if rank == slow else taken for rank in range(len(times))),
+        note=f"Eq. 2: the straggler migrates {migrated:.0%} of its work and prunes {resized:.0%}",
+    )
+
+
+def resize_and_migrate(times: Sequence[RankTimes], costs: Costs, slow: int, max_resize: float) -> tuple[float, float]:
+    """``(γ(1−β), γβ)`` for the only straggler: the shares that it prunes and migrates (Eq. 2).
+
+    β balances what resizing costs the straggler with what migrating costs a receiver,
+    ``Ω1 + Ω2(γ(1−β)) = Φ1(γβ) + Φ2(γβ/(e−1))``: all are affine in β, so there is one solution, clipped to where both
+    shares are possible. Φ2 is that of the slowest receiver.
+    """
+    matmul = times[slow].matmul_seconds
+    excess = float(_excess(times)[slow])
+    receiver = max(time.matmul_seconds for rank, time in enumerate(times) if rank != slow)
+    resizing_all = (costs.resize_fixed + costs.resize_per_share * excess) * matmul
+    fixed = costs.communication_scale * costs.migrate_fixed_seconds
+    per_share = (
+        costs.resize_per_share * matmul
+        + costs.communication_scale * costs.migrate_seconds_per_share
+        + costs.phi2(1.0, receiver) / (len(times) - 1)
+    )
+    lead = resizing_all - fixed
+    migrated = excess if lead >= per_share * excess else max(lead, 0.0) / per_share
+    migrated = max(migrated, excess - max_resize)
+    return excess - migrated, migrated
+
+
+def migrating_stragglers(times: Sequence[RankTimes], costs: Costs, slowest: Sequence[int]) -> int:
+    """x: how many of the stragglers, ``slowest`` first, migrate (Eq. 3): the largest x until which all f are positive.
+
+    ``f(x) = (T_(x) − T_min) − Φ1(Γ(x)) − Φ2(Γ(x)/(e − z))``, with ``Γ(x) = Σ_{k≤x} (T_(k) − T_min)/M_(k)`` and the
+    slowest receiver's Φ2. Two departures from the print: of T only M can be moved, so it stands in the denominators;
+    and receivers are the ``e − z`` ranks that do not straggle, not also the ``z − x`` that resize, since a share takes
+    those several times as long and they would be late again by what they had just pruned.
+    """
+    work = np.array([time.work_seconds for time in times])
+    excess = _excess(times)
+    receivers = sorted(set(range(len(times))).difference(slowest))
+    receiver = max(times[rank].matmul_seconds for rank in receivers)
+    moved = 0.0
+    for x, rank in enumerate(slowest):
+        moved += float(excess[rank])
+        saved = float(work[rank] - work.min())
+        if saved - costs.phi1(moved) - costs.phi2(moved / len(receivers), receiver) <= 0.0:
+            return x
+    return len(slowest)
+
+
+def divide_stragglers(
+    times: Sequence[RankTimes], migrating: Sequence[int], stragglers: Sequence[int], max_resize: float
+) -> Plan:
+    """The ranks ``migrating`` give away what makes them late, the other ``stragglers`` prune it up to ``max_resize``.
+
+    Those that do not straggle receive equal shares (Algorithm 2, lines 20 to 24).
+    """
+    excess = _excess(times)
+    resize, migrate, receive = (np.zeros(len(times)) for _ in range(3))
+    resizing = sorted(set(stragglers).difference(migrating))
+    receivers = sorted(set(range(len(times))).difference(stragglers))
+    resize[resizing] = np.minimum(excess[resizing], max_resize)
+    migrate[list(migrating)] = excess[list(migrating)]
+    receive[receivers] = migrate.sum() / len(receivers)
+    return Plan(
+        resize=tuple(resize.tolist()),
+        migrate=tuple(migrate.tolist()),
+        receive=tuple(receive.tolist()),
+        note=f"Eq. 3: of {len(stragglers)} stragglers {len(migrating)} migrate and {len(resizing)} resize",
+    )
+
+
+def _stragglers(times: Sequence[RankTimes], margin: float) -> list[int]:
+    """Ranks slower than ``(1 + margin)·T_min`` that have work to move, the slowest first."""
+    work = [time.work_seconds for time in times]
+    slow_from = (1 + margin) * min(work)
+    slow = [rank for rank, time in enumerate(times) if work[rank] > slow_from and time.matmul_seconds > 0]
+    return sorted(slow, key=lambda rank: (-work[rank], rank))
+
+
+def _excess(times: Sequence[RankTimes]) -> np.ndarray:
+    """γ of Eq. 1 with T_min, the shares that make ranks late, as far as they can be moved; float64 ``[ranks]``."""
+    work = np.array([time.work_seconds for time in times])
+    return resize_ratios(work, [time.matmul_seconds for time in times], float(work.min()), 1.0 - RESERVE)
