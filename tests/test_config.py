@@ -13,7 +13,9 @@ import pytest
 from colossal_hetero.balance import BalanceConfig
 
 CHOICES = {
-    "mode": ("off", "resize"),
+    "mode": ("off", "resize", "migrate", "semi", "auto"),
+    "migration": ("block", "broadcast-reduce", "scatter-gather"),
+    "resizing": ("column", "block"),
     "reference": ("minimum", "mean"),
     "priority": ("random", "priority", "priority-diff", "norm-product"),
     "imputation": ("zero", "average", "same"),
@@ -72,14 +74,21 @@ def test_tolerances(name: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, bad, least", [("patience", 0, 1), ("warmup_iterations", -1, 0), ("priority_interval", 0, 1)]
+    "name, bad, least", [("patience", 0, 1), ("warmup_iterations", -1, 0), ("priority_interval", 0, 1), ("grain", 0, 1)]
 )
 def test_counts(name: str, bad: int, least: int) -> None:
     assert_refused(f"{name}={bad} must be at least {least}", **{name: bad})
 
 
-def test_a_later_mode_is_told_from_a_typing_error() -> None:
-    assert_refused("unknown mode 'migrate'", "off, resize", "migration", mode="migrate")
+@pytest.mark.parametrize("mode, most", [("off", 0.9), ("resize", 0.9), ("migrate", 0.9), ("semi", 0.9), ("auto", 0.0)])
+def test_auto_loses_nothing_unless_asked_to(mode: Any, most: float) -> None:
+    assert BalanceConfig(mode=mode).max_resize == most
+    assert BalanceConfig(mode=mode, max_resize=0.5).max_resize == 0.5
+    assert BalanceConfig(mode=mode) == BalanceConfig(mode=mode, max_resize=most)
+
+
+def test_a_copy_with_another_mode_keeps_the_share() -> None:
+    assert dataclasses.replace(BalanceConfig(mode="auto", max_resize=0.5), mode="semi").max_resize == 0.5
 
 
 def test_is_immutable_and_by_keyword() -> None:
@@ -100,8 +109,12 @@ def test_deciding_needs_neither_torch_nor_colossalai(imported: str) -> None:
         f"import {imported}, sys\n"
         "from colossal_hetero import BalanceConfig\n"
         "from colossal_hetero.balance import Plan, RankTimes, decide\n"
-        "import colossal_hetero.balance.records, colossal_hetero.balance.report, colossal_hetero.balance.speed\n"
-        "decide([RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)], BalanceConfig(mode='resize'), Plan.idle(2))\n"
+        "from colossal_hetero.balance.costs import Costs\n"
+        "import colossal_hetero.balance.damping, colossal_hetero.balance.divide, colossal_hetero.balance.records\n"
+        "import colossal_hetero.balance.report, colossal_hetero.balance.speed\n"
+        "times = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)]\n"
+        "for mode in ('off', 'resize', 'migrate', 'semi', 'auto'):\n"
+        "    decide(times, Costs(), BalanceConfig(mode=mode), Plan.idle(2))\n"
         "print([name for name in ('torch', 'colossalai', 'timm', 'transformers') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

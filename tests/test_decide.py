@@ -1,16 +1,27 @@
-"""Properties of the deciding half of the balancer: ratios, plans, and their behaviour over time."""
+"""Properties of deciding: ratios, plans, and when a plan is kept."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.balance import BalanceConfig, Plan, RankTimes, decide, layer_ratios, resize_ratios
-from colossal_hetero.balance.speed import EqualWork, SpeedWatch
+from colossal_hetero.balance import (
+    BalanceConfig,
+    Costs,
+    Plan,
+    RankTimes,
+    decide,
+    layer_ratios,
+    predicted_seconds,
+    resize_ratios,
+)
 
+FREE = Costs()
 RESIZE = BalanceConfig(mode="resize", reference="minimum")
+MODES = ("off", "resize", "migrate", "semi", "auto")
+MIGRATING = ("migrate", "semi", "auto")
 times = st.floats(1e-4, 1e3)
 
 
@@ -23,24 +34,27 @@ def groups(draw: st.DrawFn) -> list[RankTimes]:
 @given(groups(), st.floats(0, 0.99), st.sampled_from(["minimum", "mean"]), st.data())
 def test_ratios_stay_within_the_cap(group: list[RankTimes], cap: float, reference: str, data: st.DataObject) -> None:
     config = BalanceConfig(mode="resize", max_resize=cap, reference=reference)
-    current = Plan(tuple(data.draw(st.floats(0, cap)) for _ in group))
-    plan = decide(group, config, current)
+    current = Plan.resizing(tuple(data.draw(st.floats(0, cap)) for _ in group))
+    plan = decide(group, FREE, config, current)
     assert len(plan.resize) == len(group)
     assert all(0 <= ratio <= cap for ratio in plan.resize)
     fastest = min(range(len(group)), key=lambda rank: group[rank].work_seconds)
     assert plan.resize[fastest] == 0
 
 
-@given(st.floats(1e-3, 10), st.integers(2, 8), st.data())
-def test_nothing_is_pruned_when_nobody_is_slow(work: float, ranks: int, data: st.DataObject) -> None:
+@given(st.floats(1e-3, 10), st.integers(2, 8), st.sampled_from(MODES), st.data())
+def test_nothing_is_done_when_nobody_is_slow(work: float, ranks: int, mode: str, data: st.DataObject) -> None:
     noise = st.floats(1.0, 1.0 + RESIZE.margin)
     group = [RankTimes(work * data.draw(noise), work / 2) for _ in range(ranks)]
-    assert decide(group, RESIZE, Plan.idle(ranks)) == Plan.idle(ranks)
+    config = BalanceConfig(mode=mode, max_resize=0.9)
+    current = Plan((0.1, *(0.0,) * (ranks - 1)), (0.3, *(0.0,) * (ranks - 1)), (0.0, 0.3, *(0.0,) * (ranks - 2)))
+    for before in (Plan.idle(ranks), current):
+        assert decide(group, FREE, config, before) == Plan.idle(ranks)
 
 
 @given(groups())
-def test_off_never_prunes(group: list[RankTimes]) -> None:
-    assert decide(group, BalanceConfig(), Plan((0.5,) * len(group))) == Plan.idle(len(group))
+def test_off_does_nothing(group: list[RankTimes]) -> None:
+    assert decide(group, FREE, BalanceConfig(), Plan.resizing((0.5,) * len(group))) == Plan.idle(len(group))
 
 
 @given(st.floats(1.2, 9), st.floats(0.3, 1.0), st.integers(2, 8), st.integers(0, 7))
@@ -49,7 +63,7 @@ def test_eq1_brings_the_straggler_to_the_reference(slowdown: float, matmul_share
     config = BalanceConfig(mode="resize", max_resize=0.99, resize_overhead=0.0)
     group = [RankTimes(1.0, matmul_share)] * ranks
     group[slow] = RankTimes(1.0 - matmul_share + slowdown * matmul_share, slowdown * matmul_share)
-    ratio = decide(group, config, Plan.idle(ranks)).resize[slow]
+    ratio = decide(group, FREE, config, Plan.idle(ranks)).resize[slow]
     after = group[slow].work_seconds - ratio * group[slow].matmul_seconds
     if group[slow].work_seconds > 1 + config.margin:
         assert after == pytest.approx(1.0)
@@ -66,19 +80,19 @@ def test_eq1_by_hand() -> None:
 
 def test_mean_reference_prunes_less() -> None:
     group = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)]
-    mean = decide(group, BalanceConfig(mode="resize", reference="mean", resize_overhead=0.0), Plan.idle(2))
+    mean = decide(group, FREE, BalanceConfig(mode="resize", reference="mean", resize_overhead=0.0), Plan.idle(2))
     assert mean.resize == (0.0, 0.375)
 
 
 def test_what_resizing_costs_is_pruned_as_well() -> None:
     group = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)]
-    ratio = decide(group, BalanceConfig(mode="resize", resize_overhead=0.05), Plan.idle(2)).resize[1]
+    ratio = decide(group, FREE, BalanceConfig(mode="resize", resize_overhead=0.05), Plan.idle(2)).resize[1]
     assert (1 - ratio + 0.05) * 4.0 == pytest.approx(1.0)
 
 
 def test_fixed_ratio_goes_to_slow_ranks_only() -> None:
     group = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0), RankTimes(1.05, 1.0)]
-    assert decide(group, BalanceConfig(mode="resize", resize_ratio=0.5), Plan.idle(3)).resize == (0.0, 0.5, 0.0)
+    assert decide(group, FREE, BalanceConfig(mode="resize", resize_ratio=0.5), Plan.idle(3)).resize == (0.0, 0.5, 0.0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -1.0, 0.0, float("inf")])
@@ -88,6 +102,118 @@ def test_impossible_times_are_refused(bad: float) -> None:
     if bad != 0.0:
         with pytest.raises(ValueError, match="times must be finite"):
             RankTimes(1.0, bad)
+
+
+# Plans that migrate ----------------------------------------------------------------------------------------------
+
+
+def straggler(slowdown: float, ranks: int = 2, other: float = 0.0) -> list[RankTimes]:
+    """Rank 0 is slow."""
+    return [RankTimes(other + chi, chi) for chi in (slowdown, *(1.0,) * (ranks - 1))]
+
+
+@given(groups(), st.sampled_from(MIGRATING), st.floats(0, 0.9))
+def test_plans_are_possible_and_do_not_harm(group: list[RankTimes], mode: str, cap: float) -> None:
+    config = BalanceConfig(mode=mode, max_resize=cap)
+    plan = decide(group, FREE, config, Plan.idle(len(group)))
+    limit = 0.0 if mode == "migrate" else cap
+    assert all(0 <= ratio <= limit + 1e-6 for ratio in plan.resize)
+    assert sum(plan.migrate) == sum(plan.receive)
+    assert all(plan.load(rank) > 0 for rank in range(len(group)))
+    assert predicted_seconds(group, FREE, plan) <= predicted_seconds(group, FREE, Plan.idle(len(group)))
+
+
+@pytest.mark.parametrize("mode", ["migrate", "auto"])
+def test_one_straggler_is_brought_to_the_bound(mode: str) -> None:
+    for ranks, slowdown in ((2, 8.0), (2, 1.5), (8, 8.0), (8, 1.5)):
+        group = straggler(slowdown, ranks)
+        plan = decide(group, FREE, BalanceConfig(mode=mode), Plan.idle(ranks))
+        bound = ranks / (ranks - 1 + 1 / slowdown)
+        assert predicted_seconds(group, FREE, plan) == pytest.approx(bound, rel=1e-4)
+        assert plan.resize == (0.0,) * ranks
+
+
+def test_auto_migrates_only_if_that_pays_and_migrate_does_anyway() -> None:
+    dear = Costs(migrate_fixed_seconds=1.0)
+    plan = decide(straggler(2.0), dear, BalanceConfig(mode="auto"), Plan.idle(2))
+    assert plan == Plan.idle(2)
+    assert plan.note == "migration cannot pay: 2.33 s with, 2 s without"
+    assert decide(straggler(2.0), dear, BalanceConfig(mode="migrate"), Plan.idle(2)).migrate[0] > 0
+    assert decide(straggler(8.0), dear, BalanceConfig(mode="auto"), Plan.idle(2)).migrate[0] > 0
+
+
+@pytest.mark.parametrize("mode", MIGRATING)
+def test_a_small_change_keeps_the_plan_and_a_large_one_does_not(mode: str) -> None:
+    config = BalanceConfig(mode=mode, max_resize=0.0)
+    plan = decide(straggler(4.0), FREE, config, Plan.idle(2))
+    assert plan != Plan.idle(2)
+    for slowdown in (3.7, 4.0, 4.2):
+        assert decide(straggler(slowdown), FREE, config, plan) == plan
+    for slowdown in (2.0, 16.0):
+        changed = decide(straggler(slowdown), FREE, config, plan)
+        assert changed == decide(straggler(slowdown), FREE, config, Plan.idle(2)) != plan
+
+
+@pytest.mark.parametrize("mode", MIGRATING)
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_plan_goes_with_its_straggler(mode: str, ranks: int) -> None:
+    """Also where many receivers hardly feel it."""
+    config = BalanceConfig(mode=mode, max_resize=0.0)
+    plan = decide(straggler(1.5, ranks), FREE, config, Plan.idle(ranks))
+    assert plan != Plan.idle(ranks)
+    assert decide(straggler(1.05, ranks), FREE, config, plan) == Plan.idle(ranks)
+    elsewhere = straggler(1.5, ranks)[::-1]
+    assert decide(elsewhere, FREE, config, plan) == decide(elsewhere, FREE, config, Plan.idle(ranks))
+
+
+def test_what_is_kept_says_so() -> None:
+    config = BalanceConfig(mode="auto")
+    plan = decide(straggler(4.0), FREE, config, Plan.idle(2))
+    assert plan.note.startswith("migration pays: 1.6 s with, 4 s without")
+    assert "plan kept" in decide(straggler(4.2), FREE, config, plan).note
+
+
+@given(groups(), st.sampled_from(MIGRATING))
+def test_rounding_elsewhere_decides_the_same(group: list[RankTimes], mode: str) -> None:
+    """Processors differ in the last bits of sums; a plan must not."""
+    config = BalanceConfig(mode=mode)
+    plan = decide(group, FREE, config, Plan.idle(len(group)))
+    for shares in (plan.resize, plan.migrate, plan.receive):
+        assert all((share * 2**20).is_integer() for share in shares)
+
+
+# The plan itself -------------------------------------------------------------------------------------------------
+
+
+def test_digests_tell_plans_apart() -> None:
+    plan = Plan((0.0, 0.25), (0.5, 0.0), (0.0, 0.5), "why")
+    assert plan.digest == Plan((-0.0, 0.25), (0.5, 0.0), (0.0, 0.5)).digest == 1949877861
+    others = [Plan.idle(2), Plan.idle(3), Plan.resizing((0.0, 0.25)), Plan((0.0, 0.25), (0.0, 0.5), (0.5, 0.0))]
+    assert len({plan.digest, *(other.digest for other in others)}) == 5
+    assert all(0 <= other.digest < 2**31 for other in others)
+
+
+def test_loads() -> None:
+    plan = Plan((0.0, 0.25, 0.0), (0.5, 0.0, 0.0), (0.0, 0.25, 0.25))
+    assert [plan.load(rank) for rank in range(3)] == [0.5, 1.0, 1.25]
+
+
+@pytest.mark.parametrize(
+    "resize, migrate, receive, words",
+    [
+        ((0.0,), (0.0, 0.0), (0.0, 0.0), "1, 2 and 2 ranks"),
+        ((-0.1, 0.0), (0.0, 0.0), (0.0, 0.0), "resize=-0.1 of rank 0"),
+        ((0.0, 0.0), (0.0, 0.0), (0.0, float("nan")), "receive=nan of rank 1"),
+        ((0.6, 0.0), (0.5, 0.0), (0.0, 0.5), "more than all"),
+        ((0.0, 0.0), (0.5, 0.0), (0.25, 0.25), "only one makes sense"),
+        ((0.0, 0.0), (0.5, 0.0), (0.0, 0.25), "give away 0.5 and receive 0.25"),
+    ],
+)
+def test_impossible_plans_are_refused(
+    resize: tuple[float, ...], migrate: tuple[float, ...], receive: tuple[float, ...], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        Plan(resize, migrate, receive)
 
 
 # Ratios by layer -------------------------------------------------------------------------------------------------
@@ -117,119 +243,3 @@ def test_printed_layer_ratios_are_algorithm_1(ratio: float, shares: list[float])
 def test_no_layer_is_pruned_at_ratio_zero(form: str) -> None:
     config = BalanceConfig(mode="resize", ratio_form=form)
     assert layer_ratios(0.0, [1.0, 0.5], [1.0, 1.0], config).tolist() == [0.0, 0.0]
-
-
-# Over time -------------------------------------------------------------------------------------------------------
-
-
-class SimulatedGroup:
-    """Ranks with true speeds, noise and a resizing overhead, run through the same state machines as real ones."""
-
-    def __init__(self, ranks: int, config: BalanceConfig, seed: int, noise: float, overhead: float) -> None:
-        self.config, self.noise, self.overhead = config, noise, overhead
-        self.random = np.random.default_rng(seed)
-        self.equal_work = [EqualWork(config.patience) for _ in range(ranks)]
-        self.watches = [SpeedWatch(config) for _ in range(ranks)]
-        self.plan = Plan.idle(ranks)
-        self.flag = False
-        self.exchanges = 0
-
-    def iterate(self, slowdowns: list[float]) -> None:
-        moved = []
-        for rank, slowdown in enumerate(slowdowns):
-            ratio = self.plan.resize[rank]
-            share = 1 - ratio + (self.overhead if ratio else 0)
-            matmul = 0.7 * slowdown * share * (1 + self.random.uniform(-self.noise, self.noise))
-            other = 0.3 * (1 + self.random.uniform(-self.noise, self.noise))
-            moved.append(self.watches[rank].observe(self.equal_work[rank].normalise(other + matmul, matmul, ratio)))
-        exchanged = self.flag and all(watch.ready for watch in self.watches)
-        if exchanged:
-            gathered = [watch.current() for watch in self.watches]
-            for watch in self.watches:
-                watch.exchanged()
-            self.plan = decide(gathered, self.config, self.plan)
-            self.exchanges += 1
-        self.flag = any(moved) and not exchanged
-
-
-SIMULATED = settings(max_examples=150, deadline=None)
-
-
-@SIMULATED
-@given(st.integers(0, 10**6), st.integers(2, 8), st.floats(0, 0.1))
-def test_noise_alone_never_prunes(seed: int, ranks: int, overhead: float) -> None:
-    group = SimulatedGroup(ranks, RESIZE, seed, noise=0.05, overhead=overhead)
-    for _ in range(60):
-        group.iterate([1.0] * ranks)
-        assert group.plan == Plan.idle(ranks)
-
-
-@SIMULATED
-@given(st.integers(0, 10**6), st.integers(2, 8), st.integers(0, 7), st.floats(1.5, 8), st.floats(0, 0.1))
-def test_a_constant_straggler_settles_and_stays_settled(
-    seed: int, ranks: int, slow: int, slowdown: float, overhead: float
-) -> None:
-    group = SimulatedGroup(ranks, RESIZE, seed, noise=0.05, overhead=overhead)
-    slowdowns = [slowdown if rank == slow % ranks else 1.0 for rank in range(ranks)]
-    for _ in range(10):
-        group.iterate([1.0] * ranks)
-    plans = []
-    for _ in range(60):
-        group.iterate(slowdowns)
-        plans.append(group.plan)
-    assert group.plan.resize[slow % ranks] > 0
-    assert all(plan == plans[4] for plan in plans[4:]), f"the plan moved after five iterations: {plans}"
-    assert sum(ratio > 0 for ratio in group.plan.resize) == 1
-
-
-@SIMULATED
-@given(st.integers(0, 10**6), st.integers(2, 8), st.integers(0, 7), st.floats(1.5, 8), st.floats(0, 0.1))
-def test_the_plan_recovers_when_the_straggler_goes_away(
-    seed: int, ranks: int, slow: int, slowdown: float, overhead: float
-) -> None:
-    group = SimulatedGroup(ranks, RESIZE, seed, noise=0.05, overhead=overhead)
-    for _ in range(20):
-        group.iterate([slowdown if rank == slow % ranks else 1.0 for rank in range(ranks)])
-    assert group.plan != Plan.idle(ranks)
-    for iteration in range(40):
-        group.iterate([1.0] * ranks)
-        if iteration >= 4:
-            assert group.plan == Plan.idle(ranks), iteration
-
-
-def test_nothing_is_exchanged_while_nothing_moves() -> None:
-    group = SimulatedGroup(4, RESIZE, seed=0, noise=0.02, overhead=0.05)
-    for _ in range(200):
-        group.iterate([1.0] * 4)
-    assert group.exchanges == 1  # the first, when there was nothing to compare with
-
-
-def test_slow_drift_is_noticed() -> None:
-    watch = SpeedWatch(RESIZE)
-    seconds, flags = 1.0, []
-    for _ in range(100):
-        raised = watch.observe(RankTimes(seconds, seconds / 2))
-        if raised:
-            watch.exchanged()
-        flags.append(raised)
-        seconds *= 1.004
-    assert 3 <= sum(flags) <= 6  # once to begin with and then about every 10 %
-
-
-def test_one_odd_iteration_is_not_believed() -> None:
-    watch = SpeedWatch(RESIZE)
-    for _ in range(4):
-        if watch.observe(RankTimes(1.0, 0.5)):
-            watch.exchanged()
-    assert not watch.observe(RankTimes(9.0, 4.0))
-    assert not watch.observe(RankTimes(1.0, 0.5))
-
-
-def test_equal_work_scales_back_by_the_work_done() -> None:
-    equal = EqualWork(2)
-    assert equal.normalise(5.0, 4.0, 0.0) == RankTimes(5.0, 4.0)
-    scaled = equal.normalise(2.2, 1.2, 0.75)  # a quarter of 4 s and 0.2 s of overhead
-    assert scaled.work_seconds == pytest.approx(5.0) and scaled.matmul_seconds == pytest.approx(4.0)
-    equal.normalise(2.2, 1.2, 0.75)
-    recovered = equal.normalise(1.3, 0.3, 0.75)
-    assert recovered.matmul_seconds == pytest.approx(1.0)

@@ -1,10 +1,27 @@
 """What changes between iterations: measure, decide, apply.
 
-The deciding half (:mod:`.config`, :mod:`.decide`, :mod:`.speed`, :mod:`.records`) is free of torch; the other half
-(:mod:`.clock`, :mod:`.columns`, :mod:`.balancer`) has the effects and is imported by name.
+The deciding half (:mod:`.config`, :mod:`.plan`, :mod:`.costs`, :mod:`.decide`, :mod:`.ratios`, :mod:`.semi`,
+:mod:`.optimum`, :mod:`.divide`, :mod:`.speed`, :mod:`.damping`, :mod:`.records`) is free of torch; the other half
+(:mod:`.clock`, :mod:`.columns`, :mod:`.pretest`, :mod:`.balancer`) has the effects and is imported by name.
 """
 
 from .config import BalanceConfig
-from .decide import Plan, RankTimes, decide, layer_ratios, resize_ratios
+from .costs import Costs, predicted_seconds
+from .decide import decide
+from .divide import Division, Move, divide
+from .plan import Plan, RankTimes
+from .ratios import layer_ratios, resize_ratios
 
-__all__ = ["BalanceConfig", "Plan", "RankTimes", "decide", "layer_ratios", "resize_ratios"]
+__all__ = [
+    "BalanceConfig",
+    "Costs",
+    "Division",
+    "Move",
+    "Plan",
+    "RankTimes",
+    "decide",
+    "divide",
+    "layer_ratios",
+    "predicted_seconds",
+    "resize_ratios",
+]

@@ -80,9 +80,10 @@ class _Problem:
         self.matmul = np.array([time.matmul_seconds for time in times])
         self.costs = costs
         least = self.work.min()
-        self.slow = (self.work > (1 + straggler_margin) * least) & (self.matmul > 0)
-        # Ranks without products take nothing off others either.
-        self.safe = np.where(self.matmul > 0, self.matmul, 1.0)
+        # Ranks without products to speak of give nothing, and take nothing off others either.
+        movable = self.matmul > 1e-9 * self.work
+        self.slow = (self.work > (1 + straggler_margin) * least) & movable
+        self.safe = np.where(movable, self.matmul, 1.0)
         self.gain = 1.0 - costs.resize_per_share
         fixed = costs.resize_fixed
         self.most = np.zeros(len(times))
@@ -95,7 +96,7 @@ class _Problem:
         self.full = self.work - (1.0 - RESERVE) * self.matmul
         self.earliest = float(np.where(self.slow, self.full, self.work).max())
         self.latest = float(self.pruned_work.max())
-        self.room = np.where(self.matmul > 0, 1.0 / (costs.receive_factor * self.safe), 0.0)
+        self.room = np.where(movable, 1.0 / (costs.receive_factor * self.safe), 0.0)
 
     def largest_ratio(self, deadline: np.ndarray | float) -> np.ndarray:
         """The most that each rank can prune if it gives away the rest that makes it late; negative if that fails."""

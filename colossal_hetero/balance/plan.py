@@ -66,7 +66,7 @@ class Plan:
                     f"rank {rank} is both to give away {migrate} and to receive {receive}; only one makes sense"
                 )
         given, taken = math.fsum(self.migrate), math.fsum(self.receive)
-        if abs(given - taken) > 1e-9 * max(given, taken):
+        if abs(given - taken) > 1e-9 * max(given, taken) + 1e-12:
             raise ValueError(f"ranks give away {given} and receive {taken}; both must be the same")
 
     @classmethod
