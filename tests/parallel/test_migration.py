@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.apply import Applier
@@ -24,6 +25,7 @@ from colossal_hetero.layers.transport import Transport
 from colossal_hetero.layers.unit_mail import UnitMail
 
 from .harness import run_ranks
+from .test_layers import KINDS, build, inputs, owned
 from .training import BATCH, batch, loss_of, ours, tiny_vit
 
 WAYS = ("broadcast-reduce", "scatter-gather", "block")
@@ -235,3 +237,64 @@ def _pruned_and_migrated(form: str, giver: int) -> float:
 @pytest.mark.parametrize("form", ["block", "broadcast-reduce"])
 def test_a_rank_can_prune_some_units_and_migrate_others(form: str, giver: int) -> None:
     assert max(run_ranks(2, _pruned_and_migrated, form, giver)) <= 1e-5
+
+
+# Each kind of layer ---------------------------------------------------------------------------------------------------
+
+
+def _layer_variants(kind: str) -> Iterator[dict[str, Any]]:
+    yield {}
+    yield {"skip_bias_add": True}
+    yield {"gather_output": True} if kind.endswith("Col") else {"parallel_input": False}
+
+
+def _train_layer(layer: torch.nn.Module, kind: str, options: dict[str, Any], checkpointed: bool) -> dict[str, Tensor]:
+    """Outputs and input gradients of the last of 20 steps of SGD with momentum, and the parameters after it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3, momentum=0.9)
+    results = {}
+    for step in range(20):
+        whole, x, dy = inputs(kind, rank, world, seed=step)
+        x = (whole if "parallel_input" in options else x).clone().requires_grad_()
+        if kind.endswith("Col") and "gather_output" not in options:
+            dy = dy[..., owned(kind, rank, world)].contiguous()
+        y = checkpoint(layer, x, use_reentrant=True) if checkpointed else layer(x)
+        y = y[0] if isinstance(y, tuple) else y
+        optimizer.zero_grad()
+        y.backward(dy)
+        optimizer.step()
+        layer.begin_iteration() if hasattr(layer, "begin_iteration") else None
+        results = {"y": y.detach(), "dx": x.grad}
+    return results | {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+
+
+def _differences_of_layers() -> dict[str, float]:
+    ranks = dist.get_world_size()
+    transport = Transport(dist.new_group())
+    differences = {}
+    for kind, (our_class, their_class) in KINDS.items():
+        for options in _layer_variants(kind):
+            for checkpointed in (False, True):
+                if checkpointed and options:
+                    continue
+                expected = _train_layer(build(their_class, kind, **options), kind, options, checkpointed)
+                # What a layer's options do has nothing to do with who gives.
+                every = list(plans(ranks))[: None if not (options or checkpointed) else 1]
+                for way, courier in COURIERS.items():
+                    for plan in every:
+                        layer = build(our_class, kind, **options)
+                        moves = divide(layer.contraction_columns, plan).moves
+                        assert moves
+                        layer.assign(None, ColumnMigration(courier(transport), moves))
+                        actual = _train_layer(layer, kind, options, checkpointed)
+                        what = f"{kind} {options} {way} {plan} {checkpointed=}"
+                        differences[what] = furthest(actual, expected)
+    return differences
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_each_kind_of_layer_computes_what_colossalai_s_does(ranks: int) -> None:
+    for of_rank in run_ranks(ranks, _differences_of_layers):
+        assert len(of_rank) >= 6 * 2 * (ranks + 3)
+        for what, difference in of_rank.items():
+            assert difference <= 1e-5, what
