@@ -13,12 +13,14 @@ from ..layers.block import Block
 from ..layers.linear import HeteroLinear
 from ..layers.migration import COURIERS, ColumnMigration, Courier
 from ..layers.transport import Transport
-from ..layers.unit_mail import UnitMail
+from ..layers.unit_mail import UnitMail, batch_numbers
 from ..layers.workload import Workload, kept_count
 from .columns import ColumnSelector, make_selector
 from .config import BalanceConfig
+from .costs import Traffic
 from .decide import Plan, layer_ratios
 from .divide import Division, divide
+from .traffic import BlockShape, LayerShape, block_traffic, column_traffic
 
 __all__ = ["Applier", "Pruning", "Shares"]
 
@@ -158,12 +160,12 @@ class Applier:
         self._costs = [target.cost for target in self._targets]
         self._pruning = Pruning(self._targets, config, iterations_per_interval)
         self._transport = transport
+        # Layers in no block migrate as the paper has it.
+        self._column_way = "broadcast-reduce" if config.migration == "block" else config.migration
         self._courier: Courier | None = None
         self._mail: UnitMail | None = None
         if transport is not None:
-            # Layers in no block migrate as the paper has it.
-            way = "broadcast-reduce" if config.migration == "block" else config.migration
-            self._courier = COURIERS[way](transport)
+            self._courier = COURIERS[self._column_way](transport)
             self._mail = UnitMail(transport, is_last_pass)
         self._plan: Plan | None = None
         self._shares = Shares()
@@ -186,6 +188,25 @@ class Applier:
         self._plan = plan
         self._pruning.start(plan.resize[self._rank])
         self._assign()
+
+    def traffic(self, plan: Plan, bytes_per_element: int) -> Traffic:
+        """What migrating by ``plan`` would send in an iteration like those so far, over the whole group."""
+        assert self._transport is not None
+        total = Traffic()
+        for layer in self._layers:
+            outputs, columns = layer.matrix.shape
+            total += column_traffic(
+                LayerShape(outputs, columns, layer.is_column_parallel),
+                divide(columns, plan, self._config.grain).moves,
+                layer.rows // max(1, layer.passes),
+                layer.passes,
+                self._transport.size,
+                self._column_way,
+                bytes_per_element,
+            )
+        moves = [divide(block.units, plan, self._config.grain).moves for block in self._blocks]
+        shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
+        return total + block_traffic(shapes, moves, batch_numbers(self._blocks, moves), bytes_per_element)
 
     def begin_iteration(self) -> None:
         """The weights are those of a new iteration. Collective over the group where units migrate."""

@@ -28,9 +28,10 @@ from ..layers.transport import Transport
 from .apply import Applier, Shares
 from .clock import IterationClock, IterationTimes
 from .config import BalanceConfig
-from .costs import Costs
+from .costs import Costs, Traffic
 from .decide import Plan, RankTimes, decide
 from .exchange import Groups, make_groups
+from .pretest import ProductShape, prepare_costs
 from .records import IterationRecord, LocalRecord, merge_records
 from .speed import EqualWork, SpeedWatch
 from .timeline import RankSegments, SampledIterations, Timelines, TimelineSampler, choose_timelines
@@ -140,6 +141,8 @@ class Balancer:
         self._clock.stop(tag=(self._iteration, self._applier.shares))
         moved = [self._observe(times) for times in self._clock.read()]
         if self.active:
+            if self._iteration == 0 and self.config.mode in ("semi", "auto"):
+                self._costs = self._measure_costs()
             # An exchange settles what this iteration's flag would ask for.
             due = self._exchange.take_flag() or self._iteration == self._check_at
             exchanged = due and self._replan()
@@ -178,6 +181,28 @@ class Balancer:
             )
         )
         return self._watch.observe(equal)
+
+    def _measure_costs(self) -> Costs:
+        """What balancing costs with the layers, rows and messages of the iteration that is just over."""
+        first = next(iter(self._layers.values()))
+        dtype, device = first.matrix.dtype, first.matrix.device
+        ranks = self._exchange.size
+
+        def traffic(share: float) -> Traffic:
+            others = (share / (ranks - 1),) * (ranks - 1)
+            plan = Plan(resize=(0.0,) * ranks, migrate=(share,) + (0.0,) * (ranks - 1), receive=(0.0, *others))
+            return self._applier.traffic(plan, dtype.itemsize)
+
+        return prepare_costs(
+            self.config,
+            self._groups.migration,
+            [ProductShape(*layer.matrix.shape) for layer in self._layers.values()],
+            first.rows // max(1, first.passes),
+            dtype,
+            device,
+            traffic,
+            "block" if self.config.moves_blocks else "column",
+        )
 
     def _replan(self) -> bool:
         """Exchange times, decide and apply; False if some rank has no times yet."""

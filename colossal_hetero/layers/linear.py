@@ -56,6 +56,10 @@ class HeteroLinear:
     """Told when each part of the forward and backward pass ends."""
     brake: Brake | None = None
     """Slows the products, in experiments."""
+    rows = 0
+    """Rows multiplied in training forward passes so far."""
+    passes = 0
+    """How many passes that were."""
     block: Block | None = None
     """The block that the layer is a part of; its workload goes before the layer's own."""
 
@@ -117,6 +121,11 @@ class HeteroLinear:
         return self.resize_obstacle()
 
     @property
+    def is_column_parallel(self) -> bool:
+        """Whether ranks divide the outputs; else they divide the inputs."""
+        return self._column_parallel
+
+    @property
     def output_dim(self) -> int:
         """The dimension of the weight that counts this rank's outputs."""
         return 1 - self._layout.columns
@@ -145,6 +154,9 @@ class HeteroLinear:
 
     def _multiply(self, x: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
         layer: Any = self
+        if layer.training:
+            self.rows += x.numel() // x.shape[-1]
+            self.passes += 1
         migration = self._migration if self._migration is not None and self._is_balanced() else None
         lineage = self._columns_for(x)
         if migration is not None:

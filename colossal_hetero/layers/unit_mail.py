@@ -7,6 +7,7 @@ as they appear (data parallelism, ZeRO, loss scaling, clipping) finds them compl
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from .migration import Move
 from .transport import Pending, Transport
 from .workload import Selector
 
-__all__ = ["MESSAGE_BYTES", "UnitMail"]
+__all__ = ["MESSAGE_BYTES", "UnitMail", "batch_numbers"]
 
 MESSAGE_BYTES = 4 << 20
 """Blocks are put together until their weights are as large as this; larger messages would not be faster."""
@@ -61,7 +62,7 @@ class _Parcel:
 class _Batch:
     """Blocks whose weights travel together, and the messages that carry them, by the rank at the other end."""
 
-    parcels: list[_Parcel]
+    parcels: list[_Parcel] = field(default_factory=list)
     outgoing: dict[int, Tensor] = field(default_factory=dict)
     incoming: dict[int, Tensor] = field(default_factory=dict)
     pending: Pending = field(default_factory=lambda: Pending(()))
@@ -78,17 +79,22 @@ class _Batch:
             messages.update({other: like.new_empty(length) for other, length in sorted(lengths.items())})
 
 
-def _batches(blocks: Sequence[Block], moves: Sequence[Sequence[Move]]) -> list[_Batch]:
-    """Each block's batch; the same division on all ranks."""
-    by_block: list[_Batch] = []
+def batch_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[Move]]) -> list[int]:
+    """Which blocks' weights travel together: a number for each block, the same division on all ranks."""
+    numbers: list[int] = []
     size, kind = 0, None
     for block, moved in zip(blocks, moves, strict=True):
         dtype = block.parameters[0][0].dtype
-        if not by_block or size >= MESSAGE_BYTES or kind != dtype:
-            batch, size, kind = _Batch([]), 0, dtype
-        by_block.append(batch)
+        if not numbers:
+            numbers.append(0)
+        elif size >= MESSAGE_BYTES or kind != dtype:
+            numbers.append(numbers[-1] + 1)
+            size = 0
+        else:
+            numbers.append(numbers[-1])
+        kind = dtype
         size += sum(move.stop - move.start for move in moved) * block.elements_per_unit * dtype.itemsize
-    return by_block
+    return numbers
 
 
 class UnitMail:
@@ -120,7 +126,9 @@ class UnitMail:
         """
         self.release(blocks)
         rank = self._transport.rank
-        for block, moved, count, rule, batch in zip(blocks, moves, kept, select, _batches(blocks, moves), strict=True):
+        batches: dict[int, _Batch] = defaultdict(_Batch)
+        numbers = batch_numbers(blocks, moves)
+        for block, moved, count, rule, number in zip(blocks, moves, kept, select, numbers, strict=True):
             outward = [_Route(move.receiver, move.start, move.stop) for move in moved if move.giver == rank]
             inward = [_Route(move.giver, move.start, move.stop) for move in moved if move.receiver == rank]
             if count == block.units and not inward:
@@ -136,10 +144,9 @@ class UnitMail:
             block.assign(workload, self._receiver(parcel), self._returner(parcel))
             self._parcels.append(parcel)
             if outward or inward:
-                parcel.batch = batch
-                batch.parcels.append(parcel)
-                if batch not in self._batches:
-                    self._batches.append(batch)
+                parcel.batch = batches[number]
+                parcel.batch.parcels.append(parcel)
+        self._batches = list(batches.values())
         for batch in self._batches:
             batch.reserve()
 

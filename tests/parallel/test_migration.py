@@ -172,7 +172,7 @@ def _sent_in_one_step(way: str, plan: Plan) -> tuple[dict[str, tuple[int, int]],
     for layer in training.layers.values():
         moves = divide(layer.contraction_columns, plan).moves
         outputs, columns = layer.matrix.shape
-        shape = LayerShape(outputs, columns, column_parallel=layer._column_parallel)
+        shape = LayerShape(outputs, columns, column_parallel=layer.is_column_parallel)
         expected += column_traffic(shape, moves, BATCH * TOKENS, 1, ranks, way, 4)
     return sent, expected
 
