@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.balance import Costs, Plan, RankTimes, predicted_seconds
-from colossal_hetero.balance.semi import migrating_stragglers, resize_and_migrate, semi_plan
+from colossal_hetero.balance.semi import divide_stragglers, migrating_stragglers, resize_and_migrate, semi_plan
 
 FREE = Costs()
 
@@ -72,7 +72,7 @@ def test_eq3_counts_those_for_whom_migration_pays(fixed: float, x: int) -> None:
 
 
 def test_several_stragglers() -> None:
-    plan = semi_plan(FIG_11, Costs(migrate_fixed_seconds=0.3), 0.9)
+    plan = divide_stragglers(FIG_11, [0, 1, 2], [0, 1, 2, 3], 0.9)
     assert plan.migrate == pytest.approx((7 / 8, 5 / 6, 3 / 4, 0, 0, 0, 0, 0))
     assert plan.resize == pytest.approx((0, 0, 0, 0.5, 0, 0, 0, 0))
     taken = (7 / 8 + 5 / 6 + 3 / 4) / 4
@@ -83,11 +83,48 @@ def test_several_stragglers() -> None:
 def test_resizing_ranks_that_received_would_be_late() -> None:
     """Why only those receive that do not straggle."""
     costs = Costs(migrate_fixed_seconds=0.3)
-    plan = semi_plan(FIG_11, costs, 0.9)
+    plan = divide_stragglers(FIG_11, [0, 1, 2], [0, 1, 2, 3], 0.9)
     taken = sum(plan.migrate) / 5
     printed = Plan(plan.resize, plan.migrate, (0.0,) * 3 + (taken,) * 5)
     assert predicted_seconds(FIG_11, costs, plan) == pytest.approx(0.3 + 1.6146, abs=1e-4)
     assert predicted_seconds(FIG_11, costs, printed) == pytest.approx(0.3 + 1.9833, abs=1e-4)
+
+
+@given(
+    st.lists(st.floats(1.2, 10), min_size=2, max_size=4),
+    st.integers(1, 4),
+    costs,
+    costs,
+    costs,
+    costs,
+    st.floats(0, 0.9),
+)
+def test_no_number_of_migrating_stragglers_is_faster(
+    slowdowns: list[float], healthy: int, fixed: float, per_share: float, sending: float, per_sent: float, cap: float
+) -> None:
+    times = group(*slowdowns, *(1.0,) * healthy, other=0.2)
+    model = Costs(fixed, per_share, sending, per_sent)
+    slowest = sorted(range(len(slowdowns)), key=lambda rank: (-slowdowns[rank], rank))
+    most = migrating_stragglers(times, model, slowest)
+    found = predicted_seconds(times, model, semi_plan(times, model, cap))
+    for count in range(most + 1):
+        by_hand = divide_stragglers(times, slowest[:count], slowest, cap)
+        assert found <= predicted_seconds(times, model, by_hand) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cap, x", [(0.9, 1), (0.5, 3), (0.0, 4)])
+def test_the_division_of_fig_11(cap: float, x: int) -> None:
+    """Where half may be pruned, three migrate, which the paper found best by hand."""
+    model = Costs(0.03, 0.05, 0.02, 0.05, 1.05)
+    assert migrating_stragglers(FIG_11, model, [0, 1, 2, 3]) == 4
+    assert semi_plan(FIG_11, model, cap).note == f"Eq. 3: of 4 stragglers {x} migrate and {4 - x} resize"
+
+
+def test_of_equally_fast_divisions_the_one_that_prunes_least() -> None:
+    """A rank that can hardly be helped decides how long an iteration takes."""
+    times = [RankTimes(8.0, 0.5), *group(2.0, 1.0, 1.0, 1.0)]
+    plan = semi_plan(times, FREE, 0.5)
+    assert plan.resize == (0.0,) * 5 and plan.migrate[1] == pytest.approx(0.5)
 
 
 def test_ratios_are_capped() -> None:

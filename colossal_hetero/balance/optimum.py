@@ -81,7 +81,7 @@ class _Problem:
         self.costs = costs
         least = self.work.min()
         # Ranks without products to speak of give nothing, and take nothing off others either.
-        movable = self.matmul > 1e-9 * self.work
+        movable = self.matmul > 1e-6 * self.work
         self.slow = (self.work > (1 + straggler_margin) * least) & movable
         self.safe = np.where(movable, self.matmul, 1.0)
         self.gain = 1.0 - costs.resize_per_share
@@ -139,7 +139,7 @@ class _Problem:
             candidates = candidates[-1:]
         shares = self.demand(candidates[:, None])
         # Less than that is rounding.
-        moves = shares > 1e-12
+        moves = shares > 1e-9
         best = int(np.where(moves, candidates + slope * shares, np.inf).argmin())
         return (float(candidates[best]), float(shares[best])) if moves[best] else (self.latest, 0.0)
 

@@ -11,14 +11,16 @@ from .optimum import RESERVE
 from .plan import Plan, RankTimes
 from .ratios import resize_ratios
 
-__all__ = ["divide_stragglers", "migrating_stragglers", "resize_and_migrate", "semi_plan"]
+__all__ = ["divide_stragglers", "fastest_division", "migrating_stragglers", "resize_and_migrate", "semi_plan"]
 
 
 def semi_plan(times: Sequence[RankTimes], costs: Costs, max_resize: float, straggler_margin: float = 0.0) -> Plan:
     """The plan of Algorithm 2.
 
-    One straggler splits its excess by Eq. 2; of several the slowest migrate, as many as Eq. 3 says, and the others
-    resize. Line 8 of the printed algorithm has a misprint: the branch is the straggler's, ``T_i > T_min``.
+    One straggler splits its excess by Eq. 2. Of several the slowest migrate and the others resize: at most as many
+    migrate as Eq. 3 finds worth while, and of these divisions the one with the least predicted time is taken. Eq. 3
+    alone weighs migrating against doing nothing, not against resizing, and in the paper's own Fig. 11 has one or more
+    too many migrate. Line 8 of the printed algorithm has a misprint: the branch is the straggler's, ``T_i > T_min``.
 
     Args:
         times: at equal work, by rank.
@@ -30,7 +32,9 @@ def semi_plan(times: Sequence[RankTimes], costs: Costs, max_resize: float, strag
     if not slowest:
         return Plan.idle(len(times), "nobody is slow")
     if len(slowest) > 1:
-        return divide_stragglers(times, slowest[: migrating_stragglers(times, costs, slowest)], slowest, max_resize)
+        most = migrating_stragglers(times, costs, slowest)
+        count = fastest_division(times, costs, slowest, most, max_resize)
+        return divide_stragglers(times, slowest[:count], slowest, max_resize)
     (slow,) = slowest
     resized, migrated = resize_and_migrate(times, costs, slow, max_resize)
     taken = migrated / (len(times) - 1)
@@ -84,6 +88,33 @@ def migrating_stragglers(times: Sequence[RankTimes], costs: Costs, slowest: Sequ
         if saved - costs.phi1(moved) - costs.phi2(moved / len(receivers), receiver) <= 0.0:
             return x
     return len(slowest)
+
+
+def fastest_division(
+    times: Sequence[RankTimes], costs: Costs, slowest: Sequence[int], most: int, max_resize: float
+) -> int:
+    """How many of the stragglers, ``slowest`` first and at most ``most``, migrate where the predicted time is least.
+
+    Of equals the largest, with which the least is pruned.
+    """
+    work = np.array([time.work_seconds for time in times])
+    matmul = np.array([time.matmul_seconds for time in times])
+    excess = _excess(times)[list(slowest)]
+    receivers = sorted(set(range(len(times))).difference(slowest))
+    slow_work, slow_matmul = work[list(slowest)], matmul[list(slowest)]
+    pruned = np.minimum(excess, max_resize)
+    omega = np.where(pruned > 0, costs.resize_fixed + costs.resize_per_share * pruned, 0.0)
+    resizing = slow_work + (omega - pruned) * slow_matmul
+    migrating = slow_work - excess * slow_matmul
+    moved = np.concatenate([[0.0], np.cumsum(excess)])[: most + 1]
+    taken = costs.phi2(1.0, 1.0) * moved / len(receivers)
+    # By the number x that migrate: the latest of those that receive, that migrate and that resize.
+    receiving = (work[receivers] + taken[:, None] * matmul[receivers]).max(axis=1)
+    latest_resizing = np.append(np.maximum.accumulate(resizing[::-1])[::-1], 0.0)[: most + 1]
+    latest_migrating = np.maximum.accumulate(np.append(0.0, migrating))[: most + 1]
+    latest = np.maximum(np.maximum(receiving, latest_resizing), latest_migrating)
+    seconds = latest + np.array([costs.phi1(float(share)) for share in moved])
+    return int(most - seconds[::-1].argmin())
 
 
 def divide_stragglers(
