@@ -29,7 +29,7 @@ from .config import BalanceConfig
 from .cost_cache import CostCache
 from .costs import Costs, Traffic, Volume, fit_affine
 
-__all__ = ["LayerShape", "Link", "fit_link", "fit_receive_factor", "fit_resize", "measure_costs", "prepare_costs"]
+__all__ = ["Link", "ProductShape", "fit_link", "fit_receive_factor", "fit_resize", "measure_costs", "prepare_costs"]
 
 RESIZED_SHARES = (0.25, 0.5, 0.75, 0.9)
 """Shares pruned in the products that are timed."""
@@ -59,7 +59,7 @@ Show = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class LayerShape:
+class ProductShape:
     """A rank's product: ``Y [M, N] = X [M, L] · W [N, L]ᵀ``."""
 
     outputs: int
@@ -83,7 +83,7 @@ class Link:
 def prepare_costs(
     config: BalanceConfig,
     group: dist.ProcessGroup,
-    shapes: Sequence[LayerShape],
+    shapes: Sequence[ProductShape],
     rows: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -112,7 +112,7 @@ def prepare_costs(
 
 def measure_costs(
     group: dist.ProcessGroup,
-    shapes: Sequence[LayerShape],
+    shapes: Sequence[ProductShape],
     rows: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -178,7 +178,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
 
 
 def _time_products(
-    shapes: Sequence[LayerShape], rows: int, dtype: torch.dtype, device: torch.device, way: Way, tell: Show
+    shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, device: torch.device, way: Way, tell: Show
 ) -> tuple[list[float], list[float]]:
     """Times of resized products and of a receiver's, in ratio to the dense one's; means over shapes, by their work."""
     largest = sorted(set(shapes), key=lambda shape: (-shape.outputs * shape.columns, shape.outputs))[:SHAPES]
@@ -198,7 +198,7 @@ def _time_products(
 
 
 def _time_shape(
-    shape: LayerShape, rows: int, dtype: torch.dtype, device: torch.device, way: Way, budget_seconds: float
+    shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, way: Way, budget_seconds: float
 ) -> list[float]:
     """The same for one shape, from the fastest of several rounds: other work on the machine only ever adds."""
     # A generator of its own: measuring is not to change what training draws.
@@ -219,12 +219,12 @@ def _time_shape(
 
 
 def _affordable(
-    shape: LayerShape, rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> tuple[int, LayerShape]:
+    shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> tuple[int, ProductShape]:
     """Rows and shape of a dense product that takes no longer than :data:`DENSE_SECONDS`, if possible."""
     sizes = [rows, shape.outputs, shape.columns]
     probe = [min(size, LEAST_SIZE // 2) for size in sizes]
-    products = _Products(LayerShape(*probe[1:]), probe[0], dtype, device, generator)
+    products = _Products(ProductShape(*probe[1:]), probe[0], dtype, device, generator)
     _seconds(products.dense, device)
     seconds = _seconds(products.dense, device) * math.prod(sizes) / math.prod(probe)
     while seconds > DENSE_SECONDS and max(sizes) > LEAST_SIZE:
@@ -232,14 +232,14 @@ def _affordable(
         smaller = max(sizes[largest] // 2, LEAST_SIZE)
         seconds *= smaller / sizes[largest]
         sizes[largest] = smaller
-    return sizes[0], LayerShape(*sizes[1:])
+    return sizes[0], ProductShape(*sizes[1:])
 
 
 class _Products:
     """A linear layer's three products: output, input gradient and weight gradient; whole or of a part."""
 
     def __init__(
-        self, shape: LayerShape, rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+        self, shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
     ) -> None:
         def filled(*size: int) -> Tensor:
             return torch.randn(*size, dtype=dtype, device=device, generator=generator)
@@ -358,7 +358,7 @@ def _broadcast_costs(costs: Costs | None, group: dist.ProcessGroup, device: torc
 
 def _circumstances(
     group: dist.ProcessGroup,
-    shapes: Sequence[LayerShape],
+    shapes: Sequence[ProductShape],
     rows: int,
     dtype: torch.dtype,
     device: torch.device,

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalanceConfig, Costs, pretest
 from colossal_hetero.balance.costs import Traffic, Volume
-from colossal_hetero.balance.pretest import LayerShape, Link, fit_link, fit_receive_factor, fit_resize
+from colossal_hetero.balance.pretest import Link, ProductShape, fit_link, fit_receive_factor, fit_resize
 
 from .harness import run_ranks
 
-SHAPES = [LayerShape(96, 64), LayerShape(64, 96), LayerShape(96, 64)]
+SHAPES = [ProductShape(96, 64), ProductShape(64, 96), ProductShape(96, 64)]
 CPU = torch.device("cpu")
 PREPARED = tuple[Costs, int, list[str]]
 
