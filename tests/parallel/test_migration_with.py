@@ -10,7 +10,9 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,11 +22,26 @@ from timm.layers import set_reentrant_ckpt
 from torch import Tensor, nn
 
 from colossal_hetero import BalanceConfig
+from colossal_hetero.balance import apply
 from colossal_hetero.balance.plan import Plan
 from colossal_hetero.layers import hetero_layers
 
 from .harness import run_ranks
-from .training import Slowdown, Trained, batch, boost, loss_of, ours, scripted, sgd, theirs, tiny_vit, train
+from .test_checkpoints import load, save
+from .training import (
+    Slowdown,
+    Trained,
+    assert_same_parameters,
+    batch,
+    boost,
+    loss_of,
+    ours,
+    scripted,
+    sgd,
+    theirs,
+    tiny_vit,
+    train,
+)
 
 WAYS = ("block", "broadcast-reduce", "scatter-gather")
 ITERATIONS = 6
@@ -455,3 +472,137 @@ def test_stragglers_that_come_and_go(world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_straggler_that_moves_from_rank_to_rank(world: int) -> None:
     run_ranks(world, check_changing_plans, slow_one_after_the_other, world)
+
+
+# Pruning and migrating at once ---------------------------------------------------------------------------------------
+
+
+class First:
+    """A rule that keeps the first columns or units, so that a test knows what is pruned."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
+        return torch.arange(count)
+
+    def end_interval(self, weight: Tensor) -> None: ...
+
+
+def _left_out(run: Trained) -> dict[str, tuple[int, int]]:
+    """By layer the contraction columns ``[start, stop)`` that this rank prunes.
+
+    In a block it is enough to say so for the row-parallel weight: what has no way out has no gradient.
+    """
+    found = {}
+    for name, layer in hetero_layers(run.model.unwrap()).items():
+        if layer.block is not None and layer.block.output is not layer:
+            continue
+        if layer.block is None:
+            columns = layer.contraction_columns
+            assert layer.workload is not None and layer._migration is not None
+            given = layer._migration.given
+            start, size, units = max(1, layer.workload.kept_count(columns) - given), 1, columns
+        else:
+            assert layer.block.workload is not None
+            start, given, units = layer.block.workload.kept, layer.block.workload.given, layer.block.units
+            size = layer.block.places[-1][0].size
+        assert given > 0, name
+        found[name] = (start * size, (units - given) * size)
+    assert any(start < stop for start, stop in found.values()), "nothing is pruned"
+    return found
+
+
+def _train_without(run: Trained, iterations: int, left_out: dict[str, tuple[int, int]]) -> Trained:
+    """Go on with ``run``, Colossal-AI's, on a model whose weights lack these columns in forward and backward."""
+    weights = {name: module.weight for name, module in run.model.unwrap().named_modules() if name in left_out}
+    assert len(weights) == len(left_out)
+    for iteration in range(iterations):
+        kept = {name: weight.detach().clone() for name, weight in weights.items()}
+        for name, (start, stop) in left_out.items():
+            weights[name].data[:, start:stop] = 0
+        images, labels = batch(iteration)
+        loss = loss_of(run.model(images), labels)
+        run.losses.append(loss.item())
+        run.booster.backward(loss, run.optimizer)
+        for name, (start, stop) in left_out.items():
+            weights[name].data.copy_(kept[name])
+            weights[name].grad[:, start:stop] = 0
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return run
+
+
+def check_semi() -> None:
+    for giver in (0, 1):
+        for way in WAYS:
+            what = f"{way}, giver {giver}"
+            with scripted(slow(giver)), patch.object(apply, "make_selector", First):
+                # What may not be pruned is migrated.
+                run = boost(ours(migrate(way, mode="semi", max_resize=0.3), tp_size=2), None, sgd)
+                train(run, IN_FORCE)
+                plan = run.plugin.balancer.plan
+                assert plan.resize[giver] > 0.1 and plan.migrate[giver] > 0.1, f"{what}: {plan}"
+                left_out = _left_out(run) if dist.get_rank() == giver else {}
+                train(run, ITERATIONS)
+            assert run.plugin.balancer.plan == plan, what
+            expected = train(boost(theirs(tp_size=2), None, sgd), IN_FORCE)
+            assert_equal(run, _train_without(expected, ITERATIONS, left_out), what)
+
+
+def test_a_rank_that_prunes_and_migrates_trains_the_rest_exactly() -> None:
+    run_ranks(2, check_semi)
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def check_checkpoints(folder: Path, options: dict[str, Any], sharded: bool) -> None:
+    giver = dist.get_world_size() - 1
+    for way in WAYS:
+        with scripted(slow(giver)):
+            run = boost(ours(migrate(way), **options), None, sgd)
+        watch = Watch(run)
+        train(run, 4, each=watch)
+        if giver in dist.get_process_group_ranks(run.plugin.tp_group):
+            watch.assert_migrated(1, way)
+        saved = run.parameters
+        save(run, folder / way, sharded)
+
+        # Into Colossal-AI's plugin, on a model that starts from other weights.
+        plain = load(boost(theirs(**options), tiny_vit(seed=5), sgd), folder / way, sharded)
+        assert_same_parameters(plain.parameters, saved, f"{way}, Colossal-AI's plugin with our checkpoint")
+        train(plain, 3)
+        # Saving disturbed nothing: the run goes on migrating, and the same way.
+        run.losses.clear()
+        train(run, 3, each=watch)
+        assert_equal(run, plain, f"{way}, after saving")
+
+        # Back again, while the plan is in force and in the middle of an iteration.
+        if run.plugin.pp_size == 1:
+            loss_of(run.model(batch(77)[0]), batch(77)[1])
+        load(run, folder / way, sharded)
+        assert_same_parameters(run.parameters, saved, f"{way}, loaded while migrating")
+        run.losses.clear()
+        train(run, 3, each=watch)
+        assert_equal(run, plain, f"{way}, after loading while migrating")
+
+        # And what the others save is taken while migrating.
+        save(plain, folder / f"{way}, theirs", sharded)
+        load(run, folder / f"{way}, theirs", sharded)
+        run.losses.clear()
+        plain.losses.clear()
+        assert_equal(train(run, 2, each=watch), train(plain, 2), f"{way}, with Colossal-AI's checkpoint")
+        if giver in dist.get_process_group_ranks(run.plugin.tp_group):
+            assert watch.plans[-1].migrate[1] > 0.1 and all(watch.messages[IN_FORCE:]), way
+
+
+@pytest.mark.parametrize(
+    "options, sharded",
+    [
+        pytest.param(dict(tp_size=2), False, id="unsharded"),
+        pytest.param(dict(tp_size=2), True, id="sharded"),
+        pytest.param(PIPELINE, True, id="sharded-pipeline"),
+    ],
+)
+def test_checkpoints_are_colossalais(options: dict[str, Any], sharded: bool, tmp_path: Path) -> None:
+    run_ranks(2 * options.get("pp_size", 1), check_checkpoints, tmp_path, options, sharded)
