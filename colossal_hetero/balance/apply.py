@@ -213,6 +213,16 @@ class Applier:
         if self._mail is not None:
             self._mail.begin_iteration()
 
+    def drop_gradients(self) -> None:
+        """Gradients of this iteration are thrown away."""
+        if self._mail is not None:
+            self._mail.drop_gradients()
+
+    def weights_changed(self) -> None:
+        """Weights are others than at the beginning of the iteration, and not by an optimizer step."""
+        if self._mail is not None:
+            self._mail.weights_changed()
+
     def before_step(self) -> None:
         """Gradients are about to be used.
 

@@ -124,14 +124,22 @@ class Balancer:
             self._applier.begin_iteration()
             self._clock.mark("communication")
 
+    def drop_gradients(self) -> None:
+        """Gradients of this iteration are thrown away. To all ranks of the group at once."""
+        self._applier.drop_gradients()
+
+    def weights_changed(self) -> None:
+        """Weights have been loaded, perhaps amid an iteration. To all ranks of the group at once."""
+        self._applier.weights_changed()
+        self._running = False
+
     def before_step(self) -> None:
         """Gradients are about to be used.
 
         Raises:
             RuntimeError: those of units that are computed elsewhere have not come back.
         """
-        if self._running:
-            self._applier.before_step()
+        self._applier.before_step()
 
     def tick(self) -> None:
         """An optimizer step is done, and with it an iteration. Collective over the tensor-parallel group."""

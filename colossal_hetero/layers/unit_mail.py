@@ -111,6 +111,7 @@ class UnitMail:
         self._is_last_pass = is_last_pass
         self._parcels: list[_Parcel] = []
         self._batches: list[_Batch] = []
+        self._is_sent = False
 
     def assign(
         self,
@@ -158,34 +159,51 @@ class UnitMail:
             block.assign(None)
 
     def begin_iteration(self) -> None:
-        """Start sending the units' weights, which the optimizer has changed. Collective over the group."""
-        for parcel in self._parcels:
-            parcel.block.begin_iteration()
+        """Start sending the units' weights. Collective over the group.
+
+        A block that is called beforehand, by itself, starts it too.
+        """
+        if self._is_sent:
+            return
+        self._is_sent = True
         for batch in self._batches:
             for other, message in batch.outgoing.items():
                 torch.cat([part.reshape(-1) for part in _weights(batch, other)], out=message)
             batch.pending = self._transport.exchange(list(batch.outgoing.items()), list(batch.incoming.items()))
 
+    def weights_changed(self) -> None:
+        """What has been sent is out of date."""
+        for batch in self._batches:
+            batch.pending.wait()
+        for parcel in self._parcels:
+            parcel.block.begin_iteration()
+        self._is_sent = False
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that have not returned."""
+        for parcel in self._parcels:
+            parcel.forget()
+
     def finish(self) -> None:
-        """The iteration is over.
+        """The iteration is over: gradients are about to be used, and then weights will have changed.
 
         Raises:
             RuntimeError: gradients of units that this rank computes for others never returned.
         """
-        for batch in self._batches:
-            batch.pending.wait()
-        for parcel in self._parcels:
-            if any(parcel.passes):
-                parcel.forget()
-                raise RuntimeError(
-                    f"gradients of migrated units of {parcel.block.name or 'the model'} have not returned to their "
-                    "owner: the last backward pass before optimizer.step() has to run outside of no_sync()"
-                )
+        self.weights_changed()
+        late = next((parcel.block.name for parcel in self._parcels if any(parcel.passes)), None)
+        if late is not None:
+            self.drop_gradients()
+            raise RuntimeError(
+                f"gradients of migrated units of {late or 'the model'} have not returned to their owner: the last "
+                "backward pass before optimizer.step() has to run outside of no_sync()"
+            )
 
     def _receiver(self, parcel: _Parcel) -> Callable[[], list[list[Tensor]]]:
         def receive() -> list[list[Tensor]]:
             if parcel.batch is None:
                 return []
+            self.begin_iteration()
             parcel.batch.pending.wait()
             routes = [_unpack(parcel, route) for route in parcel.inward]
             return [] if not routes else _joined(parcel.block, routes)

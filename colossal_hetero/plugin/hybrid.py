@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.shardformer.policies.base_policy import Policy
 from torch import nn
@@ -96,7 +97,23 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
             if hasattr(self.scheduler, "backward_step"):
                 _wait_between_passes(self.scheduler, optimizer, clock)
             _tick_on_step(optimizer, self.balancer)
+            _drop_gradients_with_others(optimizer, self.balancer)
         return model, optimizer, criterion, dataloader, lr_scheduler
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        """See ``Plugin.get_checkpoint_io``; called by ``Booster``."""
+        checkpoint_io = super().get_checkpoint_io()
+        load_model = checkpoint_io.load_model
+
+        @functools.wraps(load_model)
+        def load_and_tell(*args: Any, **kwargs: Any) -> Any:
+            result = load_model(*args, **kwargs)
+            if self.balancer is not None:
+                self.balancer.weights_changed()
+            return result
+
+        checkpoint_io.load_model = load_and_tell
+        return checkpoint_io
 
     def _interval(self, dataloader: DataLoader | None) -> int:
         if self.balance.priority_interval is not None:
@@ -128,12 +145,13 @@ def check_world_size(tp_size: int, pp_size: int) -> None:
         )
 
 
-def _begin_on_forward(model: nn.Module, balancer: Balancer) -> None:
+def _begin_on_forward(model: ModelWrapper, balancer: Balancer) -> None:
     def begin(module: nn.Module, _: Any) -> None:
         if module.training and torch.is_grad_enabled():
             balancer.begin()
 
-    model.register_forward_pre_hook(begin)
+    # The model inside, whose layers ask the same; it may be called and switched to training by itself.
+    model.unwrap(unwrap_peft=False).register_forward_pre_hook(begin)
 
 
 def _wait_between_passes(schedule: Any, optimizer: OptimizerWrapper, clock: IterationClock) -> None:
@@ -169,3 +187,15 @@ def _tick_on_step(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
         return result
 
     optimizer.step = step_and_tick
+
+
+def _drop_gradients_with_others(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
+    """What is kept of gradients until they return goes when all others go."""
+    zero_grad = optimizer.zero_grad
+
+    @functools.wraps(zero_grad)
+    def drop(*args: Any, **kwargs: Any) -> Any:
+        balancer.drop_gradients()
+        return zero_grad(*args, **kwargs)
+
+    optimizer.zero_grad = drop

@@ -15,6 +15,7 @@ from colossalai.booster.plugin import HybridParallelPlugin
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
 from colossal_hetero.balance.clock import IterationTimes
@@ -114,9 +115,20 @@ def theirs(**options: Any) -> HybridParallelPlugin:
     return HybridParallelPlugin(**(dict(pp_size=1, precision="fp32", custom_policy=TimmViTPolicy()) | options))
 
 
-def boost(plugin: Any, model: nn.Module | None = None, lr: float = 3e-3) -> Trained:
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    """Unlike AdamW it does not divide by gradients that are zero but for rounding."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def boost(
+    plugin: Any, model: nn.Module | None = None, make_optimizer: Callable[[nn.Module], Optimizer] = adamw
+) -> Trained:
     model = tiny_vit() if model is None else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = make_optimizer(model)
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, optimizer, loss_of)
     return Trained([], model, optimizer, booster, plugin)
@@ -128,15 +140,19 @@ def train(
     accumulation: int = 1,
     same_batch: bool = False,
     each: Callable[[int], None] = lambda iteration: None,
+    no_sync: bool = True,
 ) -> Trained:
-    """Go on with ``run``; ``each`` is called with the iteration's number after its step."""
+    """Go on with ``run``; ``each`` is called with the iteration's number after its step.
+
+    With ``no_sync`` gradients are accumulated before they are summed over replicas.
+    """
     plugin, model, optimizer = run.plugin, run.model, run.optimizer
     replica = int(plugin.pg_mesh.coordinate(plugin.dp_axis))
     for iteration in range(iterations):
         total: float | None = None
         for micro in range(accumulation):
             images, labels = batch(0 if same_batch else accumulation * iteration + micro, replica)
-            synchronised = micro == accumulation - 1
+            synchronised = not no_sync or micro == accumulation - 1
             with nullcontext() if synchronised else run.booster.no_sync(model, optimizer):
                 if plugin.pp_size > 1:
                     loss = run.booster.execute_pipeline(
