@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from data import DataInfo
 from options import Layout, Options
 from results import Measurements
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress import track as rich_track
@@ -140,10 +141,13 @@ class Display(AbstractContextManager["Display"]):
 
 def _rank_table(found: BalanceReport, measurements: Measurements) -> Table:
     """A row per rank; columns for what nobody did are left out."""
-    table = Table("rank", title="An iteration, by rank (medians)", title_justify="left")
+    # Ten columns in the 80 characters of a terminal that does not tell its width.
+    table = Table(
+        "rank", title="An iteration, by rank (medians)", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1)
+    )
     ordered = measurements.stragglers is not None and measurements.stragglers.schedule == "constant"
     done = [name for name in Shares._fields if any(getattr(rank, name) for rank in found.ranks)]
-    headings = (*(["slowed"] if ordered else []), "work ms", "matmul ms", "wait ms", *done, "relative", "own")
+    headings = (*(["slowed"] if ordered else []), "work ms", "matmul ms", "wait ms", *done, "score", "own")
     for heading in headings:
         table.add_column(heading, justify="right")
     for rank in found.ranks:
