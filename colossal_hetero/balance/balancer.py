@@ -247,23 +247,22 @@ class Balancer:
         """Apply ``plan``, or as much of it as all receivers have memory for."""
         if sum(plan.migrate) > 0:
             self._transport.connect(next(iter(self._layers.values())).matrix.device)
-        plan = plan.limited(self._most_received)
         while True:
+            limited = plan.limited(self._most_received)
             try:
-                self._applier.apply(plan)
+                self._applier.apply(limited)
                 fits = True
             except RuntimeError as error:
                 if not _is_out_of_memory(error):
                     raise
                 fits = False
             if self._exchange.all_agree(fits):
-                return plan
+                return limited
             # Released before the others' share of the next attempt is taken.
             self._applier.apply(Plan.idle(self._exchange.size))
-            self._most_received = max(plan.receive) / 2
+            self._most_received = max(limited.receive) / 2
             if self._most_received < LEAST_RECEIVED:
                 self._most_received = 0.0
-            plan = plan.limited(self._most_received)
 
     def collect(self) -> list[IterationRecord] | None:
         """The iterations since the last call, all ranks together, on global rank 0; None elsewhere.

@@ -150,6 +150,7 @@ class UnitMail:
         self._batches = list(batches.values())
         for batch in self._batches:
             batch.reserve()
+        _rehearse_backward(self._parcels)
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Nobody moves anything any more."""
@@ -244,6 +245,31 @@ class UnitMail:
             for route, (_, message) in zip(parcel.outward, receives, strict=True)
         ]
         return [torch.cat([route[n] for route in routes], place.unit_dim) for n, place in enumerate(places)]
+
+
+def _rehearse_backward(parcels: Sequence[_Parcel]) -> None:
+    """Take, for a moment, the memory that backward needs for taken units beside that for the own ones.
+
+    That is their gradients, as much again until these have returned, and a whole one while it is put together; and the
+    own ones, where they do not exist yet. Activations are not in it, which depend on the batch.
+
+    Raises:
+        RuntimeError: there is not so much.
+    """
+    room, largest = [], 0
+    for parcel in parcels:
+        taken = sum(route.count for route in parcel.inward)
+        for layer, tensors, places in zip(
+            parcel.block.layers, parcel.block.parameters, parcel.block.places, strict=True
+        ):
+            if taken and layer.weight.requires_grad:  # type: ignore[attr-defined]
+                elements = sum(place.numel(tensor) for tensor, place in zip(tensors, places, strict=True))
+                whole = sum(tensor.numel() for tensor in tensors)
+                own = whole if layer.weight.grad is None else 0  # type: ignore[attr-defined]
+                room.append(tensors[0].new_empty(2 * taken * elements + own))
+                largest = max(largest, whole)
+    if room:
+        room.append(room[0].new_empty(largest))
 
 
 def _weights(batch: _Batch, other: int) -> list[Tensor]:

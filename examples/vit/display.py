@@ -142,9 +142,8 @@ class Display(AbstractContextManager["Display"]):
 def _rank_table(found: BalanceReport, measurements: Measurements) -> Table:
     """A row per rank; columns for what nobody did are left out."""
     # Ten columns in the 80 characters of a terminal that does not tell its width.
-    table = Table(
-        "rank", title="An iteration, by rank (medians)", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1)
-    )
+    compact: dict[str, Any] = {"box": SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False}
+    table = Table("rank", title="An iteration, by rank (medians)", title_justify="left", **compact)
     ordered = measurements.stragglers is not None and measurements.stragglers.schedule == "constant"
     done = [name for name in Shares._fields if any(getattr(rank, name) for rank in found.ranks)]
     headings = (*(["slowed"] if ordered else []), "work ms", "matmul ms", "wait ms", *done, "score", "own")

@@ -161,9 +161,7 @@ CASES: dict[int, dict[str, Case]] = {
         "clipped": Case(dict(tp_size=2, max_norm=0.05)),
         "checkpointed": Case(dict(tp_size=2), _checkpointed, accumulation=2),
         "checkpointed, reentrant": Case(dict(tp_size=2), lambda: _checkpointed(reentrant=True), giver=0),
-        "dropout on the residual stream": Case(
-            dict(tp_size=2), lambda: tiny_vit(pos_drop_rate=0.2, drop_path_rate=0.3)
-        ),
+        "dropout outside of blocks": Case(dict(tp_size=2), lambda: tiny_vit(pos_drop_rate=0.2, drop_path_rate=0.3)),
         "dropout in attention": Case(dict(tp_size=2), lambda: tiny_vit(attn_drop_rate=0.2), in_blocks=4),
         "dropout in MLPs": Case(dict(tp_size=2), lambda: tiny_vit(proj_drop_rate=0.2), giver=0, in_blocks=4),
         "biases only": Case(dict(tp_size=2), _frozen("bias")),
