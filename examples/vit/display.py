@@ -143,10 +143,10 @@ def _rank_table(found: BalanceReport, measurements: Measurements) -> Table:
     """A row per rank; columns for what nobody did are left out."""
     # Ten columns in the 80 characters of a terminal that does not tell its width.
     compact: dict[str, Any] = {"box": SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False}
-    table = Table("rank", title="An iteration, by rank (medians)", title_justify="left", **compact)
+    table = Table("rank", title="An iteration, by rank (medians, times in ms)", title_justify="left", **compact)
     ordered = measurements.stragglers is not None and measurements.stragglers.schedule == "constant"
     done = [name for name in Shares._fields if any(getattr(rank, name) for rank in found.ranks)]
-    headings = (*(["slowed"] if ordered else []), "work ms", "matmul ms", "wait ms", *done, "score", "own")
+    headings = (*(["slowed"] if ordered else []), "work", "matmul", "wait", *done, "score", "own")
     for heading in headings:
         table.add_column(heading, justify="right")
     for rank in found.ranks:

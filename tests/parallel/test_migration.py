@@ -45,16 +45,18 @@ def plan_for(givers: dict[int, float], ranks: int) -> Plan:
 class Training:
     """A tiny vision transformer on all ranks as one tensor-parallel group, balanced by hand."""
 
-    def __init__(self, way: str = "block", make_optimizer: Callable | None = None, **options: Any) -> None:
+    def __init__(
+        self, way: str = "block", make_optimizer: Callable | None = None, priority: str = "norm-product"
+    ) -> None:
         self.plugin = ours(tp_size=dist.get_world_size())
-        model = tiny_vit(**options)
+        model = tiny_vit()
         make_optimizer = make_optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
         self.booster = Booster(plugin=self.plugin)
         self.model, self.optimizer, *_ = self.booster.boost(model, make_optimizer(model.parameters()), loss_of)
         self.layers = hetero_layers(self.model)
         self.transport = Transport(self.plugin.tp_group)
         self.blocks: list[Block] = find_blocks(self.model) if way == "block" else []
-        config = BalanceConfig(mode="migrate", migration=way)
+        config = BalanceConfig(mode="migrate", migration=way, priority=priority)
         self.applier = Applier(self.layers, self.blocks, config, 100, self.transport)
 
     def steps(self, count: int) -> list[float]:
