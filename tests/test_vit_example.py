@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -397,14 +398,14 @@ def test_the_end_tells_what_balancing_brought(capsys, monkeypatch):
     assert "Unbalanced it would have taken 300 ms (2.0 times as long: balancing saved 150 ms)." in text
     assert "With all ranks as fast as the fastest it would have taken 100 ms;" in text
     assert "with nothing pruned and the work spread ideally, 150 ms." in text
-    assert "0.33 │ 1.00" in text
+    assert re.search(r"0\.33 +1\.00", text)
 
 
 def test_what_migrated_is_shown_and_what_balancing_cost(capsys, monkeypatch):
     slow = dict(resized=0.0, migrated=0.25, received=0.125, equal_work_seconds=0.12, equal_matmul_seconds=0.12)
     text = said(measured("--balance semi", 8, note="of no more interest", **slow), capsys, monkeypatch)
     assert "rank 1 migrated 25%, received 12%\n" in text
-    assert "migrated │ received" in text.replace("┃", "│") and "resized" not in text
+    assert re.search(r"migrated +received", text) and "resized" not in text
     assert "(0.8 times as long: balancing cost 30 ms)" in text
     assert "Nothing was migrated" not in text
 
