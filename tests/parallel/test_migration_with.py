@@ -300,6 +300,9 @@ HALF: dict[int, dict[str, Case]] = {
     4: {
         "ZeRO 1": Case(dict(tp_size=2, precision="bf16", zero_stage=1), accumulation=2, giver=2),
         "ZeRO 2": Case(dict(tp_size=2, precision="bf16", zero_stage=2), giver=1),
+        "ZeRO 1, gathered late": Case(
+            dict(tp_size=2, precision="bf16", zero_stage=1, overlap_allgather=True), accumulation=2
+        ),
         "ZeRO 1, fp16": Case(dict(tp_size=2, precision="fp16", initial_scale=2**8, zero_stage=1), giver=3),
         "pipeline": Case(PIPELINE | dict(precision="bf16"), giver=3),
     },
@@ -308,7 +311,8 @@ HALF: dict[int, dict[str, Case]] = {
 
 def check_half() -> None:
     for name, case in HALF[dist.get_world_size()].items():
-        whole = {key: value for key, value in case.options.items() if key not in ("zero_stage", "initial_scale")}
+        of_half = ("zero_stage", "overlap_allgather", "initial_scale")
+        whole = {key: value for key, value in case.options.items() if key not in of_half}
         exact = run_case(Case(whole | dict(precision="fp32"), case.model, case.accumulation), None).parameters
         plain = run_case(case, None).parameters
         start = boost(theirs(**whole), case.model()).parameters
