@@ -111,6 +111,8 @@ class UnitMail:
         self._is_last_pass = is_last_pass
         self._parcels: list[_Parcel] = []
         self._batches: list[_Batch] = []
+        self._returning: list[tuple[Pending, list[tuple[int, Tensor]]]] = []
+        """Gradients on their way to their owners, with the memory that they are sent from."""
         self._is_sent = False
 
     def assign(
@@ -191,6 +193,9 @@ class UnitMail:
         Raises:
             RuntimeError: gradients of units that this rank computes for others never returned.
         """
+        for pending, _ in self._returning:
+            pending.wait()
+        self._returning = []
         self.weights_changed()
         late = next((parcel.block.name for parcel in self._parcels if any(parcel.passes)), None)
         if late is not None:
@@ -236,10 +241,13 @@ class UnitMail:
             parts = [view.narrow(place.unit_dim, start, route.count) for place, view in zip(places, total, strict=True)]
             sends.append((route.other, torch.cat([part.reshape(-1) for part in parts])))
             start += route.count
+        if sends:
+            # The owner may be late; whoever computes for it goes on meanwhile.
+            self._returning.append((self._transport.exchange(sends, []), sends))
         receives = [(route.other, total[0].new_empty(route.count * elements)) for route in parcel.outward]
-        self._transport.exchange(sends, receives).wait()
         if not receives:
             return None
+        self._transport.exchange([], receives).wait()
         routes = [
             _split(message, places, parameters, route.count)[0]
             for route, (_, message) in zip(parcel.outward, receives, strict=True)
