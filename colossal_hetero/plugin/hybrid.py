@@ -150,7 +150,8 @@ def _begin_on_forward(model: ModelWrapper, balancer: Balancer) -> None:
         if module.training and torch.is_grad_enabled():
             balancer.begin()
 
-    # The model inside, whose layers ask the same; it may be called and switched to training by itself.
+    # The model inside, whose layers ask the same: it may be called and switched to training by itself, and runs within
+    # the hooks by which ZeRO waits for weights that it gathers late.
     model.unwrap(unwrap_peft=False).register_forward_pre_hook(begin)
 
 
