@@ -90,9 +90,11 @@ def _limit_address_space(spare_megabytes: int) -> list[torch.Tensor]:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (2 * spare_megabytes << 20), resource.RLIM_INFINITY))
     ballast = []
-    with suppress(RuntimeError):
-        while True:
-            ballast.append(torch.empty(1 << 20, dtype=torch.uint8))
+    # At its limit the allocator looks into one of its threads' arenas each time, so one refusal is not the end.
+    for _ in range(100):
+        with suppress(RuntimeError):
+            while True:
+                ballast.append(torch.empty(1 << 20, dtype=torch.uint8))
     # The first ones came from the system.
     return ballast[spare_megabytes:]
 
