@@ -1,6 +1,6 @@
 """What the modes give on the same straggler, in time and accuracy: the example, trained to the end with each of them.
 
-python benchmarks/modes.py --data-dir DIRECTORY [--slowdown 8] [--epochs 3] [--seeds 3] [--results FILE.json]
+python benchmarks/modes.py --data-dir DIRECTORY [--slowdown 8] [--epochs 2] [--seeds 3] [--results FILE.json]
 
 DIRECTORY holds images as train/CLASS/* and test/CLASS/*. Two ranks; rank 1 does every product ``slowdown`` times. The
 control is the same training without straggler. ``off`` with the straggler computes what the control does, so it is only
@@ -32,9 +32,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "resize": ("--balance", "resize"),
     "resize, blocks": ("--balance", "resize", "--resizing", "block"),
     "semi": ("--balance", "semi"),
-    "semi, broadcast-reduce": ("--balance", "semi", "--migration", "broadcast-reduce"),
     "auto": ("--balance", "auto"),
-    "auto, may resize ½": ("--balance", "auto", "--max-resize", "0.5"),
 }
 """The example's arguments of each."""
 
@@ -100,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--slowdown", type=float, default=8.0)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--results", type=Path, default=Path("runs/modes.json"))
     options = parser.parse_args()
