@@ -166,11 +166,18 @@ def test_a_plan_goes_with_its_straggler(mode: str, ranks: int) -> None:
     assert decide(elsewhere, FREE, config, plan) == decide(elsewhere, FREE, config, Plan.idle(ranks))
 
 
-def test_what_is_kept_says_so() -> None:
+def test_a_plan_says_why_and_one_that_is_kept_still_does() -> None:
     config = BalanceConfig(mode="auto")
     plan = decide(straggler(4.0), FREE, config, Plan.idle(2))
     assert plan.note.startswith("migration pays: 1.6 s with, 4 s without")
-    assert "plan kept" in decide(straggler(4.2), FREE, config, plan).note
+    assert decide(straggler(4.2), FREE, config, plan).note == plan.note
+
+
+def test_a_gain_that_is_too_small_is_said() -> None:
+    config = BalanceConfig(mode="auto", margin=0.2)
+    plan = decide(straggler(1.21, 2), FREE, config, Plan.idle(2))
+    assert plan == Plan.idle(2)
+    assert plan.note.startswith("balancing would gain too little: 1.1 s with, 1.21 s without")
 
 
 @given(groups(), st.sampled_from(MIGRATING))

@@ -8,7 +8,7 @@ loading data, evaluating and saving in between do not count. At the end of itera
    decide the same plan from the same numbers, and apply it from iteration *i + 1* on,
 3. posts its own flag of iteration *i*, without waiting.
 
-A while after a plan began the group exchanges once more: what migrating really cost corrects what was predicted.
+A while after a plan began to migrate the group exchanges once more: what that really cost corrects the prediction.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class Balancer:
         if changed:
             plan = self._adopt(plan)
             self._timelines.plan_changed(self._iteration)
-            self._check_at = self._iteration + SETTLED_AFTER
+            self._check_at = self._iteration + SETTLED_AFTER if sum(plan.migrate) > 0 else -1
         if self._records:
             self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=changed)
         self._plan = plan

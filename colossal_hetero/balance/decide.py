@@ -75,7 +75,9 @@ def _worth_changing(
     # To start balancing, half the gain is enough of that which a plan that balances already is changed for.
     if before - after > (config.margin / 2 if current == idle else config.margin) * before:
         return wanted
-    return replace(current, note=f"plan kept: another would take {after:.3g} s instead of {before:.3g} s")
+    if current != idle:
+        return current
+    return Plan.idle(len(times), f"balancing would gain too little: {after:.3g} s with, {before:.3g} s without")
 
 
 def _in_steps(plan: Plan) -> Plan:
