@@ -25,20 +25,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slowdown", type=float, default=4.0)
     parser.add_argument("--every", type=int, default=3)
+    parser.add_argument("--modes", nargs="+", default=MODES, help="the first is what the others are held to")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
     arguments = parser.parse_args()
     start_ranks(2)
     MODEL["embed_dim"] = arguments.hidden
     variants = []
-    for mode in MODES:
+    for mode in arguments.modes:
         config = BalanceConfig(mode=mode.split()[0])
         variants.append(Variant(mode, config, Stragglers(slowdowns={1: 1.0})))
         variants[-1].build()
     for variant in variants:
         for _ in range(3):
             variant.iterate()
-    changes = dict.fromkeys(MODES, 0)
+    changes = dict.fromkeys(arguments.modes, 0)
     for _ in range(arguments.rounds):
         for variant in variants:
             brake = next(iter(hetero_layers(variant.model).values())).brake
