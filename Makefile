@@ -17,7 +17,7 @@ $(VENV)/.installed: pyproject.toml
 install: $(VENV)/.installed
 
 vit: install
-	$(BIN)/python examples/vit/train.py --balance resize --straggler 1:4
+	$(BIN)/python examples/vit/train.py --balance auto --straggler 1:4
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
