@@ -20,7 +20,7 @@ from common import Variant, print_table, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
 from colossal_hetero.accelerator import get_accelerator
 
-VARIANTS = {"plain": None, "off": BalanceConfig(mode="off"), "resize": BalanceConfig(mode="resize")}
+VARIANTS = {"plain": None} | {mode: BalanceConfig(mode=mode) for mode in ("off", "resize", "auto")}
 
 
 def measure_peak(name: str) -> None:
