@@ -1,0 +1,101 @@
+"""Put ZeRO's optimizer and FSDP back between two steps after one that did not end.
+
+A step that runs out of memory leaves them in the middle: buckets half full, parameters gathered, hooks registered that
+only the end of a backward pass removes. Their own code has no way back, because in training such a step is the last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+
+from ..accelerator import get_accelerator
+
+# isort: split
+from colossalai.interface import OptimizerWrapper
+from colossalai.zero.low_level import LowLevelZeroOptimizer
+
+__all__ = ["abandon_step", "find_zero_optimizer"]
+
+
+def abandon_step(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerWrapper | None = None) -> None:
+    """Make ``model`` and ``optimizer`` ready for the next forward pass, wherever the last step has ended.
+
+    Gradients that were there before the step stay allocated, with some or all of the abandoned step's added; those
+    that it had not finished are dropped. FSDP's parameters are sharded and are gathered anew when they are next used;
+    the order in which it prefetches them is recorded anew. After a complete step the call changes nothing else.
+    """
+    get_accelerator().synchronize()
+    zero = find_zero_optimizer(optimizer)
+    if zero is not None:
+        _empty_buckets(zero)
+    shards = FullyShardedDataParallel.fsdp_modules(model)
+    for shard in shards:
+        if shard._is_root is not None:  # it has run before
+            _abandon(shard)
+
+
+def find_zero_optimizer(optimizer: Any) -> LowLevelZeroOptimizer | None:
+    """The optimizer of ZeRO 1 or 2 among ``optimizer`` and those that it wraps; None without."""
+    while isinstance(optimizer, OptimizerWrapper):
+        if isinstance(optimizer, LowLevelZeroOptimizer):
+            return optimizer
+        optimizer = optimizer.optim
+    return None
+
+
+def _empty_buckets(zero: LowLevelZeroOptimizer) -> None:
+    if zero.require_grad_sync:  # otherwise the parameters' own gradients are those accumulated so far
+        for parameters in zero._working_param_groups.values():
+            for parameter in parameters:
+                parameter.grad = None
+    zero.zero_bucket_stores()
+
+
+@torch.no_grad()
+def _abandon(shard: Any) -> None:  # FullyShardedDataParallel, whose inner state has no types
+    """What FSDP does at the end of a backward pass, without the assumption that all of it has run."""
+    shard.training_state = TrainingState.IDLE
+    if shard._is_root:
+        shard._post_backward_callback_queued = False
+        order = shard._exec_order_data
+        order._iter = 0
+        order.current_order_index = 0
+        order.handles_pre_forward_order.clear()
+        order.handles_post_forward_order.clear()
+        shard._free_event_queue._queue.clear()
+    handle = shard._handle
+    if handle is None:
+        return
+    handle._training_state = HandleTrainingState.IDLE
+    handle._ran_pre_backward_hook = False
+    handle._needs_pre_backward_unshard = False
+    handle._needs_pre_forward_unshard = False
+    handle._prefetched = False
+    handle._pre_forward_order_index = None
+    handle._post_forward_index = None
+    handle.reshard(handle.uses_sharded_strategy)
+    handle.post_reshard()
+    if handle._uses_param_mixed_precision and handle.uses_sharded_strategy:
+        handle._free_low_precision_sharded_param()
+
+    parameter = handle.flat_param
+    if hasattr(parameter, "_post_backward_hook_state"):
+        parameter._post_backward_hook_state[-1].remove()
+        del parameter._post_backward_hook_state
+    parameter._post_backward_called = False
+    if hasattr(parameter, "_saved_grad_shard"):
+        # The shard that was set aside while the whole gradient is computed in `grad`.
+        saved = parameter._saved_grad_shard
+        del parameter._saved_grad_shard
+        parameter.grad = None
+        parameter.grad = saved
+    elif parameter.grad is not None and parameter.grad.shape != parameter.shape and shard._sync_gradients:
+        parameter.grad = None
+    if handle._use_orig_params:
+        parameter._tensors[:] = [None] * len(parameter._tensors)  # views that hold the forward pass's graph
+        handle._use_sharded_grad_views()

@@ -1,0 +1,103 @@
+"""JSON files that people read and edit: written as a whole, and what is wrong in them said in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+__all__ = ["errors_in_words", "read_json", "write_json"]
+
+
+def read_json(path: Path | str) -> tuple[str, Any]:
+    """A file's text, and what it says.
+
+    Raises:
+        ValueError: no such file, not readable, or not JSON.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, json.loads(text)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def write_json(content: Any, path: Path | str) -> None:
+    """Write a file that others see as a whole or not at all."""
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(_join_short(json.dumps(content, indent=2, ensure_ascii=False)) + "\n", encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _join_short(text: str) -> str:
+    """Indented JSON with its innermost lists and objects on one line each, where that is not too long."""
+
+    def join(match: re.Match[str]) -> str:
+        # Only line breaks go, and JSON has none inside a string.
+        joined = re.sub(r"\n\s*", " ", match[0]).replace("[ ", "[").replace(" ]", "]")
+        return joined if len(joined) <= 110 else match[0]
+
+    return re.sub(r"[\[{][^\[\]{}]*[\]}]", join, text)
+
+
+def errors_in_words(error: ValidationError, names: Iterable[str]) -> str:
+    """Every field that is wrong, on one line.
+
+    Args:
+        names: of fields that there are, to suggest one for a field that there is not.
+    """
+    names = list(names)
+    errors = error.errors()
+    # A list whose elements are all wrong is reported as too short as well.
+    deeper = {each["loc"][:end] for each in errors for end in range(len(each["loc"]))}
+    return "; ".join(
+        _in_words(each, names) for each in errors if not (each["type"] == "too_short" and each["loc"] in deeper)
+    )
+
+
+def _in_words(error: Any, names: Sequence[str]) -> str:
+    place = ""
+    for part in error["loc"]:
+        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
+    kind, limits = error["type"], error.get("ctx", {})
+    if kind == "missing":
+        return f"{place} is missing"
+    if kind == "extra_forbidden":
+        close = get_close_matches(str(error["loc"][-1]), names, n=1)
+        return f"{place} is not a field" + (f"; did you mean {close[0]}?" if close else "")
+    words = {
+        "greater_than": f"must be above {limits.get('gt')}",
+        "greater_than_equal": f"must be at least {limits.get('ge')}",
+        "less_than_equal": f"must be at most {limits.get('le')}",
+        "finite_number": "must be a finite number",
+        "too_short": "must not be empty",
+        "string_too_short": "must not be empty",
+        "int_type": "must be a whole number",
+        "int_from_float": "must be a whole number",
+        "float_type": "must be a number",
+        "string_type": "must be text",
+        "bool_type": "must be true or false",
+        "tuple_type": "must be a list",
+        "model_type": "must be an object",
+        "dict_type": "must be an object",
+    }
+    if kind == "value_error":
+        return f"{place}: {limits['error']}" if place else str(limits["error"])
+    value = repr(error["input"])
+    shown = value if len(value) <= 60 else f"{value[:57]}..."
+    return f"{place} is {shown}: {words.get(kind, error['msg'])}"
