@@ -204,6 +204,17 @@ def test_looking_at_a_batch_changes_nothing(workers: dict[str, Any]) -> None:
         assert train(loader) == whole
 
 
+def test_what_is_asked_for_once_an_epoch_has_begun() -> None:
+    """A division still holds for what was not drawn, an epoch only for the next iteration."""
+    loader = loaders(shuffle=False)[0]
+    iterator = iter(loader)
+    loader.redivide(lambda samples: [[samples], [0]], loader.drawn_global_batch)
+    loader.set_epoch(9)
+    assert next(iterator).tolist() == list(range(9)) and loader.batch_sampler.epoch == 0  # type: ignore[union-attr]
+    next(iter(loader))
+    assert loader.batch_sampler.epoch == 9  # type: ignore[union-attr]
+
+
 def test_finishing_needs_the_last_micro_batch() -> None:
     loader = loaders()[0]
     with pytest.raises(RuntimeError, match="the latest is None"):

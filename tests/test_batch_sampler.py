@@ -216,6 +216,21 @@ def test_a_resumed_epoch_may_be_looked_at_left_and_redivided() -> None:
     assert next(iter(sampler))[0] == 0 and sampler.epoch == 9
 
 
+def test_the_first_division_after_resuming_holds_in_any_epoch() -> None:
+    (sampler,) = samplers(20, 6, 1, salt=None, shuffle=False)
+    sampler.load_state_dict({**sampler.state_dict(), "global_batches_done": 2})
+    sampler.divide_by(lambda samples: [[samples]], from_global_batch=sampler.drawn_global_batch + 1)
+    assert len(sampler) == 4
+    sampler.set_epoch(9)
+    assert [indices[0] for indices in sampler] == [0, 6, 12, 18]
+
+
+def test_an_epoch_drawn_to_its_end_is_done() -> None:
+    (sampler,) = samplers(20, 6, 1)
+    list(sampler)
+    assert sampler.state_dict()["epoch"] == 0 and sampler.state_dict()["global_batches_done"] == 4
+
+
 def test_it_serves_a_plain_data_loader() -> None:
     data = torch.arange(10)
     (sampler,) = samplers(10, 4, 1, salt=None)
