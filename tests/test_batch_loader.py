@@ -1,0 +1,318 @@
+"""What the training loop is handed, with workers that draw ahead too. Ranks are so many loaders."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from colossal_hetero.data_parallel.loader import HeteroDataLoader, make_loader
+from colossal_hetero.data_parallel.sampler import GlobalBatchSampler
+
+WORKERS = [
+    {"num_workers": 0},
+    {"num_workers": 2},
+    {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3},
+]
+workers = pytest.mark.parametrize("workers", WORKERS, ids=["none", "two", "persistent"])
+
+
+class Numbers(Dataset[int]):
+    """Every sample is its index; some fail."""
+
+    def __init__(self, size: int, broken: tuple[int, ...] = ()) -> None:
+        self.size = size
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.broken:
+            raise OSError(f"sample {index} cannot be read")
+        return index
+
+
+class Draws(Numbers):
+    """Every sample is random: one of Python's, numpy's and torch's numbers each."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
+
+
+def uneven(samples: int) -> list[list[int]]:
+    """Two ranks, three micro-steps against one; the last global batch leaves rank 1 nothing."""
+    return [[3, 2, 1], [samples - 6]] if samples > 6 else [[samples], [0]]
+
+
+def even(samples: int) -> list[list[int]]:
+    return [[samples - samples // 2], [samples // 2]]
+
+
+def loaders(size: int = 32, batch: int = 9, division: Any = uneven, **options: Any) -> list[HeteroDataLoader]:
+    made = [make_loader(Numbers(size), batch, rank, 2, **{"shuffle": True, **options}) for rank in range(2)]
+    for loader in made:
+        loader.divide_by(division)
+    return made
+
+
+def train(loader: HeteroDataLoader, global_batches: int | None = None) -> list[list[int]]:
+    """Samples of each global batch, as a training loop is given them: up to so many of them, or to the end."""
+    found: list[list[int]] = []
+    expected_step = 0
+    for batch in loader:
+        assert loader.current is not None and loader.micro_step == expected_step
+        if expected_step == 0:
+            found.append([])
+        assert len(batch) == max(loader.current.samples, 1)
+        found[-1] += batch.tolist()[: loader.current.samples]
+        expected_step += 1
+        if loader.current.is_last:
+            loader.finish_global_batch()
+            assert loader.state_dict()["global_batches_done"] == loader.current.global_batch + 1
+            expected_step = 0
+            if len(found) == global_batches:
+                break
+    return found
+
+
+def flat(parts: Iterable[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(parts))
+
+
+def together(parts: list[list[list[int]]]) -> list[list[int]]:
+    """Global batches of all ranks: samples in rank order."""
+    return [flat(shares) for shares in zip(*parts, strict=True)]
+
+
+@workers
+def test_every_epoch_holds_every_sample_once(workers: dict[str, Any]) -> None:
+    made = loaders(**workers)
+    epochs = [together([train(loader) for loader in made]) for _ in range(3)]
+    for epoch in epochs:
+        assert sorted(flat(epoch)) == list(range(32))
+        assert [len(samples) for samples in epoch] == [9, 9, 9, 5]
+    assert epochs[0] != epochs[1] != epochs[2]
+    for number in (1, 0):
+        for loader, setter in zip(made, (made[0].sampler, made[1].batch_sampler), strict=True):
+            setter.set_epoch(number)  # type: ignore[union-attr]
+            assert len(loader) == len(list(iter(loader)))
+            loader.set_epoch(number)
+        assert together([train(loader) for loader in made]) == epochs[number]
+
+
+@workers
+@pytest.mark.parametrize("done", [0, 1, 3, 4])
+def test_a_resumed_epoch_is_the_uninterrupted_one(workers: dict[str, Any], done: int) -> None:
+    """States are saved in the middle of the following global batch, with more drawn ahead; the ranks divide anew."""
+    whole = [together([train(loader) for loader in made]) for made in [loaders()] for _ in range(3)]
+    interrupted = loaders(**workers)
+    states = []
+    for loader in interrupted:
+        train(loader)
+        iterator = iter(loader)
+        while loader.state_dict()["global_batches_done"] < done:
+            next(iterator)
+            if loader.current.is_last:  # type: ignore[union-attr]
+                loader.finish_global_batch()
+        next(iterator, None)
+        states.append(loader.state_dict())
+    assert states[0] == states[1]
+    resumed = loaders(division=even, **workers)
+    for loader in resumed:
+        loader.load_state_dict(states[0])
+        loader.set_epoch(1)
+    assert together([train(loader) for loader in resumed]) == whole[1][done:]
+    assert together([train(loader) for loader in resumed]) == whole[2]
+
+
+@workers
+def test_loading_a_state_voids_the_iteration(workers: dict[str, Any]) -> None:
+    loader = loaders(**workers)[0]
+    state = loader.state_dict()
+    iterator = iter(loader)
+    first = next(iterator).tolist()
+    loader.load_state_dict(state)
+    assert loader.current is None
+    with pytest.raises(RuntimeError, match="void"):
+        next(iterator)
+    assert next(iter(loader)).tolist() == first
+
+
+@workers
+def test_dividing_anew_in_an_epoch_keeps_its_global_batches(workers: dict[str, Any]) -> None:
+    whole = [together([train(loader) for loader in made]) for made in [loaders(62, 6)] for _ in range(2)]
+    made = loaders(62, 6, division=even, **workers)
+    iterators = [iter(loader) for loader in made]
+    found: list[list[list[int]]] = [[], []]
+    sizes: list[int] = []
+    for index in range(made[0].global_batches):
+        for iterator, loader, parts in zip(iterators, made, found, strict=True):
+            parts.append([])
+            while loader.current is None or loader.current.global_batch < index or not loader.current.is_last:
+                batch = next(iterator).tolist()
+                assert loader.current is not None
+                parts[-1] += batch[: loader.current.samples]
+            loader.finish_global_batch()
+        sizes.append(len(found[1][-1]))
+        if index == 0:
+            drawn = max(loader.drawn_global_batch for loader in made)
+            for loader in made:
+                loader.redivide(lambda samples: [[1], [samples - 1]], drawn)
+    ahead = drawn + 1
+    assert ahead < 10 and sizes == [3] * ahead + [5] * (10 - ahead) + [1]
+    assert together(found) == whole[0]
+    assert [next(iterator, None) for iterator in iterators] == [None, None]
+    for loader in made:
+        loader.redivide(uneven, loader.drawn_global_batch)  # Beyond the end.
+    assert together([train(loader) for loader in made]) == whole[1]
+
+
+@workers
+def test_an_epoch_left_early_is_followed_by_the_next(workers: dict[str, Any]) -> None:
+    whole = [train(loader) for loader in [loaders()[0]] for _ in range(2)]
+    loader = loaders(**workers)[0]
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+        if loader.current.is_last:  # type: ignore[union-attr]
+            loader.finish_global_batch()
+    assert loader.current.global_batch == 1 and loader.micro_step == 1  # type: ignore[union-attr]
+    following = iter(loader)
+    assert loader.current is None and loader.micro_step == -1
+    with pytest.raises(RuntimeError, match="another one began"):
+        next(iterator)
+    assert loader.current is None
+    batches = list(following)
+    assert loader.batch_sampler.epoch == 1  # type: ignore[union-attr]
+    assert torch.cat(batches).tolist() == flat(whole[1])
+
+
+@workers
+def test_looking_at_a_batch_changes_nothing(workers: dict[str, Any]) -> None:
+    """Also where all of the epoch is drawn ahead, and on one rank only."""
+    for size, batch in ((32, 9), (9, 9)):
+        whole = train(loaders(size, batch)[0])
+        loader = loaders(size, batch, **workers)[0]
+        next(iter(loader))
+        assert train(loader) == whole
+
+
+def test_what_is_asked_for_once_an_epoch_has_begun() -> None:
+    """A division still holds for what was not drawn, an epoch only for the next iteration."""
+    loader = loaders(shuffle=False)[0]
+    iterator = iter(loader)
+    loader.redivide(lambda samples: [[samples], [0]], loader.drawn_global_batch)
+    loader.set_epoch(9)
+    assert next(iterator).tolist() == list(range(9)) and loader.batch_sampler.epoch == 0  # type: ignore[union-attr]
+    next(iter(loader))
+    assert loader.batch_sampler.epoch == 9  # type: ignore[union-attr]
+
+
+def test_finishing_needs_the_last_micro_batch() -> None:
+    loader = loaders()[0]
+    with pytest.raises(RuntimeError, match="the latest is None"):
+        loader.finish_global_batch()
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(RuntimeError, match="before its last micro-batch"):
+        loader.finish_global_batch()
+    next(iterator), next(iterator)
+    for _ in range(2):
+        loader.finish_global_batch()
+        assert loader.state_dict()["global_batches_done"] == 1
+
+
+def test_finishing_after_the_loop_has_ended() -> None:
+    loader = loaders()[0]
+    for _ in loader:
+        pass
+    loader.finish_global_batch()
+    state = loader.state_dict()
+    assert state["epoch"] == 0 and state["global_batches_done"] == loader.global_batches
+    following = next(iter(loader)).tolist()
+    loader.load_state_dict(state)
+    assert next(iter(loader)).tolist() == following
+
+
+@workers
+def test_a_batch_that_fails_ends_the_iteration(workers: dict[str, Any]) -> None:
+    """Another rank's loop does not skip it, so neither does this."""
+    loader = make_loader(Numbers(8, broken=(2,)), 4, 0, 1, **workers)
+    loader.divide_by(lambda samples: [[1] * samples])
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    with pytest.raises(OSError, match="sample 2"):
+        next(iterator)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a batch failed"):
+            next(iterator)
+    if workers["num_workers"]:
+        # torch waits seconds for workers that end with the collection of a cycle, as the error's traceback makes one.
+        iterator._batches._shutdown_workers()  # type: ignore[attr-defined]
+
+
+def test_iterating_before_a_division_is_known() -> None:
+    loader = make_loader(Numbers(10), 4, 0, 2)
+    assert len(loader) == 3
+    with pytest.raises(RuntimeError, match=r"booster\.boost"):
+        iter(loader)
+
+
+def test_its_lengths() -> None:
+    loader = loaders()[0]
+    assert len(loader) == len(iter(loader)) == len(list(loader)) == 10  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{}, {"worker_init_fn": lambda worker: random.seed(99)}], ids=["ours", "users"])
+def test_workers_are_seeded(options: dict[str, Any]) -> None:
+    loader = make_loader(Draws(4), 4, 0, 1, seed=5, num_workers=1, **options)
+    loader.divide_by(lambda samples: [[samples]])
+    found = next(iter(loader))[0].tolist()
+    assert found[0] == pytest.approx(random.Random(99 if options else 5).random())
+    if not options:
+        assert found[1] == pytest.approx(np.random.RandomState(5).rand())
+        assert found[2] == torch.rand((), generator=torch.Generator().manual_seed(5)).item()
+
+
+def test_arguments_of_the_data_loader_are_passed_on() -> None:
+    loader = make_loader(Numbers(8), 4, 0, 1, collate_fn=lambda samples: {"numbers": samples}, batch_size=None)
+    loader.divide_by(lambda samples: [[samples]])
+    assert next(iter(loader)) == {"numbers": [0, 1, 2, 3]}
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+class Endless(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize("name, value", [("batch_size", 4), ("sampler", [0]), ("batch_sampler", [[0]])])
+def test_who_draws_what_is_not_the_users(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name} cannot be given.*global_batch_size"):
+        make_loader(Numbers(10), 4, 0, 1, **{name: value})
+
+
+def test_bad_datasets_and_options() -> None:
+    for make in (
+        lambda dataset: make_loader(dataset, 4, 0, 1),
+        lambda dataset: HeteroDataLoader(dataset, GlobalBatchSampler(10, 4, 0, 1, shuffle=False, seed=0)),
+    ):
+        with pytest.raises(TypeError, match="Stream is an IterableDataset"):
+            make(Stream())
+        with pytest.raises(TypeError, match="Endless has no length"):
+            make(Endless())
+    with pytest.raises(ValueError, match="in_order=False"):
+        make_loader(Numbers(10), 4, 0, 1, in_order=False)
+    with pytest.raises(ValueError, match="fewer than global_batch_size"):
+        make_loader(Numbers(3), 4, 0, 1)

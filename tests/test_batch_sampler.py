@@ -1,0 +1,309 @@
+"""Who draws what: every sample once, the same global batches however they are divided. Ranks are so many samplers."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler
+
+from colossal_hetero.data_parallel.sampler import Division, GlobalBatchSampler
+
+Drawn = list[tuple[Any, list[int]]]
+
+
+def random_division(salt: int, ranks: int) -> Division:
+    """Any division there may be: ranks with nothing, sizes of 0 in between, other numbers of micro-steps."""
+
+    def division(samples: int) -> list[list[int]]:
+        rng = random.Random(f"{salt} {samples}")
+        shares: list[list[int]] = [[0] * rng.randint(1, 3) for _ in range(ranks)]
+        busy = rng.sample(range(ranks), rng.randint(1, ranks))
+        for _ in range(samples):
+            share = shares[rng.choice(busy)]
+            share[rng.randrange(len(share))] += 1
+        return shares
+
+    return division
+
+
+def even_division(ranks: int) -> Division:
+    return lambda samples: [[samples // ranks + (rank < samples % ranks)] for rank in range(ranks)]
+
+
+def samplers(size: int, batch: int, ranks: int, salt: int | None = 0, **options: Any) -> list[GlobalBatchSampler]:
+    options = {"shuffle": True, "seed": 7, **options}
+    made = [GlobalBatchSampler(size, batch, rank, ranks, **options) for rank in range(ranks)]
+    for sampler in made:
+        if salt is not None:
+            sampler.divide_by(random_division(salt, ranks))
+    return made
+
+
+def global_batches(draws: list[Drawn]) -> dict[int, list[int]]:
+    """Samples of each global batch: of the micro-batches that count, by rank and then by step."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for drawn in draws:
+        for micro_batch, indices in drawn:
+            assert len(indices) == max(micro_batch.samples, 1)
+            found[micro_batch.global_batch] += indices[: micro_batch.samples]
+    return dict(sorted(found.items()))
+
+
+def expected(size: int, batch: int, epoch: int, shuffle: bool = True, drop_last: bool = False) -> dict[int, list[int]]:
+    """By torch's own sampler."""
+    whole: DistributedSampler[int] = DistributedSampler(range(size), 1, 0, shuffle=shuffle, seed=7)  # type: ignore[arg-type]
+    whole.set_epoch(epoch)
+    order = list(whole)
+    slices = [order[first : first + batch] for first in range(0, size, batch)]
+    return {k: part for k, part in enumerate(slices) if len(part) == batch or not drop_last}
+
+
+sizes = st.integers(1, 60).flatmap(lambda size: st.tuples(st.just(size), st.integers(1, size)))
+cases = st.tuples(sizes, st.integers(1, 5), st.booleans(), st.booleans(), st.integers(0, 3), st.integers(0, 999))
+
+
+@given(cases)
+def test_every_sample_once_in_the_order_of_the_epoch(case: tuple) -> None:
+    (size, batch), ranks, shuffle, drop_last, epoch, salt = case
+    made = samplers(size, batch, ranks, salt, shuffle=shuffle, drop_last=drop_last)
+    draws = []
+    for sampler in made:
+        sampler.set_epoch(epoch)
+        draws.append(list(sampler.micro_batches()))
+        assert len(sampler) == len(draws[-1])
+    found = global_batches(draws)
+    assert found == expected(size, batch, epoch, shuffle, drop_last)
+    assert len(found) == made[0].global_batches
+    if not drop_last:
+        assert sorted(index for part in found.values() for index in part) == list(range(size))
+    for drawn in draws:
+        last = [micro_batch for micro_batch, _ in drawn if micro_batch.is_last]
+        assert [micro_batch.global_batch for micro_batch in last] == list(found)
+        assert all(micro.global_samples == len(found[micro.global_batch]) for micro, _ in drawn)
+
+
+@given(cases, st.data())
+def test_dividing_anew_changes_who_draws_but_not_what_trains_together(case: tuple, data: st.DataObject) -> None:
+    """At any time, with ranks that drew ahead by different amounts; samplers agree by the highest that was drawn."""
+    (size, batch), ranks, shuffle, drop_last, _, salt = case
+    made = samplers(size, batch, ranks, salt, shuffle=shuffle, drop_last=drop_last)
+    for epoch in range(3):
+        for sampler in made:
+            sampler.begin_epoch()
+        iterators = [sampler.micro_batches() for sampler in made]
+        draws: list[Drawn] = [[] for _ in made]
+        for turn in range(data.draw(st.integers(0, 3))):
+            for iterator, drawn in zip(iterators, draws, strict=True):
+                for _ in range(data.draw(st.integers(0, 5))):
+                    drawn += [item for item in [next(iterator, None)] if item is not None]
+            drawn_last = max(sampler.drawn_global_batch for sampler in made)
+            for sampler in made:
+                sampler.divide_by(random_division(salt + turn + 1, ranks), from_global_batch=drawn_last + 1)
+        for sampler, iterator, drawn in zip(made, iterators, draws, strict=True):
+            drawn += list(iterator)
+            assert sampler.epoch == epoch
+        assert global_batches(draws) == expected(size, batch, epoch, shuffle, drop_last)
+
+
+def test_a_new_division_holds_from_its_global_batch_on_and_in_later_epochs() -> None:
+    (sampler,) = samplers(12, 4, 1, salt=None, shuffle=False)
+    sampler.divide_by(lambda samples: [[samples]])
+    iterator = iter(sampler)
+    assert next(iterator) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="global batch 0 was drawn already; divide from 1 on"):
+        sampler.divide_by(lambda samples: [[2, samples - 2]])
+    sampler.divide_by(lambda samples: [[2, samples - 2]], from_global_batch=2)
+    assert len(sampler) == 4
+    assert list(iterator) == [[4, 5, 6, 7], [8, 9], [10, 11]]
+    assert len(sampler) == 6
+    assert list(sampler) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert sampler.drawn_global_batch == 2
+    sampler.divide_by(lambda samples: [[samples]], from_global_batch=3)
+    assert len(sampler) == 3 and list(sampler) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_a_division_may_be_announced_before_the_epoch() -> None:
+    (sampler,) = samplers(8, 4, 1, salt=None, shuffle=False)
+    sampler.divide_by(lambda samples: [[samples]])
+    sampler.divide_by(lambda samples: [[1, samples - 1]], from_global_batch=1)
+    assert len(sampler) == 3
+    assert list(sampler) == [[0, 1, 2, 3], [4], [5, 6, 7]]
+
+
+def test_a_rank_without_samples_draws_placeholders() -> None:
+    idle, busy = samplers(7, 5, 2, salt=None, shuffle=False)
+    for sampler in (idle, busy):
+        sampler.divide_by(lambda samples: [[0, 0], [samples - 1, 1]] if samples == 5 else [[0], [samples]])
+    found = list(idle.micro_batches())
+    assert [indices for _, indices in found] == [[0], [0], [5]]
+    assert [(micro.samples, micro.global_samples, micro.is_last) for micro, _ in found] == [
+        (0, 5, False),
+        (0, 5, True),
+        (0, 2, True),
+    ]
+    assert list(busy) == [[0, 1, 2, 3], [4], [5, 6]]
+
+
+def test_epochs_go_on_by_themselves_or_as_told() -> None:
+    (sampler,) = samplers(20, 6, 1)
+    seen = [list(sampler) for _ in range(3)]
+    assert seen[0] != seen[1] != seen[2] and sampler.epoch == 2
+    sampler.set_epoch(1)
+    assert list(sampler) == seen[1]
+    assert list(sampler) == seen[2]
+    (again,) = samplers(20, 6, 1)
+    assert [list(again) for _ in range(3)] == seen
+    (other,) = samplers(20, 6, 1, seed=8)
+    assert list(other) != seen[0]
+
+
+def test_an_epoch_that_was_left_counts_once_a_global_batch_is_done() -> None:
+    (sampler,) = samplers(20, 6, 1)
+    first = next(iter(sampler))
+    iterator = iter(sampler)
+    assert next(iterator) == first and sampler.epoch == 0
+    sampler.finish_global_batch(0)
+    assert next(iter(sampler)) != first and sampler.epoch == 1
+    with pytest.raises(RuntimeError, match="another iteration"):
+        next(iterator)
+
+
+@given(cases, st.data())
+def test_resuming_gives_the_rest(case: tuple, data: st.DataObject) -> None:
+    """On another number of ranks, and of other speeds."""
+    (size, batch), ranks, shuffle, drop_last, epoch, salt = case
+    options: dict[str, Any] = {"shuffle": shuffle, "drop_last": drop_last}
+    (saved, *_) = samplers(size, batch, ranks, salt, **options)
+    saved.set_epoch(epoch)
+    done = data.draw(st.integers(0, saved.global_batches))
+    iterator = saved.micro_batches()
+    for micro_batch, _ in iterator:
+        if micro_batch.global_batch == done:
+            break
+        saved.finish_global_batch(micro_batch.global_batch)
+    state = saved.state_dict()
+    resumed = samplers(size, batch, data.draw(st.integers(1, 5)), salt + 1, **options)
+    told = data.draw(st.booleans())
+    for sampler in resumed:
+        sampler.load_state_dict(state)
+        assert sampler.state_dict() == state
+        if told:
+            sampler.set_epoch(epoch)
+    whole = expected(size, batch, epoch, shuffle, drop_last)
+    rest = {k: part for k, part in whole.items() if k >= done}
+    if rest or told:
+        assert global_batches([list(sampler.micro_batches()) for sampler in resumed]) == rest
+    following = global_batches([list(sampler.micro_batches()) for sampler in resumed])
+    assert following == expected(size, batch, epoch + 1, shuffle, drop_last)
+
+
+def test_a_resumed_epoch_may_be_looked_at_left_and_redivided() -> None:
+    (sampler,) = samplers(20, 6, 1, salt=None, shuffle=False)
+    sampler.load_state_dict({**sampler.state_dict(), "epoch": 3, "global_batches_done": 2})
+    sampler.divide_by(lambda samples: [[samples]])
+    assert next(iter(sampler))[0] == 12
+    sampler.set_epoch(3)
+    assert [indices[0] for indices in sampler] == [12, 18]
+    assert next(iter(sampler))[0] == 0 and sampler.epoch == 4
+    sampler.load_state_dict({**sampler.state_dict(), "epoch": 3, "global_batches_done": 2})
+    sampler.set_epoch(9)
+    assert next(iter(sampler))[0] == 0 and sampler.epoch == 9
+
+
+def test_the_first_division_after_resuming_holds_in_any_epoch() -> None:
+    (sampler,) = samplers(20, 6, 1, salt=None, shuffle=False)
+    sampler.load_state_dict({**sampler.state_dict(), "global_batches_done": 2})
+    sampler.divide_by(lambda samples: [[samples]], from_global_batch=sampler.drawn_global_batch + 1)
+    assert len(sampler) == 4
+    sampler.set_epoch(9)
+    assert [indices[0] for indices in sampler] == [0, 6, 12, 18]
+
+
+def test_an_epoch_drawn_to_its_end_is_done() -> None:
+    (sampler,) = samplers(20, 6, 1)
+    list(sampler)
+    assert sampler.state_dict()["epoch"] == 0 and sampler.state_dict()["global_batches_done"] == 4
+
+
+def test_it_serves_a_plain_data_loader() -> None:
+    data = torch.arange(10)
+    (sampler,) = samplers(10, 4, 1, salt=None)
+    sampler.divide_by(even_division(1))
+    loader: DataLoader[Any] = DataLoader(data, batch_sampler=sampler)  # type: ignore[arg-type]
+    epochs = [torch.cat(list(loader)) for _ in range(2)]
+    assert all(torch.equal(epoch.sort().values, data) for epoch in epochs) and not torch.equal(*epochs)
+
+
+def test_its_length_before_it_is_divided() -> None:
+    (sampler,) = samplers(10, 4, 1, salt=None)
+    assert len(sampler) == sampler.global_batches == 3 and not sampler.is_divided
+    with pytest.raises(RuntimeError, match="divide_by"):
+        list(sampler)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((10, 0, 0, 1), "global_batch_size=0 must be at least 1"),
+        ((3, 4, 0, 1), "3 samples, fewer than global_batch_size=4; lower that to 3 or less"),
+        ((0, 4, 0, 1), "0 samples, fewer than global_batch_size=4; give one that has samples"),
+        ((10, 4, 2, 2), "rank=2 is not one of the world_size=2 ranks"),
+        ((10, 4, -1, 2), "rank=-1"),
+        ((10, 4, 0, 0), "world_size=0"),
+    ],
+)
+def test_bad_sizes(arguments: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GlobalBatchSampler(*arguments, shuffle=True, seed=0)
+
+
+@pytest.mark.parametrize(
+    "division, message",
+    [
+        (lambda samples: [[samples]], "for 1 ranks, but there are 2"),
+        (lambda samples: [[samples], []], "rank 1 without a micro-step.*0 samples"),
+        (lambda samples: [[samples + 1], [-1]], "rank 1 a micro-batch of -1 samples"),
+        (lambda samples: [[samples], [1]], "deals 5 samples of a global batch of 4"),
+        (lambda samples: [[4], [0]], "deals 4 samples of a global batch of 2"),
+    ],
+)
+def test_bad_divisions(division: Division, message: str) -> None:
+    for sampler in samplers(10, 4, 2, salt=None):
+        with pytest.raises(ValueError, match=message):
+            sampler.divide_by(division)
+        assert not sampler.is_divided
+
+
+def test_bad_calls() -> None:
+    (sampler,) = samplers(10, 4, 1, salt=None)
+    with pytest.raises(ValueError, match="from_global_batch=-1"):
+        sampler.divide_by(even_division(1), from_global_batch=-1)
+    with pytest.raises(ValueError, match="nothing divides the global batches 0 to 1"):
+        sampler.divide_by(even_division(1), from_global_batch=2)
+    with pytest.raises(ValueError, match="epoch=-1"):
+        sampler.set_epoch(-1)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"seed": 8, "dataset_size": 11}, "dataset_size was 11, is 10; seed was 8, is 7"),
+        ({"global_batch_size": 5}, "global_batch_size was 5, is 4"),
+        ({"shuffle": False}, "shuffle was False, is True"),
+        ({"drop_last": True}, "drop_last was True, is False"),
+        ({"global_batches_done": 4}, "global_batches_done=4 cannot be"),
+        ({"epoch": -1}, "epoch=-1"),
+    ],
+)
+def test_states_that_do_not_fit(change: dict[str, Any], message: str) -> None:
+    (sampler,) = samplers(10, 4, 1)
+    with pytest.raises(ValueError, match=message):
+        sampler.load_state_dict({**sampler.state_dict(), **change})
+    with pytest.raises(ValueError, match="no state of a data loader: it lacks epoch, "):
+        sampler.load_state_dict({})
