@@ -1,4 +1,4 @@
-"""Colossal-AI's hybrid-parallel plugin with balancing."""
+"""Colossal-AI's hybrid-parallel plugin with balancing, of layers within and of batches among replicas."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper, OptimizerWrapper
@@ -21,7 +22,12 @@ from .. import accelerator
 from ..balance.balancer import Balancer, attach_balancer
 from ..balance.clock import IterationClock, make_clock
 from ..balance.config import BalanceConfig
+from ..data_parallel.attach import BatchSetup, attach_batches, profile_for
+from ..data_parallel.balancer import BatchBalancer
+from ..data_parallel.config import BatchConfig
+from ..data_parallel.measuring import describe
 from ..layers.policy import hetero_policy
+from .loaders import UnevenLoaders
 
 __all__ = ["HeteroHybridParallelPlugin"]
 
@@ -29,32 +35,47 @@ DEFAULT_INTERVAL = 100
 """Iterations between two updates of weight variations where the length of an epoch is unknown."""
 
 
-class HeteroHybridParallelPlugin(HybridParallelPlugin):
+class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
     """``HybridParallelPlugin`` whose tensor-parallel layers are balanced over unequal devices.
 
-    Every argument of Colossal-AI's plugin, plus ``balance``. Where no ``custom_policy`` is given the model's own policy
-    is taken (Colossal-AI's, or ours for timm's ``VisionTransformer``); in any policy the parallel linear layers are
-    replaced by ours. Checkpoints are Colossal-AI's.
+    Every argument of Colossal-AI's plugin, plus ``balance`` and ``batches``. Where no ``custom_policy`` is given the
+    model's own policy is taken (Colossal-AI's, or ours for timm's ``VisionTransformer``); in any policy the parallel
+    linear layers are replaced by ours. Checkpoints are Colossal-AI's.
 
     Args:
-        balance: what to do about slow ranks; the default measures only.
+        balance: what to do about slow ranks within a tensor-parallel group; the default measures only.
+        batches: how to divide global batches over replicas that are not equally fast (data parallelism); the default
+            divides evenly, as Colossal-AI does. Not with pipelines, which cut their batch themselves.
 
     Raises:
-        TypeError: ``balance`` is not a ``BalanceConfig``.
+        TypeError: ``balance`` is not a ``BalanceConfig``, or ``batches`` not a ``BatchConfig``.
         ValueError: the world size does not fit ``tp_size * pp_size``, the model has no policy, or a layer has an option
             that the balance mode cannot be combined with.
     """
 
     def __init__(
-        self, tp_size: int, pp_size: int, *args: Any, balance: BalanceConfig | None = None, **kwargs: Any
+        self,
+        tp_size: int,
+        pp_size: int,
+        *args: Any,
+        balance: BalanceConfig | None = None,
+        batches: BatchConfig | None = None,
+        **kwargs: Any,
     ) -> None:
         if not isinstance(balance, BalanceConfig | None):
             raise TypeError(f"balance={balance!r} is not a BalanceConfig; write BalanceConfig(mode=...)")
+        if not isinstance(batches, BatchConfig | None):
+            raise TypeError(f"batches={batches!r} is not a BatchConfig; write BatchConfig(global_batch_size=...)")
         self.balance = balance or BalanceConfig()
+        self.batches = batches
+        self.batch_balancer: BatchBalancer | None = None
+        self._plain = {}
         self.custom_policy: Policy | None
         self.balancer: Balancer | None = None
         check_world_size(tp_size, pp_size)
         super().__init__(tp_size, pp_size, *args, **kwargs)
+        if batches is not None:
+            check_batches(batches, self)
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
 
@@ -72,6 +93,9 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         """See ``Plugin.configure``; called by ``Booster.boost``."""
+        if self.batches is not None and optimizer is not None:
+            loader = dataloader = self.loader_to_train_with(dataloader)
+            description = describe(model)
         given_policy = self.custom_policy
         if not isinstance(model, ModelWrapper):
             self.custom_policy = hetero_policy(given_policy or model)
@@ -83,6 +107,10 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
             # The next model may be another.
             self.custom_policy = given_policy
         if optimizer is not None:
+            if self.batches is not None:
+                # Before anything follows the model's passes: trials belong to no iteration.
+                setup = self._batch_setup(model, optimizer)
+                profile = profile_for(setup, description, model, optimizer, criterion, loader)
             clock = make_clock(accelerator.get_accelerator().get_current_device())
             self.balancer = attach_balancer(
                 model,
@@ -98,6 +126,9 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
                 _wait_between_passes(self.scheduler, optimizer, clock)
             _tick_on_step(optimizer, self.balancer)
             _drop_gradients_with_others(optimizer, self.balancer)
+            if self.batches is not None:
+                # Last, so that between the micro-batches of a global batch nothing ticks.
+                self.batch_balancer = attach_batches(setup, profile, model, optimizer, loader, lr_scheduler)
         return model, optimizer, criterion, dataloader, lr_scheduler
 
     def get_checkpoint_io(self) -> CheckpointIO:
@@ -114,6 +145,29 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
 
         checkpoint_io.load_model = load_and_tell
         return checkpoint_io
+
+    def _replica(self) -> tuple[int, int]:
+        return dist.get_group_rank(self.dp_group, dist.get_rank()), self.dp_group.size()
+
+    def _batch_setup(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> BatchSetup:
+        assert self.batches is not None
+        replica_of: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(replica_of, self._replica()[0])
+
+        def synchronize(due: bool) -> None:
+            model.require_grad_sync = due
+            if isinstance(model.module, nn.parallel.DistributedDataParallel):
+                model.module.require_backward_grad_sync = due
+            if self.zero_stage == 1:
+                optimizer.require_grad_sync = due
+
+        return BatchSetup(
+            config=self.batches,
+            stage=self.zero_stage,
+            precision=self.precision,
+            replica_of=replica_of,
+            synchronize=synchronize,
+        )
 
     def _interval(self, dataloader: DataLoader | None) -> int:
         if self.balance.priority_interval is not None:
@@ -142,6 +196,25 @@ def check_world_size(tp_size: int, pp_size: int) -> None:
         raise ValueError(
             f"{world} ranks cannot be divided by tp_size={tp_size} × pp_size={pp_size}; "
             f"start a multiple of {tp_size * pp_size} ranks, or choose sizes whose product divides {world}"
+        )
+
+
+def check_batches(batches: BatchConfig, plugin: HybridParallelPlugin) -> None:
+    """Raise ValueError if global batches cannot be divided unevenly with the plugin's other arguments."""
+    if plugin.pp_size > 1:
+        raise ValueError(
+            f"batches cannot be combined with pp_size={plugin.pp_size}: a pipeline cuts its batch into micro-batches "
+            "itself; use pp_size=1, or leave batches out"
+        )
+    if plugin.sp_size > 1:
+        raise ValueError(
+            f"batches cannot be combined with sp_size={plugin.sp_size}: gradients are averaged over parts of sequences "
+            "too; use sp_size=1, or leave batches out"
+        )
+    if batches.accumulation == "own" and plugin.zero_stage > 1:
+        raise ValueError(
+            f'accumulation="own" needs zero_stage 0 or 1, not {plugin.zero_stage}, which synchronizes at every '
+            'micro-batch; use accumulation="shared"'
         )
 
 

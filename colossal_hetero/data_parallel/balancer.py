@@ -1,0 +1,166 @@
+"""Divides global batches over ranks by what each can do, and again when that changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from colossalai.logging import get_dist_logger
+from scipy.optimize import isotonic_regression
+
+from ..planner.allocation import Allocation, allocate
+from ..planner.batch_profile import BatchProfile, DeviceProfile
+from ..planner.curves import Curve
+from .config import BatchConfig
+from .loader import HeteroDataLoader
+from .watch import ForwardWatch
+
+__all__ = ["BatchBalancer", "slowdown"]
+
+LEAST_PASSES = 3
+"""Forward passes that a statement on a rank's speed takes at least."""
+
+
+class BatchBalancer:
+    """Keeps a loader's division in step with the speed of the ranks.
+
+    Every rank computes the same allocation from the same profile and the same exchanged factors.
+
+    Args:
+        config: what the user asked for.
+        profile: of all ranks.
+        stage: of ZeRO; it says where ranks wait for each other.
+        loader: of this rank.
+        watch: of this rank's forward passes.
+        replica_of: which replica of the model each rank belongs to; without model parallelism each is its own.
+    """
+
+    def __init__(
+        self,
+        config: BatchConfig,
+        profile: BatchProfile,
+        stage: int,
+        loader: HeteroDataLoader,
+        watch: ForwardWatch,
+        replica_of: Sequence[int],
+    ) -> None:
+        self._config = config
+        self._profile = profile
+        self._stage = stage
+        self._loader = loader
+        self._watch = watch
+        self._replica_of = replica_of
+        own = replica_of[dist.get_rank()]
+        largest = min(config.global_batch_size, config.max_micro_batch or config.global_batch_size)
+        self._curves = profile.curves(stage, largest)
+        self._forward = _forward_curve(profile.kinds[profile.ranks[own]], self._curves[own].max_batch)
+        self._since_check = 0
+        self.slowdowns: tuple[float, ...] = (1.0,) * len(self._curves)
+        """How much slower than in the profile each replica was when batches were divided last."""
+        self.reallocations = 0
+        """How often batches were divided anew since the start."""
+        self._divide()
+
+    @property
+    def allocation(self) -> Allocation:
+        """How a full global batch is divided now (or will be, from the next global batch that is not yet drawn)."""
+        return self._allocate(self._config.global_batch_size)
+
+    def on_step(self) -> None:
+        """Count an optimizer step; look at the speeds if it is time. Every rank calls it after every step."""
+        self._since_check += 1
+        if self._config.check_every is None:
+            due = (
+                self._loader.current is not None
+                and self._loader.current.global_batch == self._loader.global_batches - 1
+            )
+        else:
+            due = self._since_check >= self._config.check_every
+        if due and math.isfinite(self._config.reallocate_above):
+            self._since_check = 0
+            self._check()
+
+    def _check(self) -> None:
+        passes = self._watch.take()
+        mine = None if self._forward is None else slowdown(passes, self._forward)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (mine, self._loader.drawn_global_batch))
+        now = list(self.slowdowns)
+        for replica in range(len(now)):
+            seen = [each for (each, _), of in zip(everyone, self._replica_of, strict=True) if of == replica]
+            # Who has not run enough to say anything is as fast as it was.
+            if None not in seen:
+                now[replica] = max(seen)
+        # What slows all ranks alike changes nothing about who should do how much.
+        moves = [new / old for new, old in zip(now, self.slowdowns, strict=True)]
+        if max(moves) / min(moves) - 1 <= self._config.reallocate_above:
+            return
+        before = self.allocation
+        self.slowdowns = tuple(now)
+        self._divide(drawn_global_batch=max(drawn for _, drawn in everyone))
+        self.reallocations += 1
+        self._report(moves, before)
+
+    def _divide(self, drawn_global_batch: int = -1) -> None:
+        curves = [curve.scaled(factor) for curve, factor in zip(self._curves, self.slowdowns, strict=True)]
+
+        # A division stays in force for global batches drawn before the next one: it must not look at self.
+        @lru_cache(maxsize=8)
+        def allocate_now(samples: int) -> Allocation:
+            return allocate(
+                curves,
+                samples,
+                self._stage,
+                method=self._config.method,
+                accumulation=self._config.accumulation,
+                communication_seconds=self._profile.communication(self._stage),
+                flops=self._profile.flops,
+            )
+
+        def division(samples: int) -> Sequence[Sequence[int]]:
+            return [share.sizes for share in allocate_now(samples).shares]
+
+        self._allocate = allocate_now
+        self._loader.redivide(division, drawn_global_batch)
+
+    def _report(self, moves: Sequence[float], before: Allocation) -> None:
+        changes = [
+            f"rank {rank} ({self._profile.devices[rank]}) takes {move:.2f} times as long as before, "
+            f"{old.samples} → {new.samples} samples"
+            for rank, (move, old, new) in enumerate(zip(moves, before.shares, self.allocation.shares, strict=True))
+            if old.samples != new.samples
+        ]
+        if changes:
+            total = before.global_batch_size
+            get_dist_logger().info(f"global batches of {total} are divided anew: {'; '.join(changes)}", ranks=[0])
+
+
+def slowdown(passes: Sequence[tuple[int, float]], expected: Curve) -> float | None:
+    """How many times as long as expected forward passes took; None if there are too few to tell.
+
+    Args:
+        passes: ``(samples, seconds)`` each.
+        expected: seconds of a forward pass by its samples.
+
+    The ratio of the sums, because a device that is throttled for part of each second is slow in some passes only. The
+    longest pass is left out: one hiccup (a compilation, a page of memory first touched) says nothing of the speed.
+    """
+    if len(passes) < LEAST_PASSES:
+        return None
+    longest = int(np.argmax([seconds for _, seconds in passes]))
+    kept = [each for index, each in enumerate(passes) if index != longest]
+    return sum(seconds for _, seconds in kept) / sum(float(expected.seconds[samples]) for samples, _ in kept)
+
+
+def _forward_curve(device: DeviceProfile, max_batch: int) -> Curve | None:
+    """Seconds of a forward pass by its samples; None where the profile does not say, and speeds cannot be told."""
+    points = {point.batch: point.forward_seconds for point in device.points if point.forward_seconds is not None}
+    if len(points) < min(2, max_batch):
+        return None
+    # Short passes are noisy; whatever they say, a larger batch does not take less.
+    seconds = isotonic_regression([points[batch] for batch in sorted(points)]).x
+    return Curve.through(dict(zip(sorted(points), seconds, strict=True)), max(max_batch, *points)).limited(max_batch)

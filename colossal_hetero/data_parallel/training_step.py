@@ -1,0 +1,85 @@
+"""One forward and backward pass of the user's model and loss, on samples taken from the user's data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from colossalai.interface import OptimizerWrapper
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+
+from ..accelerator import get_accelerator
+
+__all__ = ["TrainingStep", "TrialRun", "default_training_step"]
+
+TrainingStep = Callable[[nn.Module, "Callable | None", Any], torch.Tensor]
+"""``(model, criterion, batch) -> mean loss over the batch``; the batch is on the device."""
+
+
+def default_training_step(model: nn.Module, criterion: Callable | None, batch: Any) -> torch.Tensor:
+    """The loss of the two usual kinds of batch.
+
+    ``(inputs, targets)``: ``criterion(model(inputs), targets)``. A mapping: ``model(**batch)``, whose ``loss`` is taken
+    where it has one, else ``criterion(outputs, batch)``, as Colossal-AI's scripts for transformers do.
+
+    Raises:
+        TypeError: the batch is of another kind; the message says what to pass to the plugin.
+    """
+    if isinstance(batch, Mapping):
+        outputs = model(**batch)
+        loss = getattr(outputs, "loss", None)
+        if loss is not None:
+            return loss
+        if criterion is not None:
+            return criterion(outputs, batch)
+    elif isinstance(batch, tuple | list) and len(batch) == 2 and criterion is not None:
+        inputs, targets = batch
+        return criterion(model(inputs), targets)
+    kind = type(batch).__name__ + (" without a criterion" if criterion is None else "")
+    raise TypeError(
+        f"a batch of type {kind} can be trained on in more than one way: give the plugin training_step=f, where "
+        "f(model, criterion, batch) returns the mean loss"
+    )
+
+
+@dataclass
+class TrialRun:
+    """Runs micro-batches of any size for measuring, outside of the epoch's order.
+
+    Samples are the first ones of the data set, repeated as often as it takes.
+    """
+
+    model: nn.Module
+    optimizer: OptimizerWrapper
+    criterion: Callable | None
+    training_step: TrainingStep
+    loader: DataLoader
+
+    def __post_init__(self) -> None:
+        self._samples: list[Any] = []
+
+    def __call__(self, samples: int) -> float:
+        """Forward and backward once with so many ``samples``; seconds, loading the samples left out."""
+        device = get_accelerator().get_current_device()
+        batch = tree_map(lambda part: _to(part, device), self.loader.collate_fn(self._first(samples)))
+        get_accelerator().synchronize()
+        begin = time.perf_counter()
+        loss = self.training_step(self.model, self.criterion, batch)
+        self.optimizer.backward(loss)
+        get_accelerator().synchronize()
+        return time.perf_counter() - begin
+
+    def _first(self, samples: int) -> list[Any]:
+        dataset: Any = self.loader.dataset
+        while len(self._samples) < min(samples, len(dataset)):
+            self._samples.append(dataset[len(self._samples)])
+        return [self._samples[index % len(self._samples)] for index in range(samples)]
+
+
+def _to(part: Any, device: torch.device) -> Any:
+    return part.to(device) if isinstance(part, torch.Tensor) else part
