@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import tempfile
 import time
@@ -30,6 +29,7 @@ import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CP
 import colossalai
 from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
+from colossalai.logging import get_dist_logger
 
 from colossal_hetero import HeteroZeroPlugin
 
@@ -42,7 +42,7 @@ def run(choices: Choices) -> None:
     """Join the other ranks, train, and part from them."""
     colossalai.launch_from_torch(seed=choices.seed, verbose=False)
     # That batches are divided anew is in the line of the epoch.
-    logging.getLogger("colossalai").setLevel(logging.WARNING)
+    get_dist_logger().set_level("WARNING")
     compare(choices)
     dist.barrier()
     dist.destroy_process_group()
