@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from colossal_hetero.data_parallel.abandoned import abandon_step
-from colossal_hetero.data_parallel.memory import is_out_of_memory, recover
+from colossal_hetero.data_parallel.memory import ballast, is_out_of_memory, recover
 from colossal_hetero.data_parallel.profiler import optimizer_state_bytes, profile_device
 from colossal_hetero.data_parallel.untouched import untouched
 
@@ -106,7 +106,9 @@ def limit_address_space(room: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, hard))
 
 
-def main(profiled: bool, trained_before: bool, room: int, cap: int) -> dict[str, Any]:
+def main(
+    profiled: bool = True, trained_before: bool = True, room: int = 50_200_000, cap: int = 1000, to_come: int = 0
+) -> dict[str, Any]:
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -122,14 +124,15 @@ def main(profiled: bool, trained_before: bool, room: int, cap: int) -> dict[str,
             profile = profile_device(
                 lambda batch: (sizes.append(batch), step(model, batch))[1],
                 cap,
-                state_bytes_to_come=optimizer_state_bytes(optimizer),
+                state_bytes_to_come=to_come + optimizer_state_bytes(optimizer),
                 device=DEVICE,
                 abandon=lambda: abandon_step(model, optimizer),
             )
             result.update(profile=profile.model_dump(), sizes=sizes)
-        with untouched(model, optimizer):
-            step(model, 1)
-            result["every_size"] = every_size(model, cap)
+        if profile.max_batch:
+            with untouched(model, optimizer), ballast(to_come + optimizer_state_bytes(optimizer), DEVICE):
+                step(model, 1)
+                result["every_size"] = every_size(model, cap)
     result["after"] = digest(model, optimizer)
     result["losses"] = train(model, optimizer, 3)
     result["trained"] = digest(model, optimizer)
