@@ -117,6 +117,7 @@ def main(
         train(model, optimizer, 2)
         optimizer.zero_grad()
     result["before"] = digest(model, optimizer)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
     limit_address_space(room)
     if profiled:
         with untouched(model, optimizer):
@@ -129,7 +130,9 @@ def main(
                 abandon=lambda: abandon_step(model, optimizer),
             )
             result.update(profile=profile.model_dump(), sizes=sizes)
-        if profile.max_batch:
+        if not profile.max_batch:
+            resource.setrlimit(resource.RLIMIT_AS, limits)  # to train at all
+        else:
             with untouched(model, optimizer), ballast(to_come + optimizer_state_bytes(optimizer), DEVICE):
                 step(model, 1)
                 result["every_size"] = every_size(model, cap)

@@ -317,9 +317,11 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any],
         twin.step()
         return _tensor_bytes(twin.state.get(stand_in), parameter.device)
     except Exception as error:
-        if parameter.numel() == 1 or not is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         recover(error)
+    if parameter.numel() == 1:
+        return 0  # so little room is there that no sample will run either
     # Where there is no room to try it on all of the parameter, half of it tells as much.
     half = parameter.detach().reshape(-1)[: parameter.numel() // 2]
     return math.ceil(_state_after_a_step(optimizer, group, half) * parameter.numel() / half.numel())
