@@ -59,6 +59,7 @@ class BatchBalancer:
         self._curves = profile.curves(stage, largest)
         self._forward = _forward_curve(profile.kinds[profile.ranks[own]], self._curves[own].max_batch)
         self._since_check = 0
+        self._passes: list[tuple[int, float]] = []
         self.slowdowns: tuple[float, ...] = (1.0,) * len(self._curves)
         """How much slower than in the profile each replica was when batches were divided last."""
         self.reallocations = 0
@@ -85,8 +86,10 @@ class BatchBalancer:
             self._check()
 
     def _check(self) -> None:
-        passes = self._watch.take()
-        mine = None if self._forward is None else slowdown(passes, self._forward)
+        self._passes += self._watch.take()
+        mine = None if self._forward is None else slowdown(self._passes, self._forward)
+        if mine is not None:
+            self._passes.clear()
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (mine, self._loader.drawn_global_batch))
         now = list(self.slowdowns)

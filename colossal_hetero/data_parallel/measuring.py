@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 from colossalai.interface import ModelWrapper, OptimizerWrapper
@@ -19,6 +18,7 @@ from ..planner.batch_profile import BatchProfile, DeviceProfile, ModelIdentity
 from .abandoned import abandon_step
 from .local_collectives import local_collectives
 from .profiler import Progress, measure_flops, optimizer_state_bytes, profile_device
+from .together import on_every_rank
 from .training_step import TrialRun
 from .untouched import untouched
 from .watch import ForwardWatch
@@ -27,8 +27,6 @@ __all__ = ["ModelDescription", "describe", "profile_ranks"]
 
 SYNCHRONIZATIONS = 3
 """How often one is timed."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -126,11 +124,11 @@ def profile_ranks(
     watch = ForwardWatch(model, lambda: size)
     try:
         with untouched(model, optimizer), _progress() as tell:
-            measured = _on_every_rank(measure)
+            measured = on_every_rank(measure, "measuring batches")
             devices = [device for device, _ in measured]
             fits = all(device.max_batch > 0 for device in devices)
             # Every rank waits for the slowest: the one that waited least has measured the communication itself.
-            seconds = min(_on_every_rank(synchronization_seconds)) if fits else 0.0
+            seconds = min(on_every_rank(synchronization_seconds, "measuring communication")) if fits else 0.0
             optimizer.zero_grad()
     finally:
         watch.remove()
@@ -185,22 +183,6 @@ def _identity(description: ModelDescription, stage: int, precision: str, state_b
         optimizer_bytes=state_bytes + (4 * description.trained if zero else 0),
         digest=description.digest,
     )
-
-
-def _on_every_rank(function: Callable[[], T]) -> list[T]:
-    """What ``function`` returned on each rank; if it raised on any, all raise, and none waits for the other."""
-    failure: Exception | None = None
-    outcome: tuple[Any, str | None]
-    try:
-        outcome = function(), None
-    except Exception as error:
-        failure, outcome = error, (None, f"{type(error).__name__}: {error}")
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, outcome)
-    failures = [f"rank {rank}: {words}" for rank, (_, words) in enumerate(everyone) if words is not None]
-    if failures:
-        raise RuntimeError(f"measuring batches failed on {'; '.join(failures)}") from failure
-    return [value for value, _ in everyone]
 
 
 @contextmanager

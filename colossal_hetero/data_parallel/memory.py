@@ -54,6 +54,11 @@ _MESSAGES = (
 """How libraries say it, in lower case, where their exception is not one of its own kind."""
 
 
+# glibc keeps freed memory as long as something lives above it; pages in between can be given back. Looked up here,
+# because that needs memory itself.
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
 @dataclass(frozen=True)
 class MemoryLimit:
     """What this process may use of a device."""
@@ -146,10 +151,8 @@ def recover(error: BaseException | None = None) -> None:
         error = error.__cause__ or error.__context__
     gc.collect()
     get_accelerator().empty_cache()
-    if sys.platform == "linux":
-        # glibc keeps freed memory as long as something lives above it; pages in between can be given back.
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 @contextmanager

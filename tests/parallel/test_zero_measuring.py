@@ -1,0 +1,259 @@
+"""What HeteroZeroPlugin does around training: measuring, the profile file, dividing anew, climbing stages, failing."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from colossalai.booster import Booster
+from torch import nn
+
+from colossal_hetero import HeteroZeroPlugin
+
+from .harness import run_ranks
+from .test_zero_plugin import Numbered, full_parameters, make_model, make_optimizer
+
+
+class Noisy(nn.Module):
+    """A model that keeps a record of what it has seen, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(8, 24)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.3)
+        self.second = nn.Linear(24, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(inputs).view(-1, 6, 4)).flatten(1)
+        return self.second(self.drop(torch.relu(hidden)))
+
+
+class Slow(nn.Module):
+    """A model whose forward pass is computed ``times`` times over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.times = 1
+        self.first = nn.Linear(8, 512)
+        self.second = nn.Linear(512, 512)
+        self.third = nn.Linear(512, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = inputs.repeat(1, 24).view(-1, 8)
+        for _ in range(self.times):
+            outputs = self.third(torch.relu(self.second(torch.relu(self.first(inputs)))))
+        return outputs.view(-1, 24, 3).mean(1)
+
+
+def boost(plugin: HeteroZeroPlugin, model: nn.Module, **loader_arguments: Any) -> tuple[Any, Any, Any, Any]:
+    loader = plugin.prepare_dataloader(Numbered(), **loader_arguments)
+    optimizer = make_optimizer(model, "adamw")
+    model, optimizer, criterion, loader, _ = Booster(plugin=plugin).boost(
+        model, optimizer, nn.CrossEntropyLoss(), loader
+    )
+    return model, optimizer, criterion, loader
+
+
+def randomness() -> list[Any]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def measure_and_look(stage: int) -> None:
+    plugin = HeteroZeroPlugin(stage, 8)
+    # SyncBatchNorm, which DDP makes of it, is for GPUs only.
+    model = make_model() if stage == 0 else Noisy()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = randomness()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    boosted, optimizer, _, loader = boost(plugin, model, shuffle=True)
+    assert randomness() == expected
+    assert not optimizer.optim.state
+    after = full_parameters(boosted)
+    parameters = [value for name, value in before.items() if "running" not in name and "num" not in name]
+    if stage != 3:
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        assert all(value.grad is None for value in boosted.parameters())
+    flat = torch.cat([value.flatten() for value in parameters])
+    assert torch.equal(torch.cat(after)[: len(flat)], flat)
+    assert loader.current is None and loader.state_dict()["global_batches_done"] == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_measuring_leaves_no_trace(stage: int) -> None:
+    run_ranks(2, measure_and_look, stage)
+
+
+def train_a_little(stage: int, profile: str | None, **options: Any) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
+    plugin = HeteroZeroPlugin(stage, 8, profile=profile, **options)
+    model, optimizer, criterion, loader = boost(plugin, make_model(), shuffle=True)
+    for inputs, targets in loader:
+        optimizer.backward(criterion(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model), [share.sizes for share in plugin.allocation.shares]
+
+
+def train_twice(path: str) -> None:
+    first, sizes = train_a_little(1, path)
+    torch.distributed.barrier()
+    written = Path(path).read_text()
+    again, same_sizes = train_a_little(1, path)
+    assert Path(path).read_text() == written
+    assert sizes == same_sizes
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_a_profile_is_written_and_used_again(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    run_ranks(3, train_twice, str(path))
+    content = json.loads(path.read_text())
+    assert content["schema"] == 1 and content["stage"] == 1
+    assert len(content["ranks"]) == 3
+    # A user may edit it: rank 1 is now thought to be much slower, and gets less.
+    for kind, slowness in zip(content["kinds"], (1, 5, 1), strict=True):
+        for point in kind["points"]:
+            point["seconds"] = slowness * point["batch"]
+            point["forward_seconds"] = None
+    path.write_text(json.dumps(content))
+    for _, sizes in run_ranks(3, train_a_little, 1, str(path)):
+        assert sum(sizes[1]) < min(sum(sizes[0]), sum(sizes[2]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"devices": "NVIDIA A100"}, "profile is of other devices: rank 0 was NVIDIA A100, is cpu"),
+        ({"digest": "0123"}, "profile is of another model"),
+        ({"stage": 2}, "made at stage 2, not 1"),
+        ({"precision": "bf16"}, "made at precision bf16, not fp32"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    path = tmp_path / "profile.json"
+    run_ranks(2, train_a_little, 1, str(path))
+    content = json.loads(path.read_text())
+    if "devices" in change:
+        for kind in content["kinds"]:
+            kind["device"] = change["devices"]
+    elif "digest" in change:
+        content["model"]["digest"] = change["digest"]
+    else:
+        content.update(change)
+    path.write_text(json.dumps(content))
+    with pytest.raises(RuntimeError, match=words):
+        run_ranks(2, train_a_little, 1, str(path))
+
+
+def test_a_profile_of_fewer_ranks_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    run_ranks(2, train_a_little, 1, str(path))
+    with pytest.raises(RuntimeError, match="of 2 ranks, these are 3"):
+        run_ranks(3, train_a_little, 1, str(path))
+
+
+def change_speed(stage: int, slow: int, check_every: int | None) -> dict[str, Any]:
+    """Rank ``slow`` becomes slow in the third epoch, and is fast again in the sixth."""
+    plugin = HeteroZeroPlugin(stage, 8, check_every=check_every, reallocate_above=0.5)
+    own = Slow()
+    model, optimizer, criterion, loader = boost(plugin, own, shuffle=True)
+    seen, samples = [], []
+    for epoch in range(8):
+        own.times = 12 if torch.distributed.get_rank() == slow and 2 <= epoch < 5 else 1
+        ids = []
+        for inputs, targets in loader:
+            ids += inputs[:, 7].long().tolist() if loader.current.samples else []
+            optimizer.backward(criterion(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(ids)
+        samples.append([share.samples for share in plugin.allocation.shares])
+    return {"seen": seen, "samples": samples, "parameters": full_parameters(model)}
+
+
+@pytest.mark.parametrize("check_every", [None, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_batches_follow_a_change_of_speed(stage: int, slow: int, check_every: int | None) -> None:
+    results = run_ranks(2, change_speed, stage, slow, check_every)
+    samples = results[0]["samples"]
+    assert results[1]["samples"] == samples
+    assert samples[4][slow] < samples[1][slow]
+    assert samples[7][slow] > samples[4][slow]
+    for epoch in range(8):
+        assert sorted(results[0]["seen"][epoch] + results[1]["seen"][epoch]) == list(range(len(Numbered())))
+
+
+def fail_on(rank: int) -> None:
+    def training_step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
+        if torch.distributed.get_rank() == rank:
+            raise KeyError("no such column")
+        return criterion(model(batch[0]), batch[1])
+
+    boost(HeteroZeroPlugin(1, 8, training_step=training_step), make_model())
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_fails_while_measuring_ends_all(rank: int) -> None:
+    with pytest.raises(RuntimeError, match=f"rank {rank}: KeyError: 'no such column'"):
+        run_ranks(3, fail_on, rank, timeout_seconds=60)
+
+
+class Wide(nn.Module):
+    """Parameters of 256 MiB in layers of 16 MiB, so that sharding them matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(8, 2048)
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(16))
+        self.last = nn.Linear(2048, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.first(inputs)
+        for layer in self.layers:
+            outputs = torch.relu(layer(outputs))
+        return self.last(outputs)
+
+
+def climb(more_mib: list[int], stage: int | str) -> Any:
+    """Train with so much more address space than is used before the model is there, by rank."""
+    rank = torch.distributed.get_rank()
+    plugin = HeteroZeroPlugin(stage, 8, max_micro_batch=4)
+    warm = nn.Linear(1024, 1024)
+    warm(torch.randn(64, 1024)).sum().backward()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + more_mib[rank] * 2**20, resource.RLIM_INFINITY))
+    model, optimizer, criterion, loader = boost(plugin, Wide())
+    for inputs, targets in loader:
+        optimizer.backward(criterion(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return plugin.stage, torch.cat(full_parameters(model)) if more_mib[rank] > 4000 else None
+
+
+@pytest.mark.parametrize(("more", "least", "most"), [(8000, 0, 0), (420, 1, 3)])
+def test_auto_takes_the_first_stage_that_fits_on_all(more: int, least: int, most: int) -> None:
+    (first, parameters), (second, _) = run_ranks(2, climb, [8000, more], "auto")
+    assert first == second
+    assert least <= first <= most
+    # Whatever was tried before, it trains as that stage does by itself.
+    ((_, expected), _) = run_ranks(2, climb, [8000, 8000], first)
+    torch.testing.assert_close(parameters, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_model_that_fits_nowhere_says_so_on_all_ranks() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1 \(cpu.*no memory for one sample at any of the stages 0, 1, 2, 3"):
+        run_ranks(2, climb, [8000, 80], "auto", timeout_seconds=60)
+    with pytest.raises(RuntimeError, match=r'rank 0 \(cpu.*at stage 1; try stage="auto"'):
+        run_ranks(2, climb, [150, 8000], 1, timeout_seconds=60)
