@@ -77,13 +77,13 @@ def _try_stage(
 ) -> Configured | list[str]:
     """What ``plugin`` configures, or the ranks that have no room for it."""
     here = get_accelerator().get_current_device()
+    model_bytes = sum(value.numel() * value.element_size() for value in model.parameters())
     configured: list[Any] = []
 
     def make_room() -> None:
         if stage == 0:
             # DDP copies the model to the device, makes buckets as large as its gradients, and broadcasts.
-            size = sum(value.numel() * value.element_size() for value in model.parameters())
-            with ballast(size + min(size, BROADCAST_BYTES), here):
+            with ballast(model_bytes + min(model_bytes, BROADCAST_BYTES), here):
                 pass
 
     def configure() -> None:
@@ -92,9 +92,11 @@ def _try_stage(
     def run_one_sample() -> None:
         boosted, wrapped = configured[0], configured[1]
         trial = TrialRun(boosted, wrapped, configured[2], training_step, loader)
+        # DDP lays its buckets anew in its second step, and the old ones are still there.
+        to_come = optimizer_state_bytes(wrapped) + (model_bytes if stage == 0 else 0)
         with untouched(boosted, wrapped), local_collectives(boosted):
             try:
-                with ballast(optimizer_state_bytes(wrapped), here):
+                with ballast(to_come, here):
                     trial(1)  # makes the gradients
                     trial(1)
             except Exception:

@@ -25,6 +25,9 @@ from .watch import ForwardWatch
 
 __all__ = ["ModelDescription", "describe", "profile_ranks"]
 
+FIRST_STEPS = 2
+"""Steps after which DDP has its buckets in their final order."""
+
 SYNCHRONIZATIONS = 3
 """How often one is timed."""
 
@@ -92,6 +95,12 @@ def profile_ranks(
         seconds = trial(samples)
         return seconds, sum(forward for _, forward in watch.take())
 
+    def communicate_first() -> None:
+        """Let libraries allocate what they keep for communication: connections, threads, buckets in their final order."""
+        synchronize(True)
+        for _ in range(FIRST_STEPS):
+            run(1)
+
     def measure() -> tuple[DeviceProfile, int]:
         to_come = optimizer_state_bytes(optimizer)
         # Buckets and shards are filled as in training. Stage 0 fills its own in C++, which sums them at once.
@@ -124,6 +133,7 @@ def profile_ranks(
     watch = ForwardWatch(model, lambda: size)
     try:
         with untouched(model, optimizer), _progress() as tell:
+            communicate_first()
             measured = on_every_rank(measure, "measuring batches")
             devices = [device for device, _ in measured]
             fits = all(device.max_batch > 0 for device in devices)
