@@ -24,6 +24,7 @@ __all__ = [
     "Point",
     "load_profile",
     "save_profile",
+    "spans",
     "state_bytes",
 ]
 
@@ -298,7 +299,7 @@ class BatchProfile(_Part):
 
     def _does_not_fit(self, kind: int, stage: int) -> str:
         device = self.kinds[kind]
-        names = ", ".join(str(rank) for rank, own in enumerate(self.ranks) if own == kind)
+        names = spans([rank for rank, own in enumerate(self.ranks) if own == kind])
         used = set(self.ranks)
         better = [
             other
@@ -311,6 +312,17 @@ class BatchProfile(_Part):
             f"GiB the state takes {self.state_bytes(stage)[kind] / 2**30:.2f} GiB and a sample "
             f"{device.sample_bytes / 2**30:.2f} GiB; {remedy}, or train without that device"
         )
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Ascending ranks in short: "0-3, 5"."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], rank]
+        else:
+            parts.append([rank])
+    return ", ".join("-".join(map(str, part)) for part in parts)
 
 
 REPROFILE = "make a new profile, or give the profile that belongs to them"
