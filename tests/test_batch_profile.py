@@ -118,6 +118,8 @@ def test_state_bytes_follow_zero() -> None:
 def test_other_stages_hold_what_the_smaller_state_leaves_room_for() -> None:
     # 9, 10.5 and 12 GiB less than at stage 0, 2 GiB a sample.
     assert [profile().max_batches(stage)[0] for stage in range(4)] == [4, 4 + 4, 4 + 5, 4 + 6]
+    # Half a sample's room is left over at stage 0 and counts at stage 1.
+    assert [profile().max_batches(stage)[1] for stage in range(2)] == [2, 2 + 5]
     assert profile().state_bytes(3) == [4 * GIB, 4 * GIB]
     # The largest batch that ran is believed more than memory on paper, where the two differ.
     wasteful = profile(kinds=[device(max_batch=3)], ranks=[0] * 4, links=[])
@@ -137,11 +139,11 @@ def test_a_device_without_room_at_this_stage_may_have_some_at_the_next() -> None
     small = device("small", max_batch=0, memory_bytes=10 * GIB)
     one = profile(kinds=[device(), small], ranks=[0, 1, 1, 1], links=[])
     assert [one.max_batches(stage)[1] for stage in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"rank 1-3 \(small\) holds no sample at stage 0.*stage 1 would hold one"):
+    with pytest.raises(ValueError, match=r"ranks 1-3 \(small\) hold no sample at stage 0.*stage 1 would hold one"):
         one.curves()
     assert one.curves(1)[1].max_batch == 1
     tiny = profile(kinds=[device(), device("tiny", max_batch=0, memory_bytes=GIB, points=[])], ranks=[0, 1], links=[])
-    with pytest.raises(ValueError, match="no higher stage holds one either, or train without that device"):
+    with pytest.raises(ValueError, match="no higher stage holds one either, or leave that device out"):
         tiny.curves(2)
 
 
@@ -209,13 +211,19 @@ def put(*place: Any, value: Any) -> Callable[[Any], None]:
         (put("schema", value=2), "has schema 2, this version reads schema 1; make a new profile"),
         (put("schema", value=True), "has schema True"),
         (lambda content: content.pop("schema"), 'it has no "schema"'),
-        (put("kinds", 0, "points", 1, "seconds", value=-0.1), r"kinds\[0\].points\[1\].seconds is -0.1: must be above 0"),
+        (
+            put("kinds", 0, "points", 1, "seconds", value=-0.1),
+            r"kinds\[0\].points\[1\].seconds is -0.1: must be above 0",
+        ),
         (put("kinds", 0, "points", 1, "seconds", value=float("nan")), r"points\[1\].seconds is nan: must be"),
         (put("kinds", 0, "points", 0, "batch", value=0), r"points\[0\].batch is 0: must be at least 1"),
         (put("kinds", 0, "points", 0, "batch", value=4), r"kinds\[0\].points: batch 4 is there twice"),
         (put("kinds", 0, "points", 0, "forward_seconds", value=1), r"forward_seconds=1.0 is more than seconds=0.1"),
         (put("kinds", 0, "points", value=[]), "max_batch=4, but there are no points; measure"),
-        (put("kinds", 1, "memory_bytes", value="24 GiB"), r"kinds\[1\].memory_bytes is '24 GiB': must be a whole number"),
+        (
+            put("kinds", 1, "memory_bytes", value="24 GiB"),
+            r"kinds\[1\].memory_bytes is '24 GiB': must be a whole number",
+        ),
         (put("kinds", 1, "memory_bytes", value=1.5), "must be a whole number"),
         (put("kinds", 1, "max_batch", value=-1), r"kinds\[1\].max_batch is -1: must be at least 0"),
         (put("kinds", 1, "memory_bound", value=1), "memory_bound is 1: must be true or false"),

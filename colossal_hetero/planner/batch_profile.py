@@ -218,7 +218,7 @@ class BatchProfile(_Part):
     def kind_max_batches(self, stage: int | None = None, largest: int | None = None) -> list[int]:
         """Largest micro-batch by kind: measured at the profile's stage, predicted from memory at another.
 
-        Where memory was the limit, the prediction starts from the largest batch that really ran.
+        Where memory was the limit, the prediction is corrected by how far it is off at the profile's stage.
 
         Args:
             largest: no more than that many, e.g. the global batch size.
@@ -229,11 +229,10 @@ class BatchProfile(_Part):
             batch = kind.max_batch
             if stage != self.stage and kind.sample_bytes > 0:
                 fits = (kind.memory_bytes - state) // kind.sample_bytes
-                change = (kind.state_bytes - state) // kind.sample_bytes
                 if kind.memory_bound:
-                    # Where none fitted there is no batch to start from.
-                    fits = min(fits, batch + change) if batch > 0 else fits
-                elif change >= 0:
+                    # What arithmetic misses at the measured stage, it misses at the others.
+                    fits += batch - max((kind.memory_bytes - kind.state_bytes) // kind.sample_bytes, 0)
+                elif state <= kind.state_bytes:
                     fits = max(fits, batch)
                 batch = min(max(fits, 0), MOST_PREDICTED)
             batches.append(batch if largest is None else min(batch, largest))
@@ -299,7 +298,10 @@ class BatchProfile(_Part):
 
     def _does_not_fit(self, kind: int, stage: int) -> str:
         device = self.kinds[kind]
-        names = spans([rank for rank, own in enumerate(self.ranks) if own == kind])
+        own = [rank for rank, each in enumerate(self.ranks) if each == kind]
+        names = (
+            f"ranks {spans(own)} ({device.device}) hold" if len(own) > 1 else f"rank {own[0]} ({device.device}) holds"
+        )
         used = set(self.ranks)
         better = [
             other
@@ -308,9 +310,9 @@ class BatchProfile(_Part):
         ]
         remedy = f"stage {better[0]} would hold one" if better else "no higher stage holds one either"
         return (
-            f"rank {names} ({device.device}) holds no sample at stage {stage}: of {device.memory_bytes / 2**30:.2f} "
+            f"{names} no sample at stage {stage}: of {device.memory_bytes / 2**30:.2f} "
             f"GiB the state takes {self.state_bytes(stage)[kind] / 2**30:.2f} GiB and a sample "
-            f"{device.sample_bytes / 2**30:.2f} GiB; {remedy}, or train without that device"
+            f"{device.sample_bytes / 2**30:.2f} GiB; {remedy}, or leave that device out"
         )
 
 
