@@ -48,8 +48,8 @@ class Kinds:
             by_object.setdefault(id(curve), []).append(rank)
         by_value: dict[tuple[int, bytes], list[int]] = {}
         for ranks in by_object.values():
-            seconds = curves[ranks[0]].seconds[: samples + 1]
-            by_value.setdefault((len(seconds), seconds.tobytes()), []).extend(ranks)
+            held = curves[ranks[0]].seconds[: samples + 1]
+            by_value.setdefault((len(held), held.tobytes()), []).extend(ranks)
         keys = sorted(by_value)
         self.ranks = [sorted(by_value[key]) for key in keys]
         self.counts = np.array([len(ranks) for ranks in self.ranks])
