@@ -126,6 +126,14 @@ def test_other_stages_hold_what_the_smaller_state_leaves_room_for() -> None:
     assert wasteful.max_batches(3)[0] == 9
 
 
+def test_fewer_ranks_each_hold_more_of_the_state() -> None:
+    assert profile().state_bytes(0, 2) == profile().state_bytes(0)
+    assert profile().state_bytes(3, 2) == [8 * GIB, 8 * GIB]
+    assert profile().kind_max_batches(3, taking_part=2) == [8, 6]
+    assert [curve.max_batch for curve in profile().curves(3, taking_part=2)] == [8, 6, 8, 6]
+    assert profile().kind_max_batches(0, taking_part=2) == [4, 2]
+
+
 def test_where_memory_was_not_the_limit_memory_says_what_fits() -> None:
     roomy = profile(kinds=[device(memory_bytes=30 * GIB, memory_bound=False)], ranks=[0] * 4, links=[])
     assert roomy.max_batches(0)[0] == 4

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .curves import Curve
@@ -110,11 +111,13 @@ class DeviceProfile(_Part):
         return self.points[-1].batch if self.points else 0
 
     def curve(self, max_batch: int) -> Curve:
-        """Seconds by samples, up to ``max_batch`` ≥ 1.
+        """Seconds by samples, up to ``max_batch``.
 
         Raises:
             ValueError: the points make no curve; the message names the device, the points and the remedy.
         """
+        if max_batch == 0:
+            return Curve(np.ones(1))  # of a device that never runs
         try:
             longest = max(self.measured_batch, max_batch)
             return Curve.through({point.batch: point.seconds for point in self.points}, longest).limited(max_batch)
@@ -208,29 +211,39 @@ class BatchProfile(_Part):
         stage = self._checked(stage)
         return self.communication_seconds * PASSES[stage] / PASSES[self.stage]
 
-    def state_bytes(self, stage: int | None = None) -> list[int]:
-        """Bytes used before a micro-batch, by kind; for another stage than the profile's, as ZeRO shards."""
+    def state_bytes(self, stage: int | None = None, taking_part: int | None = None) -> list[int]:
+        """Bytes used before a micro-batch, by kind; for another stage or fewer ranks than were measured, as ZeRO shards.
+
+        Args:
+            stage: None is the profile's.
+            taking_part: how many ranks share the state; None is all.
+        """
         stage = self._checked(stage)
         count = len(self.ranks)
-        change = state_bytes(self.model, stage, count) - state_bytes(self.model, self.stage, count)
+        taking_part = count if taking_part is None else taking_part
+        change = state_bytes(self.model, stage, taking_part) - state_bytes(self.model, self.stage, count)
         return [max(kind.state_bytes + change, 0) for kind in self.kinds]
 
-    def kind_max_batches(self, stage: int | None = None, largest: int | None = None) -> list[int]:
-        """Largest micro-batch by kind: measured at the profile's stage, predicted from memory at another.
+    def kind_max_batches(
+        self, stage: int | None = None, largest: int | None = None, taking_part: int | None = None
+    ) -> list[int]:
+        """Largest micro-batch by kind: as measured, or predicted from memory at another stage or with fewer ranks.
 
         Where memory was the limit, the prediction is corrected by how far it is off at the profile's stage.
 
         Args:
+            stage: None is the profile's.
             largest: no more than that many, e.g. the global batch size.
+            taking_part: how many ranks share the state; None is all.
         """
         stage = self._checked(stage)
         batches = []
-        for kind, state in zip(self.kinds, self.state_bytes(stage), strict=True):
+        for kind, state in zip(self.kinds, self.state_bytes(stage, taking_part), strict=True):
             batch = kind.max_batch
-            if stage != self.stage and kind.sample_bytes > 0:
+            if state != kind.state_bytes and kind.sample_bytes > 0:
                 fits = (kind.memory_bytes - state) // kind.sample_bytes
                 if kind.memory_bound:
-                    # What arithmetic misses at the measured stage, it misses at the others.
+                    # What arithmetic misses as measured, it misses elsewhere.
                     fits += batch - max((kind.memory_bytes - kind.state_bytes) // kind.sample_bytes, 0)
                 elif state <= kind.state_bytes:
                     fits = max(fits, batch)
@@ -243,21 +256,30 @@ class BatchProfile(_Part):
         batches = self.kind_max_batches(stage, largest)
         return [batches[kind] for kind in self.ranks]
 
-    def curves(self, stage: int | None = None, largest: int | None = None) -> list[Curve]:
+    def curves(
+        self,
+        stage: int | None = None,
+        largest: int | None = None,
+        *,
+        taking_part: int | None = None,
+        allow_none: bool = False,
+    ) -> list[Curve]:
         """A curve per rank, one object for all ranks of a kind.
 
         Args:
             stage: of ZeRO; None is the profile's.
             largest: micro-batches need not be larger than that, e.g. the global batch size.
+            taking_part: how many ranks share the state; None is all.
+            allow_none: give a device that holds no sample a curve with ``max_batch == 0`` instead of raising.
 
         Raises:
             ValueError: a device holds no sample at that stage, or its points make no curve.
         """
         stage = self._checked(stage)
         used = set(self.ranks)
-        batches = self.kind_max_batches(stage, largest)
+        batches = self.kind_max_batches(stage, largest, taking_part)
         for kind in sorted(used):
-            if batches[kind] < 1:
+            if batches[kind] < 1 and not allow_none:
                 raise ValueError(self._does_not_fit(kind, stage))
         curves = {kind: self.kinds[kind].curve(batches[kind]) for kind in sorted(used)}
         return [curves[kind] for kind in self.ranks]

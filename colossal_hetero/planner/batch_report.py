@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .adapt import AdaptPlan
 from .allocation import Allocation, Share
 from .batch_profile import UNITS, BatchProfile, spans
 from .curves import Curve
 from .files import write_json
-
-if TYPE_CHECKING:
-    from .adapt import AdaptPlan
 
 __all__ = ["Candidate", "DeviceLine", "Report", "device_lines", "render", "save_report"]
 
@@ -76,7 +74,8 @@ def device_lines(profile: BatchProfile, allocation: Allocation) -> list[DeviceLi
     groups: dict[tuple[int, Share], list[int]] = {}
     for rank, (kind, share) in enumerate(zip(profile.ranks, allocation.shares, strict=True)):
         groups.setdefault((kind, share), []).append(rank)
-    states = profile.state_bytes(allocation.stage)
+    taking_part = sum(bool(share.runs) for share in allocation.shares)
+    states = profile.state_bytes(allocation.stage, taking_part)
     idle = allocation.idle_seconds
     lines = []
     for (kind, share), ranks in groups.items():
@@ -122,12 +121,15 @@ def _devices(report: Report) -> Table:
     for column in (*counts, f"busy [{second}]", f"idle [{second}]", f"memory [{unit}]"):
         # As a text: what is in brackets would be taken for markup in a string.
         table.add_column(Text(column), justify="right", no_wrap=True)
+    if any(line.left_out for line in lines):
+        table.add_column("left out because", overflow="fold")
     for index, line in enumerate(lines):
         device, share = profile.kinds[line.kind], line.share
         name = Text(f"{device.device} ({device.host})" if device.host else device.device)
         available = f"{line.available_bytes / size:.1f}"
         if line.left_out:
-            table.add_row(spans(line.ranks), name, "left out", *"-----", f"- of {available}", style="dim")
+            because = _left_out_because(report.adapt, line.ranks)
+            table.add_row(spans(line.ranks), name, "left out", *"-----", f"- of {available}", because, style="dim")
             continue
         numbers = [f"{n:,}" for n in (share.micro_batch, share.steps, share.last_batch, share.samples)]
         memory = f"{line.memory_bytes / size:.1f} of {available}"
@@ -195,7 +197,20 @@ def _notes(report: Report) -> list[str]:
 
 
 def _adapt_notes(plan: AdaptPlan) -> list[str]:
-    return []
+    notes = [f"ring by {plan.protocol}: " + " → ".join(map(str, (*plan.ring, plan.ring[0])))]
+    second, costs = _times([step.cost_seconds for step in plan.steps])
+    for step, cost in zip(plan.steps[1:], costs[1:], strict=True):
+        if not step.kept:
+            notes.append(
+                f"not left out: {step.reason}; without, {step.protocol}, a global batch would take {cost} {second}"
+            )
+    return notes
+
+
+def _left_out_because(plan: AdaptPlan | None, ranks: Sequence[int]) -> str:
+    steps = plan.steps if plan is not None else ()
+    reasons = [step.reason for step in steps if step.kept and set(step.without) & set(ranks)]
+    return "; ".join(dict.fromkeys(reasons))
 
 
 def save_report(report: Report, path: Path | str) -> None:
@@ -233,6 +248,17 @@ def as_json(report: Report) -> dict[str, Any]:
             for each in report.candidates
         ],
     }
+    if report.adapt is not None:
+        plan = report.adapt
+        content["adapt"] = {
+            "ring": plan.ring,
+            "dropped": plan.dropped,
+            "protocol": plan.protocol,
+            "steps": [
+                {**asdict(step), "cost_seconds": step.cost_seconds if math.isfinite(step.cost_seconds) else None}
+                for step in plan.steps
+            ],
+        }
     for line in device_lines(profile, chosen):
         for rank in line.ranks:
             content["ranks"][rank] = {
