@@ -6,7 +6,7 @@ Pure: the same curves give the same allocation on every rank. How long an alloca
   ``shared`` all ranks run the same number of micro-steps, so that a training loop turns equally often everywhere; with
   ``own`` each has its own number.
 - 2 and 3: the ranks synchronise at each micro-step, so all run the same number: ``full`` steps of m samples in all and
-  a last one of the rest, ``wall = full·(max_i seconds_i[b_i] + communication) + (max_i seconds_i[r_i] + communication)``
+  a last one of the rest, ``wall = full·(max_i seconds_i[b_i] + comm) + (max_i seconds_i[r_i] + comm)``
 
 A rank without samples in a micro-step runs one sample of weight zero, in the time of one sample.
 """
