@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from . import __version__
+
 __all__ = ["main"]
 
 
@@ -16,7 +18,7 @@ class CommandError(click.ClickException):
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.version_option(package_name="colossal-hetero")
+@click.version_option(__version__, prog_name="colossal-hetero")
 def main() -> None:
     """Plan training on devices that are not equally fast."""
 
@@ -67,6 +69,9 @@ def batches(
     if not console.is_terminal:
         console.width = 140
     try:
+        for path in (out, plot):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
         if plot is not None:
             check_name(plot)
             check_matplotlib()

@@ -163,3 +163,27 @@ def test_the_picture_has_a_curve_per_kind_and_a_row_per_line(tmp_path: Path, mon
 
 def test_shares_are_hashed_by_what_they_hold() -> None:
     assert len({Share(((8, 3), (5, 1))), Share(((8, 3), (5, 1)))}) == 1
+
+
+def test_who_is_left_out_leaves_his_part_of_the_state_to_the_others() -> None:
+    # At stage 3 four ranks hold 4 GiB each, three 5.33, two 8; the snail is not worth its company.
+    ranks, kinds = [0, 0, 0, 1], [device(memory_bytes=17 * GIB, max_batch=0, points=device().points), SNAIL]
+    pair = profile(kinds=kinds, ranks=ranks, links=LINKS, communication_seconds=0.01)
+    report = compare(pair, 12, stage=3, method="adapt")
+    lines = device_lines(report.profile, report.chosen)
+    assert lines[-1].left_out
+    assert {line.memory_bytes - line.share.micro_batch * 2 * GIB for line in lines[:-1]} == {16 * GIB // 3 + 1}
+    for line in lines[:-1]:
+        assert line.memory_bytes <= line.available_bytes
+
+
+def test_nobody_is_left_out_whose_part_of_the_state_the_others_cannot_hold() -> None:
+    tight = device(memory_bytes=7 * GIB, max_batch=0)
+    report = compare(
+        profile(kinds=[tight, SNAIL], ranks=[0, 0, 0, 1], links=LINKS, communication_seconds=0.01),
+        12,
+        stage=3,
+        method="adapt",
+    )
+    assert report.adapt is not None and report.adapt.dropped == ()
+    assert "the others could not hold a sample each" in printed(report)

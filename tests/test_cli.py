@@ -139,7 +139,7 @@ def test_missing_links_are_named(tmp_path: Path) -> None:
         (["--global-batch", 8, "--method", "best"], "'best' is not one of 'exact', 'uniform', 'flops', 'adapt'"),
         (["--global-batch", 8, "--stage", 2, "--accumulation", "own"], "use accumulation='shared', or stage 0 or 1"),
         (["--global-batch", 8, "--plot", "batches.doc"], "end the name in .png, .pdf, .svg"),
-        (["--global-batch", 8, "--out", "/nowhere/at/all.json"], "/nowhere/at"),
+        (["--global-batch", 8, "--out", "/nowhere/at/all.json"], "all.json: there is no folder /nowhere/at"),
         (["--global-batch", 8, "--colour"], "No such option"),
     ],
 )

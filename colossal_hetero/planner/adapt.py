@@ -8,7 +8,8 @@ longest edge as what one synchronisation takes: the paper's accumulates no gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .allocation import Allocation, Share, allocate
@@ -57,6 +58,7 @@ def adapt(
     message_bytes: float,
     accumulation: str = "shared",
     redistribution: str = "exact",
+    curves_among: Callable[[int], Sequence[Curve]] | None = None,
 ) -> AdaptPlan:
     """Drop devices as long as that pays.
 
@@ -68,6 +70,8 @@ def adapt(
         message_bytes: what one device passes to the next in one synchronisation.
         redistribution: how the rest is dealt to those who remain: ``exact``, the integers that take the least time,
             or ``adapt``, in proportion to throughput, as the paper does.
+        curves_among: the curves of all ranks when that many of them share the sharded state, which leaves less room
+            for samples the fewer they are; None is ``curves`` whoever remains.
 
     Until no drop makes the cost less, or one device remains, it is tried to drop the device with the highest drop
     affinity: the busiest of those that take longer to reach either neighbour in the ring than they compute, then the
@@ -87,12 +91,16 @@ def adapt(
         raise ValueError(f"message_bytes={message_bytes} must be at least 0")
     links = tuple(links)
 
+    def among(ranks: tuple[int, ...]) -> Sequence[Curve]:
+        return curves if curves_among is None else curves_among(len(ranks))
+
     def plan(ranks: tuple[int, ...]) -> AdaptPlan:
+        own = among(ranks)
         protocol = common_protocol([protocols[rank] for rank in ranks])
         seconds = link_seconds(links, ranks, protocol, message_bytes)
         ring = ring_order(seconds)
         allocation = allocate(
-            [curves[rank] for rank in ranks],
+            [own[rank] for rank in ranks],
             global_batch_size,
             stage,
             method=redistribution,
@@ -112,6 +120,8 @@ def adapt(
         return AdaptPlan(whole, order, dropped, protocol, whole.wall_seconds, ())
 
     able = tuple(rank for rank, curve in enumerate(curves) if curve.max_batch > 0)
+    while able and not _all_hold(among(able), able):
+        able = tuple(rank for rank in able if among(able)[rank].max_batch > 0)
     if not able:
         raise ValueError(f"none of {len(curves)} devices holds one sample in stage {stage}; raise it, or free memory")
     current = plan(able)
@@ -122,13 +132,23 @@ def adapt(
     while pays:
         pays = False
         for without, reason in _candidates(current, curves, protocols, links, message_bytes):
-            tried = plan(tuple(rank for rank in sorted(current.ring) if rank not in without))
+            rest = tuple(rank for rank in sorted(current.ring) if rank not in without)
+            if not _all_hold(among(rest), rest):
+                protocol = common_protocol([protocols[rank] for rank in rest])
+                steps.append(AdaptStep(without, reason, protocol, math.inf, False))
+                continue
+            tried = plan(rest)
             pays = tried.cost_seconds < current.cost_seconds
             steps.append(AdaptStep(without, reason, tried.protocol, tried.cost_seconds, pays))
             if pays:
                 current = tried
                 break
     return replace(current, steps=tuple(steps))
+
+
+def _all_hold(curves: Sequence[Curve], ranks: Sequence[int]) -> bool:
+    """Whether each of the ranks holds a sample."""
+    return all(curves[rank].max_batch > 0 for rank in ranks)
 
 
 def _candidates(

@@ -212,7 +212,7 @@ class BatchProfile(_Part):
         return self.communication_seconds * PASSES[stage] / PASSES[self.stage]
 
     def state_bytes(self, stage: int | None = None, taking_part: int | None = None) -> list[int]:
-        """Bytes used before a micro-batch, by kind; for another stage or fewer ranks than were measured, as ZeRO shards.
+        """Bytes used before a micro-batch, by kind; at another stage or with fewer ranks as ZeRO shards.
 
         Args:
             stage: None is the profile's.

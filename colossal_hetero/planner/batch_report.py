@@ -198,12 +198,12 @@ def _notes(report: Report) -> list[str]:
 
 def _adapt_notes(plan: AdaptPlan) -> list[str]:
     notes = [f"ring by {plan.protocol}: " + " → ".join(map(str, (*plan.ring, plan.ring[0])))]
-    second, costs = _times([step.cost_seconds for step in plan.steps])
-    for step, cost in zip(plan.steps[1:], costs[1:], strict=True):
-        if not step.kept:
-            notes.append(
-                f"not left out: {step.reason}; without, {step.protocol}, a global batch would take {cost} {second}"
-            )
+    for step in plan.steps[1:]:
+        if not step.kept and math.isinf(step.cost_seconds):
+            notes.append(f"not left out: {step.reason}; the others could not hold a sample each")
+        elif not step.kept:
+            second, (cost,) = _times([step.cost_seconds])
+            notes.append(f"not left out: {step.reason}; without, {step.protocol}, it would take {cost} {second}")
     return notes
 
 

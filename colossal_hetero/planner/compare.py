@@ -6,6 +6,7 @@ from .adapt import AdaptPlan, adapt
 from .allocation import Allocation, allocate
 from .batch_profile import PASSES, BatchProfile, spans
 from .batch_report import Candidate, Report
+from .curves import Curve
 from .ring import common_protocol, link_seconds, longest_edge
 
 __all__ = ["compare"]
@@ -54,7 +55,8 @@ def compare(
         candidates.append(Candidate("adapt", chosen, "by throughput alone: the profile has no links"))
     elif profile.links:
         candidates.append(dealing.attempt("adapt", accumulation))
-    return Report(profile, tuple(dealing.curves), chosen, tuple(candidates), plan)
+    curves = dealing.curves if plan is None else dealing.curves_among(len(plan.ring))
+    return Report(profile, tuple(curves), chosen, tuple(candidates), plan)
 
 
 class _Dealing:
@@ -64,6 +66,7 @@ class _Dealing:
         self.profile, self.global_batch_size, self.stage = profile, global_batch_size, stage
         may_leave_out = method == "adapt" and bool(profile.links)
         self.curves = profile.curves(stage, global_batch_size, allow_none=may_leave_out)
+        self.among: dict[int, list[Curve]] = {}
         self.communication_seconds = profile.communication(stage)
         self.message_bytes = 0.0
         linked = {link.protocol for link in profile.links}
@@ -97,6 +100,14 @@ class _Dealing:
         seconds = link_seconds(profile.links, ranks, protocol, self.message_bytes)
         self.communication_seconds = longest_edge(seconds, list(ranks))
 
+    def curves_among(self, taking_part: int) -> list[Curve]:
+        """By rank, when so many share the state: from stage 1 on, the fewer they are the less room is left."""
+        if taking_part not in self.among:
+            self.among[taking_part] = self.profile.curves(
+                self.stage, self.global_batch_size, taking_part=taking_part, allow_none=True
+            )
+        return self.among[taking_part]
+
     def deal(self, method: str, accumulation: str) -> Allocation:
         profile = self.profile
         lacking = [kind.device for index, kind in enumerate(profile.kinds) if index in profile.ranks and not kind.flops]
@@ -124,6 +135,7 @@ class _Dealing:
             protocols=self.protocols,
             message_bytes=self.message_bytes,
             accumulation=accumulation,
+            curves_among=self.curves_among,
         )
 
     def attempt(self, method: str, accumulation: str) -> Candidate:
