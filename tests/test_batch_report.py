@@ -34,6 +34,7 @@ def test_ranks_in_short() -> None:
     assert spans([0, 1]) == "0-1"
     assert spans([0, 1, 2, 3, 5, 7, 8]) == "0-3, 5, 7-8"
     assert spans([]) == ""
+    assert spans(range(0, 1024, 8)) == "0, 8, 16, 24, …, 1016 (128 ranks)"
 
 
 def test_alike_ranks_with_alike_shares_are_a_line() -> None:

@@ -338,15 +338,18 @@ class BatchProfile(_Part):
         )
 
 
-def spans(ranks: Sequence[int]) -> str:
-    """Ascending ranks in short: "0-3, 5"."""
+def spans(ranks: Sequence[int], most: int = 6) -> str:
+    """Ascending ranks in short: "0-3, 5"; of more than ``most`` stretches the first ones and the last rank."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:
             parts[-1] = [parts[-1][0], rank]
         else:
             parts.append([rank])
-    return ", ".join("-".join(map(str, part)) for part in parts)
+    texts = ["-".join(map(str, part)) for part in parts]
+    if len(texts) <= most:
+        return ", ".join(texts)
+    return f"{', '.join(texts[: most - 2])}, …, {ranks[-1]} ({len(ranks)} ranks)"
 
 
 REPROFILE = "make a new profile, or give the profile that belongs to them"

@@ -24,6 +24,9 @@ __all__ = ["Candidate", "DeviceLine", "Report", "device_lines", "render", "save_
 SCHEMA = 1
 """Version of the JSON's layout."""
 
+MOST_OF_RING = 32
+"""Ranks of a ring that are printed; the JSON has all."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -197,7 +200,9 @@ def _notes(report: Report) -> list[str]:
 
 
 def _adapt_notes(plan: AdaptPlan) -> list[str]:
-    notes = [f"ring by {plan.protocol}: " + " → ".join(map(str, (*plan.ring, plan.ring[0])))]
+    ring = " → ".join(map(str, plan.ring[:MOST_OF_RING]))
+    back = f"… ({len(plan.ring)} ranks)" if len(plan.ring) > MOST_OF_RING else plan.ring[0]
+    notes = [f"ring by {plan.protocol}: {ring} → {back}"]
     for step in plan.steps[1:]:
         if not step.kept and math.isinf(step.cost_seconds):
             notes.append(f"not left out: {step.reason}; the others could not hold a sample each")
