@@ -129,7 +129,7 @@ def _draw_curves(axis: Any, report: Report) -> None:
         axis.plot(batches, batches / curve.seconds[1:], color=colours[index], linewidth=1.5)
         inside = [point for point in kind.points if point.batch <= curve.max_batch]
         outside = [point for point in kind.points if point.batch > curve.max_batch]
-        name = f"{kind.device}, ranks {spans(own)}"
+        name = f"{kind.device}, {'rank' if len(own) == 1 else 'ranks'} {spans(own)}"
         axis.plot(
             [p.batch for p in inside], [p.batch / p.seconds for p in inside], linestyle="none", label=name, **style
         )
