@@ -38,7 +38,7 @@ class Curve:
         if (np.diff(seconds) < 0).any():
             batch = int(np.argmax(np.diff(seconds) < 0))
             raise ValueError(
-                f"seconds falls from {seconds[batch]:g} at batch {batch} to {seconds[batch + 1]:g} at batch {batch + 1}; "
+                f"seconds falls from {seconds[batch]:g} at batch {batch} to {seconds[batch + 1]:g} at the next; "
                 "make it non-decreasing, or use Curve.through, which smooths noise"
             )
         if len(seconds) > 1 and seconds[0] != seconds[1]:
