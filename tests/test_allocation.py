@@ -239,6 +239,7 @@ CURVE = Curve.from_seconds([1.0, 2.0])
         (([CURVE], 4, 0, {"method": "flops"}), "needs flops"),
         (([CURVE], 4, 0, {"method": "flops", "flops": [1.0, 2.0]}), "2 flops for 1 ranks"),
         (([CURVE], 4, 0, {"method": "flops", "flops": [0.0]}), "flops of rank 0 are 0.0"),
+        (([CURVE], 4, 0, {"method": "flops", "flops": [None]}), "flops of rank 0 are None"),
     ],
 )
 def test_mistakes_are_named(arguments: tuple, message: str) -> None:

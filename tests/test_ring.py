@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from colossal_hetero.planner.ring import (
     EXACT_DEVICES,
     Link,
+    _local_search,
     common_protocol,
     link_seconds,
     longest_edge,
@@ -60,6 +61,15 @@ def test_a_hidden_ring_is_found(count: int) -> None:
     seconds[hidden, np.roll(hidden, -1)] = random.uniform(0.5, 1.0, count)
     seconds = np.minimum(seconds, seconds.T)
     assert longest_edge(seconds, ring_order(seconds)) <= 1.0
+
+
+def test_the_local_search_comes_close() -> None:
+    """Where both can be had."""
+    ratios = []
+    for seed in range(20):
+        seconds = np.random.default_rng(seed).uniform(0.1, 1.0, (9, 9))
+        ratios.append(longest_edge(seconds, _local_search(seconds)) / longest_edge(seconds, ring_order(seconds)))
+    assert min(ratios) >= 1.0 and np.mean(ratios) < 1.15
 
 
 @settings(max_examples=10, deadline=None)

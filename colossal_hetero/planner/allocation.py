@@ -124,6 +124,7 @@ def allocate(
             ``flops`` missing, or not one positive number per rank.
     """
     _check(curves, global_batch_size, stage, method, accumulation, communication_seconds, flops)
+    global_batch_size = int(global_batch_size)
     synchronised = stage >= 2
     if method == "exact":
         if synchronised:
@@ -228,5 +229,5 @@ def _check(
         if len(flops) != len(curves):
             raise ValueError(f"{len(flops)} flops for {len(curves)} ranks: give one per rank")
         for rank, number in enumerate(flops):
-            if not (number > 0 and math.isfinite(number)):
+            if number is None or not (number > 0 and math.isfinite(number)):
                 raise ValueError(f"flops of rank {rank} are {number}; give a positive number of FLOP/s")

@@ -37,8 +37,8 @@ TOLERANCE = 1e-10
 #
 # [Note: ticks]
 # Seconds become whole numbers of ticks, below 2^51 at the time that micro-steps of one sample on every rank take,
-# which always suffice. Sums and products of such numbers are exact in float64, and so are quotients rounded down, so that
-# no comparison depends on rounding. A tick is a power of two of seconds, and at most 2^-50 of that time.
+# which always suffice. Sums and products of such numbers are exact in float64, and so are quotients rounded down: no
+# comparison depends on rounding. A tick is a power of two of seconds, and at most 2^-50 of that time.
 
 
 class Kinds:
