@@ -48,7 +48,10 @@ _MESSAGES = (
     "std::bad_alloc",
     "bad allocation",
     "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED and its relatives of cuDNN, cuSPARSE and cuSOLVER
-    "could not create a memory",  # oneDNN
+    # oneDNN, which gives no reason; where the first sample ran, it is this one.
+    "could not create a memory",
+    "could not create a primitive",
+    "could not execute a primitive",
     "ncclsystemerror: cuda error: out",
 )
 """How libraries say it, in lower case, where their exception is not one of its own kind."""

@@ -12,6 +12,10 @@ Every rank measures itself, at its own pace and without communication:
 
 Where Algorithm 1 predicts the largest batch from one sample, here memory is measured anew with every trial, and the
 prediction says where to look, not what is found. The loop that searches between two sizes ends.
+
+On a CPU whose address space is limited, oneDNN (convolutions, products in bfloat16) keeps some megabytes for every size
+it has run. Once it lacks memory while it compiles, it refuses to compile anything new in that thread. Sizes that have
+run still run then, others do not, and the largest that is found may be below the true one.
 """
 
 from __future__ import annotations
@@ -231,15 +235,22 @@ class _Trials:
         return max(self._timings, default=0)
 
     def _step_down(self, batch: int, repeats: int) -> int:
-        """Below a size that ran but does not do so reliably; its time and those of larger ones are dropped."""
+        """Below a size that ran but does not do so reliably; its time and those of larger ones are dropped.
+
+        Libraries keep something for every size that they have seen (oneDNN its compiled primitives), so that a search
+        leaves less than it found. Ever larger steps down do not add to that for long.
+        """
         for other in [other for other in self._timings if other >= batch]:
             del self._timings[other]
-        while batch > 1:
-            batch -= 1
+        reliable = max(self._timings, default=0)
+        less = 1
+        while batch - less > reliable:
+            batch -= less
+            less *= 2
             if all(self.attempt(batch) for _ in range(repeats)):
                 return batch
             self._timings.pop(batch, None)
-        return 0
+        return reliable
 
     def _dips(self) -> list[int]:
         """Sizes that are out of order: slower than a larger one, or faster than a smaller one."""
