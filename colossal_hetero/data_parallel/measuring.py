@@ -96,7 +96,8 @@ def profile_ranks(
         return seconds, sum(forward for _, forward in watch.take())
 
     def communicate_first() -> None:
-        """Let libraries allocate what they keep for communication: connections, threads, buckets in their final order."""
+        """Let libraries allocate what they keep for communication: connections, threads, buckets in their final
+        order."""
         synchronize(True)
         for _ in range(FIRST_STEPS):
             run(1)
