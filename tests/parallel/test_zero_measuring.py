@@ -17,6 +17,8 @@ from colossalai.booster.plugin.torch_fsdp_plugin import TorchFSDPModel
 from torch import nn
 
 from colossal_hetero import HeteroZeroPlugin
+from colossal_hetero.data_parallel.measuring import describe
+from colossal_hetero.planner.batch_profile import BatchProfile, DeviceProfile, ModelIdentity, Point, save_profile
 
 from .harness import run_ranks
 from .test_zero_plugin import Numbered, full_parameters, make_model, make_optimizer
@@ -36,24 +38,6 @@ class Noisy(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.first(inputs).view(-1, 6, 4)).flatten(1)
         return self.second(self.drop(torch.relu(hidden)))
-
-
-class Slow(nn.Module):
-    """A model whose forward pass is computed ``times`` times over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.times = 1
-        self.first = nn.Linear(8, 512)
-        self.second = nn.Linear(512, 512)
-        self.third = nn.Linear(512, 3)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        inputs = inputs.repeat(1, 24).view(-1, 8)
-        for _ in range(self.times):
-            outputs = self.third(torch.relu(self.second(torch.relu(self.first(inputs)))))
-        return outputs.view(-1, 24, 3).mean(1)
 
 
 def boost(plugin: HeteroZeroPlugin, model: nn.Module, **loader_arguments: Any) -> tuple[Any, Any, Any, Any]:
@@ -164,14 +148,44 @@ def test_a_profile_of_fewer_ranks_is_refused(tmp_path: Path) -> None:
         run_ranks(3, train_a_little, 1, str(path))
 
 
-def change_speed(stage: int, slow: int, check_every: int | None) -> dict[str, Any]:
-    """Rank ``slow`` becomes slow in the third epoch, and is fast again in the sixth."""
-    plugin = HeteroZeroPlugin(stage, 8, check_every=check_every, reallocate_above=0.5)
-    own = Slow()
-    model, optimizer, criterion, loader = boost(plugin, own, shuffle=True)
+def profile_of(ranks: int, stage: int, path: Path) -> None:
+    """A file that says that each rank takes a second per sample, a quarter of it for forward."""
+    points = tuple(Point(batch=batch, seconds=batch, forward_seconds=batch / 4) for batch in (1, 2, 4, 8))
+    kind = DeviceProfile(
+        device="cpu",
+        memory_bytes=2**30,
+        state_bytes=2**20,
+        sample_bytes=2**10,
+        max_batch=8,
+        memory_bound=False,
+        points=points,
+    )
+    described = describe(make_model())
+    model = ModelIdentity(
+        name=described.name,
+        parameters=described.parameters,
+        parameter_bytes=0,
+        gradient_bytes=0,
+        optimizer_bytes=0,
+        digest=described.digest,
+    )
+    profile = BatchProfile(
+        stage=stage, precision="fp32", model=model, communication_seconds=0.0, kinds=(kind,), ranks=(0,) * ranks
+    )
+    save_profile(profile, path)
+
+
+def change_speed(stage: int, slow: int, path: str, check_every: int | None) -> dict[str, Any]:
+    """Rank ``slow`` says that it is three times slower from the third epoch on, and as fast as before from the
+    sixth."""
+    plugin = HeteroZeroPlugin(stage, 8, profile=path, check_every=check_every)
+    model, optimizer, criterion, loader = boost(plugin, make_model(), shuffle=True)
+    assert plugin.balancer is not None
+    slowdown = 1.0
+    plugin.balancer._watch.take = lambda: [(1, slowdown / 4)] * 3
     seen, samples = [], []
     for epoch in range(8):
-        own.times = 20 if torch.distributed.get_rank() == slow and 2 <= epoch < 5 else 1
+        slowdown = 3.0 if torch.distributed.get_rank() == slow and 2 <= epoch < 5 else 1.0
         ids = []
         for inputs, targets in loader:
             ids += inputs[:, 7].long().tolist() if loader.current.samples else []
@@ -180,20 +194,30 @@ def change_speed(stage: int, slow: int, check_every: int | None) -> dict[str, An
             optimizer.zero_grad()
         seen.append(ids)
         samples.append([share.samples for share in plugin.allocation.shares])
-    return {"seen": seen, "samples": samples, "parameters": full_parameters(model)}
+    return {"seen": seen, "samples": samples, "reallocations": plugin.balancer.reallocations}
 
 
-@pytest.mark.parametrize("check_every", [None, 2])
+@pytest.mark.parametrize("check_every", [1, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("slow", [0, 1])
-def test_batches_follow_a_change_of_speed(stage: int, slow: int, check_every: int | None) -> None:
-    results = run_ranks(2, change_speed, stage, slow, check_every)
-    samples = results[0]["samples"]
-    assert results[1]["samples"] == samples
-    assert samples[4][slow] < samples[1][slow]
-    assert samples[7][slow] > samples[4][slow]
+def test_batches_follow_a_change_of_speed(stage: int, slow: int, check_every: int, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile_of(2, stage, path)
+    results = run_ranks(2, change_speed, stage, slow, str(path), check_every)
+    fitted = [6, 6]
+    fitted[slow] = 2
+    for result in results:
+        assert [result["samples"][epoch] for epoch in (1, 4, 7)] == [[4, 4], fitted, [4, 4]]
+        assert result["reallocations"] >= 2
     for epoch in range(8):
         assert sorted(results[0]["seen"][epoch] + results[1]["seen"][epoch]) == list(range(len(Numbered())))
+
+
+def test_three_ranks_that_slow_down_alike_keep_their_batches(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile_of(3, 1, path)
+    for result in run_ranks(3, change_speed, 1, 7, str(path), None):
+        assert result["reallocations"] == 0
 
 
 def fail_on(rank: int) -> None:
