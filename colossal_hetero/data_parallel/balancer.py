@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from colossalai.logging import get_dist_logger
+from rich.console import Console
 from scipy.optimize import isotonic_regression
 
 from ..planner.allocation import Allocation, allocate
@@ -137,9 +137,11 @@ class BatchBalancer:
             for rank, (move, old, new) in enumerate(zip(moves, before.shares, self.allocation.shares, strict=True))
             if old.samples != new.samples
         ]
-        if changes:
+        if changes and dist.get_rank() == 0:
             total = before.global_batch_size
-            get_dist_logger().info(f"global batches of {total} are divided anew: {'; '.join(changes)}", ranks=[0])
+            Console(stderr=True).print(
+                f"global batches of {total} are divided anew: {'; '.join(changes)}", soft_wrap=True
+            )
 
 
 def slowdown(passes: Sequence[tuple[int, float]], expected: Curve) -> float | None:
