@@ -1,7 +1,7 @@
 """The largest micro-batch that is found under a limit of the address space, against the true one.
 
 Each line is two processes under the same limit. One trains for an iteration and then tries every size, 1, 2, 3, …,
-until one runs out of memory: the true largest batch. The other profiles before the first iteration, as the plugin does,
+twice each, until one runs out of memory: the true largest batch. The other profiles before the first iteration, as the plugin does,
 and then trains three iterations at the batch that was found.
 """
 
@@ -70,8 +70,10 @@ def every_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     step(model, 1)
     optimizer.step()
     for batch in range(1, sys.maxsize):
+        recover()  # what libraries keep of the sizes before
         try:
-            step(model, batch)
+            for _ in range(2):  # as in training, where libraries keep what they needed the last time
+                step(model, batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -127,7 +129,7 @@ def alone(model_name: str, room: int, way: str) -> None:
 
 
 def in_process(caches: str, name: str, room: str, way: str) -> Any:
-    """What fits must not depend on what ran before, if there is to be one true size; with caches ``off`` it does not."""
+    """What comes of it ``alone``. With caches ``off`` what fits depends little on what ran before."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(EXACT if caches == "off" else {})}
     command = [sys.executable, __file__, "--alone", name, room, f"{way} exactly" if caches == "off" else way]
     return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
