@@ -1,7 +1,7 @@
 """The largest micro-batch that is found under a limit of the address space, against the true one.
 
 Each line is two processes under the same limit. One trains for an iteration and then tries every size, 1, 2, 3, …,
-twice each, until one runs out of memory: the true largest batch. The other profiles before the first iteration, as the plugin does,
+until one runs out of memory: the true largest batch. The other profiles before the first iteration, as the plugin does,
 and then trains three iterations at the batch that was found.
 """
 
@@ -70,10 +70,8 @@ def every_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     step(model, 1)
     optimizer.step()
     for batch in range(1, sys.maxsize):
-        recover()  # what libraries keep of the sizes before
         try:
-            for _ in range(2):  # as in training, where libraries keep what they needed the last time
-                step(model, batch)
+            step(model, batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

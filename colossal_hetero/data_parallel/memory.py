@@ -13,10 +13,9 @@ import os
 import resource
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -58,22 +57,9 @@ _MESSAGES = (
 """How libraries say it, in lower case, where their exception is not one of its own kind."""
 
 
-def _library_functions() -> list[Callable[[], object]]:
-    """What gives back memory that libraries keep on a CPU. Looked up early, because that needs memory itself."""
-    functions: list[Callable[[], object]] = []
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            # The work space of MKL's products.
-            functions.append(
-                ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")).mkl_serv_free_buffers
-            )
-        with suppress(OSError, AttributeError):
-            # glibc keeps freed memory as long as something lives above it; pages in between can be given back.
-            functions.append(partial(ctypes.CDLL(None).malloc_trim, 0))
-    return functions
-
-
-_give_back = _library_functions()
+# glibc keeps freed memory as long as something lives above it; pages in between can be given back. Looked up here,
+# because that needs memory itself.
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
@@ -168,8 +154,8 @@ def recover(error: BaseException | None = None) -> None:
         error = error.__cause__ or error.__context__
     gc.collect()
     get_accelerator().empty_cache()
-    for function in _give_back:
-        function()
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 @contextmanager
