@@ -127,8 +127,7 @@ def alone(model_name: str, room: int, way: str) -> None:
 
 
 def in_process(caches: str, name: str, room: str, way: str) -> Any:
-    """What fits must not depend on what ran before, if there is to be one true size; with caches ``off`` it does
-    not."""
+    """What comes of it ``alone``. With caches ``off`` what fits depends little on what ran before."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(EXACT if caches == "off" else {})}
     command = [sys.executable, __file__, "--alone", name, room, f"{way} exactly" if caches == "off" else way]
     return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
