@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install vit test lint
+.PHONY: help install vit zero test lint
 help:
 	@echo "make vit    train the ViT example on two ranks, one of them slowed, balancing on"
+	@echo "make zero   train with ZeRO on two ranks, one of them slowed, with equal and with fitted batches"
 	@echo "make test   run the tests"
 	@echo "make lint   ruff and mypy"
 
@@ -18,6 +19,9 @@ install: $(VENV)/.installed
 
 vit: install
 	$(BIN)/python examples/vit/train.py --balance auto --straggler 1:4
+
+zero: install
+	$(BIN)/python examples/zero/train.py
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest

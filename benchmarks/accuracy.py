@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "common"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "vit"))
 
 import torch

@@ -12,10 +12,7 @@ in the best way. To both comes the communication that nobody waits in. The model
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from statistics import median
 
 import torch.distributed as dist
@@ -24,30 +21,7 @@ from common import MODEL, Variant, print_table, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.records import IterationRecord, RankRecord
 from colossal_hetero.balance.report import lossless_seconds
-
-CGROUPS = Path("/sys/fs/cgroup")
-
-
-@contextmanager
-def cpu_quota(share: float, period_us: int) -> Iterator[None]:
-    """Let this process use ``share`` of one core."""
-    name = f"colossal_hetero_{os.getpid()}"
-    quota_us = int(share * period_us)
-    if (CGROUPS / "cpu").is_dir():
-        group, parent = CGROUPS / "cpu" / name, CGROUPS / "cpu"
-        settings = {"cpu.cfs_period_us": str(period_us), "cpu.cfs_quota_us": str(quota_us)}
-    else:
-        group, parent = CGROUPS / name, CGROUPS
-        settings = {"cpu.max": f"{quota_us} {period_us}"}
-    group.mkdir()
-    try:
-        for file, value in settings.items():
-            (group / file).write_text(value)
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        yield
-    finally:
-        (parent / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
+from colossal_hetero.cpu_quota import cpu_quota
 
 
 def main() -> None:

@@ -15,9 +15,10 @@ import torch
 from data import Augmentation, DataInfo, ImageSet, find_data, load_data, padded_batches
 from display import Display
 from model import build_model, check_model
-from options import Layout, Options, UsageError, check_options, parse_options
+from options import Layout, Options, check_options, parse_options
 from PIL import Image
 from results import Measurements, TraceFile, summarise, write_summary, write_timelines
+from usage import UsageError
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.records import IterationRecord, RankRecord
@@ -188,7 +189,7 @@ def test_weights_depend_on_the_seed_alone():
 
 def test_digits_are_split_by_class_into_disjoint_parts():
     train, test = load_data(options(), no_track)
-    info = find_data(options())
+    info = find_data(options(), 64)
     assert (len(train), len(test), 10) == (info.train_images, info.test_images, info.classes)
     shares = test.labels.bincount() / (train.labels.bincount() + test.labels.bincount())
     assert shares.min() > 0.18 and shares.max() < 0.22
@@ -241,7 +242,7 @@ def test_each_held_out_image_is_counted_once(count, replicas, batch):
 def test_a_folder_is_read_and_brought_to_size(tmp_path):
     root = make_folder(tmp_path, {"cat": 3, "dog": 2}, {"cat": 1, "dog": 1}, size=48)
     chosen = options(f"--data folder --data-dir {root} --batch-size 4")
-    assert find_data(chosen).classes == 2
+    assert find_data(chosen, chosen.batch_size).classes == 2
     train, test = load_data(chosen, no_track)
     assert train.labels.tolist() == [0, 0, 0, 1, 1]
     assert test.__getitems__([0, 1])[0].shape == (2, 3, 32, 32)
@@ -268,7 +269,7 @@ def test_a_large_folder_is_read_batch_by_batch(tmp_path, monkeypatch):
 def test_folders_that_cannot_be_used_are_refused(tmp_path, train, test, says):
     root = make_folder(tmp_path, train, test)
     with pytest.raises(UsageError, match=says):
-        find_data(options(f"--data folder --data-dir {root}"))
+        find_data(options(f"--data folder --data-dir {root}"), 64)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +285,8 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path, train, test, says):
 )
 def test_data_that_is_not_there_is_said(line, says):
     with pytest.raises(UsageError, match=says):
-        find_data(options(line))
+        chosen = options(line)
+        find_data(chosen, chosen.batch_size)
 
 
 # Results --------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 
 import torch
-from options import IMAGE_SIZE, Layout, Options, UsageError, check_model_sizes
+from options import Layout, Options, check_model_sizes
+from usage import IMAGE_SIZE, UsageError
 
 __all__ = ["build_model", "check_model"]
 

@@ -8,30 +8,24 @@ import importlib
 import math
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
+
+from launch import DEFAULT_RANKS
+from usage import IMAGE_SIZE, OneLineParser, UsageError, add_data_flags, attempt, check_file, flag
 
 from colossal_hetero.balance.config import BalanceConfig, Imputation, Migration, Mode, Priority, Reference, Resizing
 from colossal_hetero.plot import FORMATS, check_matplotlib
 
-__all__ = ["IMAGE_SIZE", "Layout", "Options", "UsageError", "check_options", "parse_options"]
+__all__ = ["Layout", "Options", "check_options", "parse_options"]
 
-IMAGE_SIZE = 32
-"""Height and width in pixels of every image that the model sees."""
-
-DEFAULT_RANKS = 2
 DEFAULT_SHAPE = {"hidden": 384, "depth": 2, "heads": 8, "patch": 8}
-DATA_SETS = ("digits", "cifar10", "folder")
 PRECISIONS = ("fp32", "bf16", "fp16")
 SCHEDULES = ("constant", "round-robin", "random")
 PERIODS = ("iteration", "epoch")
 MEANS = ("repeat", "sleep")
-
-
-class UsageError(Exception):
-    """Something that the user asked for cannot be done; the message is one line that says what can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,16 +126,9 @@ class Layout:
         return [list(range(first, first + self.tp)) for first in range(0, self.world_size, self.tp)]
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line rather than below a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
-
-
 def _make_parser() -> argparse.ArgumentParser:
     balance = {field.name: field.default for field in dataclasses.fields(BalanceConfig)}
-    parser = _Parser(
+    parser = OneLineParser(
         prog="train.py",
         description="Train a vision transformer with tensor parallelism on devices that are not equally fast.",
         epilog="It starts its own ranks; under torchrun or colossalai run it joins those.",
@@ -170,14 +157,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "timm model's)",
     )
 
-    data = parser.add_argument_group("data")
-    data.add_argument("--data", choices=DATA_SETS, default="digits", help="default digits, which needs no download")
-    data.add_argument(
-        "--data-dir",
-        type=Path,
-        metavar="DIR",
-        help="folder: holds train/CLASS/* and test/CLASS/*; cifar10: its download",
-    )
+    add_data_flags(parser)
 
     training = parser.add_argument_group("training")
     training.add_argument("--batch-size", type=int, metavar="N", default=64, help="images per iteration (default 64)")
@@ -323,7 +303,7 @@ def _check_numbers(options: Options) -> None:
     ):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise UsageError(f"{_flag(name)} {value} must be at least 1")
+            raise UsageError(f"{flag(name)} {value} must be at least 1")
     if not (0.0 < options.lr < math.inf):
         raise UsageError(f"--lr {options.lr} must be a positive number, for example 1e-3")
     if not 0 <= options.seed < 2**32:
@@ -404,26 +384,21 @@ def _check_stragglers(options: Options, layout: Layout) -> None:
 
 def _check_output(options: Options) -> None:
     for name in ("summary", "trace", "plot", "chrome_trace"):
-        path, flag = getattr(options, name), _flag(name)
+        path = getattr(options, name)
         if path is None:
             continue
-        if path.is_dir():
-            raise UsageError(f"{flag} {path} is a directory; give the path of a file")
-        folder = path.parent
-        if not folder.is_dir():
-            raise UsageError(f"{flag} {path} cannot be written: there is no directory {folder}; create it first")
-        _try(f"{flag} {path} cannot be written", lambda folder=folder: tempfile.TemporaryFile(dir=folder).close())
+        check_file(name, path)
         if name in ("plot", "chrome_trace") and options.plugin != "hetero":
             raise UsageError(
-                f"{flag} {path} needs --plugin hetero; --plugin {options.plugin} does not measure its ranks"
+                f"{flag(name)} {path} needs --plugin hetero; --plugin {options.plugin} does not measure its ranks"
             )
     if options.plot is not None:
         _check_plot(options.plot)
     for name in ("tensorboard", "checkpoint"):
         path = getattr(options, name)
         if path is not None:
-            _try(f"--{name} {path} cannot be created", lambda path=path: path.mkdir(parents=True, exist_ok=True))
-            _try(f"--{name} {path} cannot be written", lambda path=path: tempfile.TemporaryFile(dir=path).close())
+            attempt(f"--{name} {path} cannot be created", lambda path=path: path.mkdir(parents=True, exist_ok=True))
+            attempt(f"--{name} {path} cannot be written", lambda path=path: tempfile.TemporaryFile(dir=path).close())
     if options.tensorboard is not None:
         try:
             importlib.import_module("torch.utils.tensorboard")
@@ -443,19 +418,7 @@ def _check_plot(path: Path) -> None:
         raise UsageError(f"--plot {path}: {error}") from None
 
 
-def _try(what: str, action: Callable[[], object]) -> None:
-    """Do it now rather than find out at the end of the training."""
-    try:
-        action()
-    except OSError as error:
-        raise UsageError(f"{what}: {error.strerror or error}; choose a place that can be written to") from None
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _in_flags(message: str) -> str:
     """``resize_ratio=2 is …`` as ``--resize-ratio 2 is …``."""
     names = "|".join(field.name for field in dataclasses.fields(Options))
-    return re.sub(rf"\b({names})=", lambda match: f"{_flag(match[1])} ", message)
+    return re.sub(rf"\b({names})=", lambda match: f"{flag(match[1])} ", message)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
@@ -13,6 +12,7 @@ from typing import Any, TextIO
 
 import numpy as np
 from options import Layout, Options
+from usage import write_whole
 
 from colossal_hetero.balance.records import IterationRecord
 from colossal_hetero.balance.report import BalanceReport, WhatIf, ideal_ratio, report, what_if
@@ -149,7 +149,7 @@ def _finite(loss: float) -> float | None:
 
 def write_summary(summary: dict[str, Any], path: Path) -> None:
     """Write the file of ``--summary``."""
-    _write_whole(path, json.dumps(summary, indent=2) + "\n")
+    write_whole(path, json.dumps(summary, indent=2) + "\n")
 
 
 def write_timelines(timelines: Timelines | None, plot: Path | None, trace: Path | None) -> None:
@@ -161,14 +161,7 @@ def write_timelines(timelines: Timelines | None, plot: Path | None, trace: Path 
         plot_timelines(before, after, plot)
     if trace is not None:
         titled = {"latest": before} if after is None else {"before balancing": before, "after": after}
-        _write_whole(trace, json.dumps(chrome_trace(titled)) + "\n")
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """A reader sees the file of an earlier run or this one, never a part."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text)
-    draft.replace(path)
+        write_whole(trace, json.dumps(chrome_trace(titled)) + "\n")
 
 
 class TraceFile(AbstractContextManager["TraceFile"]):

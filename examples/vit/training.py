@@ -16,6 +16,7 @@ from display import Display, Shares
 from model import build_model
 from options import Layout, Options, check_options
 from results import Measurements, TensorBoardLog, TraceFile, summarise, write_summary, write_timelines
+from schedule import rise_and_fall
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
@@ -36,8 +37,6 @@ from colossal_hetero.stragglers import Stragglers, inject_stragglers, parse_slow
 __all__ = ["run", "train"]
 
 WEIGHT_DECAY = 0.05
-WARMUP_SHARE = 0.1
-"""Share of all iterations in which the learning rate rises to its peak; it falls in a cosine after that."""
 
 
 def run(options: Options) -> None:
@@ -53,7 +52,7 @@ def train(options: Options, quiet: bool = False) -> dict[str, Any] | None:
     rank = dist.get_rank()
     display = Display(options, visible=rank == 0 and not quiet)
     layout = check_options(options, dist.get_world_size())
-    info = find_data(options)
+    info = find_data(options, options.batch_size)
     train_images, test_images = load_data(options, display.track)
     trainer = Trainer(options, layout, info.classes, train_images, test_images)
     display.start(layout, info, trainer.parameters, trainer.device, trainer.epochs, trainer.total)
@@ -118,7 +117,7 @@ class Trainer:
         model = build_model(options, classes)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=WEIGHT_DECAY)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(_rate, total=self.total))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(rise_and_fall, total=self.total))
         self._booster = Booster(plugin=self.plugin)
         self._model, self._optimizer, _, self._loader, self._schedule = self._booster.boost(
             model, optimizer, criterion=_loss, dataloader=loader, lr_scheduler=schedule
@@ -243,14 +242,6 @@ def _loss(logits: Tensor, batch: list[Tensor]) -> Tensor:
 def _correct(logits: Tensor, batch: list[Tensor]) -> Tensor:
     """How many of ``logits [B, classes]`` are largest at the labels of ``batch``."""
     return (logits.argmax(1) == batch[1]).sum().float()
-
-
-def _rate(iteration: int, total: int) -> float:
-    """The learning rate's factor: a linear rise, then a cosine that ends near zero."""
-    warmup = max(1, round(WARMUP_SHARE * total))
-    if iteration < warmup:
-        return (iteration + 1) / warmup
-    return 0.5 * (1.0 + math.cos(math.pi * (iteration - warmup) / max(1, total - warmup)))
 
 
 def _is_not_size_advice(record: logging.LogRecord) -> bool:

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from options import IMAGE_SIZE, Options, UsageError
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 from torch.utils.data import Dataset
+from usage import IMAGE_SIZE, UsageError
 
-__all__ = ["DataInfo", "ImageSet", "find_data", "load_data", "padded_batches"]
+__all__ = ["DataInfo", "DataOptions", "ImageSet", "find_data", "load_data", "padded_batches"]
 
 MAX_HELD_BYTES = 2**30
 """Decoded images of a folder that are held in memory, per rank; larger folders are read again for every batch."""
@@ -25,6 +25,21 @@ DIGITS_IMAGES = (1438, 359)
 
 Track = Callable[[Sequence[Any], str], Iterator[Any]]
 """Passes items on and shows how far it is."""
+
+
+class DataOptions(Protocol):
+    """What a command line says of the data."""
+
+    @property
+    def data(self) -> str:
+        """One of ``usage.DATA_SETS``."""
+        ...
+
+    @property
+    def data_dir(self) -> Path | None: ...
+
+    @property
+    def seed(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -129,8 +144,13 @@ def padded_batches(images: ImageSet, batch_size: int, replica: int, replicas: in
         yield pixels, labels
 
 
-def find_data(options: Options) -> DataInfo:
+def find_data(options: DataOptions, batch_size: int, batch_flag: str = "--batch-size") -> DataInfo:
     """How much data there is, without reading the images.
+
+    Args:
+        options: say which data.
+        batch_size: images of an iteration.
+        batch_flag: what it is given by.
 
     Raises:
         UsageError: it is not there, or it is less than one batch.
@@ -141,15 +161,15 @@ def find_data(options: Options) -> DataInfo:
         info = _find_cifar10(options)
     else:
         info = _find_folder(options)
-    if options.batch_size > info.train_images:
+    if batch_size > info.train_images:
         raise UsageError(
-            f"--batch-size {options.batch_size} is more than the {info.train_images} training images of "
+            f"{batch_flag} {batch_size} is more than the {info.train_images} training images of "
             f"--data {options.data}; use at most {info.train_images}"
         )
     return info
 
 
-def load_data(options: Options, track: Track) -> tuple[ImageSet, ImageSet]:
+def load_data(options: DataOptions, track: Track) -> tuple[ImageSet, ImageSet]:
     """Images to train on and images held out, read into memory where they fit."""
     if options.data == "digits":
         pixels, labels = _read_digits()
@@ -177,7 +197,7 @@ def _statistics(pixels: Pixels) -> tuple[Tensor, Tensor]:
 # digits ---------------------------------------------------------------------------------------------------
 
 
-def _find_digits(options: Options) -> DataInfo:
+def _find_digits(options: DataOptions) -> DataInfo:
     if options.data_dir is not None:
         raise UsageError(f"--data-dir {options.data_dir} is not used by --data digits; give --data folder or cifar10")
     import importlib.util
@@ -211,7 +231,7 @@ def _stratified_split(labels: Tensor, test_share: float) -> tuple[Tensor, Tensor
 # cifar10 --------------------------------------------------------------------------------------------------
 
 
-def _find_cifar10(options: Options) -> DataInfo:
+def _find_cifar10(options: DataOptions) -> DataInfo:
     _need_torchvision(options)
     if options.data_dir is None:
         raise UsageError("--data cifar10 needs --data-dir DIR, where torchvision's CIFAR10 was downloaded to")
@@ -260,7 +280,7 @@ def _decode(path: str) -> Tensor:
     return functional.pil_to_tensor(image)
 
 
-def _find_folder(options: Options) -> DataInfo:
+def _find_folder(options: DataOptions) -> DataInfo:
     _need_torchvision(options)
     root = options.data_dir
     if root is None:
@@ -303,7 +323,7 @@ def _read_folder(root: Path, split: str, track: Track) -> tuple[Pixels, Tensor]:
     return torch.stack([_decode(path) for path in track(paths, f"Reading {split}")]), labels
 
 
-def _need_torchvision(options: Options) -> None:
+def _need_torchvision(options: DataOptions) -> None:
     import importlib.util
 
     if importlib.util.find_spec("torchvision") is None:

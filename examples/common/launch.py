@@ -11,18 +11,80 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from options import UsageError
 from rich.console import Console
+from usage import UsageError
 
-__all__ = ["end_at_once_on_signals", "run_as_rank", "start_ranks", "started_here"]
+__all__ = ["DEFAULT_RANKS", "end_at_once_on_signals", "run_as_rank", "run_command", "start_ranks", "started_here"]
 
-RUN_ID = "colossal-hetero-vit"
+DEFAULT_RANKS = 2
+
+RUN_ID = "colossal-hetero-example"
 """What ranks that this module started know their run as."""
 
 LOST_PEER_SECONDS = 10.0
 """How long a rank that lost another one waits to be ended by the launcher, which then names the rank that failed."""
+
+
+class LaunchOptions(Protocol):
+    """What a command line says of the ranks."""
+
+    @property
+    def nproc(self) -> int | None:
+        """How many to start."""
+        ...
+
+
+Chosen = TypeVar("Chosen", bound=LaunchOptions)
+
+
+def run_command(
+    parse: Callable[[], Chosen], check: Callable[[Chosen, int], None], run: Callable[[Chosen], None]
+) -> int:
+    """The ``main`` of an example: start ranks, or be one that a launcher has started.
+
+    Args:
+        parse: reads the command line.
+        check: finds what cannot work with so many ranks, before any starts, and on each of them.
+        run: what a rank does.
+
+    Returns:
+        The exit status: 2 if the command line asks for what cannot be done, which is said in one line.
+    """
+    launched = "RANK" in os.environ
+    if launched:
+        end_at_once_on_signals()
+    errors = Console(stderr=True)
+    try:
+        options = parse()
+        world_size = int(os.environ["WORLD_SIZE"]) if launched else options.nproc or DEFAULT_RANKS
+        if launched and options.nproc not in (None, world_size):
+            raise UsageError(
+                f"--nproc {options.nproc} does not fit the {world_size} ranks that the launcher started; leave it out"
+            )
+        check(options, world_size)
+        if not started_here():
+            _check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    except UsageError as error:
+        if os.environ.get("RANK", "0") == "0":
+            errors.print(f"train.py: error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if launched:
+        return run_as_rank(lambda: run(options), errors)
+    return start_ranks(world_size, errors)
+
+
+def _check_devices(local_ranks: int) -> None:
+    import torch
+
+    if torch.cuda.is_available() and local_ranks > torch.cuda.device_count():
+        raise UsageError(
+            f"{local_ranks} ranks need a GPU each and this machine has {torch.cuda.device_count()}; start fewer with "
+            "--nproc, or train on the CPU with CUDA_VISIBLE_DEVICES= in front of the command"
+        )
 
 
 def start_ranks(ranks: int, console: Console) -> int:
@@ -39,7 +101,7 @@ def start_ranks(ranks: int, console: Console) -> int:
     logging.disable(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
     try:
-        with tempfile.TemporaryDirectory(prefix="vit_") as folder:
+        with tempfile.TemporaryDirectory(prefix="example_") as folder:
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
