@@ -19,7 +19,7 @@ from .config import BatchConfig
 from .loader import HeteroDataLoader
 from .watch import ForwardWatch
 
-__all__ = ["BatchBalancer", "slowdown"]
+__all__ = ["BatchBalancer", "in_words", "slowdown"]
 
 LEAST_PASSES = 3
 """Forward passes that a statement on a rank's speed takes at least."""
@@ -65,6 +65,10 @@ class BatchBalancer:
         self.reallocations = 0
         """How often batches were divided anew since the start."""
         self._divide()
+        _say(
+            f"{in_words(self.allocation, profile.devices)}; {self.allocation.wall_seconds:.3g} s predicted, "
+            f"{self.allocation.samples_per_second:.3g} samples/s"
+        )
 
     @property
     def allocation(self) -> Allocation:
@@ -137,11 +141,30 @@ class BatchBalancer:
             for rank, (move, old, new) in enumerate(zip(moves, before.shares, self.allocation.shares, strict=True))
             if old.samples != new.samples
         ]
-        if changes and dist.get_rank() == 0:
-            total = before.global_batch_size
-            Console(stderr=True).print(
-                f"global batches of {total} are divided anew: {'; '.join(changes)}", soft_wrap=True
-            )
+        if changes:
+            _say(f"global batches of {before.global_batch_size} are divided anew: {'; '.join(changes)}")
+
+
+def _say(message: str) -> None:
+    if dist.get_rank() == 0:
+        Console(stderr=True).print(message, soft_wrap=True, highlight=False)
+
+
+def in_words(allocation: Allocation, devices: Sequence[str]) -> str:
+    """Who does how much of a global batch; ranks that are next to each other and alike are named together."""
+    groups: list[tuple[int, int]] = []
+    for rank, (share, device) in enumerate(zip(allocation.shares, devices, strict=True)):
+        if groups and (share, device) == (allocation.shares[groups[-1][0]], devices[groups[-1][0]]):
+            groups[-1] = groups[-1][0], rank
+        else:
+            groups.append((rank, rank))
+    parts = []
+    for first, last in groups:
+        share = allocation.shares[first]
+        names = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        steps = "" if share.steps == 1 else f" in {share.steps} micro-batches of at most {share.micro_batch}"
+        parts.append(f"{names} ({devices[first]}) {share.samples}{steps}")
+    return f"of each global batch of {allocation.global_batch_size}: {'; '.join(parts)}"
 
 
 def slowdown(passes: Sequence[tuple[int, float]], expected: Curve) -> float | None:
