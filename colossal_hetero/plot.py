@@ -5,43 +5,25 @@ matplotlib is an extra (``pip install 'colossal-hetero[plot]'``), loaded when so
 
 from __future__ import annotations
 
-import importlib
-import os
 from pathlib import Path
 from typing import Any
 
 from .balance.timeline import KIND_NAMES, Kind, Timeline
+from .figures import BLUE, FORMATS, GREY, LIGHT_BLUE, ORANGE, RED, check_matplotlib, check_name, save_figure
 
 __all__ = ["FORMATS", "check_matplotlib", "plot_timelines"]
 
-FORMATS = ("png", "pdf", "svg")
-"""Kinds of pictures, by the ending of the file's name."""
-
 COLOURS: dict[Kind, str] = {
-    "matmul": "#0072B2",
-    "block": "#8CCBF0",
-    "other": "#D9D9D9",
-    "communication": "#E69F00",
+    "matmul": BLUE,
+    "block": LIGHT_BLUE,
+    "other": GREY,
+    "communication": ORANGE,
     "waiting": "#FFFFFF",
 }
-"""After Okabe and Ito, told apart with every kind of colour vision, and by their lightness alone."""
+"""Told apart by their lightness alone, too."""
 
-WAITING_EDGE = "#D55E00"
+WAITING_EDGE = RED
 """Of the hatching: waiting is what balancing is about."""
-
-
-def check_matplotlib() -> None:
-    """Find out before there is something to draw whether it can be drawn.
-
-    Raises:
-        ImportError: matplotlib is not there; the message says how to get it.
-    """
-    try:
-        importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ImportError(
-            f"pictures need matplotlib, which cannot be imported ({error}); pip install 'colossal-hetero[plot]'"
-        ) from None
 
 
 def plot_timelines(before: Timeline, after: Timeline | None, path: Path | str) -> None:
@@ -53,9 +35,7 @@ def plot_timelines(before: Timeline, after: Timeline | None, path: Path | str) -
         ImportError: matplotlib is not there.
         ValueError: the name does not end in one of :data:`FORMATS`.
     """
-    path = Path(path)
-    if path.suffix[1:].lower() not in FORMATS:
-        raise ValueError(f"cannot tell the kind of picture from {path}; end the name in .{', .'.join(FORMATS)}")
+    path = check_name(path)
     check_matplotlib()
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -75,12 +55,7 @@ def plot_timelines(before: Timeline, after: Timeline | None, path: Path | str) -
     handles = [Patch(label=name, **_style(kind)) for kind, name in KIND_NAMES.items() if kind in used]
     if handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(draft, format=path.suffix[1:].lower(), dpi=150)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    save_figure(figure, path)
 
 
 def _draw(axis: Any, timeline: Timeline) -> None:

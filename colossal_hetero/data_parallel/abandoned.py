@@ -88,6 +88,9 @@ def _abandon(shard: Any) -> None:  # FullyShardedDataParallel, whose inner state
         parameter._post_backward_hook_state[-1].remove()
         del parameter._post_backward_hook_state
     parameter._post_backward_called = False
+    if handle._use_orig_params:
+        parameter._tensors[:] = [None] * len(parameter._tensors)  # views that hold the forward pass's graph
+    handle._reset_flat_param_grad_info_if_needed()  # what `zero_grad` has left to FSDP's next forward pass
     if hasattr(parameter, "_saved_grad_shard"):
         # The shard that was set aside while the whole gradient is computed in `grad`.
         saved = parameter._saved_grad_shard
@@ -96,6 +99,7 @@ def _abandon(shard: Any) -> None:  # FullyShardedDataParallel, whose inner state
         parameter.grad = saved
     elif parameter.grad is not None and parameter.grad.shape != parameter.shape and shard._sync_gradients:
         parameter.grad = None
+    else:
+        return
     if handle._use_orig_params:
-        parameter._tensors[:] = [None] * len(parameter._tensors)  # views that hold the forward pass's graph
         handle._use_sharded_grad_views()

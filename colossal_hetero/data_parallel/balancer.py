@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from colossalai.logging import get_dist_logger
+from rich.console import Console
 from scipy.optimize import isotonic_regression
 
 from ..planner.allocation import Allocation, allocate
@@ -19,7 +19,7 @@ from .config import BatchConfig
 from .loader import HeteroDataLoader
 from .watch import ForwardWatch
 
-__all__ = ["BatchBalancer", "slowdown"]
+__all__ = ["BatchBalancer", "in_words", "slowdown"]
 
 LEAST_PASSES = 3
 """Forward passes that a statement on a rank's speed takes at least."""
@@ -59,11 +59,16 @@ class BatchBalancer:
         self._curves = profile.curves(stage, largest)
         self._forward = _forward_curve(profile.kinds[profile.ranks[own]], self._curves[own].max_batch)
         self._since_check = 0
+        self._passes: list[tuple[int, float]] = []
         self.slowdowns: tuple[float, ...] = (1.0,) * len(self._curves)
         """How much slower than in the profile each replica was when batches were divided last."""
         self.reallocations = 0
         """How often batches were divided anew since the start."""
         self._divide()
+        _say(
+            f"{in_words(self.allocation, profile.devices)}; {self.allocation.wall_seconds:.3g} s predicted, "
+            f"{self.allocation.samples_per_second:.3g} samples/s"
+        )
 
     @property
     def allocation(self) -> Allocation:
@@ -85,8 +90,10 @@ class BatchBalancer:
             self._check()
 
     def _check(self) -> None:
-        passes = self._watch.take()
-        mine = None if self._forward is None else slowdown(passes, self._forward)
+        self._passes += self._watch.take()
+        mine = None if self._forward is None else slowdown(self._passes, self._forward)
+        if mine is not None:
+            self._passes.clear()
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (mine, self._loader.drawn_global_batch))
         now = list(self.slowdowns)
@@ -135,8 +142,29 @@ class BatchBalancer:
             if old.samples != new.samples
         ]
         if changes:
-            total = before.global_batch_size
-            get_dist_logger().info(f"global batches of {total} are divided anew: {'; '.join(changes)}", ranks=[0])
+            _say(f"global batches of {before.global_batch_size} are divided anew: {'; '.join(changes)}")
+
+
+def _say(message: str) -> None:
+    if dist.get_rank() == 0:
+        Console(stderr=True).print(message, soft_wrap=True, highlight=False)
+
+
+def in_words(allocation: Allocation, devices: Sequence[str]) -> str:
+    """Who does how much of a global batch; ranks that are next to each other and alike are named together."""
+    groups: list[tuple[int, int]] = []
+    for rank, (share, device) in enumerate(zip(allocation.shares, devices, strict=True)):
+        if groups and (share, device) == (allocation.shares[groups[-1][0]], devices[groups[-1][0]]):
+            groups[-1] = groups[-1][0], rank
+        else:
+            groups.append((rank, rank))
+    parts = []
+    for first, last in groups:
+        share = allocation.shares[first]
+        names = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        steps = "" if share.steps == 1 else f" in {share.steps} micro-batches of at most {share.micro_batch}"
+        parts.append(f"{names} ({devices[first]}) {share.samples}{steps}")
+    return f"of each global batch of {allocation.global_batch_size}: {'; '.join(parts)}"
 
 
 def slowdown(passes: Sequence[tuple[int, float]], expected: Curve) -> float | None:

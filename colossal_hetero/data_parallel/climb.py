@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
 from torch import nn
 from torch.optim import Optimizer
@@ -24,6 +23,7 @@ from .local_collectives import local_collectives
 from .memory import ballast, is_out_of_memory, memory_limit, recover, used_bytes
 from .profiler import device_name, optimizer_state_bytes
 from .stages import Configured
+from .together import on_every_rank
 from .training_step import TrainingStep, TrialRun
 from .untouched import untouched
 
@@ -77,13 +77,13 @@ def _try_stage(
 ) -> Configured | list[str]:
     """What ``plugin`` configures, or the ranks that have no room for it."""
     here = get_accelerator().get_current_device()
+    model_bytes = sum(value.numel() * value.element_size() for value in model.parameters())
     configured: list[Any] = []
 
     def make_room() -> None:
         if stage == 0:
             # DDP copies the model to the device, makes buckets as large as its gradients, and broadcasts.
-            size = sum(value.numel() * value.element_size() for value in model.parameters())
-            with ballast(size + min(size, BROADCAST_BYTES), here):
+            with ballast(model_bytes + min(model_bytes, BROADCAST_BYTES), here):
                 pass
 
     def configure() -> None:
@@ -92,9 +92,11 @@ def _try_stage(
     def run_one_sample() -> None:
         boosted, wrapped = configured[0], configured[1]
         trial = TrialRun(boosted, wrapped, configured[2], training_step, loader)
+        # DDP lays its buckets anew in its second step, and the old ones are still there.
+        to_come = optimizer_state_bytes(wrapped) + (model_bytes if stage == 0 else 0)
         with untouched(boosted, wrapped), local_collectives(boosted):
             try:
-                with ballast(optimizer_state_bytes(wrapped), here):
+                with ballast(to_come, here):
                     trial(1)  # makes the gradients
                     trial(1)
             except Exception:
@@ -116,18 +118,20 @@ def _try_stage(
 
 def _without_room(attempt: Callable[[], None], device: torch.device) -> list[str]:
     """The ranks on which ``attempt`` ran out of memory, in words. Every rank calls it and gets the same answer."""
-    short = None
-    try:
-        attempt()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        recover(error)
-        limit, used = memory_limit(device).bytes, used_bytes(device)
-        short = f"{device_name(device)}, {used / 2**30:.2f} of {limit / 2**30:.2f} GiB used without it"
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, short)
-    return [f"rank {rank} ({words})" for rank, words in enumerate(everyone) if words is not None]
+
+    def run() -> str | None:
+        try:
+            attempt()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            recover(error)
+            limit, used = memory_limit(device).bytes, used_bytes(device)
+            return f"{device_name(device)}, {used / 2**30:.2f} of {limit / 2**30:.2f} GiB used without it"
+        return None
+
+    shortages = on_every_rank(run, "a first training step")
+    return [f"rank {rank} ({words})" for rank, words in enumerate(shortages) if words is not None]
 
 
 def _detach(optimizer: Any) -> None:

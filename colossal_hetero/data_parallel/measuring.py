@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 from colossalai.interface import ModelWrapper, OptimizerWrapper
@@ -19,16 +18,18 @@ from ..planner.batch_profile import BatchProfile, DeviceProfile, ModelIdentity
 from .abandoned import abandon_step
 from .local_collectives import local_collectives
 from .profiler import Progress, measure_flops, optimizer_state_bytes, profile_device
+from .together import on_every_rank
 from .training_step import TrialRun
 from .untouched import untouched
 from .watch import ForwardWatch
 
 __all__ = ["ModelDescription", "describe", "profile_ranks"]
 
+FIRST_STEPS = 2
+"""Steps after which DDP has its buckets in their final order."""
+
 SYNCHRONIZATIONS = 3
 """How often one is timed."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,13 @@ def profile_ranks(
         seconds = trial(samples)
         return seconds, sum(forward for _, forward in watch.take())
 
+    def communicate_first() -> None:
+        """Let libraries allocate what they keep for communication: connections, threads, buckets in their final
+        order."""
+        synchronize(True)
+        for _ in range(FIRST_STEPS):
+            run(1)
+
     def measure() -> tuple[DeviceProfile, int]:
         to_come = optimizer_state_bytes(optimizer)
         # Buckets and shards are filled as in training. Stage 0 fills its own in C++, which sums them at once.
@@ -126,11 +134,12 @@ def profile_ranks(
     watch = ForwardWatch(model, lambda: size)
     try:
         with untouched(model, optimizer), _progress() as tell:
-            measured = _on_every_rank(measure)
+            communicate_first()
+            measured = on_every_rank(measure, "measuring batches")
             devices = [device for device, _ in measured]
             fits = all(device.max_batch > 0 for device in devices)
             # Every rank waits for the slowest: the one that waited least has measured the communication itself.
-            seconds = min(_on_every_rank(synchronization_seconds)) if fits else 0.0
+            seconds = min(on_every_rank(synchronization_seconds, "measuring communication")) if fits else 0.0
             optimizer.zero_grad()
     finally:
         watch.remove()
@@ -185,22 +194,6 @@ def _identity(description: ModelDescription, stage: int, precision: str, state_b
         optimizer_bytes=state_bytes + (4 * description.trained if zero else 0),
         digest=description.digest,
     )
-
-
-def _on_every_rank(function: Callable[[], T]) -> list[T]:
-    """What ``function`` returned on each rank; if it raised on any, all raise, and none waits for the other."""
-    failure: Exception | None = None
-    outcome: tuple[Any, str | None]
-    try:
-        outcome = function(), None
-    except Exception as error:
-        failure, outcome = error, (None, f"{type(error).__name__}: {error}")
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, outcome)
-    failures = [f"rank {rank}: {words}" for rank, (_, words) in enumerate(everyone) if words is not None]
-    if failures:
-        raise RuntimeError(f"measuring batches failed on {'; '.join(failures)}") from failure
-    return [value for value, _ in everyone]
 
 
 @contextmanager

@@ -48,10 +48,18 @@ _MESSAGES = (
     "std::bad_alloc",
     "bad allocation",
     "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED and its relatives of cuDNN, cuSPARSE and cuSOLVER
-    "could not create a memory",  # oneDNN
+    # oneDNN, which gives no reason; where the first sample ran, it is this one.
+    "could not create a memory",
+    "could not create a primitive",
+    "could not execute a primitive",
     "ncclsystemerror: cuda error: out",
 )
 """How libraries say it, in lower case, where their exception is not one of its own kind."""
+
+
+# glibc keeps freed memory as long as something lives above it; pages in between can be given back. Looked up here,
+# because that needs memory itself.
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
@@ -146,10 +154,8 @@ def recover(error: BaseException | None = None) -> None:
         error = error.__cause__ or error.__context__
     gc.collect()
     get_accelerator().empty_cache()
-    if sys.platform == "linux":
-        # glibc keeps freed memory as long as something lives above it; pages in between can be given back.
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 @contextmanager

@@ -12,10 +12,15 @@ Every rank measures itself, at its own pace and without communication:
 
 Where Algorithm 1 predicts the largest batch from one sample, here memory is measured anew with every trial, and the
 prediction says where to look, not what is found. The loop that searches between two sizes ends.
+
+On a CPU whose address space is limited, oneDNN (convolutions, products in bfloat16) keeps some megabytes for every size
+it has run. Once it lacks memory while it compiles, it refuses to compile anything new in that thread. Sizes that have
+run still run then, others do not, and the largest that is found may be below the true one.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections import OrderedDict, defaultdict
@@ -121,7 +126,7 @@ def profile_device(
                 state = trials.base = used_bytes(device)
                 search = largest_batch(trials.attempt, cap, trials.expected, may_exceed_estimate=limit.is_hard)
                 largest = trials.repeat(repeats)
-                sample = trials.sample_bytes()
+                sample = trials.sample_bytes(largest) if largest else 0
                 points = trials.points()
                 if largest < search.largest:
                     search = Search(largest, (*search.tried, (search.largest, False)))
@@ -196,19 +201,23 @@ class _Trials:
 
     def expected(self) -> int | None:
         """The largest batch that should fit, from the memory that the two largest have taken."""
+        last, slope = self._line()
+        return max(last + int((self._limit - self._peaks[last]) // slope), 0) if slope > 0 else None
+
+    def sample_bytes(self, batch: int) -> int:
+        """What each sample of a ``batch`` takes beyond :attr:`base`, including its part of what does not grow."""
+        last, slope = self._line()
+        if last == 0:
+            return 0
+        return max(math.ceil((self._peaks[last] + slope * (batch - last) - self.base) / batch), 0)
+
+    def _line(self) -> tuple[int, float]:
+        """The largest batch whose memory is known, and how much more a sample took from the second largest to it."""
         if not self._peaks:
-            return None
+            return 0, 0.0
         last = max(self._peaks)
         before = max((batch for batch in self._peaks if batch < last), default=0)
-        slope = (self._peaks[last] - self._peaks.get(before, self.base)) / (last - before)
-        if slope <= 0:
-            return None
-        return max(last + int((self._limit - self._peaks[last]) // slope), 0)
-
-    def sample_bytes(self) -> int:
-        """What a sample takes beyond :attr:`base`, in the largest batch of which that is known."""
-        last = max(self._peaks, default=None)
-        return 0 if last is None else max(-(-(self._peaks[last] - self.base) // last), 0)
+        return last, (self._peaks[last] - self._peaks.get(before, self.base)) / (last - before)
 
     def repeat(self, repeats: int) -> int:
         """Run each size ``repeats`` times in all, and again those that look slow by chance; the largest that can."""
@@ -223,18 +232,25 @@ class _Trials:
             for batch in self._dips():
                 if not all(self.attempt(batch) for _ in range(repeats)):
                     break
-        return max(self._timings)
+        return max(self._timings, default=0)
 
     def _step_down(self, batch: int, repeats: int) -> int:
-        """Below a size that ran but does not do so reliably; its time and those of larger ones are dropped."""
+        """Below a size that ran but does not do so reliably; its time and those of larger ones are dropped.
+
+        Libraries keep something for every size that they have seen (oneDNN its compiled primitives), so that a search
+        leaves less than it found. Ever larger steps down do not add to that for long.
+        """
         for other in [other for other in self._timings if other >= batch]:
             del self._timings[other]
-        while batch > 1:
-            batch -= 1
+        reliable = max(self._timings, default=0)
+        less = 1
+        while batch - less > reliable:
+            batch -= less
+            less *= 2
             if all(self.attempt(batch) for _ in range(repeats)):
                 return batch
             self._timings.pop(batch, None)
-        return 0
+        return reliable
 
     def _dips(self) -> list[int]:
         """Sizes that are out of order: slower than a larger one, or faster than a smaller one."""
@@ -271,12 +287,12 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -
     for group in inner.param_groups:
         measured: dict[tuple[Any, ...], int] = {}
         for parameter in group["params"]:
-            if parameter.numel() == 0:
+            if parameter.numel() == 0 or _tensor_bytes(inner.state.get(parameter), parameter.device):
                 continue
             kind = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
             if kind not in measured:
                 measured[kind] = _state_after_a_step(inner, group, parameter)
-            total += max(measured[kind] - _tensor_bytes(inner.state.get(parameter), parameter.device), 0)
+            total += measured[kind]
     return total
 
 
@@ -296,8 +312,6 @@ def measure_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> f
 
 def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
     """Bytes of the state of one parameter like ``parameter``."""
-    stand_in = torch.nn.Parameter(torch.zeros_like(parameter), requires_grad=parameter.is_floating_point())
-    stand_in.grad = torch.zeros_like(stand_in)
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler counts the steps there
@@ -307,9 +321,21 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any],
     options = {
         name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
     }
-    twin.param_groups = [{**options, "params": [stand_in]}]
-    twin.step()
-    return _tensor_bytes(twin.state.get(stand_in), parameter.device)
+    try:
+        stand_in = torch.nn.Parameter(torch.zeros_like(parameter))
+        stand_in.grad = torch.zeros_like(stand_in)
+        twin.param_groups = [{**options, "params": [stand_in]}]
+        twin.step()
+        return _tensor_bytes(twin.state.get(stand_in), parameter.device)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        recover(error)
+    if parameter.numel() == 1:
+        return 0  # so little room is there that no sample will run either
+    # Where there is no room to try it on all of the parameter, half of it tells as much.
+    half = parameter.detach().reshape(-1)[: parameter.numel() // 2]
+    return math.ceil(_state_after_a_step(optimizer, group, half) * parameter.numel() / half.numel())
 
 
 def _tensor_bytes(state: Any, device: torch.device) -> int:
@@ -324,4 +350,5 @@ def _tensor_bytes(state: Any, device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
+    """What a profile calls ``device``."""
     return "cpu" if device.type == "cpu" else str(get_accelerator().get_device_name(device))

@@ -43,7 +43,7 @@ def untouched(
     abandon_step(model, optimizer)
     tensors = _parameters(model, optimizer)
     restores = [
-        *_gradients(model, optimizer, tensors),
+        *_gradients(optimizer, tensors),
         *([_values(tensors + _state_tensors(optimizer))] if steps else []),
         *_optimizer(optimizer),
         *_modules(model),
@@ -138,7 +138,7 @@ def _values(tensors: list[Tensor]) -> Restore:
     return restore
 
 
-def _gradients(model: nn.Module, optimizer: Any, tensors: list[Tensor]) -> Iterator[Restore]:
+def _gradients(optimizer: Any, tensors: list[Tensor]) -> Iterator[Restore]:
     found = [(tensor, tensor.grad) for tensor in tensors]
     values = _values([gradient for _, gradient in found if gradient is not None])
 
@@ -148,9 +148,6 @@ def _gradients(model: nn.Module, optimizer: Any, tensors: list[Tensor]) -> Itera
             tensor.grad = None
             tensor.grad = gradient
         values()
-        for shard in FullyShardedDataParallel.fsdp_modules(model):
-            if shard._handle is not None and shard._handle._use_orig_params and shard._is_root is not None:
-                shard._handle._use_sharded_grad_views()
 
     yield restore
     zero = find_zero_optimizer(optimizer)
@@ -215,8 +212,7 @@ def _parameters(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """Those of the model, of FSDP's shards and of the optimizer, which may have its own; each once."""
     tensors: list[Tensor] = list(model.parameters())
     shards = FullyShardedDataParallel.fsdp_modules(model)
-    # The flat parameter comes first: its original parameters' gradients are views of its gradient.
-    tensors[:0] = [shard._handle.flat_param for shard in shards if shard._handle is not None]
+    tensors += [shard._handle.flat_param for shard in shards if shard._handle is not None]
     if optimizer is not None:
         tensors += [tensor for group in inner_optimizer(optimizer).param_groups for tensor in group["params"]]
     return list({id(tensor): tensor for tensor in tensors}.values())

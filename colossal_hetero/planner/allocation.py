@@ -6,7 +6,7 @@ Pure: the same curves give the same allocation on every rank. How long an alloca
   ``shared`` all ranks run the same number of micro-steps, so that a training loop turns equally often everywhere; with
   ``own`` each has its own number.
 - 2 and 3: the ranks synchronise at each micro-step, so all run the same number: ``full`` steps of m samples in all and
-  a last one of the rest. ``wall = full·(max_i seconds_i[b_i] + communication) + (max_i seconds_i[r_i] + communication)``.
+  a last one of the rest, ``wall = full·(max_i seconds_i[b_i] + comm) + (max_i seconds_i[r_i] + comm)``
 
 A rank without samples in a micro-step runs one sample of weight zero, in the time of one sample.
 """
@@ -108,7 +108,7 @@ def allocate(
     """Deal a global batch to the ranks.
 
     Args:
-        curves: one per rank; ranks that share a curve are decided together, so thousands of ranks of a few kinds are fast.
+        curves: one per rank; ranks that share a curve are decided together, so a thousand of a few kinds are fast.
         global_batch_size: samples per optimizer step, over all ranks.
         stage: of ZeRO, 0 to 3.
         method: ``exact`` takes the least wall time there is, and among equal ones the fewest micro-steps. ``uniform``
@@ -124,6 +124,7 @@ def allocate(
             ``flops`` missing, or not one positive number per rank.
     """
     _check(curves, global_batch_size, stage, method, accumulation, communication_seconds, flops)
+    global_batch_size = int(global_batch_size)
     synchronised = stage >= 2
     if method == "exact":
         if synchronised:
@@ -210,8 +211,8 @@ def _check(
             raise ValueError(f"unknown {name} {value!r}; valid are {', '.join(valid)}")
     if accumulation == "own" and stage >= 2:
         raise ValueError(
-            f"accumulation='own' with stage={stage}: from stage 2 on the ranks synchronise at every micro-step and must "
-            "run equally many; use accumulation='shared', or stage 0 or 1"
+            f"accumulation='own' with stage={stage}: from stage 2 on the ranks synchronise at every micro-step and "
+            "must run equally many; use accumulation='shared', or stage 0 or 1"
         )
     if not (communication_seconds >= 0 and math.isfinite(communication_seconds)):
         raise ValueError(f"communication_seconds={communication_seconds} must be a number of seconds, at least 0")
@@ -227,6 +228,6 @@ def _check(
             raise ValueError("method='flops' needs flops, the FLOP/s of every rank; give them, or use another method")
         if len(flops) != len(curves):
             raise ValueError(f"{len(flops)} flops for {len(curves)} ranks: give one per rank")
-        for rank, value in enumerate(flops):
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"flops of rank {rank} are {value}; give a positive number of FLOP/s")
+        for rank, number in enumerate(flops):
+            if number is None or not (number > 0 and math.isfinite(number)):
+                raise ValueError(f"flops of rank {rank} are {number}; give a positive number of FLOP/s")

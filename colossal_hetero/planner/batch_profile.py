@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .curves import Curve
@@ -24,6 +25,7 @@ __all__ = [
     "Point",
     "load_profile",
     "save_profile",
+    "spans",
     "state_bytes",
 ]
 
@@ -109,11 +111,13 @@ class DeviceProfile(_Part):
         return self.points[-1].batch if self.points else 0
 
     def curve(self, max_batch: int) -> Curve:
-        """Seconds by samples, up to ``max_batch`` ≥ 1.
+        """Seconds by samples, up to ``max_batch``.
 
         Raises:
             ValueError: the points make no curve; the message names the device, the points and the remedy.
         """
+        if max_batch == 0:
+            return Curve(np.ones(1))  # of a device that never runs
         try:
             longest = max(self.measured_batch, max_batch)
             return Curve.through({point.batch: point.seconds for point in self.points}, longest).limited(max_batch)
@@ -207,32 +211,41 @@ class BatchProfile(_Part):
         stage = self._checked(stage)
         return self.communication_seconds * PASSES[stage] / PASSES[self.stage]
 
-    def state_bytes(self, stage: int | None = None) -> list[int]:
-        """Bytes used before a micro-batch, by kind; for another stage than the profile's, as ZeRO shards."""
-        stage = self._checked(stage)
-        count = len(self.ranks)
-        change = state_bytes(self.model, stage, count) - state_bytes(self.model, self.stage, count)
-        return [max(kind.state_bytes + change, 0) for kind in self.kinds]
-
-    def kind_max_batches(self, stage: int | None = None, largest: int | None = None) -> list[int]:
-        """Largest micro-batch by kind: measured at the profile's stage, predicted from memory at another.
-
-        Where memory was the limit, the prediction starts from the largest batch that really ran.
+    def state_bytes(self, stage: int | None = None, taking_part: int | None = None) -> list[int]:
+        """Bytes used before a micro-batch, by kind; at another stage or with fewer ranks as ZeRO shards.
 
         Args:
+            stage: None is the profile's.
+            taking_part: how many ranks share the state; None is all.
+        """
+        stage = self._checked(stage)
+        count = len(self.ranks)
+        taking_part = count if taking_part is None else taking_part
+        change = state_bytes(self.model, stage, taking_part) - state_bytes(self.model, self.stage, count)
+        return [max(kind.state_bytes + change, 0) for kind in self.kinds]
+
+    def kind_max_batches(
+        self, stage: int | None = None, largest: int | None = None, taking_part: int | None = None
+    ) -> list[int]:
+        """Largest micro-batch by kind: as measured, or predicted from memory at another stage or with fewer ranks.
+
+        Where memory was the limit, the prediction is corrected by how far it is off at the profile's stage.
+
+        Args:
+            stage: None is the profile's.
             largest: no more than that many, e.g. the global batch size.
+            taking_part: how many ranks share the state; None is all.
         """
         stage = self._checked(stage)
         batches = []
-        for kind, state in zip(self.kinds, self.state_bytes(stage), strict=True):
+        for kind, state in zip(self.kinds, self.state_bytes(stage, taking_part), strict=True):
             batch = kind.max_batch
-            if stage != self.stage and kind.sample_bytes > 0:
+            if state != kind.state_bytes and kind.sample_bytes > 0:
                 fits = (kind.memory_bytes - state) // kind.sample_bytes
-                change = (kind.state_bytes - state) // kind.sample_bytes
                 if kind.memory_bound:
-                    # Where none fitted there is no batch to start from.
-                    fits = min(fits, batch + change) if batch > 0 else fits
-                elif change >= 0:
+                    # What arithmetic misses as measured, it misses elsewhere.
+                    fits += batch - max((kind.memory_bytes - kind.state_bytes) // kind.sample_bytes, 0)
+                elif state <= kind.state_bytes:
                     fits = max(fits, batch)
                 batch = min(max(fits, 0), MOST_PREDICTED)
             batches.append(batch if largest is None else min(batch, largest))
@@ -243,21 +256,30 @@ class BatchProfile(_Part):
         batches = self.kind_max_batches(stage, largest)
         return [batches[kind] for kind in self.ranks]
 
-    def curves(self, stage: int | None = None, largest: int | None = None) -> list[Curve]:
+    def curves(
+        self,
+        stage: int | None = None,
+        largest: int | None = None,
+        *,
+        taking_part: int | None = None,
+        allow_none: bool = False,
+    ) -> list[Curve]:
         """A curve per rank, one object for all ranks of a kind.
 
         Args:
             stage: of ZeRO; None is the profile's.
             largest: micro-batches need not be larger than that, e.g. the global batch size.
+            taking_part: how many ranks share the state; None is all.
+            allow_none: give a device that holds no sample a curve with ``max_batch == 0`` instead of raising.
 
         Raises:
             ValueError: a device holds no sample at that stage, or its points make no curve.
         """
         stage = self._checked(stage)
         used = set(self.ranks)
-        batches = self.kind_max_batches(stage, largest)
+        batches = self.kind_max_batches(stage, largest, taking_part)
         for kind in sorted(used):
-            if batches[kind] < 1:
+            if batches[kind] < 1 and not allow_none:
                 raise ValueError(self._does_not_fit(kind, stage))
         curves = {kind: self.kinds[kind].curve(batches[kind]) for kind in sorted(used)}
         return [curves[kind] for kind in self.ranks]
@@ -298,7 +320,10 @@ class BatchProfile(_Part):
 
     def _does_not_fit(self, kind: int, stage: int) -> str:
         device = self.kinds[kind]
-        names = ", ".join(str(rank) for rank, own in enumerate(self.ranks) if own == kind)
+        own = [rank for rank, each in enumerate(self.ranks) if each == kind]
+        names = (
+            f"ranks {spans(own)} ({device.device}) hold" if len(own) > 1 else f"rank {own[0]} ({device.device}) holds"
+        )
         used = set(self.ranks)
         better = [
             other
@@ -307,10 +332,24 @@ class BatchProfile(_Part):
         ]
         remedy = f"stage {better[0]} would hold one" if better else "no higher stage holds one either"
         return (
-            f"rank {names} ({device.device}) holds no sample at stage {stage}: of {device.memory_bytes / 2**30:.2f} "
+            f"{names} no sample at stage {stage}: of {device.memory_bytes / 2**30:.2f} "
             f"GiB the state takes {self.state_bytes(stage)[kind] / 2**30:.2f} GiB and a sample "
-            f"{device.sample_bytes / 2**30:.2f} GiB; {remedy}, or train without that device"
+            f"{device.sample_bytes / 2**30:.2f} GiB; {remedy}, or leave that device out"
         )
+
+
+def spans(ranks: Sequence[int], most: int = 6) -> str:
+    """Ascending ranks in short: "0-3, 5"; of more than ``most`` stretches the first ones and the last rank."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], rank]
+        else:
+            parts.append([rank])
+    texts = ["-".join(map(str, part)) for part in parts]
+    if len(texts) <= most:
+        return ", ".join(texts)
+    return f"{', '.join(texts[: most - 2])}, …, {ranks[-1]} ({len(ranks)} ranks)"
 
 
 REPROFILE = "make a new profile, or give the profile that belongs to them"

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.interpolate import CubicSpline
-from scipy.optimize import isotonic_regression
 
 __all__ = ["MAX_DIP", "Curve"]
 
@@ -38,7 +36,7 @@ class Curve:
         if (np.diff(seconds) < 0).any():
             batch = int(np.argmax(np.diff(seconds) < 0))
             raise ValueError(
-                f"seconds falls from {seconds[batch]:g} at batch {batch} to {seconds[batch + 1]:g} at batch {batch + 1}; "
+                f"seconds falls from {seconds[batch]:g} at batch {batch} to {seconds[batch + 1]:g} at the next; "
                 "make it non-decreasing, or use Curve.through, which smooths noise"
             )
         if len(seconds) > 1 and seconds[0] != seconds[1]:
@@ -70,6 +68,10 @@ class Curve:
         """
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: the device cannot hold one sample, so there is no curve")
+        # Most of the time that this module takes to import, and only needed here.
+        from scipy.interpolate import CubicSpline
+        from scipy.optimize import isotonic_regression
+
         _check_points(points, max_batch)
         batches = np.array(sorted(points), dtype=np.float64)
         times = np.array([points[int(batch)] for batch in batches], dtype=np.float64)

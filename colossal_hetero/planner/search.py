@@ -18,6 +18,8 @@ __all__ = ["TOLERANCE", "Runs", "exact_own", "exact_shared", "exact_synchronised
 Runs = tuple[tuple[int, int], ...]
 """One rank's micro-batches in the order in which it runs them: (samples, how many such micro-batches)."""
 
+_PerKind = Sequence[int] | NDArray[np.int64]
+
 TOLERANCE = 1e-10
 """Wall times that differ by less than this share are equal: sums of floats in another order differ by as much."""
 
@@ -34,9 +36,9 @@ TOLERANCE = 1e-10
 #   one sort, and the best m is the least of ⌊N/m⌋·(F(m) + comm) + (F(N mod m) + comm).
 #
 # [Note: ticks]
-# Seconds become whole numbers of ticks, below 2^51 at the time that N micro-steps of one sample take, which always
-# suffices. Sums, products and quotients of such numbers are exact in float64, also after rounding a quotient down, so
-# that no comparison depends on rounding. A tick is a power of two of seconds; it is 2^-50 of that time at most.
+# Seconds become whole numbers of ticks, below 2^51 at the time that micro-steps of one sample on every rank take,
+# which always suffice. Sums and products of such numbers are exact in float64, and so are quotients rounded down: no
+# comparison depends on rounding. A tick is a power of two of seconds, and at most 2^-50 of that time.
 
 
 class Kinds:
@@ -48,13 +50,15 @@ class Kinds:
             by_object.setdefault(id(curve), []).append(rank)
         by_value: dict[tuple[int, bytes], list[int]] = {}
         for ranks in by_object.values():
-            seconds = curves[ranks[0]].seconds[: samples + 1]
-            by_value.setdefault((len(seconds), seconds.tobytes()), []).extend(ranks)
+            held = curves[ranks[0]].seconds[: samples + 1]
+            by_value.setdefault((len(held), held.tobytes()), []).extend(ranks)
         keys = sorted(by_value)
         self.ranks = [sorted(by_value[key]) for key in keys]
         self.counts = np.array([len(ranks) for ranks in self.ranks])
         seconds = [np.frombuffer(key[1]) for key in keys]
-        bound = samples * (max(times[1] for times in seconds) + communication_seconds)
+        self.most_steps = math.ceil(samples / len(curves))
+        """Micro-steps of one sample on every rank, which always fit: a better allocation takes no more."""
+        bound = self.most_steps * (max(times[1] for times in seconds) + communication_seconds)
         tick = math.ldexp(1.0, math.frexp(bound)[1] - 51)
         self.times = [np.maximum(np.rint(times / tick), 1.0) for times in seconds]
         """By kind, ``[min(max_batch, samples) + 1]``: ticks by micro-batch."""
@@ -68,7 +72,7 @@ class Kinds:
     def largest(self) -> NDArray[np.int64]:
         return np.array([len(times) - 1 for times in self.times])
 
-    def deal(self, least: Sequence[int], most: Sequence[int], samples: int) -> NDArray[np.int64]:
+    def deal(self, least: _PerKind, most: _PerKind, samples: int) -> NDArray[np.int64]:
         """``samples`` over the ranks, each within ``least..most`` of its kind, with the least sum of squares."""
         low, high = np.asarray(least), np.asarray(most)
         below, level = int(low.min()), int(high.max())  # all fit at `level`
@@ -94,7 +98,7 @@ class Kinds:
         return dealt
 
     def deal_within(
-        self, ticks: float, least_ticks: float, capacity: Callable[[float], Sequence[int]], samples: int
+        self, ticks: float, least_ticks: float, capacity: Callable[[float], _PerKind], samples: int
     ) -> NDArray[np.int64]:
         """Each rank's samples, where ``ticks`` is the least time in which ``samples`` can be run.
 
@@ -130,22 +134,24 @@ def exact_shared(curves: Sequence[Curve], samples: int) -> list[Runs]:
     """Stages 0 and 1, every rank with the same number of micro-steps: each rank's runs."""
     kinds = Kinds(curves, samples)
 
-    def capacity(ticks: float, steps: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-        """By kind, ``[len(steps)]``: samples that one rank runs in ``ticks ≥ steps·first``."""
-        found = []
-        for times in kinds.times:
-            whole = np.searchsorted(times[1:], np.floor(ticks / steps), side="right")
-            more = whole < len(times) - 1
-            step = np.where(more, times[np.minimum(whole + 1, len(times) - 1)] - times[whole], np.inf)
-            extra = np.floor(np.maximum(ticks - steps * times[whole], 0.0) / step)
-            found.append(np.minimum(steps * whole + extra, samples))
-        return found
+    # By kind and micro-batch, endless where it does not fit: ``[kinds, largest + 2]``.
+    table = np.full((len(kinds.times), kinds.largest.max() + 2), np.inf)
+    for row, times in zip(table, kinds.times, strict=True):
+        row[: len(times)] = times
+
+    def capacity(ticks: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Samples that one rank of each kind runs in ``ticks``, at least ``steps·first``: ``[kinds, len(steps)]``."""
+        limits = np.floor(ticks / steps)
+        if 0 < len(steps) < len(table):
+            whole = np.stack([(table[:, 1:] <= limit).sum(axis=1) for limit in limits], axis=1)
+        else:
+            whole = np.stack([np.searchsorted(times[1:], limits, side="right") for times in kinds.times])
+        time = np.take_along_axis(table, whole, axis=1)
+        extra = np.floor((ticks - steps * time) / (np.take_along_axis(table, whole + 1, axis=1) - time))
+        return np.minimum(steps * whole + extra, samples)
 
     def total(ticks: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
-        summed = np.zeros(len(steps))
-        for count, found in zip(kinds.counts, capacity(ticks, steps), strict=True):
-            summed += count * found
-        return summed
+        return kinds.counts @ capacity(ticks, steps)
 
     def least_ticks(steps: float, enough: float) -> float:
         """Of ``steps`` micro-steps; ``enough`` suffices."""
@@ -156,8 +162,8 @@ def exact_shared(curves: Sequence[Curve], samples: int) -> list[Runs]:
         return high
 
     fewest = float(math.ceil(samples / int(kinds.counts @ kinds.largest)))
-    wall = samples * kinds.first  # as many micro-steps as samples
-    candidates = np.arange(fewest, samples + 1)
+    wall = kinds.most_steps * kinds.first
+    candidates = np.arange(fewest, kinds.most_steps + 1)
     while True:
         target = min(wall - 1.0, math.floor(wall * (1.0 - TOLERANCE)))
         candidates = candidates[candidates * kinds.first <= target]
@@ -169,11 +175,11 @@ def exact_shared(curves: Sequence[Curve], samples: int) -> list[Runs]:
         wall = least_ticks(candidates[room.argmax()], target)
     # Fewer micro-steps win among equal ones.
     enough = math.ceil(wall * (1.0 + TOLERANCE))
-    candidates = np.arange(fewest, min(samples, enough // kinds.first) + 1)
+    candidates = np.arange(fewest, min(kinds.most_steps, enough // kinds.first) + 1)
     steps = float(candidates[total(enough, candidates) >= samples][0])
     wall = least_ticks(steps, enough)
     dealt = kinds.deal_within(
-        wall, steps * kinds.first, lambda ticks: [int(each[0]) for each in capacity(ticks, np.array([steps]))], samples
+        wall, steps * kinds.first, lambda ticks: capacity(ticks, np.array([steps]))[:, 0].astype(int), samples
     )
     splits = [{int(n): split_evenly(int(n), int(steps)) for n in np.unique(dealt[ranks])} for ranks in kinds.ranks]
     return kinds.by_rank(splits, dealt)
@@ -193,7 +199,7 @@ def exact_own(curves: Sequence[Curve], samples: int) -> list[Runs]:
     # Bisection on the time, until what is left is rounding. A size stays in the race while, at the time that suffices,
     # it does at least as much as the best one at the time that does not.
     sizes = [np.arange(1, len(times)) for times in kinds.times]
-    low, high = kinds.first - 1.0, samples * kinds.first
+    low, high = kinds.first - 1.0, kinds.most_steps * kinds.first
     best = [0.0] * len(sizes)
     at_high = [capacities(kind, high, each) for kind, each in enumerate(sizes)]
     while high - low > max(1.0, 0.01 * TOLERANCE * high):

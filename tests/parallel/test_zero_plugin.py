@@ -231,7 +231,13 @@ def test_half_precision_is_near_full(stage: int, precision: str, options: dict[s
 
 def test_loss_scaling_that_overflows_skips_the_step_on_all_ranks() -> None:
     division = [[4, 3], [2, 2]]
-    options = {"precision": "fp16", "initial_scale": 2.0**40, "max_scale": 2.0**40, "hysteresis": 1, "backoff_factor": 0.5}
+    options = {
+        "precision": "fp16",
+        "initial_scale": 2.0**40,
+        "max_scale": 2.0**40,
+        "hysteresis": 1,
+        "backoff_factor": 0.5,
+    }
     first, second = run_ranks(2, train, 1, 11, division, "sgd", options)
     for one, other in zip(first["parameters"], second["parameters"], strict=True):
         assert one.isfinite().all()

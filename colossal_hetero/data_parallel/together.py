@@ -1,0 +1,32 @@
+"""What each rank does by itself, and all of them hear the end of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["on_every_rank"]
+
+T = TypeVar("T")
+
+
+def on_every_rank(function: Callable[[], T], purpose: str) -> list[T]:
+    """What ``function``, in which there is no collective, returned on each rank.
+
+    Raises:
+        RuntimeError: on every rank, if it raised on any; it says on which, and what. So none waits for the other.
+    """
+    failure: Exception | None = None
+    outcome: tuple[Any, str | None]
+    try:
+        outcome = function(), None
+    except Exception as error:
+        failure, outcome = error, (None, f"{type(error).__name__}: {error}")
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, outcome)
+    failures = [f"rank {rank}: {words}" for rank, (_, words) in enumerate(everyone) if words is not None]
+    if failures:
+        raise RuntimeError(f"{purpose} failed on {'; '.join(failures)}") from failure
+    return [value for value, _ in everyone]
