@@ -24,6 +24,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from uneven import Turns, digits, make_model, make_optimizer
 
+# isort: split
+from colossalai.logging import get_dist_logger
+
 from colossal_hetero import HeteroZeroPlugin
 from colossal_hetero.cpu_quota import cpu_quota
 
@@ -109,6 +112,7 @@ def main() -> None:
     parser.add_argument("--period-us", type=int, default=100_000, help="of the quota")
     arguments = parser.parse_args()
     start_ranks(2)
+    get_dist_logger().set_level("WARNING")  # divisions are in the table
     rows = []
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext() as name:
         place = [name]
