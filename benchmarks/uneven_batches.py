@@ -5,8 +5,8 @@ sudo python benchmarks/uneven_batches.py [--quotas 0.5 0.25] [--stages 1 3] [--r
 Needs Linux, cgroups (version 1 or 2) and the right to write to them. The quota comes from outside and holds all that
 rank 1 does, measuring included. What can be reached is the sum of both ranks' throughput when each trains for itself at
 the same time, without communication, on batches that take both equally long. Aim: at least 0.95 of it. Windows of the
-variants take turns in the same processes, after an epoch of warm-up. The model's gradients are few bytes beside its computing (ViT, patch 4: 64
-tokens use each weight 64 times), so that what is seen is the division and not the network.
+variants take turns in the same processes, after an epoch of warm-up. The model's gradients are few bytes beside its
+computing (ViT, patch 4: 64 tokens use each weight 64 times), so that what is seen is the division and not the network.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from common import print_table, start_ranks
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from uneven import Turns, digits, make_model, make_optimizer
-
-# isort: split
-from colossalai.logging import get_dist_logger
 
 from colossal_hetero import HeteroZeroPlugin
 from colossal_hetero.cpu_quota import cpu_quota
@@ -112,7 +109,6 @@ def main() -> None:
     parser.add_argument("--period-us", type=int, default=100_000, help="of the quota")
     arguments = parser.parse_args()
     start_ranks(2)
-    get_dist_logger().set_level("WARNING")  # divisions are in the table
     rows = []
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext() as name:
         place = [name]

@@ -18,7 +18,6 @@ from uneven import Turns, digits, make_model
 # isort: split
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
-from colossalai.logging import get_dist_logger
 
 from colossal_hetero import HeteroZeroPlugin
 
@@ -38,7 +37,6 @@ def main() -> None:
     parser.add_argument("--patch", type=int, default=8)
     arguments = parser.parse_args()
     start_ranks(2)
-    get_dist_logger().set_level("WARNING")  # divisions are in the table
     data = digits()
     shape = (arguments.hidden, arguments.depth, arguments.patch)
     rows = []
