@@ -79,6 +79,11 @@ class Turns:
                 yield batch, current is None or current.is_last
             epoch += 1
 
+    @property
+    def epoch_iterations(self) -> int:
+        """Optimizer steps of an epoch of our loader."""
+        return self._loader.global_batches
+
     def iterate(self) -> float:
         """One optimizer step; its seconds."""
         start = time.perf_counter()

@@ -2,11 +2,11 @@
 
 sudo python benchmarks/uneven_batches.py [--quotas 0.5 0.25] [--stages 1 3] [--rounds 8]
 
-Needs Linux, cgroups (version 1 or 2) and the right to write to them. The quota comes from outside and holds all that rank 1
-does, measuring included. What can be reached is the sum of both ranks' throughput when each trains for itself at the
-same time, without communication, on batches that take both equally long. Aim: at least 0.95 of it. Windows of the
-variants take turns in the same processes. The model's gradients are few bytes beside its computing (ViT, patch 4: 64
-tokens use each weight 64 times), so that what is seen is the division and not the network.
+Needs Linux, cgroups (version 1 or 2) and the right to write to them. The quota comes from outside and holds all that
+rank 1 does, measuring included. What can be reached is the sum of both ranks' throughput when each trains for itself at
+the same time, without communication, on batches that take both equally long. Aim: at least 0.95 of it. Windows of the
+variants take turns in the same processes, after an epoch of warm-up. The model's gradients are few bytes beside its
+computing (ViT, patch 4: 64 tokens use each weight 64 times), so that what is seen is the division and not the network.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def measure(quota: float, stage: int, arguments: argparse.Namespace, folder: Pat
     own = batch if dist.get_rank() == 0 else max(1, round(batch * quota))
     alone = Alone(shape, *(part[:own] for part in data.tensors))
     for variant in variants:
-        for _ in range(arguments.warmup):
+        # A whole epoch, at whose end speeds are looked at; equal batches stay as they are.
+        for _ in range(variant.epoch_iterations if variant.name == "exact" else 2):
             variant.iterate()
     alone.samples_per_second(2)
     speeds: dict[str, list[float]] = {name: [] for name in (*METHODS, "rank 0 alone", "rank 1 alone")}
@@ -101,7 +102,6 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=[1, 3], help="of ZeRO")
     parser.add_argument("--rounds", type=int, default=8, help="windows of each variant")
     parser.add_argument("--block", type=int, default=2, help="iterations of a window")
-    parser.add_argument("--warmup", type=int, default=3, help="iterations of each variant before the first window")
     parser.add_argument("--batch", type=int, default=128, help="samples per iteration, over both ranks")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--depth", type=int, default=4)

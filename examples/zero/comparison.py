@@ -29,7 +29,6 @@ import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CP
 import colossalai
 from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
-from colossalai.logging import get_dist_logger
 
 from colossal_hetero import HeteroZeroPlugin
 
@@ -41,8 +40,6 @@ WEIGHT_DECAY = 0.05
 def run(choices: Choices) -> None:
     """Join the other ranks, train, and part from them."""
     colossalai.launch_from_torch(seed=choices.seed, verbose=False)
-    # That batches are divided anew is in the line of the epoch.
-    get_dist_logger().set_level("WARNING")
     compare(choices)
     dist.barrier()
     dist.destroy_process_group()

@@ -163,7 +163,7 @@ def test_it_starts_its_ranks_and_compares(tmp_path):
     done = run_example("--slow", "1:8", "--summary", str(path))
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
-    assert text.splitlines()[-1] == f"Summary: {path}"
+    assert done.stdout.splitlines()[-1] == f"Summary: {path}"
     for part in ("rank 1 slowed × 8 by", "An iteration, by rank", "Both ways", "times as fast as equal ones"):
         assert part in text
     assert "arning" not in text and "INFO" not in text, text
