@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..planner.batch_profile import BatchProfile, DeviceProfile
 from ..planner.curves import Curve
 from .config import BatchConfig
 from .loader import HeteroDataLoader
-from .watch import ForwardWatch
+from .watch import KEPT, ForwardWatch
 
 __all__ = ["BatchBalancer", "in_words", "slowdown"]
 
@@ -59,7 +60,7 @@ class BatchBalancer:
         self._curves = profile.curves(stage, largest)
         self._forward = _forward_curve(profile.kinds[profile.ranks[own]], self._curves[own].max_batch)
         self._since_check = 0
-        self._passes: list[tuple[int, float]] = []
+        self._passes: deque[tuple[int, float]] = deque(maxlen=KEPT)
         self.slowdowns: tuple[float, ...] = (1.0,) * len(self._curves)
         """How much slower than in the profile each replica was when batches were divided last."""
         self.reallocations = 0
@@ -90,7 +91,7 @@ class BatchBalancer:
             self._check()
 
     def _check(self) -> None:
-        self._passes += self._watch.take()
+        self._passes.extend(self._watch.take())
         mine = None if self._forward is None else slowdown(self._passes, self._forward)
         if mine is not None:
             self._passes.clear()
@@ -167,7 +168,7 @@ def in_words(allocation: Allocation, devices: Sequence[str]) -> str:
     return f"of each global batch of {allocation.global_batch_size}: {'; '.join(parts)}"
 
 
-def slowdown(passes: Sequence[tuple[int, float]], expected: Curve) -> float | None:
+def slowdown(passes: Collection[tuple[int, float]], expected: Curve) -> float | None:
     """How many times as long as expected forward passes took; None if there are too few to tell.
 
     Args:

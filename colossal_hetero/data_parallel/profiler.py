@@ -27,7 +27,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -43,6 +43,13 @@ from .untouched import inner_optimizer
 from colossalai.interface import OptimizerWrapper
 
 __all__ = ["Progress", "Timing", "device_name", "measure_flops", "optimizer_state_bytes", "profile_device"]
+
+LEAST_SECONDS = 0.5
+MOST_REPEATS = 30
+"""A size is run until that much time has been measured, or that often: a device that is throttled for part of each
+tenth of a second is fast in some short passes and slow in others."""
+
+MANY_RUNS = 4
 
 REPEATS_OF_A_DIP = 2
 """How often a time is measured again that is above that of a larger batch."""
@@ -95,7 +102,7 @@ def profile_device(
         cap: the largest batch of interest, such as the global batch size.
         state_bytes_to_come: what the optimizer's state will take that is not allocated yet; so much is held meanwhile.
         device: on which ``run`` runs.
-        repeats: every size's time is the median of as many runs.
+        repeats: every size is run so often at least, its first run (which also prepares libraries for it) included.
         on_progress: called before each run.
         abandon: called after a run that failed for want of memory; makes the model ready for the next.
         flops: nominal or measured FLOP/s, to be noted.
@@ -220,19 +227,28 @@ class _Trials:
         return last, (self._peaks[last] - self._peaks.get(before, self.base)) / (last - before)
 
     def repeat(self, repeats: int) -> int:
-        """Run each size ``repeats`` times in all, and again those that look slow by chance; the largest that can."""
+        """Run each size ``repeats`` times or more, and again those that look slow by chance; the largest that can."""
         self._action = "timing"
         for batch in sorted(self._timings):
-            while len(self._timings[batch]) < repeats:
+            while self._lacks_runs(batch, repeats):
                 # Memory may lie in pieces; once more, now that it has been put in order.
                 if self.attempt(batch) or self.attempt(batch):
                     continue
                 return self._step_down(batch, repeats)
         for _ in range(REPEATS_OF_A_DIP):
             for batch in self._dips():
-                if not all(self.attempt(batch) for _ in range(repeats)):
-                    break
+                before, self._timings[batch] = self._timings[batch], []
+                while self._lacks_runs(batch, repeats):
+                    if not self.attempt(batch):
+                        self._timings[batch] = before
+                        return max(self._timings)
         return max(self._timings, default=0)
+
+    def _lacks_runs(self, batch: int, repeats: int) -> bool:
+        timings = self._timings[batch]
+        if len(timings) < repeats:
+            return True
+        return len(timings) < MOST_REPEATS and sum(timing.seconds for timing in timings) < LEAST_SECONDS
 
     def _step_down(self, batch: int, repeats: int) -> int:
         """Below a size that ran but does not do so reliably; its time and those of larger ones are dropped.
@@ -254,20 +270,25 @@ class _Trials:
 
     def _dips(self) -> list[int]:
         """Sizes that are out of order: slower than a larger one, or faster than a smaller one."""
-        seconds = {batch: self._median(batch).seconds for batch in sorted(self._timings)}
+        seconds = {batch: self._typical(batch).seconds for batch in sorted(self._timings)}
         pairs = [(a, b) for a, b in pairwise(seconds) if seconds[a] > seconds[b]]
         return sorted({batch for pair in pairs for batch in pair})
 
-    def _median(self, batch: int) -> Timing:
-        timings = self._timings[batch]
-        return Timing(median(time.seconds for time in timings), median(time.forward_seconds for time in timings))
+    def _typical(self, batch: int) -> Timing:
+        """Of a size's runs but the first, which prepares libraries for it: of many the mean without the longest, which
+        may be a hiccup; of few the median."""
+        timings = sorted(self._timings[batch][1:] or self._timings[batch])
+        if len(timings) < MANY_RUNS:
+            return timings[(len(timings) - 1) // 2]
+        kept = timings[:-1]
+        return Timing(fmean(time.seconds for time in kept), fmean(time.forward_seconds for time in kept))
 
     def points(self) -> tuple[Point, ...]:
         """The sizes that ran. One that stays clearly slower than a larger one has that one's time."""
         least = Timing(float("inf"), float("inf"))
         points: list[Point] = []
         for batch in sorted(self._timings, reverse=True):
-            timing = self._median(batch)
+            timing = self._typical(batch)
             if timing.seconds > least.seconds * (1 + TOLERATED_DIP):
                 timing = least
             least = min(least, timing)

@@ -7,6 +7,7 @@ parameters (stage 3) are gathered during the forward pass; those gaps are left o
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from ..accelerator import get_accelerator
 
-__all__ = ["ForwardWatch"]
+__all__ = ["KEPT", "ForwardWatch"]
+
+KEPT = 1000
+"""Passes that are remembered: enough to tell a speed, and few enough events to keep for an epoch of any length."""
 
 
 @dataclass
@@ -44,7 +48,7 @@ class ForwardWatch:
 
     def __init__(self, model: nn.Module, samples: Callable[[], int]) -> None:
         self._samples = samples
-        self._passes: list[_Pass] = []
+        self._passes: deque[_Pass] = deque(maxlen=KEPT)
         self._running: _Pass | None = None
         shards = [module for module in model.modules() if isinstance(module, FSDP)]
         inner = shards[0].module if shards else _innermost(model)
@@ -57,10 +61,11 @@ class ForwardWatch:
             self._handles.append(shard.module.register_forward_pre_hook(self._end_gap))
 
     def take(self) -> list[tuple[int, float]]:
-        """``(samples, seconds)`` of every pass since the last call. Waits for the device."""
+        """``(samples, seconds)`` of the latest passes since the last call, at most ``KEPT``. Waits for the device."""
         get_accelerator().synchronize()
-        passes, self._passes = self._passes, []
-        return [(each.samples, each.seconds()) for each in passes]
+        taken = [(each.samples, each.seconds()) for each in self._passes]
+        self._passes.clear()
+        return taken
 
     def remove(self) -> None:
         """Stop watching."""
