@@ -166,7 +166,7 @@ def test_short_passes_of_a_throttled_device_are_averaged() -> None:
     # Half of the passes wait for the next period of a CPU quota.
     result, sizes = profile(lambda batch, run: batch * (0.01 if run % 2 else 0.03), 4, 4)
     assert [point.seconds for point in result.points] == pytest.approx([0.02, 0.04, 0.08], rel=0.15)
-    assert sizes.count(1) == 31 and sizes.count(4) < 10  # the very first pass is not timed
+    assert sizes.count(1) > 20 > 10 > sizes.count(4)
 
 
 def test_a_dip_is_measured_again() -> None:
