@@ -63,3 +63,20 @@ def test_any_number_of_samples_can_be_run() -> None:
     run(1)
     assert [batch.flatten().tolist() for batch in seen] == [[0, 1], [0, 1, 2, 0, 1, 2, 0], [0]]
     assert model.weight.grad is not None
+
+
+def test_a_data_set_that_gives_whole_batches_does_so_here_too() -> None:
+    class Whole(TensorDataset):
+        def __getitems__(self, indices: list[int]) -> torch.Tensor:
+            return self.tensors[0][indices]
+
+    seen: list[torch.Tensor] = []
+
+    def step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
+        seen.append(batch)
+        return model(batch).mean()
+
+    loader = DataLoader(Whole(torch.arange(3.0).unsqueeze(1)), batch_size=2, collate_fn=lambda batch: batch)
+    optimizer = SimpleNamespace(backward=lambda loss: loss.backward())
+    TrialRun(nn.Linear(1, 1), optimizer, None, step, loader)(4)  # type: ignore[arg-type]
+    assert seen[0].flatten().tolist() == [0, 1, 2, 0]

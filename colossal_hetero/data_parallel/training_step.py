@@ -74,11 +74,15 @@ class TrialRun:
         get_accelerator().synchronize()
         return time.perf_counter() - begin
 
-    def _first(self, samples: int) -> list[Any]:
+    def _first(self, samples: int) -> Any:
+        """What a ``DataLoader`` would give its ``collate_fn``."""
         dataset: Any = self.loader.dataset
-        while len(self._samples) < min(samples, len(dataset)):
+        length = len(dataset)
+        if getattr(dataset, "__getitems__", None):
+            return dataset.__getitems__([index % length for index in range(samples)])
+        while len(self._samples) < min(samples, length):
             self._samples.append(dataset[len(self._samples)])
-        return [self._samples[index % len(self._samples)] for index in range(samples)]
+        return [self._samples[index % length] for index in range(samples)]
 
 
 def _to(part: Any, device: torch.device) -> Any:
