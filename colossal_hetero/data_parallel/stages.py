@@ -11,6 +11,7 @@ from colossalai.booster.mixed_precision import FP16TorchMixedPrecision
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
 from colossalai.booster.plugin.torch_fsdp_plugin import FSDPOptimizerWrapper, TorchFSDPModel
+from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
@@ -20,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ..accelerator import get_accelerator
+from .checkpoints import ShardedCheckpointIO
 
 __all__ = ["PRECISIONS", "STAGES", "plugin_of_stage", "synchronizer"]
 
@@ -147,6 +149,9 @@ class _ShardedParameters(TorchFSDPPlugin):
             optimizer.add_param_group({"params": list(sharded.parameters()), **options})
             optimizer = _ShardedOptimizer(optimizer, sharded)
         return sharded, optimizer, criterion, dataloader, lr_scheduler
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        return ShardedCheckpointIO()
 
 
 def plugin_of_stage(stage: int, precision: str, max_norm: float, options: dict[str, Any]) -> DPPluginBase:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from .. import accelerator  # noqa: F401  (completes Colossal-AI on a CPU before anything of it is used)
 from ..data_parallel.attach import BatchSetup, attach_batches, profile_for
 from ..data_parallel.balancer import BatchBalancer
+from ..data_parallel.checkpoints import StageCheckpointIO
 from ..data_parallel.climb import configure_lowest
 from ..data_parallel.config import BatchConfig
 from ..data_parallel.measuring import describe
@@ -85,6 +86,7 @@ class HeteroZeroPlugin(UnevenLoaders, DPPluginBase):
         self.balancer: BatchBalancer | None = None
         self._options = options
         self._plain = {}
+        self._checkpoint_io: tuple[DPPluginBase, CheckpointIO] | None = None
         self._stages = stages_to_try(stage, precision, accumulation)
         self._inner = self._plugin_of(self._stages[0])
 
@@ -165,7 +167,12 @@ class HeteroZeroPlugin(UnevenLoaders, DPPluginBase):
         return True
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        return self._inner.get_checkpoint_io()
+        return StageCheckpointIO(self._checkpoint_io_of_stage)
+
+    def _checkpoint_io_of_stage(self) -> CheckpointIO:
+        if self._checkpoint_io is None or self._checkpoint_io[0] is not self._inner:
+            self._checkpoint_io = self._inner, self._inner.get_checkpoint_io()
+        return self._checkpoint_io[1]
 
 
 def stages_to_try(stage: int | str, precision: str, accumulation: str) -> list[int]:
