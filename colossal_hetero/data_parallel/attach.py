@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from colossalai.interface import ModelWrapper, OptimizerWrapper
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..accelerator import get_accelerator
@@ -76,10 +77,16 @@ def profile_for(
     """The profile that the user named, or else a new one, which is written where that was to be.
 
     Raises:
-        ValueError: the file is no profile, or one of other devices or another model.
+        ValueError: the file is no profile, or one of other devices or another model; or the model has collectives that
+            unequally many micro-batches would hang.
         RuntimeError: measuring failed.
     """
     config = setup.config
+    if config.accumulation == "own" and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        raise ValueError(
+            'accumulation="own" lets ranks run unequally many micro-batches, but SyncBatchNorm, which stage 0 makes of '
+            'BatchNorm, waits for all ranks in each; use accumulation="shared"'
+        )
     profile = _known_profile(setup, description)
     if profile is not None:
         return profile

@@ -41,6 +41,7 @@ from .untouched import inner_optimizer
 
 # isort: split
 from colossalai.interface import OptimizerWrapper
+from colossalai.interface.optimizer import DistributedOptim
 
 __all__ = ["Progress", "Timing", "device_name", "measure_flops", "optimizer_state_bytes", "profile_device"]
 
@@ -56,6 +57,10 @@ REPEATS_OF_A_DIP = 2
 
 TOLERATED_DIP = 0.1
 """Share by which a batch may be slower than a larger one; what is slower still makes no curve."""
+
+
+DISTRIBUTED_STATE_BYTES = 8
+"""Per parameter, what Colossal-AI's distributed optimizers (Lamb, CAME, Adafactor, GaLore) keep at most: 2 moments."""
 
 
 class Timing(NamedTuple):
@@ -301,7 +306,8 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -
 
     A real step with gradients of zero is taken by a twin of the optimizer, with one stand-in for the parameters of a
     group that are alike at a time; the optimizer itself, its parameters and their gradients are not touched. The rest
-    of the memory that a step takes in passing is not counted: activations are gone by then.
+    of the memory that a step takes in passing is not counted: activations are gone by then. Colossal-AI's distributed
+    optimizers, which know their own shards only and communicate, take no such step; the most that they keep is counted.
     """
     inner = inner_optimizer(optimizer)
     total = 0
@@ -309,6 +315,9 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -
         measured: dict[tuple[Any, ...], int] = {}
         for parameter in group["params"]:
             if parameter.numel() == 0 or _tensor_bytes(inner.state.get(parameter), parameter.device):
+                continue
+            if isinstance(inner, DistributedOptim):
+                total += DISTRIBUTED_STATE_BYTES * parameter.numel()
                 continue
             kind = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
             if kind not in measured:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from colossalai.booster.mixed_precision import FP16TorchMixedPrecision
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
+from colossalai.booster.plugin.torch_ddp_plugin import TorchDDPModel
 from colossalai.booster.plugin.torch_fsdp_plugin import FSDPOptimizerWrapper, TorchFSDPModel
+from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
@@ -20,8 +23,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ..accelerator import get_accelerator
+from .checkpoints import ShardedCheckpointIO
 
-__all__ = ["PRECISIONS", "STAGES", "plugin_of_stage", "synchronizer"]
+__all__ = ["PRECISIONS", "STAGES", "options_by_stage", "plugin_of_stage", "synchronizer"]
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = {
@@ -32,6 +36,10 @@ PRECISIONS = {
 }
 """The precisions of each stage. FSDP in fp16 needs a loss scaler that knows of its shards, which Colossal-AI has
 not."""
+
+_PLUGINS: dict[int, type] = {0: TorchDDPPlugin, 1: LowLevelZeroPlugin, 2: LowLevelZeroPlugin, 3: TorchFSDPPlugin}
+_OURS = {"stage", "precision", "max_norm"}
+"""What is not an option, because our plugin has an argument for it."""
 
 Configured = tuple[Any, Any, Callable | None, DataLoader | None, LRScheduler | None]
 """Model, optimizer, criterion, data loader and learning rate's schedule."""
@@ -78,9 +86,15 @@ class _Replicas(TorchDDPPlugin):
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
-        model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
-            model, optimizer, criterion, dataloader, lr_scheduler
-        )
+        if get_accelerator().name == "cpu":
+            # The parent makes SyncBatchNorm of BatchNorm, which runs on GPUs only.
+            model = TorchDDPModel(model, **self.ddp_kwargs)
+            if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
+                optimizer = OptimizerWrapper(optimizer)
+        else:
+            model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
+                model, optimizer, criterion, dataloader, lr_scheduler
+            )
         if self.precision == "bf16":
             model = _AutocastModel(model)
         elif self.precision == "fp16":
@@ -133,7 +147,15 @@ class _ShardedParameters(TorchFSDPPlugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
         device = get_accelerator().get_current_device()
-        sharded = TorchFSDPModel(model, device_id=device, **self.fsdp_kwargs)
+        try:
+            sharded = TorchFSDPModel(model, device_id=device, **self.fsdp_kwargs)
+        except ValueError as error:
+            if "uniform `requires_grad`" not in str(error):
+                raise
+            raise ValueError(
+                "some parameters are frozen and some are not; stage 3 flattens them into one, so use stage 0, 1 or 2, "
+                "or an auto_wrap_policy that keeps them in modules of their own"
+            ) from error
         if optimizer is not None and not isinstance(optimizer, FSDPOptimizerWrapper):
             if len(optimizer.param_groups) > 1:
                 raise ValueError(
@@ -147,6 +169,22 @@ class _ShardedParameters(TorchFSDPPlugin):
             optimizer.add_param_group({"params": list(sharded.parameters()), **options})
             optimizer = _ShardedOptimizer(optimizer, sharded)
         return sharded, optimizer, criterion, dataloader, lr_scheduler
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        return ShardedCheckpointIO()
+
+
+def options_by_stage(stages: Sequence[int], options: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Those of ``options`` that each stage's plugin has.
+
+    Raises ``TypeError`` for one that no stage's plugin has.
+    """
+    known = {stage: set(inspect.signature(_PLUGINS[stage]).parameters) - _OURS for stage in stages}
+    strange = set(options).difference(*known.values())
+    if strange:
+        names = " or ".join(dict.fromkeys(_PLUGINS[stage].__name__.split("_")[0] for stage in stages))
+        raise TypeError(f"{', '.join(sorted(strange))}: no argument of HeteroZeroPlugin, nor an option of {names}")
+    return {stage: {name: options[name] for name in options if name in known[stage]} for stage in stages}
 
 
 def plugin_of_stage(stage: int, precision: str, max_norm: float, options: dict[str, Any]) -> DPPluginBase:

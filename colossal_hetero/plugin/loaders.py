@@ -83,7 +83,7 @@ class UnevenLoaders(Plugin):
         warnings.warn(
             f"batch_size={dataloader.batch_size} is not used in training: micro-batches follow from "
             f"global_batch_size={self.batches.global_batch_size}. Train with the loader that booster.boost returns",
-            stacklevel=5,
+            stacklevel=4,
         )
         return self._make(dataloader.dataset, self._plain[id(dataloader)][1])
 

@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader
 from .. import accelerator  # noqa: F401  (completes Colossal-AI on a CPU before anything of it is used)
 from ..data_parallel.attach import BatchSetup, attach_batches, profile_for
 from ..data_parallel.balancer import BatchBalancer
+from ..data_parallel.checkpoints import StageCheckpointIO
 from ..data_parallel.climb import configure_lowest
 from ..data_parallel.config import BatchConfig
 from ..data_parallel.measuring import describe
-from ..data_parallel.stages import PRECISIONS, STAGES, Configured, plugin_of_stage, synchronizer
+from ..data_parallel.stages import PRECISIONS, STAGES, Configured, options_by_stage, plugin_of_stage, synchronizer
 from ..planner.allocation import Allocation
 from .loaders import UnevenLoaders
 
@@ -43,9 +44,10 @@ class HeteroZeroPlugin(UnevenLoaders, DPPluginBase):
         max_norm: clip gradients to that 2-norm; 0 does not.
         method, accumulation, profile, max_micro_batch, reallocate_above, check_every, training_step: see
             :class:`~colossal_hetero.data_parallel.config.BatchConfig`.
-        options: go to the stage's plugin.
+        options: go to the stage's plugin; with ``"auto"``, to those of the stages' plugins that have them.
 
     Raises:
+        TypeError: an option is none of the stage's plugin.
         ValueError: an argument's value cannot be; the message says what can.
     """
 
@@ -83,9 +85,10 @@ class HeteroZeroPlugin(UnevenLoaders, DPPluginBase):
         self.precision = precision
         self.max_norm = max_norm
         self.balancer: BatchBalancer | None = None
-        self._options = options
         self._plain = {}
+        self._checkpoint_io: tuple[DPPluginBase, CheckpointIO] | None = None
         self._stages = stages_to_try(stage, precision, accumulation)
+        self._options = options_by_stage(self._stages, options)
         self._inner = self._plugin_of(self._stages[0])
 
     @property
@@ -94,7 +97,7 @@ class HeteroZeroPlugin(UnevenLoaders, DPPluginBase):
         return None if self.balancer is None else self.balancer.allocation
 
     def _plugin_of(self, stage: int) -> DPPluginBase:
-        return plugin_of_stage(stage, self.precision, self.max_norm, self._options)
+        return plugin_of_stage(stage, self.precision, self.max_norm, self._options[stage])
 
     def _replica(self) -> tuple[int, int]:
         return self.rank, self.world_size
@@ -165,7 +168,12 @@ class HeteroZeroPlugin(UnevenLoaders, DPPluginBase):
         return True
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        return self._inner.get_checkpoint_io()
+        return StageCheckpointIO(self._checkpoint_io_of_stage)
+
+    def _checkpoint_io_of_stage(self) -> CheckpointIO:
+        if self._checkpoint_io is None or self._checkpoint_io[0] is not self._inner:
+            self._checkpoint_io = self._inner, self._inner.get_checkpoint_io()
+        return self._checkpoint_io[1]
 
 
 def stages_to_try(stage: int | str, precision: str, accumulation: str) -> list[int]:

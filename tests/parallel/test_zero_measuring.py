@@ -55,8 +55,7 @@ def randomness() -> list[Any]:
 
 def measure_and_look(stage: int) -> None:
     plugin = HeteroZeroPlugin(stage, 8)
-    # SyncBatchNorm, which DDP makes of it, is for GPUs only.
-    model = make_model() if stage == 0 else Noisy()
+    model = Noisy()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     expected = randomness()
@@ -91,10 +90,11 @@ def train_a_little(stage: int, profile: str | None, **options: Any) -> tuple[lis
 
 
 def train_twice(path: str) -> None:
-    first, sizes = train_a_little(1, path)
+    never = float("inf")  # at such sizes speeds are noise, and what is compared is the profile's division
+    first, sizes = train_a_little(1, path, reallocate_above=never)
     torch.distributed.barrier()
     written = Path(path).read_text()
-    again, same_sizes = train_a_little(1, path)
+    again, same_sizes = train_a_little(1, path, reallocate_above=never)
     assert Path(path).read_text() == written
     assert sizes == same_sizes
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
