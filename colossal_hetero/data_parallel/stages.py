@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from ..accelerator import get_accelerator
 from .checkpoints import ShardedCheckpointIO
+from .untouched import inner_optimizer
 
 __all__ = ["PRECISIONS", "STAGES", "options_by_stage", "plugin_of_stage", "synchronizer"]
 
@@ -98,7 +99,9 @@ class _Replicas(TorchDDPPlugin):
         if self.precision == "bf16":
             model = _AutocastModel(model)
         elif self.precision == "fp16":
-            model, optimizer, criterion = FP16TorchMixedPrecision().configure(model, optimizer, criterion)
+            # Without the parent's wrapper around it: loading in shards takes off only one.
+            bare: Any = inner_optimizer(optimizer) if optimizer is not None else None
+            model, optimizer, criterion = FP16TorchMixedPrecision().configure(model, bare, criterion)
         return model, optimizer, criterion, dataloader, lr_scheduler
 
 

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from colossal_hetero import HeteroZeroPlugin
 
 from .harness import answer, run_ranks, start_ranks
+from .test_zero_measuring import stage_of
 from .test_zero_plugin import Numbered, full_parameters, make_model, make_optimizer, sizes_by_rank
 
 DIVISIONS = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
@@ -94,6 +95,45 @@ def test_going_on_from_a_checkpoint(tmp_path: Path, stage: int | str, shard: boo
         # Sums in another order: rounding, which AdamW enlarges where it divides by little.
         rtol, atol = (1e-3, 1e-4) if ranks != 2 else (1e-5, 1e-6)
         torch.testing.assert_close(result["parameters"][:size], expected[:size], rtol=rtol, atol=atol)
+
+
+def save_and_load(folder: str, stage: int | str, precision: str, fits: int) -> int:
+    """At whatever stage it comes to, if memory is said not to suffice below stage ``fits``."""
+
+    def step(model: nn.Module, criterion: Callable, batch: Any) -> torch.Tensor:
+        if stage_of(model) < fits:
+            raise MemoryError("no room")
+        return criterion(model(batch[0]), batch[1])
+
+    plugin = HeteroZeroPlugin(stage, 8, precision=precision, training_step=step)
+    booster = Booster(plugin=plugin)
+    loader = plugin.prepare_dataloader(Numbered())
+    model = make_model()
+    model, optimizer, criterion, loader, _ = booster.boost(
+        model, make_optimizer(model, "adamw"), nn.CrossEntropyLoss(), loader
+    )
+    for inputs, targets in loader:
+        booster.backward(criterion(model(inputs), targets), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = torch.cat(full_parameters(model))
+    for shard in (False, True):
+        booster.save_model(model, f"{folder}/model{shard}", shard=shard)
+        booster.save_optimizer(optimizer, f"{folder}/optimizer{shard}", shard=shard)
+        torch.distributed.barrier()
+        booster.load_model(model, f"{folder}/model{shard}")
+        booster.load_optimizer(optimizer, f"{folder}/optimizer{shard}")
+        assert torch.equal(torch.cat(full_parameters(model)), expected)
+    return plugin.stage
+
+
+def test_checkpoints_of_nested_wrappers(tmp_path: Path) -> None:
+    assert run_ranks(2, save_and_load, str(tmp_path), 0, "fp16", 0) == [0, 0]
+
+
+@pytest.mark.parametrize("fits", [1, 3])
+def test_checkpoints_of_a_stage_that_was_climbed_to(tmp_path: Path, fits: int) -> None:
+    assert run_ranks(2, save_and_load, str(tmp_path), "auto", "fp32", fits) == [fits, fits]
 
 
 class Sentences(Dataset):
