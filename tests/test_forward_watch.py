@@ -65,3 +65,4 @@ def test_slowdown_is_the_ratio_of_sums_without_the_longest_pass() -> None:
 def test_too_few_passes_say_nothing() -> None:
     assert slowdown([], LINEAR) is None
     assert slowdown([(1, 2.0), (1, 2.0)], LINEAR) is None
+    assert slowdown([(1, 0.01)] * 30, LINEAR) is None

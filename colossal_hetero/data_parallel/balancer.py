@@ -23,7 +23,14 @@ from .watch import KEPT, ForwardWatch
 __all__ = ["BatchBalancer", "in_words", "slowdown"]
 
 LEAST_PASSES = 3
-"""Forward passes that a statement on a rank's speed takes at least."""
+LEAST_SECONDS = 0.5
+"""A statement on a rank's speed takes so many forward passes at least, and so long ones in all: less is noise."""
+
+CALIBRATED = 0.25
+"""By how much, relative to each other, ranks may differ from the profile when training begins before that is taken for
+a change of speed. Up to there it is what training differs from measuring by: a rank under a CPU quota, for example, has
+some of it in hand when it has waited for others, and its forward passes, which come then, are quicker than measured.
+"""
 
 
 class BatchBalancer:
@@ -60,6 +67,7 @@ class BatchBalancer:
         self._curves = profile.curves(stage, largest)
         self._forward = _forward_curve(profile.kinds[profile.ranks[own]], self._curves[own].max_batch)
         self._since_check = 0
+        self._reference: list[float] | None = None
         self._passes: deque[tuple[int, float]] = deque(maxlen=KEPT)
         self.slowdowns: tuple[float, ...] = (1.0,) * len(self._curves)
         """How much slower than in the profile each replica was when batches were divided last."""
@@ -102,7 +110,12 @@ class BatchBalancer:
             seen = [each for (each, _), of in zip(everyone, self._replica_of, strict=True) if of == replica]
             # Who has not run enough to say anything is as fast as it was.
             if None not in seen:
-                now[replica] = max(seen)
+                now[replica] = max(seen) / (1.0 if self._reference is None else self._reference[replica])
+        if self._reference is None and None not in [each for each, _ in everyone]:
+            is_small = max(now) / min(now) - 1 <= CALIBRATED
+            self._reference = now if is_small else [1.0] * len(now)
+            if is_small:
+                return
         # What slows all ranks alike changes nothing about who should do how much.
         moves = [new / old for new, old in zip(now, self.slowdowns, strict=True)]
         if max(moves) / min(moves) - 1 <= self._config.reallocate_above:
@@ -169,7 +182,7 @@ def in_words(allocation: Allocation, devices: Sequence[str]) -> str:
 
 
 def slowdown(passes: Collection[tuple[int, float]], expected: Curve) -> float | None:
-    """How many times as long as expected forward passes took; None if there are too few to tell.
+    """How many times as long as expected forward passes took; None if they are too few or too short to tell.
 
     Args:
         passes: ``(samples, seconds)`` each.
@@ -178,7 +191,7 @@ def slowdown(passes: Collection[tuple[int, float]], expected: Curve) -> float | 
     The ratio of the sums, because a device that is throttled for part of each second is slow in some passes only. The
     longest pass is left out: one hiccup (a compilation, a page of memory first touched) says nothing of the speed.
     """
-    if len(passes) < LEAST_PASSES:
+    if len(passes) < LEAST_PASSES or sum(seconds for _, seconds in passes) < LEAST_SECONDS:
         return None
     longest = int(np.argmax([seconds for _, seconds in passes]))
     kept = [each for index, each in enumerate(passes) if index != longest]

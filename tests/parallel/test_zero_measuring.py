@@ -175,7 +175,7 @@ def profile_of(ranks: int, stage: int, path: Path) -> None:
     save_profile(profile, path)
 
 
-def change_speed(stage: int, slow: int, path: str, check_every: int | None) -> dict[str, Any]:
+def change_speed(stage: int, slow: int, path: str, check_every: int | None, bias: float = 1.0) -> dict[str, Any]:
     """Rank ``slow`` says that it is three times slower from the third epoch on, and as fast as before from the
     sixth."""
     plugin = HeteroZeroPlugin(stage, 8, profile=path, check_every=check_every)
@@ -185,7 +185,8 @@ def change_speed(stage: int, slow: int, path: str, check_every: int | None) -> d
     plugin.balancer._watch.take = lambda: [(1, slowdown / 4)] * 3
     seen, samples = [], []
     for epoch in range(8):
-        slowdown = 3.0 if torch.distributed.get_rank() == slow and 2 <= epoch < 5 else 1.0
+        is_slow = torch.distributed.get_rank() == slow
+        slowdown = (3.0 if is_slow and 2 <= epoch < 5 else 1.0) * (bias if is_slow else 1.0)
         ids = []
         for inputs, targets in loader:
             ids += inputs[:, 7].long().tolist() if loader.current.samples else []
@@ -211,6 +212,19 @@ def test_batches_follow_a_change_of_speed(stage: int, slow: int, check_every: in
         assert result["reallocations"] >= 2
     for epoch in range(8):
         assert sorted(results[0]["seen"][epoch] + results[1]["seen"][epoch]) == list(range(len(Numbered())))
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_little_that_training_differs_from_measuring_by_is_no_change(slow: int, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile_of(2, 1, path)
+    fitted = [6, 6]
+    fitted[slow] = 2
+    for result in run_ranks(2, change_speed, 1, slow, str(path), None, 1.2):
+        assert [result["samples"][epoch] for epoch in (1, 4, 7)] == [[4, 4], fitted, [4, 4]]
+    # Much is one, from the first look on.
+    for result in run_ranks(2, change_speed, 1, slow, str(path), None, 3.0):
+        assert result["samples"][1] == fitted
 
 
 def test_three_ranks_that_slow_down_alike_keep_their_batches(tmp_path: Path) -> None:
