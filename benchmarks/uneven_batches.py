@@ -3,11 +3,11 @@
 sudo python benchmarks/uneven_batches.py [--quotas 0.5 0.25] [--stages 1 3] [--rounds 8]
 
 Needs Linux, cgroups (version 1 or 2) and the right to write to them. The quota comes from outside and holds all that
-rank 1 does, measuring included. What can be reached is the sum of both ranks' throughput when each trains for itself at
-the same time, without communication, in the micro-batches of the plugin's division. Aim: at least 0.95 of it. Windows
-of the variants take turns in the same processes, after an epoch of warm-up. Gradients are few bytes beside the computing
-(ViT, patch 4: 64 tokens use each weight 64 times), so that the division is seen and not the network; a smaller
---batch shows more of what a synchronization and an optimizer step cost.
+rank 1 does, measuring included. What can be reached is the sum of both ranks' throughput when each trains for itself
+at the same time, without communication, in the micro-batches of the plugin's division. Aim: at least 0.95 of it.
+Windows of the variants take turns in the same processes, after an epoch of warm-up. Gradients are few bytes beside
+the computing (ViT, patch 4: 64 tokens use each weight 64 times), so that the division is seen and not the network; a
+smaller --batch shows more of what a synchronization and an optimizer step cost.
 """
 
 from __future__ import annotations
