@@ -20,9 +20,6 @@ from typing import Any
 Rank = tuple[Any, Any]
 """A process, and the end of the pipe through which it answers."""
 
-# Where a test limits the address space, each thread's own 64 MiB of it would count, for nothing.
-os.environ.setdefault("MALLOC_ARENA_MAX", "1")
-
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["tests.parallel.preload"])
 

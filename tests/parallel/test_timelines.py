@@ -46,8 +46,9 @@ def test_an_iteration_before_balancing_and_one_after_it(options: dict[str, Any])
             assert totals["matmul"] == pytest.approx(rank.matmul_seconds)
             assert totals["matmul"] + totals["block"] + totals["other"] == pytest.approx(rank.work_seconds)
             assert totals["communication"] + totals["waiting"] == pytest.approx(rank.communication_seconds)
-            if timeline is before and rank.rank == 0:
-                assert totals["waiting"] > totals["communication"]  # for rank 1, which sleeps
+            if timeline is before and rank.rank == 0 and not options:
+                # For rank 1, which sleeps. A pipeline's bubbles count as communication.
+                assert totals["waiting"] > totals["communication"]
         # All ranks share this machine's clock: their iterations lie over each other, not one after another.
         assert timeline.seconds < 1.5 * max(rank.work_seconds + rank.communication_seconds for rank in record.ranks)
     for record in records:
