@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from colossal_hetero.data_parallel.balancer import slowdown
+from colossal_hetero.data_parallel.balancer import damped, slowdown
 from colossal_hetero.data_parallel.watch import ForwardWatch
 from colossal_hetero.planner.curves import Curve
 
@@ -66,3 +66,10 @@ def test_too_few_passes_say_nothing() -> None:
     assert slowdown([], LINEAR) is None
     assert slowdown([(1, 2.0), (1, 2.0)], LINEAR) is None
     assert slowdown([(1, 0.01)] * 30, LINEAR) is None
+
+
+def test_a_move_back_goes_half_the_way() -> None:
+    assert damped(1.0, 3.0, 1.0) == 3.0
+    assert damped(3.0, 3.5, 3.0) == 3.5
+    assert damped(4.0, 1.0, 4.0) == 2.0
+    assert damped(2.0, 1.0, 0.5) == 1.0

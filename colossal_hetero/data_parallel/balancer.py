@@ -20,7 +20,7 @@ from .config import BatchConfig
 from .loader import HeteroDataLoader
 from .watch import KEPT, ForwardWatch
 
-__all__ = ["BatchBalancer", "in_words", "slowdown"]
+__all__ = ["BatchBalancer", "damped", "in_words", "slowdown"]
 
 LEAST_PASSES = 3
 LEAST_SECONDS = 0.5
@@ -68,6 +68,7 @@ class BatchBalancer:
         self._forward = _forward_curve(profile.kinds[profile.ranks[own]], self._curves[own].max_batch)
         self._since_check = 0
         self._reference: list[float] | None = None
+        self._last_moves = [1.0] * len(self._curves)
         self._passes: deque[tuple[int, float]] = deque(maxlen=KEPT)
         self.slowdowns: tuple[float, ...] = (1.0,) * len(self._curves)
         """How much slower than in the profile each replica was when batches were divided last."""
@@ -121,6 +122,8 @@ class BatchBalancer:
         if max(moves) / min(moves) - 1 <= self._config.reallocate_above:
             return
         before = self.allocation
+        now = [damped(*each) for each in zip(self.slowdowns, now, self._last_moves, strict=True)]
+        self._last_moves = moves
         self.slowdowns = tuple(now)
         self._divide(drawn_global_batch=max(drawn for _, drawn in everyone))
         self.reallocations += 1
@@ -162,6 +165,15 @@ class BatchBalancer:
 def _say(message: str) -> None:
     if dist.get_rank() == 0:
         Console(stderr=True).print(message, soft_wrap=True, highlight=False)
+
+
+def damped(before: float, now: float, last_move: float) -> float:
+    """The slowdown to go by, where ``now`` is measured, ``before`` was gone by and ``last_move`` led to it.
+
+    A move back goes half the way: what is measured depends on the batch a little, and would swing with it.
+    """
+    turns_back = (now / before - 1) * (last_move - 1) < 0
+    return math.sqrt(before * now) if turns_back else now
 
 
 def in_words(allocation: Allocation, devices: Sequence[str]) -> str:
