@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from data import DataInfo
 from options import Layout, Options
 from results import Measurements
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.progress import track as rich_track
 from rich.table import Table
+from terminal import Terminal
 
 from colossal_hetero.balance.report import BalanceReport
 
@@ -33,30 +30,16 @@ class Shares(NamedTuple):
         return ", ".join(f"{name} {share:.0%}" for name, share in self._asdict().items() if share > 0)
 
 
-class Display(AbstractContextManager["Display"]):
+class Display(Terminal):
     """The terminal; silent unless ``visible``."""
 
     def __init__(self, options: Options, visible: bool) -> None:
         self._options = options
-        self._visible = visible
-        self._console = Console(quiet=not visible, highlight=False, soft_wrap=True)
-        self._progress = Progress(
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]:.1f} it/s · loss {task.fields[loss]:.3f}{task.fields[plan]}"),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-            disable=not visible or not self._console.is_terminal,
+        super().__init__(
+            visible,
+            "epoch {task.fields[epoch]}",
+            "{task.fields[rate]:.1f} it/s · loss {task.fields[loss]:.3f}{task.fields[plan]}",
         )
-
-    def track(self, items: Sequence[Any], what: str) -> Iterator[Any]:
-        """Pass ``items`` on and show how many have been."""
-        if not (self._visible and self._console.is_terminal):
-            yield from items
-        else:
-            yield from rich_track(items, what, console=self._console, transient=True)
 
     def start(self, layout: Layout, data: DataInfo, parameters: int, device: Any, epochs: int, iterations: int) -> None:
         """Say what is going to happen."""
@@ -83,9 +66,6 @@ class Display(AbstractContextManager["Display"]):
     def __enter__(self) -> Display:
         self._progress.start()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
     def iteration(self, loss: float | None, shares: Sequence[Shares]) -> None:
         """An iteration is over; ``loss`` is the one before's."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -14,10 +13,8 @@ import numpy as np
 from choices import Choices
 from data import DataInfo
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.progress import track as rich_track
 from rich.table import Table
+from terminal import Terminal
 
 from colossal_hetero.planner.allocation import Allocation, Share
 
@@ -135,36 +132,15 @@ def json_text(summary: dict[str, Any]) -> str:
     return json.dumps(summary, indent=2, allow_nan=False) + "\n"
 
 
-class Display(AbstractContextManager["Display"]):
+class Display(Terminal):
     """The terminal; silent unless ``visible``."""
 
     def __init__(self, choices: Choices, visible: bool) -> None:
         self._choices = choices
-        self._visible = visible
-        self._console = Console(quiet=not visible, highlight=False, soft_wrap=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]:.1f} it/s"),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-            disable=not visible or not self._console.is_terminal,
-        )
-
-    def track(self, items: Sequence[Any], what: str) -> Iterator[Any]:
-        """Pass ``items`` on and show how many have been."""
-        if not (self._visible and self._console.is_terminal):
-            yield from items
-        else:
-            yield from rich_track(items, what, console=self._console, transient=True)
+        super().__init__(visible, "{task.description}", "{task.fields[rate]:.1f} it/s")
 
     def __enter__(self) -> Display:
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
     def start(self, data: DataInfo, parameters: int, device: Any, stage: int, slow: dict[int, int], means: str) -> None:
         """Say what is going to happen."""
