@@ -91,19 +91,6 @@ def test_a_trial_leaves_no_trace(gradients: bool) -> None:
     assert all(one is other for one, other in zip(after, tensors, strict=True))
 
 
-def test_a_step_is_undone_where_that_is_asked_for() -> None:
-    model, optimizer = build()
-    trial(model)
-    for stepped in range(2):
-        before = snapshot(model, optimizer)
-        with untouched(model, optimizer, steps=True):
-            trial(model)
-            optimizer.step()
-            assert not same(snapshot(model, optimizer), before)
-        assert same(snapshot(model, optimizer), before), stepped
-        optimizer.step()
-
-
 def test_restored_after_an_error_too() -> None:
     model, optimizer = build()
     before = snapshot(model, optimizer)

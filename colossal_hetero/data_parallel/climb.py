@@ -126,8 +126,11 @@ def _without_room(attempt: Callable[[], None], device: torch.device) -> list[str
             if not is_out_of_memory(error):
                 raise
             recover(error)
-            limit, used = memory_limit(device).bytes, used_bytes(device)
-            return f"{device_name(device)}, {used / 2**30:.2f} of {limit / 2**30:.2f} GiB used without it"
+            limit, used = memory_limit(device), used_bytes(device)
+            return (
+                f"{device_name(device)}, {used / 2**30:.2f} of {limit.bytes / 2**30:.2f} GiB used without it; "
+                f"what sets them is {limit.source}"
+            )
         return None
 
     shortages = on_every_rank(run, "a first training step")

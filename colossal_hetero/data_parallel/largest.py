@@ -27,11 +27,6 @@ class Search:
     tried: tuple[tuple[int, bool], ...]
     """Every trial in its order: a batch, and whether it fitted."""
 
-    @property
-    def failed(self) -> int | None:
-        """The least batch that did not fit; None if all did."""
-        return min((batch for batch, fitted in self.tried if not fitted), default=None)
-
 
 def largest_batch(
     fits: Callable[[int], bool], cap: int, estimate: Estimate | None = None, *, may_exceed_estimate: bool = True

@@ -29,7 +29,6 @@ __all__ = [
     "ballast",
     "is_out_of_memory",
     "memory_limit",
-    "memory_limit_bytes",
     "peak_bytes",
     "recover",
     "reset_peak",
@@ -95,11 +94,6 @@ def memory_limit(device: torch.device) -> MemoryLimit:
         available, source = left, "the control group's memory limit"
     part = int(available * (1 - MARGIN)) // _ranks_on_this_machine()
     return MemoryLimit(used_bytes(device) + part, False, source)
-
-
-def memory_limit_bytes(device: torch.device) -> int:
-    """The bytes of :func:`memory_limit`."""
-    return memory_limit(device).bytes
 
 
 def used_bytes(device: torch.device) -> int:

@@ -26,9 +26,7 @@ Restore = Callable[[], None]
 
 
 @contextmanager
-def untouched(
-    model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerWrapper | None = None, *, steps: bool = False
-) -> Iterator[None]:
+def untouched(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerWrapper | None = None) -> Iterator[None]:
     """Restore on leaving, bit for bit and in the same tensors, what forward and backward passes change.
 
     That is: buffers, gradients (those of ZeRO's optimizer and FSDP too; where there was none there is none again),
@@ -36,15 +34,13 @@ def untouched(
     Colossal-AI's parallel dropout, and the entries of the optimizer's state and parameter groups. A step that was
     broken off is abandoned (:func:`~colossal_hetero.data_parallel.abandoned.abandon_step`).
 
-    Parameters and the tensors in the optimizer's state are changed by optimizer steps only. Copies of them, which are
-    kept in the host's memory, are taken only with ``steps=True``; then a step in the block is undone as well. Other
-    attributes of modules, such as a counter that is a Python number, are not restored.
+    Parameters and the tensors in the optimizer's state are changed by optimizer steps only; none may be in the block.
+    Other attributes of modules, such as a counter that is a Python number, are not restored.
     """
     abandon_step(model, optimizer)
     tensors = _parameters(model, optimizer)
     restores = [
         *_gradients(optimizer, tensors),
-        *([_values(tensors + _state_tensors(optimizer))] if steps else []),
         *_optimizer(optimizer),
         *_modules(model),
         _random_state(),
@@ -216,13 +212,6 @@ def _parameters(model: nn.Module, optimizer: Any) -> list[Tensor]:
     if optimizer is not None:
         tensors += [tensor for group in inner_optimizer(optimizer).param_groups for tensor in group["params"]]
     return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _state_tensors(optimizer: Any) -> list[Tensor]:
-    if optimizer is None:
-        return []
-    entries = inner_optimizer(optimizer).state.values()
-    return [value for entry in entries if isinstance(entry, dict) for value in entry.values() if torch.is_tensor(value)]
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from typing import Any
 
 from colossalai.booster.plugin.plugin_base import Plugin
@@ -25,9 +26,9 @@ class UnevenLoaders(Plugin):
     _plain: dict[int, tuple[DataLoader, dict[str, Any]]]
     """Loaders of Colossal-AI that were handed out, by ``id``, with the arguments they were made with."""
 
+    @abstractmethod
     def _replica(self) -> tuple[int, int]:
         """Index of this rank's replica of the model, and how many there are."""
-        raise NotImplementedError
 
     def prepare_dataloader(
         self,

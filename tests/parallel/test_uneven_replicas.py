@@ -17,6 +17,7 @@ from colossal_hetero import BalanceConfig, BatchConfig, HeteroHybridParallelPlug
 from colossal_hetero.layers import hetero_policy
 
 from .harness import run_ranks
+from .test_zero_plugin import sizes_by_rank
 from .training import CLASSES, tiny_vit
 
 SAMPLES = 17
@@ -35,17 +36,6 @@ class Images(Dataset):
         return self.images[index], index % CLASSES
 
 
-def divide(division: Sequence[Sequence[int]], samples: int) -> list[list[int]]:
-    left, result = samples, []
-    for sizes in division:
-        kept = []
-        for size in sizes:
-            kept.append(min(size, left))
-            left -= kept[-1]
-        result.append(kept)
-    return result
-
-
 def train(division: Sequence[Sequence[int]], tp_size: int, options: dict[str, Any]) -> dict[str, Any]:
     plugin = HeteroHybridParallelPlugin(
         tp_size, 1, batches=BatchConfig(global_batch_size=GLOBAL_BATCH, max_micro_batch=7), **options
@@ -55,7 +45,7 @@ def train(division: Sequence[Sequence[int]], tp_size: int, options: dict[str, An
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
     chosen = plugin.batch_balancer.allocation.shares
-    loader.divide_by(lambda samples: divide(division, samples))
+    loader.divide_by(lambda samples: sizes_by_rank(division, samples))
     steps = 0
     for _ in range(2):
         for images, labels in loader:
