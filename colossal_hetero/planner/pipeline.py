@@ -1,0 +1,142 @@
+"""A pipeline of unequal stages: what is to be divided, and what a division costs in time and memory.
+
+A model is a row of *blocks* between which it can be cut. What comes before the first block (embedding) and after the
+last (norm, head) belongs to these blocks: a stage holds at least one block, so it lies where they lie.
+
+A stage runs in a *slot*: a tensor-parallel group of devices of one kind in one node. Slots that share one
+``LayerCosts`` object and the same memory are interchangeable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .topology import Channel
+
+__all__ = ["LayerCosts", "Pipeline", "PipelineCost", "Slot", "Split", "evaluate"]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCosts:
+    """What each block costs in one kind of slot, per micro-batch where that matters; arrays ``[blocks]``."""
+
+    forward_seconds: NDArray[np.float64]
+    backward_seconds: NDArray[np.float64]
+    update_seconds: NDArray[np.float64]
+    """Optimizer step, once per iteration."""
+    state_bytes: NDArray[np.float64]
+    """Parameters, gradients and optimizer state, per device."""
+    gradient_bytes: NDArray[np.float64]
+    """Summed over replicas once per iteration, per device."""
+    activation_bytes: NDArray[np.float64]
+    """Kept for backward by one micro-batch in flight, per device."""
+    output_bytes: NDArray[np.float64]
+    """Sent on by one micro-batch if the model is cut behind the block; its gradient comes back as large."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Where a stage can run."""
+
+    name: str
+    costs: LayerCosts
+    memory_bytes: float
+    """Per device, what may be used."""
+    devices: tuple[int, ...] = ()
+    """Ranks of its tensor-parallel group."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """What is to be divided: as many stages as slots, each with at least one block."""
+
+    slots: tuple[Slot, ...]
+    channels: tuple[tuple[Channel, ...], ...]
+    """``[slots][slots]``: how one sends to another; the diagonal is not used."""
+    micro_batches: int
+    """K, per iteration."""
+
+    @property
+    def blocks(self) -> int:
+        """Of the model."""
+        return len(self.slots[0].costs.forward_seconds)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which slot runs which blocks: stage s runs blocks ``[bounds[s], bounds[s + 1])`` in slot ``order[s]``."""
+
+    order: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def blocks_per_stage(self) -> tuple[int, ...]:
+        """How many blocks each stage has."""
+        return tuple(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
+
+
+@dataclass(frozen=True)
+class PipelineCost:
+    """What a split costs, by stage; the closed form of AutoHet, Eq. 1, without synchronisation."""
+
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    transfer_seconds: tuple[float, ...]
+    """Per micro-batch in steady state: one way over each of the two cuts."""
+    update_seconds: tuple[float, ...]
+    memory_bytes: tuple[float, ...]
+    fits: bool
+    seconds: float
+    """``Σ t + (K − 1)·max t`` with ``t`` forward, backward and transfer, plus the longest update."""
+
+
+def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
+    """What ``split`` costs.
+
+    A transfer occupies both of its ends (a stage waits until what it sent was taken, as Colossal-AI's schedule does),
+    activations one way and gradients the other. So over an iteration each micro-batch crosses a cut twice, once per
+    end and direction: half of the round trip counts for either end, and ``Σ t`` holds every hop once.
+    """
+    forward, backward, update, memory = [], [], [], []
+    stages = len(split.order)
+    hops = [0.0]
+    for s, slot_index in enumerate(split.order):
+        slot = pipeline.slots[slot_index]
+        part = slice(split.bounds[s], split.bounds[s + 1])
+        costs = slot.costs
+        forward.append(float(costs.forward_seconds[part].sum()))
+        backward.append(float(costs.backward_seconds[part].sum()))
+        update.append(float(costs.update_seconds[part].sum()))
+        in_flight = min(pipeline.micro_batches, stages - s)
+        memory.append(float(costs.state_bytes[part].sum() + in_flight * costs.activation_bytes[part].sum()))
+        if s + 1 < stages:
+            channel = pipeline.channels[slot_index][split.order[s + 1]]
+            hops.append(channel.seconds(float(costs.output_bytes[split.bounds[s + 1] - 1])))
+    hops.append(0.0)
+    transfer = [before + after for before, after in zip(hops, hops[1:], strict=False)]
+    times = [f + b + t for f, b, t in zip(forward, backward, transfer, strict=True)]
+    fits = all(used <= pipeline.slots[index].memory_bytes for used, index in zip(memory, split.order, strict=True))
+    return PipelineCost(
+        forward_seconds=tuple(forward),
+        backward_seconds=tuple(backward),
+        transfer_seconds=tuple(transfer),
+        update_seconds=tuple(update),
+        memory_bytes=tuple(memory),
+        fits=fits,
+        seconds=sum(times) + (pipeline.micro_batches - 1) * max(times) + max(update),
+    )
+
+
+def uniform_bounds(blocks: int, stages: Sequence[object]) -> tuple[int, ...]:
+    """Colossal-AI's own division: equal parts, what remains to the stages in the middle."""
+    count = len(stages)
+    parts = [blocks // count] * count
+    extra = blocks % count
+    start = count // 2 - extra // 2
+    for stage in range(start, start + extra):
+        parts[stage] += 1
+    return (0, *(int(bound) for bound in np.cumsum(parts)))
