@@ -9,6 +9,7 @@ A stage runs in a *slot*: a tensor-parallel group of devices of one kind in one 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,7 +77,7 @@ class Split:
     @property
     def blocks_per_stage(self) -> tuple[int, ...]:
         """How many blocks each stage has."""
-        return tuple(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
+        return tuple(stop - start for start, stop in itertools.pairwise(self.bounds))
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
             channel = pipeline.channels[slot_index][split.order[s + 1]]
             hops.append(channel.seconds(float(costs.output_bytes[split.bounds[s + 1] - 1])))
     hops.append(0.0)
-    transfer = [before + after for before, after in zip(hops, hops[1:], strict=False)]
+    transfer = [before + after for before, after in itertools.pairwise(hops)]
     times = [f + b + t for f, b, t in zip(forward, backward, transfer, strict=True)]
     fits = all(used <= pipeline.slots[index].memory_bytes for used, index in zip(memory, split.order, strict=True))
     return PipelineCost(
