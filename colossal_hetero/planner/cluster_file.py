@@ -59,6 +59,7 @@ NETWORKS = ("InfiniBand", "RoCE", "Ethernet")
 
 RATES = {"gigabits_per_second": 1e9 / 8, "gigabytes_per_second": 1e9, "bytes_per_second": 1.0}
 LATENCIES = {"latency_microseconds": 1e-6, "latency_seconds": 1.0}
+"""Units by field."""
 
 Name = Annotated[str, Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -110,9 +111,12 @@ class _Channel(_Part):
         return self
 
     def channel(self) -> Channel:
-        rate = next(getattr(self, name) * unit for name, unit in RATES.items() if getattr(self, name) is not None)
-        latency = next(
-            (getattr(self, name) * unit for name, unit in LATENCIES.items() if getattr(self, name) is not None), 0.0
+        rate, latency = (
+            next(
+                (_read(getattr(self, name), unit) for name, unit in units.items() if getattr(self, name) is not None),
+                0.0,
+            )
+            for units in (RATES, LATENCIES)
         )
         return Channel(self.kind, rate, latency, self.curve)
 
@@ -322,6 +326,11 @@ def _check_reachable(topology: Topology) -> None:
         topology.node_channel(a, b)
 
 
+def _read(number: float, unit: float) -> float:
+    """Divides by the inverse of a small unit, which is exact where the unit is not: 80 µs are 8e-05 s."""
+    return number * unit if unit >= 1 else number / round(1 / unit)
+
+
 def _twice(names: Iterable[str]) -> str | None:
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
@@ -468,6 +477,6 @@ def _best_unit(value: float, units: Mapping[str, float], whole: bool = False) ->
     for field, unit in units.items():
         for digits in range(13):
             number = round(value / unit, digits)
-            if number > 0 and (round(number * unit) if whole else number * unit) == value:
+            if number > 0 and (round(number * unit) if whole else _read(number, unit)) == value:
                 return {field: int(number) if number == int(number) else number}
     return {field: value}
