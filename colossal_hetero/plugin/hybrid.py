@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from colossalai.shardformer.policies.base_policy import Policy
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from .. import accelerator
 from ..balance.balancer import Balancer, attach_balancer
@@ -27,7 +29,12 @@ from ..data_parallel.balancer import BatchBalancer
 from ..data_parallel.config import BatchConfig
 from ..data_parallel.measuring import describe
 from ..layers.policy import hetero_policy
+from ..pipeline_parallel.config import PlanConfig
+from ..planner.plan import Plan
+from . import planned
+from .chunks import give_chunks, take_chunks, unequal_chunks
 from .loaders import UnevenLoaders
+from .mesh import planned_meshes
 
 __all__ = ["HeteroHybridParallelPlugin"]
 
@@ -38,42 +45,76 @@ DEFAULT_INTERVAL = 100
 class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
     """``HybridParallelPlugin`` whose tensor-parallel layers are balanced over unequal devices.
 
-    Every argument of Colossal-AI's plugin, plus ``balance`` and ``batches``. Where no ``custom_policy`` is given the
-    model's own policy is taken (Colossal-AI's, or ours for timm's ``VisionTransformer``); in any policy the parallel
-    linear layers are replaced by ours. Checkpoints are Colossal-AI's.
+    Every argument of Colossal-AI's plugin, plus ``balance``, ``batches`` and ``plan``. Where no ``custom_policy`` is
+    given the model's own policy is taken (Colossal-AI's, or ours for timm's ``VisionTransformer``); in any policy the
+    parallel linear layers are replaced by ours. Checkpoints are Colossal-AI's.
+
+    With a plan ``tp_size``, ``pp_size`` and the arguments of the pipeline schedule follow from it; any of them that is
+    given as well must agree. Every rank takes the place that the plan gives it, whichever that is: ranks that follow
+    each other need not be neighbours in a pipeline. Stages may hold different numbers of layers also with
+    ``num_layers_per_stage`` alone, in any schedule; the interleaved and zero-bubble ones, in which a stage holds several
+    chunks of the model, take one number per chunk, in the order of the model.
 
     Args:
+        tp_size: ranks in a tensor-parallel group; may be left out with a plan.
+        pp_size: stages; may be left out with a plan.
         balance: what to do about slow ranks within a tensor-parallel group; the default measures only.
         batches: how to divide global batches over replicas that are not equally fast (data parallelism); the default
             divides evenly, as Colossal-AI does. Not with pipelines, which cut their batch themselves.
+        plan: which rank runs which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes one),
+            or "auto", to plan from ``planning`` now. All replicas must be cut alike. Rank 0's plan counts, so files need
+            to be there only. A replica's batch is the plan's micro-batches together. Stages of a pipeline that take
+            another time than planned are reported at the end of each epoch.
+        planning: what to plan from, and how much stages may drift.
 
     Raises:
-        TypeError: ``balance`` is not a ``BalanceConfig``, or ``batches`` not a ``BatchConfig``.
-        ValueError: the world size does not fit ``tp_size * pp_size``, the model has no policy, or a layer has an option
-            that the balance mode cannot be combined with.
+        TypeError: ``balance`` is not a ``BalanceConfig``, ``batches`` not a ``BatchConfig``, ``plan`` or ``planning`` no
+            such thing; or there is neither a plan nor both sizes.
+        ValueError: the world size does not fit ``tp_size * pp_size`` or the plan, an argument contradicts the plan, the
+            plan's replicas are not alike, the plan is for another model, the model has no policy, or a layer has an
+            option that the balance mode cannot be combined with.
     """
 
     def __init__(
         self,
-        tp_size: int,
-        pp_size: int,
+        tp_size: int | None = None,
+        pp_size: int | None = None,
         *args: Any,
         balance: BalanceConfig | None = None,
         batches: BatchConfig | None = None,
+        plan: Plan | str | Path | None = None,
+        planning: PlanConfig | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(balance, BalanceConfig | None):
             raise TypeError(f"balance={balance!r} is not a BalanceConfig; write BalanceConfig(mode=...)")
         if not isinstance(batches, BatchConfig | None):
             raise TypeError(f"batches={batches!r} is not a BatchConfig; write BatchConfig(global_batch_size=...)")
+        if not isinstance(planning, PlanConfig | None):
+            raise TypeError(f"planning={planning!r} is not a PlanConfig; write PlanConfig(cluster=..., profile=...)")
+        if plan is None and (tp_size is None or pp_size is None):
+            missing = [name for name, size in (("tp_size", tp_size), ("pp_size", pp_size)) if size is None]
+            raise TypeError(f"missing {' and '.join(missing)}; only a plan says them too")
         self.balance = balance or BalanceConfig()
         self.batches = batches
+        self.plan: Plan | None = None
+        self.planning = planning or PlanConfig()
         self.batch_balancer: BatchBalancer | None = None
         self._plain = {}
         self.custom_policy: Policy | None
         self.balancer: Balancer | None = None
-        check_world_size(tp_size, pp_size)
-        super().__init__(tp_size, pp_size, *args, **kwargs)
+        arguments = planned.named(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
+        if plan is not None:
+            self.plan = planned.runnable(planned.agree_on_plan(plan, planning))
+            arguments = planned.arguments_of(self.plan, arguments)
+        check_world_size(arguments["tp_size"], arguments["pp_size"])
+        arguments, layers_per_chunk = take_chunks(arguments)
+        with self._meshes(arguments.get("dp_outside", True)):
+            super().__init__(**arguments)
+        if layers_per_chunk is not None:
+            give_chunks(self.stage_manager, layers_per_chunk)
+        if self.plan is not None and self.stage_manager is not None:
+            planned.check_num_layers(self.stage_manager, self.plan)
         if batches is not None:
             check_batches(batches, self)
         if self.balance.mode != "off" and self.tp_size == 1:
@@ -96,13 +137,16 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         if self.batches is not None and optimizer is not None:
             loader = dataloader = self.loader_to_train_with(dataloader)
             description = describe(model)
+        if self.plan is not None and optimizer is not None and self.batches is None:
+            planned.check_loader(self.plan, getattr(dataloader, "batch_size", None))
         given_policy = self.custom_policy
         if not isinstance(model, ModelWrapper):
             self.custom_policy = hetero_policy(given_policy or model)
         try:
-            model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
-                model, optimizer, criterion, dataloader, lr_scheduler
-            )
+            with unequal_chunks():
+                model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
+                    model, optimizer, criterion, dataloader, lr_scheduler
+                )
         finally:
             # The next model may be another.
             self.custom_policy = given_policy
@@ -131,6 +175,22 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
                 self.batch_balancer = attach_batches(setup, profile, model, optimizer, loader, lr_scheduler)
         return model, optimizer, criterion, dataloader, lr_scheduler
 
+    def prepare_dataloader(
+        self, dataset: Dataset, batch_size: int | None = None, *args: Any, **kwargs: Any
+    ) -> DataLoader:
+        """See ``HybridParallelPlugin.prepare_dataloader``; with a plan ``batch_size`` may be left out."""
+        if self.plan is not None and batch_size is None and self.batches is None:
+            batch_size = planned.valid_batches(self.plan)[0]
+        return super().prepare_dataloader(dataset, batch_size, *args, **kwargs)
+
+    def execute_pipeline(
+        self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
+    ) -> dict:
+        """See ``PipelinePluginBase.execute_pipeline``; called by ``Booster.execute_pipeline``."""
+        if self.plan is not None and torch.is_grad_enabled():
+            data_iter = planned.sized_batches(data_iter, self.plan)
+        return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+
     def get_checkpoint_io(self) -> CheckpointIO:
         """See ``Plugin.get_checkpoint_io``; called by ``Booster``."""
         checkpoint_io = super().get_checkpoint_io()
@@ -145,6 +205,10 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
 
         checkpoint_io.load_model = load_and_tell
         return checkpoint_io
+
+    def _meshes(self, dp_outside: bool) -> AbstractContextManager[None]:
+        """A context in which the parent's constructor builds the mesh that the plan says."""
+        return nullcontext() if self.plan is None else planned_meshes(self.plan.rank_order, dp_outside)
 
     def _replica(self) -> tuple[int, int]:
         return dist.get_group_rank(self.dp_group, dist.get_rank()), self.dp_group.size()
