@@ -34,9 +34,9 @@ def take_chunks(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]
     layers = [int(count) for count in given]
     if len(layers) != pp_size * chunks:
         parts = f"{pp_size} stages" + (f" × {chunks} chunks" if style != "1f1b" else "")
-        order = "" if style == "1f1b" else f" The {style} schedule needs one number per chunk, in the order of the model."
+        order = "" if style == "1f1b" else f", one per chunk, in the order of the model, for the {style} schedule"
         raise ValueError(
-            f"num_layers_per_stage={layers} has {len(layers)} numbers for {parts}; give {pp_size * chunks}.{order}"
+            f"num_layers_per_stage={layers} has {len(layers)} numbers for {parts}; give {pp_size * chunks}{order}"
         )
     if min(layers) < 1:
         raise ValueError(f"num_layers_per_stage={layers} leaves a stage without layers; each needs at least 1")

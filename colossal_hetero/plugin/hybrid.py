@@ -52,8 +52,8 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
     With a plan ``tp_size``, ``pp_size`` and the arguments of the pipeline schedule follow from it; any of them that is
     given as well must agree. Every rank takes the place that the plan gives it, whichever that is: ranks that follow
     each other need not be neighbours in a pipeline. Stages may hold different numbers of layers also with
-    ``num_layers_per_stage`` alone, in any schedule; the interleaved and zero-bubble ones, in which a stage holds several
-    chunks of the model, take one number per chunk, in the order of the model.
+    ``num_layers_per_stage`` alone, in any schedule; the interleaved and zero-bubble ones, in which a stage holds
+    several chunks of the model, take one number per chunk, in the order of the model.
 
     Args:
         tp_size: ranks in a tensor-parallel group; may be left out with a plan.
@@ -62,14 +62,14 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         batches: how to divide global batches over replicas that are not equally fast (data parallelism); the default
             divides evenly, as Colossal-AI does. Not with pipelines, which cut their batch themselves.
         plan: which rank runs which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes one),
-            or "auto", to plan from ``planning`` now. All replicas must be cut alike. Rank 0's plan counts, so files need
-            to be there only. A replica's batch is the plan's micro-batches together. Stages of a pipeline that take
-            another time than planned are reported at the end of each epoch.
+            or "auto", to plan from ``planning`` now. All replicas must be cut alike. Rank 0's plan counts, so files
+            need to be there only. A replica's batch is the plan's micro-batches together. Stages of a pipeline that
+            take another time than planned are reported at the end of each epoch.
         planning: what to plan from, and how much stages may drift.
 
     Raises:
-        TypeError: ``balance`` is not a ``BalanceConfig``, ``batches`` not a ``BatchConfig``, ``plan`` or ``planning`` no
-            such thing; or there is neither a plan nor both sizes.
+        TypeError: ``balance`` is not a ``BalanceConfig``, ``batches`` not a ``BatchConfig``, ``plan`` or ``planning``
+            no such thing; or there is neither a plan nor both sizes.
         ValueError: the world size does not fit ``tp_size * pp_size`` or the plan, an argument contradicts the plan, the
             plan's replicas are not alike, the plan is for another model, the model has no policy, or a layer has an
             option that the balance mode cannot be combined with.

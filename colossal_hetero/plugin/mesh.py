@@ -1,12 +1,12 @@
 """A mesh of process groups in which any rank may take any place.
 
-Colossal-AI's mesh puts rank r at position r of the mesh, the last axis running fastest. A plan says otherwise: which rank
-is which replica's which stage. Here the mesh's positions stay what they are, and each is given a rank.
+Colossal-AI's mesh puts rank r at position r of the mesh, the last axis running fastest. A plan says otherwise: which
+rank is which stage of which replica. Here the mesh's positions stay what they are, and each is given a rank.
 
-Within a group ranks keep the order of their positions, so that a rank's number in its group is its coordinate. Much of
-Colossal-AI relies on it: samplers take the number in the data-parallel group for the replica's, checkpoints are written
-by number 0, and tensor-parallel layers take the part that their number says, whose gradients are summed with those at the
-same coordinate.
+Within a group ranks keep the order of their positions, so that a rank's number in its group is its coordinate. Much
+of Colossal-AI relies on it: samplers take the number in the data-parallel group for the replica's, checkpoints are
+written by number 0, and tensor-parallel layers take the part that their number says, whose gradients are summed with
+those at the same coordinate.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from colossalai.booster.plugin import hybrid_parallel_plugin
 from colossalai.cluster import ProcessGroupMesh
@@ -85,13 +86,13 @@ def ordered_group(ranks: Sequence[int], backend: str | None = None) -> dist.Proc
     with nullcontext() if can_keep else _order_kept():
         group = dist.new_group(list(ranks), backend=backend, **({"sort_ranks": False} if can_keep else {}))
     if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_process_group_ranks(group) != list(ranks):
-        raise RuntimeError(f"torch {dist.__name__} does not keep the order of ranks {list(ranks)} in a group")
+        raise RuntimeError(f"torch {torch.__version__} does not keep the order of ranks {list(ranks)} in a group")
     return group
 
 
 @contextmanager
 def _order_kept() -> Iterator[None]:
-    """Let ``new_group`` take ranks as they come: torch before 2.10 sorts them and has no argument against it.
+    """Let ``new_group`` take ranks as they come: older versions of torch sort them and have no argument against it.
 
     The module calls the built-in ``sorted``; a name of its own hides that from it.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,8 @@ from rich.console import Console
 from torch.utils._pytree import tree_leaves
 
 from ..pipeline_parallel.config import PlanConfig
-from ..planner.plan import Plan
+from ..planner.batch_profile import spans
+from ..planner.plan import Plan, load_plan
 
 __all__ = ["agree_on_plan", "arguments_of", "check_loader", "check_num_layers", "runnable", "sized_batches"]
 
@@ -60,8 +61,6 @@ def _find(plan: Plan | str | Path, planning: PlanConfig | None) -> Plan:
     if isinstance(plan, Plan):
         return plan
     if plan != "auto":
-        from ..planner.plan import load_plan
-
         return load_plan(plan)
     return _make(planning or PlanConfig())
 
@@ -74,10 +73,12 @@ def _make(planning: PlanConfig) -> Plan:
     from ..planner.planning import make_plans
     from ..planner.topology import Topology
 
-    missing = [name for name in ("cluster", "profile", "global_batch_size") if getattr(planning, name) is None]
-    if missing:
-        raise ValueError(f'plan="auto" needs planning=PlanConfig({", ".join(f"{name}=…" for name in missing)})')
-    cluster, profile = planning.cluster, planning.profile
+    cluster, profile, global_batch = planning.cluster, planning.profile, planning.global_batch_size
+    if cluster is None or profile is None or global_batch is None:
+        raise ValueError(
+            'plan="auto" needs planning=PlanConfig(cluster=…, profile=…, global_batch_size=…), not '
+            f"cluster={cluster!r}, profile={profile!r}, global_batch_size={global_batch!r}"
+        )
     topology = cluster if isinstance(cluster, Topology) else load_cluster(cluster)
     world = dist.get_world_size()
     if len(topology.devices) != world:
@@ -88,7 +89,7 @@ def _make(planning: PlanConfig) -> Plan:
     candidates = make_plans(
         topology,
         profile if isinstance(profile, ModelProfile) else load_model_profile(profile),
-        global_batch=planning.global_batch_size,
+        global_batch=global_batch,
         micro_batches=planning.micro_batch_sizes,
         method=planning.method,
         symmetric=True,
@@ -107,10 +108,11 @@ def _make(planning: PlanConfig) -> Plan:
 
 
 def runnable(plan: Plan) -> Plan:
-    """``plan``, so ordered that rank 0 is in the first replica and first in its tensor-parallel group.
+    """``plan`` with ranks as launched, so ordered that rank 0 is in the first replica, and there first in its group.
 
-    Colossal-AI lets the first replica and the first rank of groups write checkpoints, and rank 0 what belongs to no
-    group; both must be the same. Replicas that are cut alike may change places, and so may the ranks of a group.
+    Ranks are those that the plan uses, 0 … ``world_size`` − 1 in the order of the cluster file. Colossal-AI lets the
+    first replica and the first rank of groups write checkpoints, and rank 0 what belongs to no group; both must be the
+    same. Replicas that are cut alike may change places, and so may the ranks of a group.
 
     Raises:
         ValueError: the plan is for another number of ranks or leaves devices idle, its replicas are not alike, or they
@@ -119,27 +121,32 @@ def runnable(plan: Plan) -> Plan:
     problem = _why_not(plan, dist.get_world_size())
     if problem is not None:
         raise ValueError(problem)
-    replicas = sorted(plan.replicas, key=lambda replica: all(0 not in stage.ranks for stage in replica.stages))
-    stages = tuple(
-        stage.model_copy(update={"ranks": tuple(sorted(stage.ranks, key=bool))}) for stage in replicas[0].stages
-    )
-    replicas[0] = replicas[0].model_copy(update={"stages": stages})
+    replicas = []
+    for replica, order in zip(plan.replicas, plan.launched_order, strict=True):
+        stages = (
+            # False sorts before True, and sorting moves nothing else.
+            stage.model_copy(update={"ranks": tuple(sorted(ranks, key=bool))})
+            for stage, ranks in zip(replica.stages, order, strict=True)
+        )
+        replicas.append(replica.model_copy(update={"stages": tuple(stages)}))
+    replicas.sort(key=lambda replica: all(0 not in stage.ranks for stage in replica.stages))
     return plan.model_copy(update={"replicas": tuple(replicas)})
 
 
 def _why_not(plan: Plan, world: int) -> str | None:
     """Why the plugin cannot run ``plan`` on ``world`` ranks; None if it can."""
-    ranks = sorted(rank for replica in plan.rank_order for group in replica for rank in group)
-    idle = sorted(set(range(max(world, ranks[-1] + 1))) - set(ranks))
-    if idle and len(ranks) <= world:
+    if plan.world_size < world:
+        used = {rank for replica in plan.rank_order for group in replica for rank in group}
+        idle = [rank for rank in range(world) if rank not in used]
         return (
-            f"the plan leaves ranks {_listed(idle)} idle, and every rank of a run has its place; "
-            "plan for a cluster file without these devices, and start ranks for the others only"
+            f"the plan uses {plan.world_size} devices and leaves others idle (rank {spans(idle)}), but {world} ranks "
+            f"were started, and each needs a place; start {plan.world_size} on the devices that it uses, or plan for a "
+            "cluster file in which all devices are worth using, with --symmetric"
         )
-    if len(ranks) != world:
+    if plan.world_size > world:
         return (
-            f"the plan is for {len(ranks)} ranks, but {world} were started; start {len(ranks)}, "
-            f"or plan for {world} devices"
+            f"the plan is for {plan.world_size} ranks, but {world} were started; start {plan.world_size}, or plan for "
+            f"{world} devices"
         )
     if not plan.symmetric:
         shapes = "; ".join(
@@ -152,16 +159,12 @@ def _why_not(plan: Plan, world: int) -> str | None:
             "), and Colossal-AI sums the gradients of equal stages only; plan with --symmetric"
         )
     stages, micro_batches = len(plan.layers_per_stage), plan.replicas[0].micro_batches
-    if 1 < stages and micro_batches < stages:
+    if stages > 1 and micro_batches < stages:
         return (
             f"the plan has {micro_batches} micro-batches for {stages} stages, and Colossal-AI's 1F1B schedule needs at "
             f"least one per stage; plan with smaller micro-batches or a larger global batch"
         )
     return None
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
 
 
 # As which arguments ----------------------------------------------------------------------------------------------
