@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -30,16 +31,19 @@ from ..data_parallel.config import BatchConfig
 from ..data_parallel.measuring import describe
 from ..layers.policy import hetero_policy
 from ..pipeline_parallel.config import PlanConfig
+from ..pipeline_parallel.drift import DriftReport
+from ..planner.layer_profile import ModelProfile
 from ..planner.plan import Plan
 from . import planned
 from .chunks import give_chunks, take_chunks, unequal_chunks
+from .drifting import DriftWatch
 from .loaders import UnevenLoaders
 from .mesh import planned_meshes
 
 __all__ = ["HeteroHybridParallelPlugin"]
 
 DEFAULT_INTERVAL = 100
-"""Iterations between two updates of weight variations where the length of an epoch is unknown."""
+"""Iterations that are taken for an epoch where its length is unknown."""
 
 
 class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
@@ -99,13 +103,16 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         self.batches = batches
         self.plan: Plan | None = None
         self.planning = planning or PlanConfig()
+        self._profile: ModelProfile | None = None
+        self._watch: DriftWatch | None = None
         self.batch_balancer: BatchBalancer | None = None
         self._plain = {}
         self.custom_policy: Policy | None
         self.balancer: Balancer | None = None
         arguments = planned.named(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
         if plan is not None:
-            self.plan = planned.runnable(planned.agree_on_plan(plan, planning))
+            agreed, self._profile = planned.agree_on_plan(plan, planning)
+            self.plan = planned.runnable(agreed)
             arguments = planned.arguments_of(self.plan, arguments)
         check_world_size(arguments["tp_size"], arguments["pp_size"])
         arguments, layers_per_chunk = take_chunks(arguments)
@@ -164,6 +171,8 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
                 self._interval(dataloader),
                 functools.partial(self._is_last_pass, model, optimizer),
             )
+            if self.plan is not None and self.scheduler is not None and self.planning.drift_threshold < math.inf:
+                self._watch_stages(dataloader)
             _begin_on_forward(model, self.balancer)
             # Zero-bubble schedules have other passes; their layers can neither be balanced nor timed.
             if hasattr(self.scheduler, "backward_step"):
@@ -189,7 +198,10 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         """See ``PipelinePluginBase.execute_pipeline``; called by ``Booster.execute_pipeline``."""
         if self.plan is not None and torch.is_grad_enabled():
             data_iter = planned.sized_batches(data_iter, self.plan)
-        return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+        result = super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+        if self._watch is not None and torch.is_grad_enabled():
+            self._watch.tick()
+        return result
 
     def get_checkpoint_io(self) -> CheckpointIO:
         """See ``Plugin.get_checkpoint_io``; called by ``Booster``."""
@@ -205,6 +217,14 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
 
         checkpoint_io.load_model = load_and_tell
         return checkpoint_io
+
+    @property
+    def drift(self) -> DriftReport | None:
+        """The last epoch's stages against the plan; None before the first one ends, and without a pipeline or a plan.
+
+        An epoch has as many iterations as the dataloader given to ``booster.boost`` has batches, or else 100.
+        """
+        return None if self._watch is None else self._watch.report
 
     def _meshes(self, dp_outside: bool) -> AbstractContextManager[None]:
         """A context in which the parent's constructor builds the mesh that the plan says."""
@@ -233,13 +253,18 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
             synchronize=synchronize,
         )
 
+    def _watch_stages(self, dataloader: DataLoader | None) -> None:
+        assert self.plan is not None
+        if self._watch is None:
+            self._watch = DriftWatch(
+                self.scheduler, self.plan, self.planning.drift_threshold, self._profile, epoch_length(dataloader)
+            )
+        else:
+            # Another model with the same schedule.
+            self._watch.interval = epoch_length(dataloader)
+
     def _interval(self, dataloader: DataLoader | None) -> int:
-        if self.balance.priority_interval is not None:
-            return self.balance.priority_interval
-        try:
-            return max(1, len(dataloader))  # type: ignore[arg-type]
-        except TypeError:
-            return DEFAULT_INTERVAL
+        return self.balance.priority_interval or epoch_length(dataloader)
 
     def _is_last_pass(self, model: ModelWrapper, optimizer: OptimizerWrapper, passes: int) -> bool:
         """Whether a layer's n-th backward pass is the last before its gradients are summed over replicas."""
@@ -248,6 +273,14 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
             microbatches = getattr(self.scheduler, "num_microbatches", None) or self.scheduler.num_microbatch
             return passes >= microbatches
         return bool(getattr(optimizer, "require_grad_sync", True) and model.require_grad_sync)
+
+
+def epoch_length(dataloader: DataLoader | None) -> int:
+    """Iterations; where the length is unknown, how many are taken for an epoch."""
+    try:
+        return max(1, len(dataloader))  # type: ignore[arg-type]
+    except TypeError:
+        return DEFAULT_INTERVAL
 
 
 def check_world_size(tp_size: int, pp_size: int) -> None:

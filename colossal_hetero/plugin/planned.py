@@ -15,7 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from ..pipeline_parallel.config import PlanConfig
 from ..planner.batch_profile import spans
+from ..planner.cluster_file import load_cluster
+from ..planner.layer_profile import ModelProfile, load_model_profile
 from ..planner.plan import Plan, load_plan
+from ..planner.topology import Topology
 
 __all__ = ["agree_on_plan", "arguments_of", "check_loader", "check_num_layers", "runnable", "sized_batches"]
 
@@ -23,8 +26,8 @@ __all__ = ["agree_on_plan", "arguments_of", "check_loader", "check_num_layers", 
 # Which plan ------------------------------------------------------------------------------------------------------
 
 
-def agree_on_plan(plan: Plan | str | Path, planning: PlanConfig | None) -> Plan:
-    """The plan that all ranks run: rank 0's.
+def agree_on_plan(plan: Plan | str | Path, planning: PlanConfig | None) -> tuple[Plan, ModelProfile | None]:
+    """The plan that all ranks run, rank 0's, and the profile in ``planning``.
 
     Rank 0 alone reads files and plans, so only it needs the files. Called by all ranks.
 
@@ -38,14 +41,15 @@ def agree_on_plan(plan: Plan | str | Path, planning: PlanConfig | None) -> Plan:
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            found[0] = _find(plan, planning)
+            found[0] = _find(plan, planning or PlanConfig())
         except Exception as error:
             # Whatever it is, the others wait for rank 0's word.
             failure, found[1] = error, str(error)
     dist.broadcast_object_list(found)
-    agreed, error_text = found
+    answer, error_text = found
     if error_text is not None:
         raise failure or ValueError(error_text)
+    agreed, profile = answer
     if isinstance(plan, Plan):
         others: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(others, plan == agreed)
@@ -54,30 +58,28 @@ def agree_on_plan(plan: Plan | str | Path, planning: PlanConfig | None) -> Plan:
                 f"ranks {', '.join(str(rank) for rank, same in enumerate(others) if not same)} were given other plans "
                 "than rank 0; give all ranks the same plan"
             )
-    return agreed
+    return agreed, profile
 
 
-def _find(plan: Plan | str | Path, planning: PlanConfig | None) -> Plan:
-    if isinstance(plan, Plan):
-        return plan
-    if plan != "auto":
-        return load_plan(plan)
-    return _make(planning or PlanConfig())
+def _find(plan: Plan | str | Path, planning: PlanConfig) -> tuple[Plan, ModelProfile | None]:
+    profile = planning.profile
+    if isinstance(profile, str | Path):
+        profile = load_model_profile(profile)
+    if plan == "auto":
+        return _make(planning, profile), profile
+    return plan if isinstance(plan, Plan) else load_plan(plan), profile
 
 
-def _make(planning: PlanConfig) -> Plan:
+def _make(planning: PlanConfig, profile: ModelProfile | None) -> Plan:
     """The best plan that can be run here."""
-    from ..planner.cluster_file import load_cluster
-    from ..planner.layer_profile import ModelProfile, load_model_profile
     from ..planner.plan_report import one_line
     from ..planner.planning import make_plans
-    from ..planner.topology import Topology
 
-    cluster, profile, global_batch = planning.cluster, planning.profile, planning.global_batch_size
+    cluster, global_batch = planning.cluster, planning.global_batch_size
     if cluster is None or profile is None or global_batch is None:
         raise ValueError(
             'plan="auto" needs planning=PlanConfig(cluster=…, profile=…, global_batch_size=…), not '
-            f"cluster={cluster!r}, profile={profile!r}, global_batch_size={global_batch!r}"
+            f"cluster={cluster!r}, profile={planning.profile!r}, global_batch_size={global_batch!r}"
         )
     topology = cluster if isinstance(cluster, Topology) else load_cluster(cluster)
     world = dist.get_world_size()
@@ -88,7 +90,7 @@ def _make(planning: PlanConfig) -> Plan:
         )
     candidates = make_plans(
         topology,
-        profile if isinstance(profile, ModelProfile) else load_model_profile(profile),
+        profile,
         global_batch=global_batch,
         micro_batches=planning.micro_batch_sizes,
         method=planning.method,
