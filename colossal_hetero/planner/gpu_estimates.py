@@ -3,7 +3,8 @@
 A layer's pass takes ``c + p·parameters + a·activations`` per micro-batch: launches and latencies, the matrix products
 (two operations per parameter and token; all models here have the same tokens per sample), and everything that reads or
 writes activations, softmax, masks and collectives among them. The three coefficients, none negative, are fitted to the
-relative errors of the other models' layers on that GPU at that tensor-parallel degree; models count alike.
+relative errors of the other models' layers on that GPU at that tensor-parallel degree, up to the largest micro-batch
+that is estimated; models count alike.
 
 Models differ in more than these sizes. By how much this misses the model is known on a *reference* GPU where it was
 timed itself, beside the others; what is predicted is divided by the mean miss there.
@@ -49,17 +50,16 @@ def estimate_times(
         raise ValueError(f"{len(others)} other models; two or more are needed to tell products from memory traffic")
     degrees = _common_degrees((*others,), device, [sizes.tensor_parallel for sizes in model.sizes])
     checked = _common_degrees((*others, model), reference, [sizes.tensor_parallel for sizes in model.sizes])
-    times = []
-    misses = []
+    times, misses, largest = [], [], max(micro_batches)
     for name in PASSES:
-        found = [_miss(model, others, reference, degree, name) for degree in checked]
+        found = [_miss(model, others, reference, degree, name, largest) for degree in checked]
         misses.append(exp(mean(log(each) for each in found)))
     for degree in degrees:
         sizes = _sizes(model, degree)
         # Adam's time goes with the parameters; seconds per byte differ little between models.
         per_byte = exp(mean(log(_step_per_byte(other, device, degree)) for other in others))
         update = tuple(round(per_byte * each, 9) for each in sizes.parameter_bytes)
-        laws = [_Law(others, device, degree, name) for name in PASSES]
+        laws = [_Law(others, device, degree, name, largest) for name in PASSES]
         for micro_batch in micro_batches:
             forward, backward = (
                 tuple(round(each, 9) for each in law.layers(sizes, model.before, model.after, micro_batch, miss))
@@ -87,8 +87,10 @@ def estimate_times(
 class _Law:
     """Seconds of embedding, block and head by their bytes, fitted to what other models take."""
 
-    def __init__(self, others: Sequence[ModelProfile], device: str, degree: int, name: str) -> None:
-        self.parts = [_fit([_points(other, device, degree, name, part) for other in others], part) for part in range(3)]
+    def __init__(self, others: Sequence[ModelProfile], device: str, degree: int, name: str, largest: int) -> None:
+        self.parts = [
+            _fit([_points(other, device, degree, name, part, largest) for other in others]) for part in range(3)
+        ]
 
     def layers(self, sizes: LayerSizes, before: int, after: int, micro_batch: int, miss: float) -> list[float]:
         """Seconds per layer; ``miss``: of the blocks."""
@@ -107,12 +109,12 @@ def _features(sizes: LayerSizes, layer: int, micro_batch: int, kind: int) -> NDA
 
 
 def _points(
-    profile: ModelProfile, device: str, degree: int, name: str, kind: int
+    profile: ModelProfile, device: str, degree: int, name: str, kind: int, largest: int
 ) -> list[tuple[NDArray[np.float64], float]]:
     """Features and seconds of the embedding, the middle block or the head, by micro-batch."""
     sizes = _sizes(profile, degree)
     layer = (0, profile.layers // 2, profile.layers - 1)[kind]
-    batches = profile.micro_batches(device, degree)
+    batches = [batch for batch in profile.micro_batches(device, degree) if batch <= largest]
     seconds = [getattr(profile.times_of(device, degree, batch), name)[layer] for batch in batches]
     # A smaller micro-batch never needs longer: what says so was disturbed.
     seconds = np.minimum.accumulate(seconds[::-1])[::-1].tolist()
@@ -121,7 +123,7 @@ def _points(
     ]
 
 
-def _fit(models: Sequence[Sequence[tuple[NDArray[np.float64], float]]], kind: int) -> NDArray[np.float64]:
+def _fit(models: Sequence[Sequence[tuple[NDArray[np.float64], float]]]) -> NDArray[np.float64]:
     rows, values = [], []
     for points in models:
         weight = len(points) ** -0.5
@@ -131,13 +133,15 @@ def _fit(models: Sequence[Sequence[tuple[NDArray[np.float64], float]]], kind: in
     return np.asarray(nnls(np.array(rows), np.array(values))[0])
 
 
-def _miss(model: ModelProfile, others: Sequence[ModelProfile], device: str, degree: int, name: str) -> float:
+def _miss(
+    model: ModelProfile, others: Sequence[ModelProfile], device: str, degree: int, name: str, largest: int
+) -> float:
     """Predicted over measured, of the blocks where they were measured."""
-    law = _Law(others, device, degree, name)
+    law = _Law(others, device, degree, name, largest)
     return exp(
         mean(
             log(float(law.parts[1] @ features) / seconds)
-            for features, seconds in _points(model, device, degree, name, 1)
+            for features, seconds in _points(model, device, degree, name, 1, largest)
         )
     )
 

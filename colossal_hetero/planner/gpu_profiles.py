@@ -9,9 +9,9 @@ layers of each model. What they are is known from their own figures, and from th
   reaches 27 TFLOP/s on OPT-350's layers, and only 19.5 without tensor cores. So parameters, gradients and Adam's two
   moments are four times the parameters (``state_factor``), and replicas sum as much as parameters take.
 - ``update_seconds`` is the optimizer's step of the model that was timed, an embedding, two blocks and a head, and is
-  given for each layer. Adam reads four arrays and writes three: over the parameters of those four layers that makes 0.75
-  TB/s on V100-16 and 1.24 on A100-40, for both models and all degrees but the smallest slices, where memory has 0.9
-  and 1.6. So here the step is divided among layers by their parameters. A step of 0 was not timed.
+  given for each layer. Adam reads four arrays and writes three: over the parameters of those four layers that makes
+  0.75 TB/s on V100-16 and 1.24 on A100-40, for both models and all degrees but the smallest slices, where memory has
+  0.9 and 1.6. So here the step is divided among layers by their parameters. A step of 0 was not timed.
 - Bandwidth is that of all GPUs that take part together (for ``inside a node``: of all pairs together), by the size of
   the message that each of them sends.
 """
