@@ -22,6 +22,7 @@ maximum of noise), what launching from Python costs between layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from .layer_profile import ModelProfile
 from .pipeline import LayerCosts, Pipeline, PipelineCost, Slot, Split, evaluate
 from .topology import Channel
 
-__all__ = ["MeasuredPlan", "PlanPrediction", "load_measured_plans", "predict"]
+__all__ = ["MeasuredPlan", "PlanPrediction", "load_measured_plans", "measured_pipeline", "predict"]
 
 ADDED_SHARE = 3 / 7
 """Memory traffic of adding one array to another, as a share of that of Adam's step."""
@@ -120,8 +121,10 @@ def load_measured_plans(folder: Path | str) -> list[MeasuredPlan]:
     return plans
 
 
-def predict(plan: MeasuredPlan, profile: ModelProfile, channels: Mapping[str, GpuChannels]) -> PlanPrediction:
-    """What the cost model says of ``plan``; one stage per node.
+def measured_pipeline(
+    plan: MeasuredPlan, profile: ModelProfile, channels: Mapping[str, GpuChannels]
+) -> tuple[Pipeline, Split]:
+    """One replica of ``plan``, one stage per node.
 
     Args:
         profile: of the plan's model, with times on its GPUs at its degrees and micro-batch.
@@ -135,23 +138,34 @@ def predict(plan: MeasuredPlan, profile: ModelProfile, channels: Mapping[str, Gp
         if len(set(stage.replicas)) > 1 or len(stage.replicas) != plan.replicas:
             raise ValueError(f"{plan.name}: replicas of stage {number} differ; only equal ones can be predicted")
         replica = stage.replicas[0]
-        if replica.gpu not in channels:
-            raise ValueError(f"{plan.name}: no bandwidths of {replica.gpu}, only of {', '.join(channels)}")
-        costs = _accumulating(profile.costs(replica.gpu, replica.tensor_parallel, plan.micro_batch), plan.micro_batches)
-        slots.append(Slot(f"stage {number} on {replica.gpu}", costs, float("inf")))
-        links.append((channels[replica.gpu], replica.tensor_parallel))
+        costs = profile.costs(replica.gpu, replica.tensor_parallel, plan.micro_batch)
+        slots.append(Slot(f"stage {number} on {replica.gpu}", _accumulating(costs, plan.micro_batches), math.inf))
+        links.append((_channels(plan, stage, channels), replica.tensor_parallel))
     rows = tuple(
         tuple(_link(one, other, float(slot.costs.output_bytes[0])) for other in links)
         for one, slot in zip(links, slots, strict=True)
     )
-    pipeline = Pipeline(tuple(slots), rows, plan.micro_batches)
-    bounds = plan.bounds(profile)
-    cost = evaluate(pipeline, Split(tuple(range(len(slots))), bounds))
-    gradients = (
-        _ring_seconds(float(slot.costs.gradient_bytes[a:b].sum()), plan.replicas, *link)
-        for slot, link, a, b in zip(slots, links, bounds[:-1], bounds[1:], strict=True)
-    )
-    return PlanPrediction(cost, max(gradients), max(cost.memory_bytes))
+    return Pipeline(tuple(slots), rows, plan.micro_batches), Split(tuple(range(len(slots))), plan.bounds(profile))
+
+
+def predict(plan: MeasuredPlan, profile: ModelProfile, channels: Mapping[str, GpuChannels]) -> PlanPrediction:
+    """What the cost model says of ``plan``; arguments and errors as :func:`measured_pipeline`."""
+    pipeline, split = measured_pipeline(plan, profile, channels)
+    cost = evaluate(pipeline, split)
+    gradient_seconds = []
+    for number, stage in enumerate(plan.stages):
+        part = slice(split.bounds[number], split.bounds[number + 1])
+        gradient_bytes = float(pipeline.slots[number].costs.gradient_bytes[part].sum())
+        degree = stage.replicas[0].tensor_parallel
+        gradient_seconds.append(_ring_seconds(gradient_bytes, plan.replicas, _channels(plan, stage, channels), degree))
+    return PlanPrediction(cost, max(gradient_seconds), max(cost.memory_bytes))
+
+
+def _channels(plan: MeasuredPlan, stage: _Stage, channels: Mapping[str, GpuChannels]) -> GpuChannels:
+    gpu, degree = stage.replicas[0].gpu, stage.replicas[0].tensor_parallel
+    if gpu not in channels or degree not in channels[gpu].between:
+        raise ValueError(f"{plan.name}: no bandwidth of {degree} {gpu} that send to another node")
+    return channels[gpu]
 
 
 def _accumulating(costs: LayerCosts, micro_batches: int) -> LayerCosts:
