@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -209,7 +210,7 @@ class Assembler:
         gradient = np.concatenate([[0.0], np.cumsum(offer.kinds[0].costs.gradient_bytes)])
         spent = [0.0] * sum(len(pipeline) for pipeline in places)
         offset = np.cumsum([0, *(len(pipeline) for pipeline in places)])
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in itertools.pairwise(cuts):
             holders, group = [], []
             for number, (pipeline, cut) in enumerate(zip(places, splits, strict=True)):
                 stage = int(np.searchsorted(cut.bounds, start, side="right")) - 1

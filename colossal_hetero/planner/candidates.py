@@ -116,12 +116,12 @@ def compositions(available: Sequence[int], most_stages: int) -> NDArray[np.int64
 
 
 # [Note: a lower bound on a pipeline's time]
-# Let kind t take w[t, b] for block b, f any weights of the blocks with Σ f = 1, and ρ[t] = min_b w[t, b] / f[b]. A stage
-# of kind t that takes at most m does at most m / ρ[t] of the work, and in whole blocks at most cap[t, m]. So the longest
-# stage m is such that Σ n[t]·m / ρ[t] ≥ 1 and Σ n[t]·cap[t, m] ≥ blocks. For each m, Σ t is least where the fast kinds
-# are filled first; it is piecewise linear in m, so the least of Σ t + (K − 1)·m lies at the least m or where the fastest
-# kinds alone do all the work. What the embedding and the head add is in cap: one stage must hold the last block, and
-# holds fewer if that one is longer.
+# Let kind t take w[t, b] for block b, f any weights of the blocks with Σ f = 1, and ρ[t] = min_b w[t, b] / f[b]. A
+# stage of kind t that takes at most m does at most m / ρ[t] of the work, and in whole blocks at most cap[t, m]. So the
+# longest stage m is such that Σ n[t]·m / ρ[t] ≥ 1 and Σ n[t]·cap[t, m] ≥ blocks. For each m, Σ t is least where the
+# fast kinds are filled first; it is piecewise linear in m, so the least of Σ t + (K − 1)·m lies at the least m or where
+# the fastest kinds alone do all the work. What the embedding and the head add is in cap: one stage must hold the last
+# block, and holds fewer if that one is longer.
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ less computing power go to the earlier stages, which have less work and keep mor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import combinations_with_replacement
 
 import numpy as np
@@ -24,7 +24,7 @@ Place = tuple[int, int]
 class Links:
     """How nodes reach each other, where nodes that are linked alike are looked up once.
 
-    A clusters' nodes have few kinds of links, while asking for each pair of a thousand devices takes long.
+    A cluster's nodes have few kinds of links, while asking for each pair of a thousand devices takes long.
     """
 
     def __init__(self, topology: Topology, message_bytes: float) -> None:
@@ -80,7 +80,7 @@ class Links:
 def place(
     groups: Sequence[Sequence[int]],
     kinds: Sequence[SlotKind],
-    node_of: Callable[[int], int] | NDArray[np.int64],
+    node_of: Sequence[int],
     cluster_of: Sequence[int],
 ) -> list[list[Place]]:
     """Each pipeline's slots by stage.
@@ -91,21 +91,20 @@ def place(
 
     Args:
         groups: Slots by kind of each pipeline, ``[pipelines][kinds]``.
-        node_of: Node by rank, ``[ranks]``.
+        node_of: Node by rank.
         cluster_of: Cluster by node.
 
     Raises:
         ValueError: the groups need more slots of a kind than there are.
     """
     pipelines: list[list[Place]] = [[] for _ in groups]
-    lookup = node_of if callable(node_of) else node_of.__getitem__
     for kind, offer in enumerate(kinds):
         lacking = [int(group[kind]) for group in groups]
         if sum(lacking) > len(offer.slots):
             raise ValueError(f"{sum(lacking)} slots of {offer.device} are needed, there are {len(offer.slots)}")
         free: dict[int, list[int]] = {}
         for slot, ranks in enumerate(offer.slots):
-            free.setdefault(int(lookup(ranks[0])), []).append(slot)
+            free.setdefault(node_of[ranks[0]], []).append(slot)
         while lacking and min(lacking) > 0:
             for pipeline, slot in zip(pipelines, _take(free, len(groups), cluster_of), strict=True):
                 pipeline.append((kind, slot))
