@@ -27,11 +27,19 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from .files import read_json
-from .gpus import INSIDE
+from .gpus import GPUS, INSIDE
 from .layer_profile import LayerSizes, LayerTimes, ModelProfile
-from .topology import Channel
+from .topology import Channel, Device, Node, Topology
 
-__all__ = ["GpuChannels", "GpuTables", "import_bandwidths", "import_gpu_profiles", "read_gpu_tables"]
+__all__ = [
+    "GpuChannels",
+    "GpuTables",
+    "import_bandwidths",
+    "import_gpu_profiles",
+    "make_topology",
+    "profile_part",
+    "read_gpu_tables",
+]
 
 SOURCE = "timed by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich)"
 BLOCKS_TIMED = 2
@@ -160,6 +168,49 @@ def import_bandwidths(folder: Path | str) -> dict[str, GpuChannels]:
             curve=(_number(row, "a"), _number(row, "b"), _number(row, "c")),
         )
     return {gpu: GpuChannels(places[INSIDE_NODE], places[BETWEEN_NODES]) for gpu, places in found.items()}
+
+
+def make_topology(channels: Mapping[str, GpuChannels], nodes: Sequence[tuple[str, int, int]]) -> Topology:
+    """Nodes in one network, with the bandwidths that were measured.
+
+    A node's NIC has the rate of as many GPUs as the node has, together. Its devices reach each other at the least of
+    the rates measured inside: between some pairs there is more.
+
+    Args:
+        channels: by kind of GPU.
+        nodes: kind, how many nodes, how many GPUs in each.
+
+    Raises:
+        ValueError: a kind without bandwidths, or that ``gpus.py`` does not have.
+    """
+    devices: list[Device] = []
+    made: list[Node] = []
+    for kind, count, size in nodes:
+        if kind not in channels or kind not in GPUS:
+            known = ", ".join(each for each in channels if each in GPUS)
+            raise ValueError(f"no measured bandwidths of {kind}; there are of {known}")
+        inside = min(channels[kind].inside.values(), key=lambda channel: channel.bytes_per_second)
+        between = channels[kind].between
+        nic = between[max((each for each in between if each <= size), default=min(between))]
+        for number in range(count):
+            ranks = tuple(range(len(devices), len(devices) + size))
+            devices += [Device(GPUS[kind], len(made), 0) for _ in ranks]
+            made.append(Node(f"{kind}-{number}".lower(), 0, ranks, inside, (nic,)))
+    return Topology(tuple(devices), tuple(made), ("measured",))
+
+
+def profile_part(
+    profile: ModelProfile, devices: Sequence[str], degrees: Sequence[int], largest_micro_batch: int
+) -> ModelProfile:
+    """What ``profile`` has of these kinds of device and tensor-parallel degrees, up to that micro-batch."""
+    fields = {name: getattr(profile, name) for name in ModelProfile.model_fields}
+    fields["times"] = tuple(
+        times
+        for times in profile.times
+        if times.device in devices and times.tensor_parallel in degrees and times.micro_batch <= largest_micro_batch
+    )
+    fields["sizes"] = tuple(sizes for sizes in profile.sizes if sizes.tensor_parallel in degrees)
+    return ModelProfile(**fields)
 
 
 def _divide_step(step_seconds: float, parameter_bytes: Sequence[int], ends: tuple[int, int]) -> tuple[float, ...]:
