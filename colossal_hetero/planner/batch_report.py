@@ -18,6 +18,7 @@ from .allocation import Allocation, Share
 from .batch_profile import UNITS, BatchProfile, spans
 from .curves import Curve
 from .files import write_json
+from .readable import aligned, byte_unit, count, times
 
 __all__ = ["Candidate", "DeviceLine", "Report", "device_lines", "render", "save_report"]
 
@@ -104,8 +105,8 @@ def render(report: Report) -> RenderableType:
     profile, chosen = report.profile, report.chosen
     title = Text.assemble(
         (f"{profile.model.name}", "bold"),
-        f", stage {chosen.stage}, {profile.precision}: a global batch of {_count(chosen.global_batch_size, 'sample')} "
-        f"over {_count(len(profile.ranks), 'device')}, method {chosen.method}",
+        f", stage {chosen.stage}, {profile.precision}: a global batch of {count(chosen.global_batch_size, 'sample')} "
+        f"over {count(len(profile.ranks), 'device')}, method {chosen.method}",
     )
     parts: list[RenderableType] = [title, _devices(report), _comparison(report)]
     parts += [Text(note) for note in _notes(report)]
@@ -115,8 +116,8 @@ def render(report: Report) -> RenderableType:
 def _devices(report: Report) -> Table:
     profile, chosen = report.profile, report.chosen
     lines = device_lines(profile, chosen)
-    second, busy, idle = _times([line.busy_seconds for line in lines], [line.idle_seconds for line in lines])
-    size, unit = _byte_unit(max(line.available_bytes for line in lines))
+    second, busy, idle = times([line.busy_seconds for line in lines], [line.idle_seconds for line in lines])
+    size, unit = byte_unit(max(line.available_bytes for line in lines))
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("ranks", overflow="fold")
     table.add_column("device", overflow="fold")
@@ -142,8 +143,8 @@ def _devices(report: Report) -> Table:
 
 def _comparison(report: Report) -> Table:
     made = [each.allocation for each in report.candidates if each.allocation is not None]
-    second, walls = _times([allocation.wall_seconds for allocation in made])
-    speeds = _column([allocation.samples_per_second for allocation in made])
+    second, walls = times([allocation.wall_seconds for allocation in made])
+    speeds = aligned([allocation.samples_per_second for allocation in made])
     uniform = next(
         (each.allocation for each in report.candidates if each.name == "uniform" and each.allocation is not None), None
     )
@@ -176,7 +177,7 @@ def _notes(report: Report) -> list[str]:
     if report.adapt is not None:
         notes += _adapt_notes(report.adapt)
     if chosen.communication_seconds > 0:
-        second, (time,) = _times([chosen.communication_seconds])
+        second, (time,) = times([chosen.communication_seconds])
         share = chosen.communication_seconds / chosen.wall_seconds
         notes.append(
             f"beside busy and idle every device spends {time} {second} in communication, {share:.0%} of the time"
@@ -207,7 +208,7 @@ def _adapt_notes(plan: AdaptPlan) -> list[str]:
         if not step.kept and math.isinf(step.cost_seconds):
             notes.append(f"not left out: {step.reason}; the others could not hold a sample each")
         elif not step.kept:
-            second, (cost,) = _times([step.cost_seconds])
+            second, (cost,) = times([step.cost_seconds])
             notes.append(f"not left out: {step.reason}; without, {step.protocol}, it would take {cost} {second}")
     return notes
 
@@ -277,27 +278,3 @@ def as_json(report: Report) -> dict[str, Any]:
                 "available_bytes": line.available_bytes,
             }
     return content
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _column(values: Sequence[float]) -> list[str]:
-    """Numbers with as many decimals as give the largest four digits, at most three."""
-    largest = max(values, default=0.0)
-    decimals = 3 if largest <= 0 else min(max(3 - math.floor(math.log10(largest)), 0), 3)
-    return [f"{value:,.{decimals}f}" for value in values]
-
-
-def _times(*columns: Sequence[float]) -> tuple[Any, ...]:
-    """The unit in which the longest of these times reads well, and each column in that unit."""
-    longest = max((value for column in columns for value in column), default=0.0)
-    factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if longest * f >= 1.0), (1e6, "µs"))
-    largest = [value * factor for column in columns for value in column]
-    texts = iter(_column(largest))
-    return (unit, *([next(texts) for _ in column] for column in columns))
-
-
-def _byte_unit(size: int) -> tuple[float, str]:
-    return next(((u, name) for u, name in ((2.0**30, "GiB"), (2.0**20, "MiB")) if size >= u), (2.0**10, "KiB"))

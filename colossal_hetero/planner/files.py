@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -33,26 +32,53 @@ def read_json(path: Path | str) -> tuple[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
-def write_json(content: Any, path: Path | str) -> None:
-    """Write a file that others see as a whole or not at all."""
+def write_json(content: Any, path: Path | str, *, fill: bool = False) -> None:
+    """Write a file that others see as a whole or not at all.
+
+    Args:
+        fill: put several members of an object on a line, where it holds no other objects.
+    """
     path = Path(path)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_text(_join_short(json.dumps(content, indent=2, ensure_ascii=False)) + "\n", encoding="utf-8")
+        draft.write_text(_lay_out(content, fill, 0) + "\n", encoding="utf-8")
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
 
 
-def _join_short(text: str) -> str:
+LINE = 110
+"""Characters of a line, without its indentation."""
+
+
+def _lay_out(value: Any, fill: bool, depth: int) -> str:
     """Indented JSON with its innermost lists and objects on one line each, where that is not too long."""
+    if not isinstance(value, dict | list | tuple) or not value:
+        return json.dumps(value, ensure_ascii=False)
+    is_object = isinstance(value, dict)
+    members = list(value.values()) if isinstance(value, dict) else list(value)
+    texts = [_lay_out(member, fill, depth + 1) for member in members]
+    if isinstance(value, dict):
+        texts = [f"{json.dumps(str(key), ensure_ascii=False)}: {text}" for key, text in zip(value, texts, strict=True)]
+    joined = ", ".join(texts)
+    joined = f"{{ {joined} }}" if is_object else f"[{joined}]"
+    if len(joined) <= LINE and not any(isinstance(member, dict | list | tuple) for member in members):
+        return joined
+    lines = [f"{text}," for text in texts[:-1]] + texts[-1:]
+    if fill and is_object and not any("\n" in text or "{" in text for text in texts):
+        lines = _fill(lines)
+    start, end = "{}" if is_object else "[]"
+    return f"\n{'  ' * (depth + 1)}".join([start, *lines]) + f"\n{'  ' * depth}{end}"
 
-    def join(match: re.Match[str]) -> str:
-        # Only line breaks go, and JSON has none inside a string.
-        joined = re.sub(r"\n\s*", " ", match[0]).replace("[ ", "[").replace(" ]", "]")
-        return joined if len(joined) <= 110 else match[0]
 
-    return re.sub(r"[\[{][^\[\]{}]*[\]}]", join, text)
+def _fill(texts: Sequence[str]) -> list[str]:
+    lines = [texts[0]]
+    for text in texts[1:]:
+        if len(lines[-1]) + 1 + len(text) <= LINE:
+            lines[-1] += f" {text}"
+        else:
+            lines.append(text)
+    return lines
 
 
 def errors_in_words(error: ValidationError, names: Iterable[str]) -> str:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 __all__ = ["Channel", "Device", "DeviceKind", "Node", "Topology"]
 
 MEGABYTE = 1e6
-LARGEST_EXPONENT = 30
+SMALLEST_EXPONENT, LARGEST_EXPONENT = -20, 30
+"""Of two, in megabytes: messages from a byte on."""
+STEPS_PER_OCTAVE = 16
 
 
 @dataclass(frozen=True)
 class Channel:
-    """One way from device to device: ``latency + bytes / bandwidth``.
+    """One way from device to device: ``latency + bytes / bandwidth`` (ADAPT, section 6: Comm between two devices).
 
     Bandwidth may depend on the message: with ``curve = (a, b, c)`` it is ``a·x² + b·x + c`` GB/s with
-    ``x = log2(megabytes)``, at most ``bytes_per_second``.
+    ``x = log2(megabytes)``, at most ``bytes_per_second``, and no message takes longer than a larger one.
+
+    Raises:
+        ValueError: a bandwidth that is not above 0, also that of a curve for large messages, or a latency below 0.
     """
 
     kind: str
@@ -27,6 +32,14 @@ class Channel:
     bytes_per_second: float
     latency_seconds: float = 0.0
     curve: tuple[float, float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0:
+            raise ValueError(f"a {self.kind} channel of {self.bytes_per_second} bytes per second; it must be above 0")
+        if not self.latency_seconds >= 0:
+            raise ValueError(f"a {self.kind} channel with a latency of {self.latency_seconds} s; it must be at least 0")
+        if self.curve is not None and not math.isfinite(_least_message(self.curve, self.bytes_per_second)[0]):
+            raise ValueError(f"a {self.kind} channel with curve {self.curve}, which gives large messages no bandwidth")
 
     def seconds(self, message_bytes: float) -> float:
         """Time of one message; 0 for no bytes."""
@@ -38,11 +51,34 @@ class Channel:
         """Bytes per second for messages of that size."""
         if self.curve is None:
             return self.bytes_per_second
-        a, b, c = self.curve
-        x = min(float(np.log2(max(message_bytes / MEGABYTE, 1e-6))), LARGEST_EXPONENT)
-        fitted = (a * x * x + b * x + c) * 1e9
-        # A fitted parabola may turn round outside of what was measured.
-        return min(max(fitted, self.bytes_per_second * 1e-3), self.bytes_per_second)
+        least_bytes, least_seconds = _least_message(self.curve, self.bytes_per_second)
+        if message_bytes < least_bytes:
+            return message_bytes / least_seconds
+        return _fitted_bandwidth(self.curve, self.bytes_per_second, math.log2(message_bytes / MEGABYTE))
+
+
+def _fitted_bandwidth(curve: tuple[float, float, float], most: float, exponent: float) -> float:
+    """Bytes per second for messages of ``2 ** exponent`` megabytes; never falling as messages grow."""
+    a, b, c = curve
+    if a != 0:
+        turn = -b / (2 * a)
+        # Beyond its turn a parabola no longer says what was measured.
+        exponent = min(exponent, turn) if a < 0 else max(exponent, turn)
+    return min((a * exponent * exponent + b * exponent + c) * 1e9, most)
+
+
+@functools.lru_cache(maxsize=1024)
+def _least_message(curve: tuple[float, float, float], most: float) -> tuple[float, float]:
+    """The message, in bytes, that takes least, and its seconds: below what was measured a fitted curve falls to nothing
+    and below, as if a smaller message took longer. All messages below take as long as that one."""
+    least_bytes, least_seconds = math.inf, math.inf
+    for step in range(LARGEST_EXPONENT * STEPS_PER_OCTAVE, SMALLEST_EXPONENT * STEPS_PER_OCTAVE - 1, -1):
+        exponent = step / STEPS_PER_OCTAVE
+        message, fitted = 2**exponent * MEGABYTE, _fitted_bandwidth(curve, most, exponent)
+        if fitted <= 0 or message / fitted >= least_seconds:
+            break
+        least_bytes, least_seconds = message, message / fitted
+    return least_bytes, least_seconds
 
 
 @dataclass(frozen=True)
@@ -81,13 +117,19 @@ class Node:
 
 @dataclass(frozen=True)
 class Topology:
-    """All machines."""
+    """All machines.
+
+    Channels between nodes are found once for each pair of *node classes*: nodes of one cluster with equal NICs.
+    """
 
     devices: tuple[Device, ...]
     nodes: tuple[Node, ...]
     clusters: tuple[str, ...]
     between: tuple[tuple[int, int, Channel], ...] = ()
     """Links between clusters, by cluster number."""
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def channel(self, a: int, b: int) -> Channel:
         """The fastest way between two devices.
@@ -104,42 +146,90 @@ class Topology:
         Raises:
             ValueError: there is no way.
         """
-        return _node_channel(self, a, b) if a <= b else _node_channel(self, b, a)
+        if a == b:
+            return self.nodes[a].inside
+        classes = self._node_classes
+        pair = (classes[a], classes[b])
+        found = self._channels.get(pair)
+        if found is None:
+            # Either way round gives the same, so that what a sends to b takes as long as what b sends to a.
+            found = _find_channel(self, min(a, b), max(a, b))
+            self._channels[pair] = self._channels[pair[::-1]] = found
+        return found
 
-    def slowest(self, devices: Iterable[int]) -> Channel:
-        """The slowest channel among these devices, which sets the pace of a ring; inside for one node.
+    def slowest(self, devices: Iterable[int], message_bytes: float | None = None) -> Channel:
+        """The slowest channel among these devices, which sets the pace of a ring: of those between their nodes, and
+        of those inside the nodes that have several of them.
+
+        Args:
+            message_bytes: compare by the time of such a message; None compares bandwidths.
 
         Raises:
             ValueError: two of them cannot reach each other, or there are fewer than two.
         """
-        nodes = sorted({self.devices[device].node for device in devices})
-        if len(nodes) == 1:
-            return self.nodes[nodes[0]].inside
-        pairs = {self.node_channel(a, b) for i, a in enumerate(nodes) for b in nodes[i + 1 :]}
-        return min(pairs, key=lambda channel: channel.bytes_per_second)
+        count_by_node: dict[int, int] = {}
+        for device in set(devices):
+            node = self.devices[device].node
+            count_by_node[node] = count_by_node.get(node, 0) + 1
+        if sum(count_by_node.values()) < 2:
+            raise ValueError("the slowest channel is that among two devices or more")
+        nodes = sorted(count_by_node)
+        channels = [self.nodes[node].inside for node in nodes if count_by_node[node] > 1]
+        # Two nodes of a class stand for all pairs of that class.
+        nodes_by_class: dict[int, list[int]] = {}
+        for node in nodes:
+            alike = nodes_by_class.setdefault(self._node_classes[node], [])
+            if len(alike) < 2:
+                alike.append(node)
+        kept = sorted(node for alike in nodes_by_class.values() for node in alike)
+        channels += [self.node_channel(a, b) for i, a in enumerate(kept) for b in kept[i + 1 :]]
+        if message_bytes is not None:
+            return max(channels, key=lambda channel: channel.seconds(message_bytes))
+        return min(channels, key=lambda channel: (channel.bytes_per_second, -channel.latency_seconds))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    @cached_property
+    def _node_classes(self) -> tuple[int, ...]:
+        """By node: a number that nodes of one cluster with equal NICs share."""
+        numbers: dict[tuple[int, tuple[Channel, ...]], int] = {}
+        return tuple(numbers.setdefault((node.cluster, node.nics), len(numbers)) for node in self.nodes)
+
+    @cached_property
+    def _channels(self) -> dict[tuple[int, int], Channel]:
+        """Between different nodes, by their classes, as far as asked for."""
+        return {}
 
 
-@functools.lru_cache(maxsize=1 << 20)
-def _node_channel(topology: Topology, a: int, b: int) -> Channel:
+def _find_channel(topology: Topology, a: int, b: int) -> Channel:
     first, second = topology.nodes[a], topology.nodes[b]
-    if a == b:
-        return first.inside
+    if first.cluster != second.cluster:
+        wanted = {first.cluster, second.cluster}
+        for one, other, channel in topology.between:
+            if {one, other} == wanted:
+                return channel
     pairs = [
         (one, other)
         for one in first.nics
         for other in second.nics
         if one.kind == other.kind and (first.cluster == second.cluster or one.kind == "Ethernet")
     ]
-    if first.cluster != second.cluster:
-        wanted = {first.cluster, second.cluster}
-        for one, other, channel in topology.between:
-            if {one, other} == wanted:
-                return channel
     if not pairs:
+        clusters = [topology.clusters[node.cluster] for node in (first, second)]
+        remedy = (
+            "give both a NIC of one kind"
+            if first.cluster == second.cluster
+            else f'add a link with clusters = ["{clusters[0]}", "{clusters[1]}"], or give both Ethernet'
+        )
         raise ValueError(
-            f"no link between node {first.name} ({', '.join(nic.kind for nic in first.nics) or 'no NIC'}) and node "
-            f"{second.name} ({', '.join(nic.kind for nic in second.nics) or 'no NIC'}); give both a NIC of one kind, "
-            "or a link between their clusters"
+            f"no link between node {first.name} of cluster {clusters[0]} ({_kinds(first)}) and node {second.name} of "
+            f"cluster {clusters[1]} ({_kinds(second)}); {remedy}"
         )
     slower = (min(pair, key=lambda channel: channel.bytes_per_second) for pair in pairs)
     return max(slower, key=lambda channel: channel.bytes_per_second)
+
+
+def _kinds(node: Node) -> str:
+    return ", ".join(nic.kind for nic in node.nics) or "no NIC"

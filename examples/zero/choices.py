@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from launch import DEFAULT_RANKS
-from usage import IMAGE_SIZE, OneLineParser, UsageError, add_data_flags, check_file, flag
+from slow_flags import add_slow_flags, check_slow
+from small_vit import add_vit_flags, check_vit
+from usage import OneLineParser, UsageError, add_data_flags, check_file, flag
 
 from colossal_hetero.planner.batch_profile import load_profile
-from colossal_hetero.stragglers import parse_slowdowns
 
 __all__ = ["Choices", "check_choices", "parse_choices"]
 
 STAGES = ("0", "1", "2", "3", "auto")
 METHODS = ("uniform", "exact", "both")
-MEANS = ("auto", "quota", "repeat")
 PRECISIONS = ("fp32", "bf16", "fp16")
-SLOW_BY_DEFAULT = "1:4"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +53,6 @@ class Choices:
         """Ways to train, in their order."""
         return ("uniform", "exact") if self.method == "both" else (self.method,)
 
-    def slowdowns(self, world_size: int) -> dict[int, int]:
-        """How many times as long each rank's work is to take; ranks that are left alone are not in it."""
-        text = self.slow if self.slow is not None else (SLOW_BY_DEFAULT if world_size > 1 else "none")
-        slow = {} if text == "none" else parse_slowdowns(text)
-        return {rank: int(slowdown) for rank, slowdown in slow.items() if slowdown != 1}
-
     def as_json(self) -> dict[str, Any]:
         """The choices as JSON can hold them."""
         values = dataclasses.asdict(self)
@@ -75,18 +68,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--nproc", type=int, metavar="N", help=f"ranks to start (default {DEFAULT_RANKS})")
-    ranks.add_argument(
-        "--slow",
-        metavar="RANK:FACTOR[,…]|none",
-        help=f"make ranks slower by a whole number of times (default {SLOW_BY_DEFAULT}; none: nobody)",
-    )
-    ranks.add_argument(
-        "--slow-by",
-        choices=MEANS,
-        default="auto",
-        help="quota lets the kernel hold the rank to 1 / FACTOR of a core (Linux, root); repeat does every pass again "
-        "and again; auto: quota where that is possible, else repeat (default auto)",
-    )
+    add_slow_flags(ranks)
 
     batches = parser.add_argument_group("batches")
     batches.add_argument(
@@ -115,14 +97,7 @@ def _make_parser() -> argparse.ArgumentParser:
     training.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default fp32")
     training.add_argument("--seed", type=int, metavar="N", default=0, help="default 0")
 
-    model = parser.add_argument_group("model", "a vision transformer")
-    for name, default, what in (
-        ("hidden", 256, "embedding width"),
-        ("depth", 4, "blocks"),
-        ("heads", 4, "attention heads"),
-        ("patch", 8, f"patch size in pixels; images are {IMAGE_SIZE} × {IMAGE_SIZE}"),
-    ):
-        model.add_argument(f"--{name}", type=int, metavar="N", default=default, help=f"{what} (default {default})")
+    add_vit_flags(parser, hidden=256, depth=4, heads=4, patch=8)
 
     output = parser.add_argument_group("output")
     output.add_argument("--summary", type=Path, metavar="FILE.json", help="write what was measured, at the end")
@@ -144,7 +119,7 @@ def check_choices(choices: Choices, world_size: int) -> None:
     Raises:
         UsageError: names the flag and its value, why it cannot work, and what would.
     """
-    for name in ("nproc", "global_batch", "epochs", "hidden", "depth", "heads", "patch"):
+    for name in ("nproc", "global_batch", "epochs"):
         value = getattr(choices, name)
         if value is not None and value < 1:
             raise UsageError(f"{flag(name)} {value} must be at least 1")
@@ -152,40 +127,19 @@ def check_choices(choices: Choices, world_size: int) -> None:
         raise UsageError(f"--lr {choices.lr} must be a positive number, for example 1e-3")
     if not 0 <= choices.seed < 2**32:
         raise UsageError(f"--seed {choices.seed} must be between 0 and {2**32 - 1}")
-    if IMAGE_SIZE % choices.patch:
-        valid = ", ".join(str(size) for size in range(1, IMAGE_SIZE + 1) if IMAGE_SIZE % size == 0)
-        raise UsageError(
-            f"--patch {choices.patch} does not divide the image size {IMAGE_SIZE} × {IMAGE_SIZE}; valid are {valid}"
-        )
-    if choices.hidden % choices.heads:
-        raise UsageError(f"--heads {choices.heads} does not divide --hidden {choices.hidden}; use a divisor of it")
+    check_vit(choices)
     if choices.precision == "fp16" and choices.stage == "3":
         raise UsageError("--precision fp16 is not available with --stage 3; use bf16 or fp32")
     if choices.method == "both" and choices.stage == "auto" and choices.profile is not None:
         # One way may then use what the other has measured at another stage.
         raise UsageError("--profile holds for one stage; give it with --stage 0, 1, 2 or 3 rather than auto")
-    _check_slow(choices, world_size)
+    check_slow(choices.slow, world_size)
     if choices.profile is not None and choices.profile.is_file():
         _check_profile(choices, choices.profile, world_size)
     for name in ("summary", "profile"):
         path = getattr(choices, name)
         if path is not None and not (name == "profile" and path.is_file()):
             check_file(name, path)
-
-
-def _check_slow(choices: Choices, world_size: int) -> None:
-    if choices.slow in (None, "none"):
-        return
-    shown = f"--slow {choices.slow}"
-    try:
-        slow = parse_slowdowns(choices.slow)
-    except ValueError as error:
-        raise UsageError(f"{shown}: {str(error).removeprefix('straggler ')}") from None
-    for rank, factor in slow.items():
-        if not 0 <= rank < world_size:
-            raise UsageError(f"{shown}: there is no rank {rank}; there are {world_size} ranks, 0 to {world_size - 1}")
-        if not (math.isfinite(factor) and factor >= 1 and factor == int(factor)):
-            raise UsageError(f"{shown}: rank {rank} can be slowed a whole number of times, 1 or more, not {factor:g}")
 
 
 def _check_profile(choices: Choices, path: Path, world_size: int) -> None:

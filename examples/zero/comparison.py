@@ -17,11 +17,13 @@ from choices import Choices
 from data import DataInfo, ImageSet, find_data, load_data, padded_batches
 from outcome import Display, Training, json_text, summarise
 from schedule import rise_and_fall
+from slow_flags import slowdowns
 from slowing import hold_to_quota, repeat_passes
-from torch import Tensor, nn
+from small_vit import build_vit
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
-from usage import IMAGE_SIZE, UsageError, write_whole
+from usage import UsageError, write_whole
 
 import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, and quietly)
 
@@ -51,7 +53,7 @@ def compare(choices: Choices, quiet: bool = False) -> dict[str, Any] | None:
     display = Display(choices, visible=rank == 0 and not quiet)
     info = find_data(choices, choices.global_batch, "--global-batch")
     images = load_data(choices, display.track)
-    slow = choices.slowdowns(ranks)
+    slow = slowdowns(choices.slow, ranks)
     trainings = []
     with display, _slowed(choices, slow) as means, _profile_file(choices) as profile:
         for method in choices.methods:
@@ -122,7 +124,7 @@ class Trainer:
         self._method = method
         self._images, self._held_out = images
         torch.manual_seed(choices.seed)
-        model = build_model(choices, info.classes)
+        model = build_vit(choices, info.classes)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         repeat_passes(model, times)
         self.plugin = HeteroZeroPlugin(
@@ -200,22 +202,6 @@ class Trainer:
             correct += (logits.argmax(1) == labels.to(self.device)).sum()
         dist.all_reduce(correct)
         return float(correct) / len(self._held_out)
-
-
-def build_model(choices: Choices, classes: int) -> nn.Module:
-    """A timm ``VisionTransformer`` for 32 × 32 images."""
-    from timm.models.vision_transformer import VisionTransformer
-
-    return VisionTransformer(
-        img_size=IMAGE_SIZE,
-        patch_size=choices.patch,
-        embed_dim=choices.hidden,
-        depth=choices.depth,
-        num_heads=choices.heads,
-        num_classes=classes,
-        class_token=False,
-        global_pool="avg",
-    )
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:

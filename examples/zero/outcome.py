@@ -14,6 +14,7 @@ from choices import Choices
 from data import DataInfo
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from small_vit import describe_vit
 from terminal import Terminal
 
 from colossal_hetero.planner.allocation import Allocation, Share
@@ -145,10 +146,7 @@ class Display(Terminal):
     def start(self, data: DataInfo, parameters: int, device: Any, stage: int, slow: dict[int, int], means: str) -> None:
         """Say what is going to happen."""
         choices = self._choices
-        self._console.print(
-            f"ViT, {choices.hidden} wide, {choices.depth} deep, {choices.heads} heads, patch {choices.patch}: "
-            f"{parameters / 1e6:.1f} M parameters, {choices.precision} on {device}, ZeRO stage {stage}"
-        )
+        self._console.print(f"{describe_vit(choices, parameters)}, {choices.precision} on {device}, ZeRO stage {stage}")
         self._console.print(
             f"{choices.data}: {data.train_images} images to train on, {data.test_images} held out, "
             f"{data.classes} classes; {choices.global_batch} per iteration"
