@@ -80,6 +80,7 @@ def plan(
     layers. Prints the plan with the least predicted time of an iteration, those that come next and why, and the
     calls that train with it.
     """
+    from ..planner.as_profiled import as_profiled
     from ..planner.cluster_file import load_cluster
     from ..planner.layer_profile import load_model_profile
     from ..planner.plan import save_plan
@@ -93,7 +94,8 @@ def plan(
     }
     with mended_by_user():
         check_outputs(out, picture=plot)
-        topology, model = load_cluster(cluster), load_model_profile(profile)
+        model = load_model_profile(profile)
+        topology = as_profiled(load_cluster(cluster), model)
         with _patience(f"planning for {len(topology.devices):,} devices"):
             candidates = _plans(topology, model, method, top, options)
         candidates = [_traced(each, cluster.name, profile.name, model.precision) for each in candidates]
