@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..pipeline_parallel.config import PlanConfig
 from ..pipeline_parallel.model_layers import find_blocks
+from ..planner.as_profiled import as_profiled
 from ..planner.batch_profile import spans
 from ..planner.cluster_file import load_cluster
 from ..planner.layer_profile import ModelProfile, load_model_profile
@@ -94,7 +95,7 @@ def _make(planning: PlanConfig, profile: ModelProfile | None) -> Plan:
             "device, in the order of the cluster file, or describe the devices that are in use"
         )
     candidates = make_plans(
-        topology,
+        as_profiled(topology, profile),
         profile,
         global_batch=global_batch,
         micro_batches=planning.micro_batch_sizes,

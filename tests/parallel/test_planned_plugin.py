@@ -13,9 +13,8 @@ from colossalai.cluster import ProcessGroupMesh
 from colossalai.pipeline.schedule.v_schedule import PipelineGraph
 from torch.utils.data import TensorDataset
 
-from colossal_hetero import BalanceConfig, BatchConfig, HeteroHybridParallelPlugin
-from colossal_hetero.pipeline_parallel.config import PlanConfig
-from colossal_hetero.planner.plan import Plan, save_plan
+from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
+from colossal_hetero.planner.plan import Plan
 from colossal_hetero.plugin.mesh import PlannedMesh
 
 from .harness import run_ranks
