@@ -285,11 +285,13 @@ class TimmViTPolicy(Policy):
         """Return the ranges of blocks ``[start, end)`` that this stage holds, one per model chunk."""
         stage_manager = self.pipeline_stage_manager
         depth, given = len(self.model.blocks), stage_manager.num_layers_per_stage
-        if given is not None and sum(given) != depth:
+        try:
+            layers = stage_manager.distribute_layers(depth)
+        except AssertionError:
             raise ValueError(
                 f"num_layers_per_stage={list(given)} adds up to {sum(given)}; the model has {depth} blocks"
-            )
-        ranges = stage_manager.get_stage_index(stage_manager.distribute_layers(depth))
+            ) from None
+        ranges = stage_manager.get_stage_index(layers)
         return ranges if stage_manager.is_interleave else [ranges]
 
     def get_held_layers(self) -> list[nn.Module]:

@@ -38,164 +38,30 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import tomlkit
 import tomlkit.exceptions
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ValidationError
 
+from .cluster_schema import (
+    LATENCIES,
+    NETWORKS,
+    RATES,
+    SCHEMA,
+    ClusterFields,
+    KindFields,
+    NodeFields,
+    field_names,
+    read_number,
+    suggest,
+)
 from .files import errors_in_words
 from .gpus import GPUS, INSIDE
 from .topology import Channel, Device, DeviceKind, Node, Topology
 
 __all__ = ["load_cluster", "parse_cluster", "save_cluster", "write_cluster"]
-
-SCHEMA = 1
-
-NETWORKS = ("InfiniBand", "RoCE", "Ethernet")
-"""Kinds of NIC that are known; others may be named, spelt alike everywhere."""
-
-RATES = {"gigabits_per_second": 1e9 / 8, "gigabytes_per_second": 1e9, "bytes_per_second": 1.0}
-LATENCIES = {"latency_microseconds": 1e-6, "latency_seconds": 1.0}
-
-Name = Annotated[str, Field(min_length=1)]
-Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
-
-
-class _Kind(_Part):
-    """A kind of device; what is left out is the preset's of that name."""
-
-    memory_gb: Positive | None = None
-    """10⁹ bytes."""
-    memory_bytes: Annotated[int, Field(gt=0)] | None = None
-    tflops: Positive | None = None
-    """10¹² FLOP/s."""
-    flops: Positive | None = None
-
-    @model_validator(mode="after")
-    def _once(self) -> _Kind:
-        for one, other in (("memory_gb", "memory_bytes"), ("tflops", "flops")):
-            if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise ValueError(f"give either {one} or {other}")
-        return self
-
-
-class _Channel(_Part):
-    kind: Name
-    gigabits_per_second: Positive | None = None
-    gigabytes_per_second: Positive | None = None
-    bytes_per_second: Positive | None = None
-    latency_microseconds: Annotated[float, Field(ge=0)] | None = None
-    latency_seconds: Annotated[float, Field(ge=0)] | None = None
-    curve: tuple[float, float, float] | None = None
-    """GB/s by message size: ``a·x² + b·x + c`` with ``x = log2(megabytes)``, at most the rate."""
-
-    @model_validator(mode="after")
-    def _once(self) -> _Channel:
-        rates = [name for name in RATES if getattr(self, name) is not None]
-        if not rates:
-            raise ValueError("a bandwidth is missing: give gigabits_per_second or gigabytes_per_second")
-        if len(rates) > 1:
-            raise ValueError(f"give one bandwidth, not {' and '.join(rates)}")
-        if all(getattr(self, name) is not None for name in LATENCIES):
-            raise ValueError(f"give either {' or '.join(LATENCIES)}")
-        self.channel()  # checks the curve
-        return self
-
-    def channel(self) -> Channel:
-        rate = next(getattr(self, name) * unit for name, unit in RATES.items() if getattr(self, name) is not None)
-        latency = next(
-            (getattr(self, name) * unit for name, unit in LATENCIES.items() if getattr(self, name) is not None), 0.0
-        )
-        return Channel(self.kind, rate, latency, self.curve)
-
-
-class _Network(_Channel):
-    @field_validator("kind")
-    @classmethod
-    def _known_spelling(cls, kind: str) -> str:
-        # A NIC that is spelt in two ways would silently not be common to two nodes.
-        close = get_close_matches(kind.lower(), [name.lower() for name in NETWORKS], n=1, cutoff=0.8)
-        wanted = next((name for name in NETWORKS if close and name.lower() == close[0]), kind)
-        if kind != wanted:
-            raise ValueError(f"kind {kind!r} is not known; did you mean {wanted}?")
-        return kind
-
-
-class _Devices(_Part):
-    """So many devices that are alike."""
-
-    kind: Name
-    count: Count = 1
-    speed: Positive = 1.0
-
-
-class _Node(_Part):
-    """So many nodes that are alike."""
-
-    name: Name | None = None
-    count: Count | None = None
-    devices: Annotated[tuple[_Devices, ...], Field(min_length=1)]
-    inside: _Channel | None = None
-    nics: tuple[_Network, ...] = ()
-
-    @field_validator("nics")
-    @classmethod
-    def _different(cls, nics: tuple[_Network, ...]) -> tuple[_Network, ...]:
-        twice = _twice(nic.kind for nic in nics)
-        if twice is not None:
-            raise ValueError(f"{twice} is there twice; give the bandwidth of all NICs of a kind together")
-        return nics
-
-    def names(self, cluster: str) -> list[str]:
-        name = cluster if self.name is None else self.name
-        return [name] if self.count is None else [f"{name}-{number}" for number in range(self.count)]
-
-
-class _Cluster(_Part):
-    name: Name
-    nodes: Annotated[tuple[_Node, ...], Field(min_length=1)]
-
-
-class _Link(_Network):
-    clusters: tuple[Name, Name]
-
-    @field_validator("clusters")
-    @classmethod
-    def _two(cls, clusters: tuple[str, str]) -> tuple[str, str]:
-        if clusters[0] == clusters[1]:
-            raise ValueError(f"a link joins two clusters, not {clusters[0]} with itself")
-        return clusters
-
-
-class _ClusterFile(_Part):
-    schema_version: Literal[1] = Field(alias="schema")
-    kinds: dict[Name, _Kind] = {}
-    clusters: Annotated[tuple[_Cluster, ...], Field(min_length=1)]
-    links: tuple[_Link, ...] = ()
-
-    @model_validator(mode="after")
-    def _names(self) -> _ClusterFile:
-        names = [cluster.name for cluster in self.clusters]
-        if (twice := _twice(names)) is not None:
-            raise ValueError(f"two clusters have the name {twice}")
-        nodes = [name for cluster in self.clusters for node in cluster.nodes for name in node.names(cluster.name)]
-        if (twice := _twice(nodes)) is not None:
-            raise ValueError(f"two nodes have the name {twice}; give each [[clusters.nodes]] a name of its own")
-        for number, link in enumerate(self.links):
-            for name in link.clusters:
-                if name not in names:
-                    raise ValueError(f"links[{number}] joins {name}, which is not a cluster{_suggest(name, names)}")
-        if (twice := _twice(" and ".join(sorted(link.clusters)) for link in self.links)) is not None:
-            raise ValueError(f"two links join {twice}; give their bandwidth together")
-        return self
 
 
 def load_cluster(path: Path | str) -> Topology:
@@ -232,17 +98,15 @@ def parse_cluster(text: str) -> Topology:
         raise ValueError(f"schema is {content['schema']!r}, this version reads schema {SCHEMA}")
     try:
         # By way of JSON, because strictness there still takes a list for a tuple. TOML's dates become text.
-        file = _ClusterFile.model_validate_json(json.dumps(content, default=str), strict=True)
+        file = ClusterFields.model_validate_json(json.dumps(content, default=str), strict=True)
     except ValidationError as error:
-        parts = (_Kind, _Link, _Devices, _Node, _Cluster, _ClusterFile)
-        names = {field.alias or name for part in parts for name, field in part.model_fields.items()}
-        raise ValueError(errors_in_words(error, sorted(names))) from None
+        raise ValueError(errors_in_words(error, field_names())) from None
     topology = _build(file)
     _check_reachable(topology)
     return topology
 
 
-def _build(file: _ClusterFile) -> Topology:
+def _build(file: ClusterFields) -> Topology:
     own = {name: _own_kind(name, kind) for name, kind in file.kinds.items()}
     kinds = {**GPUS, **own}
     devices: list[Device] = []
@@ -254,7 +118,7 @@ def _build(file: _ClusterFile) -> Topology:
                 for alike in part.devices:
                     if alike.kind not in kinds:
                         raise ValueError(
-                            f"node {name}: there is no device kind {alike.kind}{_suggest(alike.kind, kinds)}; the "
+                            f"node {name}: there is no device kind {alike.kind}{suggest(alike.kind, kinds)}; the "
                             f"presets are {', '.join(GPUS)}; others are described in the file: "
                             f"[kinds.{tomlkit.key(alike.kind).as_string()}] with memory_gb and tflops"
                         )
@@ -270,7 +134,7 @@ def _build(file: _ClusterFile) -> Topology:
     return Topology(tuple(devices), tuple(nodes), tuple(numbers), between)
 
 
-def _own_kind(name: str, kind: _Kind) -> DeviceKind:
+def _own_kind(name: str, kind: KindFields) -> DeviceKind:
     preset = GPUS.get(name)
     memory, flops = kind.memory_bytes, kind.flops
     if kind.memory_gb is not None:
@@ -282,12 +146,12 @@ def _own_kind(name: str, kind: _Kind) -> DeviceKind:
     if memory is None or flops is None:
         missing = "memory_gb" if memory is None else "tflops"
         raise ValueError(
-            f"kinds.{name} has no {missing}, and there is no preset of that name{_suggest(name, GPUS)}; give {missing}"
+            f"kinds.{name} has no {missing}, and there is no preset of that name{suggest(name, GPUS)}; give {missing}"
         )
     return DeviceKind(name, memory, flops)
 
 
-def _usual_inside(node: str, part: _Node) -> Channel:
+def _usual_inside(node: str, part: NodeFields) -> Channel:
     """The slowest of the devices' usual ones, where those are of one kind."""
     own = [alike.kind for alike in part.devices if alike.kind not in INSIDE]
     usual = [INSIDE[alike.kind] for alike in part.devices if alike.kind in INSIDE]
@@ -320,16 +184,6 @@ def _check_reachable(topology: Topology) -> None:
             kept.append(number)
     for a, b in itertools.combinations(kept, 2):
         topology.node_channel(a, b)
-
-
-def _twice(names: Iterable[str]) -> str | None:
-    return next((name for name, count in Counter(names).items() if count > 1), None)
-
-
-def _suggest(name: str, names: Iterable[str]) -> str:
-    by_lower = {each.lower(): each for each in names}
-    close = get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(by_lower[each] for each in close)}?" if close else ""
 
 
 def save_cluster(topology: Topology, path: Path | str, comment: str = "") -> None:
@@ -468,6 +322,6 @@ def _best_unit(value: float, units: Mapping[str, float], whole: bool = False) ->
     for field, unit in units.items():
         for digits in range(13):
             number = round(value / unit, digits)
-            if number > 0 and (round(number * unit) if whole else number * unit) == value:
+            if number > 0 and (round(number * unit) if whole else read_number(number, unit)) == value:
                 return {field: int(number) if number == int(number) else number}
     return {field: value}

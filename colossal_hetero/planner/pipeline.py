@@ -10,8 +10,9 @@ A stage runs in a *slot*: a tensor-parallel group of devices of one kind in one 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,16 @@ from numpy.typing import NDArray
 from .topology import Channel
 
 __all__ = ["LayerCosts", "Pipeline", "PipelineCost", "Slot", "Split", "evaluate"]
+
+
+class CumulativeCosts(NamedTuple):
+    """What the first n blocks cost together; arrays ``[blocks + 1]``."""
+
+    forward_seconds: NDArray[np.float64]
+    backward_seconds: NDArray[np.float64]
+    update_seconds: NDArray[np.float64]
+    state_bytes: NDArray[np.float64]
+    activation_bytes: NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +48,30 @@ class LayerCosts:
     """Kept for backward by one micro-batch in flight, per device."""
     output_bytes: NDArray[np.float64]
     """Sent on by one micro-batch if the model is cut behind the block; its gradient comes back as large."""
+
+    @cached_property
+    def cumulative(self) -> CumulativeCosts:
+        """Sums over the first blocks, so that any run of blocks costs a subtraction."""
+        return CumulativeCosts(
+            *(
+                np.concatenate([[0.0], np.cumsum(values)])
+                for values in (
+                    self.forward_seconds,
+                    self.backward_seconds,
+                    self.update_seconds,
+                    self.state_bytes,
+                    self.activation_bytes,
+                )
+            )
+        )
+
+    def hop_seconds(self, channel: Channel) -> NDArray[np.float64]:
+        """One way over ``channel`` by place of the cut, ``[blocks + 1]``; 0 at both ends, where nothing is cut."""
+        sizes, which = np.unique(self.output_bytes[:-1], return_inverse=True)
+        seconds = np.zeros(len(self.output_bytes) + 1)
+        if len(sizes):
+            seconds[1:-1] = np.array([channel.seconds(float(size)) for size in sizes])[which]
+        return seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +123,8 @@ class PipelineCost:
     backward_seconds: tuple[float, ...]
     transfer_seconds: tuple[float, ...]
     """Per micro-batch in steady state: one way over each of the two cuts."""
+    hop_seconds: tuple[float, ...]
+    """One way over the cut behind each stage but the last."""
     update_seconds: tuple[float, ...]
     memory_bytes: tuple[float, ...]
     fits: bool
@@ -107,16 +144,17 @@ def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
     hops = [0.0]
     for s, slot_index in enumerate(split.order):
         slot = pipeline.slots[slot_index]
-        part = slice(split.bounds[s], split.bounds[s + 1])
-        costs = slot.costs
-        forward.append(float(costs.forward_seconds[part].sum()))
-        backward.append(float(costs.backward_seconds[part].sum()))
-        update.append(float(costs.update_seconds[part].sum()))
+        costs, totals = slot.costs, slot.costs.cumulative
+        start, stop = split.bounds[s], split.bounds[s + 1]
+        forward.append(float(totals.forward_seconds[stop] - totals.forward_seconds[start]))
+        backward.append(float(totals.backward_seconds[stop] - totals.backward_seconds[start]))
+        update.append(float(totals.update_seconds[stop] - totals.update_seconds[start]))
+        state = float(totals.state_bytes[stop] - totals.state_bytes[start])
         in_flight = min(pipeline.micro_batches, stages - s)
-        memory.append(float(costs.state_bytes[part].sum() + in_flight * costs.activation_bytes[part].sum()))
+        memory.append(state + in_flight * float(totals.activation_bytes[stop] - totals.activation_bytes[start]))
         if s + 1 < stages:
             channel = pipeline.channels[slot_index][split.order[s + 1]]
-            hops.append(channel.seconds(float(costs.output_bytes[split.bounds[s + 1] - 1])))
+            hops.append(channel.seconds(float(costs.output_bytes[stop - 1])))
     hops.append(0.0)
     transfer = [before + after for before, after in itertools.pairwise(hops)]
     times = [f + b + t for f, b, t in zip(forward, backward, transfer, strict=True)]
@@ -125,19 +163,10 @@ def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
         forward_seconds=tuple(forward),
         backward_seconds=tuple(backward),
         transfer_seconds=tuple(transfer),
+        hop_seconds=tuple(hops[1:-1]),
         update_seconds=tuple(update),
         memory_bytes=tuple(memory),
         fits=fits,
         seconds=sum(times) + (pipeline.micro_batches - 1) * max(times) + max(update),
     )
 
-
-def uniform_bounds(blocks: int, stages: Sequence[object]) -> tuple[int, ...]:
-    """Colossal-AI's own division: equal parts, what remains to the stages in the middle."""
-    count = len(stages)
-    parts = [blocks // count] * count
-    extra = blocks % count
-    start = count // 2 - extra // 2
-    for stage in range(start, start + extra):
-        parts[stage] += 1
-    return (0, *(int(bound) for bound in np.cumsum(parts)))

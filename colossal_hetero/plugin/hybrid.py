@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from colossalai.shardformer.policies.base_policy import Policy
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from .. import accelerator
 from ..balance.balancer import Balancer, attach_balancer
@@ -27,53 +30,98 @@ from ..data_parallel.balancer import BatchBalancer
 from ..data_parallel.config import BatchConfig
 from ..data_parallel.measuring import describe
 from ..layers.policy import hetero_policy
+from ..pipeline_parallel.config import PlanConfig
+from ..pipeline_parallel.drift import DriftReport
+from ..planner.layer_profile import ModelProfile
+from ..planner.plan import Plan
+from . import planned
+from .chunks import give_chunks, take_chunks, unequal_chunks
+from .drifting import DriftWatch
 from .loaders import UnevenLoaders
+from .mesh import planned_meshes
 
 __all__ = ["HeteroHybridParallelPlugin"]
 
 DEFAULT_INTERVAL = 100
-"""Iterations between two updates of weight variations where the length of an epoch is unknown."""
+"""Iterations that are taken for an epoch where its length is unknown."""
 
 
 class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
     """``HybridParallelPlugin`` whose tensor-parallel layers are balanced over unequal devices.
 
-    Every argument of Colossal-AI's plugin, plus ``balance`` and ``batches``. Where no ``custom_policy`` is given the
-    model's own policy is taken (Colossal-AI's, or ours for timm's ``VisionTransformer``); in any policy the parallel
-    linear layers are replaced by ours. Checkpoints are Colossal-AI's.
+    Every argument of Colossal-AI's plugin, plus ``balance``, ``batches`` and ``plan``. Where no ``custom_policy`` is
+    given the model's own policy is taken (Colossal-AI's, or ours for timm's ``VisionTransformer``); in any policy the
+    parallel linear layers are replaced by ours. Checkpoints are Colossal-AI's.
+
+    With a plan ``tp_size``, ``pp_size`` and the arguments of the pipeline schedule follow from it; any of them that is
+    given as well must agree. Every rank takes the place that the plan gives it, whichever that is: ranks that follow
+    each other need not be neighbours in a pipeline. Stages may hold different numbers of layers also with
+    ``num_layers_per_stage`` alone, in any schedule; the interleaved and zero-bubble ones, in which a stage holds
+    several chunks of the model, take one number per chunk, in the order of the model.
 
     Args:
+        tp_size: ranks in a tensor-parallel group; may be left out with a plan.
+        pp_size: stages; may be left out with a plan.
         balance: what to do about slow ranks within a tensor-parallel group; the default measures only.
         batches: how to divide global batches over replicas that are not equally fast (data parallelism); the default
             divides evenly, as Colossal-AI does. Not with pipelines, which cut their batch themselves.
+        plan: which rank runs which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes one),
+            or "auto", to plan from ``planning`` now. All replicas must be cut alike. Rank 0's plan counts, so files
+            need to be there only. A replica's batch is the plan's micro-batches together. Stages of a pipeline that
+            take another time than planned are reported at the end of each epoch.
+        planning: what to plan from, and how much stages may drift.
 
     Raises:
-        TypeError: ``balance`` is not a ``BalanceConfig``, or ``batches`` not a ``BatchConfig``.
-        ValueError: the world size does not fit ``tp_size * pp_size``, the model has no policy, or a layer has an option
-            that the balance mode cannot be combined with.
+        TypeError: ``balance`` is not a ``BalanceConfig``, ``batches`` not a ``BatchConfig``, ``plan`` or ``planning``
+            no such thing; or there is neither a plan nor both sizes.
+        ValueError: the world size does not fit ``tp_size * pp_size`` or the plan, an argument contradicts the plan, the
+            plan's replicas are not alike, the plan is for another model, the model has no policy, or a layer has an
+            option that the balance mode cannot be combined with.
     """
 
     def __init__(
         self,
-        tp_size: int,
-        pp_size: int,
+        tp_size: int | None = None,
+        pp_size: int | None = None,
         *args: Any,
         balance: BalanceConfig | None = None,
         batches: BatchConfig | None = None,
+        plan: Plan | str | Path | None = None,
+        planning: PlanConfig | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(balance, BalanceConfig | None):
             raise TypeError(f"balance={balance!r} is not a BalanceConfig; write BalanceConfig(mode=...)")
         if not isinstance(batches, BatchConfig | None):
             raise TypeError(f"batches={batches!r} is not a BatchConfig; write BatchConfig(global_batch_size=...)")
+        if not isinstance(planning, PlanConfig | None):
+            raise TypeError(f"planning={planning!r} is not a PlanConfig; write PlanConfig(cluster=..., profile=...)")
+        if plan is None and (tp_size is None or pp_size is None):
+            missing = [name for name, size in (("tp_size", tp_size), ("pp_size", pp_size)) if size is None]
+            raise TypeError(f"missing {' and '.join(missing)}; only a plan says them too")
         self.balance = balance or BalanceConfig()
         self.batches = batches
+        self.plan: Plan | None = None
+        self.planning = planning or PlanConfig()
+        self._profile: ModelProfile | None = None
+        self._watch: DriftWatch | None = None
         self.batch_balancer: BatchBalancer | None = None
         self._plain = {}
         self.custom_policy: Policy | None
         self.balancer: Balancer | None = None
-        check_world_size(tp_size, pp_size)
-        super().__init__(tp_size, pp_size, *args, **kwargs)
+        arguments = planned.named(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
+        if plan is not None:
+            agreed, self._profile = planned.agree_on_plan(plan, planning)
+            self.plan = planned.runnable(agreed)
+            arguments = planned.arguments_of(self.plan, arguments)
+        check_world_size(arguments["tp_size"], arguments["pp_size"])
+        arguments, layers_per_chunk = take_chunks(arguments)
+        with self._meshes(arguments.get("dp_outside", True)):
+            super().__init__(**arguments)
+        if layers_per_chunk is not None:
+            give_chunks(self.stage_manager, layers_per_chunk)
+        if self.plan is not None and self.stage_manager is not None:
+            planned.check_num_layers(self.stage_manager, self.plan)
         if batches is not None:
             check_batches(batches, self)
         if self.balance.mode != "off" and self.tp_size == 1:
@@ -96,13 +144,18 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         if self.batches is not None and optimizer is not None:
             loader = dataloader = self.loader_to_train_with(dataloader)
             description = describe(model)
+        if self.plan is not None and optimizer is not None and self.batches is None:
+            planned.check_loader(self.plan, getattr(dataloader, "batch_size", None))
         given_policy = self.custom_policy
         if not isinstance(model, ModelWrapper):
+            if self.plan is not None and self.stage_manager is None:
+                planned.check_blocks(model, self.plan)
             self.custom_policy = hetero_policy(given_policy or model)
         try:
-            model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
-                model, optimizer, criterion, dataloader, lr_scheduler
-            )
+            with unequal_chunks():
+                model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
+                    model, optimizer, criterion, dataloader, lr_scheduler
+                )
         finally:
             # The next model may be another.
             self.custom_policy = given_policy
@@ -120,6 +173,8 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
                 self._interval(dataloader),
                 functools.partial(self._is_last_pass, model, optimizer),
             )
+            if self.plan is not None and self.scheduler is not None and self.planning.drift_threshold < math.inf:
+                self._watch_stages(dataloader)
             _begin_on_forward(model, self.balancer)
             # Zero-bubble schedules have other passes; their layers can neither be balanced nor timed.
             if hasattr(self.scheduler, "backward_step"):
@@ -130,6 +185,25 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
                 # Last, so that between the micro-batches of a global batch nothing ticks.
                 self.batch_balancer = attach_batches(setup, profile, model, optimizer, loader, lr_scheduler)
         return model, optimizer, criterion, dataloader, lr_scheduler
+
+    def prepare_dataloader(
+        self, dataset: Dataset, batch_size: int | None = None, *args: Any, **kwargs: Any
+    ) -> DataLoader:
+        """See ``HybridParallelPlugin.prepare_dataloader``; with a plan ``batch_size`` may be left out."""
+        if self.plan is not None and batch_size is None and self.batches is None:
+            batch_size = planned.valid_batches(self.plan)[0]
+        return super().prepare_dataloader(dataset, batch_size, *args, **kwargs)
+
+    def execute_pipeline(
+        self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
+    ) -> dict:
+        """See ``PipelinePluginBase.execute_pipeline``; called by ``Booster.execute_pipeline``."""
+        if self.plan is not None and torch.is_grad_enabled():
+            data_iter = planned.sized_batches(data_iter, self.plan)
+        result = super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+        if self._watch is not None and torch.is_grad_enabled():
+            self._watch.tick()
+        return result
 
     def get_checkpoint_io(self) -> CheckpointIO:
         """See ``Plugin.get_checkpoint_io``; called by ``Booster``."""
@@ -145,6 +219,18 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
 
         checkpoint_io.load_model = load_and_tell
         return checkpoint_io
+
+    @property
+    def drift(self) -> DriftReport | None:
+        """The last epoch's stages against the plan; None before the first one ends, and without a pipeline or a plan.
+
+        An epoch has as many iterations as the dataloader given to ``booster.boost`` has batches, or else 100.
+        """
+        return None if self._watch is None else self._watch.report
+
+    def _meshes(self, dp_outside: bool) -> AbstractContextManager[None]:
+        """A context in which the parent's constructor builds the mesh that the plan says."""
+        return nullcontext() if self.plan is None else planned_meshes(self.plan.rank_order, dp_outside)
 
     def _replica(self) -> tuple[int, int]:
         return dist.get_group_rank(self.dp_group, dist.get_rank()), self.dp_group.size()
@@ -169,13 +255,18 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
             synchronize=synchronize,
         )
 
+    def _watch_stages(self, dataloader: DataLoader | None) -> None:
+        assert self.plan is not None
+        if self._watch is None:
+            self._watch = DriftWatch(
+                self.scheduler, self.plan, self.planning.drift_threshold, self._profile, epoch_length(dataloader)
+            )
+        else:
+            # Another model with the same schedule.
+            self._watch.interval = epoch_length(dataloader)
+
     def _interval(self, dataloader: DataLoader | None) -> int:
-        if self.balance.priority_interval is not None:
-            return self.balance.priority_interval
-        try:
-            return max(1, len(dataloader))  # type: ignore[arg-type]
-        except TypeError:
-            return DEFAULT_INTERVAL
+        return self.balance.priority_interval or epoch_length(dataloader)
 
     def _is_last_pass(self, model: ModelWrapper, optimizer: OptimizerWrapper, passes: int) -> bool:
         """Whether a layer's n-th backward pass is the last before its gradients are summed over replicas."""
@@ -184,6 +275,14 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
             microbatches = getattr(self.scheduler, "num_microbatches", None) or self.scheduler.num_microbatch
             return passes >= microbatches
         return bool(getattr(optimizer, "require_grad_sync", True) and model.require_grad_sync)
+
+
+def epoch_length(dataloader: DataLoader | None) -> int:
+    """Iterations; where the length is unknown, how many are taken for an epoch."""
+    try:
+        return max(1, len(dataloader))  # type: ignore[arg-type]
+    except TypeError:
+        return DEFAULT_INTERVAL
 
 
 def check_world_size(tp_size: int, pp_size: int) -> None:

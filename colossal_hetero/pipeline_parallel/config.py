@@ -1,0 +1,62 @@
+"""What a user can say about planning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..planner.layer_profile import ModelProfile
+from ..planner.topology import Topology
+
+__all__ = ["PlanConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """What to plan from with ``plan="auto"``, and what to say about a plan that does not come true."""
+
+    cluster: str | Path | Topology | None = None
+    """The machines: a cluster file (``colossal-hetero probe`` writes one) or what was read from it. Needed for
+    ``plan="auto"``."""
+
+    profile: str | Path | ModelProfile | None = None
+    """The model's layers: a profile file (``colossal-hetero profile`` writes one) or what was read from it. Needed for
+    ``plan="auto"``; with any other plan, the splits that are proposed when stages drift are computed from it."""
+
+    global_batch_size: int | None = None
+    """Samples per optimizer step, over all replicas. Needed for ``plan="auto"``."""
+
+    micro_batch_sizes: Sequence[int] | None = None
+    """Sizes of micro-batches to try, in samples; None: all that were profiled."""
+
+    method: str = "exact"
+    """How stages are split, a name of ``colossal_hetero.planner.splits.METHODS``."""
+
+    drift_threshold: float = 0.2
+    """At the end of an epoch a stage is reported whose time per micro-batch differs from the plan's by more than this
+    share (0.2 = 20 %); ``inf``: never."""
+
+    def __post_init__(self) -> None:
+        for name, kinds in (("cluster", (str, Path, Topology)), ("profile", (str, Path, ModelProfile))):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                raise TypeError(f"{name}={value!r} is neither a file's path nor a {kinds[-1].__name__}")
+        if self.global_batch_size is not None:
+            _check_samples("global_batch_size", self.global_batch_size)
+        if self.micro_batch_sizes is not None:
+            if not self.micro_batch_sizes:
+                raise ValueError("micro_batch_sizes is empty; give at least one size, or leave it out to try all")
+            for size in self.micro_batch_sizes:
+                _check_samples("micro_batch_sizes", size)
+        if isinstance(self.drift_threshold, bool) or not self.drift_threshold > 0 or math.isnan(self.drift_threshold):
+            raise ValueError(
+                f"drift_threshold={self.drift_threshold!r} must be a positive share, such as 0.2 for 20 %; "
+                "inf reports nothing"
+            )
+
+
+def _check_samples(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of samples, at least 1")

@@ -1,0 +1,226 @@
+"""Whether the stages of a pipeline take as long as planned, and how to cut the model if they do not.
+
+The split is ADAPT's answer to devices whose speed changes (chapter 6): what each layer costs in a stage is scaled by
+measured / planned time of that stage, and the model is divided anew. Stages stay where they are; only the cuts move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..planner.batch_profile import spans
+from ..planner.layer_profile import ModelProfile
+from ..planner.pipeline import LayerCosts, Pipeline, Slot, Split, evaluate
+from ..planner.plan import Plan, Replica, StagePlan
+from ..planner.readable import times
+from ..planner.topology import Channel
+
+__all__ = ["DriftReport", "PassSeconds", "Proposal", "StageDrift", "compare"]
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """One micro-batch in one stage, without waiting for other stages."""
+
+    forward_seconds: float
+    backward_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Both passes."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True)
+class StageDrift:
+    """A stage as planned and as it is; seconds per micro-batch, forward and backward."""
+
+    replica: int
+    stage: int
+    ranks: tuple[int, ...]
+    device: str
+    node: str
+    planned: PassSeconds
+    measured: PassSeconds
+
+    @property
+    def ratio(self) -> float:
+        """Measured / planned time; 1 for as planned."""
+        return self.measured.seconds / self.planned.seconds
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """How the model would be cut best with the stages as fast as they are."""
+
+    layers_per_stage: tuple[int, ...]
+    seconds: float
+    """Predicted per iteration of a pipeline, as :func:`~colossal_hetero.planner.pipeline.evaluate` does."""
+    present_seconds: float
+    """The same for the present split."""
+    basis: str
+    """What the layers' costs were taken from: "profile" or "plan"."""
+
+
+@dataclass(frozen=True)
+class DriftReport:
+    """An epoch's stages against the plan."""
+
+    threshold: float
+    layers_per_stage: tuple[int, ...]
+    """At present."""
+    stages: tuple[StageDrift, ...]
+    """All that were measured, by replica and stage."""
+    proposal: Proposal | None
+    """None where nothing drifted, or no split fits in memory."""
+
+    @property
+    def drifted(self) -> tuple[StageDrift, ...]:
+        """The stages whose time differs from the planned one by more than ``threshold``."""
+        return tuple(stage for stage in self.stages if abs(stage.ratio - 1.0) > self.threshold)
+
+    def __str__(self) -> str:
+        """For people; one line per stage that drifted, and one for the split."""
+        several = len({stage.replica for stage in self.stages}) > 1
+        lines = []
+        for stage in self.drifted:
+            unit, (measured,), (planned,) = times([stage.measured.seconds], [stage.planned.seconds])
+            where = f"stage {stage.stage}" + (f" of replica {stage.replica}" if several else "")
+            who = f"{stage.device}, rank{'s' if len(stage.ranks) > 1 else ''} {spans(sorted(stage.ranks))}"
+            lines.append(
+                f"{where} ({who} on {stage.node}) takes {measured} {unit} per micro-batch, planned {planned} {unit} "
+                f"({stage.ratio - 1:+.0%})"
+            )
+        return "\n".join([*lines, self._on_the_split()])
+
+    def _on_the_split(self) -> str:
+        present = _cut(self.layers_per_stage)
+        if self.proposal is None:
+            return f"no split of the layers but {present} is known to fit in memory"
+        unit, (best,), (now,) = times([self.proposal.seconds], [self.proposal.present_seconds])
+        if self.proposal.layers_per_stage == self.layers_per_stage:
+            return f"the split {present} is still the best: {now} {unit} per iteration"
+        return (
+            f"best split now: {_cut(self.proposal.layers_per_stage)} layers, {best} {unit} per iteration; "
+            f"present: {present}, {now} {unit}"
+        )
+
+
+def _cut(layers: tuple[int, ...]) -> str:
+    return "+".join(map(str, layers))
+
+
+def compare(
+    plan: Plan, measured: Mapping[int, PassSeconds], threshold: float, profile: ModelProfile | None = None
+) -> DriftReport:
+    """What came of ``plan``.
+
+    Args:
+        plan: as it runs; all its replicas are alike.
+        measured: by rank. The ranks of a tensor-parallel group wait for each other within a pass, so the longest of
+            their times is the stage's. Stages without any are left out.
+        threshold: relative difference beyond which a stage has drifted.
+        profile: of the layers; without one a stage's layers are taken to cost equally much.
+
+    Returns:
+        What was measured, and a new split if any stage has drifted and all were measured.
+    """
+    stages = []
+    for number, replica in enumerate(plan.replicas):
+        for index, stage in enumerate(replica.stages):
+            found = [measured[rank] for rank in stage.ranks if rank in measured]
+            planned = PassSeconds(stage.forward_seconds, stage.backward_seconds)
+            if found and planned.seconds > 0:
+                slowest = max(found, key=lambda each: each.seconds)
+                stages.append(StageDrift(number, index, stage.ranks, stage.device, stage.node, planned, slowest))
+    report = DriftReport(threshold, plan.layers_per_stage, tuple(stages), None)
+    if not report.drifted or len(stages) < len(plan.replicas) * len(plan.layers_per_stage):
+        return report
+    return DriftReport(threshold, plan.layers_per_stage, tuple(stages), propose(plan, report.stages, profile))
+
+
+def propose(plan: Plan, stages: tuple[StageDrift, ...], profile: ModelProfile | None = None) -> Proposal | None:
+    """The best split with every stage as fast as the slowest replica's; None if none fits in memory."""
+    slowest = [
+        max((each for each in stages if each.stage == index), key=lambda each: each.ratio)
+        for index in range(len(plan.layers_per_stage))
+    ]
+    from ..planner.splits import split
+
+    pipeline, basis = _pipeline(plan, slowest, profile)
+    order = tuple(range(len(slowest)))
+    present = Split(order, (0, *(int(bound) for bound in np.cumsum(plan.layers_per_stage))))
+    try:
+        best = split(pipeline, "exact", order=order)
+    except ValueError:
+        return None
+    return Proposal(best.blocks_per_stage, evaluate(pipeline, best).seconds, evaluate(pipeline, present).seconds, basis)
+
+
+def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | None) -> tuple[Pipeline, str]:
+    replica = plan.replicas[0]
+    placed = [plan.replicas[each.replica].stages[each.stage] for each in slowest]
+    basis = "plan"
+    whole = [_costs_of_mean(stage, plan.blocks) for stage in placed]
+    if profile is not None and profile.blocks == plan.blocks:
+        try:
+            whole = [profile.costs(stage.device, plan.tensor_parallel, plan.micro_batch) for stage in placed]
+            basis = "profile"
+        except ValueError:
+            # Planned from another profile; its means are better than nothing.
+            pass
+    slots = tuple(
+        Slot(f"stage {each.stage}", _scaled(costs, stage, each.measured), stage.memory_available_bytes, stage.ranks)
+        for each, stage, costs in zip(slowest, placed, whole, strict=True)
+    )
+    return Pipeline(slots, _channels(replica, whole[0].output_bytes), replica.micro_batches), basis
+
+
+def _costs_of_mean(stage: StagePlan, blocks: int) -> LayerCosts:
+    """Every block as expensive as the stage's own are on average, with messages of one byte."""
+    each = np.full(blocks, 1.0 / (stage.blocks[1] - stage.blocks[0]))
+    return LayerCosts(
+        forward_seconds=each * stage.forward_seconds,
+        backward_seconds=each * stage.backward_seconds,
+        update_seconds=each * stage.update_seconds,
+        state_bytes=each * stage.memory_bytes,
+        gradient_bytes=np.zeros(blocks),
+        activation_bytes=np.zeros(blocks),
+        output_bytes=np.ones(blocks),
+    )
+
+
+def _scaled(costs: LayerCosts, stage: StagePlan, measured: PassSeconds) -> LayerCosts:
+    """``costs`` such that the stage's own blocks take what was measured."""
+    part = slice(*stage.blocks)
+
+    def to(seconds: NDArray[np.float64], total: float) -> NDArray[np.float64]:
+        own = float(seconds[part].sum())
+        return seconds * (total / own) if own > 0 else seconds
+
+    ratio = measured.seconds / (stage.forward_seconds + stage.backward_seconds)
+    return LayerCosts(
+        forward_seconds=to(costs.forward_seconds, measured.forward_seconds),
+        backward_seconds=to(costs.backward_seconds, measured.backward_seconds),
+        update_seconds=to(costs.update_seconds, stage.update_seconds * ratio),
+        state_bytes=costs.state_bytes,
+        gradient_bytes=costs.gradient_bytes,
+        activation_bytes=costs.activation_bytes,
+        output_bytes=costs.output_bytes,
+    )
+
+
+def _channels(replica: Replica, output_bytes: NDArray[np.float64]) -> tuple[tuple[Channel, ...], ...]:
+    """Between neighbours as fast as planned, whatever the message at the present cut was."""
+    count = len(replica.stages)
+    hops = replica.hop_seconds
+    rows = []
+    for sender in range(count):
+        seconds = hops[sender] if sender + 1 < count else 0.0
+        size = float(output_bytes[replica.stages[sender].blocks[1] - 1])
+        rows.append((Channel("as planned", size / seconds if seconds > 0 else np.inf),) * count)
+    return tuple(rows)

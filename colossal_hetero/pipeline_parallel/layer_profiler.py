@@ -1,0 +1,504 @@
+"""Measure a model's layers on the devices that are to train it (AutoHet, section III-D).
+
+Runs of 1, 2, 4, 8 … consecutive blocks are timed forward and backward, and what is before and after the blocks by
+itself. From the runs comes the time of one block: the one that fits all of them best, each by its relative error. So a
+stage of ``n`` blocks is predicted to take ``n`` times that; the runs are kept in the profile, and
+:meth:`~colossal_hetero.planner.layer_profile.LayerTimes.composed_seconds` adds them up as AutoHet does (Eq. 5).
+
+Every rank measures by itself, all at once, with nothing communicated in between. Passes are as in training: same size
+of micro-batch, same threads, gradients added to those that are there.
+
+Time on a CPU. A control group's quota lets a process run until its share of a period (100 ms, for most) is used up,
+and then stops it: a pass of 10 ms is seen at full speed or not at all, and the median of many passes is the full speed.
+So what counts is the mean over many periods. With one thread, passes are measured by the time that the process itself
+spent on the CPU, in which pauses do not count, and all are multiplied by the same ratio of wall time to CPU time, taken
+over the whole measurement. With more threads CPU time does not tell how well they shared the work; the mean of the wall
+times counts then, divided into forward and backward by CPU time. On other devices it is the median of wall times.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ..data_parallel.memory import is_out_of_memory, memory_limit, recover
+from ..data_parallel.profiler import device_name
+from ..data_parallel.together import on_every_rank
+from ..data_parallel.untouched import untouched
+from ..planner.layer_profile import BlockRun, LayerSizes, LayerTimes, ModelProfile
+from .activations import saved_bytes
+from .layer_passes import Duration, LayerPasses, clock, resized
+from .model_layers import BlockRow, LayerDescription, describe_layers
+
+__all__ = ["LayerProgress", "MeasuredLayers", "profile_layers"]
+
+ALIKE = 0.1
+"""Ranks with the same name of device whose times differ by no more are one kind."""
+
+LEAST_SECONDS = 2.0
+"""How long each micro-batch is measured at least: 20 periods of a quota."""
+
+LEAST_ROUNDS = 5
+WARM_UP_ROUNDS = 2
+UPDATES = 5
+
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-6),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-6),
+}
+
+
+@dataclass(frozen=True)
+class LayerProgress:
+    """How far a rank is."""
+
+    micro_batch: int
+    """What is measured, in samples."""
+    index: int
+    """Of this size among all."""
+    sizes: int
+    rounds: int
+    """That have been measured of this size."""
+
+
+@dataclass(frozen=True)
+class MeasuredLayers:
+    """A profile, and what is needed to describe the machines that it was measured on."""
+
+    profile: ModelProfile
+    devices: tuple[str, ...]
+    """Kind of each rank, as the profile calls it."""
+    memory_bytes: tuple[int, ...]
+    """What each rank may use of its device."""
+
+
+def profile_layers(
+    model: nn.Module,
+    batch: Any,
+    criterion: Callable | None = None,
+    *,
+    micro_batches: Sequence[int] = (1, 2, 4, 8),
+    optimizer: str | OptimizerFactory = "adam",
+    precision: str = "fp32",
+    longest_run: int = 8,
+    least_seconds: float = LEAST_SECONDS,
+    blocks: str | None = None,
+    tensor_parallel: int = 1,
+    group: dist.ProcessGroup | None = None,
+    name: str | None = None,
+    on_progress: Callable[[LayerProgress], None] | None = None,
+) -> MeasuredLayers:
+    """Measure the layers of ``model`` on every rank's own device; to be called on all ranks, or without any.
+
+    The model is left as it is found: parameters, gradients, buffers, modes and random state. The passes add gradients
+    to its parameters meanwhile, and a stand-in for the optimizer takes as much memory as ``longest_run`` blocks' state.
+
+    Args:
+        model: of timm or transformers, or built like these, on the device where it is to train.
+        batch: samples in the first dimension of each tensor: a mapping (``model(**batch)``), a pair of inputs and
+            targets, or inputs; micro-batches repeat its samples.
+        criterion: ``criterion(outputs, targets)``; None for a model that gives its loss, or to do without.
+        micro_batches: sizes to measure, in samples. Sizes for which memory does not suffice are left out.
+        optimizer: "adam", "adamw", "sgd", or what makes a ``torch.optim.Optimizer`` of parameters.
+        precision: "fp32", or "fp16" and "bf16", for which a cast copy of the model is measured.
+        longest_run: most blocks that are timed together.
+        least_seconds: how long each micro-batch is measured at least; shorter is noisier.
+        blocks: name of the row of blocks, where a model has more than one.
+        tensor_parallel: how many ranks share each layer. Above 1, ``model`` is this rank's shard, whose layers
+            communicate: that is part of the times then.
+        group: those ranks.
+        name: of the model in the profile.
+        on_progress: called before each round.
+
+    Raises:
+        ValueError: the model has no blocks to be cut between, or an argument cannot be; before anything is measured.
+        RuntimeError: on every rank, if a rank failed; it names the rank and the error.
+    """
+    _check(model, micro_batches, optimizer, precision, tensor_parallel, group)
+    factory = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    if precision != "fp32":
+        model = copy.deepcopy(model).to(PRECISIONS[precision])
+        batch = tree_map(lambda part: _cast(part, PRECISIONS[precision]), batch)
+    layers = describe_layers(model, resized(batch, 1), blocks=blocks)
+    measure = _Measurement(model, layers, criterion, batch, factory, longest_run, least_seconds, group, on_progress)
+
+    def run() -> _Measured:
+        with untouched(model):
+            model.train()
+            return measure(sorted(set(micro_batches)), precision)
+
+    if not dist.is_initialized():
+        return _merge([run()], [[0]], layers, tensor_parallel, precision, name or type(model).__name__)
+    ranks = dist.get_process_group_ranks(group) if group is not None and tensor_parallel > 1 else [dist.get_rank()]
+    everyone = on_every_rank(lambda: (run(), ranks), "measuring layers")
+    groups = [list(each) for each in dict.fromkeys(tuple(ranks) for _, ranks in everyone)]
+    measured = [each for each, _ in everyone]
+    return _merge(measured, groups, layers, tensor_parallel, precision, name or type(model).__name__)
+
+
+@dataclass
+class _Measured:
+    """What one rank found; lists by layer, as in the profile."""
+
+    device: str
+    memory_bytes: int
+    forward: dict[int, list[float]] = field(default_factory=dict)
+    """By micro-batch."""
+    backward: dict[int, list[float]] = field(default_factory=dict)
+    runs: dict[int, dict[int, tuple[float, float]]] = field(default_factory=dict)
+    """By micro-batch and number of blocks: forward and backward."""
+    update: list[float] = field(default_factory=list)
+    activations: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    state_factor: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(map(sum, [*self.forward.values(), *self.backward.values()]))
+
+
+Part = tuple[str, int, int]
+"""("run", first block, blocks) or ("before" | "after", 0, 0)."""
+
+
+class _Measurement:
+    """Measures on one rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: LayerDescription,
+        criterion: Callable | None,
+        batch: Any,
+        factory: OptimizerFactory,
+        longest_run: int,
+        least_seconds: float,
+        group: dist.ProcessGroup | None,
+        on_progress: Callable[[LayerProgress], None] | None,
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._criterion = criterion
+        self._batch = batch
+        self._factory = factory
+        self._least_seconds = least_seconds
+        self._group = group
+        self._on_progress = on_progress
+        self._device = next(model.parameters()).device
+        count = len(layers.row.blocks)
+        self._kinds = _kinds_of_blocks(layers.row)
+        lengths = [2**power for power in range(count.bit_length()) if 2**power <= min(count, max(longest_run, 1))]
+        self._runs: list[Part] = [("run", 0, length) for length in lengths]
+        # One block of each kind by itself, where they are not all alike.
+        self._singles: dict[int, Part] = {kind: ("run", self._kinds.index(kind), 1) for kind in set(self._kinds)}
+        self._parts = list(dict.fromkeys([*self._runs, *self._singles.values()]))
+        self._loop = Duration(0.0, 0.0)
+
+    def __call__(self, sizes: Sequence[int], precision: str) -> _Measured:
+        result = _Measured(device_name(self._device), memory_limit(self._device).bytes)
+        times: dict[int, dict[Part, list[tuple[Duration, Duration]]]] = {}
+        for index, size in enumerate(sizes):
+            try:
+                times[size] = self._time(size, index, len(sizes))
+                result.activations, result.outputs = self._sizes(size)
+            except Exception as error:
+                if not is_out_of_memory(error) or not times:
+                    raise
+                times.pop(size, None)
+                recover(error)
+                break
+        update, state_factor = self._update(precision)
+        # All of it, so that the ratio of wall to CPU time is taken over as many periods of a quota as there are.
+        pace = self._loop.wall / self._loop.cpu if self._by_cpu_time else 1.0
+        result.update = [seconds * pace for seconds in update]
+        result.state_factor = state_factor
+        for size, parts in times.items():
+            seconds = {part: self._typical(durations, pace) for part, durations in parts.items()}
+            result.runs[size] = {count: seconds["run", 0, count] for _, _, count in self._runs}
+            result.forward[size], result.backward[size] = (
+                [seconds["before", 0, 0][way], *self._single_blocks(seconds, way), seconds["after", 0, 0][way]]
+                for way in (0, 1)
+            )
+        return result
+
+    # Times ------------------------------------------------------------------------------------------------
+
+    @property
+    def _by_cpu_time(self) -> bool:
+        return self._device.type == "cpu" and torch.get_num_threads() == 1 and self._group is None
+
+    def _time(self, size: int, index: int, sizes: int) -> dict[Part, list[tuple[Duration, Duration]]]:
+        """Durations of each part's forward and backward, of rounds in which every part runs once."""
+        passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
+        durations: dict[Part, list[tuple[Duration, Duration]]] = {}
+
+        def round_of_all() -> None:
+            before, after = passes.ends()
+            durations.setdefault(("before", 0, 0), []).append(before)
+            durations.setdefault(("after", 0, 0), []).append(after)
+            for part in self._parts:
+                durations.setdefault(part, []).append(passes.run(*part[1:]))
+
+        for _ in range(WARM_UP_ROUNDS):
+            round_of_all()
+        durations.clear()
+        begin = clock()
+        rounds = 0
+        while self._goes_on(rounds, (clock() - begin).wall):
+            if self._on_progress is not None:
+                self._on_progress(LayerProgress(size, index, sizes, rounds))
+            round_of_all()
+            rounds += 1
+        self._loop += clock() - begin
+        return durations
+
+    def _goes_on(self, rounds: int, seconds: float) -> bool:
+        more = rounds < (LEAST_ROUNDS if self._least_seconds > 0 else 1) or seconds < self._least_seconds
+        if self._group is None:
+            return more
+        # Layers that communicate need all ranks of their group to run equally many rounds.
+        flag = torch.tensor([float(more)], device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag.item())
+
+    def _typical(self, durations: Sequence[tuple[Duration, Duration]], pace: float) -> tuple[float, float]:
+        """Seconds of forward and backward; the module's docstring says why they are taken so."""
+        ways = list(zip(*durations, strict=True))
+        if self._by_cpu_time:
+            forward, backward = (pace * statistics.median(each.cpu for each in way) for way in ways)
+            return forward, backward
+        if self._device.type == "cpu":
+            wall = sum(each.wall for way in ways for each in way) / len(durations)
+            cpu = [sum(each.cpu for each in way) for way in ways]
+            share = cpu[0] / sum(cpu) if sum(cpu) > 0 else 0.5
+            return wall * share, wall * (1 - share)
+        forward, backward = (statistics.median(each.wall for each in way) for way in ways)
+        return forward, backward
+
+    def _single_blocks(self, seconds: dict[Part, tuple[float, float]], way: int) -> list[float]:
+        """Seconds of each block by itself, such that they add up to the runs as well as can be.
+
+        Blocks of one kind take equally long, and kinds differ as measured by themselves. That leaves one factor, for
+        which the squares of the runs' relative errors are least.
+        """
+        alone = [seconds[self._singles[kind]][way] for kind in self._kinds]
+        runs = [(sum(alone[:count]) / seconds["run", 0, count][way]) for _, _, count in self._runs]
+        factor = sum(runs) / sum(ratio * ratio for ratio in runs)
+        return [factor * each for each in alone]
+
+    # Update -----------------------------------------------------------------------------------------------
+
+    def _update(self, precision: str) -> tuple[list[float], float]:
+        """CPU (one thread) or wall seconds of the optimizer's step by layer, and bytes of state per parameter's byte.
+
+        Copies are updated, in the place of the model's own parameters: those of before, of the longest run, of after.
+        """
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        count = self._runs[-1][2]
+        groups = [
+            [named[name] for name in self._layers.before],
+            [parameter for block in self._layers.row.blocks[:count] for parameter in block.parameters()],
+            [named[name] for name in self._layers.after],
+        ]
+        seconds, held, of = [], 0, 0
+        for group in groups:
+            took, state, size = self._update_of([each for each in group if each.requires_grad], precision)
+            seconds.append(took)
+            held, of = held + state, of + size
+        sizes = [self._layers.parameter_bytes[index] for index in range(1, len(self._layers.parameter_bytes) - 1)]
+        per_byte = seconds[1] / max(sum(sizes[:count]), 1)
+        blocks = [per_byte * size for size in sizes]
+        return [seconds[0], *blocks, seconds[2]], held / of if of else 1.0
+
+    def _update_of(self, parameters: Sequence[Tensor], precision: str) -> tuple[float, int, int]:
+        """Seconds of a step; bytes of parameters, gradients and state; bytes of parameters."""
+        if not parameters:
+            return 0.0, 0, 0
+        size = sum(each.numel() * each.element_size() for each in parameters)
+        # With half precision the optimizer works on copies in single precision.
+        copies = [nn.Parameter(each.detach().float().clone()) for each in parameters]
+        for each in copies:
+            each.grad = torch.full_like(each, 1e-3)
+        optimizer = self._factory(copies)
+        durations = []
+        for step in range(WARM_UP_ROUNDS + (UPDATES if self._least_seconds > 0 else 1)):
+            begin = clock()
+            optimizer.step()
+            if step >= WARM_UP_ROUNDS:
+                durations.append(clock() - begin)
+        state = sum(
+            value.numel() * value.element_size()
+            for entry in optimizer.state.values()
+            for value in entry.values()
+            if isinstance(value, Tensor) and value.dim() > 0
+        )
+        masters = 0 if precision == "fp32" else sum(each.numel() * each.element_size() for each in copies)
+        took = statistics.median(each.cpu if self._by_cpu_time else each.wall for each in durations)
+        return took, 2 * size + masters + state, size
+
+    # Memory -----------------------------------------------------------------------------------------------
+
+    def _sizes(self, size: int) -> tuple[list[int], list[int]]:
+        """Bytes that a sample keeps for backward in each layer, and bytes that it hands on."""
+        passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
+        shared = [*self._model.parameters(), *self._model.buffers(), *passes.shared_tensors()]
+        by_kind: dict[int, int] = {}
+        for kind, (_, index, _) in self._singles.items():
+            with saved_bytes(shared) as saved:
+                hidden = passes.hidden.detach().clone().requires_grad_()
+                output = passes.forward(hidden, index, 1)
+                # The schedule holds what a stage got until its backward, whether or not the block needs it.
+                saved.add(hidden)
+                by_kind[kind] = saved.total
+            del output
+        with saved_bytes(shared) as before:
+            halves: list[int] = []
+            ends = passes.forward_ends(on_after=lambda: halves.append(before.total))
+            total = before.total
+        del ends
+        kept = [halves[0], *(by_kind[kind] for kind in self._kinds), total - halves[0]]
+        handed_on = passes.hidden.numel() * passes.hidden.element_size()
+        outputs = [handed_on] * (len(self._kinds) + 1) + [0]
+        return [math.ceil(each / size) for each in kept], [math.ceil(each / size) for each in outputs]
+
+
+def _kinds_of_blocks(row: BlockRow) -> list[int]:
+    """Which blocks are alike: a number for each, by class, and names, shapes and dtypes of parameters."""
+    seen: dict[Any, int] = {}
+    return [
+        seen.setdefault(
+            (type(block), tuple((name, each.shape, each.dtype) for name, each in block.named_parameters())), len(seen)
+        )
+        for block in row.blocks
+    ]
+
+
+def _merge(
+    measured: Sequence[_Measured],
+    groups: Sequence[Sequence[int]],
+    layers: LayerDescription,
+    tensor_parallel: int,
+    precision: str,
+    name: str,
+) -> MeasuredLayers:
+    """One kind for all groups of ranks that are alike; a group is as slow as its slowest rank."""
+    slowest = [max((measured[rank] for rank in group), key=lambda each: each.seconds) for group in groups]
+    common = sorted(set.intersection(*(set(each.forward) for each in slowest)))
+    kinds: list[list[int]] = []
+    for index, each in enumerate(slowest):
+        for kind in kinds:
+            first = slowest[kind[0]]
+            if first.device == each.device and _differ(first, each, common) <= ALIKE:
+                kind.append(index)
+                break
+        else:
+            kinds.append([index])
+    names = _names([slowest[kind[0]].device for kind in kinds])
+    times = [
+        _times([slowest[index] for index in kind], kind_name, tensor_parallel, size)
+        for kind, kind_name in zip(kinds, names, strict=True)
+        for size in sorted(slowest[kind[0]].forward)
+        if all(size in slowest[index].forward for index in kind)
+    ]
+    devices = [""] * len(measured)
+    for kind, kind_name in zip(kinds, names, strict=True):
+        for index in kind:
+            for rank in groups[index]:
+                devices[rank] = kind_name
+    first = measured[0]
+    profile = ModelProfile(
+        name=name,
+        precision=precision,
+        state_factor=first.state_factor,
+        source="measured",
+        rank_devices=tuple(devices),
+        times=tuple(times),
+        sizes=(
+            LayerSizes(
+                tensor_parallel=tensor_parallel,
+                parameter_bytes=layers.parameter_bytes,
+                activation_bytes=tuple(max(values) for values in zip(*(e.activations for e in measured), strict=True)),
+                output_bytes=tuple(first.outputs),
+            ),
+        ),
+    )
+    return MeasuredLayers(profile, tuple(devices), tuple(each.memory_bytes for each in measured))
+
+
+def _differ(one: _Measured, other: _Measured, sizes: Sequence[int]) -> float:
+    """By how much the slower takes longer, over all micro-batches that both have run."""
+    seconds = [sum(sum(each.forward[size]) + sum(each.backward[size]) for size in sizes) for each in (one, other)]
+    return max(seconds) / min(seconds) - 1
+
+
+def _times(measured: Sequence[_Measured], device: str, tensor_parallel: int, size: int) -> LayerTimes:
+    """The mean of ranks that are alike."""
+
+    def mean(values: Iterable[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(statistics.fmean(each) for each in zip(*values, strict=True))
+
+    runs = {count: mean(each.runs[size][count] for each in measured) for count in measured[0].runs[size]}
+    return LayerTimes(
+        device=device,
+        tensor_parallel=tensor_parallel,
+        micro_batch=size,
+        forward_seconds=mean(each.forward[size] for each in measured),
+        backward_seconds=mean(each.backward[size] for each in measured),
+        update_seconds=mean(each.update for each in measured),
+        block_runs=tuple(
+            BlockRun(blocks=count, forward_seconds=forward, backward_seconds=backward)
+            for count, (forward, backward) in runs.items()
+        ),
+    )
+
+
+def _names(devices: Sequence[str]) -> list[str]:
+    """A name for each kind: "cpu", "cpu-2" …"""
+    return [
+        device if index == 0 else f"{device}-{index + 1}"
+        for place, device in enumerate(devices)
+        for index in [list(devices[:place]).count(device)]
+    ]
+
+
+def _cast(part: Any, dtype: torch.dtype) -> Any:
+    return part.to(dtype) if isinstance(part, Tensor) and part.is_floating_point() else part
+
+
+def _check(
+    model: nn.Module,
+    micro_batches: Sequence[int],
+    optimizer: str | OptimizerFactory,
+    precision: str,
+    tensor_parallel: int,
+    group: dist.ProcessGroup | None,
+) -> None:
+    if not micro_batches or any(size < 1 for size in micro_batches):
+        raise ValueError(f"micro_batches={tuple(micro_batches)}; give sizes of at least 1 sample, e.g. (1, 2, 4, 8)")
+    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer={optimizer!r} is not known; valid: {', '.join(OPTIMIZERS)}, or a function")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is not known; valid: {', '.join(PRECISIONS)}")
+    if tensor_parallel < 1 or (tensor_parallel > 1) != (group is not None):
+        raise ValueError(
+            f"tensor_parallel={tensor_parallel} {'with' if group else 'without'} a group; give the ranks that share "
+            "the model's layers as group, or neither"
+        )
+    if group is not None and group.size() != tensor_parallel:
+        raise ValueError(f"tensor_parallel={tensor_parallel}, but the group has {group.size()} ranks")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model is on the meta device, which computes nothing; build it on the device to measure")

@@ -1,0 +1,238 @@
+"""Which of a model's modules are the blocks that a pipeline cuts between, and how large each layer is.
+
+Colossal-AI's policies cut a model inside one row of equal modules, and ``num_layers_per_stage`` counts these:
+``blocks`` of timm's vision transformers, ``transformer.h`` of GPT-2, ``model.layers`` of Llama and Qwen2,
+``encoder.layer`` of BERT. Here that row is found by its shape, not by the model's name: the ``ModuleList`` or
+``Sequential`` of modules of one class that holds most parameters.
+
+A model's *layers* are then: what runs before the first block (one layer), the blocks, what runs after the last.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+__all__ = ["BlockRow", "LayerDescription", "call_model", "describe_layers", "find_blocks"]
+
+RIVAL_SHARE = 0.25
+"""A second row with that share of the first one's parameters leaves it open which one is to be cut."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRow:
+    """The blocks of a model."""
+
+    name: str
+    """Of the list that holds them, e.g. "transformer.h"."""
+    blocks: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerDescription:
+    """A model's layers: one before the blocks, the blocks, one after; tuples ``[blocks + 2]``."""
+
+    row: BlockRow
+    parameters: tuple[int, ...]
+    """How many. Those that both ends use (tied embeddings) count at both, as both stages hold them."""
+    parameter_bytes: tuple[int, ...]
+    flops: tuple[int, ...] | None
+    """Floating-point operations of forward, for the batch that was given; backward takes about twice as many."""
+    before: tuple[str, ...]
+    """Names of the parameters before the first block."""
+    after: tuple[str, ...]
+    """Names of those after the last one."""
+
+
+def find_blocks(model: nn.Module, name: str | None = None) -> BlockRow:
+    """The row of blocks between which Colossal-AI's pipeline cuts ``model``.
+
+    Args:
+        model: of timm, transformers, or one built like these; it may be on the meta device.
+        name: of the list, where there is more than one (``model.get_submodule``).
+
+    Raises:
+        ValueError: there is no such row, or more than one that may be meant, as in an encoder with a decoder.
+    """
+    kind = type(model).__name__
+    rows = {each: modules for each, modules in model.named_modules() if _is_row(modules)}
+    if name is not None:
+        if name not in rows:
+            raise ValueError(f"{kind} has no row of blocks {name!r}; it has {', '.join(rows) or 'none'}")
+        return BlockRow(name, tuple(rows[name].children()))
+    # A row inside of a block is a part of it.
+    outer = [each for each in rows if not any(each.startswith(f"{other}.") for other in rows)]
+    sizes = {each: sum(parameter.numel() for parameter in rows[each].parameters()) for each in outer}
+    if not sizes:
+        raise ValueError(
+            f"{kind} has no ModuleList or Sequential of modules of one class, between which a pipeline could cut it"
+        )
+    largest = max(sizes, key=sizes.__getitem__)
+    rivals = [each for each in sizes if each != largest and sizes[each] >= RIVAL_SHARE * sizes[largest]]
+    if rivals:
+        raise ValueError(
+            f"{kind} has more than one row of blocks: {', '.join([largest, *rivals])}; only a model with one row, like "
+            "timm's vision transformers, GPT-2, Llama or BERT, can be cut by layers per stage, or name the row"
+        )
+    return BlockRow(largest, tuple(rows[largest].children()))
+
+
+def describe_layers(model: nn.Module, batch: Any = None, *, blocks: str | None = None) -> LayerDescription:
+    """Parameters and FLOP of each layer.
+
+    Args:
+        model: on any device; on the meta device too.
+        batch: what the model takes: a mapping (``model(**batch)``), a pair of inputs and targets, or the inputs. With
+            it FLOP are counted, and modules are told apart by when they run; without, by the order in which they are
+            registered. It runs on the meta device, which takes no time, or where that cannot be, as it is.
+        blocks: name of the row, where there is more than one.
+
+    Raises:
+        ValueError: as :func:`find_blocks`.
+    """
+    row = find_blocks(model, blocks)
+    ends, flops = (None, None) if batch is None else _trace(model, row, batch)
+    owned: dict[str, list[str]] = {"before": [], "after": []}
+    inside = {id(parameter) for block in row.blocks for parameter in block.parameters()}
+    passed = False
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        if module_name == row.name:
+            passed = True
+        for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
+            if id(parameter) in inside:
+                continue
+            place = None if ends is None else ends.get(id(module))
+            # Parameters of the model itself, such as a class token, are added to the input in all these models.
+            by_order = "after" if passed and list(module.children()) == [] else "before"
+            owned[place or by_order].append(name)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    groups = [
+        [parameters[name] for name in owned["before"]],
+        *(list(block.parameters()) for block in row.blocks),
+        [parameters[name] for name in owned["after"]],
+    ]
+    return LayerDescription(
+        row=row,
+        parameters=tuple(sum(each.numel() for each in group) for group in groups),
+        parameter_bytes=tuple(sum(each.numel() * each.element_size() for each in group) for group in groups),
+        flops=flops,
+        before=tuple(owned["before"]),
+        after=tuple(owned["after"]),
+    )
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """``model``'s outputs for a mapping, for the inputs of a pair (inputs, targets), or for inputs."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch[0] if isinstance(batch, tuple | list) else batch)
+
+
+def _is_row(module: nn.Module) -> bool:
+    """Whether these are modules of one class, each made of other modules and with parameters."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return False
+    parts = list(module.children())
+    return (
+        len({type(part) for part in parts}) == 1
+        and len(parts) == len(module)
+        and all(any(True for _ in part.children()) and any(True for _ in part.parameters()) for part in parts)
+        and not isinstance(parts[0], nn.ModuleList | nn.Sequential)
+    )
+
+
+def _trace(model: nn.Module, row: BlockRow, batch: Any) -> tuple[dict[int, str], tuple[int, ...]]:
+    """Run ``model`` once: which modules run before the first and after the last block, and FLOP per layer."""
+    try:
+        return _trace_on(_on_meta(model, batch), model, row)
+    except (RuntimeError, NotImplementedError) as error:
+        # Some models look at values, which the meta device has none of.
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError(
+                f"{type(model).__name__} does not run on the meta device ({' '.join(str(error).split())}); build it "
+                "with weights to count its FLOP, or leave the batch out"
+            ) from None
+    # Fused attention on a CPU is not counted.
+    with _quiet_modes(model), sdpa_kernel(SDPBackend.MATH):
+        return _trace_on(lambda: call_model(model, batch), model, row)
+
+
+def _trace_on(run: Callable[[], Any], model: nn.Module, row: BlockRow) -> tuple[dict[int, str], tuple[int, ...]]:
+    places: dict[int, str] = {}
+    done: list[int] = []
+    """FLOP so far when each block begins, and when the last one ends."""
+    left = False
+
+    def enter(module: nn.Module, _: Any) -> None:
+        done.append(counter.get_total_flops())
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        nonlocal left
+        left = True
+        done.append(counter.get_total_flops())
+
+    def see(module: nn.Module, _: Any) -> None:
+        places.setdefault(id(module), "after" if left else "before")
+
+    within = {id(module) for block in row.blocks for module in block.modules()}
+    hooks = [
+        module.register_forward_pre_hook(see)
+        for module in model.modules()
+        if id(module) not in within and not list(module.children())
+    ]
+    hooks += [block.register_forward_pre_hook(enter) for block in row.blocks]
+    hooks.append(row.blocks[-1].register_forward_hook(leave))
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), counter:
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(done) != len(row.blocks) + 1:
+        raise ValueError(
+            f"{type(model).__name__} does not run each module of {row.name} once, one after the other; a pipeline "
+            "cannot cut it by layers per stage"
+        )
+    bounds = [0, *done, counter.get_total_flops()]
+    return places, tuple(stop - start for start, stop in itertools.pairwise(bounds))
+
+
+def _on_meta(model: nn.Module, batch: Any) -> Callable[[], Any]:
+    """Run the model with meta tensors in the place of its own, which stay as they are."""
+    tensors = {name: tensor.to("meta") for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    inputs = tree_map(lambda part: part.to("meta") if isinstance(part, Tensor) else part, _as_plain(batch))
+    if isinstance(inputs, dict):
+        # Transformers ask whether anything is masked, a value; attention takes the same FLOP either way.
+        inputs.pop("attention_mask", None)
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else ((_first(inputs),), {})
+    return lambda: torch.func.functional_call(model, tensors, args, kwargs)
+
+
+def _as_plain(batch: Any) -> Any:
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def _first(batch: Any) -> Any:
+    return batch[0] if isinstance(batch, tuple | list) else batch
+
+
+@contextmanager
+def _quiet_modes(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, in which a pass changes no buffer and draws no random number."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

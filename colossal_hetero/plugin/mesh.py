@@ -1,0 +1,121 @@
+"""A mesh of process groups in which any rank may take any place.
+
+Colossal-AI's mesh puts rank r at position r of the mesh, the last axis running fastest. A plan says otherwise: which
+rank is which stage of which replica. Here the mesh's positions stay what they are, and each is given a rank.
+
+Within a group ranks keep the order of their positions, so that a rank's number in its group is its coordinate. Much
+of Colossal-AI relies on it: samplers take the number in the data-parallel group for the replica's, checkpoints are
+written by number 0, and tensor-parallel layers take the part that their number says, whose gradients are summed with
+those at the same coordinate.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from colossalai.booster.plugin import hybrid_parallel_plugin
+from colossalai.cluster import ProcessGroupMesh
+from torch.distributed import distributed_c10d
+
+__all__ = ["PlannedMesh", "planned_meshes"]
+
+
+class PlannedMesh(ProcessGroupMesh):
+    """``ProcessGroupMesh`` with a given rank at each position.
+
+    Args:
+        size: of each axis.
+        ranks: the rank at each position, positions counted as ``numpy.ravel_multi_index`` does.
+
+    Raises:
+        ValueError: ``ranks`` is no permutation of all ranks.
+    """
+
+    def __init__(self, *size: int, ranks: Sequence[int]) -> None:
+        super().__init__(*size)
+        world = dist.get_world_size()
+        if sorted(ranks) != list(range(world)):
+            raise ValueError(f"ranks={list(ranks)} must hold each of the {world} ranks 0 to {world - 1} once")
+        self._ranks = tuple(int(rank) for rank in ranks)
+        # What the parent takes for ranks are positions from here on.
+        self._rank = self._ranks.index(dist.get_rank())
+        self._coord = ProcessGroupMesh.unravel(self._rank, self._shape)
+
+    @property
+    def rank(self) -> int:
+        """Of this process, in the whole world."""
+        return self._ranks[self._rank]
+
+    def unravel(self, rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The coordinate of ``rank``."""
+        return ProcessGroupMesh.unravel(self._ranks.index(rank), shape)
+
+    def ravel(self, coord: tuple[int, ...], shape: tuple[int, ...], mode: str = "raise") -> int:
+        """The rank at ``coord``; ``mode`` as the parent's."""
+        return self._ranks[ProcessGroupMesh.ravel(coord, shape, mode)]
+
+    def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
+        """The ranks of ``group``, in the order of their coordinates."""
+        return [self._ranks[position] for position in super().get_ranks_in_group(group)]
+
+    def _get_group(self, ranks_in_group: Iterable[int], backend: str | None = None) -> dist.ProcessGroup:
+        """The group of these positions (the parent's ``ravel`` has named them), made where there is none yet."""
+        positions = tuple(sorted(ranks_in_group))
+        if positions not in self._ranks_to_group:
+            group = ordered_group([self._ranks[position] for position in positions], backend)
+            self._ranks_to_group[positions] = group
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                self._group_to_ranks[group] = positions
+        return self._ranks_to_group[positions]
+
+
+def ordered_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """``torch.distributed.new_group`` whose members are numbered in the order of ``ranks``.
+
+    Raises:
+        RuntimeError: this version of torch cannot be brought to it.
+    """
+    can_keep = "sort_ranks" in inspect.signature(dist.new_group).parameters
+    with nullcontext() if can_keep else _order_kept():
+        group = dist.new_group(list(ranks), backend=backend, **({"sort_ranks": False} if can_keep else {}))
+    if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_process_group_ranks(group) != list(ranks):
+        raise RuntimeError(f"torch {torch.__version__} does not keep the order of ranks {list(ranks)} in a group")
+    return group
+
+
+@contextmanager
+def _order_kept() -> Iterator[None]:
+    """Let ``new_group`` take ranks as they come: older versions of torch sort them and have no argument against it.
+
+    The module calls the built-in ``sorted``; a name of its own hides that from it.
+    """
+    distributed_c10d.sorted = list  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del distributed_c10d.sorted  # type: ignore[attr-defined]
+
+
+@contextmanager
+def planned_meshes(rank_order: Sequence[Sequence[Sequence[int]]], dp_outside: bool) -> Iterator[None]:
+    """Let the hybrid-parallel plugins that are built inside have a :class:`PlannedMesh`.
+
+    Args:
+        rank_order: ranks by replica, stage and place in the tensor-parallel group.
+        dp_outside: the plugin's argument: whether the mesh's axes begin with replica and stage, or stage and replica.
+    """
+    order = np.asarray(rank_order)
+    ranks = order if dp_outside else order.swapaxes(0, 1)
+    own: Any = hybrid_parallel_plugin.ProcessGroupMesh
+    hybrid_parallel_plugin.ProcessGroupMesh = partial(PlannedMesh, ranks=ranks.ravel().tolist())
+    try:
+        yield
+    finally:
+        hybrid_parallel_plugin.ProcessGroupMesh = own
