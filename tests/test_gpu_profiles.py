@@ -197,7 +197,7 @@ def _lawful(name: str, parameters: int, activations: int, factors: dict[str, flo
                     micro_batch=batch,
                     forward_seconds=layers,
                     backward_seconds=layers,
-                    update_seconds=update,
+                    update_seconds=step,
                 )
             )
     return ModelProfile(name=name, times=tuple(times), sizes=(sizes,))
