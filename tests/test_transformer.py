@@ -91,10 +91,10 @@ def test_where_the_tables_do_not_agree_with_themselves() -> None:
 
 
 def test_equations_as_printed() -> None:
-    for l, h, v, s in itertools.product((1, 12, 96), (64, 768), (1000, 51200), (128, 2048)):
-        model = Transformer(layers=l, hidden=h, vocabulary=v, sequence=s, heads=4)
-        parameters = 12 * l * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * l * h))
-        flop = 96 * 7 * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
+    for layers, h, v, s in itertools.product((1, 12, 96), (64, 768), (1000, 51200), (128, 2048)):
+        model = Transformer(layers=layers, hidden=h, vocabulary=v, sequence=s, heads=4)
+        parameters = 12 * layers * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * layers * h))
+        flop = 96 * 7 * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
         assert math.isclose(model.parameters, parameters, rel_tol=1e-12)
         assert math.isclose(model.flop_per_iteration(7), flop, rel_tol=1e-12)
 
@@ -158,7 +158,7 @@ def test_arguments_that_cannot_be() -> None:
         SMALL.samples_per_second(100, 0)
     with pytest.raises(ValueError, match="does not divide heads=32"):
         SMALL.block_activation_bytes(3)
-    with pytest.raises(ValueError, match="'some'.*none, selective, full"):
+    with pytest.raises(ValueError, match=r"'some'.*none, selective, full"):
         SMALL.block_activation_bytes(recompute="some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="micro_batch=0"):
         SMALL.costs(1e12, 0)

@@ -186,8 +186,8 @@ class LayerPasses:
                 result = _hidden_of(output)
                 if result.shape != hidden.shape:
                     raise ValueError(
-                        f"{row}.{index} makes {tuple(result.shape)} of {tuple(hidden.shape)}; only blocks that keep the "
-                        "shape of the hidden state can be timed in any number"
+                        f"{row}.{index} makes {tuple(result.shape)} of {tuple(hidden.shape)}; only blocks that keep "
+                        "the shape of the hidden state can be timed in any number"
                     )
                 if index == 0:
                     self._first = hidden.detach().clone()

@@ -126,7 +126,7 @@ class NodeFields(_Part):
     def _different(cls, nics: tuple[_Network, ...]) -> tuple[_Network, ...]:
         twice = _twice(nic.kind for nic in nics)
         if twice is not None:
-            raise ValueError(f"{twice} is there twice; give the bandwidth of all NICs of a kind together")
+            raise ValueError(f"{twice} is there twice; give each kind of NIC once")
         return nics
 
     def names(self, cluster: str) -> list[str]:

@@ -10,12 +10,9 @@ import itertools
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .files import errors_in_words, read_json, write_json
-from .pipeline import LayerCosts, Pipeline, Slot, Split
-from .topology import Channel
 
 __all__ = ["SCHEMA", "Plan", "Replica", "StagePlan", "load_plan", "save_plan"]
 
@@ -102,27 +99,6 @@ class Replica(_Part):
             for stage in self.stages
         )
         return tuple(min(max(1.0 - each / total, 0.0), 1.0) if total > 0 else 0.0 for each in busy)
-
-    def as_pipeline(self) -> tuple[Pipeline, Split]:
-        """For the cost model: every stage one block in a slot of its own."""
-        count = len(self.stages)
-        hops = (*self.hop_seconds, 0.0)
-        slots = []
-        for index, stage in enumerate(self.stages):
-            own = np.zeros(count)
-            own[index] = 1.0
-            costs = LayerCosts(
-                forward_seconds=own * stage.forward_seconds,
-                backward_seconds=own * stage.backward_seconds,
-                update_seconds=own * stage.update_seconds,
-                state_bytes=own * stage.memory_bytes,
-                gradient_bytes=np.zeros(count),
-                activation_bytes=np.zeros(count),
-                output_bytes=own * hops[index],  # at 1 byte per second
-            )
-            slots.append(Slot(stage.node, costs, stage.memory_available_bytes, stage.ranks))
-        channels = ((Channel("planned", 1.0),) * count,) * count
-        return Pipeline(tuple(slots), channels, self.micro_batches), Split(tuple(range(count)), tuple(range(count + 1)))
 
 
 class Plan(_Part):

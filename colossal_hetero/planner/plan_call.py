@@ -13,6 +13,9 @@ from .readable import count
 
 __all__ = ["colossal_order", "launch_lines", "training_call"]
 
+MOST_NUMBERS = 12
+"""Numbers that are written one by one; longer rows are written in runs."""
+
 
 def training_call(plan: Plan, path: str = "plan.json") -> str:
     """The commands that launch the plan and the Python that makes its plugin: ours, and Colossal-AI's own where that
@@ -21,8 +24,9 @@ def training_call(plan: Plan, path: str = "plan.json") -> str:
     Args:
         path: of the plan's file.
     """
-    if not plan.symmetric:
-        return _not_yet(plan, path)
+    problem = _why_not(plan)
+    if problem:
+        return "\n".join([*problem, f"# It can be simulated: colossal-hetero simulate {path}"])
     (micro_batches,) = {replica.micro_batches for replica in plan.replicas}
     samples = micro_batches * plan.micro_batch
     stages = len(plan.layers_per_stage)
@@ -51,7 +55,7 @@ def _colossal_call(plan: Plan, stages: int) -> list[str]:
         ]
     arguments = [f"tp_size={plan.tensor_parallel}", f"pp_size={stages}"]
     if stages > 1:
-        arguments.append(f"num_layers_per_stage=[{', '.join(map(str, plan.layers_per_stage))}]")
+        arguments.append(f"num_layers_per_stage={_python_list(plan.layers_per_stage)}")
         arguments.append(f"microbatch_size={plan.micro_batch}")
     if order == "stages outside":
         arguments.append("dp_outside=False")
@@ -101,10 +105,10 @@ def launch_lines(plan: Plan) -> list[str]:
     first = nodes[0][0]
     lines = []
     if used != list(range(len(used))):
-        lines += [
-            f"# of the cluster's devices start only {spans(used)} (CUDA_VISIBLE_DEVICES); as launched they are ranks "
-            f"0-{len(used) - 1}"
-        ]
+        lines.append(
+            f"# of the cluster's devices only {spans(used)} are used: let these alone be visible "
+            f"(CUDA_VISIBLE_DEVICES); they are launched as ranks 0-{len(used) - 1}"
+        )
     if len(nodes) == 1:
         return [*lines, f"torchrun --nproc-per-node {nodes[0][1]} train.py"]
     for ranks, group in itertools.groupby(enumerate(nodes), key=lambda each: each[1][1]):
@@ -123,22 +127,52 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, …, {names[-1]}"
 
 
-def _not_yet(plan: Plan, path: str) -> str:
-    kinds: dict[tuple[tuple[int, ...], int], int] = {}
-    for number, replica in enumerate(plan.replicas):
-        layers = tuple(b - a for a, b in (stage.blocks for stage in replica.stages))
-        kinds.setdefault((layers, replica.micro_batches), number)
-    shown = [
-        f"replica {number} has {' + '.join(map(str, layers))} layers and {count(micro_batches, 'micro-batch')}"
-        for (layers, micro_batches), number in list(kinds.items())[:3]
-    ]
-    more = f", and {len(kinds) - 3} more kinds" if len(kinds) > 3 else ""
-    return "\n".join(
-        [
+def _why_not(plan: Plan) -> list[str]:
+    """Why the plan cannot be run, and what can be done; nothing if it can."""
+    if not plan.symmetric:
+        kinds: dict[tuple[tuple[int, ...], int], int] = {}
+        for number, replica in enumerate(plan.replicas):
+            layers = tuple(b - a for a, b in (stage.blocks for stage in replica.stages))
+            kinds.setdefault((layers, replica.micro_batches), number)
+        shown = [
+            f"replica {number} has {' + '.join(_runs(layers))} layers and {count(micro_batches, 'micro-batch')}"
+            for (layers, micro_batches), number in list(kinds.items())[:3]
+        ]
+        more = f", and {len(kinds) - 3} more kinds" if len(kinds) > 3 else ""
+        return [
             "# It cannot be run yet: its replicas are not alike, and Colossal-AI's process mesh gives all of them the "
             "same stages.",
             f"# {'; '.join(shown)}{more}.",
-            f"# `colossal-hetero plan --symmetric` makes plans that run; `colossal-hetero simulate {path}` simulates "
-            "this one.",
+            "# With --symmetric only plans are made that run.",
         ]
-    )
+    stages, micro_batches = len(plan.layers_per_stage), plan.replicas[0].micro_batches
+    if stages > 1 and micro_batches < stages:
+        return [
+            f"# It cannot be run: it has {count(micro_batches, 'micro-batch')} for {stages} stages, and Colossal-AI's "
+            "1F1B schedule needs at least one per stage.",
+            "# Plan with smaller micro-batches or a larger global batch.",
+        ]
+    return []
+
+
+def _runs(numbers: Sequence[int]) -> list[str]:
+    """Few numbers one by one, many by how often they follow each other: "2", "4 × 3"."""
+    if len(numbers) <= MOST_NUMBERS:
+        return [str(number) for number in numbers]
+    runs = [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
+    return [f"{times} × {number}" if times > 1 else str(number) for number, times in runs]
+
+
+def _python_list(numbers: Sequence[int]) -> str:
+    """As one writes it: ``[9, 9, 6]``, of many numbers ``[2] * 31 + [1]``."""
+    if len(numbers) <= MOST_NUMBERS:
+        return f"[{', '.join(map(str, numbers))}]"
+    parts = []
+    for repeated, run in itertools.groupby(
+        ((number, len(list(run))) for number, run in itertools.groupby(numbers)), key=lambda each: each[1] > 1
+    ):
+        if repeated:
+            parts += [f"[{number}] * {times}" for number, times in run]
+        else:
+            parts.append(f"[{', '.join(str(number) for number, _ in run)}]")
+    return " + ".join(parts)

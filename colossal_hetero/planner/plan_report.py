@@ -18,12 +18,22 @@ from .plan import Plan, Replica, StagePlan
 from .plan_call import training_call
 from .readable import aligned, byte_unit, count, times
 
-__all__ = ["ReplicaGroup", "Row", "layout", "one_line", "render", "replica_groups", "rows", "training_call"]
+__all__ = [
+    "ReplicaGroup",
+    "Row",
+    "layout",
+    "one_line",
+    "render",
+    "replica_groups",
+    "rows",
+    "short_ranks",
+    "training_call",
+]
 
 MOST_PARTS = 8
 """Parts of a pipeline that a one-line layout has, at the most."""
 
-MOST_ROWS = 32
+MOST_ROWS = 16
 """Stages that a table has before alike ones share a row."""
 
 
@@ -204,15 +214,17 @@ def _stages(plan: Plan) -> Table:
     size, unit = byte_unit(max(line.available_bytes for line in lines))
     many = len(plan.replicas) > 1
     unequal = len({replica.micro_batches for replica in plan.replicas}) > 1
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     if many:
-        table.add_column("replica", overflow="fold")
+        table.add_column("\nreplica", overflow="fold", min_width=7)
     if unequal:
         table.add_column("micro-\nbatches", justify="right", no_wrap=True)
-    for name in ("stage", "device", "node", "ranks"):
-        table.add_column(name, overflow="fold")
+    table.add_column("\nstage", no_wrap=True)
+    table.add_column("\ndevice", overflow="fold", min_width=min(max(len(_kind(line)) for line in lines), 18))
+    table.add_column("\nnode", overflow="fold", min_width=4)
+    table.add_column("\nranks", overflow="fold", min_width=5)
     # As texts: what is in brackets would be taken for markup in a string.
-    for name in ("layers\n[a, b)", f"memory\n[{unit}]", f"fwd + bwd\n[{second}]", f"transfer\n[{second}]", "bubble\n"):
+    for name in ("layers\n[a, b)", f"memory\n[{unit}]", f"fwd+bwd\n[{second}]", f"transfer\n[{second}]", "\nbubble"):
         table.add_column(Text(name), justify="right", no_wrap=True)
     for index, line in enumerate(lines):
         same = index > 0 and lines[index - 1].replicas == line.replicas
@@ -223,12 +235,11 @@ def _stages(plan: Plan) -> Table:
             cells.append("" if same else _replicas(line.replicas))
         if unequal:
             cells.append("" if same else str(line.micro_batches))
-        stages = len(line.stages)
         cells += [
             spans(line.stages),
-            f"{stages} × {line.device}" if stages > 1 else line.device,
+            _kind(line),
             _nodes(line.nodes),
-            spans(line.ranks),
+            short_ranks(line.ranks),
             f"[{line.blocks[0]}, {line.blocks[1]})",
             f"{_range([each / size for each in line.memory_bytes])} of {line.available_bytes / size:.1f}",
             compute[index],
@@ -239,12 +250,23 @@ def _stages(plan: Plan) -> Table:
     return table
 
 
+def _kind(row: Row) -> str:
+    return f"{len(row.stages)} × {row.device}" if len(row.stages) > 1 else row.device
+
+
 def _replicas(numbers: Sequence[int]) -> str:
-    return f"{spans(numbers, 3)} (× {len(numbers)})" if len(numbers) > 1 else str(numbers[0])
+    return f"{spans(numbers, 3)} (×{len(numbers)})" if len(numbers) > 1 else str(numbers[0])
 
 
 def _nodes(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 3 else f"{names[0]}, …, {names[-1]} ({len(names)})"
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} … ({len(names)})"
+
+
+def short_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks in few characters: "0-3", "0-3, 8-11", of more stretches "0-3 … 59 (16)"."""
+    text = spans(ranks)
+    parts = text.split(", ")
+    return text if len(parts) <= 2 else f"{parts[0]} … {ranks[-1]} ({len(ranks)})"
 
 
 def _range(values: Sequence[float]) -> str:
@@ -288,10 +310,10 @@ def _runners_up(candidates: Sequence[Ranked]) -> Table:
     best = plans[0].iteration_seconds
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
-    table.add_column("layout", overflow="fold", ratio=3)
+    table.add_column("\nlayout", overflow="fold", ratio=3)
     table.add_column(Text(f"iteration\n[{unit}]"), justify="right", no_wrap=True)
-    table.add_column("× best\n", justify="right", no_wrap=True)
-    table.add_column("why not", overflow="fold", ratio=2)
+    table.add_column("\n× best", justify="right", no_wrap=True)
+    table.add_column("\nreason", overflow="fold", ratio=2)
     for index, each in enumerate(candidates):
         # Differences that the digits do not show are told as such.
         ratio = each.plan.iteration_seconds / best
@@ -301,7 +323,7 @@ def _runners_up(candidates: Sequence[Ranked]) -> Table:
             Text(layout(each.plan)),
             seconds[index],
             shown,
-            Text(each.reason if index else "the best"),
+            Text(each.reason),
             style="bold" if index == 0 else None,
         )
     return table

@@ -10,8 +10,9 @@ __all__ = ["aligned", "byte_unit", "count", "times"]
 
 
 def count(number: int, noun: str) -> str:
-    """E.g. "1 rank", "1,024 ranks"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """E.g. "1 rank", "1,024 ranks", "2 batches"."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def aligned(values: Sequence[float]) -> list[str]:

@@ -148,6 +148,8 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
             planned.check_loader(self.plan, getattr(dataloader, "batch_size", None))
         given_policy = self.custom_policy
         if not isinstance(model, ModelWrapper):
+            if self.plan is not None and self.stage_manager is None:
+                planned.check_blocks(model, self.plan)
             self.custom_policy = hetero_policy(given_policy or model)
         try:
             with unequal_chunks():

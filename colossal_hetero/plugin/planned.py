@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 from colossalai.booster.plugin import HybridParallelPlugin
 from rich.console import Console
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..pipeline_parallel.config import PlanConfig
+from ..pipeline_parallel.model_layers import find_blocks
+from ..planner.as_profiled import as_profiled
 from ..planner.batch_profile import spans
 from ..planner.cluster_file import load_cluster
 from ..planner.layer_profile import ModelProfile, load_model_profile
@@ -22,6 +25,9 @@ from ..planner.topology import Topology
 
 __all__ = ["agree_on_plan", "arguments_of", "check_loader", "check_num_layers", "runnable", "sized_batches"]
 
+
+MOST_CANDIDATES = 64
+"""Plans among which one is looked for that can be run: the best may leave devices idle."""
 
 # Which plan ------------------------------------------------------------------------------------------------------
 
@@ -89,21 +95,22 @@ def _make(planning: PlanConfig, profile: ModelProfile | None) -> Plan:
             "device, in the order of the cluster file, or describe the devices that are in use"
         )
     candidates = make_plans(
-        topology,
+        as_profiled(topology, profile),
         profile,
         global_batch=global_batch,
         micro_batches=planning.micro_batch_sizes,
         method=planning.method,
         symmetric=True,
+        keep=MOST_CANDIDATES,
     )
-    problems = []
+    problem = "there is none"
     for candidate in candidates:
-        problem = _why_not(candidate.plan, world)
-        if problem is None:
-            Console(stderr=True).print(one_line(candidate.plan), soft_wrap=True, highlight=False)
+        found = _why_not(candidate.plan, world)
+        if found is None:
+            Console(stderr=True).print(one_line(candidate.plan), soft_wrap=True, highlight=False, markup=False)
             return candidate.plan
-        problems.append(problem)
-    raise ValueError(f"no plan for these {world} devices can be run: {problems[0] if problems else 'none was found'}")
+        problem = found
+    raise ValueError(f"none of the {len(candidates)} best plans can be run on these {world} ranks, e.g.: {problem}")
 
 
 # Whether it can be run -------------------------------------------------------------------------------------------
@@ -240,6 +247,16 @@ def other_model(plan: Plan, num_layers: int) -> str:
         f"the plan divides {plan.blocks} blocks of {plan.model} into {list(plan.layers_per_stage)}, but the model has "
         f"{num_layers} blocks; plan with a profile of this model"
     )
+
+
+def check_blocks(model: nn.Module, plan: Plan) -> None:
+    """Raise ``ValueError`` if ``model`` has another number of blocks than ``plan``, where they can be told."""
+    try:
+        num_layers = len(find_blocks(model).blocks)
+    except ValueError:
+        return
+    if num_layers != plan.blocks:
+        raise ValueError(other_model(plan, num_layers))
 
 
 def check_loader(plan: Plan, batch_size: int | None) -> None:
