@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .pipeline import Pipeline, PipelineCost, Split, evaluate
+from .pipeline import Pipeline, Split, evaluate
 from .slot_order import Depth, Orders, all_orders, one_order
 
 __all__ = ["best_split", "exact"]
@@ -99,7 +99,7 @@ class _Table:
         return np.array(low)[self.kinds]
 
     def times(self, least: float, most: float) -> _Floats:
-        """What a stage can take, from ``least`` to ``most``, ascending; of such that agree but for rounding, the most."""
+        """What a stage can take, from ``least`` to ``most``, ascending; of those equal but for rounding, the most."""
         rows = [
             (ends - begins[:, None])[np.triu_indices(len(ends), 1)]
             for begins, ends in zip(self.begins, self.ends, strict=True)
@@ -265,6 +265,19 @@ class _Box(NamedTuple):
     least: float
 
 
+class _Solved(NamedTuple):
+    """What the table gave under two bounds."""
+
+    longest: float
+    longest_update: float
+    split: Split | None = None
+    least: float = np.inf
+    time: float = np.inf
+    """Longest stage of the split, a little less for rounding."""
+    update: float = np.inf
+    """Same of the updates."""
+
+
 class _Search:
     """Best first over boxes of (τ, υ), from a split that is found by raising τ from its lower bound."""
 
@@ -279,6 +292,7 @@ class _Search:
         self.updates = np.array([0.0])
         self.boxes: list[tuple[float, int, _Box]] = []
         self.number = itertools.count()
+        self.known: list[_Solved] = []
 
     def run(self) -> None:
         """Search; ``best`` stays None if nothing fits."""
@@ -290,7 +304,7 @@ class _Search:
             above = below
         if self.best is None:
             return
-        # What the rest may take even if the sum and the longest update, or the longest stage, are as low as they can be.
+        # What is left of the best so far for the longest stage or the longest update, if all else is least.
         rest = self.best_seconds - self.relaxed.least_sum(np.inf)
         self.updates = self.table.updates(self.relaxed.longest_update, rest - self.weight * above)
         if self.weight:
@@ -304,14 +318,25 @@ class _Search:
                 break
             self._search(box)
 
-    def _try(self, longest: float, longest_update: float) -> tuple[float, PipelineCost] | None:
+    def _try(self, longest: float, longest_update: float) -> _Solved | None:
+        """Solve with these bounds, unless looser ones are known to allow nothing, or what these allow as well."""
+        for known in self.known:
+            if longest <= known.longest and longest_update <= known.longest_update:
+                if known.split is None:
+                    return None
+                if known.time <= longest and known.update <= longest_update:
+                    return known
         found = self.table.solve(longest, longest_update)
         if found is None:
+            self.known.append(_Solved(longest, longest_update))
             return None
-        cost = evaluate(self.pipeline, found[1])
+        least, split = found
+        cost = evaluate(self.pipeline, split)
         if cost.seconds < self.best_seconds:
-            self.best, self.best_seconds = found[1], cost.seconds
-        return found[0], cost
+            self.best, self.best_seconds = split, cost.seconds
+        time, update = max(cost.stage_seconds) * (1 - SAME), max(cost.update_seconds) * (1 - SAME)
+        self.known.append(_Solved(longest, longest_update, split, least, time, update))
+        return self.known[-1]
 
     def _search(self, box: _Box) -> None:
         """Halve a box along its dearer side, and solve with the upper bounds of the lower half."""
@@ -335,12 +360,12 @@ class _Search:
         found = self._try(self.times[box.last], self.updates[box.last_update])
         if found is None:
             return
-        least, cost = found
         # A split that is neither shorter in its longest stage nor in its longest update is not better.
-        time = int(np.searchsorted(self.times, max(cost.stage_seconds) * (1 - SAME), side="left"))
-        update = int(np.searchsorted(self.updates, max(cost.update_seconds) * (1 - SAME), side="left"))
-        self._keep(box._replace(last=min(box.last, time - 1), least=least))
-        self._keep(box._replace(first=max(box.first, time), last_update=min(box.last_update, update - 1), least=least))
+        time = int(np.searchsorted(self.times, found.time, side="left"))
+        update = int(np.searchsorted(self.updates, found.update, side="left"))
+        below = min(box.last_update, update - 1)
+        self._keep(box._replace(last=min(box.last, time - 1), least=found.least))
+        self._keep(box._replace(first=max(box.first, time), last_update=below, least=found.least))
 
     def _keep(self, box: _Box) -> None:
         if box.first > box.last or box.first_update > box.last_update:
