@@ -104,14 +104,16 @@ def _make(planning: PlanConfig, profile: ModelProfile | None) -> Plan:
         symmetric=True,
         keep=MOST_CANDIDATES,
     )
-    problem = "there is none"
+    problems = []
     for candidate in candidates:
-        found = _why_not(candidate.plan, world)
-        if found is None:
+        problem = _why_not(candidate.plan, world)
+        if problem is None:
             Console(stderr=True).print(one_line(candidate.plan), soft_wrap=True, highlight=False, markup=False)
             return candidate.plan
-        problem = found
-    raise ValueError(f"none of the {len(candidates)} best plans can be run on these {world} ranks, e.g.: {problem}")
+        problems.append(problem)
+    raise ValueError(
+        f"none of the {len(problems)} best plans can be run on these {world} ranks; as to the best: {problems[0]}"
+    )
 
 
 # Whether it can be run -------------------------------------------------------------------------------------------
@@ -289,9 +291,9 @@ def sizes_kept(schedule: object) -> Iterator[None]:
     It takes the number of micro-batches of what it evaluates for that of training, and asserts that all batches are as
     large as the last one.
     """
-    names = ("num_microbatches", "microbatch_size", "batch_size", "last_batch_size", "enable_metadata_cache")
-    names += ("send_tensor_metadata", "send_grad_metadata", "tensor_metadata_recv", "grad_metadata_recv")
-    before = {name: getattr(schedule, name) for name in names}
+    sizes = ("num_microbatches", "microbatch_size", "batch_size", "last_batch_size")
+    shapes = ("send_tensor_metadata", "send_grad_metadata", "tensor_metadata_recv", "grad_metadata_recv")
+    before = {name: getattr(schedule, name) for name in (*sizes, "enable_metadata_cache", *shapes)}
     try:
         yield
     finally:
