@@ -50,8 +50,8 @@ def _colossal_call(plan: Plan, stages: int) -> list[str]:
         place, wanted, given = _first_difference(plan)
         return [
             "# Colossal-AI's own HybridParallelPlugin cannot run it: it takes the ranks as they are launched, which "
-            f"makes {place} ranks {spans(given)};",
-            f"# the plan has ranks {spans(wanted)} there",
+            f"makes {place} {_ranks(given)};",
+            f"# the plan has {_ranks(wanted)} there",
         ]
     arguments = [f"tp_size={plan.tensor_parallel}", f"pp_size={stages}"]
     if stages > 1:
@@ -121,6 +121,10 @@ def launch_lines(plan: Plan) -> list[str]:
             f"train.py  # {where}"
         )
     return lines
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(sorted(ranks))}"
 
 
 def _names(names: Sequence[str]) -> str:

@@ -198,10 +198,14 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
         """See ``PipelinePluginBase.execute_pipeline``; called by ``Booster.execute_pipeline``."""
-        if self.plan is not None and torch.is_grad_enabled():
-            data_iter = planned.sized_batches(data_iter, self.plan)
-        result = super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
-        if self._watch is not None and torch.is_grad_enabled():
+        if self.plan is None:
+            return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            with planned.sizes_kept(self.scheduler):
+                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+        batches = planned.sized_batches(data_iter, self.plan)
+        result = super().execute_pipeline(batches, model, criterion, *args, **kwargs)
+        if self._watch is not None:
             self._watch.tick()
         return result
 

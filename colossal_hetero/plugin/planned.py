@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -279,6 +280,23 @@ def wrong_batch(plan: Plan, batch_size: int) -> str:
         f"{plan.replicas[0].micro_batches} micro-batches of {plan.micro_batch}; use "
         f"batch_size={' or '.join(map(str, valid_batches(plan)))} (and drop_last=True)"
     )
+
+
+@contextmanager
+def sizes_kept(schedule: object) -> Iterator[None]:
+    """Let a 1F1B schedule evaluate batches of another size, and train on as before.
+
+    It takes the number of micro-batches of what it evaluates for that of training, and asserts that all batches are as
+    large as the last one.
+    """
+    names = ("num_microbatches", "microbatch_size", "batch_size", "last_batch_size", "enable_metadata_cache")
+    names += ("send_tensor_metadata", "send_grad_metadata", "tensor_metadata_recv", "grad_metadata_recv")
+    before = {name: getattr(schedule, name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(schedule, name, value)
 
 
 def sized_batches(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:

@@ -186,13 +186,14 @@ def start_ranks(count: int, module: str, arguments: Sequence[str]) -> None:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    while any(process.poll() is None for process in ranks):
-        if any(process.returncode not in (None, 0) for process in ranks):
+    while True:
+        states = [process.poll() for process in ranks]
+        if all(state == 0 for state in states):
+            return
+        if any(states):
             break
         time.sleep(0.05)
-    failed = [rank for rank, process in enumerate(ranks) if process.returncode not in (None, 0)]
-    if not failed:
-        return
+    failed = [rank for rank, state in enumerate(states) if state]
     # One that the system ended explains what the others say.
     rank = min(failed, key=lambda rank: (ranks[rank].returncode > 0, rank))
     status = ranks[rank].returncode
