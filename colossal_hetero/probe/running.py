@@ -77,7 +77,7 @@ def _probe(
 
     from ..data_parallel.together import on_every_rank
     from ..planner.cluster_file import save_cluster
-    from .facts import make_topology, pairs_to_measure
+    from .facts import check_patterns, make_topology, pairs_to_measure
     from .links import measure_links
     from .machine import this_rank
 
@@ -103,6 +103,12 @@ def _probe(
         dist.barrier()
         say(f"measuring {dist.get_world_size()} devices")
         facts = on_every_rank(lambda: this_rank(device), "probing")
+        try:
+            check_patterns(facts, cluster_of)
+        except ValueError:
+            if rank == 0:
+                raise
+            return  # all find the same, and one says it
         rounds = pairs_to_measure(facts)
         links: list[Link] = []
         groups = {"gloo": (torch.device("cpu"), None)}
@@ -201,4 +207,5 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
         raise ValueError(f"rank {rank} was ended from outside by signal {-status}; the other ranks were stopped")
     lines = Path(folder, f"errors_{rank}").read_text(errors="replace").strip().splitlines()
     reason = lines[-1].removeprefix("Error: ") if lines else f"ended with status {status}"
-    raise ValueError(reason if reason.startswith("rank ") else f"rank {rank}: {reason}")
+    # What concerns all of them is said by rank 0.
+    raise ValueError(reason if rank == 0 or reason.startswith("rank ") else f"rank {rank}: {reason}")
