@@ -75,11 +75,8 @@ def _probe(
     import torch
     import torch.distributed as dist
 
-    from ..data_parallel.together import on_every_rank
     from ..planner.cluster_file import save_cluster
-    from .facts import check_patterns, make_topology, pairs_to_measure
-    from .links import measure_links
-    from .machine import this_rank
+    from .here import probe_ranks
 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
@@ -101,31 +98,11 @@ def _probe(
     )
     try:
         dist.barrier()
-        say(f"measuring {dist.get_world_size()} devices")
-        facts = on_every_rank(lambda: this_rank(device), "probing")
-        try:
-            check_patterns(facts, cluster_of)
-        except ValueError:
-            if rank == 0:
-                raise
-            return  # all find the same, and one says it
-        rounds = pairs_to_measure(facts)
-        links: list[Link] = []
-        groups = {"gloo": (torch.device("cpu"), None)}
-        if all(fact.device != "cpu" for fact in facts):
-            groups["nccl"] = (device, dist.new_group(backend="nccl"))
-        for protocol, (at, group) in groups.items():
-
-            def show(number: int, count: int, protocol: str = protocol) -> None:
-                if number == 0 or (number + 1) * 10 // count > number * 10 // count:
-                    say(f"measuring links by {protocol}: {number + 1} of {count}")
-
-            links += measure_links(rounds, protocol, at, group, show)
+        topology, order, links = probe_ranks(device, cluster_of, say)
     finally:
         dist.destroy_process_group()
     if rank != 0:
         return
-    topology, order = make_topology(facts, links, cluster_of)
     save_cluster(topology, out, _head(links))
     nodes, devices, clusters = len(topology.nodes), len(topology.devices), len(topology.clusters)
     say(f"{out}: devices: {devices}, nodes: {nodes}, clusters: {clusters}")
