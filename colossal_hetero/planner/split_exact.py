@@ -311,7 +311,9 @@ class _Search:
             self.times = self.table.times(above, (rest - self.relaxed.longest_update) / self.weight)
         else:
             self.times = np.array([self.best_seconds])
-        self._keep(_Box(0, len(self.times) - 1, 0, len(self.updates) - 1, 0.0))
+        everything = _Box(0, len(self.times) - 1, 0, len(self.updates) - 1, 0.0)
+        if everything.last >= 0 and everything.last_update >= 0:
+            self._look(everything)
         while self.boxes:
             bound, _, box = heapq.heappop(self.boxes)
             if bound >= self.best_seconds * (1 - ROUNDING):
@@ -339,24 +341,27 @@ class _Search:
         return self.known[-1]
 
     def _search(self, box: _Box) -> None:
-        """Halve a box along its dearer side, and solve with the upper bounds of the lower half."""
+        """Halve a box along its dearer side, and look at the lower half."""
         spare = self.best_seconds - self._bound(box)
         if self.weight:
             most = self.times[box.first] + spare / self.weight
             box = box._replace(last=min(box.last, int(np.searchsorted(self.times, most, side="right")) - 1))
-        most = self.updates[box.first_update] + spare
-        last_update = min(box.last_update, int(np.searchsorted(self.updates, most, side="right")) - 1)
-        box = box._replace(last_update=last_update)
+        # Longest updates that are too long are not cut off: the same bounds are then asked for more often.
+        most = min(self.updates[box.first_update] + spare, self.updates[box.last_update])
+        by_update = most - self.updates[box.first_update]
         by_time = self.weight * (self.times[box.last] - self.times[box.first])
-        by_update = self.updates[box.last_update] - self.updates[box.first_update]
-        if by_time >= by_update and box.last > box.first:
+        if box.last > box.first and (by_time >= by_update or box.last_update == len(self.updates) - 1):
             middle = (box.first + box.last) // 2
             self._keep(box._replace(first=middle + 1))
             box = box._replace(last=middle)
-        elif box.last_update > box.first_update:
-            middle = (box.first_update + box.last_update) // 2
+        elif box.last_update > box.first_update and box.last_update < len(self.updates) - 1:
+            middle = (box.first_update + int(np.searchsorted(self.updates, most, side="right")) - 1) // 2
             self._keep(box._replace(first_update=middle + 1))
             box = box._replace(last_update=middle)
+        self._look(box)
+
+    def _look(self, box: _Box) -> None:
+        """Solve with the upper bounds of a box, and keep what then is left of it."""
         found = self._try(self.times[box.last], self.updates[box.last_update])
         if found is None:
             return
