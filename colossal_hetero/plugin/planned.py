@@ -273,11 +273,11 @@ def check_batches(plan: Plan, batches: BatchConfig) -> None:
 
 
 def check_lora(plan: Plan) -> None:
-    """Raise ``ValueError`` if adapters could not be saved: they are gathered in the first stage and written by rank 0."""
-    ranks = plan.rank_order[0][0]
+    """Raise ``ValueError`` if LoRA's adapters could not be saved."""
+    ranks = sorted(plan.rank_order[0][0])
     if 0 not in ranks:
         raise ValueError(
-            f"LoRA adapters are saved by rank 0, which must be in the first stage, but that has rank {spans(sorted(ranks))}; "
+            f"LoRA adapters are saved by rank 0, which must be in the first stage, but that has rank {spans(ranks)}; "
             "launch the ranks in the order of the plan's stages, or train without LoRA"
         )
 
