@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..data_parallel.config import BatchConfig
 from ..pipeline_parallel.config import PlanConfig
 from ..pipeline_parallel.model_layers import find_blocks
 from ..planner.as_profiled import as_profiled
@@ -260,6 +261,25 @@ def check_blocks(model: nn.Module, plan: Plan) -> None:
         return
     if num_layers != plan.blocks:
         raise ValueError(other_model(plan, num_layers))
+
+
+def check_batches(plan: Plan, batches: BatchConfig) -> None:
+    """Raise ``ValueError`` if global batches that are divided unevenly are not the plan's."""
+    if batches.global_batch_size != plan.global_batch:
+        raise ValueError(
+            f"global_batch_size={batches.global_batch_size} in batches contradicts the plan, which has "
+            f"{plan.global_batch}; use the same, or plan for the other"
+        )
+
+
+def check_lora(plan: Plan) -> None:
+    """Raise ``ValueError`` if LoRA's adapters could not be saved."""
+    ranks = sorted(plan.rank_order[0][0])
+    if 0 not in ranks:
+        raise ValueError(
+            f"LoRA adapters are saved by rank 0, which must be in the first stage, but that has rank {spans(ranks)}; "
+            "launch the ranks in the order of the plan's stages, or train without LoRA"
+        )
 
 
 def check_loader(plan: Plan, batch_size: int | None) -> None:
