@@ -4,8 +4,8 @@
 for Ethernet) or ``ncclConfig_t.netName``, for every communicator that it makes (init.cc, ``envConfigOverride``; the
 variable goes before the configuration). All else that chooses NICs is read once per process, when its network is used
 for the first time: ``NCCL_IB_HCA``, ``NCCL_IB_GID_INDEX``, ``NCCL_IB_DISABLE`` and ``NCCL_SOCKET_IFNAME`` (net_ib.cc,
-net_socket.cc, param.cc; NVIDIA/nccl, issue 443). That suffices: a rank has one node, hence one set of adapters, and only
-between RDMA and Ethernet must its groups differ. Gloo reads ``GLOO_SOCKET_IFNAME`` for each group.
+net_socket.cc, param.cc; NVIDIA/nccl, issue 443). That suffices: a rank has one node, hence one set of adapters, and
+only between RDMA and Ethernet must its groups differ. Gloo reads ``GLOO_SOCKET_IFNAME`` for each group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .synchronisation import ring_hops
+from .synchronisation import ring_hops, ring_network
 from .topology import Topology
 
 __all__ = ["Adapter", "Network", "group_network", "process_environment"]
@@ -74,12 +74,11 @@ def group_network(topology: Topology, group: Sequence[int]) -> Network:
     if not hops:
         kind = topology.nodes[topology.devices[group[0]].node].inside.kind if len(group) > 1 else ""
         return Network(backend, kind)
-    channels = [topology.node_channel(*hop) for hop in hops]
-    slowest = min(channels, key=lambda channel: channel.bytes_per_second)
+    kind = ring_network(topology, hops)
     if backend == "gloo":
-        return Network(backend, slowest.kind)
-    rdma = slowest.kind in RDMA and {channel.kind for channel in channels} == {slowest.kind}
-    return Network(backend, slowest.kind, "IB" if rdma else "Socket")
+        return Network(backend, kind)
+    rdma = kind in RDMA and all(topology.node_channel(*hop).kind == kind for hop in hops)
+    return Network(backend, kind, "IB" if rdma else "Socket")
 
 
 def process_environment(topology: Topology, device: int, adapters: Mapping[str, Adapter]) -> dict[str, str]:
