@@ -107,7 +107,8 @@ def test_no_order_as_launched_is_better(shape: list[Nodes], tp: int, pp: int, dp
         topology, tp, pp, dp, gradient_bytes_per_stage=1e9, activation_bytes=megabytes * 1e6, micro_batches=4
     )
     for other in others:
-        if len(other.violations) <= len(ours.violations):
+        splits_tensor_groups = any(violation.rule == "tensor" for violation in other.violations)
+        if len(other.violations) <= len(ours.violations) and not splits_tensor_groups:
             assert ours.costs.seconds <= other.costs.seconds * (1 + 1e-9)
 
 

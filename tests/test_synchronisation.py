@@ -98,6 +98,16 @@ def test_different_networks_do_not_disturb_each_other() -> None:
     assert concurrent_seconds(topology, [(0, 4), (1, 6)], [1e9, 0])[0] < both[0]
 
 
+def test_a_ring_has_one_network() -> None:
+    """A ring over both clusters runs over Ethernet all round, so it meets another one inside its cluster, too."""
+    topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2]), latency_seconds=0.0)
+    seconds = concurrent_seconds(topology, [(0, 2, 4), (1, 5)], [3e9, 3e9])
+    # Between nodes 0 and 1 it is alone, between 1 and 2 as well; node 2 sends both rings to node 0.
+    assert seconds[0] == pytest.approx(4 * 1e9 / (25 * GIGABIT) * 2)
+    # A ring that stays on InfiniBand is not met.
+    assert concurrent_seconds(topology, [(0, 2), (1, 5)], [1e9, 1e9])[0] == pytest.approx(1e9 / (200 * GIGABIT))
+
+
 @pytest.mark.parametrize(
     ("group", "size", "sharing", "words"),
     [
