@@ -124,6 +124,8 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
             planned.check_num_layers(self.stage_manager, self.plan)
         if batches is not None:
             check_batches(batches, self)
+            if self.plan is not None:
+                planned.check_batches(self.plan, batches)
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
 
@@ -208,6 +210,16 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         if self._watch is not None:
             self._watch.tick()
         return result
+
+    def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """See ``HybridParallelPlugin.enable_lora``.
+
+        Raises:
+            ValueError: rank 0, which writes adapters, is not in the first stage, where they are gathered.
+        """
+        if self.plan is not None:
+            planned.check_lora(self.plan)
+        return super().enable_lora(model, *args, **kwargs)
 
     def get_checkpoint_io(self) -> CheckpointIO:
         """See ``Plugin.get_checkpoint_io``; called by ``Booster``."""
