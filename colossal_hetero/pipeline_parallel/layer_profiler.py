@@ -115,7 +115,8 @@ def profile_layers(
         batch: samples in the first dimension of each tensor: a mapping (``model(**batch)``), a pair of inputs and
             targets, or inputs; micro-batches repeat its samples.
         criterion: ``criterion(outputs, targets)``; None for a model that gives its loss, or to do without.
-        micro_batches: sizes to measure, in samples. Sizes for which memory does not suffice are left out.
+        micro_batches: sizes to measure, in samples. From the first on for which memory does not suffice they are left
+            out; a CPU without a limit of the address space is better not asked for more than it holds.
         optimizer: "adam", "adamw", "sgd", or what makes a ``torch.optim.Optimizer`` of parameters.
         precision: "fp32", or "fp16" and "bf16", for which a cast copy of the model is measured.
         longest_run: most blocks that are timed together.
