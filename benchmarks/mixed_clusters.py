@@ -1,12 +1,12 @@
 """What plans for clusters of two or three kinds of GPU are predicted to bring, from times that real GPUs took.
 
-Two nodes of each kind, four GPUs each (eight with RTX and Titan cards), in one network; between different kinds at the
-slower one's rate. "Planned" is the planner's best plan; "uniform" its best one among those that use every device and
-give all pipelines as many micro-batches and all stages as many blocks; "alone" the best plan for one kind without the
-others, not only for the cards' names but for their nodes. A plan for all may leave devices out, so it is never slower
-than any of these: the last line checks that. All are judged by the same cost model; no two kinds were run together.
-`measured_plans.py` says how far the model is from iterations that were run. Not to be confused with `clusters.py`, which
-divides batches and not layers.
+Two nodes of each kind with four GPUs each, or one with eight of RTX and Titan cards, in one network; between different
+kinds at the slower one's rate. "Planned" is the planner's best plan. "Uniform" is the best that uses every device and
+gives all pipelines as many micro-batches and all stages as many blocks, ranks as launched. "Alone" is the planner's
+best for the nodes of one kind, without the others. A plan for all may leave devices out, so it should never be slower
+than any of these; the last line says whether that is so. All are judged by the same cost model; no two kinds were run
+together. `measured_plans.py` says how far the model is from iterations that were run. A device may use its nominal
+memory. Not to be confused with `clusters.py`, which divides batches and not layers.
 
 Times and bandwidths were measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH
 Zurich), in single precision with TF32 products. GPT-Neo-2.7 on GH200 is an estimate, see `gpu_estimates.py`.
@@ -15,11 +15,13 @@ Zurich), in single precision with TF32 products. GPT-Neo-2.7 on GH200 is an esti
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
@@ -35,13 +37,14 @@ from colossal_hetero.planner.gpu_profiles import (
 from colossal_hetero.planner.layer_profile import ModelProfile, save_model_profile
 from colossal_hetero.planner.plan import Plan
 from colossal_hetero.planner.planning import make_plans
+from colossal_hetero.planner.pricing import priced_plan
+from colossal_hetero.planner.topology import Topology
 
 DATA = Path(__file__).resolve().parent.parent / "../shared/data/gpu-profiles"
 MODELS = ("OPT-350", "GPT-Neo-2.7")
 MICRO_BATCHES = (1, 2, 4, 8)
-ALL_PLANS = 10_000
-NODES = 2
-NODE_SIZE = {"RTX-3090": 8, "RTX-2080": 8, "Titan-RTX": 8}
+NODES = {"RTX-3090": (1, 8), "RTX-2080": (1, 8), "Titan-RTX": (1, 8)}
+"""How many and of how many GPUs; others two of four. Of the RTX and Titan nodes there was one each."""
 CLUSTERS = (("A100-40", "V100-16"), ("GH-96", "A100-80"), ("RTX-3090", "RTX-2080", "Titan-RTX"))
 SHIPPED = (("A100-40", "V100-16"), (1, 2, 4), 8)
 """Of OPT-350: devices, degrees, largest micro-batch in ``examples/plans``."""
@@ -49,27 +52,49 @@ SHIPPED = (("A100-40", "V100-16"), (1, 2, 4), 8)
 Kinds = Sequence[str]
 
 
-def best(
-    profile: ModelProfile, channels: dict[str, GpuChannels], kinds: Kinds, global_batch: int, method: str = "exact"
-) -> Plan | str:
-    """The best plan, or why there is none; with "uniform" the best that uses every device, all pipelines alike."""
-    nodes = [(kind, NODES, NODE_SIZE.get(kind, 4)) for kind in kinds]
-    topology = make_topology(channels, nodes)
-    everywhere = method == "uniform"
+def topology_of(channels: dict[str, GpuChannels], kinds: Kinds) -> Topology:
+    return make_topology(channels, [(kind, *NODES.get(kind, (2, 4))) for kind in kinds])
+
+
+def planned_for(topology: Topology, profile: ModelProfile, global_batch: int) -> Plan | str:
+    """The planner's best plan, or why there is none."""
     try:
-        candidates = make_plans(
-            topology,
-            profile,
-            global_batch=global_batch,
-            micro_batches=MICRO_BATCHES,
-            method=method,
-            symmetric=everywhere,
-            keep=ALL_PLANS if everywhere else 1,
-        )
+        return make_plans(topology, profile, global_batch=global_batch, micro_batches=MICRO_BATCHES, keep=1)[0].plan
     except ValueError as error:
         return str(error)
-    plans = [each.plan for each in candidates if not everywhere or each.plan.world_size == len(topology.devices)]
-    return plans[0] if plans else "no uniform plan uses every device"
+
+
+def uniform_for(topology: Topology, profile: ModelProfile, global_batch: int) -> Plan | str:
+    """The best plan that uses every device and gives all pipelines and all stages alike, as without a planner.
+
+    All degrees, divisions and micro-batches are tried, ranks as launched: pipeline by pipeline, and stage by stage.
+    """
+    best, reason = None, "no division into equal parts"
+    count = len(topology.devices)
+    for degree, micro_batch in itertools.product((1, 2, 4, 8), MICRO_BATCHES):
+        for replicas in range(1, count // degree + 1):
+            stages, left = divmod(count // degree, replicas)
+            if left or stages > profile.blocks:
+                continue
+            grid = np.arange(count)
+            by_pipeline = grid.reshape(replicas, stages, degree)
+            by_stage = grid.reshape(stages, replicas, degree).transpose(1, 0, 2)
+            for ranks in (by_pipeline, by_stage):
+                try:
+                    plan = priced_plan(
+                        topology, profile, ranks.tolist(), micro_batch=micro_batch, global_batch=global_batch
+                    )
+                except ValueError as error:  # not timed, not divisible, or too large
+                    reason = str(error)
+                    continue
+                fits = all(
+                    stage.memory_bytes <= stage.memory_available_bytes
+                    for replica in plan.replicas
+                    for stage in replica.stages
+                )
+                if fits and (best is None or plan.iteration_seconds < best.iteration_seconds):
+                    best = plan
+    return best or reason
 
 
 def shape(plan: Plan) -> str:
@@ -120,10 +145,13 @@ def main() -> None:
                 continue
             where = f"{' + '.join(kinds)}, {profile.name}"
             start = time.perf_counter()
-            planned = best(profile, channels, kinds, arguments.global_batch)
+            topology = topology_of(channels, kinds)
+            planned = planned_for(topology, profile, arguments.global_batch)
             took = time.perf_counter() - start
-            uniform = best(profile, channels, kinds, arguments.global_batch, "uniform")
-            alone = {kind: best(profile, channels, [kind], arguments.global_batch) for kind in kinds}
+            uniform = uniform_for(topology, profile, arguments.global_batch)
+            alone = {
+                kind: planned_for(topology_of(channels, [kind]), profile, arguments.global_batch) for kind in kinds
+            }
             found = {"planned": planned, "uniform": uniform, **{f"{kind} alone": plan for kind, plan in alone.items()}}
             notes += [f"{where}, {name}: {plan}" for name, plan in found.items() if isinstance(plan, str)]
             others = {name: plan for name, plan in found.items() if isinstance(plan, Plan) and name != "planned"}
@@ -131,7 +159,7 @@ def main() -> None:
                 slower += [f"{where}: {name} has a plan, all together have none" for name in others]
                 continue
             slower += [
-                f"{where}: {name} takes {plan.iteration_seconds:.3f} s, the plan for all {planned.iteration_seconds:.3f}"
+                f"{where}: {name} takes {plan.iteration_seconds:.3f} s, planned {planned.iteration_seconds:.3f}"
                 for name, plan in others.items()
                 if plan.iteration_seconds < planned.iteration_seconds * (1 - 1e-9)
             ]
@@ -141,14 +169,14 @@ def main() -> None:
                 default="",
             )
             table.add_row(
-                " + ".join(f"{NODES} × {NODE_SIZE.get(kind, 4)} {kind}" for kind in kinds),
+                " + ".join("{} × {} {}".format(*NODES.get(kind, (2, 4)), kind) for kind in kinds),
                 profile.name,
                 seconds(planned),
                 seconds(uniform),
                 ", ".join(seconds(plan) for plan in alone.values()),
                 ratio(uniform, planned),
                 ratio(quickest, planned),
-                f"{planned.world_size} of {sum(NODES * NODE_SIZE.get(kind, 4) for kind in kinds)}",
+                f"{planned.world_size} of {len(topology.devices)}",
                 shape(planned),
                 f"{took:.1f}",
             )

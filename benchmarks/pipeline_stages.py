@@ -4,8 +4,8 @@ sudo python benchmarks/pipeline_stages.py [--quotas 1,0.5,0.25] [--blocks 6] [--
 
 Two ranks, a ViT, 1F1B. Rank 1 is under a CPU quota, of which the program knows nothing. For each quota the layers are
 measured on both ranks, every split of the blocks is predicted from that (the closed form by which plans are chosen, and
-the simulation of the schedule), and then trained with, in turns. With --orders the slow rank also takes the first stage:
-all that a planner can choose from. The plan that it chose is compared with the best one found by trying all.
+the simulation of the schedule), and then trained with, in turns. With --orders the slow rank also takes the first
+stage: all that a planner can choose from. The plan that it chose is compared with the best one found by trying all.
 
 Needs Linux, cgroups (version 1 or 2) and the right to write to them.
 """

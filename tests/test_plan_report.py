@@ -13,7 +13,7 @@ from colossal_hetero.planner.plan import Plan
 from colossal_hetero.planner.plan_call import colossal_order, launch_lines
 from colossal_hetero.planner.plan_report import layout, one_line, render, rows, short_ranks, training_call
 
-from .test_plan import GIB, plan, replica, stage
+from .test_plan import plan, replica, stage
 
 
 class Ranked(NamedTuple):
@@ -196,16 +196,26 @@ def test_without_a_pipeline_the_loop_accumulates() -> None:
 
 
 def test_every_node_is_told_how_many_ranks_it_starts() -> None:
-    nodes = [("a", 2), ("b", 2), ("c", 1)]
-    ranks = iter(range(5))
-    stages = []
-    for name, number in nodes:
-        for _ in range(number):
-            rank = next(ranks)
-            stages.append(stage(rank, rank + 1, (rank,), node=name))
-    assert launch_lines(plan(replica(*stages))) == [
-        "torchrun --nnodes 3 --node-rank $N --nproc-per-node 2 --master-addr a train.py  # on a, b: N = 0 … 1",
+    assert launch_lines(on_nodes(("a", 2), ("b", 2), ("c", 1))) == [
+        "torchrun --nnodes 3 --node-rank 0 --nproc-per-node 2 --master-addr a train.py  # on a",
+        "torchrun --nnodes 3 --node-rank 1 --nproc-per-node 2 --master-addr a train.py  # on b",
         "torchrun --nnodes 3 --node-rank 2 --nproc-per-node 1 --master-addr a train.py  # on c",
     ]
-    left_out = launch_lines(plan(replica(stage(0, 6, (4,), memory_available_bytes=40 * GIB))))
-    assert left_out[0].startswith("# of the cluster's devices only 4 are used")
+    assert launch_lines(on_nodes(("only", 2))) == ["torchrun --nproc-per-node 2 train.py"]
+    many = [(f"a{index}", 2) for index in range(9)]
+    assert launch_lines(on_nodes(*many, ("b", 1))) == [
+        "torchrun --nnodes 10 --node-rank $N --nproc-per-node 2 --master-addr a0 train.py  # on a0, …, a8: N = 0, …, 8",
+        "torchrun --nnodes 10 --node-rank 9 --nproc-per-node 1 --master-addr a0 train.py  # on b",
+    ]
+
+
+def on_nodes(*nodes: tuple[str, int]) -> Plan:
+    """A stage per rank."""
+    names = [name for name, ranks in nodes for _ in range(ranks)]
+    return plan(replica(*(stage(rank, rank + 1, (rank,), node=name) for rank, name in enumerate(names))))
+
+
+def test_devices_that_are_left_out_are_not_launched() -> None:
+    line, command = launch_lines(plan(replica(stage(0, 3, (4,)), stage(3, 6, (6,)))))
+    assert line.startswith("# of the cluster's devices only 4, 6 are used") and "as ranks 0-1" in line
+    assert command == "torchrun --nproc-per-node 2 train.py"

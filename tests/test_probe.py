@@ -121,7 +121,8 @@ def test_clusters_by_name() -> None:
     facts, links = probed(topology)
     found, _ = make_topology(facts, links, [("v100*", "old"), ("*", "new")])
     assert found.clusters == ("new", "old")
-    assert found.channel(0, 4).bytes_per_second == topology.channel(0, 4).bytes_per_second
+    reached = topology.channel(0, 4).bytes_per_second
+    assert found.channel(0, 4).bytes_per_second == pytest.approx(reached, rel=0.01)
     with pytest.raises(ValueError, match="no host fits h100; there are a100, v100-0, v100-1"):
         make_topology(facts, links, [("h100", "new")])
 

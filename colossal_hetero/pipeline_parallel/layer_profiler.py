@@ -37,6 +37,7 @@ from ..data_parallel.profiler import device_name
 from ..data_parallel.together import on_every_rank
 from ..data_parallel.untouched import untouched
 from ..planner.layer_profile import BlockRun, LayerSizes, LayerTimes, ModelProfile
+from ..probe.facts import kind_name
 from .activations import saved_bytes
 from .layer_passes import Duration, LayerPasses, clock, resized
 from .model_layers import BlockRow, LayerDescription, describe_layers, find_blocks
@@ -226,7 +227,9 @@ class _Measurement:
         self._loop = Duration(0.0, 0.0)
 
     def __call__(self, sizes: Sequence[int], precision: str) -> _Measured:
-        result = _Measured(device_name(self._device), memory_limit(self._device).bytes)
+        memory_bytes = memory_limit(self._device).bytes
+        # As the cluster file of probed machines calls it.
+        result = _Measured(kind_name(device_name(self._device), memory_bytes), memory_bytes)
         times: dict[int, dict[Part, list[tuple[Duration, Duration]]]] = {}
         for index, size in enumerate(sizes):
             try:
@@ -432,16 +435,16 @@ def _merge(
             kinds.append([index])
     names = _names([slowest[kind[0]].device for kind in kinds])
     times = [
-        _times([slowest[index] for index in kind], kind_name, tensor_parallel, size)
-        for kind, kind_name in zip(kinds, names, strict=True)
+        _times([slowest[index] for index in kind], own, tensor_parallel, size)
+        for kind, own in zip(kinds, names, strict=True)
         for size in sorted(slowest[kind[0]].forward)
         if all(size in slowest[index].forward for index in kind)
     ]
     devices = [""] * len(measured)
-    for kind, kind_name in zip(kinds, names, strict=True):
+    for kind, own in zip(kinds, names, strict=True):
         for index in kind:
             for rank in groups[index]:
-                devices[rank] = kind_name
+                devices[rank] = own
     first = measured[0]
     profile = ModelProfile(
         name=name,

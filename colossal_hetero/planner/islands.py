@@ -42,12 +42,14 @@ def cells_of(topology: Topology, devices: Sequence[int], tensor_parallel: int) -
 
 
 def orders(islands: list[Island]) -> Iterator[tuple[Island, ...]]:
-    """All orders of few islands; of many, as launched and by size."""
-    if len(islands) <= MOST_ORDERED:
-        yield from permutations(islands)
-    else:
-        yield tuple(islands)
-        yield tuple(sorted(islands, key=lambda island: -sum(map(len, island))))
+    """All orders of few islands; of many, as launched and by size. Nodes come as launched, then by size."""
+    by_size: list[Island] = [tuple(sorted(island, key=lambda cells: -len(cells))) for island in islands]
+    for ordered in (islands, by_size):
+        if len(ordered) <= MOST_ORDERED:
+            yield from permutations(ordered)
+        else:
+            yield tuple(ordered)
+            yield tuple(sorted(ordered, key=lambda island: -sum(map(len, island))))
 
 
 def stages_of(order: Sequence[Island], pipeline: int, replicas: int, compact: bool) -> tuple[Stage, ...] | None:

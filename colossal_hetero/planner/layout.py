@@ -159,15 +159,16 @@ def nic_layout(
     pipeline: int,
     data_parallel: int,
     *,
-    gradient_bytes: float = 1000 * MEGABYTE,
+    gradient_bytes: float | Sequence[float] = 1000 * MEGABYTE,
     activation_bytes: float = 32 * MEGABYTE,
     micro_batches: int = 8,
 ) -> Layout:
     """Holmes' layout: every stage's replicas in one cluster, next to each other.
 
     Where clusters are no multiple of a stage's devices and none can stay out, some stages must span clusters: as few
-    as possible, made of what is left over. Among orders of clusters the one with the least :func:`layout_costs` under
-    the given sizes is taken. :func:`unevenness` says why a definition cannot hold; ``verify`` where it does not.
+    as possible, made of what is left over. Of layouts that do equally well the one with the least :func:`layout_costs`
+    under the given sizes is taken: orders of clusters and nodes, and the orders as launched. :func:`unevenness` says
+    why the definition cannot hold; ``verify`` where it does not.
 
     Raises:
         ValueError: a degree below 1, more places than devices, or nodes too small for the tensor-parallel degree.
@@ -183,13 +184,18 @@ def nic_layout(
         )
 
     def rank(layout: Layout) -> tuple[int, float]:
-        broken = sum(violation.rule != "tensor" for violation in layout.verify(topology))
-        return broken, layout_costs(topology, layout, gradient_bytes, activation_bytes, micro_batches).seconds
+        costs = layout_costs(topology, layout, gradient_bytes, activation_bytes, micro_batches)
+        return len(layout.verify(topology)), costs.seconds
 
-    candidates = dict.fromkeys(
+    found = dict.fromkeys(
         stages_of(order, pipeline, data_parallel, compact) for order in orders(islands) for compact in (True, False)
     )
-    return min((Layout(tuple(zip(*stages, strict=True))) for stages in candidates if stages), key=rank)
+    candidates = [Layout(tuple(zip(*stages, strict=True))) for stages in found if stages]
+    # With large activations and small gradients a pipeline inside a node may beat replicas inside a node.
+    cells = {cell for island in islands for node in island for cell in node}
+    launched = (naive_layout(topology, tensor_parallel, pipeline, data_parallel, outside) for outside in (True, False))
+    candidates += [layout for layout in launched if cells.issuperset(layout.tensor_groups)]
+    return min(candidates, key=rank)
 
 
 def unevenness(topology: Topology, tensor_parallel: int, pipeline: int, data_parallel: int) -> str | None:
@@ -246,7 +252,12 @@ def compare_layouts(
     """
     degrees = (topology, tensor_parallel, pipeline, data_parallel)
     layouts = {
-        "groups by NIC": nic_layout(*degrees, activation_bytes=activation_bytes, micro_batches=micro_batches),
+        "groups by NIC": nic_layout(
+            *degrees,
+            gradient_bytes=gradient_bytes_per_stage,
+            activation_bytes=activation_bytes,
+            micro_batches=micro_batches,
+        ),
         "as launched (dp, pp, tp)": naive_layout(*degrees),
         "as launched (pp, dp, tp)": naive_layout(*degrees, dp_outside=False),
     }

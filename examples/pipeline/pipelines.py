@@ -151,9 +151,10 @@ def _plan(settings: Settings, way: str, profile: ModelProfile, topology: Topolog
         global_batch=settings.global_batch,
         micro_batches=[settings.micro_batch],
         tensor_parallel=[1],
+        stages=[dist.get_world_size()],
         method=settings.method,
         symmetric=True,
-        keep=50,
+        keep=1,
     )[0].plan
 
 

@@ -153,6 +153,12 @@ def check_settings(settings: Settings, world_size: int) -> None:
             f"--depth {settings.depth} blocks cannot make {world_size} stages, one a rank; use --depth {world_size} or "
             "more, or fewer ranks"
         )
+    if settings.micro_batches < world_size:
+        raise UsageError(
+            f"--micro-batch {settings.micro_batch} cuts --global-batch {settings.global_batch} into "
+            f"{settings.micro_batches} micro-batch{'es' if settings.micro_batches > 1 else ''}, fewer than the "
+            f"{world_size} stages; use --micro-batch {settings.global_batch // world_size} or less"
+        )
     check_slow(settings.slow, world_size)
     _check_files(settings)
 
