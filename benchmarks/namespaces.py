@@ -17,6 +17,8 @@ from dataclasses import dataclass
 FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
 """Of a full TCP segment with time stamps; the filters count frames."""
 CLONE_NEWNET = 0x40000000
+BURST = "256kb"
+"""Of a filter: what it lets through between two of its turns on a busy processor. With less it stays below its rate."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def _cable(node: str, nic: str, address: str, switch: str, port: str, bridge: st
     _run("ip", "-n", switch, "link", "set", port, "master", bridge)
     for namespace, end in ((node, nic), (switch, port)):
         _run("ip", "-n", namespace, "link", "set", end, "up")
-        limit = ("tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "100ms")
+        limit = ("tbf", "rate", f"{megabits}mbit", "burst", BURST, "latency", "100ms")
         _run("tc", "-n", namespace, "qdisc", "add", "dev", end, "root", *limit)
 
 
