@@ -6,6 +6,10 @@ import click
 
 from . import __version__
 from .commands.batches import batches
+from .commands.plan import plan
+from .commands.probe import probe
+from .commands.profile import profile
+from .commands.simulate import simulate
 
 __all__ = ["main"]
 
@@ -16,7 +20,8 @@ def main() -> None:
     """Plan training on devices that are not equally fast."""
 
 
-main.add_command(batches)
+for command in (probe, profile, plan, simulate, batches):
+    main.add_command(command)
 
 
 if __name__ == "__main__":

@@ -131,6 +131,12 @@ class PipelineCost:
     seconds: float
     """``Σ t + (K − 1)·max t`` with ``t`` forward, backward and transfer, plus the longest update."""
 
+    @property
+    def stage_seconds(self) -> tuple[float, ...]:
+        """t: forward, backward and transfer per micro-batch."""
+        parts = zip(self.forward_seconds, self.backward_seconds, self.transfer_seconds, strict=True)
+        return tuple(forward + backward + transfer for forward, backward, transfer in parts)
+
 
 def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
     """What ``split`` costs.
@@ -169,4 +175,3 @@ def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
         fits=fits,
         seconds=sum(times) + (pipeline.micro_batches - 1) * max(times) + max(update),
     )
-

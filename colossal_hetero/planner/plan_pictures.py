@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from ..figures import BLUE, GREY, LIGHT_BLUE, ORANGE, check_matplotlib, check_name, save_figure
 from .batch_profile import spans
 from .plan import Plan
-from .plan_report import layout, replica_groups
+from .plan_report import layout, replica_groups, short_ranks
 from .plan_simulation import PlanSimulation, simulate_plan
 from .readable import count, times
 
@@ -74,7 +74,8 @@ def lanes(simulation: PlanSimulation) -> list[Lane]:
                 bars.append(Bar("synchronisation", 0, end - plan.synchronisation_seconds, end))
             first, last = stage.blocks[0], stage.blocks[1] - 1
             layers = f"layer {first}" if first == last else f"layers {first}-{last}"
-            ranks = f"{'rank' if len(stage.ranks) == 1 else 'ranks'} {spans(sorted(stage.ranks), 3)}"
+            own = sorted(rank for replica in group.replicas for rank in replica.stages[index].ranks)
+            ranks = f"{'rank' if len(own) == 1 else 'ranks'} {short_ranks(own)}"
             rows.append(Lane(group.numbers, index, f"{stage.device}, {ranks}\n{layers}", tuple(bars)))
     return rows
 
@@ -212,7 +213,7 @@ def _title(made: PlanSimulation, shown: int, stages: int) -> str:
     plan = made.plan
     unit, (simulated, closed) = times([made.seconds, plan.iteration_seconds])
     rows = "" if shown == stages else f"; {shown} of {stages} stages"
-    slow = "".join(f", rank {rank} {factor:g} × slower" for rank, factor in sorted(made.slow.items()))
+    slow = "".join(f", rank {rank} slowed {factor:g} ×" for rank, factor in sorted(made.slow.items()))
     return (
         textwrap.fill(f"{plan.model}: {layout(plan)}", 150)
         + f"\nan iteration takes {simulated} {unit} by simulation, {closed} {unit} by the closed form{slow}{rows}"

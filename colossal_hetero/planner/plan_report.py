@@ -18,7 +18,17 @@ from .plan import Plan, Replica, StagePlan
 from .plan_call import training_call
 from .readable import aligned, byte_unit, count, times
 
-__all__ = ["ReplicaGroup", "Row", "layout", "one_line", "render", "replica_groups", "rows", "training_call"]
+__all__ = [
+    "ReplicaGroup",
+    "Row",
+    "layout",
+    "one_line",
+    "render",
+    "replica_groups",
+    "rows",
+    "short_ranks",
+    "training_call",
+]
 
 MOST_PARTS = 8
 """Parts of a pipeline that a one-line layout has, at the most."""
@@ -229,7 +239,7 @@ def _stages(plan: Plan) -> Table:
             spans(line.stages),
             _kind(line),
             _nodes(line.nodes),
-            _ranks(line.ranks),
+            short_ranks(line.ranks),
             f"[{line.blocks[0]}, {line.blocks[1]})",
             f"{_range([each / size for each in line.memory_bytes])} of {line.available_bytes / size:.1f}",
             compute[index],
@@ -252,7 +262,8 @@ def _nodes(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 3 else f"{names[0]} … ({len(names)})"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def short_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks in few characters: "0-3", "0-3, 8-11", of more stretches "0-3 … 59 (16)"."""
     text = spans(ranks)
     parts = text.split(", ")
     return text if len(parts) <= 2 else f"{parts[0]} … {ranks[-1]} ({len(ranks)})"

@@ -39,6 +39,7 @@ def make_plans(
     global_batch: int,
     micro_batches: Sequence[int] | None = None,
     tensor_parallel: Sequence[int] | None = None,
+    stages: Sequence[int] | None = None,
     method: str = "exact",
     symmetric: bool = False,
     keep: int = 5,
@@ -51,6 +52,7 @@ def make_plans(
         global_batch: Samples per iteration.
         micro_batches: Sizes to try, in samples; None for all that were measured and divide the global batch.
         tensor_parallel: Degrees to try; None for all that were measured.
+        stages: Numbers of stages to try; None for all.
         method: How stages are split, one of :data:`.splits.METHODS`.
         symmetric: Only plans whose pipelines are all alike, which is what the plugin can run.
         keep: How many plans.
@@ -65,6 +67,8 @@ def make_plans(
     for number, offer in enumerate(offers):
         available = [len(kind.slots) for kind in offer.kinds]
         counts = compositions(available, min(profile.blocks, sum(available)))
+        if stages is not None:
+            counts = counts[np.isin(counts.sum(axis=1), stages)]
         bound = Bounds(offer.kinds, offer.links.least_seconds)
         for groups in divisors(offer.total_micro_batches):
             fitting = counts[(counts * groups <= available).all(axis=1)]

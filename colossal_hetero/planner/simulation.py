@@ -12,10 +12,10 @@ gradient the other, in one ``batch_isend_irecv``), w backward messages. Two ways
     The sender goes on at once, the receiver waits until the message is there: with Gloo as this package mends it
     (``cpu/point_to_point.py``), where sends are buffered.
 
-`[Note: wavefront]`  Number the exchanges of cut p by the micro-batch n that goes forward in it; micro-batch m goes back
-in number ``m + P − 1 − p`` (beyond K − 1 where no forward is left). Exchange n of cut p needs only exchanges of the cuts
-p − 1, p and p + 1 with a smaller ``p + 2n``. So all cuts with the same ``p + 2n`` are done in one vector step, which
-touches each stage at most once, as their p are of one parity: 2(P + K) steps in all.
+`[Note: wavefront]`  Number the exchanges of cut p by the micro-batch n that goes forward in it; micro-batch m goes
+back in number ``m + P − 1 − p`` (beyond K − 1 where no forward is left). Exchange n of cut p needs only exchanges of
+the cuts p − 1, p and p + 1 with a smaller ``p + 2n``. So all cuts with the same ``p + 2n`` are done in one vector step,
+which touches each stage at most once, as their p are of one parity: 2(P + K) steps in all.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Timeline:
             transfer[1:] += cut
         whole = self.seconds or 1.0
         idle = np.maximum(whole - compute - transfer, 0.0)
-        return tuple(StageShare(*(float(part) / whole for part in parts)) for parts in zip(compute, transfer, idle))
+        return tuple(StageShare(*parts) for parts in (np.stack([compute, transfer, idle], axis=1) / whole).tolist())
 
     @cached_property
     def events(self) -> tuple[tuple[Event, ...], ...]:

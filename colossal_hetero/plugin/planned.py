@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,9 +12,13 @@ import torch
 import torch.distributed as dist
 from colossalai.booster.plugin import HybridParallelPlugin
 from rich.console import Console
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..data_parallel.config import BatchConfig
 from ..pipeline_parallel.config import PlanConfig
+from ..pipeline_parallel.model_layers import find_blocks
+from ..planner.as_profiled import as_profiled
 from ..planner.batch_profile import spans
 from ..planner.cluster_file import load_cluster
 from ..planner.layer_profile import ModelProfile, load_model_profile
@@ -22,6 +27,9 @@ from ..planner.topology import Topology
 
 __all__ = ["agree_on_plan", "arguments_of", "check_loader", "check_num_layers", "runnable", "sized_batches"]
 
+
+MOST_CANDIDATES = 64
+"""Plans among which one is looked for that can be run: the best may leave devices idle."""
 
 # Which plan ------------------------------------------------------------------------------------------------------
 
@@ -89,21 +97,24 @@ def _make(planning: PlanConfig, profile: ModelProfile | None) -> Plan:
             "device, in the order of the cluster file, or describe the devices that are in use"
         )
     candidates = make_plans(
-        topology,
+        as_profiled(topology, profile),
         profile,
         global_batch=global_batch,
         micro_batches=planning.micro_batch_sizes,
         method=planning.method,
         symmetric=True,
+        keep=MOST_CANDIDATES,
     )
     problems = []
     for candidate in candidates:
         problem = _why_not(candidate.plan, world)
         if problem is None:
-            Console(stderr=True).print(one_line(candidate.plan), soft_wrap=True, highlight=False)
+            Console(stderr=True).print(one_line(candidate.plan), soft_wrap=True, highlight=False, markup=False)
             return candidate.plan
         problems.append(problem)
-    raise ValueError(f"no plan for these {world} devices can be run: {problems[0] if problems else 'none was found'}")
+    raise ValueError(
+        f"none of the {len(problems)} best plans can be run on these {world} ranks; as to the best: {problems[0]}"
+    )
 
 
 # Whether it can be run -------------------------------------------------------------------------------------------
@@ -242,6 +253,35 @@ def other_model(plan: Plan, num_layers: int) -> str:
     )
 
 
+def check_blocks(model: nn.Module, plan: Plan) -> None:
+    """Raise ``ValueError`` if ``model`` has another number of blocks than ``plan``, where they can be told."""
+    try:
+        num_layers = len(find_blocks(model).blocks)
+    except ValueError:
+        return
+    if num_layers != plan.blocks:
+        raise ValueError(other_model(plan, num_layers))
+
+
+def check_batches(plan: Plan, batches: BatchConfig) -> None:
+    """Raise ``ValueError`` if global batches that are divided unevenly are not the plan's."""
+    if batches.global_batch_size != plan.global_batch:
+        raise ValueError(
+            f"global_batch_size={batches.global_batch_size} in batches contradicts the plan, which has "
+            f"{plan.global_batch}; use the same, or plan for the other"
+        )
+
+
+def check_lora(plan: Plan) -> None:
+    """Raise ``ValueError`` if LoRA's adapters could not be saved."""
+    ranks = sorted(plan.rank_order[0][0])
+    if 0 not in ranks:
+        raise ValueError(
+            f"LoRA adapters are saved by rank 0, which must be in the first stage, but that has rank {spans(ranks)}; "
+            "launch the ranks in the order of the plan's stages, or train without LoRA"
+        )
+
+
 def check_loader(plan: Plan, batch_size: int | None) -> None:
     """Raise ``ValueError`` if a loader of that many samples per replica does not fit ``plan``; None: not known."""
     valid = valid_batches(plan)
@@ -262,6 +302,23 @@ def wrong_batch(plan: Plan, batch_size: int) -> str:
         f"{plan.replicas[0].micro_batches} micro-batches of {plan.micro_batch}; use "
         f"batch_size={' or '.join(map(str, valid_batches(plan)))} (and drop_last=True)"
     )
+
+
+@contextmanager
+def sizes_kept(schedule: object) -> Iterator[None]:
+    """Let a 1F1B schedule evaluate batches of another size, and train on as before.
+
+    It takes the number of micro-batches of what it evaluates for that of training, and asserts that all batches are as
+    large as the last one.
+    """
+    sizes = ("num_microbatches", "microbatch_size", "batch_size", "last_batch_size")
+    shapes = ("send_tensor_metadata", "send_grad_metadata", "tensor_metadata_recv", "grad_metadata_recv")
+    before = {name: getattr(schedule, name) for name in (*sizes, "enable_metadata_cache", *shapes)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(schedule, name, value)
 
 
 def sized_batches(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:

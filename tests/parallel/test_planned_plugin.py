@@ -13,27 +13,18 @@ from colossalai.cluster import ProcessGroupMesh
 from colossalai.pipeline.schedule.v_schedule import PipelineGraph
 from torch.utils.data import TensorDataset
 
-from colossal_hetero import BalanceConfig, BatchConfig, HeteroHybridParallelPlugin
-from colossal_hetero.pipeline_parallel.config import PlanConfig
-from colossal_hetero.planner.plan import Plan, save_plan
+from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
+from colossal_hetero.planner.plan import Plan
 from colossal_hetero.plugin.mesh import PlannedMesh
 
 from .harness import run_ranks
-from .planning import make_plan
+from .planning import boosted, make_plan, planned
 from .test_checkpoints import load, save
 from .test_planned import MICRO_BATCH, MICRO_BATCHES, train_alone, train_planned
-from .training import Trained, assert_same_parameters, boost, scripted, sgd, tiny_vit
+from .training import assert_same_parameters, boost, scripted, sgd, tiny_vit
 
 CROSSED = [[[1], [2]], [[3], [0]]]
 """Of two replicas; the ranks of the two data-parallel groups ascend in opposite order of replicas."""
-
-
-def planned(plan: Plan | str | Path, **options: Any) -> HeteroHybridParallelPlugin:
-    return HeteroHybridParallelPlugin(**(dict(precision="fp32") | options), plan=plan)
-
-
-def boosted(plan: Plan, seed: int = 0, **options: Any) -> Trained:
-    return boost(planned(plan, **options), tiny_vit(depth=plan.blocks, seed=seed), sgd)
 
 
 # The mesh --------------------------------------------------------------------------------------------------------
