@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from common import print_table
 
-from colossal_hetero.planner.grouping import GroupingKind, effective_power, find_grouping
 from colossal_hetero.planner.gpus import GPUS
+from colossal_hetero.planner.grouping import GroupingKind, effective_power, find_grouping
 from colossal_hetero.planner.layer_profile import LayerSizes, LayerTimes, ModelProfile
 from colossal_hetero.planner.planning import make_plans
 from colossal_hetero.planner.topology import Channel, Device, Node, Topology
@@ -177,7 +177,7 @@ def main() -> None:
             theirs = scip(kinds, memory, arguments.micro_batches, arguments.scip_seconds)
         groupings.append((f"{gpus:,}", len(grouping.groups), seconds, grouping.objective, *theirs))
     print_table(
-        f"Whole plans, GPT-3 6.7B, global batch {arguments.global_batch}: seconds to plan, predicted seconds per iteration",
+        f"Whole plans, GPT-3 6.7B, global batch {arguments.global_batch}: seconds to plan, seconds per iteration",
         ("GPUs", "planning", "iteration", "planning, symmetric", "iteration, symmetric", "iteration, uniform stages"),
         plans,
     )

@@ -181,7 +181,7 @@ def exhaustive(topology: Topology, model: ModelProfile, global_batch: int) -> fl
     return float(best)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     fast=st.integers(0, 3),
     slow=st.integers(0, 3),
@@ -299,6 +299,6 @@ def test_model_too_large_for_all() -> None:
 
 
 def test_more_stages_than_blocks_would_be_needed() -> None:
-    topology = cluster({"fast": 8}, memory={"fast": 15})
+    topology = cluster({"fast": 3}, memory={"fast": 15})
     with pytest.raises(ValueError, match="at most 2 stages"):
         make_plans(topology, profile(2, degrees=(1,), micro_batches=(2,)), global_batch=8)

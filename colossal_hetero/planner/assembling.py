@@ -121,7 +121,7 @@ class Assembler:
         Args:
             groups: Slots by kind of each pipeline, ``[pipelines][kinds]``.
             symmetric: All pipelines are cut alike and run equally many micro-batches; the groups are all alike then.
-            thorough: Look for the best order of the stages; else the weakest come first.
+            thorough: Look for the best order of the stages; else the weakest come first where that fits.
         """
         self._offers.append(offer)  # its id stays its own
         places = place(groups, offer.kinds, self._node_of, self._cluster_of)
@@ -200,7 +200,7 @@ class Assembler:
             except ValueError as error:
                 return str(error)
         best = quick_split(pipeline)
-        if not thorough or self.method == "adapt":
+        if best is not None and (not thorough or self.method == "adapt"):
             return best
         least = evaluate(pipeline, best).seconds if best else np.inf
         for order in _orders(sequence):

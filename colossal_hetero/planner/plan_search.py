@@ -17,7 +17,7 @@ __all__ = ["PlanSearch"]
 MOST_TRIED = 48
 """Plans that are looked at of one set of devices, in the order of their bounds."""
 MOST_THOROUGH = 8
-"""Of the best, those for which many orders of stages are tried."""
+"""Of the best, and of those with the least bounds: plans for which many orders of stages are tried."""
 
 # [Note: what is tried]
 # Symmetric plans: every tensor-parallel degree, micro-batch, number of pipelines and composition of a pipeline is a
@@ -36,9 +36,10 @@ class PlanSearch:
         self.assembler = assembler
         self.symmetric = symmetric
         self.drafts: dict[object, Draft] = {}
+        self.least: dict[object, float] = {}
+        """Bounds of the symmetric ones among them."""
         self.problems: dict[int, str] = {}
         """By tensor-parallel degree: why a plan with it is none."""
-        self.tried = 0
         self.best = np.inf
 
     def run(self, keep: int) -> list[Draft]:
@@ -118,6 +119,7 @@ class PlanSearch:
             draft = self._try(offer, [tuple(counts.tolist())] * pipelines, symmetric=True)
             if draft is not None:
                 best = min(best, draft.seconds)
+                self.least[id(offer), pipelines, tuple(counts.tolist())] = float(self._seconds[row])
 
     def _try_everybody(self) -> None:
         """The best plan that leaves nobody idle and has a micro-batch for every stage, as training needs today."""
@@ -217,9 +219,8 @@ class PlanSearch:
     # Both -------------------------------------------------------------------------------------------------
 
     def _try(self, offer: Offer, groups: Sequence[tuple[int, ...]], symmetric: bool) -> Draft | None:
-        key = (id(offer), tuple(groups), symmetric)
+        key: object = (id(offer), len(groups), groups[0]) if symmetric else (id(offer), tuple(groups))
         if key not in self.drafts:
-            self.tried += 1
             draft = self.assembler.assemble(offer, groups, symmetric=symmetric)
             if isinstance(draft, str):
                 self.problems.setdefault(offer.tensor_parallel, draft)
@@ -229,13 +230,17 @@ class PlanSearch:
         return self.drafts[key]
 
     def _reorder(self) -> None:
-        """Other orders of the stages for the best plans."""
-        ranked = sorted(self.drafts, key=lambda key: self.drafts[key].seconds)
-        for key in ranked[:MOST_THOROUGH]:
+        """Other orders of the stages for the best plans, and for those that these may improve most."""
+        by_time = sorted(self.drafts, key=lambda key: self.drafts[key].seconds)[:MOST_THOROUGH]
+        by_bound = sorted(self.least, key=lambda key: self.least[key])[:MOST_THOROUGH]
+        for key in dict.fromkeys([*by_time, *by_bound]):
+            if not self.least.get(key, 0.0) < self.best:
+                continue
             old = self.drafts[key]
-            new = self.assembler.assemble(old.offer, old.groups, symmetric=key[2], thorough=True)  # type: ignore[index]
+            new = self.assembler.assemble(old.offer, old.groups, symmetric=key in self.least, thorough=True)
             if isinstance(new, Draft) and new.seconds < old.seconds:
                 self.drafts[key] = new
+                self.best = min(self.best, new.seconds)
 
 
 def _varied(ranked: Sequence[Draft], keep: int) -> list[Draft]:
