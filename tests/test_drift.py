@@ -99,7 +99,7 @@ def test_stages_without_times_are_left_out() -> None:
 
 
 def profile(seconds: tuple[float, ...]) -> ModelProfile:
-    """Of blocks that take so long forward and twice as long backward, with an embedding and a head that cost nothing."""
+    """Of blocks that take so long forward and twice as long backward; embedding and head cost nothing."""
     count = len(seconds) + 2
     times = (0.0, *seconds, 0.0)
     return ModelProfile(

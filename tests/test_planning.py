@@ -246,6 +246,12 @@ def test_unequal_pipelines_where_they_are_better() -> None:
     ]
 
 
+def test_held_to_numbers_of_stages() -> None:
+    for symmetric in (False, True):
+        found = make_plans(CLUSTERS[2], profile(), global_batch=24, stages=[2, 3], symmetric=symmetric, keep=20)
+        assert {len(replica.stages) for each in found for replica in each.plan.replicas} <= {2, 3}
+
+
 def test_tensor_parallel_groups_keep_speeds_together() -> None:
     topology = cluster({"fast": 4})
     slow = Device(topology.devices[0].kind, 0, 0, speed=0.25)
@@ -272,6 +278,8 @@ def test_a_plan_for_everybody_is_among_the_symmetric_ones() -> None:
         ({"tensor_parallel": [4]}, r"tensor_parallel=4.*1, 2"),
         ({"micro_batches": [64], "global_batch": 64}, r"micro_batch.*64.*measured"),
         ({"keep": 0}, r"keep=0"),
+        ({"stages": [7]}, r"stages=7.*6 blocks"),
+        ({"stages": [6]}, r"stages=6.*at most 5 tensor-parallel groups"),
         ({"method": "fastest"}, r"fastest.*exact"),
     ],
 )

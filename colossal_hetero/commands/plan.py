@@ -111,7 +111,7 @@ def plan(
     console.print(render(candidates))
     _print(console, f"{one_line(best)}\n\n{training_call(best, str(out or 'plan.json'))}")
     if out is None:
-        _print(console, "\n# --out plan.json writes the plan to that file")
+        _print(console, "\n# with --out plan.json this plan is written to that file")
 
 
 def _print(console: Console, text: str) -> None:

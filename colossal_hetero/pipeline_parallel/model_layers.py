@@ -153,7 +153,8 @@ def _is_row(module: nn.Module) -> bool:
 def _trace(model: nn.Module, row: BlockRow, batch: Any) -> tuple[dict[int, str], tuple[int, ...]]:
     """Run ``model`` once: which modules run before the first and after the last block, and FLOP per layer."""
     try:
-        return _trace_on(_on_meta(model, batch), model, row)
+        with _quiet_modes(model):
+            return _trace_on(_on_meta(model, batch), model, row)
     except (RuntimeError, NotImplementedError) as error:
         # Some models look at values, which the meta device has none of.
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -228,7 +229,7 @@ def _first(batch: Any) -> Any:
 
 @contextmanager
 def _quiet_modes(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, in which a pass changes no buffer and draws no random number."""
+    """Evaluation mode, in which a pass changes no buffer, draws no random number and takes a single sample."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -30,11 +30,19 @@ MOST_THOROUGH = 8
 class PlanSearch:
     """One search; :meth:`run` once."""
 
-    def __init__(self, topology: Topology, offers: Sequence[Offer], assembler: Assembler, symmetric: bool) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        offers: Sequence[Offer],
+        assembler: Assembler,
+        symmetric: bool,
+        stages: Sequence[int] | None = None,
+    ) -> None:
         self.topology = topology
         self.offers = offers
         self.assembler = assembler
         self.symmetric = symmetric
+        self.stages = stages
         self.drafts: dict[object, Draft] = {}
         self.least: dict[object, float] = {}
         """Bounds of the symmetric ones among them."""
@@ -73,11 +81,12 @@ class PlanSearch:
         for number, (offer, bound) in enumerate(zip(self.offers, self.bounds, strict=True)):
             available = tuple(len(kind.slots) for kind in offer.kinds)
             if available not in known:
-                known[available] = compositions(available, bound.blocks)
+                rows = compositions(available, bound.blocks)
+                known[available] = rows if self.stages is None else rows[np.isin(rows.sum(axis=1), self.stages)]
             # How many such pipelines there can be.
             most = np.where(known[available] > 0, np.array(available) // np.maximum(known[available], 1), 1 << 40)
             most = most.min(axis=1)
-            parts = []
+            parts = [(1, known[available][:0])]
             for pipelines in divisors(offer.total_micro_batches):
                 fitting = np.flatnonzero(most >= pipelines)
                 if not len(fitting):
@@ -193,7 +202,7 @@ class PlanSearch:
                 found.append([tuple(row) for row in whole.tolist()])
         found += self._pure_groups(bound, available, offer.total_micro_batches)
         distinct: dict[tuple[tuple[int, ...], ...], None] = dict.fromkeys(tuple(sorted(each)) for each in found)
-        return [list(each) for each in distinct]
+        return [list(each) for each in distinct if self.stages is None or {sum(g) for g in each} <= set(self.stages)]
 
     def _pure_groups(self, bound: Bounds, available: Sequence[int], total: int) -> list[list[tuple[int, ...]]]:
         """Pipelines of one kind each: as many as memory allows, half as many, a quarter, … of each kind."""

@@ -40,6 +40,7 @@ def make_plans(
     global_batch: int,
     micro_batches: Sequence[int] | None = None,
     tensor_parallel: Sequence[int] | None = None,
+    stages: Sequence[int] | None = None,
     method: str = "exact",
     symmetric: bool = False,
     keep: int = 5,
@@ -52,6 +53,7 @@ def make_plans(
         global_batch: Samples per iteration.
         micro_batches: Sizes to try, in samples; None for all that were measured and divide the global batch.
         tensor_parallel: Degrees to try; None for all that were measured.
+        stages: Numbers of stages to try; None for all.
         method: How stages are split, one of :data:`.splits.METHODS`.
         symmetric: Only plans whose pipelines are all alike, which is what the plugin can run.
         keep: How many plans.
@@ -63,11 +65,23 @@ def make_plans(
         raise ValueError(f"unknown method {method!r}: valid are {', '.join(METHODS)}")
     if keep < 1:
         raise ValueError(f"keep={keep}: at least one plan is to be kept")
+    for count in stages or ():
+        if not 1 <= count <= profile.blocks:
+            raise ValueError(
+                f"stages={count}: {profile.name} has {profile.blocks} blocks and each stage holds at least one; "
+                f"use 1 to {profile.blocks} stages"
+            )
     sizes = _micro_batches(profile, global_batch, micro_batches)
     offers = _offers(topology, profile, global_batch, sizes, _degrees(topology, profile, tensor_parallel))
-    search = PlanSearch(topology, offers, Assembler(topology, method), symmetric)
+    search = PlanSearch(topology, offers, Assembler(topology, method), symmetric, stages)
     drafts = search.run(keep)
     if not drafts:
+        most = max(sum(len(kind.slots) for kind in offer.kinds) for offer in offers)
+        if stages and min(stages) > most:
+            raise ValueError(
+                f"stages={', '.join(map(str, stages))}: the devices make at most {most} tensor-parallel groups, one per "
+                f"stage; use at most {min(most, profile.blocks)} stages"
+            )
         raise ValueError(_why_nothing(offers, search.problems))
     best = drafts[0]
     others = [offer.tensor_parallel for offer in offers if offer.tensor_parallel not in _degrees_of(search.drafts)]

@@ -33,8 +33,8 @@ def priced_plan(
         ranks: By replica, stage and place in the tensor-parallel group, ``[replicas][stages][tensor parallel]``.
         micro_batch: Samples.
         global_batch: Samples per iteration, equally many for each replica.
-        bounds: Stage s of every replica runs blocks ``[bounds[s], bounds[s + 1])``; None: as ``method`` splits the first
-            replica, with its stages in this order.
+        bounds: Stage s of every replica runs blocks ``[bounds[s], bounds[s + 1])``; None: as ``method`` splits the
+            first replica, with its stages in this order.
         method: One of :data:`.splits.METHODS`; with ``bounds`` a name for the record.
         notes: For readers of the plan.
 

@@ -44,6 +44,8 @@ class Depth:
     """Kind of slot, by node."""
     hops_in: NDArray[np.int_]
     """By node."""
+    left: NDArray[np.int_]
+    """Slots of each kind that are left, with the node's own ``[nodes, kinds]``."""
     exits: NDArray[np.int_]
     """Node, by exit; exits of one node differ in the hop out."""
     hops_out: NDArray[np.int_]
@@ -99,6 +101,7 @@ def one_order(pipeline: Pipeline, order: Sequence[int]) -> Orders:
         Depth(
             kinds=np.array([kind_of[slot]]),
             hops_in=np.array([hops[s]]),
+            left=np.bincount([kind_of[later] for later in order[s:]], minlength=len(kinds))[None],
             exits=one,
             hops_out=np.array([hops[s + 1]]),
             edges=one,
@@ -146,6 +149,9 @@ def _depths(
     and the hops from a class of one group to another class of the same or another group.
     """
     stages = sum(classes * size for _, classes, size in shapes)
+    all_slots = np.zeros(1 + max(kind for kind, _, _ in shapes), dtype=int)
+    for kind, classes, size in shapes:
+        all_slots[kind] += classes * size
     empty: _State = tuple((0,) * classes for _, classes, _ in shapes)
     keys: list[_Key] = [(empty, group, 0, NO_HOP) for group in range(len(shapes))]
     depths = []
@@ -180,6 +186,7 @@ def _depths(
             Depth(
                 kinds=np.array([shapes[key[1]][0] for key in keys]),
                 hops_in=np.array([key[3] for key in keys]),
+                left=all_slots - _used_by_kind([key[0] for key in keys], shapes),
                 exits=np.array(exits),
                 hops_out=np.array(hops_out),
                 edges=np.array(sources)[by_target],
@@ -196,6 +203,15 @@ def _used(state: _State, group: int, used: int) -> _State:
     counts = list(state[group])
     counts[counts.index(used)] += 1
     return (*state[:group], tuple(sorted(counts)), *state[group + 1 :])
+
+
+def _used_by_kind(states: Sequence[_State], shapes: tuple[tuple[int, int, int], ...]) -> NDArray[np.int_]:
+    """``[states, kinds]``."""
+    used = np.array([[sum(counts) for counts in state] for state in states])
+    by_kind = np.zeros((len(states), 1 + max(kind for kind, _, _ in shapes)), dtype=int)
+    for group, (kind, _, _) in enumerate(shapes):
+        by_kind[:, kind] += used[:, group]
+    return by_kind
 
 
 def _next(

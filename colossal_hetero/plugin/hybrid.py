@@ -124,6 +124,8 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
             planned.check_num_layers(self.stage_manager, self.plan)
         if batches is not None:
             check_batches(batches, self)
+            if self.plan is not None:
+                planned.check_batches(self.plan, batches)
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
 
@@ -198,12 +200,26 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
         """See ``PipelinePluginBase.execute_pipeline``; called by ``Booster.execute_pipeline``."""
-        if self.plan is not None and torch.is_grad_enabled():
-            data_iter = planned.sized_batches(data_iter, self.plan)
-        result = super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
-        if self._watch is not None and torch.is_grad_enabled():
+        if self.plan is None:
+            return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            with planned.sizes_kept(self.scheduler):
+                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+        batches = planned.sized_batches(data_iter, self.plan)
+        result = super().execute_pipeline(batches, model, criterion, *args, **kwargs)
+        if self._watch is not None:
             self._watch.tick()
         return result
+
+    def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """See ``HybridParallelPlugin.enable_lora``.
+
+        Raises:
+            ValueError: rank 0, which writes adapters, is not in the first stage, where they are gathered.
+        """
+        if self.plan is not None:
+            planned.check_lora(self.plan)
+        return super().enable_lora(model, *args, **kwargs)
 
     def get_checkpoint_io(self) -> CheckpointIO:
         """See ``Plugin.get_checkpoint_io``; called by ``Booster``."""

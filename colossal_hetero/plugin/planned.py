@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..data_parallel.config import BatchConfig
 from ..pipeline_parallel.config import PlanConfig
 from ..pipeline_parallel.model_layers import find_blocks
 from ..planner.as_profiled import as_profiled
@@ -103,14 +105,16 @@ def _make(planning: PlanConfig, profile: ModelProfile | None) -> Plan:
         symmetric=True,
         keep=MOST_CANDIDATES,
     )
-    problem = "there is none"
+    problems = []
     for candidate in candidates:
-        found = _why_not(candidate.plan, world)
-        if found is None:
+        problem = _why_not(candidate.plan, world)
+        if problem is None:
             Console(stderr=True).print(one_line(candidate.plan), soft_wrap=True, highlight=False, markup=False)
             return candidate.plan
-        problem = found
-    raise ValueError(f"none of the {len(candidates)} best plans can be run on these {world} ranks, e.g.: {problem}")
+        problems.append(problem)
+    raise ValueError(
+        f"none of the {len(problems)} best plans can be run on these {world} ranks; as to the best: {problems[0]}"
+    )
 
 
 # Whether it can be run -------------------------------------------------------------------------------------------
@@ -259,6 +263,25 @@ def check_blocks(model: nn.Module, plan: Plan) -> None:
         raise ValueError(other_model(plan, num_layers))
 
 
+def check_batches(plan: Plan, batches: BatchConfig) -> None:
+    """Raise ``ValueError`` if global batches that are divided unevenly are not the plan's."""
+    if batches.global_batch_size != plan.global_batch:
+        raise ValueError(
+            f"global_batch_size={batches.global_batch_size} in batches contradicts the plan, which has "
+            f"{plan.global_batch}; use the same, or plan for the other"
+        )
+
+
+def check_lora(plan: Plan) -> None:
+    """Raise ``ValueError`` if LoRA's adapters could not be saved."""
+    ranks = sorted(plan.rank_order[0][0])
+    if 0 not in ranks:
+        raise ValueError(
+            f"LoRA adapters are saved by rank 0, which must be in the first stage, but that has rank {spans(ranks)}; "
+            "launch the ranks in the order of the plan's stages, or train without LoRA"
+        )
+
+
 def check_loader(plan: Plan, batch_size: int | None) -> None:
     """Raise ``ValueError`` if a loader of that many samples per replica does not fit ``plan``; None: not known."""
     valid = valid_batches(plan)
@@ -279,6 +302,23 @@ def wrong_batch(plan: Plan, batch_size: int) -> str:
         f"{plan.replicas[0].micro_batches} micro-batches of {plan.micro_batch}; use "
         f"batch_size={' or '.join(map(str, valid_batches(plan)))} (and drop_last=True)"
     )
+
+
+@contextmanager
+def sizes_kept(schedule: object) -> Iterator[None]:
+    """Let a 1F1B schedule evaluate batches of another size, and train on as before.
+
+    It takes the number of micro-batches of what it evaluates for that of training, and asserts that all batches are as
+    large as the last one.
+    """
+    sizes = ("num_microbatches", "microbatch_size", "batch_size", "last_batch_size")
+    shapes = ("send_tensor_metadata", "send_grad_metadata", "tensor_metadata_recv", "grad_metadata_recv")
+    before = {name: getattr(schedule, name) for name in (*sizes, "enable_metadata_cache", *shapes)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(schedule, name, value)
 
 
 def sized_batches(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:

@@ -18,21 +18,13 @@ from colossal_hetero.planner.plan import Plan
 from colossal_hetero.plugin.mesh import PlannedMesh
 
 from .harness import run_ranks
-from .planning import make_plan
+from .planning import boosted, make_plan, planned
 from .test_checkpoints import load, save
 from .test_planned import MICRO_BATCH, MICRO_BATCHES, train_alone, train_planned
-from .training import Trained, assert_same_parameters, boost, scripted, sgd, tiny_vit
+from .training import assert_same_parameters, boost, scripted, sgd, tiny_vit
 
 CROSSED = [[[1], [2]], [[3], [0]]]
 """Of two replicas; the ranks of the two data-parallel groups ascend in opposite order of replicas."""
-
-
-def planned(plan: Plan | str | Path, **options: Any) -> HeteroHybridParallelPlugin:
-    return HeteroHybridParallelPlugin(**(dict(precision="fp32") | options), plan=plan)
-
-
-def boosted(plan: Plan, seed: int = 0, **options: Any) -> Trained:
-    return boost(planned(plan, **options), tiny_vit(depth=plan.blocks, seed=seed), sgd)
 
 
 # The mesh --------------------------------------------------------------------------------------------------------
