@@ -60,7 +60,9 @@ class Grouping:
         return len(self.groups) * self.power
 
 
-def effective_power(counts: NDArray[np.int64], powers: Sequence[float], micro_batches: float) -> NDArray[np.float64]:
+def effective_power(
+    counts: NDArray[np.int64], powers: Sequence[float] | NDArray[np.float64], micro_batches: float
+) -> NDArray[np.float64]:
     """G of groups, Eq. 2, ``[…]`` from counts ``[…, kinds]``: the sum of powers, less the share of pipeline bubbles."""
     members = np.maximum(counts.sum(axis=-1), 1)
     return (counts @ np.asarray(powers)) * micro_batches / (micro_batches + members - 1)
