@@ -14,8 +14,8 @@ __all__ = ["as_launched"]
 def as_launched(topology: Topology, profile: ModelProfile, plan: Plan) -> str | None:
     """What Colossal-AI's own order of ranks would take: with equal stages, and with those of ``plan``; in words.
 
-    None if there is nothing to compare: the plan is in that order with equal stages, leaves devices out, or its replicas
-    are not alike.
+    None if there is nothing to compare: the plan is in that order with equal stages, leaves devices out, or its
+    replicas are not alike.
     """
     degrees = (plan.tensor_parallel, len(plan.layers_per_stage), len(plan.replicas))
     if not plan.symmetric or plan.world_size != len(topology.devices):
