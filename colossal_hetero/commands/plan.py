@@ -94,6 +94,8 @@ def plan(
     }
     with mended_by_user():
         check_outputs(out, picture=plot)
+        if cluster.suffix == ".json" and profile.suffix == ".toml":
+            raise ValueError(f"the cluster comes first, then the profile: give {profile} before {cluster}")
         model = load_model_profile(profile)
         topology = as_profiled(load_cluster(cluster), model)
         with _patience(f"planning for {len(topology.devices):,} devices"):

@@ -5,6 +5,23 @@ last (norm, head) belongs to these blocks: a stage holds at least one block, so 
 
 A stage runs in a *slot*: a tensor-parallel group of devices of one kind in one node. Slots that share one
 ``LayerCosts`` object and the same memory are interchangeable.
+
+`[Note: closed form]`  AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t``: one micro-batch through the empty pipeline, then
+one more per period of the longest stage. Against the event simulation (``simulation.py``; F, B forward and backward,
+h the hops, t = F + B + the hops of both cuts, K micro-batches, P stages):
+
+- The period is right: in every cycle of what waits for what, forwards and backwards of a stage come in pairs.
+- Never below: the simulation takes ``Σ_{q<c} t_q + K·t_c`` or more for every stage c, and ``Σ t`` (with ``blocking``
+  transfers). So C is above the simulation by no more than the time of the stages behind the longest one, and by nothing
+  if K = 1 or the last stage is the longest: then both are equal.
+- C counts the stages behind the longest one as if they only worked before it starts and after it ends, but warm-up and
+  cool-down fill that time. So C is usually a little above, by ``Σ_{q>c} t_q`` at most.
+- Not always: the simulation takes at most ``C + max_e Σ (g − t_q)``, the sum over the last e = 0 … P − 1 stages, with
+  ``g = max (t − B) + max (t − F) − max t`` (``overlapped``: ``g = max F + max B − max t``). A path through the schedule
+  alternates between F and B of one stage but for at most e forwards at its start and e backwards at its end, if it does
+  not reach the last e stages. So C is an upper bound if no stage but the first is shorter than g: without transfers, if
+  forward and backward have the same ratio in all stages. It can be below if the longest forward and the longest
+  backward are in different stages, or if very short stages follow expensive hops.
 """
 
 from __future__ import annotations
@@ -139,11 +156,12 @@ class PipelineCost:
 
 
 def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
-    """What ``split`` costs.
+    """What ``split`` costs; see Note: closed form.
 
-    A transfer occupies both of its ends (a stage waits until what it sent was taken, as Colossal-AI's schedule does),
-    activations one way and gradients the other. So over an iteration each micro-batch crosses a cut twice, once per
-    end and direction: half of the round trip counts for either end, and ``Σ t`` holds every hop once.
+    A transfer occupies both of its ends (a stage waits until what it sent was taken, as Colossal-AI's schedule does
+    with NCCL), activations one way and gradients the other at the same time. So in steady state a stage gives one hop
+    to each of its cuts per micro-batch, and ``Σ t`` holds every hop twice: the way there and the way back of one
+    micro-batch. Memory: stage s holds the activations of ``min(K, P − s)`` micro-batches.
     """
     forward, backward, update, memory = [], [], [], []
     stages = len(split.order)

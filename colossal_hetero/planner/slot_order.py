@@ -12,6 +12,7 @@ kind, and what comes in comes over this hop", and knows no more of the past than
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,7 +34,7 @@ _Key = tuple[_State, int, int, int]
 
 
 class TooManyOrders(Exception):
-    """More nodes than were allowed."""
+    """More states than were allowed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,11 +114,11 @@ def one_order(pipeline: Pipeline, order: Sequence[int]) -> Orders:
     return Orders(depths, kinds, hop_seconds, None, hop_between)
 
 
-def all_orders(pipeline: Pipeline, most_nodes: int) -> Orders:
+def all_orders(pipeline: Pipeline, most_states: int) -> Orders:
     """The graph of all orders.
 
     Raises:
-        TooManyOrders: it would have more than ``most_nodes`` nodes.
+        TooManyOrders: there are more than ``most_states`` ways to have used some of the slots.
     """
     slots = range(len(pipeline.slots))
     kinds, kind_of = _kinds(pipeline)
@@ -135,7 +136,9 @@ def all_orders(pipeline: Pipeline, most_nodes: int) -> Orders:
         )
         for one in groups
     )
-    return Orders(_depths(shapes, inside, across, most_nodes), kinds, hop_seconds, groups, hop_between)
+    if math.prod(math.comb(classes + size, size) for _, classes, size in shapes) > most_states:
+        raise TooManyOrders
+    return Orders(_depths(shapes, inside, across), kinds, hop_seconds, groups, hop_between)
 
 
 @lru_cache(maxsize=256)
@@ -143,7 +146,6 @@ def _depths(
     shapes: tuple[tuple[int, int, int], ...],
     inside: tuple[int, ...],
     across: tuple[tuple[int, ...], ...],
-    most_nodes: int,
 ) -> tuple[Depth, ...]:
     """The graph for groups of ``shapes`` (kind, classes, slots per class), with the hop inside a class of each group,
     and the hops from a class of one group to another class of the same or another group.
@@ -155,11 +157,7 @@ def _depths(
     empty: _State = tuple((0,) * classes for _, classes, _ in shapes)
     keys: list[_Key] = [(empty, group, 0, NO_HOP) for group in range(len(shapes))]
     depths = []
-    nodes = 0
     for depth in range(stages):
-        nodes += len(keys)
-        if nodes > most_nodes:
-            raise TooManyOrders
         exits: list[int] = []
         hops_out: list[int] = []
         targets: list[int] = []

@@ -20,6 +20,7 @@ placed, as the slots that are left cannot hold more, to what can be, as those be
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 from collections.abc import Sequence
@@ -29,11 +30,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .pipeline import Pipeline, Split, evaluate
-from .slot_order import Depth, Orders, all_orders, one_order
+from .slot_order import Depth, Orders, TooManyOrders, all_orders, one_order
+from .split_large import by_speed, exchanged, like_kinds, near_each_other
 
 __all__ = ["best_split", "exact"]
 
-MOST_NODES = 300_000
+MOST_STATES = 20_000
+"""Up to so many ways to have used some of the slots, like ones not told apart, all orders are searched: 64 slots of 3
+kinds are 12,000, 16 slots in 4 unlike nodes 600."""
 
 ROUNDING = 1e-12
 
@@ -240,10 +244,35 @@ def _different(values: _Floats, least: float, most: float) -> _Floats:
 
 
 def exact(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
-    """The split with the least ``evaluate(pipeline, split).seconds``; None if none fits in memory."""
+    """The split with the least ``evaluate(pipeline, split).seconds``; None if none fits in memory.
+
+    If there are too many unlike slots (``MOST_STATES``), it is the best for each of several good orders, and may miss
+    the best order, or what fits in memory only in another one.
+    """
     if order is not None:
         return best_split(pipeline, one_order(pipeline, order))
-    return best_split(pipeline, all_orders(pipeline, MOST_NODES))
+    try:
+        return best_split(pipeline, all_orders(pipeline, MOST_STATES))
+    except TooManyOrders:
+        return _best_of_some(pipeline)
+
+
+def _best_of_some(pipeline: Pipeline) -> Split | None:
+    """Over orders by speed, and the best one if only the kinds of slots mattered, put where hops are short."""
+    orders = list(by_speed(pipeline))
+    alike = like_kinds(pipeline)
+    with contextlib.suppress(TooManyOrders):
+        if (found := best_split(alike, all_orders(alike, MOST_STATES))) is not None:
+            orders.append(near_each_other(pipeline, found.order))
+    best: tuple[float, Split] | None = None
+    for order in orders:
+        if (found := best_split(pipeline, one_order(pipeline, order))) is None:
+            continue
+        found = best_split(pipeline, one_order(pipeline, exchanged(pipeline, found).order)) or found
+        seconds = evaluate(pipeline, found).seconds
+        if best is None or seconds < best[0]:
+            best = seconds, found
+    return None if best is None else best[1]
 
 
 def best_split(pipeline: Pipeline, orders: Orders) -> Split | None:

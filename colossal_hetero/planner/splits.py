@@ -27,8 +27,10 @@ _SPLITS: dict[str, Callable[[Pipeline, Sequence[int] | None], Split | None]] = {
 def split(pipeline: Pipeline, method: str = "exact", *, order: Sequence[int] | None = None) -> Split:
     """Divide the model over the slots.
 
-    ``exact`` has the least ``evaluate(...).seconds`` of all splits and orders that fit in memory; ``adapt`` and
-    ``autohet`` keep within memory too; ``uniform`` and ``holmes`` know no memory, so ask ``evaluate(...).fits``.
+    ``exact`` has the least ``evaluate(...).seconds`` of all splits and orders that fit in memory (of some good orders,
+    if there are very many unlike slots: ``split_exact.MOST_STATES``); ``adapt`` and ``autohet`` keep within memory too;
+    ``uniform`` and ``holmes`` know no memory, so ask ``evaluate(...).fits``. With few micro-batches
+    ``split_refine.refine`` may find one that is faster in the event simulation.
 
     Args:
         pipeline: what to divide.
