@@ -79,8 +79,8 @@ def make_plans(
         most = max(sum(len(kind.slots) for kind in offer.kinds) for offer in offers)
         if stages and min(stages) > most:
             raise ValueError(
-                f"stages={', '.join(map(str, stages))}: the devices make at most {most} tensor-parallel groups, one per "
-                f"stage; use at most {min(most, profile.blocks)} stages"
+                f"stages={', '.join(map(str, stages))}: the devices make at most {most} tensor-parallel groups, one "
+                f"per stage; use at most {min(most, profile.blocks)} stages"
             )
         raise ValueError(_why_nothing(offers, search.problems))
     best = drafts[0]
