@@ -195,6 +195,7 @@ class PlanSearch:
                 lambda groups: max(1.0, offer.total_micro_batches / groups),
                 idle=idle,
                 most_members=bound.blocks,
+                most_groups=offer.total_micro_batches,
             )
             if grouping is not None:
                 whole = np.zeros((len(grouping.groups), len(available)), dtype=np.int64)
