@@ -112,6 +112,7 @@ def check_weights(run: Trained, weights: dict[str, Tensor]) -> None:
         pytest.param([[[0], [2]], [[1], [3]]], [(3, 1)], {"dp_outside": False}, id="dp2-pp2-stages-outside"),
         pytest.param([[[3], [0]], [[1], [2]]], [(3, 1)], {"dp_outside": False}, id="dp2-pp2-crossed-stages-outside"),
         pytest.param([[[2, 0]], [[1, 3]]], [(2,)], {}, id="dp2-tp2-interleaved"),
+        pytest.param([[[0, 2]], [[3, 1]]], [(2,)], {}, id="dp2-tp2-crossed"),
         pytest.param([[[1]], [[0]]], [(2,)], {}, id="dp2-reversed"),
         pytest.param([[[1, 0]]], [(2,)], {}, id="tp2-reversed"),
     ],
