@@ -47,8 +47,8 @@ __all__ = ["LayerProgress", "MeasuredLayers", "profile_layers"]
 ALIKE = 0.1
 """Ranks with the same name of device whose times differ by no more are one kind."""
 
-LEAST_SECONDS = 2.0
-"""How long each micro-batch is measured at least: 20 periods of a quota."""
+LEAST_SECONDS = 3.0
+"""How long each micro-batch is measured at least: 30 periods of a quota, of which one may be seen too many or too few."""
 
 LEAST_ROUNDS = 5
 WARM_UP_ROUNDS = 2
