@@ -8,6 +8,7 @@ patterns of counts. Solved exactly, by SciPy's HiGHS.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,9 @@ TOLERANCE = 1e-9
 """Powers that differ by less than this share are equal."""
 MOST_VALUES = 20_000
 """Compositions up to which the powers that a group can have are listed, rather than bisected."""
+
+MOST_DEALT = 64
+"""Numbers of groups for which members are dealt in turn first."""
 
 # [Note: the covering problem]
 # For a given number of groups D, let z be the power that each group is to reach. With K micro-batches and P members,
@@ -60,7 +64,9 @@ class Grouping:
         return len(self.groups) * self.power
 
 
-def effective_power(counts: NDArray[np.int64], powers: Sequence[float], micro_batches: float) -> NDArray[np.float64]:
+def effective_power(
+    counts: NDArray[np.int64], powers: Sequence[float] | NDArray[np.float64], micro_batches: float
+) -> NDArray[np.float64]:
     """G of groups, Eq. 2, ``[…]`` from counts ``[…, kinds]``: the sum of powers, less the share of pipeline bubbles."""
     members = np.maximum(counts.sum(axis=-1), 1)
     return (counts @ np.asarray(powers)) * micro_batches / (micro_batches + members - 1)
@@ -74,6 +80,7 @@ def find_grouping(
     groups: int | None = None,
     idle: bool = False,
     most_members: int | None = None,
+    most_groups: int | None = None,
     least: float = 0.0,
 ) -> Grouping | None:
     """The groups with the largest Eq. 3a, or None if there are none.
@@ -85,6 +92,7 @@ def find_grouping(
         groups: How many; None for the best number.
         idle: Whether members may be left out. AutoHet's Eq. 3e assigns all.
         most_members: Of a group: as many as the model has blocks.
+        most_groups: As many as there are micro-batches in all.
         least: Only groupings with an objective above this.
     """
     members = sum(kind.count for kind in kinds)
@@ -92,14 +100,16 @@ def find_grouping(
     memory = sum(kind.memory_bytes * kind.count for kind in kinds)
     at = micro_batches if callable(micro_batches) else lambda _: micro_batches
     problems = []
-    for number in range(1, members + 1) if groups is None else (groups,):
+    for number in range(1, min(members, most_groups or members) + 1) if groups is None else (groups,):
         if number * model_bytes > memory * (1 + TOLERANCE) or number > members:
             continue
         if not idle and members > number * most_members:
             continue
         problem = _Covering(kinds, model_bytes, number, at(number), idle, most_members)
         problems.append((-number * problem.bound, -number, problem))
-    dealt = [grouping for _, _, problem in problems if (grouping := problem.deal()) and grouping.objective > least]
+    # Something to compare with from the start; the exact search does not depend on it.
+    some = problems[:: math.ceil(len(problems) / MOST_DEALT)] if problems else []
+    dealt = [grouping for _, _, problem in some if (grouping := problem.deal()) and grouping.objective > least]
     best = max(dealt, key=lambda grouping: grouping.objective, default=None)
     for bound, negative, problem in sorted(problems, key=lambda each: each[:2]):
         reached = max(best.objective if best else 0.0, least)

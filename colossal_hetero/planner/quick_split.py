@@ -59,7 +59,7 @@ def quick_split(pipeline: Pipeline) -> Split | None:
 
 
 def _stage_seconds(pipeline: Pipeline) -> _Floats:
-    """A stage's time per micro-batch with blocks ``[a, b)``, infinite where it cannot be: ``[stages, blocks + 1, …]``."""
+    """A stage's time per micro-batch with blocks ``[a, b)``, infinite where it cannot be: ``[stages, a, b]``."""
     stages, blocks = len(pipeline.slots), pipeline.blocks
     seconds = np.full((stages, blocks + 1, blocks + 1), np.inf)
     possible = np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1)
