@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install vit zero test lint
+.PHONY: help install vit zero pipeline test lint
 help:
-	@echo "make vit    train the ViT example on two ranks, one of them slowed, balancing on"
-	@echo "make zero   train with ZeRO on two ranks, one of them slowed, with equal and with fitted batches"
-	@echo "make test   run the tests"
-	@echo "make lint   ruff and mypy"
+	@echo "make vit       train the ViT example on two ranks, one of them slowed, balancing on"
+	@echo "make zero      train with ZeRO on two ranks, one of them slowed, with equal and with fitted batches"
+	@echo "make pipeline  train in a pipeline on two ranks, one of them slowed, with equal and with fitted stages"
+	@echo "make test      run the tests"
+	@echo "make lint      ruff and mypy"
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +23,9 @@ vit: install
 
 zero: install
 	$(BIN)/python examples/zero/train.py
+
+pipeline: install
+	$(BIN)/python examples/pipeline/train.py
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest

@@ -7,13 +7,14 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["BalanceConfig", "BatchConfig", "HeteroHybridParallelPlugin", "HeteroZeroPlugin"]
+__all__ = ["BalanceConfig", "BatchConfig", "HeteroHybridParallelPlugin", "HeteroZeroPlugin", "PlanConfig"]
 
 _HOMES = {
     "BalanceConfig": "colossal_hetero.balance.config",
     "BatchConfig": "colossal_hetero.data_parallel.config",
     "HeteroHybridParallelPlugin": "colossal_hetero.plugin.hybrid",
     "HeteroZeroPlugin": "colossal_hetero.plugin.zero",
+    "PlanConfig": "colossal_hetero.pipeline_parallel.config",
 }
 
 

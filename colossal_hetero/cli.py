@@ -8,6 +8,7 @@ from . import __version__
 from .commands.batches import batches
 from .commands.plan import plan
 from .commands.probe import probe
+from .commands.profile import profile
 from .commands.simulate import simulate
 
 __all__ = ["main"]
@@ -19,7 +20,7 @@ def main() -> None:
     """Plan training on devices that are not equally fast."""
 
 
-for command in (probe, plan, simulate, batches):
+for command in (probe, profile, plan, simulate, batches):
     main.add_command(command)
 
 

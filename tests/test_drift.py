@@ -48,9 +48,7 @@ def test_silent_where_all_is_as_planned() -> None:
     for slowdowns in ({}, {0: 1.19}, {1: 0.81}):
         report = compare(plan, planned_times(plan, slowdowns), 0.2)
         assert report.drifted == () and report.proposal is None
-        assert [stage.ratio for stage in report.stages] == pytest.approx(
-            [slowdowns.get(1, 1.0), slowdowns.get(0, 1.0)]
-        )
+        assert [stage.ratio for stage in report.stages] == pytest.approx([slowdowns.get(1, 1.0), slowdowns.get(0, 1.0)])
 
 
 @pytest.mark.parametrize("slowdown", [1.21, 3.0, 0.5])
@@ -70,9 +68,7 @@ def test_names_the_stage_and_cuts_anew(slowdown: float) -> None:
 
 def test_keeps_the_split_where_all_stages_drift_alike() -> None:
     plan = two_stages((5, 3))
-    plan = two_stages(
-        (5, 3), micro_batches=16
-    )  # as fast per block: 4+4 would be better, were they not as slow as this
+    plan = two_stages((5, 3), micro_batches=16)  # as fast per block: 4+4 would be better, were they not as slow as this
     times = {1: PassSeconds(4.0, 8.0), 0: PassSeconds(4.0, 8.0)}
     report = compare(plan, times, 0.1)
     assert len(report.drifted) == 2
@@ -103,7 +99,7 @@ def test_stages_without_times_are_left_out() -> None:
 
 
 def profile(seconds: tuple[float, ...]) -> ModelProfile:
-    """Of blocks that take so long forward and twice as long backward, with an embedding and a head that cost nothing."""
+    """Of blocks that take so long forward and twice as long backward; embedding and head cost nothing."""
     count = len(seconds) + 2
     times = (0.0, *seconds, 0.0)
     return ModelProfile(

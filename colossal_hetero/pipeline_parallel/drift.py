@@ -17,6 +17,7 @@ from ..planner.layer_profile import ModelProfile
 from ..planner.pipeline import LayerCosts, Pipeline, Slot, Split, evaluate
 from ..planner.plan import Plan, Replica, StagePlan
 from ..planner.readable import times
+from ..planner.splits import split
 from ..planner.topology import Channel
 
 __all__ = ["DriftReport", "PassSeconds", "Proposal", "StageDrift", "compare"]
@@ -149,8 +150,6 @@ def propose(plan: Plan, stages: tuple[StageDrift, ...], profile: ModelProfile | 
         max((each for each in stages if each.stage == index), key=lambda each: each.ratio)
         for index in range(len(plan.layers_per_stage))
     ]
-    from ..planner.splits import split
-
     pipeline, basis = _pipeline(plan, slowest, profile)
     order = tuple(range(len(slowest)))
     present = Split(order, (0, *(int(bound) for bound in np.cumsum(plan.layers_per_stage))))

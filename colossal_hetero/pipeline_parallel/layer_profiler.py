@@ -1,9 +1,10 @@
 """Measure a model's layers on the devices that are to train it (AutoHet, section III-D).
 
 Runs of 1, 2, 4, 8 … consecutive blocks are timed forward and backward, and what is before and after the blocks by
-itself. From the runs comes the time of one block: the one that fits all of them best, each by its relative error. So a
-stage of ``n`` blocks is predicted to take ``n`` times that; the runs are kept in the profile, and
-:meth:`~colossal_hetero.planner.layer_profile.LayerTimes.composed_seconds` adds them up as AutoHet does (Eq. 5).
+itself. The time of one block is such that it explains all runs together, and a stage of ``n`` blocks is predicted to
+take ``n`` times that: what a run takes beyond its blocks is within the noise (``benchmarks/layer_profile.py``). The
+runs are kept in the profile, and :meth:`~colossal_hetero.planner.layer_profile.LayerTimes.composed_seconds` adds them
+up as AutoHet does (Eq. 5).
 
 Every rank measures by itself, all at once, with nothing communicated in between. Passes are as in training: same size
 of micro-batch, same threads, gradients added to those that are there.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -35,9 +37,10 @@ from ..data_parallel.profiler import device_name
 from ..data_parallel.together import on_every_rank
 from ..data_parallel.untouched import untouched
 from ..planner.layer_profile import BlockRun, LayerSizes, LayerTimes, ModelProfile
+from ..probe.facts import kind_name
 from .activations import saved_bytes
 from .layer_passes import Duration, LayerPasses, clock, resized
-from .model_layers import BlockRow, LayerDescription, describe_layers
+from .model_layers import BlockRow, LayerDescription, describe_layers, find_blocks
 
 __all__ = ["LayerProgress", "MeasuredLayers", "profile_layers"]
 
@@ -112,7 +115,8 @@ def profile_layers(
         batch: samples in the first dimension of each tensor: a mapping (``model(**batch)``), a pair of inputs and
             targets, or inputs; micro-batches repeat its samples.
         criterion: ``criterion(outputs, targets)``; None for a model that gives its loss, or to do without.
-        micro_batches: sizes to measure, in samples. Sizes for which memory does not suffice are left out.
+        micro_batches: sizes to measure, in samples. From the first on for which memory does not suffice they are left
+            out; a CPU without a limit of the address space is better not asked for more than it holds.
         optimizer: "adam", "adamw", "sgd", or what makes a ``torch.optim.Optimizer`` of parameters.
         precision: "fp32", or "fp16" and "bf16", for which a cast copy of the model is measured.
         longest_run: most blocks that are timed together.
@@ -126,28 +130,39 @@ def profile_layers(
 
     Raises:
         ValueError: the model has no blocks to be cut between, or an argument cannot be; before anything is measured.
-        RuntimeError: on every rank, if a rank failed; it names the rank and the error.
+        RuntimeError: on every rank, if a rank failed while it measured; it names the rank and the error. Without
+            ranks the error itself is raised.
     """
     _check(model, micro_batches, optimizer, precision, tensor_parallel, group)
     factory = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-    if precision != "fp32":
-        model = copy.deepcopy(model).to(PRECISIONS[precision])
-        batch = tree_map(lambda part: _cast(part, PRECISIONS[precision]), batch)
-    layers = describe_layers(model, resized(batch, 1), blocks=blocks)
-    measure = _Measurement(model, layers, criterion, batch, factory, longest_run, least_seconds, group, on_progress)
+    find_blocks(model, blocks)
 
-    def run() -> _Measured:
-        with untouched(model):
-            model.train()
-            return measure(sorted(set(micro_batches)), precision)
+    def run() -> tuple[_Measured, LayerDescription]:
+        measured, samples = model, batch
+        if precision != "fp32":
+            measured = copy.deepcopy(model).to(PRECISIONS[precision])
+            samples = tree_map(lambda part: _cast(part, PRECISIONS[precision]), batch)
+        layers = describe_layers(measured, resized(samples, 1), blocks=blocks)
+        measure = _Measurement(
+            measured, layers, criterion, samples, factory, longest_run, least_seconds, group, on_progress
+        )
+        with untouched(measured):
+            measured.train()
+            return measure(sorted(set(micro_batches)), precision), layers
 
+    called = name or type(model).__name__
     if not dist.is_initialized():
-        return _merge([run()], [[0]], layers, tensor_parallel, precision, name or type(model).__name__)
-    ranks = dist.get_process_group_ranks(group) if group is not None and tensor_parallel > 1 else [dist.get_rank()]
-    everyone = on_every_rank(lambda: (run(), ranks), "measuring layers")
-    groups = [list(each) for each in dict.fromkeys(tuple(ranks) for _, ranks in everyone)]
-    measured = [each for each, _ in everyone]
-    return _merge(measured, groups, layers, tensor_parallel, precision, name or type(model).__name__)
+        result, layers = run()
+        return _merge([result], [(0,)], layers.parameter_bytes, tensor_parallel, precision, called)
+    ranks = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
+
+    def run_here() -> tuple[_Measured, tuple[int, ...], tuple[int, ...]]:
+        result, layers = run()
+        return result, tuple(ranks), layers.parameter_bytes
+
+    everyone = on_every_rank(run_here, "measuring layers")
+    groups = list(dict.fromkeys(ranks for _, ranks, _ in everyone))
+    return _merge([each for each, _, _ in everyone], groups, everyone[0][2], tensor_parallel, precision, called)
 
 
 @dataclass
@@ -172,7 +187,11 @@ class _Measured:
 
 
 Part = tuple[str, int, int]
-"""("run", first block, blocks) or ("before" | "after", 0, 0)."""
+"""What is timed: ("run", first block, blocks), or one of those below."""
+
+ENDS: Part = ("ends", 0, 0)
+BEFORE: Part = ("before", 0, 0)
+AFTER: Part = ("after", 0, 0)
 
 
 class _Measurement:
@@ -209,7 +228,9 @@ class _Measurement:
         self._loop = Duration(0.0, 0.0)
 
     def __call__(self, sizes: Sequence[int], precision: str) -> _Measured:
-        result = _Measured(device_name(self._device), memory_limit(self._device).bytes)
+        memory_bytes = memory_limit(self._device).bytes
+        # As the cluster file of probed machines calls it.
+        result = _Measured(kind_name(device_name(self._device), memory_bytes), memory_bytes)
         times: dict[int, dict[Part, list[tuple[Duration, Duration]]]] = {}
         for index, size in enumerate(sizes):
             try:
@@ -230,8 +251,7 @@ class _Measurement:
             seconds = {part: self._typical(durations, pace) for part, durations in parts.items()}
             result.runs[size] = {count: seconds["run", 0, count] for _, _, count in self._runs}
             result.forward[size], result.backward[size] = (
-                [seconds["before", 0, 0][way], *self._single_blocks(seconds, way), seconds["after", 0, 0][way]]
-                for way in (0, 1)
+                [seconds[BEFORE][way], *self._single_blocks(seconds, way), seconds[AFTER][way]] for way in (0, 1)
             )
         return result
 
@@ -246,12 +266,18 @@ class _Measurement:
         passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
         durations: dict[Part, list[tuple[Duration, Duration]]] = {}
 
+        # In another order each time: with a fixed one, a quota's pauses may fall on the same part again and again. All
+        # ranks have the same orders, for layers that communicate.
+        order = random.Random(size)
+
         def round_of_all() -> None:
-            before, after = passes.ends()
-            durations.setdefault(("before", 0, 0), []).append(before)
-            durations.setdefault(("after", 0, 0), []).append(after)
-            for part in self._parts:
-                durations.setdefault(part, []).append(passes.run(*part[1:]))
+            for part in order.sample([ENDS, *self._parts], len(self._parts) + 1):
+                if part == ENDS:
+                    before, after = passes.ends()
+                    durations.setdefault(BEFORE, []).append(before)
+                    durations.setdefault(AFTER, []).append(after)
+                else:
+                    durations.setdefault(part, []).append(passes.run(*part[1:]))
 
         for _ in range(WARM_UP_ROUNDS):
             round_of_all()
@@ -290,14 +316,15 @@ class _Measurement:
         return forward, backward
 
     def _single_blocks(self, seconds: dict[Part, tuple[float, float]], way: int) -> list[float]:
-        """Seconds of each block by itself, such that they add up to the runs as well as can be.
+        """Seconds of each block by itself, such that all runs together take as long as was measured.
 
-        Blocks of one kind take equally long, and kinds differ as measured by themselves. That leaves one factor, for
-        which the squares of the runs' relative errors are least.
+        Blocks of one kind take equally long, and kinds differ as measured by themselves. That leaves one factor; the
+        longest runs, which are measured best, count most in it.
         """
         alone = [seconds[self._singles[kind]][way] for kind in self._kinds]
-        runs = [(sum(alone[:count]) / seconds["run", 0, count][way]) for _, _, count in self._runs]
-        factor = sum(runs) / sum(ratio * ratio for ratio in runs)
+        measured = sum(seconds[part][way] for part in self._runs)
+        added = sum(sum(alone[:count]) for _, _, count in self._runs)
+        factor = measured / added if added > 0 else 1.0
         return [factor * each for each in alone]
 
     # Update -----------------------------------------------------------------------------------------------
@@ -390,7 +417,7 @@ def _kinds_of_blocks(row: BlockRow) -> list[int]:
 def _merge(
     measured: Sequence[_Measured],
     groups: Sequence[Sequence[int]],
-    layers: LayerDescription,
+    parameter_bytes: tuple[int, ...],
     tensor_parallel: int,
     precision: str,
     name: str,
@@ -409,16 +436,16 @@ def _merge(
             kinds.append([index])
     names = _names([slowest[kind[0]].device for kind in kinds])
     times = [
-        _times([slowest[index] for index in kind], kind_name, tensor_parallel, size)
-        for kind, kind_name in zip(kinds, names, strict=True)
+        _times([slowest[index] for index in kind], own, tensor_parallel, size)
+        for kind, own in zip(kinds, names, strict=True)
         for size in sorted(slowest[kind[0]].forward)
         if all(size in slowest[index].forward for index in kind)
     ]
     devices = [""] * len(measured)
-    for kind, kind_name in zip(kinds, names, strict=True):
+    for kind, own in zip(kinds, names, strict=True):
         for index in kind:
             for rank in groups[index]:
-                devices[rank] = kind_name
+                devices[rank] = own
     first = measured[0]
     profile = ModelProfile(
         name=name,
@@ -430,7 +457,7 @@ def _merge(
         sizes=(
             LayerSizes(
                 tensor_parallel=tensor_parallel,
-                parameter_bytes=layers.parameter_bytes,
+                parameter_bytes=parameter_bytes,
                 activation_bytes=tuple(max(values) for values in zip(*(e.activations for e in measured), strict=True)),
                 output_bytes=tuple(first.outputs),
             ),

@@ -13,9 +13,9 @@ __all__ = ["as_profiled"]
 def as_profiled(topology: Topology, profile: ModelProfile) -> Topology:
     """``topology`` with each rank's device of the kind as which the profile measured that rank.
 
-    A cluster file says how fast a device is by one number, a profile that was taken by the same ranks knows every layer's
-    time on each of them: there slow devices are kinds of their own ("cpu-2"). If the profile was taken elsewhere, by
-    other ranks or on devices of other names, the topology is returned as it is.
+    A cluster file says how fast a device is by one number, a profile that was taken by the same ranks knows every
+    layer's time on each of them: there slow devices are kinds of their own ("cpu-2"). If the profile was taken
+    elsewhere, by other ranks or on devices of other names, the topology is returned as it is.
     """
     measured = profile.rank_devices
     if len(measured) != len(topology.devices) or not all(

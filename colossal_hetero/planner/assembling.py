@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from .layer_profile import ModelProfile
 from .mapping import Links, Place, place
 from .pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
 from .plan import Plan, Replica, StagePlan
+from .quick_split import quick_split
 from .splits import split
+from .synchronisation import synchronisation_seconds
 from .topology import Channel, Topology
 
 __all__ = ["Assembler", "Draft", "Offer", "deal"]
@@ -23,8 +26,8 @@ __all__ = ["Assembler", "Draft", "Offer", "deal"]
 NO_WAY = Channel("none", 1e-6)
 """Between nodes that cannot reach each other: a plan in which a stage sends this way is no plan."""
 
-FREE_ORDER = ("exact", "adapt")
-"""Methods that look for the order of the stages themselves; the others get the weakest first (AutoHet)."""
+MOST_ORDERS = 24
+"""Orders of a pipeline's stages that are tried: all of them where there are no more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +48,8 @@ class Draft:
     """All that a plan says, before it is written down."""
 
     offer: Offer
+    groups: list[tuple[int, ...]]
+    """Slots by kind of each pipeline."""
     places: list[list[Place]]
     """``[pipelines][stages]``, by slot of the pipeline, not by stage."""
     splits: list[Split]
@@ -76,7 +81,7 @@ def deal(fill: Sequence[float], longest: Sequence[float], micro_batches: int) ->
     def done(seconds: float) -> NDArray[np.int64]:
         return np.clip(np.floor((seconds - first) / step) + 1, 1, micro_batches).astype(np.int64)
 
-    low, high = float(first.max()), float((first + (micro_batches - 1) * step).max())
+    low, high = float(first.max()), float((first + (micro_batches - 1) * step).max()) * (1 + 1e-12)
     if done(low).sum() < micro_batches:
         while high - low > 1e-13 * high:
             middle = (low + high) / 2
@@ -106,16 +111,19 @@ class Assembler:
         self._splits: dict[object, Split | str] = {}
         self._costs: dict[object, PipelineCost] = {}
         self._rings: dict[object, float] = {}
-        self._alive: list[object] = []
+        self._offers: list[Offer] = []
 
-    def assemble(self, offer: Offer, groups: Sequence[Sequence[int]], symmetric: bool = False) -> Draft | str:
+    def assemble(
+        self, offer: Offer, groups: Sequence[Sequence[int]], *, symmetric: bool = False, thorough: bool = False
+    ) -> Draft | str:
         """A draft of the plan with these groups, or why there is none.
 
         Args:
             groups: Slots by kind of each pipeline, ``[pipelines][kinds]``.
             symmetric: All pipelines are cut alike and run equally many micro-batches; the groups are all alike then.
+            thorough: Look for the best order of the stages; else the weakest come first where that fits.
         """
-        self._alive.append(offer)
+        self._offers.append(offer)  # its id stays its own
         places = place(groups, offer.kinds, self._node_of, self._cluster_of)
         nodes = [
             np.array([self._node_of[offer.kinds[kind].slots[slot][0]] for kind, slot in pipeline])
@@ -124,42 +132,44 @@ class Assembler:
         sequences = [tuple(kind for kind, _ in pipeline) for pipeline in places]
         numbers = [offer.links.numbers(row[:, None], row[None, :]) for row in nodes]
         total = offer.total_micro_batches
+        counts = [total // len(groups) if symmetric else max(1, round(total / len(groups)))] * len(groups)
+        shared = numbers
         if symmetric:
+            # One cut for all: made for the slowest of the ways between two stages.
             stack = np.stack(nodes)
-            worst = offer.links.slowest(stack[:, :, None], stack[:, None, :], axis=0)
-            counts = [total // len(groups)] * len(groups)
-            found = self._split(offer, sequences[0], worst, counts[0])
-            if isinstance(found, str):
-                return found
-            splits = [found] * len(groups)
-        else:
-            counts = [max(1, round(total / len(groups)))] * len(groups)
-            for _ in range(2):
-                splits = []
-                for sequence, matrix, count in zip(sequences, numbers, counts, strict=True):
-                    found = self._split(offer, sequence, matrix, count)
-                    if isinstance(found, str):
-                        return found
-                    splits.append(found)
-                costs = self._evaluate(offer, sequences, numbers, counts, splits)
-                steps = [_longest(cost) for cost in costs]
-                fill = [
-                    cost.seconds - (count - 1) * step for cost, count, step in zip(costs, counts, steps, strict=True)
-                ]
-                dealt = deal(fill, steps, total)
-                if dealt == counts:
-                    break
-                counts = dealt
-        costs = self._evaluate(offer, sequences, numbers, counts, splits)
+            shared = [offer.links.slowest(stack[:, :, None], stack[:, None, :], axis=0)] * len(groups)
+        while True:
+            splits = []
+            for sequence, matrix, count in zip(sequences, shared, counts, strict=True):
+                found = self._split(offer, sequence, matrix, count, thorough)
+                if isinstance(found, str):
+                    return found
+                splits.append(found)
+            costs = self._evaluate(offer, sequences, numbers, counts, splits)
+            if symmetric:
+                break
+            steps = [_longest(cost) for cost in costs]
+            fill = [cost.seconds - (count - 1) * step for cost, count, step in zip(costs, counts, steps, strict=True)]
+            dealt = deal(fill, steps, total)
+            # More micro-batches than a split was made for can need more memory; then it is made again for more.
+            again = self._evaluate(offer, sequences, numbers, dealt, splits)
+            if all(cost.fits for cost in again):
+                counts, costs = dealt, again
+                break
+            if all(count >= len(sequence) for count, sequence in zip(counts, sequences, strict=True)):
+                break
+            counts = [max(count, len(sequence)) for count, sequence in zip(counts, sequences, strict=True)]
         if not all(cost.fits for cost in costs):
+            return f"the split by {self.method} does not fit into memory"
+        if not symmetric and sum(counts) != total:
             return "the memory of a stage does not suffice for its micro-batches in flight"
+        if any(max(cost.transfer_seconds) >= 1.0 / NO_WAY.bytes_per_second for cost in costs):
+            return "stages that follow each other have no link"
         try:
             synchronisation = self._synchronise(offer, places, splits)
         except ValueError as error:
             return str(error)
-        if max(cost.seconds for cost in costs) >= 1e5 * 1e6:
-            return "no link between stages that follow each other"
-        return Draft(offer, places, splits, counts, costs, synchronisation)
+        return Draft(offer, [tuple(group) for group in groups], places, splits, counts, costs, synchronisation)
 
     def _pipeline(
         self, offer: Offer, sequence: tuple[int, ...], matrix: NDArray[np.int64], micro_batches: int
@@ -171,17 +181,37 @@ class Assembler:
         return Pipeline(slots, tuple(tuple(channels[number] for number in row) for row in matrix), micro_batches)
 
     def _split(
-        self, offer: Offer, sequence: tuple[int, ...], matrix: NDArray[np.int64], micro_batches: int
+        self, offer: Offer, sequence: tuple[int, ...], matrix: NDArray[np.int64], micro_batches: int, thorough: bool
     ) -> Split | str:
-        key = (id(offer), sequence, matrix.tobytes(), micro_batches)
+        key = (id(offer), sequence, matrix.tobytes(), micro_batches, thorough)
         if key not in self._splits:
             pipeline = self._pipeline(offer, sequence, matrix, micro_batches)
-            order = None if self.method in FREE_ORDER else range(len(sequence))
-            try:
-                self._splits[key] = split(pipeline, self.method, order=order)
-            except ValueError as error:
-                self._splits[key] = str(error)
+            found = self._split_anew(pipeline, sequence, thorough)
+            if found is None:
+                found = "does not fit into memory"
+            self._splits[key] = found
         return self._splits[key]
+
+    def _split_anew(self, pipeline: Pipeline, sequence: tuple[int, ...], thorough: bool) -> Split | str | None:
+        stages = len(sequence)
+        if self.method not in ("exact", "adapt") or (self.method == "adapt" and thorough):
+            try:
+                return split(pipeline, self.method, order=None if self.method == "adapt" else range(stages))
+            except ValueError as error:
+                return str(error)
+        best = quick_split(pipeline)
+        if best is not None and (not thorough or self.method == "adapt"):
+            return best
+        least = evaluate(pipeline, best).seconds if best else np.inf
+        for order in _orders(sequence):
+            found = quick_split(_reordered(pipeline, order))
+            if found is None:
+                continue
+            found = Split(tuple(order[slot] for slot in found.order), found.bounds)
+            seconds = evaluate(pipeline, found).seconds
+            if seconds < least * (1 - 1e-12):
+                best, least = found, seconds
+        return best
 
     def _evaluate(
         self,
@@ -206,42 +236,76 @@ class Assembler:
         """
         if len(places) == 1:
             return 0.0
+        slots_on = Counter(
+            self._node_of[offer.kinds[kind].slots[slot][0]] for pipeline in places for kind, slot in pipeline
+        )
         cuts = boundaries([cut.bounds for cut in splits])
         gradient = np.concatenate([[0.0], np.cumsum(offer.kinds[0].costs.gradient_bytes)])
         spent = [0.0] * sum(len(pipeline) for pipeline in places)
-        offset = np.cumsum([0, *(len(pipeline) for pipeline in places)])
-        for start, stop in itertools.pairwise(cuts):
-            holders, group = [], []
-            for number, (pipeline, cut) in enumerate(zip(places, splits, strict=True)):
-                stage = int(np.searchsorted(cut.bounds, start, side="right")) - 1
-                slot = cut.order[stage]
-                holders.append(int(offset[number]) + slot)
-                kind, index = pipeline[slot]
-                group.append(offer.kinds[kind].slots[index][0])
-            seconds = self._ring(offer, group, float(gradient[stop] - gradient[start]))
-            for holder in holders:
-                spent[holder] += seconds
+        offset = np.cumsum([0, *(len(pipeline) for pipeline in places)]).tolist()
+        stage_of = [np.searchsorted(cut.bounds, cuts[:-1], side="right").tolist() for cut in splits]
+        ranks = [[offer.kinds[kind].slots[slot][0] for kind, slot in pipeline] for pipeline in places]
+        for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            slots = [cut.order[stages[number] - 1] for cut, stages in zip(splits, stage_of, strict=True)]
+            group = [pipeline[slot] for pipeline, slot in zip(ranks, slots, strict=True)]
+            seconds = self._ring(offer, group, float(gradient[stop] - gradient[start]), slots_on)
+            for first, slot in zip(offset, slots, strict=False):
+                spent[first + slot] += seconds
         return max(spent)
 
-    def _ring(self, offer: Offer, group: Sequence[int], size: float) -> float:
+    def _ring(self, offer: Offer, group: Sequence[int], size: float, slots_on: Counter[int]) -> float:
+        """One sum over replicas, while the other slots of its nodes sum theirs."""
         nodes = Counter(self._node_of[rank] for rank in group)
+        sharing = offer.tensor_parallel
+        if len(nodes) > 1:
+            # A ring leaves a node once, however many of its members are there.
+            sharing *= max(math.ceil(slots_on[node] / count) for node, count in nodes.items())
         alike = Counter((int(offer.links.node_kind[node]), count) for node, count in nodes.items())
-        key = (len(nodes) == 1, frozenset(alike.items()), size)
+        key = (len(nodes) == 1, frozenset(alike.items()), size, sharing)
         if key not in self._rings:
-            self._rings[key] = synchronisation_seconds(self.topology, group, size)
+            self._rings[key] = synchronisation_seconds(self.topology, group, size, sharing)
         return self._rings[key]
+
+
+def _orders(sequence: Sequence[int]) -> list[tuple[int, ...]]:
+    """Orders of slots in which kinds come differently; if there are too many, those in which kinds stay together."""
+    kinds = sorted(set(sequence), key=sequence.index)
+    slots = {kind: [slot for slot, each in enumerate(sequence) if each == kind] for kind in kinds}
+    ways = math.factorial(len(sequence))
+    for each in slots.values():
+        ways //= math.factorial(len(each))
+    patterns: set[tuple[int, ...]] = set()
+    if ways <= MOST_ORDERS:
+        _permute(Counter(sequence), (), len(sequence), patterns)
+    else:
+        for order in itertools.islice(itertools.permutations(kinds), MOST_ORDERS):
+            patterns.add(tuple(kind for kind in order for _ in slots[kind]))
+    orders = []
+    for pattern in sorted(patterns):
+        left = {kind: iter(each) for kind, each in slots.items()}
+        orders.append(tuple(next(left[kind]) for kind in pattern))
+    return orders
+
+
+def _permute(left: Counter[int], begun: tuple[int, ...], length: int, found: set[tuple[int, ...]]) -> None:
+    if len(begun) == length:
+        found.add(begun)
+    for kind in sorted(left):
+        if left[kind]:
+            _permute(left - Counter([kind]), (*begun, kind), length, found)
+
+
+def _reordered(pipeline: Pipeline, order: Sequence[int]) -> Pipeline:
+    return Pipeline(
+        tuple(pipeline.slots[slot] for slot in order),
+        tuple(tuple(pipeline.channels[a][b] for b in order) for a in order),
+        pipeline.micro_batches,
+    )
 
 
 def _longest(cost: PipelineCost) -> float:
     times = zip(cost.forward_seconds, cost.backward_seconds, cost.transfer_seconds, strict=True)
     return max(sum(each) for each in times)
-
-
-def synchronisation_seconds(topology: Topology, group: Sequence[int], size: float) -> float:
-    """Ring all-reduce over the slowest channel of a group."""
-    channel = topology.slowest(group)
-    ranks = len(group)
-    return 2 * (ranks - 1) / ranks * size / channel.bandwidth(size / ranks) + 2 * (ranks - 1) * channel.latency_seconds
 
 
 def write_plan(draft: Draft, topology: Topology, profile: ModelProfile, method: str, notes: Sequence[str]) -> Plan:

@@ -166,6 +166,11 @@ class Bounds:
             fit.append(int((least_state + flight * least_activation <= kind.memory_bytes).sum()))
         return np.concatenate([[0], np.cumsum(fit)])
 
+    @property
+    def work_seconds(self) -> NDArray[np.float64]:
+        """By kind: no slot does a share s of the model in less than s times this."""
+        return self._work
+
     def fits(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which compositions may hold the model: ``counts [rows, kinds]``, ``micro_batches [rows]``.
 

@@ -11,7 +11,7 @@ timed itself, beside the others; what is predicted is divided by the mean miss t
 
 The plainer way, another GPU's times of the model scaled by how much faster the new one runs another model, is not used:
 it takes the mixture of products and of memory traffic to be that of the other model. From A100-40 to V100-16, which has
-no TF32, it predicts GPT-Neo-2.7 from OPT-350 to run in two thirds of the time that it really takes.
+no TF32, it predicts GPT-Neo-2.7 from OPT-350 to run in about six tenths of the time that it really takes.
 """
 
 from __future__ import annotations

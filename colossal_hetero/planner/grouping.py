@@ -8,6 +8,7 @@ patterns of counts. Solved exactly, by SciPy's HiGHS.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,9 @@ TOLERANCE = 1e-9
 """Powers that differ by less than this share are equal."""
 MOST_VALUES = 20_000
 """Compositions up to which the powers that a group can have are listed, rather than bisected."""
+
+MOST_DEALT = 64
+"""Numbers of groups for which members are dealt in turn first."""
 
 # [Note: the covering problem]
 # For a given number of groups D, let z be the power that each group is to reach. With K micro-batches and P members,
@@ -60,7 +64,9 @@ class Grouping:
         return len(self.groups) * self.power
 
 
-def effective_power(counts: NDArray[np.int64], powers: Sequence[float], micro_batches: float) -> NDArray[np.float64]:
+def effective_power(
+    counts: NDArray[np.int64], powers: Sequence[float] | NDArray[np.float64], micro_batches: float
+) -> NDArray[np.float64]:
     """G of groups, Eq. 2, ``[…]`` from counts ``[…, kinds]``: the sum of powers, less the share of pipeline bubbles."""
     members = np.maximum(counts.sum(axis=-1), 1)
     return (counts @ np.asarray(powers)) * micro_batches / (micro_batches + members - 1)
@@ -74,6 +80,7 @@ def find_grouping(
     groups: int | None = None,
     idle: bool = False,
     most_members: int | None = None,
+    most_groups: int | None = None,
     least: float = 0.0,
 ) -> Grouping | None:
     """The groups with the largest Eq. 3a, or None if there are none.
@@ -85,6 +92,7 @@ def find_grouping(
         groups: How many; None for the best number.
         idle: Whether members may be left out. AutoHet's Eq. 3e assigns all.
         most_members: Of a group: as many as the model has blocks.
+        most_groups: As many as there are micro-batches in all.
         least: Only groupings with an objective above this.
     """
     members = sum(kind.count for kind in kinds)
@@ -92,14 +100,17 @@ def find_grouping(
     memory = sum(kind.memory_bytes * kind.count for kind in kinds)
     at = micro_batches if callable(micro_batches) else lambda _: micro_batches
     problems = []
-    for number in range(1, members + 1) if groups is None else (groups,):
+    for number in range(1, min(members, most_groups or members) + 1) if groups is None else (groups,):
         if number * model_bytes > memory * (1 + TOLERANCE) or number > members:
             continue
         if not idle and members > number * most_members:
             continue
         problem = _Covering(kinds, model_bytes, number, at(number), idle, most_members)
         problems.append((-number * problem.bound, -number, problem))
-    best: Grouping | None = None
+    # Something to compare with from the start; the exact search does not depend on it.
+    some = problems[:: math.ceil(len(problems) / MOST_DEALT)] if problems else []
+    dealt = [grouping for _, _, problem in some if (grouping := problem.deal()) and grouping.objective > least]
+    best = max(dealt, key=lambda grouping: grouping.objective, default=None)
     for bound, negative, problem in sorted(problems, key=lambda each: each[:2]):
         reached = max(best.objective if best else 0.0, least)
         if -bound <= reached * (1 + TOLERANCE):
@@ -138,30 +149,22 @@ class _Covering:
         return float(best.max() if self.idle else best[-1])
 
     def solve(self, above: float) -> Grouping | None:
-        """The best grouping, if its least power is above ``above``."""
-        best = self._greedy()
-        low = max(above, best.power if best else 0.0)
-        high = self.bound * (1 + 3 * TOLERANCE)
+        """The best grouping whose least power is above ``above``; None if there is none."""
+        best = self._cover(max(above, self.bound * TOLERANCE) * (1 + 2 * TOLERANCE))
+        if best is None:
+            return None
+        low, high = best.power, self.bound * (1 + 3 * TOLERANCE)
         values = self._values(low, high)
-        while True:
-            if values is not None:
-                if not len(values):
-                    break
-                target = float(values[len(values) // 2])
-            else:
-                if high <= low * (1 + 4 * TOLERANCE):
-                    break
-                # The first step asks whether there is anything at all.
-                target = low * (1 + TOLERANCE) if best is None and low == above and above > 0 else (low + high) / 2
+        while high > low * (1 + 4 * TOLERANCE) and (values is None or len(values)):
+            target = (low + high) / 2 if values is None else float(values[len(values) // 2])
             found = self._cover(target)
             if found is not None:
                 best, low = found, max(found.power, target)
             else:
                 high = target
             if values is not None:
-                inside = (values > low * (1 + TOLERANCE)) & (values < high * (1 - TOLERANCE))
-                values = values[inside]
-        return best if best is not None and best.power > above * (1 + TOLERANCE) else None
+                values = values[(values > low * (1 + TOLERANCE)) & (values < high * (1 - TOLERANCE))]
+        return best
 
     def _values(self, low: float, high: float) -> NDArray[np.float64] | None:
         """The powers that a group can have in this range, ascending; None if there are too many compositions."""
@@ -178,7 +181,7 @@ class _Covering:
         power = float(effective_power(counts, self.powers, self.micro_batches).min())
         return Grouping(tuple(sorted((tuple(row) for row in counts.tolist()), reverse=True)), power)
 
-    def _greedy(self) -> Grouping | None:
+    def deal(self) -> Grouping | None:
         """Everybody in turn to the group that has least, the largest first; None if a group's memory falls short."""
         counts = np.tile(self.available // self.groups, (self.groups, 1))
         rest = self.available % self.groups
@@ -196,7 +199,7 @@ class _Covering:
     def _cover(self, power: float) -> Grouping | None:
         """Groups of at least this power, if there are any."""
         patterns, good = self._patterns(power)
-        if not len(patterns):
+        if not len(patterns) or not self._may_cover(patterns):
             return None
         upper = self.available.astype(float)
         lower = np.where(good | self.idle, 0.0, upper)
@@ -213,6 +216,12 @@ class _Covering:
         if not self.idle:
             self._add_left_over(counts)
         return self._grouping(counts)
+
+    def _may_cover(self, patterns: NDArray[np.int64]) -> bool:
+        """Whether there is enough of everything: each group takes at least what the most modest pattern takes."""
+        scales = np.stack([np.ones_like(self.powers), self.powers, self.memory, *np.eye(len(self.powers))])
+        least = (patterns @ scales.T).min(axis=0) * self.groups
+        return bool((least <= scales @ self.available * (1 + TOLERANCE)).all())
 
     def _add_left_over(self, counts: NDArray[np.int64]) -> None:
         """Who is left over joins the group with the least power that has room, the strongest first."""
@@ -243,7 +252,8 @@ class _Covering:
         counts = np.zeros((len(grid), len(caps)), dtype=np.int64)
         counts[:, others] = grid
         lacking_memory = (self.model_bytes - counts @ self.memory) / max(self.memory[last], 1e-300)
-        lacking_power = (needed - counts @ worth) / max(worth[last], 1e-300)
+        short = needed - counts @ worth
+        lacking_power = np.where(short <= TOLERANCE * power, 0.0, short / max(worth[last], 1e-300))
         lacking = np.maximum(np.maximum(lacking_memory, lacking_power), (counts.sum(axis=1) == 0).astype(float))
         add = np.ceil(np.maximum(lacking, 0.0) - TOLERANCE)
         fitting = add <= caps[last]

@@ -7,16 +7,19 @@ pipelines cross clusters, over Ethernet.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, permutations
 from typing import Literal
 
-from .synchronisation import carried, concurrent_seconds, ring_hops, synchronisation_seconds
+from .islands import Island, cells_of, islands_of, orders, stages_of
+from .layout_costs import LayoutCosts, layout_costs
+from .synchronisation import ring_hops, synchronisation_seconds
 from .topology import Topology
 
 __all__ = [
+    "Compared",
     "Layout",
     "LayoutCosts",
     "Violation",
@@ -25,11 +28,10 @@ __all__ = [
     "naive_layout",
     "nic_layout",
     "synchronisation_seconds",
+    "unevenness",
 ]
 
 MEGABYTE = 10**6
-MOST_ORDERED = 6
-"""Clusters up to which every order of them is tried."""
 
 
 @dataclass(frozen=True)
@@ -129,35 +131,6 @@ class Layout:
         return tuple(found)
 
 
-@dataclass(frozen=True)
-class LayoutCosts:
-    """What a layout costs in communication, per iteration."""
-
-    synchronisation_seconds: tuple[float, ...]
-    """By stage: its slowest data-parallel group, while those of all stages run. See synchronisation.py, Note: shared
-    NICs."""
-    hop_seconds: tuple[float, ...]
-    """By cut: one micro-batch one way, the slowest replica, while all replicas send."""
-    micro_batches: int
-
-    @property
-    def gradients_seconds(self) -> float:
-        """Until the slowest stage has synchronised."""
-        return max(self.synchronisation_seconds)
-
-    @property
-    def pipeline_seconds(self) -> float:
-        """What hops add to an iteration of stages equally busy: as :func:`.pipeline.evaluate` counts them."""
-        ends = [0.0, *self.hop_seconds, 0.0]
-        longest = max(before + after for before, after in pairwise(ends))
-        return 2 * sum(self.hop_seconds) + (self.micro_batches - 1) * longest
-
-    @property
-    def seconds(self) -> float:
-        """Both."""
-        return self.gradients_seconds + self.pipeline_seconds
-
-
 def naive_layout(
     topology: Topology, tensor_parallel: int, pipeline: int, data_parallel: int, dp_outside: bool = True
 ) -> Layout:
@@ -187,36 +160,45 @@ def nic_layout(
     pipeline: int,
     data_parallel: int,
     *,
-    gradient_bytes: float = 1000 * MEGABYTE,
+    gradient_bytes: float | Sequence[float] = 1000 * MEGABYTE,
     activation_bytes: float = 32 * MEGABYTE,
     micro_batches: int = 8,
 ) -> Layout:
     """Holmes' layout: every stage's replicas in one cluster, next to each other.
 
     Where clusters are no multiple of a stage's devices and none can stay out, some stages must span clusters: as few
-    as possible, made of what is left over. Among orders of clusters the one with the least :func:`layout_costs` under
-    the given sizes is taken. :func:`unevenness` says why a definition cannot hold; ``verify`` where it does not.
+    as possible, made of what is left over. Of layouts that do equally well the one with the least :func:`layout_costs`
+    under the given sizes is taken: orders of clusters and nodes, and the orders as launched. :func:`unevenness` says
+    why the definition cannot hold; ``verify`` where it does not.
 
     Raises:
-        ValueError: a degree below 1, more places than devices, or nodes too small for the tensor-parallel degree.
+        ValueError: a degree below 1, more places than devices, nodes too small for the tensor-parallel degree, or
+            devices that would have to reach each other and cannot.
     """
-    _check_degrees(topology, tensor_parallel, pipeline, data_parallel)
-    islands = _islands(topology, tensor_parallel)
-    available = sum(len(cells) for island in islands for cells in island)
-    if available < pipeline * data_parallel:
-        raise ValueError(
-            f"{pipeline} stages of {data_parallel} replicas take {pipeline * data_parallel} tensor-parallel groups of "
-            f"{tensor_parallel}, and the nodes hold {available} ({_group_counts(topology, tensor_parallel)}): a group "
-            "stays inside a node, on devices of one kind; lower a degree"
-        )
+    islands = _islands_with_room(topology, tensor_parallel, pipeline, data_parallel)
 
-    def rank(layout: Layout) -> tuple[int, float]:
-        broken = sum(violation.rule != "tensor" for violation in layout.verify(topology))
-        return broken, layout_costs(topology, layout, gradient_bytes, activation_bytes, micro_batches).seconds
+    unreachable: list[ValueError] = []
 
-    candidates = dict.fromkeys(_stages(order, pipeline, data_parallel) for order in _orders(islands))
-    layouts = [Layout(tuple(zip(*stages, strict=True))) for stages in candidates]
-    return min(layouts, key=rank)
+    def rank(layout: Layout) -> tuple[float, float]:
+        try:
+            costs = layout_costs(topology, layout, gradient_bytes, activation_bytes, micro_batches)
+            return len(layout.verify(topology)), costs.seconds
+        except ValueError as error:
+            unreachable.append(error)
+            return math.inf, math.inf
+
+    found = dict.fromkeys(
+        stages_of(order, pipeline, data_parallel, compact) for order in orders(islands) for compact in (True, False)
+    )
+    candidates = [Layout(tuple(zip(*stages, strict=True))) for stages in found if stages]
+    # With large activations and small gradients a pipeline inside a node may beat replicas inside a node.
+    cells = {cell for island in islands for node in island for cell in node}
+    launched = (naive_layout(topology, tensor_parallel, pipeline, data_parallel, outside) for outside in (True, False))
+    candidates += [layout for layout in launched if cells.issuperset(layout.tensor_groups)]
+    best = min(candidates, key=rank)
+    if len(unreachable) == len(candidates):
+        raise unreachable[0]
+    return best
 
 
 def unevenness(topology: Topology, tensor_parallel: int, pipeline: int, data_parallel: int) -> str | None:
@@ -225,85 +207,20 @@ def unevenness(topology: Topology, tensor_parallel: int, pipeline: int, data_par
     Raises:
         ValueError: as :func:`nic_layout`.
     """
-    _check_degrees(topology, tensor_parallel, pipeline, data_parallel)
-    held = [sum(map(len, island)) for island in _islands(topology, tensor_parallel)]
+    islands = _islands_with_room(topology, tensor_parallel, pipeline, data_parallel)
+    held = [sum(map(len, island)) for island in islands]
     whole = sum(count // data_parallel for count in held)
     if whole >= pipeline:
         return None
     clusters = ", ".join(f"{count // data_parallel} of {count}" for count in held)
-    possible = [
-        (pp, whole_dp) for pp, whole_dp in _factors(pipeline * data_parallel) if sum(c // whole_dp for c in held) >= pp
-    ]
-    remedy = (
-        "pipeline × data parallel = " + " or ".join(f"{pp} × {dp}" for pp, dp in possible)
-        if possible
-        else "fewer devices: leave out those that remain over"
-    )
+    possible = [(pp, dp) for pp, dp in _factors(pipeline * data_parallel) if sum(count // dp for count in held) >= pp]
+    remedy = " or ".join(f"{pp} × {dp}" for pp, dp in possible)
     return (
         f"a stage takes {data_parallel} tensor-parallel groups of {tensor_parallel} with one network; the clusters' "
         f"networks hold ({clusters}) whole stages, {whole} instead of {pipeline}: {pipeline - whole} "
-        f"{'stage spans' if pipeline - whole == 1 else 'stages span'} more than one. What would do: {remedy}"
+        f"{'stage spans' if pipeline - whole == 1 else 'stages span'} more than one. What would do, as pipeline × "
+        f"data_parallel: {remedy}"
     )
-
-
-def layout_costs(
-    topology: Topology,
-    layout: Layout,
-    gradient_bytes_per_stage: float | Sequence[float],
-    activation_bytes: float,
-    micro_batches: int,
-) -> LayoutCosts:
-    """What ``layout`` costs in communication between nodes and devices, but for tensor parallelism.
-
-    Args:
-        gradient_bytes_per_stage: per device, of each stage or of all.
-        activation_bytes: that a device sends on per micro-batch.
-        micro_batches: per iteration and replica.
-
-    Raises:
-        ValueError: not one number per stage, a negative one, or devices that cannot reach each other.
-    """
-    stages = range(layout.pipeline)
-    if isinstance(gradient_bytes_per_stage, Sequence):
-        if len(gradient_bytes_per_stage) != layout.pipeline:
-            raise ValueError(f"{len(gradient_bytes_per_stage)} numbers of bytes for {layout.pipeline} stages")
-        gradients = list(gradient_bytes_per_stage)
-    else:
-        gradients = [gradient_bytes_per_stage for _ in stages]
-    if activation_bytes < 0 or micro_batches < 1:
-        raise ValueError(f"activation_bytes={activation_bytes} must be at least 0, micro_batches={micro_batches} 1")
-    seconds = concurrent_seconds(
-        topology, layout.data_groups, [each for each in gradients for _ in range(layout.tensor_parallel)]
-    )
-    width = layout.tensor_parallel
-    return LayoutCosts(
-        synchronisation_seconds=tuple(max(seconds[s * width : (s + 1) * width]) for s in stages),
-        hop_seconds=tuple(_hop_seconds(topology, layout, stage, activation_bytes) for stage in stages[:-1]),
-        micro_batches=micro_batches,
-    )
-
-
-def _hop_seconds(topology: Topology, layout: Layout, stage: int, activation_bytes: float) -> float:
-    """All replicas send at once and share NICs as rings do."""
-    pairs = [
-        (topology.devices[a].node, topology.devices[b].node)
-        for replica in layout.ranks
-        for a, b in zip(replica[stage], replica[stage + 1], strict=True)
-    ]
-    load = Counter(
-        (node, way, topology.node_channel(a, b).kind) for a, b in pairs if a != b for way, node in enumerate((a, b))
-    )
-    slowest = 0.0
-    for a, b in set(pairs):
-        channel = topology.node_channel(a, b)
-        speeds = [channel.bandwidth(activation_bytes)]
-        if a != b:
-            speeds += [
-                carried(topology, node, channel, activation_bytes) / load[node, way, channel.kind]
-                for way, node in enumerate((a, b))
-            ]
-        slowest = max(slowest, channel.latency_seconds + activation_bytes / min(speeds) if activation_bytes else 0.0)
-    return slowest
 
 
 @dataclass(frozen=True)
@@ -326,92 +243,41 @@ def compare_layouts(
     activation_bytes: float,
     micro_batches: int,
 ) -> tuple[Compared, ...]:
-    """Groups by NIC, and what the layout would cost otherwise: in Colossal-AI's order and with ``dp_outside=False``.
+    """Groups by NIC, and what the layout would cost otherwise: in Colossal-AI's order and with ``dp_outside=False``;
+    these are left out where their groups cannot reach each other.
 
     Raises:
         ValueError: as :func:`nic_layout` and :func:`layout_costs`.
     """
     degrees = (topology, tensor_parallel, pipeline, data_parallel)
-    layouts = {
-        "groups by NIC": nic_layout(*degrees, activation_bytes=activation_bytes, micro_batches=micro_batches),
-        "as launched (dp, pp, tp)": naive_layout(*degrees),
-        "as launched (pp, dp, tp)": naive_layout(*degrees, dp_outside=False),
-    }
-    return tuple(
-        Compared(
-            name,
-            layout,
-            layout_costs(topology, layout, gradient_bytes_per_stage, activation_bytes, micro_batches),
-            layout.verify(topology),
-        )
-        for name, layout in layouts.items()
+    sizes = (gradient_bytes_per_stage, activation_bytes, micro_batches)
+    ours = nic_layout(
+        *degrees,
+        gradient_bytes=gradient_bytes_per_stage,
+        activation_bytes=activation_bytes,
+        micro_batches=micro_batches,
     )
+    compared = [Compared("groups by NIC", ours, layout_costs(topology, ours, *sizes), ours.verify(topology))]
+    for name, outside in (("as launched (dp, pp, tp)", True), ("as launched (pp, dp, tp)", False)):
+        layout = naive_layout(*degrees, dp_outside=outside)
+        try:
+            compared.append(Compared(name, layout, layout_costs(topology, layout, *sizes), layout.verify(topology)))
+        except ValueError:
+            continue
+    return tuple(compared)
 
 
-Cell = tuple[int, ...]
-"""A tensor-parallel group."""
-Island = tuple[tuple[Cell, ...], ...]
-"""Nodes of a cluster with one kind of fastest NIC, each the tensor-parallel groups that it holds."""
-
-
-def _islands(topology: Topology, tensor_parallel: int) -> list[Island]:
-    nodes: dict[tuple[int, str], list[tuple[Cell, ...]]] = defaultdict(list)
-    for node in topology.nodes:
-        cells = tuple(_cells(topology, node.devices, tensor_parallel))
-        if cells:
-            nodes[node.cluster, node.nics[0].kind if node.nics else node.name].append(cells)
-    return [tuple(island) for island in nodes.values()]
-
-
-def _cells(topology: Topology, devices: Sequence[int], tensor_parallel: int) -> Iterator[Cell]:
-    kinds: dict[str, list[int]] = defaultdict(list)
-    for device in devices:
-        kinds[topology.devices[device].kind.name].append(device)
-    for alike in kinds.values():
-        for start in range(0, len(alike) - tensor_parallel + 1, tensor_parallel):
-            yield tuple(alike[start : start + tensor_parallel])
-
-
-def _orders(islands: list[Island]) -> Iterator[tuple[Island, ...]]:
-    """All orders of few islands; of many, as launched and by size."""
-    if len(islands) <= MOST_ORDERED:
-        yield from permutations(islands)
-    else:
-        yield tuple(islands)
-        yield tuple(sorted(islands, key=lambda island: -sum(map(len, island))))
-
-
-def _stages(order: Sequence[Island], pipeline: int, replicas: int) -> tuple[tuple[Cell, ...], ...]:
-    """Whole stages of each island in turn; what is left over in all of them makes the rest, each behind the island that
-    it begins in. A stage inside a node comes before one that spans nodes, for the same reason."""
-    stages: list[tuple[int, int, tuple[Cell, ...]]] = []
-    left: list[tuple[int, Cell]] = []
-    for place, island in enumerate(order):
-        inside, rest = _cut([cell for cells in island for cell in _whole(cells, replicas)], replicas)
-        across, rest = _cut([*rest, *(cell for cells in island for cell in _remainder(cells, replicas))], replicas)
-        whole = sorted([*inside, *across])
-        stages += [(place, 0, stage) for stage in whole]
-        left += [(place, cell) for cell in rest]
-    if len(stages) < pipeline:
-        for start in range(0, len(left) - replicas + 1, replicas):
-            chosen = left[start : start + replicas]
-            stages.append((chosen[0][0], 1, tuple(cell for _, cell in chosen)))
-    whole_first = sorted(stages, key=lambda stage: stage[1])[:pipeline]
-    return tuple(stage for *_, stage in sorted(whole_first, key=lambda stage: stage[:2]))
-
-
-def _whole(cells: Sequence[Cell], replicas: int) -> Sequence[Cell]:
-    return cells[: len(cells) // replicas * replicas]
-
-
-def _remainder(cells: Sequence[Cell], replicas: int) -> Sequence[Cell]:
-    return cells[len(cells) // replicas * replicas :]
-
-
-def _cut(cells: list[Cell], replicas: int) -> tuple[list[tuple[Cell, ...]], list[Cell]]:
-    """As many stages as there are, and what is left."""
-    stop = len(cells) // replicas * replicas
-    return [tuple(cells[start : start + replicas]) for start in range(0, stop, replicas)], cells[stop:]
+def _islands_with_room(topology: Topology, tensor_parallel: int, pipeline: int, data_parallel: int) -> list[Island]:
+    _check_degrees(topology, tensor_parallel, pipeline, data_parallel)
+    islands = islands_of(topology, tensor_parallel)
+    available = sum(len(cells) for island in islands for cells in island)
+    if available < pipeline * data_parallel:
+        raise ValueError(
+            f"{pipeline} stages of {data_parallel} replicas take {pipeline * data_parallel} tensor-parallel groups of "
+            f"{tensor_parallel}, and the nodes hold {available} ({_group_counts(topology, tensor_parallel)}): a group "
+            "stays inside a node, on devices of one kind; lower a degree"
+        )
+    return islands
 
 
 def _check_degrees(topology: Topology, tensor_parallel: int, pipeline: int, data_parallel: int) -> None:
@@ -431,7 +297,8 @@ def _factors(count: int) -> Iterator[tuple[int, int]]:
 
 def _group_counts(topology: Topology, tensor_parallel: int) -> str:
     counts = Counter(
-        (len(node.devices), sum(1 for _ in _cells(topology, node.devices, tensor_parallel))) for node in topology.nodes
+        (len(node.devices), sum(1 for _ in cells_of(topology, node.devices, tensor_parallel)))
+        for node in topology.nodes
     )
     return ", ".join(
         f"{nodes} nodes of {devices} devices: {groups} each" for (devices, groups), nodes in counts.items()

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .files import errors_in_words, read_json, write_json
+from .readable import count
 
 __all__ = ["SCHEMA", "Plan", "Replica", "StagePlan", "load_plan", "save_plan"]
 
@@ -159,7 +160,7 @@ class Plan(_Part):
                 place = f"replicas[{number}].stages[{index}]"
                 if len(stage.ranks) != self.tensor_parallel:
                     raise ValueError(
-                        f"{place} has {len(stage.ranks)} ranks ({', '.join(map(str, stage.ranks))}), but "
+                        f"{place} has {count(len(stage.ranks), 'rank')} ({', '.join(map(str, stage.ranks))}), but "
                         f"tensor_parallel={self.tensor_parallel}; every stage needs a group of that size"
                     )
                 for rank in stage.ranks:

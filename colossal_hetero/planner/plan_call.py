@@ -13,6 +13,9 @@ from .readable import count
 
 __all__ = ["colossal_order", "launch_lines", "training_call"]
 
+MOST_NODES = 4
+"""Nodes whose commands are written one by one."""
+
 MOST_NUMBERS = 12
 """Numbers that are written one by one; longer rows are written in runs."""
 
@@ -50,8 +53,8 @@ def _colossal_call(plan: Plan, stages: int) -> list[str]:
         place, wanted, given = _first_difference(plan)
         return [
             "# Colossal-AI's own HybridParallelPlugin cannot run it: it takes the ranks as they are launched, which "
-            f"makes {place} ranks {spans(given)};",
-            f"# the plan has ranks {spans(wanted)} there",
+            f"makes {place} {_ranks(given)};",
+            f"# the plan has {_ranks(wanted)} there",
         ]
     arguments = [f"tp_size={plan.tensor_parallel}", f"pp_size={stages}"]
     if stages > 1:
@@ -98,7 +101,7 @@ def _first_difference(plan: Plan) -> tuple[str, tuple[int, ...], tuple[int, ...]
 
 
 def launch_lines(plan: Plan) -> list[str]:
-    """One ``torchrun`` per node, nodes that run equally many ranks on one line; hosts in the order of ranks."""
+    """One ``torchrun`` per node in the order of ranks; of many nodes those that run equally many share a line."""
     node_of = {rank: stage.node for replica in plan.replicas for stage in replica.stages for rank in stage.ranks}
     used = sorted(node_of)
     nodes = [(name, len(list(ranks))) for name, ranks in itertools.groupby(used, key=node_of.__getitem__)]
@@ -111,20 +114,22 @@ def launch_lines(plan: Plan) -> list[str]:
         )
     if len(nodes) == 1:
         return [*lines, f"torchrun --nproc-per-node {nodes[0][1]} train.py"]
+    command = f"torchrun --nnodes {len(nodes)} --node-rank {{}} --nproc-per-node {{}} --master-addr {first} train.py"
+    if len(nodes) <= MOST_NODES:
+        return lines + [f"{command.format(index, ranks)}  # on {name}" for index, (name, ranks) in enumerate(nodes)]
     for ranks, group in itertools.groupby(enumerate(nodes), key=lambda each: each[1][1]):
         members = [(index, name) for index, (name, _) in group]
-        (start, name), (stop, _) = members[0], members[-1]
-        number = str(start) if start == stop else "$N"
-        where = f"on {name}" if start == stop else f"on {_names([m for _, m in members])}: N = {start} … {stop}"
-        lines.append(
-            f"torchrun --nnodes {len(nodes)} --node-rank {number} --nproc-per-node {ranks} --master-addr {first} "
-            f"train.py  # {where}"
-        )
+        (start, name), (stop, last) = members[0], members[-1]
+        if start == stop:
+            lines.append(f"{command.format(start, ranks)}  # on {name}")
+        else:
+            nodes_in_words = f"{name}, {last}" if stop == start + 1 else f"{name}, …, {last}"
+            lines.append(f"{command.format('$N', ranks)}  # on {nodes_in_words}: N = {start}, …, {stop}")
     return lines
 
 
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, …, {names[-1]}"
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(sorted(ranks))}"
 
 
 def _why_not(plan: Plan) -> list[str]:

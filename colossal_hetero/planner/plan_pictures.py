@@ -213,7 +213,7 @@ def _title(made: PlanSimulation, shown: int, stages: int) -> str:
     plan = made.plan
     unit, (simulated, closed) = times([made.seconds, plan.iteration_seconds])
     rows = "" if shown == stages else f"; {shown} of {stages} stages"
-    slow = "".join(f", rank {rank} {factor:g} × slower" for rank, factor in sorted(made.slow.items()))
+    slow = "".join(f", rank {rank} slowed {factor:g} ×" for rank, factor in sorted(made.slow.items()))
     return (
         textwrap.fill(f"{plan.model}: {layout(plan)}", 150)
         + f"\nan iteration takes {simulated} {unit} by simulation, {closed} {unit} by the closed form{slow}{rows}"

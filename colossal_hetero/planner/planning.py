@@ -6,21 +6,22 @@ in the order of a lower bound on their time, until what is left cannot be better
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from .assembling import Assembler, Draft, Offer, write_plan
-from .candidates import Bounds, compositions, divisors, slot_kinds, tensor_parallel_degrees
+from .candidates import divisors, slot_kinds, tensor_parallel_degrees
 from .layer_profile import ModelProfile
 from .mapping import Links
+from .pipeline import PipelineCost
 from .plan import Plan
+from .plan_search import PlanSearch
+from .splits import METHODS
 from .topology import Topology
 
 __all__ = ["Candidate", "make_plans"]
-
-MOST_SPLITS = 64
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ def make_plans(
     global_batch: int,
     micro_batches: Sequence[int] | None = None,
     tensor_parallel: Sequence[int] | None = None,
+    stages: Sequence[int] | None = None,
     method: str = "exact",
     symmetric: bool = False,
     keep: int = 5,
@@ -51,6 +53,7 @@ def make_plans(
         global_batch: Samples per iteration.
         micro_batches: Sizes to try, in samples; None for all that were measured and divide the global batch.
         tensor_parallel: Degrees to try; None for all that were measured.
+        stages: Numbers of stages to try; None for all.
         method: How stages are split, one of :data:`.splits.METHODS`.
         symmetric: Only plans whose pipelines are all alike, which is what the plugin can run.
         keep: How many plans.
@@ -58,48 +61,41 @@ def make_plans(
     Raises:
         ValueError: there is no plan; the message says why, and what would help.
     """
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}: valid are {', '.join(METHODS)}")
+    if keep < 1:
+        raise ValueError(f"keep={keep}: at least one plan is to be kept")
+    for count in stages or ():
+        if not 1 <= count <= profile.blocks:
+            raise ValueError(
+                f"stages={count}: {profile.name} has {profile.blocks} blocks and each stage holds at least one; "
+                f"use 1 to {profile.blocks} stages"
+            )
     sizes = _micro_batches(profile, global_batch, micro_batches)
     offers = _offers(topology, profile, global_batch, sizes, _degrees(topology, profile, tensor_parallel))
-    assembler = Assembler(topology, method)
-    bounds, rows = [], []
-    for number, offer in enumerate(offers):
-        available = [len(kind.slots) for kind in offer.kinds]
-        counts = compositions(available, min(profile.blocks, sum(available)))
-        bound = Bounds(offer.kinds, offer.links.least_seconds)
-        for groups in divisors(offer.total_micro_batches):
-            fitting = counts[(counts * groups <= available).all(axis=1)]
-            if not len(fitting):
-                continue
-            total = np.full(len(fitting), offer.total_micro_batches // groups)
-            bounds.append(bound.seconds(fitting, total))
-            rows += [(number, groups, row) for row in fitting]
-    if not rows:
-        raise ValueError("no plan")
-    seconds = np.concatenate(bounds)
-    drafts: list[Draft] = []
-    problems: list[str] = []
-    best = np.inf
-    for row in np.argsort(seconds, kind="stable")[:MOST_SPLITS]:
-        if seconds[row] >= best:
-            break
-        number, groups, counts = rows[row]
-        draft = assembler.assemble(offers[number], [counts.tolist()] * groups, symmetric=True)
-        if isinstance(draft, str):
-            problems.append(draft)
-            continue
-        drafts.append(draft)
-        best = min(best, draft.seconds)
+    search = PlanSearch(topology, offers, Assembler(topology, method), symmetric, stages)
+    drafts = search.run(keep)
     if not drafts:
-        raise ValueError(f"no plan fits: {problems[0] if problems else 'memory'}")
-    drafts.sort(key=lambda draft: draft.seconds)
+        most = max(sum(len(kind.slots) for kind in offer.kinds) for offer in offers)
+        if stages and min(stages) > most:
+            raise ValueError(
+                f"stages={', '.join(map(str, stages))}: the devices make at most {most} tensor-parallel groups, one "
+                f"per stage; use at most {min(most, profile.blocks)} stages"
+            )
+        raise ValueError(_why_nothing(offers, search.problems))
+    best = drafts[0]
+    others = [offer.tensor_parallel for offer in offers if offer.tensor_parallel not in _degrees_of(search.drafts)]
+    notes = [
+        f"tensor parallelism {degree} is no way: {search.problems.get(degree, 'the model does not fit')}"
+        for degree in sorted(set(others))
+    ]
+    first = f"the least predicted time of {len(search.drafts)} plans that were worked out"
     return [
         Candidate(
-            write_plan(draft, topology, profile, method, ()),
-            "the least predicted time of an iteration"
-            if number == 0
-            else f"{draft.seconds / drafts[0].seconds - 1:.1%} slower",
+            write_plan(draft, topology, profile, method, notes if draft is best else ()),
+            first if draft is best else _compared(draft, best),
         )
-        for number, draft in enumerate(drafts[:keep])
+        for draft in drafts
     ]
 
 
@@ -150,5 +146,100 @@ def _offers(
                 message = float(np.max(kinds[0].costs.output_bytes))
                 offers.append(Offer(degree, size, tuple(kinds), global_batch // size, Links(topology, message)))
     if not offers:
-        raise ValueError(f"no kind of device was measured with micro_batch {', '.join(map(str, sizes))}")
+        measured = ", ".join(
+            f"{device} with tensor parallelism {degree}: {', '.join(map(str, profile.micro_batches(device, degree)))}"
+            for device in profile.devices
+            for degree in profile.tensor_parallel_degrees(device)
+        )
+        raise ValueError(f"micro_batch={', '.join(map(str, sizes))} was not measured on any device; {measured} were")
     return offers
+
+
+# In words ---------------------------------------------------------------------------------------------------------
+
+
+def _degrees_of(drafts: Mapping[object, Draft]) -> set[int]:
+    return {draft.offer.tensor_parallel for draft in drafts.values()}
+
+
+def _compared(draft: Draft, best: Draft) -> str:
+    """How much slower a plan is, and what most of that comes from."""
+    slower = f"{100 * (draft.seconds / best.seconds - 1):.1f} % slower"
+    steady, fill, _ = _parts(draft)
+    more = [here - there for here, there in zip(_parts(draft), _parts(best), strict=True)]
+    cause = int(np.argmax(more))
+    if more[cause] <= 0:
+        return slower
+    if cause == 2:
+        return f"{slower}: summing gradients takes {draft.synchronisation_seconds:.3g} s"
+    number = _slowest(draft)
+    cost, cut = draft.costs[number], draft.splits[number]
+    if cause == 1:
+        return f"{slower}: filling a pipeline of {len(cut.order)} stages takes {fill:.3g} s"
+    times = _stage_seconds(cost)
+    stage = int(np.argmax(times))
+    kind, _ = draft.places[number][cut.order[stage]]
+    start, stop = cut.bounds[stage], cut.bounds[stage + 1]
+    text = f"stage {stage} ({draft.offer.kinds[kind].device}, blocks {start} to {stop - 1})"
+    waits = 1 - float(np.mean(times)) / times[stage]
+    if len(times) > 1 and waits > 0.01:
+        return f"{slower}: the others wait for {text}, {100 * waits:.0f} % of the time on average"
+    idle = sum(len(kind.slots) for kind in draft.offer.kinds) - sum(len(places) for places in draft.places)
+    if idle:
+        return f"{slower}: {idle * draft.offer.tensor_parallel} devices are idle"
+    return f"{slower}: {draft.micro_batches[number]} micro-batches take {steady:.3g} s in {text}"
+
+
+def _parts(draft: Draft) -> tuple[float, float, float]:
+    """Seconds of the slowest pipeline in steady state, of filling it, and of synchronisation."""
+    number = _slowest(draft)
+    cost = draft.costs[number]
+    steady = draft.micro_batches[number] * max(_stage_seconds(cost))
+    return steady, cost.seconds - steady, draft.synchronisation_seconds
+
+
+def _slowest(draft: Draft) -> int:
+    return int(np.argmax([cost.seconds for cost in draft.costs]))
+
+
+def _stage_seconds(cost: PipelineCost) -> list[float]:
+    return [sum(each) for each in zip(cost.forward_seconds, cost.backward_seconds, cost.transfer_seconds, strict=True)]
+
+
+def _why_nothing(offers: Sequence[Offer], problems: Mapping[int, str]) -> str:
+    """Why no plan fits, and what would help."""
+    needs = []
+    for offer in offers:
+        costs = offer.kinds[0].costs
+        needed = costs.state_bytes + costs.activation_bytes
+        block = int(np.argmax(needed))
+        roomiest = max(offer.kinds, key=lambda kind: kind.memory_bytes)
+        needs.append((needed[block] - roomiest.memory_bytes, needed[block], block, roomiest, offer))
+    over, needed, block, roomiest, offer = min(needs, key=lambda each: each[0])
+    remedy = "use smaller micro-batches, more tensor parallelism, or devices with more memory"
+    if over > 0:
+        return (
+            f"no device can hold block {block}: it needs {needed / 1e9:.3g} GB with tensor parallelism "
+            f"{offer.tensor_parallel} and micro-batches of {offer.micro_batch}, and {roomiest.device} has "
+            f"{roomiest.memory_bytes / 1e9:.3g} GB; {remedy}"
+        )
+
+    def share(offer: Offer) -> tuple[float, float, float]:
+        costs = offer.kinds[0].costs
+        there = sum(kind.memory_bytes * len(kind.slots) for kind in offer.kinds) * offer.tensor_parallel
+        whole = float(costs.state_bytes.sum() + costs.activation_bytes.sum()) * offer.tensor_parallel
+        return whole / there, whole, there
+
+    offer = min(offers, key=share)
+    part, whole, there = share(offer)
+    blocks, slots = len(offer.kinds[0].costs.state_bytes), max(sum(len(k.slots) for k in each.kinds) for each in offers)
+    text = (
+        f"no plan fits into memory: with tensor parallelism {offer.tensor_parallel} and micro-batches of "
+        f"{offer.micro_batch} the model needs at least {whole / 1e9:.4g} GB, the devices have {there / 1e9:.4g} GB"
+    )
+    if part <= 1 and slots > blocks:
+        text += f", but a pipeline of {blocks} blocks has at most {blocks} stages"
+    elif part <= 1:
+        text += ", but the first stages of a pipeline need more: they keep several micro-batches in flight"
+    told = [f"with tensor parallelism {degree}, {problem}" for degree, problem in sorted(problems.items())]
+    return "; ".join([text, *told, remedy])

@@ -33,8 +33,8 @@ def priced_plan(
         ranks: By replica, stage and place in the tensor-parallel group, ``[replicas][stages][tensor parallel]``.
         micro_batch: Samples.
         global_batch: Samples per iteration, equally many for each replica.
-        bounds: Stage s of every replica runs blocks ``[bounds[s], bounds[s + 1])``; None: as ``method`` splits the first
-            replica, with its stages in this order.
+        bounds: Stage s of every replica runs blocks ``[bounds[s], bounds[s + 1])``; None: as ``method`` splits the
+            first replica, with its stages in this order.
         method: One of :data:`.splits.METHODS`; with ``bounds`` a name for the record.
         notes: For readers of the plan.
 
@@ -53,7 +53,12 @@ def priced_plan(
     order = tuple(range(stages))
     if bounds is None:
         bounds = split(pipelines[0], method, order=order).bounds
-    if len(bounds) != stages + 1 or bounds[0] != 0 or bounds[-1] != profile.blocks or list(bounds) != sorted(set(bounds)):
+    if (
+        len(bounds) != stages + 1
+        or bounds[0] != 0
+        or bounds[-1] != profile.blocks
+        or list(bounds) != sorted(set(bounds))
+    ):
         raise ValueError(
             f"bounds={list(bounds)} do not cut {profile.blocks} blocks into {stages} stages; they rise from 0 to "
             f"{profile.blocks}, {stages + 1} numbers in all"
@@ -106,7 +111,9 @@ def _pipeline(
         devices = [topology.devices[rank] for rank in group]
         kinds = sorted({device.kind.name for device in devices})
         if len(kinds) > 1 or len(group) != degree:
-            raise ValueError(f"ranks {tuple(group)} ({', '.join(kinds)}) are no tensor-parallel group of {degree} alike")
+            raise ValueError(
+                f"ranks {tuple(group)} ({', '.join(kinds)}) are no tensor-parallel group of {degree} alike"
+            )
         speed = min(device.speed for device in devices)
         costs = profile.costs(kinds[0], degree, micro_batch, speed)
         slots.append(Slot(kinds[0], costs, devices[0].kind.memory_bytes, tuple(group)))

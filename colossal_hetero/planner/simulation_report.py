@@ -26,7 +26,7 @@ def render_simulation(simulation: PlanSimulation, without: PlanSimulation | None
     plan = simulation.plan
     parts: list[RenderableType] = [Text.assemble((plan.model, "bold"), f": {layout(plan)}")]
     if simulation.slow:
-        ranks = ", ".join(f"rank {rank} {factor:g} × slower" for rank, factor in sorted(simulation.slow.items()))
+        ranks = ", ".join(f"rank {rank} slowed {factor:g} ×" for rank, factor in sorted(simulation.slow.items()))
         parts.append(Text(f"if: {ranks}"))
     parts += [_stages(simulation), *(Text(line) for line in _totals(simulation, without))]
     return Group(*parts)

@@ -2,7 +2,8 @@
 
 A ring all-reduce of n devices sends ``bytes/n`` from each to the next, 2 (n − 1) times, all at once; the slowest hop
 sets the pace: ``2 (n−1)/n · bytes/bandwidth + 2 (n−1) · latency`` (Patarasuk and Yuan 2009). A ring visits its devices
-node by node, in ascending order, so it leaves and enters each of its nodes once.
+node by node, in ascending order, so it leaves and enters each of its nodes once. It has one communicator, hence one
+network between nodes: that of its slowest hop.
 
 [Note: shared NICs] Rings that run at the same time share the NICs that they cross. A hop between nodes gets at most
 the channel's own bandwidth, and at most its share of what all of the node's NICs of that kind carry together: their sum
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from .topology import Channel, Topology
 
-__all__ = ["Hop", "concurrent_seconds", "ring_hops", "synchronisation_seconds"]
+__all__ = ["Hop", "concurrent_seconds", "ring_hops", "ring_network", "synchronisation_seconds"]
 
 Hop = tuple[int, int]
 """From node, to node."""
@@ -39,8 +40,7 @@ def synchronisation_seconds(topology: Topology, group: Sequence[int], gradient_b
     if sharing < 1:
         raise ValueError(f"sharing={sharing} must be at least 1, the ring itself")
     hops = ring_hops(topology, group)
-    load = {(node, way): sharing for hop in hops for way, node in enumerate(hop)}
-    return _ring_seconds(topology, group, hops, gradient_bytes, lambda node, way, kind: load[node, way])
+    return _ring_seconds(topology, group, hops, gradient_bytes, lambda *end: sharing)
 
 
 def concurrent_seconds(
@@ -59,9 +59,10 @@ def concurrent_seconds(
         raise ValueError(f"{len(groups)} groups and {len(gradient_bytes)} numbers of bytes; give one per group")
     hops = [ring_hops(topology, group) for group in groups]
     load = Counter(
-        (node, way, topology.node_channel(*hop).kind)
+        (node, way, kind)
         for ring, count in zip(hops, gradient_bytes, strict=True)
-        if count > 0
+        if ring and count > 0
+        for kind in [ring_network(topology, ring)]
         for hop in ring
         for way, node in enumerate(hop)
     )
@@ -84,6 +85,25 @@ def ring_hops(topology: Topology, group: Sequence[int]) -> tuple[Hop, ...]:
         raise ValueError(f"group {tuple(group)} names a device twice")
     nodes = sorted({topology.devices[device].node for device in group})
     return tuple(zip(nodes, [*nodes[1:], nodes[0]], strict=True)) if len(nodes) > 1 else ()
+
+
+def ring_network(topology: Topology, hops: Sequence[Hop]) -> str:
+    """The kind of channel that a ring over several nodes uses: its slowest hop's.
+
+    Raises:
+        ValueError: two nodes cannot reach each other.
+    """
+    return min((topology.node_channel(*hop) for hop in hops), key=lambda channel: channel.bytes_per_second).kind
+
+
+def hop_channel(topology: Topology, hop: Hop, kind: str) -> Channel:
+    """Between two nodes over that kind of NIC, at the slower one's bandwidth; over what they have, if they lack it."""
+    channel = topology.node_channel(*hop)
+    if channel.kind == kind:
+        return channel
+    nics = [[nic for nic in topology.nodes[node].nics if nic.kind == kind] for node in hop]
+    ends = [max(of_node, key=lambda nic: nic.bytes_per_second) for of_node in nics if of_node]
+    return min(ends, key=lambda nic: nic.bytes_per_second) if len(ends) == 2 else channel
 
 
 def carried(topology: Topology, node: int, channel: Channel, message_bytes: float) -> float:
@@ -109,8 +129,9 @@ def _ring_seconds(
     # A ring inside of nodes has more devices than nodes: at least one hop from device to neighbour.
     inside = Counter(topology.devices[device].node for device in group)
     step = max((topology.nodes[node].inside.seconds(chunk) for node, here in inside.items() if here > 1), default=0.0)
+    kind = ring_network(topology, hops) if hops else ""
     for hop in hops:
-        channel = topology.node_channel(*hop)
-        shares = [carried(topology, n, channel, chunk) / load(n, way, channel.kind) for way, n in enumerate(hop)]
+        channel = hop_channel(topology, hop, kind)
+        shares = [carried(topology, n, channel, chunk) / load(n, way, kind) for way, n in enumerate(hop)]
         step = max(step, channel.latency_seconds + chunk / min(channel.bandwidth(chunk), *shares))
     return 2 * (count - 1) * step

@@ -24,7 +24,7 @@ def take_chunks(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]
     """The plugin's ``arguments`` for its constructor, and what is to be given to its stage manager afterwards.
 
     Raises:
-        ValueError: ``num_layers_per_stage`` has not as many numbers as the schedule has parts, or one below 1.
+        ValueError: ``num_layers_per_stage`` has not as many numbers as the schedule has parts.
     """
     given, pp_size = arguments.get("num_layers_per_stage"), arguments["pp_size"]
     if given is None or pp_size == 1:
@@ -38,8 +38,6 @@ def take_chunks(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]
         raise ValueError(
             f"num_layers_per_stage={layers} has {len(layers)} numbers for {parts}; give {pp_size * chunks}{order}"
         )
-    if min(layers) < 1:
-        raise ValueError(f"num_layers_per_stage={layers} leaves a stage without layers; each needs at least 1")
     if style == "1f1b":
         return dict(arguments), layers
     # The constructor asserts one number per stage.

@@ -12,7 +12,7 @@ those at the same coordinate.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -24,7 +24,9 @@ from colossalai.booster.plugin import hybrid_parallel_plugin
 from colossalai.cluster import ProcessGroupMesh
 from torch.distributed import distributed_c10d
 
-__all__ = ["PlannedMesh", "planned_meshes"]
+__all__ = ["PlannedMesh", "ordered_group", "planned_meshes"]
+
+MakeGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 
 
 class PlannedMesh(ProcessGroupMesh):
@@ -33,17 +35,19 @@ class PlannedMesh(ProcessGroupMesh):
     Args:
         size: of each axis.
         ranks: the rank at each position, positions counted as ``numpy.ravel_multi_index`` does.
+        make_group: makes a group of ranks, numbered in their order; called by all ranks for all groups.
 
     Raises:
         ValueError: ``ranks`` is no permutation of all ranks.
     """
 
-    def __init__(self, *size: int, ranks: Sequence[int]) -> None:
+    def __init__(self, *size: int, ranks: Sequence[int], make_group: MakeGroup | None = None) -> None:
         super().__init__(*size)
         world = dist.get_world_size()
         if sorted(ranks) != list(range(world)):
             raise ValueError(f"ranks={list(ranks)} must hold each of the {world} ranks 0 to {world - 1} once")
         self._ranks = tuple(int(rank) for rank in ranks)
+        self._make_group = make_group or ordered_group
         # What the parent takes for ranks are positions from here on.
         self._rank = self._ranks.index(dist.get_rank())
         self._coord = ProcessGroupMesh.unravel(self._rank, self._shape)
@@ -69,22 +73,23 @@ class PlannedMesh(ProcessGroupMesh):
         """The group of these positions (the parent's ``ravel`` has named them), made where there is none yet."""
         positions = tuple(sorted(ranks_in_group))
         if positions not in self._ranks_to_group:
-            group = ordered_group([self._ranks[position] for position in positions], backend)
+            ranks = [self._ranks[position] for position in positions]
+            group = self._make_group(ranks) if backend is None else ordered_group(ranks, backend=backend)
             self._ranks_to_group[positions] = group
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 self._group_to_ranks[group] = positions
         return self._ranks_to_group[positions]
 
 
-def ordered_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """``torch.distributed.new_group`` whose members are numbered in the order of ``ranks``.
+def ordered_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """``torch.distributed.new_group`` whose members are numbered in the order of ``ranks``; ``options`` are the same.
 
     Raises:
         RuntimeError: this version of torch cannot be brought to it.
     """
     can_keep = "sort_ranks" in inspect.signature(dist.new_group).parameters
     with nullcontext() if can_keep else _order_kept():
-        group = dist.new_group(list(ranks), backend=backend, **({"sort_ranks": False} if can_keep else {}))
+        group = dist.new_group(list(ranks), **options, **({"sort_ranks": False} if can_keep else {}))
     if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_process_group_ranks(group) != list(ranks):
         raise RuntimeError(f"torch {torch.__version__} does not keep the order of ranks {list(ranks)} in a group")
     return group
@@ -104,17 +109,20 @@ def _order_kept() -> Iterator[None]:
 
 
 @contextmanager
-def planned_meshes(rank_order: Sequence[Sequence[Sequence[int]]], dp_outside: bool) -> Iterator[None]:
+def planned_meshes(
+    rank_order: Sequence[Sequence[Sequence[int]]], dp_outside: bool, make_group: MakeGroup | None = None
+) -> Iterator[None]:
     """Let the hybrid-parallel plugins that are built inside have a :class:`PlannedMesh`.
 
     Args:
         rank_order: ranks by replica, stage and place in the tensor-parallel group.
         dp_outside: the plugin's argument: whether the mesh's axes begin with replica and stage, or stage and replica.
+        make_group: as :class:`PlannedMesh` takes it.
     """
     order = np.asarray(rank_order)
     ranks = order if dp_outside else order.swapaxes(0, 1)
     own: Any = hybrid_parallel_plugin.ProcessGroupMesh
-    hybrid_parallel_plugin.ProcessGroupMesh = partial(PlannedMesh, ranks=ranks.ravel().tolist())
+    hybrid_parallel_plugin.ProcessGroupMesh = partial(PlannedMesh, ranks=ranks.ravel().tolist(), make_group=make_group)
     try:
         yield
     finally:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +16,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..data_parallel.config import BatchConfig
 from ..pipeline_parallel.config import PlanConfig
 from ..pipeline_parallel.model_layers import find_blocks
 from ..planner.as_profiled import as_profiled
@@ -32,8 +35,18 @@ MOST_CANDIDATES = 64
 # Which plan ------------------------------------------------------------------------------------------------------
 
 
-def agree_on_plan(plan: Plan | str | Path, planning: PlanConfig | None) -> tuple[Plan, ModelProfile | None]:
-    """The plan that all ranks run, rank 0's, and the profile in ``planning``.
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks go by."""
+
+    plan: Plan
+    """With ranks numbered as the cluster's devices."""
+    topology: Topology | None
+    profile: ModelProfile | None
+
+
+def agree_on_plan(plan: Plan | str | Path, planning: PlanConfig) -> Agreed:
+    """The plan that all ranks run, rank 0's, and the cluster and profile in ``planning`` where they are given.
 
     Rank 0 alone reads files and plans, so only it needs the files. Called by all ranks.
 
@@ -47,47 +60,47 @@ def agree_on_plan(plan: Plan | str | Path, planning: PlanConfig | None) -> tuple
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            found[0] = _find(plan, planning or PlanConfig())
+            found[0] = _find(plan, planning)
         except Exception as error:
             # Whatever it is, the others wait for rank 0's word.
             failure, found[1] = error, str(error)
     dist.broadcast_object_list(found)
-    answer, error_text = found
+    agreed, error_text = found
     if error_text is not None:
         raise failure or ValueError(error_text)
-    agreed, profile = answer
     if isinstance(plan, Plan):
         others: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(others, plan == agreed)
+        dist.all_gather_object(others, plan == agreed.plan)
         if not all(others):
             raise ValueError(
                 f"ranks {', '.join(str(rank) for rank, same in enumerate(others) if not same)} were given other plans "
                 "than rank 0; give all ranks the same plan"
             )
-    return agreed, profile
+    return agreed
 
 
-def _find(plan: Plan | str | Path, planning: PlanConfig) -> tuple[Plan, ModelProfile | None]:
-    profile = planning.profile
+def _find(plan: Plan | str | Path, planning: PlanConfig) -> Agreed:
+    topology, profile = planning.cluster, planning.profile
+    if isinstance(topology, str | Path):
+        topology = load_cluster(topology)
     if isinstance(profile, str | Path):
         profile = load_model_profile(profile)
-    if plan == "auto":
-        return _make(planning, profile), profile
-    return plan if isinstance(plan, Plan) else load_plan(plan), profile
+    if not isinstance(plan, Plan):
+        plan = _make(planning, topology, profile) if plan == "auto" else load_plan(plan)
+    return Agreed(plan, topology, profile)
 
 
-def _make(planning: PlanConfig, profile: ModelProfile | None) -> Plan:
+def _make(planning: PlanConfig, topology: Topology | None, profile: ModelProfile | None) -> Plan:
     """The best plan that can be run here."""
     from ..planner.plan_report import one_line
     from ..planner.planning import make_plans
 
-    cluster, global_batch = planning.cluster, planning.global_batch_size
-    if cluster is None or profile is None or global_batch is None:
+    global_batch = planning.global_batch_size
+    if topology is None or profile is None or global_batch is None:
         raise ValueError(
             'plan="auto" needs planning=PlanConfig(cluster=…, profile=…, global_batch_size=…), not '
-            f"cluster={cluster!r}, profile={planning.profile!r}, global_batch_size={global_batch!r}"
+            f"cluster={planning.cluster!r}, profile={planning.profile!r}, global_batch_size={global_batch!r}"
         )
-    topology = cluster if isinstance(cluster, Topology) else load_cluster(cluster)
     world = dist.get_world_size()
     if len(topology.devices) != world:
         raise ValueError(
@@ -103,14 +116,16 @@ def _make(planning: PlanConfig, profile: ModelProfile | None) -> Plan:
         symmetric=True,
         keep=MOST_CANDIDATES,
     )
-    problem = "there is none"
+    problems = []
     for candidate in candidates:
-        found = _why_not(candidate.plan, world)
-        if found is None:
+        problem = _why_not(candidate.plan, world)
+        if problem is None:
             Console(stderr=True).print(one_line(candidate.plan), soft_wrap=True, highlight=False, markup=False)
             return candidate.plan
-        problem = found
-    raise ValueError(f"none of the {len(candidates)} best plans can be run on these {world} ranks, e.g.: {problem}")
+        problems.append(problem)
+    raise ValueError(
+        f"none of the {len(problems)} best plans can be run on these {world} ranks; as to the best: {problems[0]}"
+    )
 
 
 # Whether it can be run -------------------------------------------------------------------------------------------
@@ -259,6 +274,25 @@ def check_blocks(model: nn.Module, plan: Plan) -> None:
         raise ValueError(other_model(plan, num_layers))
 
 
+def check_batches(plan: Plan, batches: BatchConfig) -> None:
+    """Raise ``ValueError`` if global batches that are divided unevenly are not the plan's."""
+    if batches.global_batch_size != plan.global_batch:
+        raise ValueError(
+            f"global_batch_size={batches.global_batch_size} in batches contradicts the plan, which has "
+            f"{plan.global_batch}; use the same, or plan for the other"
+        )
+
+
+def check_lora(plan: Plan) -> None:
+    """Raise ``ValueError`` if LoRA's adapters could not be saved."""
+    ranks = sorted(plan.rank_order[0][0])
+    if 0 not in ranks:
+        raise ValueError(
+            f"LoRA adapters are saved by rank 0, which must be in the first stage, but that has rank {spans(ranks)}; "
+            "launch the ranks in the order of the plan's stages, or train without LoRA"
+        )
+
+
 def check_loader(plan: Plan, batch_size: int | None) -> None:
     """Raise ``ValueError`` if a loader of that many samples per replica does not fit ``plan``; None: not known."""
     valid = valid_batches(plan)
@@ -279,6 +313,23 @@ def wrong_batch(plan: Plan, batch_size: int) -> str:
         f"{plan.replicas[0].micro_batches} micro-batches of {plan.micro_batch}; use "
         f"batch_size={' or '.join(map(str, valid_batches(plan)))} (and drop_last=True)"
     )
+
+
+@contextmanager
+def sizes_kept(schedule: object) -> Iterator[None]:
+    """Let a 1F1B schedule evaluate batches of another size, and train on as before.
+
+    It takes the number of micro-batches of what it evaluates for that of training, and asserts that all batches are as
+    large as the last one.
+    """
+    sizes = ("num_microbatches", "microbatch_size", "batch_size", "last_batch_size")
+    shapes = ("send_tensor_metadata", "send_grad_metadata", "tensor_metadata_recv", "grad_metadata_recv")
+    before = {name: getattr(schedule, name) for name in (*sizes, "enable_metadata_cache", *shapes)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(schedule, name, value)
 
 
 def sized_batches(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:

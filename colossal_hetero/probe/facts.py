@@ -11,7 +11,7 @@ from ..planner.batch_profile import Link
 from ..planner.gpus import GPUS, INSIDE
 from ..planner.topology import Channel, Device, DeviceKind, Node, Topology
 
-__all__ = ["Nic", "RankFacts", "kind_name", "make_topology", "pairs_to_measure"]
+__all__ = ["Nic", "RankFacts", "check_patterns", "kind_name", "make_topology", "pairs_to_measure"]
 
 TOLERANCE = 0.1
 """Devices of a kind that differ by less in speed are alike."""
@@ -87,7 +87,8 @@ def nodes_of(facts: Sequence[RankFacts]) -> list[list[int]]:
 def pairs_to_measure(facts: Sequence[RankFacts]) -> list[list[tuple[int, int]]]:
     """Rounds of pairs of ranks; pairs of a round share nothing and are measured at the same time.
 
-    All pairs inside each machine, and one between each two machines.
+    All pairs inside each machine, and one between each two machines, which tells what two devices reach, by one NIC if
+    a machine has several.
     """
     nodes = nodes_of(facts)
     rounds: list[list[tuple[int, int]]] = []
@@ -96,6 +97,14 @@ def pairs_to_measure(facts: Sequence[RankFacts]) -> list[list[tuple[int, int]]]:
         rounds.append([pairs[number] for pairs in inside if number < len(pairs)])
     rounds += [[(one[0], other[0])] for i, one in enumerate(nodes) for other in nodes[i + 1 :]]
     return rounds
+
+
+def check_patterns(facts: Sequence[RankFacts], cluster_of: Sequence[tuple[str, str]]) -> None:
+    """Raise ``ValueError`` if a pattern fits no host; for before the links are measured, which takes longer."""
+    hosts = sorted({fact.host for fact in facts})
+    for pattern, _ in cluster_of:
+        if not any(fnmatch(host, pattern) for host in hosts):
+            raise ValueError(f"no host fits {pattern}; there are {', '.join(hosts)}")
 
 
 def make_topology(
@@ -117,13 +126,11 @@ def make_topology(
         were not started one after the other.
 
     Raises:
-        ValueError: machines cannot reach each other, or a pattern fits no host.
+        ValueError: a pattern fits no host.
     """
     nodes = nodes_of(facts)
     names = _unique([facts[ranks[0]].host for ranks in nodes])
-    for pattern, _ in cluster_of:
-        if not any(fnmatch(facts[ranks[0]].host, pattern) for ranks in nodes):
-            raise ValueError(f"no host fits {pattern}; there are {', '.join(sorted({fact.host for fact in facts}))}")
+    check_patterns(facts, cluster_of)
     cluster_names = [_cluster_name(facts[ranks[0]], cluster_of) for ranks in nodes]
     clusters = list(dict.fromkeys(cluster_names))
     order = sorted(range(len(nodes)), key=lambda number: clusters.index(cluster_names[number]))

@@ -75,11 +75,8 @@ def _probe(
     import torch
     import torch.distributed as dist
 
-    from ..data_parallel.together import on_every_rank
     from ..planner.cluster_file import save_cluster
-    from .facts import make_topology, pairs_to_measure
-    from .links import measure_links
-    from .machine import this_rank
+    from .here import probe_ranks
 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
@@ -101,25 +98,11 @@ def _probe(
     )
     try:
         dist.barrier()
-        say(f"measuring {dist.get_world_size()} devices")
-        facts = on_every_rank(lambda: this_rank(device), "probing")
-        rounds = pairs_to_measure(facts)
-        links: list[Link] = []
-        groups = {"gloo": (torch.device("cpu"), None)}
-        if all(fact.device != "cpu" for fact in facts):
-            groups["nccl"] = (device, dist.new_group(backend="nccl"))
-        for protocol, (at, group) in groups.items():
-
-            def show(number: int, count: int, protocol: str = protocol) -> None:
-                if number == 0 or (number + 1) * 10 // count > number * 10 // count:
-                    say(f"measuring links by {protocol}: {number + 1} of {count}")
-
-            links += measure_links(rounds, protocol, at, group, show)
+        topology, order, links = probe_ranks(device, cluster_of, say)
     finally:
         dist.destroy_process_group()
     if rank != 0:
         return
-    topology, order = make_topology(facts, links, cluster_of)
     save_cluster(topology, out, _head(links))
     nodes, devices, clusters = len(topology.nodes), len(topology.devices), len(topology.clusters)
     say(f"{out}: devices: {devices}, nodes: {nodes}, clusters: {clusters}")
@@ -186,13 +169,14 @@ def start_ranks(count: int, module: str, arguments: Sequence[str]) -> None:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    while any(process.poll() is None for process in ranks):
-        if any(process.returncode not in (None, 0) for process in ranks):
+    while True:
+        states = [process.poll() for process in ranks]
+        if all(state == 0 for state in states):
+            return
+        if any(states):
             break
         time.sleep(0.05)
-    failed = [rank for rank, process in enumerate(ranks) if process.returncode not in (None, 0)]
-    if not failed:
-        return
+    failed = [rank for rank, state in enumerate(states) if state]
     # One that the system ended explains what the others say.
     rank = min(failed, key=lambda rank: (ranks[rank].returncode > 0, rank))
     status = ranks[rank].returncode
@@ -200,4 +184,5 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
         raise ValueError(f"rank {rank} was ended from outside by signal {-status}; the other ranks were stopped")
     lines = Path(folder, f"errors_{rank}").read_text(errors="replace").strip().splitlines()
     reason = lines[-1].removeprefix("Error: ") if lines else f"ended with status {status}"
-    raise ValueError(reason if reason.startswith("rank ") else f"rank {rank}: {reason}")
+    # What concerns all of them is said by rank 0.
+    raise ValueError(reason if rank == 0 or reason.startswith("rank ") else f"rank {rank}: {reason}")

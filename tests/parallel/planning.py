@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.planner.plan import Plan, Replica, StagePlan
+
+from .training import Trained, boost, sgd, tiny_vit
 
 SECONDS = 1.0
 """Planned forward and backward time of a stage, each; no stage of a tiny model takes that long."""
@@ -56,3 +60,11 @@ def make_plan(
         iteration_seconds=1.0,
     )
     return Plan(**(fields | changes))
+
+
+def planned(plan: Plan | str | Path, **options: Any) -> HeteroHybridParallelPlugin:
+    return HeteroHybridParallelPlugin(**(dict(precision="fp32") | options), plan=plan)
+
+
+def boosted(plan: Plan, seed: int = 0, **options: Any) -> Trained:
+    return boost(planned(plan, **options), tiny_vit(depth=plan.blocks, seed=seed), sgd)

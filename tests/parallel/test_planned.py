@@ -41,10 +41,10 @@ def train_alone(depth: int, global_batch: int, iterations: int = ITERATIONS) -> 
     return losses, model.state_dict()
 
 
-def train_planned(run: Any, iterations: int = ITERATIONS, first: int = 0) -> list[float]:
-    """Losses of the global batch, on every rank."""
+def train_planned(run: Any, iterations: int = ITERATIONS, first: int = 0, sizes: Plan | None = None) -> list[float]:
+    """Losses of the global batch, on every rank; ``sizes`` says how large it is where the plugin has no plan."""
     plugin = run.plugin
-    plan: Plan = plugin.plan
+    plan: Plan = sizes or plugin.plan
     size = plan.global_batch // len(plan.replicas)
     losses = []
     for iteration in range(first, first + iterations):

@@ -18,21 +18,13 @@ from colossal_hetero.planner.plan import Plan
 from colossal_hetero.plugin.mesh import PlannedMesh
 
 from .harness import run_ranks
-from .planning import make_plan
+from .planning import boosted, make_plan, planned
 from .test_checkpoints import load, save
 from .test_planned import MICRO_BATCH, MICRO_BATCHES, train_alone, train_planned
-from .training import Trained, assert_same_parameters, boost, scripted, sgd, tiny_vit
+from .training import assert_same_parameters, boost, scripted, sgd, tiny_vit
 
 CROSSED = [[[1], [2]], [[3], [0]]]
 """Of two replicas; the ranks of the two data-parallel groups ascend in opposite order of replicas."""
-
-
-def planned(plan: Plan | str | Path, **options: Any) -> HeteroHybridParallelPlugin:
-    return HeteroHybridParallelPlugin(**(dict(precision="fp32") | options), plan=plan)
-
-
-def boosted(plan: Plan, seed: int = 0, **options: Any) -> Trained:
-    return boost(planned(plan, **options), tiny_vit(depth=plan.blocks, seed=seed), sgd)
 
 
 # The mesh --------------------------------------------------------------------------------------------------------
@@ -168,7 +160,8 @@ def check_schedules(expected: list[float]) -> None:
     graph = PipelineGraph(
         n_stage=2, n_micro=4, f_cost=1, b_cost=1, w_cost=1, c_cost=1, f_mem=3, b_mem=-2, w_mem=-1
     ).get_v_schedule()
-    shape = make_plan([[[0], [1]]], (3, 3), MICRO_BATCH, MICRO_BATCHES)
+    tp_size = dist.get_world_size() // 2
+    sizes = make_plan([[list(range(tp_size)), list(range(tp_size, 2 * tp_size))]], (3, 3), MICRO_BATCH, MICRO_BATCHES)
     schedules = [
         dict(pp_style="interleaved", num_layers_per_stage=[1, 2, 1, 2]),
         dict(pp_style="interleaved", num_layers_per_stage=[3, 1, 1, 1]),
@@ -177,17 +170,13 @@ def check_schedules(expected: list[float]) -> None:
     ]
     for schedule in schedules:
         plugin = HeteroHybridParallelPlugin(
-            1, 2, precision="fp32", num_model_chunks=2, num_microbatches=MICRO_BATCHES, **schedule
+            tp_size, 2, precision="fp32", num_model_chunks=2, num_microbatches=MICRO_BATCHES, **schedule
         )
         run = boost(plugin, tiny_vit(depth=6), sgd)
-        plugin.plan = shape  # only for the loop below: sizes
-        try:
-            losses = train_planned(run)
-        finally:
-            plugin.plan = None
-        assert losses == pytest.approx(expected, rel=1e-5), schedule
+        assert train_planned(run, sizes=sizes) == pytest.approx(expected, rel=1e-5), schedule
 
 
-def test_other_schedules_take_unequal_chunks() -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_other_schedules_take_unequal_chunks(world: int) -> None:
     expected, _ = train_alone(6, MICRO_BATCH * MICRO_BATCHES)
-    run_ranks(2, check_schedules, expected)
+    run_ranks(world, check_schedules, expected)
