@@ -140,12 +140,9 @@ class Bounds:
         self._work = (seconds / shares).min(axis=1)
         self._fastest_first = np.argsort(self._work, kind="stable")
         self._update = min(float(kind.costs.update_seconds.sum()) for kind in self.kinds)
-        windows, heads, tails = [], [], []
-        for row in seconds:
-            ends = np.concatenate([[0.0], np.cumsum(row)])
-            windows.append([float((ends[size:] - ends[:-size]).min()) for size in range(1, self.blocks + 1)])
-            heads.append(ends[1:])
-            tails.append(np.cumsum(row[::-1]))
+        ends = np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)], axis=1)
+        windows = [_least_by_size(row) for row in ends]
+        heads, tails = ends[:, 1:], np.cumsum(seconds[:, ::-1], axis=1)
         self._levels = np.unique(np.concatenate([np.ravel(windows), np.ravel(heads), np.ravel(tails)]))
         grid = self._levels * (1 + 1e-12)
         self._capacity, self._head, self._tail = (
@@ -158,13 +155,8 @@ class Bounds:
         """How many blocks fit at most, with activations of 1, 2, … micro-batches in flight: ``[blocks]``."""
         state = np.concatenate([[0.0], np.cumsum(kind.costs.state_bytes)])
         activation = np.concatenate([[0.0], np.cumsum(kind.costs.activation_bytes)])
-        size = np.arange(1, self.blocks + 1)
-        fit = []
-        least_state = np.array([(state[n:] - state[:-n]).min() for n in size])
-        least_activation = np.array([(activation[n:] - activation[:-n]).min() for n in size])
-        for flight in size:
-            fit.append(int((least_state + flight * least_activation <= kind.memory_bytes).sum()))
-        return np.concatenate([[0], np.cumsum(fit)])
+        least = _least_by_size(state) + np.arange(1, self.blocks + 1)[:, None] * _least_by_size(activation)
+        return np.concatenate([[0], np.cumsum((least <= kind.memory_bytes).sum(axis=1))])
 
     @property
     def work_seconds(self) -> NDArray[np.float64]:
@@ -232,6 +224,15 @@ class Bounds:
             high = np.where(open_ & enough, middle, high)
             low = np.where(open_ & ~enough, middle, low)
         return high
+
+
+def _least_by_size(cumulative: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The least sum of 1, 2, … neighbours, ``[blocks]`` from cumulative sums ``[blocks + 1]``."""
+    blocks = len(cumulative) - 1
+    start, size = np.arange(blocks)[:, None], np.arange(1, blocks + 1)
+    stop = start + size
+    sums = np.where(stop <= blocks, cumulative[np.minimum(stop, blocks)] - cumulative[start], np.inf)
+    return np.asarray(sums.min(axis=0))
 
 
 def divisors(number: int) -> list[int]:
