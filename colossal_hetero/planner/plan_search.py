@@ -16,7 +16,7 @@ __all__ = ["PlanSearch"]
 
 MOST_TRIED = 48
 """Plans that are looked at of one set of devices, in the order of their bounds."""
-MOST_THOROUGH = 8
+MOST_THOROUGH = 5
 """Of the best, and of those with the least bounds: plans for which many orders of stages are tried."""
 WORTH_IDLING = 1.01
 """Groups that leave devices idle are tried if their objective (Eq. 3a) is larger by this factor."""
