@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -24,7 +26,7 @@ from common import print_table
 from timm.models.vision_transformer import VisionTransformer
 
 from colossal_hetero.cpu_quota import cpu_quota
-from colossal_hetero.pipeline_parallel.layer_passes import Duration, LayerPasses, clock
+from colossal_hetero.pipeline_parallel.layer_passes import LayerPasses, clock
 from colossal_hetero.pipeline_parallel.layer_profiler import profile_layers
 from colossal_hetero.pipeline_parallel.model_layers import find_blocks
 
@@ -53,28 +55,37 @@ def measure(seconds: float) -> dict[str, Any]:
     times = profile.times_of("cpu", 1, MICRO_BATCH)
     costs = profile.costs("cpu", 1, MICRO_BATCH)
     passes = LayerPasses(model, find_blocks(model), F.cross_entropy, batch)
-    for count in STAGES:
-        passes.run(0, count)
-    stages = {count: mean(lambda count=count: passes.run(0, count), seconds) for count in STAGES}  # type: ignore[misc]
-    whole = mean(lambda: F.cross_entropy(model(batch[0]), batch[1]).backward(), seconds)
+
+    def whole() -> None:
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+
+    calls = [*(partial(passes.run, 0, count) for count in STAGES), whole]
+    *stages, took = in_turn(calls, seconds)
     block = times.forward_seconds[1] + times.backward_seconds[1]
     return {
-        "stages": stages,
+        "stages": dict(zip(STAGES, stages, strict=True)),
         "block": {count: count * block for count in STAGES},
         "composed": {count: times.composed_seconds(count) for count in STAGES},
         "runs": {run.blocks: run.seconds / run.blocks / block - 1 for run in times.block_runs},
-        "whole": (float(costs.forward_seconds.sum() + costs.backward_seconds.sum()), whole),
+        "whole": (float(costs.forward_seconds.sum() + costs.backward_seconds.sum()), took),
     }
 
 
-def mean(function: Any, seconds: float) -> float:
-    """Wall time of one call, over many periods of a quota."""
-    start, calls, taken = clock(), 0, Duration(0.0, 0.0)
-    while taken.wall < seconds or calls < 3:
-        function()
-        calls += 1
-        taken = clock() - start
-    return taken.wall / calls
+def in_turn(calls: Sequence[Callable[[], Any]], seconds: float) -> list[float]:
+    """Mean wall time of each call, in rounds that go on for so many seconds for each of them.
+
+    Rounds are in another order each time, so that a quota's pauses fall on all alike.
+    """
+    for call in calls:
+        call()
+    spent, rounds, order = [0.0] * len(calls), 0, random.Random(0)
+    while sum(spent) < seconds * len(calls):
+        for index in order.sample(range(len(calls)), len(calls)):
+            start = clock()
+            calls[index]()
+            spent[index] += (clock() - start).wall
+        rounds += 1
+    return [each / rounds for each in spent]
 
 
 def main() -> None:

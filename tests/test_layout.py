@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.layout import Layout, compare_layouts, naive_layout, nic_layout, unevenness
 from colossal_hetero.planner.layout_costs import layout_costs
+from colossal_hetero.planner.topology import Channel
 
 from .machines import Nodes, machines
 
@@ -212,6 +214,21 @@ def test_costs_that_cannot_be_reckoned() -> None:
         layout_costs(topology, layout, [1, 2, 3], 1, 1)
     with pytest.raises(ValueError, match="micro_batches=0"):
         layout_costs(topology, layout, 1, 1, 0)
+
+
+def test_clusters_in_a_chain() -> None:
+    """Without Ethernet, the second and the third reach only the first: stages must follow the chain, and orders
+    as launched, which would need the other way, are left out."""
+    topology = machines(Nodes("RoCE", [2]), Nodes("RoCE", [2]), Nodes("RoCE", [2]))
+    nodes = tuple(dataclasses.replace(node, nics=node.nics[:1]) for node in topology.nodes)
+    link = Channel("fibre", GIGABIT)
+    chain = dataclasses.replace(topology, nodes=nodes, between=((0, 1, link), (0, 2, link)))
+    layout = nic_layout(chain, 1, 3, 2)
+    assert layout.data_groups[1] == (0, 1) and not layout.verify(chain)
+    sizes = {"gradient_bytes_per_stage": 1e9, "activation_bytes": 1e6, "micro_batches": 4}
+    assert [one.name for one in compare_layouts(chain, 1, 3, 2, **sizes)] == ["groups by NIC"]
+    with pytest.raises(ValueError, match="no link between"):
+        nic_layout(dataclasses.replace(chain, between=()), 1, 3, 2)
 
 
 def test_four_thousand_devices() -> None:

@@ -188,6 +188,7 @@ def test_files_that_are_wrong_or_not_there(files: tuple[Path, Path], tmp_path: P
     assert "no such file" in failure("plan", cluster, tmp_path / "x.json", "--global-batch", 8)
     assert "no such file" in failure("simulate", tmp_path / "x.json")
     assert "is not a plan" in failure("simulate", layers)
+    assert "the cluster comes first" in failure("plan", layers, cluster, "--global-batch", 8)
     cluster.write_text(CLUSTER.replace('"V100-16"', '"T4"'))
     assert "T4" in failure("plan", cluster, layers, "--global-batch", 8)
 

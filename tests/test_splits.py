@@ -320,8 +320,8 @@ def test_bad_order():
 
 def test_a_block_that_fits_nowhere():
     pipeline = pipeline_of([1.0, 2.0], 4, memory=[1.5, 1.6])
-    # The second stage holds one micro-batch's activations: 1 + 1.
-    with pytest.raises(ValueError, match=r"block 3 alone needs 2e-09 GB in slot slot 1, which has 1\.6e-09 GB"):
+    # The first stage holds the activations of two micro-batches: 1 + 2·1.
+    with pytest.raises(ValueError, match=r"block 0 alone needs 3e-09 GB in slot slot 1, which has 1\.6e-09 GB"):
         split(pipeline)
 
 

@@ -80,9 +80,12 @@ def plan(
     layers. Prints the plan with the least predicted time of an iteration, those that come next and why, and the
     calls that train with it.
     """
+    from dataclasses import replace
+
     from ..planner.as_profiled import as_profiled
     from ..planner.cluster_file import load_cluster
     from ..planner.layer_profile import load_model_profile
+    from ..planner.otherwise import as_launched
     from ..planner.plan import save_plan
     from ..planner.plan_report import one_line, render, training_call
 
@@ -94,12 +97,18 @@ def plan(
     }
     with mended_by_user():
         check_outputs(out, picture=plot)
+        if cluster.suffix == ".json" and profile.suffix == ".toml":
+            raise ValueError(f"the cluster comes first, then the profile: give {profile} before {cluster}")
         model = load_model_profile(profile)
         topology = as_profiled(load_cluster(cluster), model)
         with _patience(f"planning for {len(topology.devices):,} devices"):
             candidates = _plans(topology, model, method, top, options)
         candidates = [_traced(each, cluster.name, profile.name, model.precision) for each in candidates]
         best = candidates[0].plan
+        otherwise = as_launched(topology, model, best)
+        if otherwise is not None:
+            best = best.model_copy(update={"notes": (*best.notes, otherwise)})
+            candidates[0] = replace(candidates[0], plan=best)
         if out is not None:
             save_plan(best, out)
         if plot is not None:

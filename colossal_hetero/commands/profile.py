@@ -65,7 +65,7 @@ def _settings(context: click.Context, parameter: click.Parameter, values: tuple[
     "--precision", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp32", show_default=True, help="To measure in."
 )
 @click.option(
-    "--seconds", type=click.FloatRange(min=0), default=2.0, show_default=True, help="At least, for each micro-batch."
+    "--seconds", type=click.FloatRange(min=0), default=3.0, show_default=True, help="At least, for each micro-batch."
 )
 @click.option(
     "--nproc",

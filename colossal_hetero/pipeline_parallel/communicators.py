@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..planner.networks import Adapter, Network
+from ..planner.networks import Adapter, Network, group_network
+from ..planner.topology import Topology
 
-__all__ = ["environment", "make_group"]
+__all__ = ["environment", "group_maker", "make_group"]
 
 
 @contextmanager
@@ -67,6 +68,22 @@ def make_group(
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             connect(group, network.backend)
     return group
+
+
+def group_maker(
+    topology: Topology,
+    adapters: Mapping[str, Adapter] | None = None,
+    new_group: Callable[..., Any] = dist.new_group,
+) -> Callable[[Sequence[int]], Any]:
+    """:func:`make_group` of any ranks, over the network that the topology has for them; ranks are its devices.
+
+    A mesh whose groups are in the order of their coordinates passes its own ``new_group``.
+    """
+
+    def make(ranks: Sequence[int]) -> Any:
+        return make_group(ranks, group_network(topology, ranks), adapters=adapters, new_group=new_group)
+
+    return make
 
 
 def connect(group: dist.ProcessGroup, backend: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..planner.layer_profile import ModelProfile
+from ..planner.networks import Adapter
 from ..planner.topology import Topology
 
 __all__ = ["PlanConfig"]
@@ -19,7 +20,11 @@ class PlanConfig:
 
     cluster: str | Path | Topology | None = None
     """The machines: a cluster file (``colossal-hetero probe`` writes one) or what was read from it. Needed for
-    ``plan="auto"``."""
+    ``plan="auto"``; with any plan, each group of ranks communicates over the network that its members share."""
+
+    adapters: Mapping[str, Adapter] | None = None
+    """What this rank's node calls its NICs, by their kind in the cluster file; may differ between nodes. None: as the
+    process's environment says."""
 
     profile: str | Path | ModelProfile | None = None
     """The model's layers: a profile file (``colossal-hetero profile`` writes one) or what was read from it. Needed for

@@ -24,7 +24,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,19 +36,16 @@ from ..data_parallel.memory import is_out_of_memory, memory_limit, recover
 from ..data_parallel.profiler import device_name
 from ..data_parallel.together import on_every_rank
 from ..data_parallel.untouched import untouched
-from ..planner.layer_profile import BlockRun, LayerSizes, LayerTimes, ModelProfile
 from ..probe.facts import kind_name
 from .activations import saved_bytes
+from .layer_kinds import MeasuredLayers, RankLayers, merge
 from .layer_passes import Duration, LayerPasses, clock, resized
 from .model_layers import BlockRow, LayerDescription, describe_layers, find_blocks
 
 __all__ = ["LayerProgress", "MeasuredLayers", "profile_layers"]
 
-ALIKE = 0.1
-"""Ranks with the same name of device whose times differ by no more are one kind."""
-
-LEAST_SECONDS = 2.0
-"""How long each micro-batch is measured at least: 20 periods of a quota."""
+LEAST_SECONDS = 3.0
+"""How long each micro-batch is measured at least: 30 periods of a quota, of which one more or less may be seen."""
 
 LEAST_ROUNDS = 5
 WARM_UP_ROUNDS = 2
@@ -78,17 +75,6 @@ class LayerProgress:
     """That have been measured of this size."""
 
 
-@dataclass(frozen=True)
-class MeasuredLayers:
-    """A profile, and what is needed to describe the machines that it was measured on."""
-
-    profile: ModelProfile
-    devices: tuple[str, ...]
-    """Kind of each rank, as the profile calls it."""
-    memory_bytes: tuple[int, ...]
-    """What each rank may use of its device."""
-
-
 def profile_layers(
     model: nn.Module,
     batch: Any,
@@ -115,7 +101,8 @@ def profile_layers(
         batch: samples in the first dimension of each tensor: a mapping (``model(**batch)``), a pair of inputs and
             targets, or inputs; micro-batches repeat its samples.
         criterion: ``criterion(outputs, targets)``; None for a model that gives its loss, or to do without.
-        micro_batches: sizes to measure, in samples. Sizes for which memory does not suffice are left out.
+        micro_batches: sizes to measure, in samples. From the first on for which memory does not suffice they are left
+            out; a CPU without a limit of the address space is better not asked for more than it holds.
         optimizer: "adam", "adamw", "sgd", or what makes a ``torch.optim.Optimizer`` of parameters.
         precision: "fp32", or "fp16" and "bf16", for which a cast copy of the model is measured.
         longest_run: most blocks that are timed together.
@@ -136,7 +123,7 @@ def profile_layers(
     factory = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     find_blocks(model, blocks)
 
-    def run() -> tuple[_Measured, LayerDescription]:
+    def run() -> tuple[RankLayers, LayerDescription]:
         measured, samples = model, batch
         if precision != "fp32":
             measured = copy.deepcopy(model).to(PRECISIONS[precision])
@@ -152,37 +139,16 @@ def profile_layers(
     called = name or type(model).__name__
     if not dist.is_initialized():
         result, layers = run()
-        return _merge([result], [(0,)], layers.parameter_bytes, tensor_parallel, precision, called)
+        return merge([result], [(0,)], layers.parameter_bytes, tensor_parallel, precision, called)
     ranks = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
 
-    def run_here() -> tuple[_Measured, tuple[int, ...], tuple[int, ...]]:
+    def run_here() -> tuple[RankLayers, tuple[int, ...], tuple[int, ...]]:
         result, layers = run()
         return result, tuple(ranks), layers.parameter_bytes
 
     everyone = on_every_rank(run_here, "measuring layers")
     groups = list(dict.fromkeys(ranks for _, ranks, _ in everyone))
-    return _merge([each for each, _, _ in everyone], groups, everyone[0][2], tensor_parallel, precision, called)
-
-
-@dataclass
-class _Measured:
-    """What one rank found; lists by layer, as in the profile."""
-
-    device: str
-    memory_bytes: int
-    forward: dict[int, list[float]] = field(default_factory=dict)
-    """By micro-batch."""
-    backward: dict[int, list[float]] = field(default_factory=dict)
-    runs: dict[int, dict[int, tuple[float, float]]] = field(default_factory=dict)
-    """By micro-batch and number of blocks: forward and backward."""
-    update: list[float] = field(default_factory=list)
-    activations: list[int] = field(default_factory=list)
-    outputs: list[int] = field(default_factory=list)
-    state_factor: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return sum(map(sum, [*self.forward.values(), *self.backward.values()]))
+    return merge([each for each, _, _ in everyone], groups, everyone[0][2], tensor_parallel, precision, called)
 
 
 Part = tuple[str, int, int]
@@ -226,10 +192,10 @@ class _Measurement:
         self._parts = list(dict.fromkeys([*self._runs, *self._singles.values()]))
         self._loop = Duration(0.0, 0.0)
 
-    def __call__(self, sizes: Sequence[int], precision: str) -> _Measured:
+    def __call__(self, sizes: Sequence[int], precision: str) -> RankLayers:
         memory_bytes = memory_limit(self._device).bytes
         # As the cluster file of probed machines calls it.
-        result = _Measured(kind_name(device_name(self._device), memory_bytes), memory_bytes)
+        result = RankLayers(kind_name(device_name(self._device), memory_bytes), memory_bytes)
         times: dict[int, dict[Part, list[tuple[Duration, Duration]]]] = {}
         for index, size in enumerate(sizes):
             try:
@@ -410,94 +376,6 @@ def _kinds_of_blocks(row: BlockRow) -> list[int]:
             (type(block), tuple((name, each.shape, each.dtype) for name, each in block.named_parameters())), len(seen)
         )
         for block in row.blocks
-    ]
-
-
-def _merge(
-    measured: Sequence[_Measured],
-    groups: Sequence[Sequence[int]],
-    parameter_bytes: tuple[int, ...],
-    tensor_parallel: int,
-    precision: str,
-    name: str,
-) -> MeasuredLayers:
-    """One kind for all groups of ranks that are alike; a group is as slow as its slowest rank."""
-    slowest = [max((measured[rank] for rank in group), key=lambda each: each.seconds) for group in groups]
-    common = sorted(set.intersection(*(set(each.forward) for each in slowest)))
-    kinds: list[list[int]] = []
-    for index, each in enumerate(slowest):
-        for kind in kinds:
-            first = slowest[kind[0]]
-            if first.device == each.device and _differ(first, each, common) <= ALIKE:
-                kind.append(index)
-                break
-        else:
-            kinds.append([index])
-    names = _names([slowest[kind[0]].device for kind in kinds])
-    times = [
-        _times([slowest[index] for index in kind], own, tensor_parallel, size)
-        for kind, own in zip(kinds, names, strict=True)
-        for size in sorted(slowest[kind[0]].forward)
-        if all(size in slowest[index].forward for index in kind)
-    ]
-    devices = [""] * len(measured)
-    for kind, own in zip(kinds, names, strict=True):
-        for index in kind:
-            for rank in groups[index]:
-                devices[rank] = own
-    first = measured[0]
-    profile = ModelProfile(
-        name=name,
-        precision=precision,
-        state_factor=first.state_factor,
-        source="measured",
-        rank_devices=tuple(devices),
-        times=tuple(times),
-        sizes=(
-            LayerSizes(
-                tensor_parallel=tensor_parallel,
-                parameter_bytes=parameter_bytes,
-                activation_bytes=tuple(max(values) for values in zip(*(e.activations for e in measured), strict=True)),
-                output_bytes=tuple(first.outputs),
-            ),
-        ),
-    )
-    return MeasuredLayers(profile, tuple(devices), tuple(each.memory_bytes for each in measured))
-
-
-def _differ(one: _Measured, other: _Measured, sizes: Sequence[int]) -> float:
-    """By how much the slower takes longer, over all micro-batches that both have run."""
-    seconds = [sum(sum(each.forward[size]) + sum(each.backward[size]) for size in sizes) for each in (one, other)]
-    return max(seconds) / min(seconds) - 1
-
-
-def _times(measured: Sequence[_Measured], device: str, tensor_parallel: int, size: int) -> LayerTimes:
-    """The mean of ranks that are alike."""
-
-    def mean(values: Iterable[Sequence[float]]) -> tuple[float, ...]:
-        return tuple(statistics.fmean(each) for each in zip(*values, strict=True))
-
-    runs = {count: mean(each.runs[size][count] for each in measured) for count in measured[0].runs[size]}
-    return LayerTimes(
-        device=device,
-        tensor_parallel=tensor_parallel,
-        micro_batch=size,
-        forward_seconds=mean(each.forward[size] for each in measured),
-        backward_seconds=mean(each.backward[size] for each in measured),
-        update_seconds=mean(each.update for each in measured),
-        block_runs=tuple(
-            BlockRun(blocks=count, forward_seconds=forward, backward_seconds=backward)
-            for count, (forward, backward) in runs.items()
-        ),
-    )
-
-
-def _names(devices: Sequence[str]) -> list[str]:
-    """A name for each kind: "cpu", "cpu-2" …"""
-    return [
-        device if index == 0 else f"{device}-{index + 1}"
-        for place, device in enumerate(devices)
-        for index in [list(devices[:place]).count(device)]
     ]
 
 

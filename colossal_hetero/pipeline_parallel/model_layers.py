@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -93,7 +95,7 @@ def describe_layers(model: nn.Module, batch: Any = None, *, blocks: str | None =
         model: on any device; on the meta device too.
         batch: what the model takes: a mapping (``model(**batch)``), a pair of inputs and targets, or the inputs. With
             it FLOP are counted, and modules are told apart by when they run; without, by the order in which they are
-            registered. It runs on the meta device, which takes no time, or where that cannot be, as it is.
+            registered. The model runs on shapes alone, which takes no time, or where that cannot be, as it is.
         blocks: name of the row, where there is more than one.
 
     Raises:
@@ -152,22 +154,33 @@ def _is_row(module: nn.Module) -> bool:
 
 def _trace(model: nn.Module, row: BlockRow, batch: Any) -> tuple[dict[int, str], tuple[int, ...]]:
     """Run ``model`` once: which modules run before the first and after the last block, and FLOP per layer."""
-    try:
-        with _quiet_modes(model):
-            return _trace_on(_on_meta(model, batch), model, row)
-    except (RuntimeError, NotImplementedError) as error:
-        # Some models look at values, which the meta device has none of.
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise ValueError(
-                f"{type(model).__name__} does not run on the meta device ({' '.join(str(error).split())}); build it "
-                "with weights to count its FLOP, or leave the batch out"
-            ) from None
     # Fused attention on a CPU is not counted.
     with _quiet_modes(model), sdpa_kernel(SDPBackend.MATH):
-        return _trace_on(lambda: call_model(model, batch), model, row)
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return _trace_on(_with_fakes(model, batch), model, row, _ValuesAreTrue())
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            # What a model does with values cannot always be told without them.
+            if any(parameter.is_meta for parameter in model.parameters()):
+                raise ValueError(
+                    f"{type(model).__name__} does not run without values ({' '.join(str(error).split())[:200]}); build "
+                    "it with weights to count its FLOP, or leave the batch out"
+                ) from None
+        return _trace_on(lambda: call_model(model, batch), model, row, nullcontext())
 
 
-def _trace_on(run: Callable[[], Any], model: nn.Module, row: BlockRow) -> tuple[dict[int, str], tuple[int, ...]]:
+class _ValuesAreTrue(TorchDispatchMode):
+    """Tensors without values are asked for one: transformers ask whether a mask masks nothing, which is so."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return args[0].dtype == torch.bool or 1
+        return func(*args, **(kwargs or {}))
+
+
+def _trace_on(
+    run: Callable[[], Any], model: nn.Module, row: BlockRow, inner: AbstractContextManager[Any]
+) -> tuple[dict[int, str], tuple[int, ...]]:
     places: dict[int, str] = {}
     done: list[int] = []
     """FLOP so far when each block begins, and when the last one ends."""
@@ -194,7 +207,7 @@ def _trace_on(run: Callable[[], Any], model: nn.Module, row: BlockRow) -> tuple[
     hooks.append(row.blocks[-1].register_forward_hook(leave))
     counter = FlopCounterMode(display=False)
     try:
-        with torch.no_grad(), counter:
+        with torch.no_grad(), counter, inner:
             run()
     finally:
         for hook in hooks:
@@ -208,13 +221,14 @@ def _trace_on(run: Callable[[], Any], model: nn.Module, row: BlockRow) -> tuple[
     return places, tuple(stop - start for start, stop in itertools.pairwise(bounds))
 
 
-def _on_meta(model: nn.Module, batch: Any) -> Callable[[], Any]:
-    """Run the model with meta tensors in the place of its own, which stay as they are."""
-    tensors = {name: tensor.to("meta") for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    inputs = tree_map(lambda part: part.to("meta") if isinstance(part, Tensor) else part, _as_plain(batch))
-    if isinstance(inputs, dict):
-        # Transformers ask whether anything is masked, a value; attention takes the same FLOP either way.
-        inputs.pop("attention_mask", None)
+def _with_fakes(model: nn.Module, batch: Any) -> Callable[[], Any]:
+    """Run the model with tensors that have a shape and no values in the place of its own, which stay as they are."""
+
+    def fake(part: Any) -> Any:
+        return torch.empty(part.shape, dtype=part.dtype) if isinstance(part, Tensor) else part
+
+    tensors = {name: fake(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    inputs = tree_map(fake, _as_plain(batch))
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else ((_first(inputs),), {})
     return lambda: torch.func.functional_call(model, tensors, args, kwargs)
 

@@ -24,6 +24,7 @@ Island = tuple[tuple[Cell, ...], ...]
 
 
 def islands_of(topology: Topology, tensor_parallel: int) -> list[Island]:
+    """All nodes that hold a tensor-parallel group, by cluster and fastest kind of NIC."""
     nodes: dict[tuple[int, str], list[tuple[Cell, ...]]] = defaultdict(list)
     for node in topology.nodes:
         cells = tuple(cells_of(topology, node.devices, tensor_parallel))
@@ -33,6 +34,7 @@ def islands_of(topology: Topology, tensor_parallel: int) -> list[Island]:
 
 
 def cells_of(topology: Topology, devices: Sequence[int], tensor_parallel: int) -> Iterator[Cell]:
+    """A node's devices in groups of one kind; what remains over stays out."""
     kinds: dict[str, list[int]] = defaultdict(list)
     for device in devices:
         kinds[topology.devices[device].kind.name].append(device)

@@ -7,12 +7,13 @@ pipelines cross clusters, over Ethernet.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .islands import cells_of, islands_of, orders, stages_of
+from .islands import Island, cells_of, islands_of, orders, stages_of
 from .layout_costs import LayoutCosts, layout_costs
 from .synchronisation import ring_hops, synchronisation_seconds
 from .topology import Topology
@@ -171,21 +172,20 @@ def nic_layout(
     why the definition cannot hold; ``verify`` where it does not.
 
     Raises:
-        ValueError: a degree below 1, more places than devices, or nodes too small for the tensor-parallel degree.
+        ValueError: a degree below 1, more places than devices, nodes too small for the tensor-parallel degree, or
+            devices that would have to reach each other and cannot.
     """
-    _check_degrees(topology, tensor_parallel, pipeline, data_parallel)
-    islands = islands_of(topology, tensor_parallel)
-    available = sum(len(cells) for island in islands for cells in island)
-    if available < pipeline * data_parallel:
-        raise ValueError(
-            f"{pipeline} stages of {data_parallel} replicas take {pipeline * data_parallel} tensor-parallel groups of "
-            f"{tensor_parallel}, and the nodes hold {available} ({_group_counts(topology, tensor_parallel)}): a group "
-            "stays inside a node, on devices of one kind; lower a degree"
-        )
+    islands = _islands_with_room(topology, tensor_parallel, pipeline, data_parallel)
 
-    def rank(layout: Layout) -> tuple[int, float]:
-        costs = layout_costs(topology, layout, gradient_bytes, activation_bytes, micro_batches)
-        return len(layout.verify(topology)), costs.seconds
+    unreachable: list[ValueError] = []
+
+    def rank(layout: Layout) -> tuple[float, float]:
+        try:
+            costs = layout_costs(topology, layout, gradient_bytes, activation_bytes, micro_batches)
+            return len(layout.verify(topology)), costs.seconds
+        except ValueError as error:
+            unreachable.append(error)
+            return math.inf, math.inf
 
     found = dict.fromkeys(
         stages_of(order, pipeline, data_parallel, compact) for order in orders(islands) for compact in (True, False)
@@ -195,7 +195,10 @@ def nic_layout(
     cells = {cell for island in islands for node in island for cell in node}
     launched = (naive_layout(topology, tensor_parallel, pipeline, data_parallel, outside) for outside in (True, False))
     candidates += [layout for layout in launched if cells.issuperset(layout.tensor_groups)]
-    return min(candidates, key=rank)
+    best = min(candidates, key=rank)
+    if len(unreachable) == len(candidates):
+        raise unreachable[0]
+    return best
 
 
 def unevenness(topology: Topology, tensor_parallel: int, pipeline: int, data_parallel: int) -> str | None:
@@ -204,24 +207,19 @@ def unevenness(topology: Topology, tensor_parallel: int, pipeline: int, data_par
     Raises:
         ValueError: as :func:`nic_layout`.
     """
-    _check_degrees(topology, tensor_parallel, pipeline, data_parallel)
-    held = [sum(map(len, island)) for island in islands_of(topology, tensor_parallel)]
+    islands = _islands_with_room(topology, tensor_parallel, pipeline, data_parallel)
+    held = [sum(map(len, island)) for island in islands]
     whole = sum(count // data_parallel for count in held)
     if whole >= pipeline:
         return None
     clusters = ", ".join(f"{count // data_parallel} of {count}" for count in held)
-    possible = [
-        (pp, whole_dp) for pp, whole_dp in _factors(pipeline * data_parallel) if sum(c // whole_dp for c in held) >= pp
-    ]
-    remedy = (
-        "pipeline × data parallel = " + " or ".join(f"{pp} × {dp}" for pp, dp in possible)
-        if possible
-        else "fewer devices: leave out those that remain over"
-    )
+    possible = [(pp, dp) for pp, dp in _factors(pipeline * data_parallel) if sum(count // dp for count in held) >= pp]
+    remedy = " or ".join(f"{pp} × {dp}" for pp, dp in possible)
     return (
         f"a stage takes {data_parallel} tensor-parallel groups of {tensor_parallel} with one network; the clusters' "
         f"networks hold ({clusters}) whole stages, {whole} instead of {pipeline}: {pipeline - whole} "
-        f"{'stage spans' if pipeline - whole == 1 else 'stages span'} more than one. What would do: {remedy}"
+        f"{'stage spans' if pipeline - whole == 1 else 'stages span'} more than one. What would do, as pipeline × "
+        f"data_parallel: {remedy}"
     )
 
 
@@ -245,31 +243,41 @@ def compare_layouts(
     activation_bytes: float,
     micro_batches: int,
 ) -> tuple[Compared, ...]:
-    """Groups by NIC, and what the layout would cost otherwise: in Colossal-AI's order and with ``dp_outside=False``.
+    """Groups by NIC, and what the layout would cost otherwise: in Colossal-AI's order and with ``dp_outside=False``;
+    these are left out where their groups cannot reach each other.
 
     Raises:
         ValueError: as :func:`nic_layout` and :func:`layout_costs`.
     """
     degrees = (topology, tensor_parallel, pipeline, data_parallel)
-    layouts = {
-        "groups by NIC": nic_layout(
-            *degrees,
-            gradient_bytes=gradient_bytes_per_stage,
-            activation_bytes=activation_bytes,
-            micro_batches=micro_batches,
-        ),
-        "as launched (dp, pp, tp)": naive_layout(*degrees),
-        "as launched (pp, dp, tp)": naive_layout(*degrees, dp_outside=False),
-    }
-    return tuple(
-        Compared(
-            name,
-            layout,
-            layout_costs(topology, layout, gradient_bytes_per_stage, activation_bytes, micro_batches),
-            layout.verify(topology),
-        )
-        for name, layout in layouts.items()
+    sizes = (gradient_bytes_per_stage, activation_bytes, micro_batches)
+    ours = nic_layout(
+        *degrees,
+        gradient_bytes=gradient_bytes_per_stage,
+        activation_bytes=activation_bytes,
+        micro_batches=micro_batches,
     )
+    compared = [Compared("groups by NIC", ours, layout_costs(topology, ours, *sizes), ours.verify(topology))]
+    for name, outside in (("as launched (dp, pp, tp)", True), ("as launched (pp, dp, tp)", False)):
+        layout = naive_layout(*degrees, dp_outside=outside)
+        try:
+            compared.append(Compared(name, layout, layout_costs(topology, layout, *sizes), layout.verify(topology)))
+        except ValueError:
+            continue
+    return tuple(compared)
+
+
+def _islands_with_room(topology: Topology, tensor_parallel: int, pipeline: int, data_parallel: int) -> list[Island]:
+    _check_degrees(topology, tensor_parallel, pipeline, data_parallel)
+    islands = islands_of(topology, tensor_parallel)
+    available = sum(len(cells) for island in islands for cells in island)
+    if available < pipeline * data_parallel:
+        raise ValueError(
+            f"{pipeline} stages of {data_parallel} replicas take {pipeline * data_parallel} tensor-parallel groups of "
+            f"{tensor_parallel}, and the nodes hold {available} ({_group_counts(topology, tensor_parallel)}): a group "
+            "stays inside a node, on devices of one kind; lower a degree"
+        )
+    return islands
 
 
 def _check_degrees(topology: Topology, tensor_parallel: int, pipeline: int, data_parallel: int) -> None:

@@ -18,11 +18,12 @@ def adapt(pipeline: Pipeline, order: Sequence[int] | None, nodes: int = ADAPT_NO
     """The split with the least of ADAPT's cost: ``Σ Comp + (K − 1)·max Comp`` (Eq. 6.4) and each cut's transfer once
     (Eq. 6.2), with Comp a stage's forward and backward.
 
-    Depth-first: each layer goes to the device of the layer before it or to one that is not used yet, what costs least
-    so far first. Pruned are (1) devices that were left: a device's layers are contiguous; (2) what exceeds a device's
-    memory, with the activations in flight at its place in the pipeline; (3) what costs no less than the best so far.
-    Here every slot is used, so a branch that keeps too few layers for the slots left is pruned too. As in the paper,
-    interchangeable devices are told apart.
+    Depth-first: each layer goes to the device of the layer before it or to one that is not used yet. First is tried
+    what promises the shortest longest stage if the layers that are left divide well, which the paper leaves open.
+    Pruned are (1) devices that were left: a device's layers are contiguous; (2) what exceeds a device's memory, with
+    the activations in flight at its place in the pipeline; (3) what costs no less than the best so far. Here every slot
+    is used, so a branch that keeps too few layers for the slots left is pruned too. As in the paper, interchangeable
+    devices are told apart.
 
     The search is exponential: it ends after ``nodes`` nodes with the best so far, which then need not be the best.
 
@@ -72,6 +73,8 @@ class _Search:
         self.memory = [slot.memory_bytes for slot in pipeline.slots]
         costs = [slot.costs for slot in pipeline.slots]
         self.times = [(cost.forward_seconds + cost.backward_seconds).tolist() for cost in costs]
+        self.speed = [self.blocks / max(sum(times), 1e-30) for times in self.times]
+        self.all_speed = sum(self.speed)
         self.states = [cost.state_bytes.tolist() for cost in costs]
         self.activations = [cost.activation_bytes.tolist() for cost in costs]
         self.hops = [
@@ -95,8 +98,14 @@ class _Search:
             waiting.extend(self._sorted(self._children(node)))
 
     def _sorted(self, children: Iterable[_Node | None]) -> list[_Node]:
-        """The cheapest last, which is taken first."""
-        return sorted((child for child in children if child is not None), key=lambda child: -child.cost)
+        """The most promising last, which is taken first."""
+        return sorted((child for child in children if child is not None), key=self._promise, reverse=True)
+
+    def _promise(self, node: _Node) -> tuple[float, float]:
+        """The longest stage if the layers that are left divide well over the devices that are left, and the cost."""
+        speed = self.all_speed - sum(self.speed[device] for device in node.order)
+        rest = (self.blocks - node.placed) / speed if len(node.order) < self.stages else 0.0
+        return max(node.longest, node.time, rest), node.cost
 
     def _children(self, node: _Node) -> Iterator[_Node | None]:
         if self.blocks - node.placed > self.stages - len(node.order):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
+
 from .pipeline import Pipeline, Split, evaluate
 from .simulation import Transfers, simulate
 
@@ -22,38 +24,61 @@ def refine(
 ) -> Split:
     """A split that simulates no slower than ``split`` and fits in memory if ``split`` does.
 
-    Local search, first improvement: one block goes to a neighbour; and with ``reorder`` two stages trade places, with
-    their blocks or without, or the whole order is turned round. It ends where none of these helps, or after so many
-    simulations. Pays with few micro-batches: on random pipelines of 2 to 4 stages see ``benchmarks/splits.py``.
+    Local search, first improvement, from ``split`` and, with ``reorder``, from its mirror image: a stage gives one or
+    two blocks to another; and with ``reorder`` two stages trade places, with their blocks or without. It ends where
+    none of these helps, or after so many simulations, and need not find the best there is. Pays with few micro-batches:
+    ``benchmarks/splits.py``.
 
     Raises:
         ValueError: an unknown way of transfers.
     """
-    best, seconds = split, simulate(pipeline, split, transfers).seconds
-    must_fit = evaluate(pipeline, split).fits
-    left = simulations - 1
-    seen = {_shape(pipeline, split)}
-    improved = True
-    while improved:
-        improved = False
-        for other in _neighbours(best, reorder):
-            shape = _shape(pipeline, other)
-            if shape in seen:
-                continue
-            seen.add(shape)
-            cost = evaluate(pipeline, other)
-            work = zip(cost.forward_seconds, cost.backward_seconds, strict=True)
-            # A stage alone takes so long, whatever the others do.
-            if pipeline.micro_batches * max(map(sum, work)) >= seconds or (must_fit and not cost.fits):
-                continue
-            if left == 0:
-                return best
-            left -= 1
-            found = simulate(pipeline, other, transfers).seconds
-            if found < seconds * (1 - BETTER):
-                best, seconds, improved = other, found, True
-                break
-    return best
+    search = _Search(pipeline, split, transfers, reorder, simulations, must_fit=evaluate(pipeline, split).fits)
+    search.climb(split)
+    if reorder:
+        search.climb(_made(split.order[::-1], split.blocks_per_stage[::-1]))
+    return search.best
+
+
+class _Search:
+    def __init__(
+        self, pipeline: Pipeline, split: Split, transfers: Transfers, reorder: bool, simulations: int, must_fit: bool
+    ) -> None:
+        self.pipeline = pipeline
+        self.transfers = transfers
+        self.reorder = reorder
+        self.left = simulations
+        self.must_fit = must_fit
+        self.best = split
+        self.best_seconds = np.inf
+        self.seen: set[tuple[object, ...]] = set()
+
+    def climb(self, split: Split) -> None:
+        """From ``split`` to what has no better neighbour."""
+        here = self._seconds(split, np.inf)
+        improved = here < np.inf
+        while improved:
+            if here < self.best_seconds * (1 - BETTER):
+                self.best, self.best_seconds = split, here
+            improved = False
+            for other in _neighbours(split, self.reorder):
+                found = self._seconds(other, here)
+                if found < here * (1 - BETTER):
+                    split, here, improved = other, found, True
+                    break
+
+    def _seconds(self, split: Split, most: float) -> float:
+        """Simulated; endless if it was tried before, does not fit, takes at least ``most``, or if enough was tried."""
+        shape = _shape(self.pipeline, split)
+        if shape in self.seen or self.left == 0:
+            return np.inf
+        self.seen.add(shape)
+        cost = evaluate(self.pipeline, split)
+        work = zip(cost.forward_seconds, cost.backward_seconds, strict=True)
+        # A stage alone takes so long, whatever the others do.
+        if self.pipeline.micro_batches * max(map(sum, work)) >= most or (self.must_fit and not cost.fits):
+            return np.inf
+        self.left -= 1
+        return simulate(self.pipeline, split, self.transfers).seconds
 
 
 def _shape(pipeline: Pipeline, split: Split) -> tuple[object, ...]:
@@ -66,14 +91,9 @@ def _shape(pipeline: Pipeline, split: Split) -> tuple[object, ...]:
 def _neighbours(split: Split, reorder: bool) -> Iterator[Split]:
     order, parts = split.order, split.blocks_per_stage
     stages = range(len(order))
-    if reorder and len(order) > 1:
-        yield _made(order[::-1], parts[::-1])
     for a, b in itertools.permutations(stages, 2):
-        if abs(a - b) == 1 and parts[a] > 1:
-            moved = list(parts)
-            moved[a] -= 1
-            moved[b] += 1
-            yield _made(order, tuple(moved))
+        if abs(a - b) == 1:
+            yield from _moved(order, parts, a, b)
     if reorder:
         for a, b in itertools.combinations(stages, 2):
             swapped, lengths = list(order), list(parts)
@@ -81,6 +101,19 @@ def _neighbours(split: Split, reorder: bool) -> Iterator[Split]:
             yield _made(tuple(swapped), parts)
             lengths[a], lengths[b] = lengths[b], lengths[a]
             yield _made(tuple(swapped), tuple(lengths))
+    for a, b in itertools.permutations(stages, 2):
+        if abs(a - b) > 1:
+            yield from _moved(order, parts, a, b)
+
+
+def _moved(order: tuple[int, ...], parts: tuple[int, ...], a: int, b: int) -> Iterator[Split]:
+    """With one or two blocks less in stage a, and more in stage b."""
+    for amount in (1, 2):
+        if parts[a] > amount:
+            moved = list(parts)
+            moved[a] -= amount
+            moved[b] += amount
+            yield _made(order, tuple(moved))
 
 
 def _made(order: tuple[int, ...], parts: tuple[int, ...]) -> Split:

@@ -37,8 +37,9 @@ from ..planner.plan import Plan
 from . import planned
 from .chunks import give_chunks, take_chunks, unequal_chunks
 from .drifting import DriftWatch
+from .groups import groups_of
 from .loaders import UnevenLoaders
-from .mesh import planned_meshes
+from .mesh import MakeGroup, planned_meshes
 
 __all__ = ["HeteroHybridParallelPlugin"]
 
@@ -69,7 +70,7 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
             or "auto", to plan from ``planning`` now. All replicas must be cut alike. Rank 0's plan counts, so files
             need to be there only. A replica's batch is the plan's micro-batches together. Stages of a pipeline that
             take another time than planned are reported at the end of each epoch.
-        planning: what to plan from, and how much stages may drift.
+        planning: what to plan from, over which networks ranks communicate, and how much stages may drift.
 
     Raises:
         TypeError: ``balance`` is not a ``BalanceConfig``, ``batches`` not a ``BatchConfig``, ``plan`` or ``planning``
@@ -109,14 +110,17 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         self._plain = {}
         self.custom_policy: Policy | None
         self.balancer: Balancer | None = None
+        make_group = None
         arguments = planned.named(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
         if plan is not None:
-            agreed, self._profile = planned.agree_on_plan(plan, planning)
-            self.plan = planned.runnable(agreed)
+            agreed = planned.agree_on_plan(plan, self.planning)
+            self.plan, self._profile = planned.runnable(agreed.plan), agreed.profile
+            if agreed.topology is not None:
+                make_group = groups_of(agreed.plan, agreed.topology, self.planning.adapters)
             arguments = planned.arguments_of(self.plan, arguments)
         check_world_size(arguments["tp_size"], arguments["pp_size"])
         arguments, layers_per_chunk = take_chunks(arguments)
-        with self._meshes(arguments.get("dp_outside", True)):
+        with self._meshes(arguments.get("dp_outside", True), make_group):
             super().__init__(**arguments)
         if layers_per_chunk is not None:
             give_chunks(self.stage_manager, layers_per_chunk)
@@ -244,9 +248,9 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         """
         return None if self._watch is None else self._watch.report
 
-    def _meshes(self, dp_outside: bool) -> AbstractContextManager[None]:
+    def _meshes(self, dp_outside: bool, make_group: MakeGroup | None) -> AbstractContextManager[None]:
         """A context in which the parent's constructor builds the mesh that the plan says."""
-        return nullcontext() if self.plan is None else planned_meshes(self.plan.rank_order, dp_outside)
+        return nullcontext() if self.plan is None else planned_meshes(self.plan.rank_order, dp_outside, make_group)
 
     def _replica(self) -> tuple[int, int]:
         return dist.get_group_rank(self.dp_group, dist.get_rank()), self.dp_group.size()

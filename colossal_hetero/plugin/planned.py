@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,8 +35,18 @@ MOST_CANDIDATES = 64
 # Which plan ------------------------------------------------------------------------------------------------------
 
 
-def agree_on_plan(plan: Plan | str | Path, planning: PlanConfig | None) -> tuple[Plan, ModelProfile | None]:
-    """The plan that all ranks run, rank 0's, and the profile in ``planning``.
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks go by."""
+
+    plan: Plan
+    """With ranks numbered as the cluster's devices."""
+    topology: Topology | None
+    profile: ModelProfile | None
+
+
+def agree_on_plan(plan: Plan | str | Path, planning: PlanConfig) -> Agreed:
+    """The plan that all ranks run, rank 0's, and the cluster and profile in ``planning`` where they are given.
 
     Rank 0 alone reads files and plans, so only it needs the files. Called by all ranks.
 
@@ -49,47 +60,47 @@ def agree_on_plan(plan: Plan | str | Path, planning: PlanConfig | None) -> tuple
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            found[0] = _find(plan, planning or PlanConfig())
+            found[0] = _find(plan, planning)
         except Exception as error:
             # Whatever it is, the others wait for rank 0's word.
             failure, found[1] = error, str(error)
     dist.broadcast_object_list(found)
-    answer, error_text = found
+    agreed, error_text = found
     if error_text is not None:
         raise failure or ValueError(error_text)
-    agreed, profile = answer
     if isinstance(plan, Plan):
         others: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(others, plan == agreed)
+        dist.all_gather_object(others, plan == agreed.plan)
         if not all(others):
             raise ValueError(
                 f"ranks {', '.join(str(rank) for rank, same in enumerate(others) if not same)} were given other plans "
                 "than rank 0; give all ranks the same plan"
             )
-    return agreed, profile
+    return agreed
 
 
-def _find(plan: Plan | str | Path, planning: PlanConfig) -> tuple[Plan, ModelProfile | None]:
-    profile = planning.profile
+def _find(plan: Plan | str | Path, planning: PlanConfig) -> Agreed:
+    topology, profile = planning.cluster, planning.profile
+    if isinstance(topology, str | Path):
+        topology = load_cluster(topology)
     if isinstance(profile, str | Path):
         profile = load_model_profile(profile)
-    if plan == "auto":
-        return _make(planning, profile), profile
-    return plan if isinstance(plan, Plan) else load_plan(plan), profile
+    if not isinstance(plan, Plan):
+        plan = _make(planning, topology, profile) if plan == "auto" else load_plan(plan)
+    return Agreed(plan, topology, profile)
 
 
-def _make(planning: PlanConfig, profile: ModelProfile | None) -> Plan:
+def _make(planning: PlanConfig, topology: Topology | None, profile: ModelProfile | None) -> Plan:
     """The best plan that can be run here."""
     from ..planner.plan_report import one_line
     from ..planner.planning import make_plans
 
-    cluster, global_batch = planning.cluster, planning.global_batch_size
-    if cluster is None or profile is None or global_batch is None:
+    global_batch = planning.global_batch_size
+    if topology is None or profile is None or global_batch is None:
         raise ValueError(
             'plan="auto" needs planning=PlanConfig(cluster=…, profile=…, global_batch_size=…), not '
-            f"cluster={cluster!r}, profile={planning.profile!r}, global_batch_size={global_batch!r}"
+            f"cluster={planning.cluster!r}, profile={planning.profile!r}, global_batch_size={global_batch!r}"
         )
-    topology = cluster if isinstance(cluster, Topology) else load_cluster(cluster)
     world = dist.get_world_size()
     if len(topology.devices) != world:
         raise ValueError(

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from colossal_hetero.pipeline_parallel.communicators import environment, make_group
+from colossal_hetero.pipeline_parallel.communicators import environment, group_maker, make_group
 from colossal_hetero.planner.layout import naive_layout, nic_layout
 from colossal_hetero.planner.networks import Adapter, Network, group_network
+from colossal_hetero.planner.topology import Topology
+from colossal_hetero.plugin.mesh import ordered_group
 
 from ..machines import Nodes, machines
 from .harness import run_ranks
@@ -39,13 +41,14 @@ def own_connections() -> set[tuple[str, int, str, int]]:
     return {(*one.laddr, *one.raddr) for one in found if one.status == psutil.CONN_ESTABLISHED}
 
 
-def sum_over(groups: tuple[tuple[int, ...], ...], networks: list[Network], adapters: dict[str, Adapter]) -> list[Any]:
+def sum_over(groups: tuple[tuple[int, ...], ...], topology: Topology, adapters: dict[str, Adapter]) -> list[Any]:
     """Of every group that this rank is in: the sum of its ranks, and the addresses at which new connections end."""
     before_all = dict(os.environ)
+    make = group_maker(topology, adapters, ordered_group)
     found = []
-    for ranks, network in zip(groups, networks, strict=True):
+    for ranks in groups:
         before = own_connections()
-        group = make_group(ranks, network, adapters=adapters)
+        group = make(ranks)
         if dist.get_rank() not in ranks:
             assert group is dist.GroupMember.NON_GROUP_MEMBER
             continue
@@ -66,14 +69,13 @@ def test_each_group_connects_over_its_own_interface() -> None:
     groups = (*ours.data_groups, *ours.pipeline_groups, *naive.data_groups)
     assert len(set(groups)) == 4  # the naive order's data-parallel groups are the pipelines of the other
     groups = groups[:4]
-    networks = [group_network(topology, group) for group in groups]
-    assert [network.backend for network in networks] == ["gloo"] * 4
+    assert {group_network(topology, group).backend for group in groups} == {"gloo"}
     adapters = {
         "RoCE": Adapter(interface="lo"),
         "InfiniBand": Adapter(interface="lo"),
         "Ethernet": Adapter(interface=OTHERS[0]),
     }
-    results = run_ranks(4, sum_over, groups, networks, adapters)
+    results = run_ranks(4, sum_over, groups, topology, adapters)
     fast, slow = addresses()["lo"], addresses()[OTHERS[0]]
     for rank, found in enumerate(results):
         assert [ranks for ranks, *_ in found] == [group for group in groups if rank in group]

@@ -9,9 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from colossal_hetero.layers import TimmViTPolicy
 from colossal_hetero.pipeline_parallel.layer_profiler import profile_layers
+
+# isort: split
+from colossalai.shardformer import ShardConfig, ShardFormer
 
 from ..simulated_layers import Model, SimulatedClock, SlowSGD, batch, use_clock
 from .harness import run_ranks
@@ -59,8 +64,7 @@ class Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         x = x.clone()
-        if not x.is_meta:
-            dist.all_reduce(x)
+        dist.all_reduce(x)
         return x
 
     @staticmethod
@@ -98,3 +102,35 @@ def fails_on_one() -> str:
 def test_a_rank_that_fails_tells_all() -> None:
     for words in run_ranks(2, fails_on_one):
         assert words.startswith("measuring layers failed on rank 1: RuntimeError: mat1 and mat2 shapes")
+
+
+def vision_transformer() -> nn.Module:
+    torch.manual_seed(0)
+    return VisionTransformer(img_size=8, patch_size=4, embed_dim=16, depth=3, num_heads=2, num_classes=5)
+
+
+def shard_and_measure() -> Any:
+    config = ShardConfig(tensor_parallel_process_group=dist.group.WORLD, enable_tensor_parallelism=True)
+    model, _ = ShardFormer(config).optimize(vision_transformer(), policy=TimmViTPolicy())
+    images = torch.randn(2, 3, 8, 8), torch.arange(2)
+    options: dict[str, Any] = {"tensor_parallel": 2, "group": dist.group.WORLD}
+    before = [parameter.clone() for parameter in model.parameters()]
+    measured = profile_layers(model, images, F.cross_entropy, micro_batches=[1, 2], least_seconds=0.0, **options)
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters(), strict=True))
+    return measured.profile
+
+
+def test_a_sharded_model_is_measured_as_shards() -> None:
+    one, other = run_ranks(2, shard_and_measure)
+    assert one == other
+    images = torch.randn(2, 3, 8, 8), torch.arange(2)
+    whole = profile_layers(vision_transformer(), images, F.cross_entropy, micro_batches=[1], least_seconds=0.0).profile
+    own, all_of = one.sizes[0], whole.sizes[0]
+    assert one.blocks == whole.blocks == 3 and own.tensor_parallel == 2
+    # qkv and the MLP's first layer are halved with their biases, proj and the second layer without; norms are whole.
+    h, four = 16, 4
+    halves = four * (3 * h * (h + 1) + h * h + 4 * h * (h + 1) + 4 * h * h) // 2
+    assert own.parameter_bytes[1] == halves + four * (2 * h + 4 * h)
+    assert own.parameter_bytes[0] == all_of.parameter_bytes[0]
+    assert all_of.activation_bytes[1] / 2 < own.activation_bytes[1] < all_of.activation_bytes[1]
+    assert own.output_bytes == all_of.output_bytes

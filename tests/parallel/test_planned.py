@@ -41,10 +41,10 @@ def train_alone(depth: int, global_batch: int, iterations: int = ITERATIONS) -> 
     return losses, model.state_dict()
 
 
-def train_planned(run: Any, iterations: int = ITERATIONS, first: int = 0) -> list[float]:
-    """Losses of the global batch, on every rank."""
+def train_planned(run: Any, iterations: int = ITERATIONS, first: int = 0, sizes: Plan | None = None) -> list[float]:
+    """Losses of the global batch, on every rank; ``sizes`` says how large it is where the plugin has no plan."""
     plugin = run.plugin
-    plan: Plan = plugin.plan
+    plan: Plan = sizes or plugin.plan
     size = plan.global_batch // len(plan.replicas)
     losses = []
     for iteration in range(first, first + iterations):
@@ -112,6 +112,7 @@ def check_weights(run: Trained, weights: dict[str, Tensor]) -> None:
         pytest.param([[[0], [2]], [[1], [3]]], [(3, 1)], {"dp_outside": False}, id="dp2-pp2-stages-outside"),
         pytest.param([[[3], [0]], [[1], [2]]], [(3, 1)], {"dp_outside": False}, id="dp2-pp2-crossed-stages-outside"),
         pytest.param([[[2, 0]], [[1, 3]]], [(2,)], {}, id="dp2-tp2-interleaved"),
+        pytest.param([[[0, 2]], [[3, 1]]], [(2,)], {}, id="dp2-tp2-crossed"),
         pytest.param([[[1]], [[0]]], [(2,)], {}, id="dp2-reversed"),
         pytest.param([[[1, 0]]], [(2,)], {}, id="tp2-reversed"),
     ],

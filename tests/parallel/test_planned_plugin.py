@@ -160,7 +160,8 @@ def check_schedules(expected: list[float]) -> None:
     graph = PipelineGraph(
         n_stage=2, n_micro=4, f_cost=1, b_cost=1, w_cost=1, c_cost=1, f_mem=3, b_mem=-2, w_mem=-1
     ).get_v_schedule()
-    shape = make_plan([[[0], [1]]], (3, 3), MICRO_BATCH, MICRO_BATCHES)
+    tp_size = dist.get_world_size() // 2
+    sizes = make_plan([[list(range(tp_size)), list(range(tp_size, 2 * tp_size))]], (3, 3), MICRO_BATCH, MICRO_BATCHES)
     schedules = [
         dict(pp_style="interleaved", num_layers_per_stage=[1, 2, 1, 2]),
         dict(pp_style="interleaved", num_layers_per_stage=[3, 1, 1, 1]),
@@ -169,17 +170,13 @@ def check_schedules(expected: list[float]) -> None:
     ]
     for schedule in schedules:
         plugin = HeteroHybridParallelPlugin(
-            1, 2, precision="fp32", num_model_chunks=2, num_microbatches=MICRO_BATCHES, **schedule
+            tp_size, 2, precision="fp32", num_model_chunks=2, num_microbatches=MICRO_BATCHES, **schedule
         )
         run = boost(plugin, tiny_vit(depth=6), sgd)
-        plugin.plan = shape  # only for the loop below: sizes
-        try:
-            losses = train_planned(run)
-        finally:
-            plugin.plan = None
-        assert losses == pytest.approx(expected, rel=1e-5), schedule
+        assert train_planned(run, sizes=sizes) == pytest.approx(expected, rel=1e-5), schedule
 
 
-def test_other_schedules_take_unequal_chunks() -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_other_schedules_take_unequal_chunks(world: int) -> None:
     expected, _ = train_alone(6, MICRO_BATCH * MICRO_BATCHES)
-    run_ranks(2, check_schedules, expected)
+    run_ranks(world, check_schedules, expected)

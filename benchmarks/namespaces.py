@@ -1,0 +1,100 @@
+"""Nodes on one machine: network namespaces whose NICs are limited, on bridges as their switches.
+
+Each node has "eth0" on a bridge that all nodes share, and "rdma0" on its cluster's. A NIC sends and receives at most
+at its rate (token bucket filters at both ends of its cable). Needs root and iproute2 (``ip``, ``tc``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
+"""Of a full TCP segment with time stamps; the filters count frames."""
+CLONE_NEWNET = 0x40000000
+BURST = "256kb"
+"""Of a filter: what it lets through between two of its turns on a busy processor. With less it stays below its rate."""
+
+
+@dataclass(frozen=True)
+class NodeAddresses:
+    """A namespace and where it is reached."""
+
+    namespace: str
+    ethernet: str
+    rdma: str
+
+
+def payload_bytes_per_second(megabits: float) -> float:
+    """What a program can send through a NIC of that rate."""
+    return megabits * 1e6 / 8 * PAYLOAD_BYTES / FRAME_BYTES
+
+
+def missing() -> str | None:
+    """Why namespaces cannot be made here."""
+    if os.geteuid() != 0:
+        return "it needs root, for network namespaces"
+    absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return f"it needs {' and '.join(absent)} (iproute2)" if absent else None
+
+
+@contextmanager
+def nodes(clusters: Sequence[int], rdma_megabits: float, ethernet_megabits: float) -> Iterator[list[NodeAddresses]]:
+    """As many nodes as ``clusters`` says of each; all of it is removed on leaving."""
+    prefix = f"nic{os.getpid()}"
+    switch = f"{prefix}-switch"
+    made: list[str] = []
+
+    def add(namespace: str) -> None:
+        _run("ip", "netns", "add", namespace)
+        made.append(namespace)
+        _run("ip", "-n", namespace, "link", "set", "lo", "up")
+
+    try:
+        add(switch)
+        for number in range(len(clusters) + 1):
+            _run("ip", "-n", switch, "link", "add", f"bridge{number}", "type", "bridge")
+            _run("ip", "-n", switch, "link", "set", f"bridge{number}", "up")
+        found = []
+        for cluster, count in enumerate(clusters):
+            for _ in range(count):
+                node = len(found)
+                name = f"{prefix}-{node}"
+                add(name)
+                ethernet, rdma = f"10.213.0.{node + 1}", f"10.213.{cluster + 1}.{node + 1}"
+                _cable(name, "eth0", ethernet, switch, f"e{node}", "bridge0", ethernet_megabits)
+                _cable(name, "rdma0", rdma, switch, f"r{node}", f"bridge{cluster + 1}", rdma_megabits)
+                found.append(NodeAddresses(name, ethernet, rdma))
+        yield found
+    finally:
+        for namespace in made:
+            _run("ip", "netns", "del", namespace)
+
+
+def _cable(node: str, nic: str, address: str, switch: str, port: str, bridge: str, megabits: float) -> None:
+    _run("ip", "link", "add", nic, "netns", node, "type", "veth", "peer", "name", port, "netns", switch)
+    _run("ip", "-n", node, "addr", "add", f"{address}/24", "dev", nic)
+    _run("ip", "-n", switch, "link", "set", port, "master", bridge)
+    for namespace, end in ((node, nic), (switch, port)):
+        _run("ip", "-n", namespace, "link", "set", end, "up")
+        limit = ("tbf", "rate", f"{megabits}mbit", "burst", BURST, "latency", "100ms")
+        _run("tc", "-n", namespace, "qdisc", "add", "dev", end, "root", *limit)
+
+
+def enter(namespace: str) -> None:
+    """Move this thread, and those that it starts, into a namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{namespace}") as handle:
+        if libc.setns(handle.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter namespace {namespace}")
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
