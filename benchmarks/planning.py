@@ -10,6 +10,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
@@ -207,9 +208,13 @@ def main() -> None:
         )
         theirs: tuple[float, str, float] = (np.nan, "not asked", np.nan)
         if arguments.scip_seconds > 0 and gpus <= arguments.scip_gpus:
-            # In a process of its own: SCIP and HiGHS have been seen to disturb each other's memory in one.
+            # In a process of its own: SCIP has been seen to abort on the larger problems.
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                theirs = process.submit(scip, kinds, memory, arguments.micro_batches, arguments.scip_seconds).result()
+                asked = process.submit(scip, kinds, memory, arguments.micro_batches, arguments.scip_seconds)
+                try:
+                    theirs = asked.result()
+                except BrokenProcessPool:
+                    theirs = (np.nan, "aborted", np.nan)
         groupings.append((f"{gpus:,}", len(grouping.groups), seconds, grouping.objective, *theirs))
     print_table(
         f"Whole plans, GPT-3 6.7B, global batch {arguments.global_batch}: seconds to plan, seconds per iteration",
