@@ -9,6 +9,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
@@ -205,7 +208,13 @@ def main() -> None:
         )
         theirs: tuple[float, str, float] = (np.nan, "not asked", np.nan)
         if arguments.scip_seconds > 0 and gpus <= arguments.scip_gpus:
-            theirs = scip(kinds, memory, arguments.micro_batches, arguments.scip_seconds)
+            # In a process of its own: SCIP has been seen to abort on the larger problems.
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                asked = process.submit(scip, kinds, memory, arguments.micro_batches, arguments.scip_seconds)
+                try:
+                    theirs = asked.result()
+                except BrokenProcessPool:
+                    theirs = (np.nan, "aborted", np.nan)
         groupings.append((f"{gpus:,}", len(grouping.groups), seconds, grouping.objective, *theirs))
     print_table(
         f"Whole plans, GPT-3 6.7B, global batch {arguments.global_batch}: seconds to plan, seconds per iteration",
@@ -220,8 +229,8 @@ def main() -> None:
         ),
         plans,
         (
-            '"alike": all pipelines cut alike, which is what can be run; "uniform": alike, with equally many layers per '
-            'stage; "AutoHet": Algorithm 1 with exact groups, micro-batches dealt by speed.',
+            '"alike": all pipelines cut alike, which is what can be run; "uniform": alike, with equally many layers '
+            'per stage; "AutoHet": Algorithm 1 with exact groups, micro-batches dealt by speed.',
         ),
     )
     print_table(

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ..accelerator import get_accelerator
 from ..planner.layer_profile import save_model_profile
-from ..probe.running import INIT_METHOD, is_rank
+from ..probe.running import is_rank
 from .layer_profiler import LEAST_SECONDS, LayerProgress, MeasuredLayers, profile_layers
 from .model_layers import describe_layers
 from .named_models import build_model
@@ -65,12 +65,7 @@ def profile_here(request: ProfileRequest, console: Console) -> MeasuredLayers:
         rank = int(os.environ["RANK"])
         device = _device(rank)
         torch.set_num_threads(max(int(os.environ.get("OMP_NUM_THREADS", "1")), 1))
-        dist.init_process_group(
-            "gloo",
-            init_method=os.environ.get(INIT_METHOD, "env://"),
-            rank=rank,
-            world_size=int(os.environ["WORLD_SIZE"]),
-        )
+        dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     else:
         device = _device(0)
     try:
@@ -103,6 +98,9 @@ def profile_here(request: ProfileRequest, console: Console) -> MeasuredLayers:
             )
         if rank == 0:
             save_model_profile(measured.profile, request.out)
+        if dist.is_initialized():
+            # Nobody leaves while somebody still asks the first rank where the others are.
+            dist.barrier()
         return measured
     except RuntimeError as error:
         raise ValueError(str(error).splitlines()[0]) from error

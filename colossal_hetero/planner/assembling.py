@@ -76,15 +76,16 @@ def deal(fill: Sequence[float], longest: Sequence[float], micro_batches: int) ->
     first, step = np.asarray(fill), np.maximum(np.asarray(longest), 1e-15)
 
     def done(seconds: float) -> NDArray[np.int64]:
-        return np.clip(np.floor((seconds - first) / step) + 1, 1, micro_batches).astype(np.int64)
+        return np.minimum(np.maximum((seconds - first) // step + 1, 1), micro_batches).astype(np.int64)
 
     low, high = float(first.max()), float((first + (micro_batches - 1) * step).max()) * (1 + 1e-12)
     if done(low).sum() < micro_batches:
         while high - low > 1e-13 * high:
             middle = (low + high) / 2
-            if middle in (low, high):
+            count = done(middle).sum()
+            low, high = (low, middle) if count >= micro_batches else (middle, high)
+            if count == micro_batches:
                 break
-            low, high = (low, middle) if done(middle).sum() >= micro_batches else (middle, high)
         counts, most = done(low), done(high)
     else:
         # The one pipeline that takes longest for a single micro-batch decides; the others share the rest.
@@ -188,7 +189,7 @@ class Assembler:
         return self._splits[key]
 
     def _split_anew(self, pipeline: Pipeline, thorough: bool) -> Split | str:
-        orders_itself = self.method in ("exact", "adapt")
+        orders_itself = self.method in ("exact", "simulated", "adapt")
         if orders_itself and not thorough:
             found = quick_split(pipeline)
             if found is not None:

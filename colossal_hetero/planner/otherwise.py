@@ -22,7 +22,7 @@ def as_launched(topology: Topology, profile: ModelProfile, plan: Plan) -> str | 
         return None
     ranks = naive_layout(topology, *degrees).ranks
     bounds = (0, *(stage.blocks[1] for stage in plan.replicas[0].stages))
-    told = {}
+    told: dict[tuple[int, ...], str] = {}
     for name, cut in (("equal stages", None), ("these stages", bounds)):
         try:
             other = priced_plan(

@@ -16,13 +16,15 @@ __all__ = ["PlanSearch"]
 
 MOST_TRIED = 48
 """Plans that are looked at of one set of devices, in the order of their bounds."""
-MOST_THOROUGH = 8
+MOST_THOROUGH = 5
 """Of the best, and of those with the least bounds: plans for which many orders of stages are tried."""
+WORTH_IDLING = 1.01
+"""Groups that leave devices idle are tried if their objective (Eq. 3a) is larger by this factor."""
 
 # [Note: what is tried]
 # Symmetric plans: every tensor-parallel degree, micro-batch, number of pipelines and composition of a pipeline is a
 # row. All rows get a lower bound at once; they are tried in its order until the next bound is no better than the best
-# plan so far. First with each kind of device alone, so that mixing is never worse than leaving the others idle.
+# plan so far. Then with each kind of device alone, so that mixing is never worse than leaving the others idle.
 # Asymmetric plans: for each degree AutoHet's groups (Eq. 3), with and without idle devices, and pipelines of one kind
 # each, of as few stages as memory allows or more.
 
@@ -54,10 +56,7 @@ class PlanSearch:
         """The best plans, best first; none if there is none."""
         self._set_up()
         kinds = sorted({kind.device for offer in self.offers for kind in offer.kinds})
-        sets = [frozenset([kind]) for kind in kinds]
-        if len(kinds) > 1:
-            sets.append(frozenset(kinds))
-        for allowed in sets:
+        for allowed in dict.fromkeys([frozenset(kinds), *(frozenset([kind]) for kind in kinds)]):
             self._try_rows(self._rows_of(allowed), self.best)
             if not self.symmetric:
                 self._try_unequal(allowed)
@@ -145,12 +144,8 @@ class PlanSearch:
     # Asymmetric plans -------------------------------------------------------------------------------------
 
     def _try_unequal(self, allowed: frozenset[str]) -> None:
-        """Groups that are not alike: for each degree with the micro-batch that promises most."""
-        promising: dict[int, tuple[float, int]] = {}
-        for number, offer in enumerate(self.offers):
-            each = (self._expected(number, allowed), number)
-            promising[offer.tensor_parallel] = min(promising.get(offer.tensor_parallel, each), each)
-        for expected, number in sorted(promising.values()):
+        """Groups that are not alike, the most promising degrees and micro-batches first."""
+        for expected, number in sorted((self._expected(number, allowed), number) for number in range(len(self.offers))):
             if not expected < self.best:
                 break
             offer = self.offers[number]
@@ -188,6 +183,7 @@ class PlanSearch:
         ]
         present = [place for place, count in enumerate(available) if count]
         found: list[list[tuple[int, ...]]] = []
+        reached = 0.0
         for idle in (False, True) if len(kinds) > 1 else (False,):
             grouping = find_grouping(
                 kinds,
@@ -196,8 +192,10 @@ class PlanSearch:
                 idle=idle,
                 most_members=bound.blocks,
                 most_groups=offer.total_micro_batches,
+                least=reached * WORTH_IDLING,
             )
             if grouping is not None:
+                reached = grouping.objective
                 whole = np.zeros((len(grouping.groups), len(available)), dtype=np.int64)
                 whole[:, present] = grouping.groups
                 found.append([tuple(row) for row in whole.tolist()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["is_rank", "local_devices", "probe_as_rank", "start_ranks"]
 
-INIT_METHOD = "COLOSSAL_HETERO_PROBE_INIT"
+STARTED_HERE = "COLOSSAL_HETERO_STARTED_HERE"
 """Environment variable that a rank has which :func:`start_ranks` started: where the ranks meet."""
 
 LOST_PEER_SECONDS = 10.0
@@ -55,7 +56,7 @@ def probe_as_rank(out: Path, cluster_of: Sequence[tuple[str, str]], timeout_seco
     try:
         _probe(rank, out, cluster_of, timeout_seconds, console)
     except RuntimeError as error:  # of which torch's DistError and its kin are
-        if INIT_METHOD in os.environ and "failed on rank" not in str(error):
+        if STARTED_HERE in os.environ and "failed on rank" not in str(error):
             time.sleep(LOST_PEER_SECONDS)
         raise ValueError(f"rank {rank}: {str(error).splitlines()[0]}") from error
     finally:
@@ -91,7 +92,6 @@ def _probe(
     say = console.print if rank == 0 else (lambda *_: None)
     dist.init_process_group(
         "gloo",
-        init_method=os.environ.get(INIT_METHOD, "env://"),
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=datetime.timedelta(seconds=timeout_seconds),
@@ -99,6 +99,8 @@ def _probe(
     try:
         dist.barrier()
         topology, order, links = probe_ranks(device, cluster_of, say)
+        # Nobody leaves while somebody still asks the first rank where the others are.
+        dist.barrier()
     finally:
         dist.destroy_process_group()
     if rank != 0:
@@ -144,7 +146,9 @@ def start_ranks(count: int, module: str, arguments: Sequence[str]) -> None:
         shared = {
             "OMP_NUM_THREADS": str(max(1, cores // count)),
             **os.environ,
-            INIT_METHOD: Path(folder, "store").as_uri(),
+            STARTED_HERE: "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
         }
@@ -166,6 +170,12 @@ def start_ranks(count: int, module: str, arguments: Sequence[str]) -> None:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
