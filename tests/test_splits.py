@@ -19,7 +19,7 @@ from colossal_hetero.planner.splits import METHODS, split, uniform_bounds
 from colossal_hetero.planner.topology import Channel
 
 ROUNDING = 1e-9
-IN_MEMORY = ("exact", "adapt", "autohet")
+IN_MEMORY = ("exact", "simulated", "adapt", "autohet")
 
 
 def random_pipeline(random: np.random.Generator, most_slots: int = 4, most_blocks: int = 7) -> Pipeline:
@@ -294,11 +294,13 @@ def test_refined_splits_simulate_no_slower_and_fit():
             better += seconds[1] < seconds[0]
         fixed = refine(pipeline, before, reorder=False)
         assert fixed.order == before.order
+        assert split(pipeline, "simulated") == refine(pipeline, before)
+        assert split(pipeline, "simulated", order=before.order).order == before.order
     assert better > 0
 
 
 def test_unknown_method():
-    with pytest.raises(ValueError, match=r"'best'.*exact, uniform, holmes, adapt, autohet"):
+    with pytest.raises(ValueError, match=r"'best'.*exact, simulated, uniform, holmes, adapt, autohet"):
         split(pipeline_of([1.0], 1), "best")
 
 

@@ -52,7 +52,7 @@ class Numbers(click.ParamType):
 @click.option("--tp", type=Numbers(), help="Tensor-parallel degrees to try; default: all that were measured.")
 @click.option(
     "--method",
-    type=click.Choice(["exact", "uniform", "holmes", "adapt", "autohet"]),
+    type=click.Choice(["exact", "simulated", "uniform", "holmes", "adapt", "autohet"]),
     default="exact",
     show_default=True,
     help="How the layers of a pipeline are split into stages.",

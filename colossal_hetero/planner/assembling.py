@@ -220,7 +220,7 @@ class Assembler:
         return self._splits[key]
 
     def _split_anew(self, pipeline: Pipeline, thorough: bool) -> Split | str:
-        orders_itself = self.method in ("exact", "adapt")
+        orders_itself = self.method in ("exact", "simulated", "adapt")
         if orders_itself and not thorough:
             found = quick_split(pipeline)
             if found is not None:

@@ -7,14 +7,15 @@ behind it (``pipeline``, Note: closed form) is partly hidden behind its warm-up.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from .pipeline import Pipeline, Split, evaluate
 from .simulation import Transfers, simulate
+from .split_exact import exact
 
-__all__ = ["refine"]
+__all__ = ["refine", "simulated"]
 
 BETTER = 1e-9
 
@@ -37,6 +38,12 @@ def refine(
     if reorder:
         search.climb(_made(split.order[::-1], split.blocks_per_stage[::-1]))
     return search.best
+
+
+def simulated(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
+    """What :func:`refine` makes of the best split under the closed form; None if none fits in memory."""
+    found = exact(pipeline, order)
+    return None if found is None else refine(pipeline, found, reorder=order is None)
 
 
 class _Search:

@@ -9,14 +9,16 @@ import numpy as np
 from .pipeline import Pipeline, Split
 from .split_adapt import adapt
 from .split_exact import exact
+from .split_refine import simulated
 from .split_rules import autohet, holmes, uniform, uniform_bounds
 
 __all__ = ["METHODS", "split", "uniform_bounds"]
 
-METHODS = ("exact", "uniform", "holmes", "adapt", "autohet")
+METHODS = ("exact", "simulated", "uniform", "holmes", "adapt", "autohet")
 
 _SPLITS: dict[str, Callable[[Pipeline, Sequence[int] | None], Split | None]] = {
     "exact": exact,
+    "simulated": simulated,
     "uniform": uniform,
     "holmes": holmes,
     "adapt": adapt,
@@ -29,18 +31,18 @@ def split(pipeline: Pipeline, method: str = "exact", *, order: Sequence[int] | N
 
     ``exact`` has the least ``evaluate(...).seconds`` of all splits and orders that fit in memory (of some good orders,
     if there are very many unlike slots: ``split_exact.MOST_STATES``); ``adapt`` and ``autohet`` keep within memory too;
-    ``uniform`` and ``holmes`` know no memory, so ask ``evaluate(...).fits``. With few micro-batches
-    ``split_refine.refine`` may find one that is faster in the event simulation.
+    ``uniform`` and ``holmes`` know no memory, so ask ``evaluate(...).fits``. ``simulated`` improves on ``exact`` under
+    the event simulation, which pays with few micro-batches (below four per stage).
 
     Args:
         pipeline: what to divide.
         method: one of ``METHODS``.
-        order: slot of each stage, if only the bounds are to be chosen. Without, ``exact`` and ``adapt`` choose it,
-            ``autohet`` takes the slowest first, and ``uniform`` and ``holmes`` take the slots as they come.
+        order: slot of each stage, if only the bounds are to be chosen. Without, ``exact``, ``simulated`` and ``adapt``
+            choose it, ``autohet`` takes the slowest first, and ``uniform`` and ``holmes`` take the slots as they come.
 
     Raises:
         ValueError: an unknown method, an order that is no permutation of the slots, more stages than blocks, fewer
-            than one micro-batch, or (``exact``, ``adapt``, ``autohet``) no split that fits in memory.
+            than one micro-batch, or (``exact``, ``simulated``, ``adapt``, ``autohet``) no split that fits in memory.
     """
     if method not in _SPLITS:
         raise ValueError(f"unknown method {method!r}: valid are {', '.join(METHODS)}")

@@ -21,7 +21,7 @@ from colossal_hetero.planner.layer_profile import load_model_profile
 __all__ = ["Settings", "check_settings", "parse_settings"]
 
 WAYS = ("uniform", "planned", "both")
-METHODS = ("exact", "holmes", "adapt", "autohet")
+METHODS = ("exact", "simulated", "holmes", "adapt", "autohet")
 PRECISIONS = ("fp32", "bf16")
 
 
