@@ -347,3 +347,15 @@ def test_more_stages_than_blocks_would_be_needed() -> None:
     topology = cluster({"fast": 3}, memory={"fast": 15})
     with pytest.raises(ValueError, match="at most 2 stages"):
         make_plans(topology, profile(2, degrees=(1,), micro_batches=(2,)), global_batch=8)
+
+
+def test_no_word_on_degrees_that_are_only_slower() -> None:
+    # Two slow devices make one group of two, which nobody looks at with a fast one there.
+    topology = cluster({"fast": 1, "slow": 2}, inside=Channel("PCIe", 1e6))
+    plan = make_plans(topology, profile(seconds={"fast": 1.0, "slow": 50.0}), global_batch=4, symmetric=True)[0].plan
+    assert plan.tensor_parallel == 1 and not plan.notes
+
+
+def test_batch_beyond_all_bounds() -> None:
+    with pytest.raises(ValueError, match=r"global_batch=100000000000000000000: must be at most 1000000000"):
+        make_plans(CLUSTERS[0], profile(), global_batch=10**20)

@@ -61,6 +61,8 @@ class PlanSearch:
         """Bounds of the symmetric ones among them."""
         self.problems: dict[int, str] = {}
         """By tensor-parallel degree: why a plan with it is none."""
+        self.too_large: set[int] = set()
+        """Tensor-parallel degrees with which no devices can hold the model."""
         self.best = np.inf
 
     def run(self, keep: int) -> list[Draft]:
@@ -121,6 +123,10 @@ class PlanSearch:
             seconds.append(bound.seconds(counts, offer.total_micro_batches // copies) + summed)
         self._offer_of, self._pipelines = np.concatenate(numbers), np.concatenate(groups)
         self._seconds = np.concatenate(seconds)
+        held = {
+            offer.tensor_parallel for offer, each in zip(self.offers, seconds, strict=True) if np.isfinite(each).any()
+        }
+        self.too_large = {offer.tensor_parallel for offer in self.offers} - held
         self._by_bound = np.argsort(self._seconds, kind="stable")
 
     def _row(self, row: int) -> tuple[Offer, NDArray[np.int64], int]:
