@@ -204,11 +204,12 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
         """See ``PipelinePluginBase.execute_pipeline``; called by ``Booster.execute_pipeline``."""
+        if not torch.is_grad_enabled():
+            # No gradients are due, and those of weights that stages share may be gone since the last step.
+            with model.no_sync(), nullcontext() if self.plan is None else planned.sizes_kept(self.scheduler):
+                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
         if self.plan is None:
             return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
-        if not torch.is_grad_enabled():
-            with planned.sizes_kept(self.scheduler):
-                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
         batches = planned.sized_batches(data_iter, self.plan)
         result = super().execute_pipeline(batches, model, criterion, *args, **kwargs)
         if self._watch is not None:
