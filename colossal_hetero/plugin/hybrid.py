@@ -61,7 +61,8 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
     several chunks of the model, take one number per chunk, in the order of the model.
 
     Args:
-        tp_size: ranks in a tensor-parallel group; may be left out with a plan.
+        tp_size: ranks in a tensor-parallel group; may be left out with a plan. With ``plan="auto"`` only plans with
+            this size are looked at, likewise with ``pp_size``.
         pp_size: stages; may be left out with a plan.
         balance: what to do about slow ranks within a tensor-parallel group; the default measures only.
         batches: how to divide global batches over replicas that are not equally fast (data parallelism); the default
@@ -113,7 +114,7 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         make_group = None
         arguments = planned.named(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
         if plan is not None:
-            agreed = planned.agree_on_plan(plan, self.planning)
+            agreed = planned.agree_on_plan(plan, self.planning, tp_size, pp_size)
             self.plan, self._profile = planned.runnable(agreed.plan), agreed.profile
             if agreed.topology is not None:
                 make_group = groups_of(agreed.plan, agreed.topology, self.planning.adapters)
@@ -204,11 +205,12 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
         """See ``PipelinePluginBase.execute_pipeline``; called by ``Booster.execute_pipeline``."""
+        if not torch.is_grad_enabled():
+            # No gradients are due, and those of weights that stages share may be gone since the last step.
+            with model.no_sync(), nullcontext() if self.plan is None else planned.sizes_kept(self.scheduler):
+                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
         if self.plan is None:
             return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
-        if not torch.is_grad_enabled():
-            with planned.sizes_kept(self.scheduler):
-                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
         batches = planned.sized_batches(data_iter, self.plan)
         result = super().execute_pipeline(batches, model, criterion, *args, **kwargs)
         if self._watch is not None:
