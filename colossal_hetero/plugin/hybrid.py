@@ -37,7 +37,7 @@ from ..planner.plan import Plan
 from . import planned
 from .chunks import give_chunks, take_chunks, unequal_chunks
 from .drifting import DriftWatch
-from .groups import groups_of
+from .groups import groups_of, name_adapters
 from .loaders import UnevenLoaders
 from .mesh import MakeGroup, planned_meshes
 
@@ -114,6 +114,7 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         make_group = None
         arguments = planned.named(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
         if plan is not None:
+            name_adapters(self.planning.adapters)
             agreed = planned.agree_on_plan(plan, self.planning, tp_size, pp_size)
             self.plan, self._profile = planned.runnable(agreed.plan), agreed.profile
             if agreed.topology is not None:
