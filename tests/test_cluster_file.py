@@ -174,6 +174,9 @@ MISTAKES = {
     "no count": (("count = 2\n", "count = 0\n"), "clusters[0].nodes[0].count is 0: must be at least 1"),
     "no devices of a kind": (("count = 4", "count = 0"), "devices[0].count is 0: must be at least 1"),
     "broken count": (("count = 4", "count = 4.5"), "devices[0].count is 4.5: must be a whole number"),
+    "more memory than there is": (("memory_gb = 12", "memory_gb = 1e300"), "memory_gb is 1e+300: must be at most"),
+    "too many nodes": (("count = 2\n", "count = 100000000\n"), "count is 100000000: must be at most 65536"),
+    "too many devices": (("count = 4", "count = 65536"), "these are 65542 devices; at most 65536 can be planned for"),
     "no devices": (
         ('[{ kind = "V100-16", count = 4 }]', "[]"),
         "clusters[1].nodes[0].devices is []: must not be empty",
@@ -203,6 +206,12 @@ def test_mistakes_in_words(name: str, tmp_path: Path) -> None:
     for each in words:
         assert each in str(error.value)
     assert "pydantic" not in str(error.value)
+
+
+def test_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(FILE, encoding="utf-8-sig")
+    assert load_cluster(path) == parse_cluster(FILE)
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

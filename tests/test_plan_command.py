@@ -147,6 +147,39 @@ def test_every_method_plans_and_none_beats_exact(files: tuple[Path, Path], tmp_p
     assert ("with uniform stages" in text) == (method != "uniform")
 
 
+def test_uniform_stages_in_the_best_order(tmp_path: Path) -> None:
+    # The first half is longer, so the faster device runs it; by itself "uniform" begins with the slower one.
+    cluster, profile = tmp_path / "cluster.toml", tmp_path / "profile.json"
+    both = CLUSTER[: CLUSTER.index("[[clusters.nodes]]")]
+    both += '[[clusters.nodes]]\ndevices = [{ kind = "A100-40" }, { kind = "V100-16" }]\n'
+    cluster.write_text(both + 'inside = { kind = "PCIe", gigabytes_per_second = 16 }\n')
+    parts = [times("A100-40", 1, 0.010), times("V100-16", 1, 0.012)]
+    longer = tuple(seconds * (1.2 if layer < LAYERS // 2 else 1.0) for layer, seconds in enumerate((1.0,) * LAYERS))
+    made = ModelProfile(
+        name="net",
+        times=tuple(
+            part.model_copy(
+                update={
+                    name: tuple(a * b for a, b in zip(getattr(part, name), longer, strict=True))
+                    for name in ("forward_seconds", "backward_seconds")
+                }
+            )
+            for part in parts
+        ),
+        sizes=(
+            LayerSizes(
+                parameter_bytes=(9 * 10**8,) * LAYERS, activation_bytes=(1,) * LAYERS, output_bytes=(1,) * LAYERS
+            ),
+        ),
+    )
+    save_model_profile(made, profile)
+    out = tmp_path / "plan.json"
+    output("plan", cluster, profile, "--global-batch", 8, "--symmetric", "--out", out)
+    best = load_plan(out)
+    assert best.layers_per_stage == (3, 3) and best.replicas[0].stages[0].device == "A100-40"
+    assert best.uniform_seconds == best.iteration_seconds
+
+
 def test_plans_that_come_next_are_listed(files: tuple[Path, Path]) -> None:
     candidates = make_plans(load_cluster(files[0]), load_model_profile(files[1]), global_batch=16, keep=3)
     text = output("plan", *files, "--global-batch", 16, "--top", 3)

@@ -145,3 +145,9 @@ def test_a_picture_of_slow_ranks_says_so(tmp_path: Path, figures: list[Figure]) 
 def test_pictures_of_no_known_kind(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"end the name in \.png, \.pdf, \.svg"):
         plot_plan(plan(), tmp_path / "plan.doc")
+
+
+def test_too_many_micro_batches_to_simulate() -> None:
+    made = plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), "T4"), micro_batches=1_000_001))
+    with pytest.raises(ValueError, match="1,000,001 micro-batches are too many to simulate; at most 1,000,000"):
+        simulate_plan(made)

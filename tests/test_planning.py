@@ -15,6 +15,7 @@ from colossal_hetero.planner.layer_profile import LayerSizes, LayerTimes, ModelP
 from colossal_hetero.planner.pipeline import Pipeline, Slot, Split, evaluate
 from colossal_hetero.planner.plan import Plan
 from colossal_hetero.planner.planning import make_plans
+from colossal_hetero.planner.pricing import priced_plan
 from colossal_hetero.planner.topology import Channel, Device, DeviceKind, Node, Topology
 
 FAST_LINK, SLOW_LINK = Channel("NVLink", 300e9, 1e-5), Channel("RoCE", 25e9, 2e-5)
@@ -143,41 +144,37 @@ def test_never_slower_than_one_kind_alone(topology: Topology, symmetric: bool) -
 
 
 def exhaustive(topology: Topology, model: ModelProfile, global_batch: int) -> float:
-    """The best symmetric plan of one node, by trying everything."""
+    """The best plan of one node whose pipelines are cut alike, on like devices or not, by trying everything."""
     counts = Counter(device.kind.name for device in topology.devices)
-    kinds = {device.kind.name: device.kind for device in topology.devices}
+    memory = {device.kind.name: device.kind.memory_bytes for device in topology.devices}
     link = topology.nodes[0].inside
     best = np.inf
     for degree, size in itertools.product((1, 2), (1, 2)):
         total, rest = divmod(global_batch, size)
         if rest:
             continue
-        available = {name: count // degree for name, count in counts.items()}
-        for replicas in range(1, total + 1):
+        slots = {name: Slot(name, model.costs(name, degree, size), memory[name]) for name in counts}
+        available = [name for name, count in counts.items() for _ in range(count // degree)]
+        for replicas in range(1, len(available) + 1):
             if total % replicas:
                 continue
-            for each in itertools.product(*(range(available[name] // replicas + 1) for name in available)):
-                names = [name for name, count in zip(available, each, strict=True) for _ in range(count)]
-                if not 1 <= len(names) <= model.blocks:
-                    continue
-                for order in sorted(set(itertools.permutations(names))):
-                    slots = tuple(
-                        Slot(name, model.costs(name, degree, size), kinds[name].memory_bytes) for name in order
-                    )
-                    stages = len(slots)
-                    pipeline = Pipeline(slots, ((link,) * stages,) * stages, total // replicas)
-                    for inner in itertools.combinations(range(1, model.blocks), stages - 1):
-                        bounds = (0, *inner, model.blocks)
-                        cost = evaluate(pipeline, Split(tuple(range(stages)), bounds))
-                        if not cost.fits:
-                            continue
-                        seconds = cost.seconds
-                        if replicas > 1:
-                            gradient = slots[0].costs.gradient_bytes
-                            largest = max(gradient[a:b].sum() for a, b in itertools.pairwise(bounds))
-                            step = largest / replicas / link.bytes_per_second + link.latency_seconds
-                            seconds += 2 * (replicas - 1) * step
-                        best = min(best, seconds)
+            for stages in range(1, min(len(available) // replicas, model.blocks) + 1):
+                rows = set(itertools.permutations(available, replicas * stages))
+                layouts = {tuple(sorted(row[at : at + stages] for at in range(0, len(row), stages))) for row in rows}
+                for inner in itertools.combinations(range(1, model.blocks), stages - 1):
+                    cut = Split(tuple(range(stages)), (0, *inner, model.blocks))
+                    gradient = slots[available[0]].costs.gradient_bytes
+                    largest = max(gradient[a:b].sum() for a, b in itertools.pairwise(cut.bounds))
+                    step = largest / replicas / link.bytes_per_second + link.latency_seconds
+                    seconds = {}
+                    for names in {names for layout in layouts for names in layout}:
+                        pipeline = Pipeline(
+                            tuple(slots[name] for name in names), ((link,) * stages,) * stages, total // replicas
+                        )
+                        cost = evaluate(pipeline, cut)
+                        seconds[names] = cost.seconds if cost.fits else np.inf
+                    slowest = min(max(seconds[names] for names in layout) for layout in layouts)
+                    best = min(best, slowest + 2 * (replicas - 1) * step)
     return float(best)
 
 
@@ -246,6 +243,46 @@ def test_unequal_pipelines_where_they_are_better() -> None:
     ]
 
 
+def test_replicas_alike_on_devices_that_are_not() -> None:
+    # Two devices nearly as fast, and activations that cost more to hand on than gradients to sum.
+    topology = cluster({"fast": 1, "slow": 1}, inside=Channel("PCIe", 2e9))
+    model = profile(4, {"fast": 1.0, "slow": 1.1}, degrees=(1,), micro_batches=(1,))
+    model = model.model_copy(update={"gradient_factor": 1.0})
+    plan = make_plans(topology, model, global_batch=8, symmetric=True)[0].plan
+    assert [[stage.device for stage in replica.stages] for replica in plan.replicas] == [["slow"], ["fast"]]
+    assert plan.symmetric and len(plan.replicas) == 2
+    check(plan, topology, model, 8)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_slots_where_links_are_fast(symmetric: bool) -> None:
+    # Memory takes two devices; the first node has a slow way out, only the last has two in one place.
+    kind = DeviceKind("fast", 30, 1e12)
+    nics = [Channel("RoCE", rate) for rate in (1e8, 2e9, 4e9)]
+    nodes = [Node(f"n{at}", 0, (at,), FAST_LINK, (nic,)) for at, nic in enumerate(nics[:2])]
+    nodes.append(Node("n2", 0, (2, 3), FAST_LINK, (nics[2],)))
+    topology = Topology(tuple(Device(kind, node, 0) for node in (0, 1, 2, 2)), tuple(nodes), ("here",))
+    model = profile(4, {"fast": 1.0}, degrees=(1,), micro_batches=(1,))
+    plan = make_plans(topology, model, global_batch=4, symmetric=symmetric, stages=[2])[0].plan
+    assert {rank for replica in plan.replicas for stage in replica.stages for rank in stage.ranks} == {2, 3}
+
+
+def test_predicted_as_priced_again() -> None:
+    # Replicas over several nodes of different size, whose rings share NICs or stay inside.
+    topology = cluster({"fast": 3}, {"fast": 1}, {"slow": 1, "fast": 2}, {"slow": 1})
+    model = profile(4)
+    for symmetric in (False, True):
+        found = [each.plan for each in make_plans(topology, model, global_batch=24, symmetric=symmetric, keep=20)]
+        alike = [plan for plan in found if plan.symmetric]
+        assert any(len(plan.replicas) > 1 for plan in alike)
+        for plan in alike:
+            bounds = [0, *(stage.blocks[1] for stage in plan.replicas[0].stages)]
+            again = priced_plan(
+                topology, model, plan.rank_order, micro_batch=plan.micro_batch, global_batch=24, bounds=bounds
+            )
+            assert plan.iteration_seconds == pytest.approx(again.iteration_seconds, rel=1e-9)
+
+
 def test_held_to_numbers_of_stages() -> None:
     for symmetric in (False, True):
         found = make_plans(CLUSTERS[2], profile(), global_batch=24, stages=[2, 3], symmetric=symmetric, keep=20)
@@ -310,3 +347,15 @@ def test_more_stages_than_blocks_would_be_needed() -> None:
     topology = cluster({"fast": 3}, memory={"fast": 15})
     with pytest.raises(ValueError, match="at most 2 stages"):
         make_plans(topology, profile(2, degrees=(1,), micro_batches=(2,)), global_batch=8)
+
+
+def test_no_word_on_degrees_that_are_only_slower() -> None:
+    # Two slow devices make one group of two, which nobody looks at with a fast one there.
+    topology = cluster({"fast": 1, "slow": 2}, inside=Channel("PCIe", 1e6))
+    plan = make_plans(topology, profile(seconds={"fast": 1.0, "slow": 50.0}), global_batch=4, symmetric=True)[0].plan
+    assert plan.tensor_parallel == 1 and not plan.notes
+
+
+def test_batch_beyond_all_bounds() -> None:
+    with pytest.raises(ValueError, match=r"global_batch=100000000000000000000: must be at most 1000000000"):
+        make_plans(CLUSTERS[0], profile(), global_batch=10**20)

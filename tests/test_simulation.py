@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.pipeline import LayerCosts, Pipeline, Slot, Split, evaluate
-from colossal_hetero.planner.simulation import Timeline, simulate, simulate_replicas, simulate_times
+from colossal_hetero.planner.simulation import Timeline, simulate, simulate_times
 from colossal_hetero.planner.topology import Channel
 
 TRANSFERS = ["blocking", "overlapped"]
@@ -241,12 +241,6 @@ def test_a_pipeline_and_its_split():
     assert timeline.seconds == alike.seconds == max(np.array([0.5, 1.5, 1.0]) + timeline.stage_seconds)
     assert [events[-1].kind for events in timeline.events] == ["update"] * 3
     assert timeline.seconds <= evaluate(pipeline, split).seconds * (1 + ROUNDING)
-
-
-def test_replicas_are_simulated_side_by_side():
-    one, other = pipeline_of([1.0, 3.0], 5), pipeline_of([2.0], 7)
-    timelines = simulate_replicas([one, other, one])
-    assert [timeline.seconds for timeline in timelines] == [simulate(*pair).seconds for pair in (one, other, one)]
 
 
 @pytest.mark.parametrize(

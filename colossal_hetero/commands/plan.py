@@ -138,12 +138,28 @@ def _plans(topology: Topology, model: ModelProfile, method: str, keep: int, opti
     if method == "uniform":
         return candidates
     best = candidates[0]
+    # Among the others can be one in an order of stages that the method itself does not try.
+    seconds = [each.plan.iteration_seconds for each in candidates if _has_uniform_stages(each.plan)]
+    changes: dict[str, Any] = {}
     try:
-        uniform = make_plans(topology, model, method="uniform", keep=1, **options)[0].plan.iteration_seconds
-        changes: dict[str, Any] = {"uniform_seconds": uniform}
+        seconds.append(make_plans(topology, model, method="uniform", keep=1, **options)[0].plan.iteration_seconds)
     except ValueError as error:
-        changes = {"notes": (*best.plan.notes, f"no plan with uniform stages: {error}")}
+        if not seconds:
+            changes = {"notes": (*best.plan.notes, f"no plan with uniform stages: {error}")}
+    if seconds:
+        changes = {"uniform_seconds": min(seconds)}
     return [replace(best, plan=best.plan.model_copy(update=changes)), *candidates[1:]]
+
+
+def _has_uniform_stages(plan: Plan) -> bool:
+    from itertools import pairwise
+
+    from ..planner.split_rules import uniform_bounds
+
+    return all(
+        [stage.blocks for stage in replica.stages] == list(pairwise(uniform_bounds(plan.blocks, len(replica.stages))))
+        for replica in plan.replicas
+    )
 
 
 def _traced(candidate: Candidate, cluster: str, profile: str, precision: str) -> Candidate:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,17 +14,21 @@ from numpy.typing import NDArray
 from .candidates import SlotKind, boundaries
 from .layer_profile import ModelProfile
 from .mapping import Links, Place, place
-from .pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
+from .pipeline import LayerCosts, Pipeline, PipelineCost, Slot, Split, evaluate
 from .plan import Plan, Replica, StagePlan
 from .quick_split import quick_split
 from .splits import split
-from .synchronisation import synchronisation_seconds
+from .synchronisation import concurrent_seconds, synchronisation_seconds
 from .topology import Channel, Topology
 
 __all__ = ["Assembler", "Draft", "Offer", "deal"]
 
 NO_WAY = Channel("none", 1e-6)
 """Between nodes that cannot reach each other: a plan in which a stage sends this way is no plan."""
+
+
+Kinds = tuple[tuple[int, ...], ...]
+"""By slot of a pipeline: its kind, or all that it is in several pipelines that are cut alike."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +113,7 @@ class Assembler:
         self._splits: dict[object, Split | str] = {}
         self._costs: dict[object, PipelineCost] = {}
         self._rings: dict[object, float] = {}
+        self._slots: dict[object, Slot] = {}
         self._offers: list[Offer] = []
 
     def assemble(
@@ -122,24 +127,40 @@ class Assembler:
             thorough: Split by the method itself; else, if that looks for the best order of the stages as well, the
                 weakest come first where that fits, which is found in a fraction of the time.
         """
-        self._offers.append(offer)  # its id stays its own
         places = place(groups, offer.kinds, self._node_of, self._cluster_of)
+        return self.assemble_places(offer, places, symmetric=symmetric, thorough=thorough)
+
+    def assemble_places(
+        self, offer: Offer, places: Sequence[Sequence[Place]], *, symmetric: bool = False, thorough: bool = False
+    ) -> Draft | str:
+        """A draft with these slots, or why there is none.
+
+        Args:
+            places: ``[pipelines][stages]``. Where all are cut alike, slots that are first in their pipelines run the
+                same blocks, and so on; they need not be of one kind.
+        """
+        self._offers.append(offer)  # its id stays its own
+        groups = [tuple(Counter(kind for kind, _ in each)[kind] for kind in range(len(offer.kinds))) for each in places]
         nodes = [
             np.array([self._node_of[offer.kinds[kind].slots[slot][0]] for kind, slot in pipeline])
             for pipeline in places
         ]
-        sequences = [tuple(kind for kind, _ in pipeline) for pipeline in places]
+        sequences: list[Kinds] = [tuple((kind,) for kind, _ in pipeline) for pipeline in places]
         numbers = [offer.links.numbers(row[:, None], row[None, :]) for row in nodes]
         total = offer.total_micro_batches
         counts = [total // len(groups) if symmetric else max(1, round(total / len(groups)))] * len(groups)
-        shared = numbers
+        shared, divided = numbers, sequences
         if symmetric:
-            # One cut for all: made for the slowest of the ways between two stages.
+            # One cut for all: made for the slowest of the ways between two stages, and of the slots of each.
             stack = np.stack(nodes)
             shared = [offer.links.slowest(stack[:, :, None], stack[:, None, :], axis=0)] * len(groups)
+            if len(set(sequences)) > 1:
+                divided = [tuple(tuple(sorted(set().union(*stage))) for stage in zip(*sequences, strict=True))] * len(
+                    groups
+                )
         while True:
             splits = []
-            for sequence, matrix, count in zip(sequences, shared, counts, strict=True):
+            for sequence, matrix, count in zip(divided, shared, counts, strict=True):
                 found = self._split(offer, sequence, matrix, count, thorough)
                 if isinstance(found, str):
                     return found
@@ -168,19 +189,29 @@ class Assembler:
             synchronisation = self._synchronise(offer, places, splits)
         except ValueError as error:
             return str(error)
-        return Draft(offer, [tuple(group) for group in groups], places, splits, counts, costs, synchronisation)
+        return Draft(offer, groups, [list(each) for each in places], splits, counts, costs, synchronisation)
 
-    def _pipeline(
-        self, offer: Offer, sequence: tuple[int, ...], matrix: NDArray[np.int64], micro_batches: int
-    ) -> Pipeline:
+    def _pipeline(self, offer: Offer, sequence: Kinds, matrix: NDArray[np.int64], micro_batches: int) -> Pipeline:
         channels = [*offer.links.channels, NO_WAY]
-        slots = tuple(
-            Slot(offer.kinds[kind].device, offer.kinds[kind].costs, offer.kinds[kind].memory_bytes) for kind in sequence
-        )
+        slots = tuple(self._slot(offer, kinds) for kinds in sequence)
         return Pipeline(slots, tuple(tuple(channels[number] for number in row) for row in matrix), micro_batches)
 
+    def _slot(self, offer: Offer, kinds: tuple[int, ...]) -> Slot:
+        """One that is nowhere better than the worst of these kinds, for a stage that runs on all of them."""
+        key = (id(offer), kinds)
+        if key not in self._slots:
+            worst = [offer.kinds[kind] for kind in kinds]
+            costs = worst[0].costs
+            if len(worst) > 1:
+                each = [vars(kind.costs) for kind in worst]
+                names = [field.name for field in fields(LayerCosts)]
+                costs = LayerCosts(**{name: np.max([one[name] for one in each], axis=0) for name in names})
+            name = " or ".join(dict.fromkeys(kind.device for kind in worst))
+            self._slots[key] = Slot(name, costs, min(kind.memory_bytes for kind in worst))
+        return self._slots[key]
+
     def _split(
-        self, offer: Offer, sequence: tuple[int, ...], matrix: NDArray[np.int64], micro_batches: int, thorough: bool
+        self, offer: Offer, sequence: Kinds, matrix: NDArray[np.int64], micro_batches: int, thorough: bool
     ) -> Split | str:
         key = (id(offer), sequence, matrix.tobytes(), micro_batches, thorough)
         if key not in self._splits:
@@ -202,7 +233,7 @@ class Assembler:
     def _evaluate(
         self,
         offer: Offer,
-        sequences: Sequence[tuple[int, ...]],
+        sequences: Sequence[Kinds],
         numbers: Sequence[NDArray[np.int64]],
         micro_batches: Sequence[int],
         splits: Sequence[Split],
@@ -215,13 +246,25 @@ class Assembler:
             costs.append(self._costs[key])
         return costs
 
+    def _synchronise_alike(self, offer: Offer, places: Sequence[Sequence[Place]], splits: Sequence[Split]) -> float:
+        """Seconds until every stage of pipelines that are cut alike has summed its gradients, all at the same time."""
+        groups, sizes = [], []
+        gradient = offer.kinds[0].costs.gradient_bytes
+        for stage, (start, stop) in enumerate(itertools.pairwise(splits[0].bounds)):
+            slots = [pipeline[cut.order[stage]] for pipeline, cut in zip(places, splits, strict=True)]
+            groups += list(zip(*(offer.kinds[kind].slots[slot] for kind, slot in slots), strict=True))
+            sizes += [float(gradient[start:stop].sum())] * offer.tensor_parallel
+        return max(concurrent_seconds(self.topology, groups, sizes))
+
     def _synchronise(self, offer: Offer, places: Sequence[Sequence[Place]], splits: Sequence[Split]) -> float:
         """Seconds until every slot has summed its blocks' gradients, block by block among those that hold a block.
 
-        Blocks that the same slots hold go together, so with pipelines that are cut alike this is one sum per stage.
+        Blocks that the same slots hold go together.
         """
         if len(places) == 1:
             return 0.0
+        if len({cut.bounds for cut in splits}) == 1:
+            return self._synchronise_alike(offer, places, splits)
         slots_on = Counter(
             self._node_of[offer.kinds[kind].slots[slot][0]] for pipeline in places for kind, slot in pipeline
         )

@@ -73,7 +73,7 @@ def load_cluster(path: Path | str) -> Topology:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except UnicodeDecodeError as error:

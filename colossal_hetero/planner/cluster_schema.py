@@ -35,7 +35,9 @@ LATENCIES = {"latency_microseconds": 1e-6, "latency_seconds": 1.0}
 
 Name = Annotated[str, Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
+MOST_DEVICES = 65536
+"""Of a cluster file, so that a slip of the finger does not fill the memory of the machine that plans."""
+Count = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 
 
 class _Part(BaseModel):
@@ -45,10 +47,10 @@ class _Part(BaseModel):
 class KindFields(_Part):
     """A kind of device; what is left out is the preset's of that name."""
 
-    memory_gb: Positive | None = None
+    memory_gb: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """10⁹ bytes."""
-    memory_bytes: Annotated[int, Field(gt=0)] | None = None
-    tflops: Positive | None = None
+    memory_bytes: Annotated[int, Field(gt=0, le=10**18)] | None = None
+    tflops: Annotated[float, Field(gt=0, le=1e12)] | None = None
     """10¹² FLOP/s."""
     flops: Positive | None = None
 
@@ -161,6 +163,10 @@ class ClusterFields(_Part):
 
     @model_validator(mode="after")
     def _names(self) -> ClusterFields:
+        parts = [node for cluster in self.clusters for node in cluster.nodes]
+        total = sum((node.count or 1) * sum(alike.count for alike in node.devices) for node in parts)
+        if total > MOST_DEVICES:
+            raise ValueError(f"these are {total} devices; at most {MOST_DEVICES} can be planned for")
         names = [cluster.name for cluster in self.clusters]
         if (twice := _twice(names)) is not None:
             raise ValueError(f"two clusters have the name {twice}")

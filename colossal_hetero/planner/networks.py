@@ -81,27 +81,14 @@ def group_network(topology: Topology, group: Sequence[int]) -> Network:
     return Network(backend, kind, "IB" if rdma else "Socket")
 
 
-def process_environment(topology: Topology, device: int, adapters: Mapping[str, Adapter]) -> dict[str, str]:
-    """Variables that the process of ``device`` must have before its first communicator. See Note: what is read when.
+def process_environment(adapters: Mapping[str, Adapter]) -> dict[str, str]:
+    """Variables that a process needs before its first communicator. See Note: what is read when.
 
     Args:
         adapters: of its node, by kind of NIC.
-
-    Raises:
-        ValueError: no such device, or an adapter of a kind that the node does not have.
     """
-    if not 0 <= device < len(topology.devices):
-        raise ValueError(f"device {device} is none of 0..{len(topology.devices) - 1}")
-    node = topology.nodes[topology.devices[device].node]
-    kinds = {nic.kind for nic in node.nics}
-    for kind in adapters:
-        if kind not in kinds:
-            raise ValueError(f"node {node.name} has no {kind}; its NICs are {', '.join(sorted(kinds)) or 'none'}")
     environment = {}
-    rdma = [kind for kind in RDMA if kind in kinds]
-    if not rdma:
-        environment["NCCL_IB_DISABLE"] = "1"
-    for kind in rdma:
+    for kind in RDMA:
         adapter = adapters.get(kind, Adapter())
         if adapter.hca is not None:
             environment["NCCL_IB_HCA"] = adapter.hca

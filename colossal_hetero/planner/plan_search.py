@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from .assembling import Assembler, Draft, Offer
 from .candidates import Bounds, compositions, divisors
 from .grouping import GroupingKind, find_grouping
+from .mapping import Place
 from .topology import Topology
 
 __all__ = ["PlanSearch"]
@@ -18,6 +20,12 @@ MOST_TRIED = 48
 """Plans that are looked at of one set of devices, in the order of their bounds."""
 MOST_THOROUGH = 5
 """Of the best, and of those with the least bounds: plans for which many orders of stages are tried."""
+MOST_DEVICES = 96
+"""In all of those plans: of a small cluster there are more."""
+MOST_UNLIKE = 16
+"""Plans that are looked at whose pipelines are cut alike, on devices that are not."""
+MOST_EXCHANGES = 32
+"""Exchanges of slots that are tried for a plan."""
 WORTH_IDLING = 1.01
 """Groups that leave devices idle are tried if their objective (Eq. 3a) is larger by this factor."""
 
@@ -25,6 +33,9 @@ WORTH_IDLING = 1.01
 # Symmetric plans: every tensor-parallel degree, micro-batch, number of pipelines and composition of a pipeline is a
 # row. All rows get a lower bound at once; they are tried in its order until the next bound is no better than the best
 # plan so far. Then with each kind of device alone, so that mixing is never worse than leaving the others idle.
+# Then pipelines that are cut alike on unlike devices, such as plain data parallelism over all there are: the slots in
+# the order of their power, dealt stage by stage, so that those of a stage are as alike as can be. At last, where nodes
+# are not linked alike, slots of the best are exchanged for others as long as that helps.
 # Asymmetric plans: for each degree AutoHet's groups (Eq. 3), with and without idle devices, and pipelines of one kind
 # each, of as few stages as memory allows or more.
 
@@ -50,19 +61,28 @@ class PlanSearch:
         """Bounds of the symmetric ones among them."""
         self.problems: dict[int, str] = {}
         """By tensor-parallel degree: why a plan with it is none."""
+        self.too_large: set[int] = set()
+        """Tensor-parallel degrees with which no devices can hold the model."""
         self.best = np.inf
 
     def run(self, keep: int) -> list[Draft]:
         """The best plans, best first; none if there is none."""
         self._set_up()
         kinds = sorted({kind.device for offer in self.offers for kind in offer.kinds})
+        world = len(self.topology.devices)
         for allowed in dict.fromkeys([frozenset(kinds), *(frozenset([kind]) for kind in kinds)]):
             self._try_rows(self._rows_of(allowed), self.best)
             if not self.symmetric:
                 self._try_unequal(allowed)
+        unlike = self._unlike_rows()
+        self._try_unlike([row for row in unlike if row[0] < self.best][:MOST_UNLIKE])
         if self.symmetric:
             self._try_everybody()
+            self._try_unlike(
+                [row for row in unlike if row[2] * row[3] * self.offers[row[1]].tensor_parallel == world][:1]
+            )
         self._reorder()
+        self._exchange()
         ranked = sorted(self.drafts.values(), key=lambda draft: draft.seconds)
         return _varied(ranked, keep)
 
@@ -103,6 +123,10 @@ class PlanSearch:
             seconds.append(bound.seconds(counts, offer.total_micro_batches // copies) + summed)
         self._offer_of, self._pipelines = np.concatenate(numbers), np.concatenate(groups)
         self._seconds = np.concatenate(seconds)
+        held = {
+            offer.tensor_parallel for offer, each in zip(self.offers, seconds, strict=True) if np.isfinite(each).any()
+        }
+        self.too_large = {offer.tensor_parallel for offer in self.offers} - held
         self._by_bound = np.argsort(self._seconds, kind="stable")
 
     def _row(self, row: int) -> tuple[Offer, NDArray[np.int64], int]:
@@ -140,6 +164,42 @@ class PlanSearch:
                 stages * pipelines <= offer.total_micro_batches
             )
         self._try_rows(self._by_bound[whole[self._by_bound]], np.inf)
+
+    def _unlike_rows(self) -> list[tuple[float, int, int, int]]:
+        """Bound, offer, number of pipelines and of stages, where slots in the order of their power are not all alike in
+        a stage; by bound."""
+        rows: list[tuple[float, int, int, int]] = []
+        for number, (offer, bound) in enumerate(zip(self.offers, self.bounds, strict=True)):
+            kinds = np.repeat(np.arange(len(offer.kinds)), [len(kind.slots) for kind in offer.kinds])
+            for pipelines in divisors(offer.total_micro_batches):
+                if not 1 < pipelines <= len(kinds):
+                    continue
+                stages, counts = [], []
+                for length in range(1, min(len(kinds) // pipelines, bound.blocks) + 1):
+                    used = kinds[len(kinds) - pipelines * length :].reshape(length, pipelines)
+                    if (self.stages is None or length in self.stages) and (used[:, 0] != used[:, -1]).any():
+                        stages.append(length)
+                        # No pipeline is weaker than the first, which has the weakest of each stage.
+                        counts.append(np.bincount(used[:, 0], minlength=len(offer.kinds)))
+                if stages:
+                    micro_batches = np.full(len(stages), offer.total_micro_batches // pipelines)
+                    seconds = bound.seconds(np.array(counts), micro_batches).tolist()
+                    rows += [(each, number, pipelines, length) for each, length in zip(seconds, stages, strict=True)]
+        return sorted(row for row in rows if np.isfinite(row[0]))
+
+    def _try_unlike(self, rows: Sequence[tuple[float, int, int, int]]) -> None:
+        for least, number, pipelines, stages in rows:
+            offer = self.offers[number]
+            slots = [(kind, slot) for kind, each in enumerate(offer.kinds) for slot in range(len(each.slots))]
+            used = slots[len(slots) - pipelines * stages :]
+            key = ("unlike", number, pipelines, stages)
+            draft = self.assembler.assemble_places(
+                offer, [used[first::pipelines] for first in range(pipelines)], symmetric=True
+            )
+            if isinstance(draft, Draft):
+                self.drafts[key] = draft
+                self.least[key] = least
+                self.best = min(self.best, draft.seconds)
 
     # Asymmetric plans -------------------------------------------------------------------------------------
 
@@ -239,16 +299,71 @@ class PlanSearch:
 
     def _reorder(self) -> None:
         """Other orders of the stages for the best plans, and for those that these may improve most."""
-        by_time = sorted(self.drafts, key=lambda key: self.drafts[key].seconds)[:MOST_THOROUGH]
-        by_bound = sorted(self.least, key=lambda key: self.least[key])[:MOST_THOROUGH]
-        for key in dict.fromkeys([*by_time, *by_bound]):
+        for key in self._promising():
             if not self.least.get(key, 0.0) < self.best:
                 continue
             old = self.drafts[key]
-            new = self.assembler.assemble(old.offer, old.groups, symmetric=key in self.least, thorough=True)
+            new = self.assembler.assemble_places(old.offer, old.places, symmetric=key in self.least, thorough=True)
             if isinstance(new, Draft) and new.seconds < old.seconds:
                 self.drafts[key] = new
                 self.best = min(self.best, new.seconds)
+
+    def _promising(self) -> list[object]:
+        """The best, and those that may be improved most."""
+        most = max(MOST_THOROUGH, MOST_DEVICES // len(self.topology.devices))
+        by_time = sorted(self.drafts, key=lambda key: self.drafts[key].seconds)
+        alike = [key for key in by_time if key in self.least]
+        by_bound = sorted(self.least, key=lambda key: self.least[key])
+        # Those that are alike also on their own, so that others in front of them keep none from being improved.
+        return list(dict.fromkeys([*by_time[:most], *alike[:most], *by_bound[:most]]))
+
+    def _exchange(self) -> None:
+        """Other slots for the best plans, where it matters in which nodes they are."""
+        if len(set(self.offers[0].links.node_kind.tolist())) < 2:
+            return
+        for key in self._promising():
+            if key not in self.least or not self.least[key] < self.best:
+                continue
+            draft = self.drafts[key]
+            seen: set[object] = set()
+            while (better := self._better_places(draft, seen)) is not None:
+                draft = better
+            if draft is not self.drafts[key]:
+                again = self.assembler.assemble_places(draft.offer, draft.places, symmetric=True, thorough=True)
+                if isinstance(again, Draft) and again.seconds < draft.seconds:
+                    draft = again
+                self.drafts[key] = draft
+                self.best = min(self.best, draft.seconds)
+
+    def _better_places(self, draft: Draft, seen: set[object]) -> Draft | None:
+        """The first exchange of two slots that makes it quicker; None if none does, or too many were tried."""
+        offer = draft.offer
+
+        def make(place: Place) -> tuple[int, int]:
+            return place[0], self.topology.devices[offer.kinds[place[0]].slots[place[1]][0]].node
+
+        rows = [[places[slot] for slot in cut.order] for places, cut in zip(draft.places, draft.splits, strict=True)]
+        used = {place for row in rows for place in row}
+        free: dict[object, Place] = {}
+        for kind, each in enumerate(offer.kinds):
+            for slot in range(len(each.slots)):
+                if (kind, slot) not in used:
+                    free.setdefault(make((kind, slot)), (kind, slot))
+        for one, other in itertools.combinations([*itertools.chain.from_iterable(rows), *free.values()], 2):
+            if make(one) == make(other) or (one not in used and other not in used):
+                continue
+            swap = {one: other, other: one}
+            places = [[swap.get(place, place) for place in row] for row in rows]
+            look = tuple(sorted(tuple(make(place) for place in row) for row in places))
+            if look in seen:
+                continue
+            if len(seen) >= MOST_EXCHANGES:
+                return None
+            seen.add(look)
+            found = self.assembler.assemble_places(offer, places, symmetric=True)
+            if isinstance(found, Draft) and found.seconds < draft.seconds * (1 - 1e-9):
+                return found
+        return None
 
 
 def _varied(ranked: Sequence[Draft], keep: int) -> list[Draft]:

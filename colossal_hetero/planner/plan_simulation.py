@@ -13,6 +13,9 @@ from .simulation import Timeline, Transfers, simulate_times
 
 __all__ = ["PlanSimulation", "simulate_plan", "slowed"]
 
+MOST_MICRO_BATCHES = 1_000_000
+"""Of a replica: a quarter of a minute, on a core of a few GHz."""
+
 
 @dataclass(frozen=True, eq=False)
 class PlanSimulation:
@@ -42,8 +45,11 @@ def simulate_plan(
         transfers: see :mod:`.simulation`.
 
     Raises:
-        ValueError: a rank that the plan does not use, or a factor that is not above 0.
+        ValueError: a rank that the plan does not use, a factor that is not above 0, or too many micro-batches.
     """
+    most = max(replica.micro_batches for replica in plan.replicas)
+    if most > MOST_MICRO_BATCHES:
+        raise ValueError(f"{most:,} micro-batches are too many to simulate; at most {MOST_MICRO_BATCHES:,} can be")
     plan = slowed(plan, slow or {})
     known: dict[object, Timeline] = {}
     timelines = []

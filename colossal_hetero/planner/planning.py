@@ -24,6 +24,10 @@ from .topology import Topology
 __all__ = ["Candidate", "make_plans"]
 
 
+MOST_SAMPLES = 10**9
+"""In a global batch: its divisors are looked for one by one."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A plan, and what is to be said about it."""
@@ -84,10 +88,12 @@ def make_plans(
             )
         raise ValueError(_why_nothing(offers, search.problems))
     best = drafts[0]
-    others = [offer.tensor_parallel for offer in offers if offer.tensor_parallel not in _degrees_of(search.drafts)]
+    # Degrees with neither a draft nor a problem were left because of a bound on their time.
+    problems = search.problems | dict.fromkeys(search.too_large, "the model does not fit")
     notes = [
-        f"tensor parallelism {degree} is no way: {search.problems.get(degree, 'the model does not fit')}"
-        for degree in sorted(set(others))
+        f"tensor parallelism {degree} is no way: {problem}"
+        for degree, problem in sorted(problems.items())
+        if degree not in _degrees_of(search.drafts)
     ]
     first = f"the least predicted time of {len(search.drafts)} plans that were worked out"
     return [
@@ -102,6 +108,8 @@ def make_plans(
 def _micro_batches(profile: ModelProfile, global_batch: int, sizes: Sequence[int] | None) -> list[int]:
     if global_batch < 1:
         raise ValueError(f"global_batch={global_batch}: must be at least 1")
+    if global_batch > MOST_SAMPLES:
+        raise ValueError(f"global_batch={global_batch}: must be at most {MOST_SAMPLES}")
     for size in sizes or ():
         if size < 1 or global_batch % size:
             raise ValueError(

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from .pipeline import Pipeline, PipelineCost, Split, evaluate
 
-__all__ = ["Event", "StageShare", "Timeline", "Transfers", "simulate", "simulate_replicas", "simulate_times"]
+__all__ = ["Event", "StageShare", "Timeline", "Transfers", "simulate", "simulate_times"]
 
 Transfers = Literal["blocking", "overlapped"]
 Kind = Literal["forward", "backward", "transfer", "update"]
@@ -144,29 +144,6 @@ def simulate_times(
         )
     ends = _run(forward, backward, hops, micro_batches, transfers, None)
     return Timeline(forward, backward, update, hops, micro_batches, transfers, ends)
-
-
-def simulate_replicas(pairs: Iterable[tuple[Pipeline, Split]], transfers: Transfers = "blocking") -> list[Timeline]:
-    """Pipelines side by side, each with its own micro-batches, as data-parallel replicas are until they sum gradients:
-    the iteration takes as long as the longest of them, and the synchronisation after it.
-
-    Replicas whose stages take the same times are simulated once.
-    """
-    known: dict[tuple[object, ...], Timeline] = {}
-    timelines = []
-    for pipeline, split in pairs:
-        cost = evaluate(pipeline, split)
-        key = (
-            cost.forward_seconds,
-            cost.backward_seconds,
-            cost.transfer_seconds,
-            cost.update_seconds,
-            pipeline.micro_batches,
-        )
-        if key not in known:
-            known[key] = _of_cost(cost, pipeline.micro_batches, transfers)
-        timelines.append(known[key])
-    return timelines
 
 
 def _of_cost(cost: PipelineCost, micro_batches: int, transfers: Transfers) -> Timeline:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from ..pipeline_parallel.communicators import make_group
-from ..planner.networks import Adapter, group_network
+from ..planner.networks import Adapter, group_network, process_environment
 from ..planner.plan import Plan
 from ..planner.topology import Topology
 from .mesh import MakeGroup, ordered_group
 
-__all__ = ["groups_of"]
+__all__ = ["groups_of", "name_adapters"]
 
 
 def groups_of(plan: Plan, topology: Topology, adapters: Mapping[str, Adapter] | None = None) -> MakeGroup:
@@ -50,3 +51,12 @@ def groups_of(plan: Plan, topology: Topology, adapters: Mapping[str, Adapter] | 
         return make_group(ranks, network, adapters=adapters, new_group=ordered_group)
 
     return group_of
+
+
+def name_adapters(adapters: Mapping[str, Adapter] | None) -> None:
+    """Tell NCCL what this node calls its NICs, where the process's environment does not say.
+
+    NCCL reads it once, with the first communicator of the process, so this comes before any of the plan's groups.
+    """
+    for name, value in process_environment(adapters or {}).items():
+        os.environ.setdefault(name, value)

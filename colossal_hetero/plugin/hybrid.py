@@ -37,7 +37,7 @@ from ..planner.plan import Plan
 from . import planned
 from .chunks import give_chunks, take_chunks, unequal_chunks
 from .drifting import DriftWatch
-from .groups import groups_of
+from .groups import groups_of, name_adapters
 from .loaders import UnevenLoaders
 from .mesh import MakeGroup, planned_meshes
 
@@ -61,7 +61,8 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
     several chunks of the model, take one number per chunk, in the order of the model.
 
     Args:
-        tp_size: ranks in a tensor-parallel group; may be left out with a plan.
+        tp_size: ranks in a tensor-parallel group; may be left out with a plan. With ``plan="auto"`` only plans with
+            this size are looked at, likewise with ``pp_size``.
         pp_size: stages; may be left out with a plan.
         balance: what to do about slow ranks within a tensor-parallel group; the default measures only.
         batches: how to divide global batches over replicas that are not equally fast (data parallelism); the default
@@ -113,7 +114,8 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         make_group = None
         arguments = planned.named(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
         if plan is not None:
-            agreed = planned.agree_on_plan(plan, self.planning)
+            name_adapters(self.planning.adapters)
+            agreed = planned.agree_on_plan(plan, self.planning, tp_size, pp_size)
             self.plan, self._profile = planned.runnable(agreed.plan), agreed.profile
             if agreed.topology is not None:
                 make_group = groups_of(agreed.plan, agreed.topology, self.planning.adapters)

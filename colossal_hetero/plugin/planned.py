@@ -45,7 +45,9 @@ class Agreed:
     profile: ModelProfile | None
 
 
-def agree_on_plan(plan: Plan | str | Path, planning: PlanConfig) -> Agreed:
+def agree_on_plan(
+    plan: Plan | str | Path, planning: PlanConfig, tp_size: int | None = None, pp_size: int | None = None
+) -> Agreed:
     """The plan that all ranks run, rank 0's, and the cluster and profile in ``planning`` where they are given.
 
     Rank 0 alone reads files and plans, so only it needs the files. Called by all ranks.
@@ -60,7 +62,7 @@ def agree_on_plan(plan: Plan | str | Path, planning: PlanConfig) -> Agreed:
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            found[0] = _find(plan, planning)
+            found[0] = _find(plan, planning, tp_size, pp_size)
         except Exception as error:
             # Whatever it is, the others wait for rank 0's word.
             failure, found[1] = error, str(error)
@@ -79,19 +81,26 @@ def agree_on_plan(plan: Plan | str | Path, planning: PlanConfig) -> Agreed:
     return agreed
 
 
-def _find(plan: Plan | str | Path, planning: PlanConfig) -> Agreed:
+def _find(plan: Plan | str | Path, planning: PlanConfig, tp_size: int | None, pp_size: int | None) -> Agreed:
     topology, profile = planning.cluster, planning.profile
     if isinstance(topology, str | Path):
         topology = load_cluster(topology)
     if isinstance(profile, str | Path):
         profile = load_model_profile(profile)
     if not isinstance(plan, Plan):
-        plan = _make(planning, topology, profile) if plan == "auto" else load_plan(plan)
+        auto = plan == "auto"
+        plan = _make(planning, topology, profile, tp_size, pp_size) if auto else load_plan(plan)
     return Agreed(plan, topology, profile)
 
 
-def _make(planning: PlanConfig, topology: Topology | None, profile: ModelProfile | None) -> Plan:
-    """The best plan that can be run here."""
+def _make(
+    planning: PlanConfig,
+    topology: Topology | None,
+    profile: ModelProfile | None,
+    tp_size: int | None,
+    pp_size: int | None,
+) -> Plan:
+    """The best plan that can be run here; with these sizes where they are given."""
     from ..planner.plan_report import one_line
     from ..planner.planning import make_plans
 
@@ -112,6 +121,8 @@ def _make(planning: PlanConfig, topology: Topology | None, profile: ModelProfile
         profile,
         global_batch=global_batch,
         micro_batches=planning.micro_batch_sizes,
+        tensor_parallel=None if tp_size is None else [tp_size],
+        stages=None if pp_size is None else [pp_size],
         method=planning.method,
         symmetric=True,
         keep=MOST_CANDIDATES,

@@ -151,3 +151,17 @@ def check_refused() -> None:
 
 def test_refuses_what_cannot_be_planned() -> None:
     run_ranks(2, check_refused)
+
+
+def check_sizes() -> None:
+    # Gradients that take no time make replicas the best plan for equal devices, but for who wants stages.
+    planning = PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile(0), global_batch_size=GLOBAL_BATCH)
+    assert len(planned("auto", planning=planning).plan.replicas) == 2
+    plan = planned("auto", planning=planning, pp_size=2).plan
+    assert len(plan.replicas) == 1 and plan.layers_per_stage == (3, 3)
+    with pytest.raises(ValueError, match="tensor"):
+        planned("auto", planning=planning, tp_size=2)
+
+
+def test_plans_with_the_sizes_that_are_given() -> None:
+    run_ranks(2, check_sizes)

@@ -48,6 +48,7 @@ def check_groups(plan: Plan, topology: Topology, expected: list[float]) -> dict[
     with patch.object(groups, "ordered_group", recorded):
         plugin = planned(plan, planning=planning)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert os.environ.pop("NCCL_SOCKET_IFNAME") == "=lo"  # NCCL reads its own once per process
     assert dist.get_backend(plugin.dp_group) == "gloo"
     run = boost(plugin, tiny_vit(depth=plan.blocks), sgd)
     assert train_planned(run) == pytest.approx(expected, rel=1e-5)
