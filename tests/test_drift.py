@@ -98,9 +98,12 @@ def test_stages_without_times_are_left_out() -> None:
     assert compare(plan, planned_times(two_stages()), 0.2).stages == ()
 
 
-def profile(seconds: tuple[float, ...]) -> ModelProfile:
+def profile(
+    seconds: tuple[float, ...], update_seconds: float = 0.0, output_bytes: tuple[int, ...] | None = None
+) -> ModelProfile:
     """Of blocks that take so long forward and twice as long backward; embedding and head cost nothing."""
     count = len(seconds) + 2
+    output_bytes = output_bytes or (10,) * len(seconds)
     times = (0.0, *seconds, 0.0)
     return ModelProfile(
         name="by hand",
@@ -110,12 +113,12 @@ def profile(seconds: tuple[float, ...]) -> ModelProfile:
                 micro_batch=2,
                 forward_seconds=times,
                 backward_seconds=tuple(2 * each for each in times),
-                update_seconds=(0.0,) * count,
+                update_seconds=(0.0, *(update_seconds,) * len(seconds), 0.0),
             ),
         ),
         sizes=(
             LayerSizes(
-                parameter_bytes=(100,) * count, activation_bytes=(10,) * count, output_bytes=(10,) * (count - 1) + (0,)
+                parameter_bytes=(100,) * count, activation_bytes=(10,) * count, output_bytes=(10, *output_bytes, 0)
             ),
         ),
     )
@@ -138,13 +141,33 @@ def test_layers_cost_what_the_profile_says() -> None:
         assert report.proposal is not None and report.proposal.basis == "plan"
 
 
+def changed(plan: Plan, **changes: object) -> Plan:
+    """``plan`` with changed stages."""
+    replica = plan.replicas[0]
+    stages = tuple(stage.model_copy(update=changes) for stage in replica.stages)
+    return plan.model_copy(update={"replicas": (replica.model_copy(update={"stages": stages}),)})
+
+
+def test_messages_cost_what_they_did_per_byte() -> None:
+    """The present cut's 20 bytes take half a second; behind the third block there may be ten times as many."""
+    plan = changed(two_stages((1, 3), micro_batches=16), transfer_seconds=0.5)
+    times = planned_times(plan, {0: 2.0})
+    for bytes_there, layers, seconds in ((20, (3, 1), 9.5 + 6.5 + 15 * 9.5), (200, (2, 2), 6.5 + 12.5 + 15 * 12.5)):
+        report = compare(plan, times, 0.2, profile((1.0,) * 4, output_bytes=(20, 20, bytes_there, 20)))
+        assert report.proposal is not None and report.proposal.layers_per_stage == layers
+        assert report.proposal.seconds == pytest.approx(seconds)
+        assert report.proposal.present_seconds == pytest.approx(3.5 + 18.5 + 15 * 18.5)
+
+
+def test_a_slow_device_updates_slowly_too() -> None:
+    plan = changed(two_stages((4, 4), micro_batches=4), update_seconds=4.0)
+    report = compare(plan, planned_times(plan, {0: 3.0, 1: 3.0}), 0.2, profile((1.0,) * 8, update_seconds=1.0))
+    assert report.proposal is not None
+    assert report.proposal.present_seconds == pytest.approx(3 * (12 + 12 + 3 * 12 + 4))
+
+
 def test_no_split_fits() -> None:
-    plan = two_stages()
-    stages = tuple(
-        stage.model_copy(update={"memory_bytes": 2e9, "memory_available_bytes": 1e9})
-        for stage in plan.replicas[0].stages
-    )
-    plan = plan.model_copy(update={"replicas": (plan.replicas[0].model_copy(update={"stages": stages}),)})
+    plan = changed(two_stages(), memory_bytes=2e9, memory_available_bytes=1e9)
     report = compare(plan, planned_times(plan, {0: 3.0}), 0.2)
     assert report.drifted and report.proposal is None
     assert "no split of the layers but 4+4 is known to fit in memory" in str(report)

@@ -96,6 +96,33 @@ def test_plans_and_trains(from_files: bool, tmp_path: Path) -> None:
     assert "micro-batch 1 × 16" in heard[0]
 
 
+def check_wishes() -> None:
+    wishes: dict[str, Any] = dict(global_batch_size=GLOBAL_BATCH, method="uniform", micro_batch_sizes=(2,))
+    plan = planned("auto", planning=PlanConfig(cluster=cluster((1.0, 0.5)), profile=profile(), **wishes)).plan
+    assert plan.layers_per_stage == (3, 3) and (plan.method, plan.micro_batch) == ("uniform", 2)
+    # What was measured on each rank counts, not the one number in the cluster file.
+    layers = profile()
+    slow = [
+        each.model_copy(
+            update={
+                "device": "cpu-2",
+                "forward_seconds": tuple(5 * seconds for seconds in each.forward_seconds),
+                "backward_seconds": tuple(5 * seconds for seconds in each.backward_seconds),
+            }
+        )
+        for each in layers.times
+    ]
+    measured = layers.model_copy(update={"times": (*layers.times, *slow), "rank_devices": ("cpu", "cpu-2")})
+    planning = PlanConfig(cluster=cluster((1.0, 1.0)), profile=measured, global_batch_size=GLOBAL_BATCH)
+    plan = planned("auto", planning=planning).plan
+    layers_of = {stage.ranks: stage.blocks[1] - stage.blocks[0] for stage in plan.replicas[0].stages}
+    assert layers_of == {(0,): 5, (1,): 1}
+
+
+def test_plans_as_it_is_told() -> None:
+    run_ranks(2, check_wishes)
+
+
 def check_refused() -> None:
     planning = PlanConfig(cluster=cluster((1.0,) * 3), profile=profile(), global_batch_size=GLOBAL_BATCH)
     with pytest.raises(ValueError, match="the cluster has 3 devices, but 2 ranks were started; start one rank per"):

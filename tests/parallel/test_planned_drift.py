@@ -12,6 +12,7 @@ import torch.distributed as dist
 from colossalai.booster import Booster
 from torch.utils.data import TensorDataset
 
+from colossal_hetero import PlanConfig
 from colossal_hetero.pipeline_parallel.drift import PassSeconds
 from colossal_hetero.planner.plan import Plan
 from colossal_hetero.plugin import drifting
@@ -20,6 +21,7 @@ from colossal_hetero.plugin.drifting import StageClock
 from .harness import run_ranks
 from .planning import SECONDS, make_plan, planned
 from .test_planned import MICRO_BATCH, MICRO_BATCHES, images_and_labels, train_planned
+from .test_planned_auto import profile
 from .training import Trained, loss_of, sgd, tiny_vit
 
 
@@ -34,7 +36,9 @@ class Listener:
         self.heard.append(message)
 
 
-def check_drift(plan: Plan, times: dict[int, PassSeconds] | None, slow: int | None) -> tuple[list[str], Any]:
+def check_drift(
+    plan: Plan, times: dict[int, PassSeconds] | None, slow: int | None, planning: PlanConfig | None = None
+) -> tuple[list[str], Any]:
     """Two epochs of three iterations, on a clock that tells ``times`` by rank or what ``slow`` really takes."""
     clock = nullcontext() if times is None else patch.object(StageClock, "read", lambda _: times[dist.get_rank()])
     model = tiny_vit(depth=plan.blocks)
@@ -42,7 +46,7 @@ def check_drift(plan: Plan, times: dict[int, PassSeconds] | None, slow: int | No
         for block in model.blocks:
             block.register_forward_pre_hook(lambda *_: time.sleep(0.05))
     with clock, patch.object(drifting, "Console", Listener):
-        plugin = planned(plan)
+        plugin = planned(plan, planning=planning)
         loader = plugin.prepare_dataloader(TensorDataset(torch.zeros(3 * MICRO_BATCH * MICRO_BATCHES)))
         optimizer = sgd(model)
         booster = Booster(plugin=plugin)
@@ -60,18 +64,27 @@ def check_drift(plan: Plan, times: dict[int, PassSeconds] | None, slow: int | No
         assert (loss is not None) == plugin.stage_manager.is_last_stage()
         assert plugin.drift is first
         train_planned(run, 3)
-    return Listener.heard, plugin.drift
+        second = plugin.drift
+        assert second is not first
+        # The next model's epochs are as long as its own loader.
+        model = tiny_vit(depth=plan.blocks)
+        loader = plugin.prepare_dataloader(TensorDataset(torch.zeros(MICRO_BATCH * MICRO_BATCHES)))
+        model, optimizer, *_ = booster.boost(model, sgd(model), loss_of, loader)
+        train_planned(Trained([], model, optimizer, booster, plugin), 1)
+        assert plugin.drift is not second
+    return Listener.heard[:2], second
 
 
 def test_says_which_stage_drifts() -> None:
     plan = make_plan([[[1], [0]]], (3, 3), MICRO_BATCH, MICRO_BATCHES)
     as_planned = PassSeconds(SECONDS, 2 * SECONDS)
-    results = run_ranks(2, check_drift, plan, {0: PassSeconds(3 * SECONDS, 6 * SECONDS), 1: as_planned}, None)
+    planning = PlanConfig(profile=profile())
+    results = run_ranks(2, check_drift, plan, {0: PassSeconds(3 * SECONDS, 6 * SECONDS), 1: as_planned}, None, planning)
     (heard, report), (other_heard, other_report) = results
     assert report == other_report and other_heard == []
     assert len(heard) == 2 and heard[0].startswith("epoch 1: stages take another time than planned\nstage 1 (cpu, rank")
     assert "best split now: 5+1 layers" in heard[0] and heard[1].startswith("epoch 2: ")
-    assert report.proposal.layers_per_stage == (5, 1)
+    assert report.proposal.layers_per_stage == (5, 1) and report.proposal.basis == "profile"
 
 
 def test_says_nothing_where_stages_are_as_planned() -> None:

@@ -26,14 +26,14 @@ PLAN = make_plan([[[3], [2]], [[1], [0]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
 """Each replica in a node."""
 
 
-def two_nodes(kinds: tuple[str, str] = ("Ethernet", "Ethernet"), device: str = "cpu") -> Topology:
-    """Of two devices each, with NICs of these kinds."""
+def two_nodes(kinds: tuple[str, str] = ("Ethernet", "Ethernet"), device: str = "cpu", size: int = 2) -> Topology:
+    """Of ``size`` devices each, with NICs of these kinds."""
     kind = DeviceKind(device, 10**9, 1e9)
     nodes = tuple(
-        Node(f"node {number}", 0, (2 * number, 2 * number + 1), Channel("PCIe", 1e10), (Channel(nic, 1e8),))
-        for number, nic in enumerate(kinds)
+        Node(f"node {number}", 0, tuple(range(size * number, size * (number + 1))), Channel("PCIe", 1e10), (nic,))
+        for number, nic in enumerate(Channel(name, 1e8) for name in kinds)
     )
-    return Topology(tuple(Device(kind, node=rank // 2, cluster=0) for rank in range(4)), nodes, ("here",))
+    return Topology(tuple(Device(kind, node=rank // size, cluster=0) for rank in range(2 * size)), nodes, ("here",))
 
 
 def check_groups(plan: Plan, topology: Topology, expected: list[float]) -> dict[tuple[int, ...], str | None]:
@@ -72,6 +72,19 @@ def test_groups_across_nodes_use_the_network_between_them(topology: Topology, ac
             (0, 2): across,
             (3, 2): None,
             (1, 0): None,
+        }
+
+
+def test_ranks_are_the_devices_that_the_plan_uses() -> None:
+    """Of nodes of three the first device of one and all of the other, so that rank 1 is device 3."""
+    plan = make_plan([[[5], [4]], [[3], [0]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
+    expected, _ = train_alone(plan.blocks, plan.global_batch)
+    for made in run_ranks(4, check_groups, plan, two_nodes(size=3), expected):
+        assert {ranks: name for ranks, name in made.items() if len(ranks) > 1} == {
+            (1, 3): None,
+            (0, 2): "lo",
+            (3, 2): None,
+            (1, 0): "lo",
         }
 
 

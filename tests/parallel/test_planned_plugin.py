@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import TensorDataset
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
 from colossal_hetero.planner.plan import Plan
 from colossal_hetero.plugin.mesh import PlannedMesh
+from colossal_hetero.plugin.planned import runnable
 
 from .harness import run_ranks
 from .planning import boosted, make_plan, planned
@@ -89,6 +91,19 @@ def test_stages_of_a_replica_load_the_same_samples() -> None:
     # Rank 0 writes what belongs to no group, so it is in the first replica; stages are as planned.
     assert places[0][:2] == (0, 1) and places[3][:2] == (0, 0)
     assert places[1][:2] == (1, 0) and places[2][:2] == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "rank_order, expected",
+    [
+        ([[[3, 1], [2, 0]]], (((3, 1), (0, 2)),)),
+        ([[[1], [2]], [[3], [0]]], (((3,), (0,)), ((1,), (2,)))),
+        ([[[5, 4], [2, 3]]], (((3, 2), (0, 1)),)),
+    ],
+)
+def test_rank_0_is_first_of_all_that_write(rank_order: list, expected: tuple) -> None:
+    with patch.object(dist, "get_world_size", lambda: 4):
+        assert runnable(make_plan(rank_order, (1, 3), MICRO_BATCH, MICRO_BATCHES)).rank_order == expected
 
 
 # Checkpoints -----------------------------------------------------------------------------------------------------
