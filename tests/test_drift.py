@@ -171,3 +171,19 @@ def test_no_split_fits() -> None:
     report = compare(plan, planned_times(plan, {0: 3.0}), 0.2)
     assert report.drifted and report.proposal is None
     assert "no split of the layers but 4+4 is known to fit in memory" in str(report)
+
+
+def test_what_was_said_is_not_said_again() -> None:
+    plan = two_stages((8, 8))
+
+    def report(*slowdowns: float) -> DriftReport:
+        return compare(plan, planned_times(plan, dict(enumerate(slowdowns))), threshold=0.2)
+
+    silent, slow, slower, other = report(1, 1), report(1, 2), report(1, 3), report(2, 1)
+    assert not silent.differs_from(None) and not silent.differs_from(slow)
+    assert slow.differs_from(None) and slow.differs_from(other)
+    assert not slow.differs_from(slow) and not report(1, 2.02).differs_from(slow)
+    assert slower.differs_from(slow)
+    # Another split would be best, though no stage is much slower.
+    near, nearer = report(1, 1.25), report(1, 1.48)
+    assert near.proposal.layers_per_stage != nearer.proposal.layers_per_stage and nearer.differs_from(near)

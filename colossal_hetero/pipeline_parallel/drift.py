@@ -84,6 +84,18 @@ class DriftReport:
         """The stages whose time differs from the planned one by more than ``threshold``."""
         return tuple(stage for stage in self.stages if abs(stage.ratio - 1.0) > self.threshold)
 
+    def differs_from(self, told: DriftReport | None) -> bool:
+        """Whether there is something that ``told`` did not say: other stages drifted, one of them by more than the
+        threshold further, or another split would be best."""
+        if told is None or [each.ranks for each in self.drifted] != [each.ranks for each in told.drifted]:
+            return bool(self.drifted)
+        cuts = [each.proposal and each.proposal.layers_per_stage for each in (self, told)]
+        changes = (
+            abs(now.measured.seconds / before.measured.seconds - 1.0)
+            for now, before in zip(self.drifted, told.drifted, strict=True)
+        )
+        return cuts[0] != cuts[1] or any(change > self.threshold for change in changes)
+
     def __str__(self) -> str:
         """For people; one line per stage that drifted, and one for the split."""
         several = len({stage.replica for stage in self.stages}) > 1

@@ -104,9 +104,10 @@ class DriftWatch:
         self._clock = StageClock(schedule)
         self._plan, self._threshold, self._profile = plan, threshold, profile
         self._iterations = 0
+        self._told: DriftReport | None = None
 
     def tick(self) -> None:
-        """An iteration has ended. Collective at the end of an epoch; prints on rank 0 what drifted."""
+        """An iteration has ended. Collective at the end of an epoch; prints on rank 0 what it has not said yet."""
         self._clock.end_iteration(counts=self._iterations >= WARMUP_ITERATIONS)
         self._iterations += 1
         if self._iterations % self.interval == 0:
@@ -119,6 +120,9 @@ class DriftWatch:
         if not measured:
             return
         self.report = compare(self._plan, measured, self._threshold, self._profile)
-        if self.report.drifted and dist.get_rank() == 0:
+        news = self.report.differs_from(self._told)
+        if news or not self.report.drifted:
+            self._told = self.report if self.report.drifted else None
+        if news and dist.get_rank() == 0:
             message = f"epoch {epoch}: stages take another time than planned\n{self.report}"
             Console(stderr=True).print(message, soft_wrap=True, highlight=False, markup=False)

@@ -100,12 +100,12 @@ def _make_parser() -> argparse.ArgumentParser:
     add_data_flags(parser)
 
     training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=int, metavar="N", default=6, help="of each way (default 6)")
+    training.add_argument("--epochs", type=int, metavar="N", default=5, help="of each way (default 5)")
     training.add_argument("--lr", type=float, metavar="RATE", default=1e-3, help="peak learning rate (default 1e-3)")
     training.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default fp32")
     training.add_argument("--seed", type=int, metavar="N", default=0, help="default 0")
 
-    add_vit_flags(parser, hidden=192, depth=10, heads=4, patch=4)
+    add_vit_flags(parser, hidden=128, depth=8, heads=4, patch=4)
 
     output = parser.add_argument_group("output")
     output.add_argument("--summary", type=Path, metavar="FILE.json", help="write what was measured, at the end")

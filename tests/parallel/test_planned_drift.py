@@ -82,8 +82,9 @@ def test_says_which_stage_drifts() -> None:
     results = run_ranks(2, check_drift, plan, {0: PassSeconds(3 * SECONDS, 6 * SECONDS), 1: as_planned}, None, planning)
     (heard, report), (other_heard, other_report) = results
     assert report == other_report and other_heard == []
-    assert len(heard) == 2 and heard[0].startswith("epoch 1: stages take another time than planned\nstage 1 (cpu, rank")
-    assert "best split now: 5+1 layers" in heard[0] and heard[1].startswith("epoch 2: ")
+    # The second epoch brings nothing new.
+    assert len(heard) == 1 and heard[0].startswith("epoch 1: stages take another time than planned\nstage 1 (cpu, rank")
+    assert "best split now: 5+1 layers" in heard[0]
     assert report.proposal.layers_per_stage == (5, 1) and report.proposal.basis == "profile"
 
 
