@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["on_every_rank"]
+__all__ = ["destroy_groups", "on_every_rank"]
+
+SETTLE_SECONDS = 0.2
 
 T = TypeVar("T")
 
@@ -30,3 +33,14 @@ def on_every_rank(function: Callable[[], T], purpose: str) -> list[T]:
     if failures:
         raise RuntimeError(f"{purpose} failed on {'; '.join(failures)}") from failure
     return [value for value, _ in everyone]
+
+
+def destroy_groups() -> None:
+    """``torch.distributed.destroy_process_group``, with Gloo left a moment to put away its last collective.
+
+    Gloo's threads drop the tensors of a collective when it is over for the caller already, for which they need the
+    interpreter. A group's destructor waits for these threads and (in torch 2.5) does not let go of the interpreter
+    meanwhile: if one of them is late, both wait for ever.
+    """
+    time.sleep(SETTLE_SECONDS)
+    dist.destroy_process_group()

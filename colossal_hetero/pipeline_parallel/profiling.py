@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from ..accelerator import get_accelerator
+from ..data_parallel.together import destroy_groups
 from ..planner.layer_profile import save_model_profile
 from ..probe.running import is_rank
 from .layer_profiler import LEAST_SECONDS, LayerProgress, MeasuredLayers, profile_layers
@@ -106,7 +107,7 @@ def profile_here(request: ProfileRequest, console: Console) -> MeasuredLayers:
         raise ValueError(str(error).splitlines()[0]) from error
     finally:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            destroy_groups()
 
 
 def _device(rank: int) -> torch.device:

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .curves import Curve
-from .files import errors_in_words, read_json, write_json
+from .files import check_units, errors_in_words, read_json, write_json
 
 __all__ = [
     "SCHEMA",
@@ -173,12 +173,7 @@ class BatchProfile(_Part):
     @field_validator("units")
     @classmethod
     def _units_as_read(cls, units: dict[str, str]) -> dict[str, str]:
-        if units != UNITS:
-            changed = next(name for name in [*UNITS, *units] if units.get(name) != UNITS.get(name))
-            raise ValueError(
-                f"{changed} is in {units.get(changed)!r}, but is read in {UNITS.get(changed)!r}; "
-                "the units cannot be chosen: convert the numbers, or leave the field out"
-            )
+        check_units(units, UNITS)
         return units
 
     @model_validator(mode="after")

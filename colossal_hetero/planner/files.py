@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-__all__ = ["errors_in_words", "read_json", "write_json"]
+__all__ = ["check_units", "errors_in_words", "read_json", "write_json"]
 
 
 def read_json(path: Path | str) -> tuple[str, Any]:
@@ -79,6 +79,16 @@ def _fill(texts: Sequence[str]) -> list[str]:
         else:
             lines.append(text)
     return lines
+
+
+def check_units(units: Mapping[str, str], read: Mapping[str, str]) -> None:
+    """Raise ValueError unless a file's ``units`` are those in which its numbers are ``read``."""
+    if units != read:
+        changed = next(name for name in [*read, *units] if units.get(name) != read.get(name))
+        raise ValueError(
+            f"{changed} is in {units.get(changed)!r}, but is read in {read.get(changed)!r}; "
+            "the units cannot be chosen: convert the numbers, or leave the field out"
+        )
 
 
 def errors_in_words(error: ValidationError, names: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from .files import errors_in_words, read_json, write_json
+from .files import check_units, errors_in_words, read_json, write_json
 from .pipeline import LayerCosts
 
 __all__ = ["SCHEMA", "BlockRun", "LayerSizes", "LayerTimes", "ModelProfile", "load_model_profile", "save_model_profile"]
@@ -134,12 +134,7 @@ class ModelProfile(_Part):
     @field_validator("units")
     @classmethod
     def _units_as_read(cls, units: dict[str, str]) -> dict[str, str]:
-        if units != UNITS:
-            changed = next(name for name in [*UNITS, *units] if units.get(name) != UNITS.get(name))
-            raise ValueError(
-                f"{changed} is in {units.get(changed)!r}, but is read in {UNITS.get(changed)!r}; "
-                "the units cannot be chosen: convert the numbers, or leave the field out"
-            )
+        check_units(units, UNITS)
         return units
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from .files import errors_in_words, read_json, write_json
+from .files import check_units, errors_in_words, read_json, write_json
 from .readable import count
 
 __all__ = ["SCHEMA", "Plan", "Replica", "StagePlan", "load_plan", "save_plan"]
@@ -138,12 +138,7 @@ class Plan(_Part):
     @field_validator("units")
     @classmethod
     def _units_as_read(cls, units: dict[str, str]) -> dict[str, str]:
-        if units != UNITS:
-            changed = next(name for name in [*UNITS, *units] if units.get(name) != UNITS.get(name))
-            raise ValueError(
-                f"{changed} is in {units.get(changed)!r}, but is read in {UNITS.get(changed)!r}; "
-                "the units cannot be chosen: convert the numbers, or leave the field out"
-            )
+        check_units(units, UNITS)
         return units
 
     @model_validator(mode="after")

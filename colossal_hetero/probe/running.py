@@ -76,6 +76,7 @@ def _probe(
     import torch
     import torch.distributed as dist
 
+    from ..data_parallel.together import destroy_groups
     from ..planner.cluster_file import save_cluster
     from .here import probe_ranks
 
@@ -102,7 +103,7 @@ def _probe(
         # Nobody leaves while somebody still asks the first rank where the others are.
         dist.barrier()
     finally:
-        dist.destroy_process_group()
+        destroy_groups()
     if rank != 0:
         return
     save_cluster(topology, out, _head(links))

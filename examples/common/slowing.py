@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from usage import UsageError
 
+from colossal_hetero.accelerator import get_accelerator
 from colossal_hetero.cpu_quota import cpu_quota
 
-__all__ = ["hold_to_quota", "repeat_passes"]
+__all__ = ["hold_to_quota", "repeat_passes", "slowed"]
 
 PERIOD_US = 20_000
 """Of the quota: shorter than the passes that are timed, so that each of them meets it."""
@@ -88,3 +90,29 @@ def hold_to_quota(slowdown: int) -> Iterator[str | None]:
         if reason is not None:
             stack.close()
         yield reason
+
+
+@contextmanager
+def slowed(slow_by: str, slow: dict[int, int]) -> Iterator[str]:
+    """Slows this rank's process where that is the means; gives the means: ``quota`` or ``repeat``. Every rank calls it.
+
+    Args:
+        slow_by: the flag ``--slow-by``.
+        slow: how many times as long each rank's work is to take.
+
+    Raises:
+        UsageError: a quota was asked for and cannot be had.
+    """
+    if not slow or slow_by == "repeat":
+        yield "repeat"
+        return
+    if get_accelerator().name != "cpu":
+        # A process that launches kernels late is another thing than a slow device.
+        if slow_by == "quota":
+            raise UsageError("--slow-by quota slows training on a CPU only; use --slow-by repeat")
+        yield "repeat"
+        return
+    with hold_to_quota(slow.get(dist.get_rank(), 1)) as failure:
+        if failure is not None and slow_by == "quota":
+            raise UsageError(f"--slow-by quota is not possible here ({failure}); use --slow-by repeat")
+        yield "repeat" if failure is not None else "quota"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ from findings import Display, Training, json_text, summarise
 from schedule import rise_and_fall
 from settings import Settings
 from slow_flags import slowdowns
-from slowing import hold_to_quota, repeat_passes
+from slowing import repeat_passes, slowed
 from small_vit import build_vit
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
-from usage import UsageError, write_whole
+from usage import write_whole
 
 import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, and quietly)
 
@@ -30,6 +29,7 @@ from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
 
 from colossal_hetero import HeteroHybridParallelPlugin
+from colossal_hetero.data_parallel.together import destroy_groups
 from colossal_hetero.pipeline_parallel.layer_profiler import profile_layers
 from colossal_hetero.planner.as_profiled import as_profiled
 from colossal_hetero.planner.layer_profile import ModelProfile, load_model_profile, save_model_profile
@@ -49,7 +49,7 @@ def run(settings: Settings) -> None:
     colossalai.launch_from_torch(seed=settings.seed, verbose=False)
     compare(settings)
     dist.barrier()
-    dist.destroy_process_group()
+    destroy_groups()
 
 
 def compare(settings: Settings, quiet: bool = False) -> dict[str, Any] | None:
@@ -60,7 +60,7 @@ def compare(settings: Settings, quiet: bool = False) -> dict[str, Any] | None:
     images = load_data(settings, display.track)
     slow = slowdowns(settings.slow, ranks)
     trainings = []
-    with display, _slowed(settings, slow) as means:
+    with display, slowed(settings.slow_by, slow) as means:
         times = slow.get(rank, 1) if means == "repeat" else 1
         parameters = sum(parameter.numel() for parameter in build_vit(settings, info.classes).parameters())
         display.start(info, parameters, get_accelerator().get_current_device(), slow, means)
@@ -89,27 +89,6 @@ def compare(settings: Settings, quiet: bool = False) -> dict[str, Any] | None:
         plot_plan(trainings[-1].plan, settings.plot)
     display.report(trainings, slow, summary)
     return summary
-
-
-@contextmanager
-def _slowed(settings: Settings, slow: dict[int, int]) -> Iterator[str]:
-    """Slows this rank's process where that is the means; gives the means: ``quota`` or ``repeat``.
-
-    Raises ``UsageError`` where a quota was asked for and cannot be had.
-    """
-    if not slow or settings.slow_by == "repeat":
-        yield "repeat"
-        return
-    if get_accelerator().name != "cpu":
-        # A process that launches kernels late is another thing than a slow device.
-        if settings.slow_by == "quota":
-            raise UsageError("--slow-by quota slows training on a CPU only; use --slow-by repeat")
-        yield "repeat"
-        return
-    with hold_to_quota(slow.get(dist.get_rank(), 1)) as failure:
-        if failure is not None and settings.slow_by == "quota":
-            raise UsageError(f"--slow-by quota is not possible here ({failure}); use --slow-by repeat")
-        yield "repeat" if failure is not None else "quota"
 
 
 def _measure(settings: Settings, times: int, classes: int, images: ImageSet) -> tuple[ModelProfile, Topology]:

@@ -31,6 +31,7 @@ from colossalai.booster.plugin import HybridParallelPlugin
 
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.balance.timeline import Timelines
+from colossal_hetero.data_parallel.together import destroy_groups
 from colossal_hetero.layers import TimmViTPolicy
 from colossal_hetero.stragglers import Stragglers, inject_stragglers, parse_slowdowns
 
@@ -44,7 +45,7 @@ def run(options: Options) -> None:
     colossalai.launch_from_torch(seed=options.seed, verbose=False)
     train(options)
     dist.barrier()
-    dist.destroy_process_group()
+    destroy_groups()
 
 
 def train(options: Options, quiet: bool = False) -> dict[str, Any] | None:

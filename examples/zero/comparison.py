@@ -18,7 +18,7 @@ from data import DataInfo, ImageSet, find_data, load_data, padded_batches
 from outcome import Display, Training, json_text, summarise
 from schedule import rise_and_fall
 from slow_flags import slowdowns
-from slowing import hold_to_quota, repeat_passes
+from slowing import repeat_passes, slowed
 from small_vit import build_vit
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -33,6 +33,7 @@ from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
 
 from colossal_hetero import HeteroZeroPlugin
+from colossal_hetero.data_parallel.together import destroy_groups
 
 __all__ = ["compare", "run"]
 
@@ -44,7 +45,7 @@ def run(choices: Choices) -> None:
     colossalai.launch_from_torch(seed=choices.seed, verbose=False)
     compare(choices)
     dist.barrier()
-    dist.destroy_process_group()
+    destroy_groups()
 
 
 def compare(choices: Choices, quiet: bool = False) -> dict[str, Any] | None:
@@ -55,7 +56,7 @@ def compare(choices: Choices, quiet: bool = False) -> dict[str, Any] | None:
     images = load_data(choices, display.track)
     slow = slowdowns(choices.slow, ranks)
     trainings = []
-    with display, _slowed(choices, slow) as means, _profile_file(choices) as profile:
+    with display, slowed(choices.slow_by, slow) as means, _profile_file(choices) as profile:
         for method in choices.methods:
             trainer = Trainer(choices, method, slow.get(rank, 1) if means == "repeat" else 1, profile, info, images)
             if not trainings:
@@ -68,27 +69,6 @@ def compare(choices: Choices, quiet: bool = False) -> dict[str, Any] | None:
         write_whole(choices.summary, json_text(summary))
     display.report(trainings, slow, summary)
     return summary
-
-
-@contextmanager
-def _slowed(choices: Choices, slow: dict[int, int]) -> Iterator[str]:
-    """Slows this rank's process where that is the means; gives the means: ``quota`` or ``repeat``.
-
-    Raises ``UsageError`` where a quota was asked for and cannot be had.
-    """
-    if not slow or choices.slow_by == "repeat":
-        yield "repeat"
-        return
-    if get_accelerator().name != "cpu":
-        # A process that launches kernels late is another thing than a slow device.
-        if choices.slow_by == "quota":
-            raise UsageError("--slow-by quota slows training on a CPU only; use --slow-by repeat")
-        yield "repeat"
-        return
-    with hold_to_quota(slow.get(dist.get_rank(), 1)) as failure:
-        if failure is not None and choices.slow_by == "quota":
-            raise UsageError(f"--slow-by quota is not possible here ({failure}); use --slow-by repeat")
-        yield "repeat" if failure is not None else "quota"
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from choices import check_choices, parse_choices
+from slow_flags import slowdowns
 from slowing import repeat_passes
 from usage import UsageError
 
@@ -142,9 +143,9 @@ def test_what_cannot_work_is_said_in_one_line(line, says):
 
 
 def test_one_rank_is_not_slowed_unless_that_is_asked_for():
-    assert parse_choices([]).slowdowns(1) == {}
-    assert parse_choices([]).slowdowns(2) == {1: 4}
-    assert parse_choices(["--slow", "0:2,1:1"]).slowdowns(2) == {0: 2}
+    assert slowdowns(parse_choices([]).slow, 1) == {}
+    assert slowdowns(parse_choices([]).slow, 2) == {1: 4}
+    assert slowdowns(parse_choices(["--slow", "0:2,1:1"]).slow, 2) == {0: 2}
 
 
 def run_example(*arguments: str) -> subprocess.CompletedProcess[str]:
