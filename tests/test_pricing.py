@@ -178,7 +178,11 @@ def test_devices_are_called_as_they_were_profiled():
             "rank_devices": ("fast", "fast-2", "fast"),
         }
     )
+    # The second one's slowness is in its own times, and counts once.
+    slow = dataclasses.replace(topology.devices[1], speed=0.25)
+    topology = dataclasses.replace(topology, devices=(topology.devices[0], slow, topology.devices[2]))
     called = as_profiled(topology, measured)
+    assert [device.speed for device in called.devices] == [1.0] * 3
     assert [device.kind.name for device in called.devices] == ["fast", "fast-2", "fast"]
     assert [device.kind.memory_bytes for device in called.devices] == [10**10] * 3
     # Of other ranks, or of other devices.
