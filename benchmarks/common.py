@@ -1,7 +1,7 @@
 """What the benchmarks share: starting ranks, a model to train, timing in alternating blocks, and a table.
 
-Every benchmark is one command, ``python benchmarks/NAME.py``. It starts its own ranks with one thread each; variants
-are timed in alternating blocks of the same processes, so that whatever else the machine does falls on all of them.
+Every benchmark is one command, ``python -m benchmarks.FOLDER.NAME``. It starts its own ranks with one thread each;
+variants are timed in alternating blocks of the same processes, so that all variants see the same load of the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from colossalai.booster.plugin import HybridParallelPlugin
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
 from colossal_hetero.layers import TimmViTPolicy
-from colossal_hetero.stragglers import Stragglers, inject_stragglers
+from colossal_hetero.testing.stragglers import Stragglers, inject_stragglers
 
 BATCH = 32
 MODEL = {"embed_dim": 512, "depth": 2, "num_heads": 8, "patch_size": 4, "img_size": 32, "num_classes": 10}
@@ -46,7 +46,7 @@ def start_ranks(count: int) -> None:
         # Large tensors on huge pages: page faults, not arithmetic, make up a good part of small products otherwise.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-        os.execv(sys.executable, [*launcher, *sys.argv])
+        os.execv(sys.executable, [*launcher, "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]])
     torch.set_num_threads(1)
     colossalai.launch_from_torch(seed=1, verbose=False)
 

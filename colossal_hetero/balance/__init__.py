@@ -1,16 +1,16 @@
-"""What changes between iterations: measure, decide, apply.
+"""What changes between iterations: measure who is slow, decide what to do about it, apply the plan.
 
-The deciding half (:mod:`.config`, :mod:`.plan`, :mod:`.costs`, :mod:`.decide`, :mod:`.ratios`, :mod:`.semi`,
-:mod:`.optimum`, :mod:`.divide`, :mod:`.speed`, :mod:`.damping`, :mod:`.records`) is free of torch; the other half
-(:mod:`.clock`, :mod:`.columns`, :mod:`.pretest`, :mod:`.balancer`) has the effects and is imported by name.
+:mod:`.decide` is pure and free of torch. :mod:`.measure` reads clocks and measures costs, :mod:`.report` describes what
+happened. The modules of this folder have the effects: :mod:`.balancer` runs once per optimizer step, :mod:`.apply`
+gives layers their workloads, :mod:`.host_messages` exchanges numbers between ranks.
 """
 
 from .config import BalanceConfig
-from .costs import Costs, predicted_seconds
-from .decide import decide
-from .divide import Division, Move, divide
-from .plan import Plan, RankTimes
-from .ratios import layer_ratios, resize_ratios
+from .decide.costs import Costs, predicted_seconds
+from .decide.divide import Division, Move, divide
+from .decide.modes import decide
+from .decide.plan import Plan, RankTimes
+from .decide.ratios import layer_ratios, resize_ratios
 
 __all__ = [
     "BalanceConfig",

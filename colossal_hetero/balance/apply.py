@@ -10,17 +10,18 @@ import numpy as np
 from torch import Tensor
 
 from ..layers.block import Block
+from ..layers.column_migration import COURIERS, ColumnMigration, Courier
 from ..layers.linear import HeteroLinear
-from ..layers.migration import COURIERS, ColumnMigration, Courier
 from ..layers.transport import Transport
-from ..layers.unit_mail import UnitMail, batch_numbers
+from ..layers.unit_exchange import UnitMail, batch_numbers
 from ..layers.workload import Workload, kept_count
-from .columns import ColumnSelector, make_selector
+from .column_selection import ColumnSelector, make_selector
 from .config import BalanceConfig
-from .costs import Traffic
-from .decide import Plan, layer_ratios
-from .divide import Division, divide
-from .traffic import BlockShape, LayerShape, block_traffic, column_traffic
+from .decide.costs import Traffic
+from .decide.divide import Division, divide
+from .decide.plan import Plan
+from .decide.ratios import layer_ratios
+from .decide.traffic import BlockShape, LayerShape, block_traffic, column_traffic
 
 __all__ = ["Applier", "Pruning", "Shares"]
 
@@ -139,7 +140,7 @@ class Applier:
         layers: the tensor-parallel layers, by name.
         blocks: the blocks to balance as a whole; layers in none of them are balanced by their columns.
         transport: of the tensor-parallel group; without it (a rank by itself, no blocks) nothing can migrate.
-        is_last_pass: see :class:`~colossal_hetero.layers.unit_mail.UnitMail`.
+        is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.UnitMail`.
     """
 
     def __init__(

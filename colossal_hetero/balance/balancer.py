@@ -26,15 +26,17 @@ from ..layers.block import Block, find_blocks
 from ..layers.linear import HeteroLinear, hetero_layers
 from ..layers.transport import Transport
 from .apply import Applier, Shares
-from .clock import IterationClock, IterationTimes
 from .config import BalanceConfig
-from .costs import Costs, Traffic
-from .decide import Plan, RankTimes, decide
-from .exchange import Groups, make_groups
-from .pretest import ProductShape, prepare_costs
-from .records import IterationRecord, LocalRecord, merge_records
-from .speed import EqualWork, SpeedWatch
-from .timeline import RankSegments, SampledIterations, Timelines, TimelineSampler, choose_timelines
+from .decide.costs import Costs, Traffic
+from .decide.modes import decide
+from .decide.plan import Plan, RankTimes
+from .host_messages import Groups, make_groups
+from .measure.clock import IterationClock, IterationTimes
+from .measure.pretest import ProductShape, prepare_costs
+from .measure.speed import EqualWork, SpeedWatch
+from .measure.timeline_sampler import RankSegments, SampledIterations, TimelineSampler
+from .report.records import IterationRecord, LocalRecord, merge_records
+from .report.timeline import Timelines, choose_timelines
 
 __all__ = ["Balancer", "attach_balancer"]
 
@@ -44,7 +46,7 @@ MAX_RECORDS = 100_000
 SETTLED_AFTER = 10
 """Iterations after which a new plan's costs have shown."""
 
-LEAST_RECEIVED = 0.02
+MIN_RECEIVED = 0.02
 """A receiver with memory for less than this share of its own work takes nothing."""
 
 
@@ -165,7 +167,7 @@ class Balancer:
         self._newest = iteration
         # What lies between a block's products goes where its units go.
         movable = times.matmul_seconds + (times.block_seconds if self.config.moves_blocks else 0.0)
-        equal = self._equal_work.normalise(times.work_seconds, movable, shares.load)
+        equal = self._equal_work.normalize(times.work_seconds, movable, shares.load)
         equal = replace(equal, communication_seconds=times.communication_seconds)
         self._best_seconds = min(self._best_seconds, equal.work_seconds)
         if times.segments:
@@ -261,7 +263,7 @@ class Balancer:
             # Released before the others' share of the next attempt is taken.
             self._applier.apply(Plan.idle(self._exchange.size))
             self._most_received = max(limited.receive) / 2
-            if self._most_received < LEAST_RECEIVED:
+            if self._most_received < MIN_RECEIVED:
                 self._most_received = 0.0
 
     def collect(self) -> list[IterationRecord] | None:

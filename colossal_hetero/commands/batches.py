@@ -46,9 +46,9 @@ def batches(
 
     Prints what each device gets, how long it is busy and how long it waits, and how other methods compare.
     """
-    from ..planner.batch_profile import load_profile
-    from ..planner.batch_report import render, save_report
-    from ..planner.compare import compare
+    from ..planner.batches.batch_profile import load_profile
+    from ..planner.batches.comparison import compare
+    from ..planner.report.batch_table import render, save_report
 
     with mended_by_user():
         check_outputs(out, picture=plot)
@@ -56,7 +56,7 @@ def batches(
         if out is not None:
             save_report(report, out)
         if plot is not None:
-            from ..planner.batch_pictures import plot_report
+            from ..planner.report.batch_picture import plot_report
 
             plot_report(report, plot)
     make_console().print(render(report))

@@ -46,7 +46,7 @@ def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
     if picture is not None:
-        from ..figures import check_matplotlib, check_name
+        from ..io.pictures import check_matplotlib, check_name
 
         check_name(picture)
         check_matplotlib()

@@ -15,10 +15,10 @@ from .common import check_outputs, make_console, mended_by_user
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..planner.layer_profile import ModelProfile
-    from ..planner.plan import Plan
-    from ..planner.planning import Candidate
-    from ..planner.topology import Topology
+    from ..planner.cluster.topology import Topology
+    from ..planner.plans.plan import Plan
+    from ..planner.profile.layer_profile import ModelProfile
+    from ..planner.search.make_plans import Candidate
 
 __all__ = ["plan"]
 
@@ -82,12 +82,12 @@ def plan(
     """
     from dataclasses import replace
 
-    from ..planner.as_profiled import as_profiled
-    from ..planner.cluster_file import load_cluster
-    from ..planner.layer_profile import load_model_profile
-    from ..planner.otherwise import as_launched
-    from ..planner.plan import save_plan
-    from ..planner.plan_report import one_line, render, training_call
+    from ..planner.cluster.cluster_file import load_cluster
+    from ..planner.plans.launch_order import as_launched
+    from ..planner.plans.plan import save_plan
+    from ..planner.profile.as_profiled import as_profiled
+    from ..planner.profile.layer_profile import load_model_profile
+    from ..planner.report.plan_table import one_line, render, training_call
 
     options = {
         "global_batch": global_batch,
@@ -112,7 +112,7 @@ def plan(
         if out is not None:
             save_plan(best, out)
         if plot is not None:
-            from ..planner.plan_pictures import plot_plan
+            from ..planner.report.plan_picture import plot_plan
 
             with _patience("drawing"):
                 plot_plan(best, plot)
@@ -132,7 +132,7 @@ def _plans(topology: Topology, model: ModelProfile, method: str, keep: int, opti
     """The best plans, the first of them compared with what uniform stages would take."""
     from dataclasses import replace
 
-    from ..planner.planning import make_plans
+    from ..planner.search.make_plans import make_plans
 
     candidates = make_plans(topology, model, method=method, keep=keep, **options)
     if method == "uniform":
@@ -154,7 +154,7 @@ def _plans(topology: Topology, model: ModelProfile, method: str, keep: int, opti
 def _has_uniform_stages(plan: Plan) -> bool:
     from itertools import pairwise
 
-    from ..planner.split_rules import uniform_bounds
+    from ..planner.stages.rules import uniform_bounds
 
     return all(
         [stage.blocks for stage in replica.stages] == list(pairwise(uniform_bounds(plan.blocks, len(replica.stages))))

@@ -53,7 +53,8 @@ def probe(out: Path, nproc: int | None, cluster_of: list[tuple[str, str]], timeo
 
     torchrun --nnodes ... --nproc-per-node ... -m colossal_hetero.cli probe --out cluster.toml
     """
-    from ..probe.running import is_rank, local_devices, probe_as_rank, start_ranks
+    from ..probe.probe_command import probe_as_rank
+    from ..processes.launch import is_rank, local_devices, start_ranks
 
     with mended_by_user():
         check_outputs(out)

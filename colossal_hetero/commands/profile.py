@@ -11,7 +11,7 @@ import click
 from .common import check_outputs, make_console, mended_by_user
 
 if TYPE_CHECKING:
-    from ..planner.layer_profile import ModelProfile
+    from ..planner.profile.layer_profile import ModelProfile
 
 __all__ = ["profile"]
 
@@ -119,8 +119,8 @@ def profile(context: click.Context, model: str | None, out: Path, nproc: int | N
 
 
 def _measure(context: click.Context, model: str, out: Path, nproc: int | None, given: dict[str, Any]) -> None:
-    from ..pipeline_parallel.profiling import ProfileRequest, check_request, profile_here
-    from ..probe.running import is_rank, local_devices, start_ranks
+    from ..processes.launch import is_rank, local_devices, start_ranks
+    from ..profiling.layers.named_profile import ProfileRequest, check_request, profile_here
 
     given["least_seconds"] = given.pop("seconds")
     request = ProfileRequest(model=model, out=out, **given)
@@ -147,10 +147,10 @@ def _measure(context: click.Context, model: str, out: Path, nproc: int | None, g
 def _estimate(sizes: dict[str, Any], given: dict[str, Any], estimates: dict[str, Any], out: Path) -> ModelProfile:
     from difflib import get_close_matches
 
-    from ..planner.estimated_profile import estimated_profile
-    from ..planner.gpus import GPUS
-    from ..planner.layer_profile import save_model_profile
-    from ..planner.transformer import Transformer
+    from ..planner.cluster.gpu_catalog import GPUS
+    from ..planner.profile.estimate import estimated_profile
+    from ..planner.profile.gpt import Transformer
+    from ..planner.profile.layer_profile import save_model_profile
 
     missing = [f"--{name}" for name in SIZES if sizes[name] is None]
     if missing:
@@ -178,7 +178,7 @@ def _wanted() -> str:
 
 
 def _show(measured: ModelProfile, out: Path) -> None:
-    from ..planner.profile_report import render_profile
+    from ..planner.report.profile_table import render_profile
 
     console = make_console()
     console.print(render_profile(measured))

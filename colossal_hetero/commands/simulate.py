@@ -51,9 +51,9 @@ def simulate(plan: Path, slow: dict[int, float] | None, transfers: str, plot: Pa
     Prints how long each stage is busy and idle, and the iteration beside what the closed form predicts; with --slow,
     what becomes of it if ranks slow down.
     """
-    from ..planner.plan import load_plan
-    from ..planner.plan_simulation import simulate_plan
-    from ..planner.simulation_report import render_simulation
+    from ..planner.plans.plan import load_plan
+    from ..planner.plans.simulate import simulate_plan
+    from ..planner.report.simulation_table import render_simulation
 
     with mended_by_user():
         check_outputs(picture=plot)
@@ -61,7 +61,7 @@ def simulate(plan: Path, slow: dict[int, float] | None, transfers: str, plot: Pa
         simulation = simulate_plan(planned, slow, way)
         without = simulate_plan(planned, transfers=way) if slow else None
         if plot is not None:
-            from ..planner.plan_pictures import plot_plan
+            from ..planner.report.plan_picture import plot_plan
 
             plot_plan(planned, plot, simulation=simulation)
     make_console().print(render_simulation(simulation, without))

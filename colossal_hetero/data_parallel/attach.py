@@ -13,15 +13,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..accelerator import get_accelerator
-from ..planner.batch_profile import BatchProfile, load_profile, save_profile
+from ..planner.batches.batch_profile import BatchProfile, load_profile, save_profile
+from ..profiling.batches.device_profiler import device_name
+from ..profiling.batches.forward_watch import ForwardWatch
+from ..profiling.batches.rank_profiler import ModelDescription, profile_ranks
+from ..profiling.training_step import TrialRun
 from .accumulation import Accumulation
-from .balancer import BatchBalancer
+from .batch_balancer import BatchBalancer
 from .config import BatchConfig
 from .loader import HeteroDataLoader
-from .measuring import ModelDescription, profile_ranks
-from .profiler import device_name
-from .training_step import TrialRun
-from .watch import ForwardWatch
 
 __all__ = ["BatchSetup", "attach_batches", "profile_for"]
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..planner.allocation import ACCUMULATIONS
-from .training_step import TrainingStep, default_training_step
+from ..planner.batches.allocation import ACCUMULATIONS
+from ..profiling.training_step import TrainingStep, default_training_step
 
 __all__ = ["METHODS", "BatchConfig"]
 

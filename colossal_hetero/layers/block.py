@@ -19,118 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .block_rules import BlockRule, rule_for
 from .linear import HeteroLinear
-from .units import UnitPlace, UnitShare
+from .unit_layout import UnitPlace, UnitShare
 from .workload import Selector, is_recorded
 
-__all__ = ["RULES", "Block", "BlockRule", "BlockWorkload", "find_blocks"]
-
-
-@dataclass(frozen=True)
-class BlockRule:
-    """Where a module of a certain class holds a block. Names are paths from that module."""
-
-    inputs: tuple[str, ...]
-    """The column-parallel layers; those that are missing or None are left out."""
-    output: str
-    """The row-parallel layer."""
-    parts: int = 1
-    """How many fused parts, each with all units, the output features of the inputs consist of."""
-    heads: str | None = None
-    """The module whose attributes say how wide it is, if the block is attention; ``""`` is the module itself."""
-    units: tuple[str, ...] = ()
-    """Attributes of ``heads`` that may hold the number of units; the first that is there does."""
-    widths: tuple[str, ...] = ()
-    """Attributes of ``heads`` in proportion to the number of units; those that are missing are left out."""
-    obstacles: tuple[str, ...] = ()
-    """Modules or attributes that must be absent or 0: dropouts inside the block, whose result would depend on which
-    rank draws, and options that make it depend on the number of units."""
-
-
-_HEADS = ("num_key_value_heads", "num_heads")
-_WIDTHS = ("num_heads", "num_key_value_heads", "hidden_size", "embed_dim")
-_SEPARATE_QKV = ("q_proj", "k_proj", "v_proj")
-_LLAMA = BlockRule(_SEPARATE_QKV, "o_proj", 1, "", _HEADS, _WIDTHS, ("attention_dropout", "use_qk_norm"))
-_GATED_MLP = BlockRule(("gate_proj", "up_proj"), "down_proj")
-_BERT = BlockRule(
-    ("self.query", "self.key", "self.value"),
-    *("output.dense", 1, "self", ("num_attention_heads",), ("num_attention_heads", "all_head_size")),
-    ("self.dropout", "self.dropout_prob"),
-)
-_BERT_MLP = BlockRule(("intermediate.dense",), "output.dense")
-_OPT = BlockRule(_SEPARATE_QKV, "out_proj", 1, "", ("num_heads",), _WIDTHS, ("dropout",))
-_FC = BlockRule(("fc1",), "fc2", obstacles=("activation_dropout",))
-
-RULES: dict[str, BlockRule] = {
-    # timm
-    "timm.Attention": BlockRule(
-        ("qkv", "gate"), "proj", 3, "", ("num_heads",), ("num_heads", "attn_dim"), ("attn_drop",)
-    ),
-    "timm.Mlp": BlockRule(("fc1",), "fc2", obstacles=("drop1",)),
-    "timm.GluMlp": BlockRule(("fc1",), "fc2", 2, obstacles=("drop1",)),
-    "timm.SwiGLU": BlockRule(("fc1_g", "fc1_x"), "fc2", obstacles=("drop1",)),
-    # transformers
-    "transformers.BertAttention": _BERT,
-    "transformers.BertLayer": _BERT_MLP,
-    "transformers.ViTAttention": BlockRule(
-        ("attention.query", "attention.key", "attention.value"),
-        *("output.dense", 1, "attention", ("num_attention_heads",), ("num_attention_heads", "all_head_size")),
-        ("attention.dropout_prob",),
-    ),
-    "transformers.ViTLayer": _BERT_MLP,
-    "transformers.GPT2Attention": BlockRule(
-        ("c_attn",),
-        "c_proj",
-        3,
-        "",
-        ("num_heads",),
-        ("num_heads", "split_size", "embed_dim"),
-        ("attn_dropout", "is_cross_attention"),
-    ),
-    "transformers.GPT2MLP": BlockRule(("c_fc",), "c_proj"),
-    "transformers.GPTJAttention": BlockRule(
-        _SEPARATE_QKV,
-        *("out_proj", 1, "", ("num_attention_heads",), ("num_attention_heads", "embed_dim")),
-        ("attn_dropout",),
-    ),
-    "transformers.GPTJMLP": BlockRule(("fc_in",), "fc_out"),
-    "transformers.LlamaAttention": _LLAMA,
-    "transformers.LlamaMLP": _GATED_MLP,
-    "transformers.MistralAttention": _LLAMA,
-    "transformers.MistralMLP": _GATED_MLP,
-    "transformers.MixtralAttention": _LLAMA,
-    "transformers.Qwen2Attention": _LLAMA,
-    "transformers.Qwen2MLP": _GATED_MLP,
-    "transformers.CohereAttention": _LLAMA,
-    "transformers.CohereMLP": _GATED_MLP,
-    "transformers.OPTAttention": _OPT,
-    "transformers.OPTDecoderLayer": _FC,
-    "transformers.BloomMLP": BlockRule(("dense_h_to_4h",), "dense_4h_to_h"),
-    "transformers.FalconAttention": BlockRule(
-        ("query_key_value",),
-        *("dense", 1, "", ("num_kv_heads", "num_heads"), ("num_heads", "num_kv_heads", "hidden_size", "split_size")),
-        ("attention_dropout",),
-    ),
-    "transformers.FalconMLP": BlockRule(("dense_h_to_4h",), "dense_4h_to_h"),
-    "transformers.T5DenseActDense": BlockRule(("wi",), "wo", obstacles=("dropout",)),
-    "transformers.T5DenseGatedActDense": BlockRule(("wi_0", "wi_1"), "wo", obstacles=("dropout",)),
-    "transformers.WhisperAttention": _OPT,
-    "transformers.WhisperEncoderLayer": _FC,
-    "transformers.WhisperDecoderLayer": _FC,
-    "transformers.SamMLPBlock": BlockRule(("lin1",), "lin2"),
-    "transformers.Blip2Attention": BlockRule(
-        ("qkv",), "projection", 3, "", ("num_heads",), ("num_heads", "embed_dim"), ("dropout",)
-    ),
-    "transformers.Blip2MLP": BlockRule(("fc1",), "fc2"),
-    "transformers.Blip2QFormerAttention": BlockRule(
-        ("attention.query", "attention.key", "attention.value"),
-        *("output.dense", 1, "attention", ("num_attention_heads",), ("num_attention_heads", "all_head_size")),
-        ("attention.dropout",),
-    ),
-    "transformers.Blip2QFormerLayer": BlockRule(("intermediate_query.dense",), "output_query.dense"),
-}
-"""Rules by ``package.Class``; a subclass takes the rule of its nearest parent that has one. Attention with a bias per
-head (T5, BLOOM) is not here: the bias stays with the rank."""
+__all__ = ["Block", "BlockWorkload", "find_blocks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,15 +181,10 @@ def find_blocks(model: nn.Module) -> list[Block]:
     """
     blocks = []
     for name, module in model.named_modules():
-        rule = _rule_for(type(module))
+        rule = rule_for(type(module))
         if rule is not None and (block := _block(name, module, rule)) is not None:
             blocks.append(block)
     return blocks
-
-
-def _rule_for(kind: type) -> BlockRule | None:
-    names = (f"{parent.__module__.partition('.')[0]}.{parent.__name__}" for parent in kind.__mro__)
-    return next((RULES[name] for name in names if name in RULES), None)
 
 
 def _block(name: str, module: nn.Module, rule: BlockRule) -> Block | None:

@@ -7,7 +7,7 @@ runs :func:`~colossal_hetero.layers.product.parallel_product` instead, which com
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from colossalai.shardformer.layer import (
@@ -30,12 +30,10 @@ from colossalai.shardformer.layer.qkv_fused_linear import (
 from colossalai.shardformer.layer.utils import is_share_sp_tp
 from torch import Tensor, nn
 
-from .migration import ColumnMigration, MigratedCircumstances, migrated_product
-from .product import CONV1D_LAYOUT, LINEAR_LAYOUT, Circumstances, WeightLayout, parallel_product
+from .column_migration import ColumnMigration, MigratedProductContext, migrated_product
+from .product import CONV1D_LAYOUT, LINEAR_LAYOUT, ProductContext, WeightLayout, parallel_product
+from .unit_layout import UnitShare
 from .workload import Brake, Clock, Lineage, Part, Workload, is_recorded, matrix_view
-
-if TYPE_CHECKING:
-    from .block import Block
 
 __all__ = [
     "HeteroFusedLinear1D_Col",
@@ -49,6 +47,17 @@ __all__ = [
 ]
 
 
+class LayerBlock(Protocol):
+    """What a layer needs of the block that it is a part of; see :class:`~colossal_hetero.layers.block.Block`."""
+
+    @property
+    def workload(self) -> object | None:
+        """None while every rank computes its own units."""
+
+    def share_of(self, layer: HeteroLinear) -> UnitShare | None:
+        """What ``layer`` computes in the running forward pass; None for its own units."""
+
+
 class HeteroLinear:
     """What the six layers add to their parents: a workload, a clock and a brake, all absent at first."""
 
@@ -60,7 +69,7 @@ class HeteroLinear:
     """Rows multiplied in training forward passes so far."""
     passes = 0
     """How many passes that were."""
-    block: Block | None = None
+    block: LayerBlock | None = None
     """The block that the layer is a part of; its workload goes before the layer's own."""
 
     _layout: WeightLayout = LINEAR_LAYOUT
@@ -165,10 +174,12 @@ class HeteroLinear:
                 x,
                 layer.weight,
                 bias,
-                MigratedCircumstances(self._layout, migration, column_parallel, group, lineage, self.clock, self.brake),
+                MigratedProductContext(
+                    self._layout, migration, column_parallel, group, lineage, self.clock, self.brake
+                ),
             )
         between: Part = "other" if self.block is None else "block"
-        how = Circumstances(
+        how = ProductContext(
             self._layout,
             group,
             lineage,

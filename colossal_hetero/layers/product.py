@@ -11,7 +11,7 @@ With nothing pruned the formulas, their order and their operands are those of Co
 column-parallel layer sums dX over the group while dW is computed; a row-parallel one sums Y outside this function.
 
 A layer of a block whose units are pruned or migrated multiplies by another weight, that of the units which this rank
-computes (:mod:`.units`), with the same formulas.
+computes (:mod:`.unit_layout`), with the same formulas.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .units import UnitShare
+from .unit_layout import UnitShare
 from .workload import Brake, Clock, Lineage, Part, matrix_view
 
-__all__ = ["CONV1D_LAYOUT", "LINEAR_LAYOUT", "Circumstances", "WeightLayout", "parallel_product", "run"]
+__all__ = ["CONV1D_LAYOUT", "LINEAR_LAYOUT", "ProductContext", "WeightLayout", "parallel_product", "run"]
 
 
 class WeightLayout:
@@ -80,8 +80,8 @@ LINEAR_LAYOUT = WeightLayout()
 CONV1D_LAYOUT = Conv1DLayout()
 
 
-class Circumstances(NamedTuple):
-    """Under what circumstances a product runs."""
+class ProductContext(NamedTuple):
+    """What a product needs beside its operands."""
 
     layout: WeightLayout
     group: dist.ProcessGroup | None = None
@@ -100,7 +100,7 @@ class Circumstances(NamedTuple):
 
 class _ParallelProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Circumstances) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: ProductContext) -> Tensor:
         if how.clock is not None:
             how.clock.mark(how.before_forward)
         ctx.how = how
@@ -122,7 +122,7 @@ class _ParallelProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
-        how: Circumstances = ctx.how
+        how: ProductContext = ctx.how
         layout, lineage = how.layout, how.lineage
         if how.clock is not None:
             how.clock.mark(how.before_backward)
@@ -171,6 +171,6 @@ def run(product: Callable[[], Tensor], brake: Brake | None) -> Tensor:
     return product() if brake is None else brake(product)
 
 
-def parallel_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: Circumstances) -> Tensor:
-    """``Y [..., N] = X [..., L] · Wᵀ + b`` of one rank under the given circumstances; see the module's docstring."""
+def parallel_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: ProductContext) -> Tensor:
+    """``Y [..., N] = X [..., L] · Wᵀ + b`` of one rank in the given context; see the module's docstring."""
     return _ParallelProduct.apply(x, weight, bias, how)

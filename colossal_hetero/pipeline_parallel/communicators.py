@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..planner.networks import Adapter, Network, group_network
-from ..planner.topology import Topology
+from ..planner.cluster.group_networks import Adapter, Network, group_network
+from ..planner.cluster.topology import Topology
 
 __all__ = ["environment", "group_maker", "make_group"]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..planner.layer_profile import ModelProfile
-from ..planner.networks import Adapter
-from ..planner.topology import Topology
+from ..planner.cluster.group_networks import Adapter
+from ..planner.cluster.topology import Topology
+from ..planner.profile.layer_profile import ModelProfile
 
 __all__ = ["PlanConfig"]
 
@@ -37,7 +37,7 @@ class PlanConfig:
     """Sizes of micro-batches to try, in samples; None: all that were profiled."""
 
     method: str = "exact"
-    """How stages are split, a name of ``colossal_hetero.planner.splits.METHODS``."""
+    """How stages are split, a name of ``colossal_hetero.planner.stages.split_methods.METHODS``."""
 
     drift_threshold: float = 0.2
     """At the end of an epoch a stage is reported whose time per micro-batch differs from the plan's by more than this

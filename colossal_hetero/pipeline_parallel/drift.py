@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..planner.batch_profile import spans
-from ..planner.layer_profile import ModelProfile
-from ..planner.pipeline import LayerCosts, Pipeline, Slot, Split, evaluate
-from ..planner.plan import Plan, Replica, StagePlan
-from ..planner.readable import times
-from ..planner.splits import split
-from ..planner.topology import Channel
+from ..io.text import spans, times
+from ..planner.cluster.topology import Channel
+from ..planner.plans.plan import Plan, Replica, StagePlan
+from ..planner.profile.layer_costs import LayerCosts
+from ..planner.profile.layer_profile import ModelProfile
+from ..planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+from ..planner.stages.split_methods import split
 
 __all__ = ["DriftReport", "PassSeconds", "Proposal", "StageDrift", "compare"]
 
@@ -60,7 +60,7 @@ class Proposal:
 
     layers_per_stage: tuple[int, ...]
     seconds: float
-    """Predicted per iteration of a pipeline, as :func:`~colossal_hetero.planner.pipeline.evaluate` does."""
+    """Predicted per iteration of a pipeline, as :func:`~colossal_hetero.planner.stages.pipeline.evaluate` does."""
     present_seconds: float
     """The same for the present split."""
     basis: str
@@ -226,7 +226,7 @@ def _scaled(costs: LayerCosts, stage: StagePlan, measured: PassSeconds) -> Layer
 
 
 def _channels(replica: Replica, output_bytes: NDArray[np.float64]) -> tuple[tuple[Channel, ...], ...]:
-    """Between neighbours as fast as planned, whatever the message at the present cut was."""
+    """Between neighbors as fast as planned, whatever the message at the present cut was."""
     count = len(replica.stages)
     hops = replica.hop_seconds
     rows = []

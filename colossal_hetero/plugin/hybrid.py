@@ -23,23 +23,23 @@ from torch.utils.data import DataLoader, Dataset
 
 from .. import accelerator
 from ..balance.balancer import Balancer, attach_balancer
-from ..balance.clock import IterationClock, make_clock
 from ..balance.config import BalanceConfig
+from ..balance.measure.clock import IterationClock, make_clock
 from ..data_parallel.attach import BatchSetup, attach_batches, profile_for
-from ..data_parallel.balancer import BatchBalancer
+from ..data_parallel.batch_balancer import BatchBalancer
 from ..data_parallel.config import BatchConfig
-from ..data_parallel.measuring import describe
 from ..layers.policy import hetero_policy
 from ..pipeline_parallel.config import PlanConfig
 from ..pipeline_parallel.drift import DriftReport
-from ..planner.layer_profile import ModelProfile
-from ..planner.plan import Plan
-from . import planned
-from .chunks import give_chunks, take_chunks, unequal_chunks
-from .drifting import DriftWatch
-from .groups import groups_of, name_adapters
+from ..planner.plans.plan import Plan
+from ..planner.profile.layer_profile import ModelProfile
+from ..profiling.batches.rank_profiler import describe
+from . import plan_agreement
+from .drift_watch import DriftWatch
 from .loaders import UnevenLoaders
-from .mesh import MakeGroup, planned_meshes
+from .plan_groups import groups_of, name_adapters
+from .planned_mesh import MakeGroup, planned_meshes
+from .unequal_chunks import give_chunks, take_chunks, unequal_chunks
 
 __all__ = ["HeteroHybridParallelPlugin"]
 
@@ -56,7 +56,7 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
 
     With a plan ``tp_size``, ``pp_size`` and the arguments of the pipeline schedule follow from it; any of them that is
     given as well must agree. Every rank takes the place that the plan gives it, whichever that is: ranks that follow
-    each other need not be neighbours in a pipeline. Stages may hold different numbers of layers also with
+    each other need not be neighbors in a pipeline. Stages may hold different numbers of layers also with
     ``num_layers_per_stage`` alone, in any schedule; the interleaved and zero-bubble ones, in which a stage holds
     several chunks of the model, take one number per chunk, in the order of the model.
 
@@ -112,14 +112,14 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         self.custom_policy: Policy | None
         self.balancer: Balancer | None = None
         make_group = None
-        arguments = planned.named(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
+        arguments = plan_agreement.named(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
         if plan is not None:
             name_adapters(self.planning.adapters)
-            agreed = planned.agree_on_plan(plan, self.planning, tp_size, pp_size)
-            self.plan, self._profile = planned.runnable(agreed.plan), agreed.profile
+            agreed = plan_agreement.agree_on_plan(plan, self.planning, tp_size, pp_size)
+            self.plan, self._profile = plan_agreement.runnable(agreed.plan), agreed.profile
             if agreed.topology is not None:
                 make_group = groups_of(agreed.plan, agreed.topology, self.planning.adapters)
-            arguments = planned.arguments_of(self.plan, arguments)
+            arguments = plan_agreement.arguments_of(self.plan, arguments)
         check_world_size(arguments["tp_size"], arguments["pp_size"])
         arguments, layers_per_chunk = take_chunks(arguments)
         with self._meshes(arguments.get("dp_outside", True), make_group):
@@ -127,11 +127,11 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         if layers_per_chunk is not None:
             give_chunks(self.stage_manager, layers_per_chunk)
         if self.plan is not None and self.stage_manager is not None:
-            planned.check_num_layers(self.stage_manager, self.plan)
+            plan_agreement.check_num_layers(self.stage_manager, self.plan)
         if batches is not None:
             check_batches(batches, self)
             if self.plan is not None:
-                planned.check_batches(self.plan, batches)
+                plan_agreement.check_batches(self.plan, batches)
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
 
@@ -153,11 +153,11 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
             loader = dataloader = self.loader_to_train_with(dataloader)
             description = describe(model)
         if self.plan is not None and optimizer is not None and self.batches is None:
-            planned.check_loader(self.plan, getattr(dataloader, "batch_size", None))
+            plan_agreement.check_loader(self.plan, getattr(dataloader, "batch_size", None))
         given_policy = self.custom_policy
         if not isinstance(model, ModelWrapper):
             if self.plan is not None and self.stage_manager is None:
-                planned.check_blocks(model, self.plan)
+                plan_agreement.check_blocks(model, self.plan)
             self.custom_policy = hetero_policy(given_policy or model)
         try:
             with unequal_chunks():
@@ -199,7 +199,7 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
     ) -> DataLoader:
         """See ``HybridParallelPlugin.prepare_dataloader``; with a plan ``batch_size`` may be left out."""
         if self.plan is not None and batch_size is None and self.batches is None:
-            batch_size = planned.valid_batches(self.plan)[0]
+            batch_size = plan_agreement.valid_batches(self.plan)[0]
         return super().prepare_dataloader(dataset, batch_size, *args, **kwargs)
 
     def execute_pipeline(
@@ -208,11 +208,11 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         """See ``PipelinePluginBase.execute_pipeline``; called by ``Booster.execute_pipeline``."""
         if not torch.is_grad_enabled():
             # No gradients are due, and those of weights that stages share may be gone since the last step.
-            with model.no_sync(), nullcontext() if self.plan is None else planned.sizes_kept(self.scheduler):
+            with model.no_sync(), nullcontext() if self.plan is None else plan_agreement.sizes_kept(self.scheduler):
                 return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
         if self.plan is None:
             return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
-        batches = planned.sized_batches(data_iter, self.plan)
+        batches = plan_agreement.sized_batches(data_iter, self.plan)
         result = super().execute_pipeline(batches, model, criterion, *args, **kwargs)
         if self._watch is not None:
             self._watch.tick()
@@ -225,7 +225,7 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
             ValueError: rank 0, which writes adapters, is not in the first stage, where they are gathered.
         """
         if self.plan is not None:
-            planned.check_lora(self.plan)
+            plan_agreement.check_lora(self.plan)
         return super().enable_lora(model, *args, **kwargs)
 
     def get_checkpoint_io(self) -> CheckpointIO:

@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader
 
 from .. import accelerator  # noqa: F401  (completes Colossal-AI on a CPU before anything of it is used)
 from ..data_parallel.attach import BatchSetup, attach_batches, profile_for
-from ..data_parallel.balancer import BatchBalancer
-from ..data_parallel.checkpoints import StageCheckpointIO
-from ..data_parallel.climb import configure_lowest
+from ..data_parallel.batch_balancer import BatchBalancer
 from ..data_parallel.config import BatchConfig
-from ..data_parallel.measuring import describe
-from ..data_parallel.stages import PRECISIONS, STAGES, Configured, options_by_stage, plugin_of_stage, synchronizer
-from ..planner.allocation import Allocation
+from ..planner.batches.allocation import Allocation
+from ..profiling.batches.rank_profiler import describe
 from .loaders import UnevenLoaders
+from .lowest_zero_stage import configure_lowest
+from .zero_checkpoints import StageCheckpointIO
+from .zero_stages import PRECISIONS, STAGES, Configured, options_by_stage, plugin_of_stage, synchronizer
 
 __all__ = ["HeteroZeroPlugin"]
 

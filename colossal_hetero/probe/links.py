@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..planner.batch_profile import Link
+from ..planner.cluster.link import Link
 
 __all__ = ["measure_links"]
 
 SMALL_BYTES = 8
 FIRST_BYTES = 1 << 20
-MOST_BYTES = 1 << 28
+MAX_BYTES = 1 << 28
 AIM_SECONDS = 0.02
 """One way of the large message is to take about that long, so that its latency does not count."""
 SMALL_TRIPS, LARGE_TRIPS = 30, 7
@@ -61,7 +61,7 @@ def measure_links(
 def _measure(rank: int, other: int, protocol: str, device: torch.device, group: Any) -> Link:
     small = _trips(other, SMALL_BYTES, SMALL_TRIPS, device, group)
     first = _trips(other, FIRST_BYTES, 2, device, group)
-    size = min(max(FIRST_BYTES, int(FIRST_BYTES * AIM_SECONDS / first)), MOST_BYTES)
+    size = min(max(FIRST_BYTES, int(FIRST_BYTES * AIM_SECONDS / first)), MAX_BYTES)
     dist.send(torch.tensor([size], device=device), other, group=group)
     large = _trips(other, size, LARGE_TRIPS, device, group)
     # Where noise hides the difference, the large message as a whole says what is reached at least.

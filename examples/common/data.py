@@ -70,7 +70,7 @@ class Augmentation:
 
 
 class ImageSet(Dataset):
-    """Images with labels, normalised, in batches, and, for training, augmented.
+    """Images with labels, normalized, in batches, and, for training, augmented.
 
     What happens to an image in an epoch depends on the seed, the epoch and the image, not on the batch or on the rank
     that it falls to, so all ranks of a tensor-parallel group see the same.

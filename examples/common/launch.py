@@ -133,8 +133,8 @@ def started_here() -> bool:
 def run_as_rank(function: Callable[[], None], console: Console) -> int:
     """Call ``function`` as one of the ranks and return the exit status of the process.
 
-    A rank that fails shows its traceback; the last line is the launcher's if it is ours. One whose neighbour failed
-    waits to be ended, so that the neighbour's reason is the one that is seen.
+    A rank that fails shows its traceback; the last line is the launcher's if it is ours. One whose neighbor failed
+    waits to be ended, so that the neighbor's reason is the one that is seen.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -7,7 +7,7 @@ import math
 
 from usage import UsageError
 
-from colossal_hetero.stragglers import parse_slowdowns
+from colossal_hetero.testing.stragglers import parse_slowdowns
 
 __all__ = ["add_slow_flags", "check_slow", "slowdowns"]
 

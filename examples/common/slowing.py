@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from usage import UsageError
 
 from colossal_hetero.accelerator import get_accelerator
-from colossal_hetero.cpu_quota import cpu_quota
+from colossal_hetero.testing.cpu_quota import cpu_quota
 
 __all__ = ["hold_to_quota", "repeat_passes", "slowed"]
 

@@ -17,10 +17,10 @@ from settings import Settings
 from small_vit import describe_vit
 from terminal import Terminal
 
-from colossal_hetero.planner.plan import Plan
-from colossal_hetero.planner.plan_report import one_line
+from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.report.plan_table import one_line
 
-__all__ = ["Display", "Training", "json_text", "summarise"]
+__all__ = ["Display", "Training", "json_text", "summarize"]
 
 WARMUP_ITERATIONS = 5
 """First iterations that do not count in medians, and never more than a quarter of the run."""
@@ -51,7 +51,7 @@ class Training:
         return median(self.settled_seconds)
 
 
-def summarise(
+def summarize(
     settings: Settings, trainings: Sequence[Training], slow: dict[int, int], means: str, profile_seconds: float
 ) -> dict[str, Any]:
     """The run as ``--summary`` writes it, schema 1. Seconds, bytes, shares in [0, 1]."""

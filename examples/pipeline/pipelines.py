@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from data import DataInfo, ImageSet, find_data, load_data, padded_batches
-from findings import Display, Training, json_text, summarise
+from findings import Display, Training, json_text, summarize
 from schedule import rise_and_fall
 from settings import Settings
 from slow_flags import slowdowns
@@ -29,15 +29,15 @@ from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
 
 from colossal_hetero import HeteroHybridParallelPlugin
-from colossal_hetero.data_parallel.together import destroy_groups
-from colossal_hetero.pipeline_parallel.layer_profiler import profile_layers
-from colossal_hetero.planner.as_profiled import as_profiled
-from colossal_hetero.planner.layer_profile import ModelProfile, load_model_profile, save_model_profile
-from colossal_hetero.planner.plan import Plan, save_plan
-from colossal_hetero.planner.planning import make_plans
-from colossal_hetero.planner.pricing import priced_plan
-from colossal_hetero.planner.topology import Topology
-from colossal_hetero.probe.here import probe_ranks
+from colossal_hetero.planner.cluster.topology import Topology
+from colossal_hetero.planner.plans.plan import Plan, save_plan
+from colossal_hetero.planner.plans.predict import priced_plan
+from colossal_hetero.planner.profile.as_profiled import as_profiled
+from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile, save_model_profile
+from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.probe.probe_ranks import probe_ranks
+from colossal_hetero.processes.every_rank import destroy_groups
+from colossal_hetero.profiling.layers.layer_profiler import profile_layers
 
 __all__ = ["compare", "run"]
 
@@ -78,13 +78,13 @@ def compare(settings: Settings, quiet: bool = False) -> dict[str, Any] | None:
             trainings.append(Trainer(settings, way, plan, times, info, images).train(display))
     if rank != 0:
         return None
-    summary = summarise(settings, trainings, slow, means, profile_seconds)
+    summary = summarize(settings, trainings, slow, means, profile_seconds)
     if settings.summary is not None:
         write_whole(settings.summary, json_text(summary))
     if settings.plan is not None:
         save_plan(trainings[-1].plan, settings.plan)
     if settings.plot is not None:
-        from colossal_hetero.planner.plan_pictures import plot_plan
+        from colossal_hetero.planner.report.plan_picture import plot_plan
 
         plot_plan(trainings[-1].plan, settings.plot)
     display.report(trainings, slow, summary)
@@ -225,7 +225,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> float:
-        """The share of held-out images that are recognised. Collective over all ranks."""
+        """The share of held-out images that are recognized. Collective over all ranks."""
         self._model.eval()
         correct = torch.zeros((), device=self._device)
         for batch in padded_batches(self._held_out, self._settings.global_batch, 0, 1):

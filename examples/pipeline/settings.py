@@ -15,8 +15,8 @@ from slow_flags import add_slow_flags, check_slow
 from small_vit import add_vit_flags, check_vit
 from usage import OneLineParser, UsageError, add_data_flags, check_file, flag
 
-from colossal_hetero.figures import check_matplotlib, check_name
-from colossal_hetero.planner.layer_profile import load_model_profile
+from colossal_hetero.io.pictures import check_matplotlib, check_name
+from colossal_hetero.planner.profile.layer_profile import load_model_profile
 
 __all__ = ["Settings", "check_settings", "parse_settings"]
 

@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from terminal import Terminal
 
-from colossal_hetero.balance.report import BalanceReport
+from colossal_hetero.balance.report.summary import BalanceReport
 
 __all__ = ["Display", "Shares"]
 

@@ -17,7 +17,7 @@ from launch import DEFAULT_RANKS
 from usage import IMAGE_SIZE, OneLineParser, UsageError, add_data_flags, attempt, check_file, flag
 
 from colossal_hetero.balance.config import BalanceConfig, Imputation, Migration, Mode, Priority, Reference, Resizing
-from colossal_hetero.plot import FORMATS, check_matplotlib
+from colossal_hetero.balance.report.picture import FORMATS, check_matplotlib
 
 __all__ = ["Layout", "Options", "check_options", "parse_options"]
 
@@ -374,7 +374,7 @@ def _check_stragglers(options: Options, layout: Layout) -> None:
         raise UsageError(
             f"--straggler {options.straggler} slows tensor-parallel layers, and --tp 1 has none; use at least --tp 2"
         )
-    from colossal_hetero.stragglers import Stragglers, parse_slowdowns
+    from colossal_hetero.testing.stragglers import Stragglers, parse_slowdowns
 
     try:
         Stragglers(slowdowns=parse_slowdowns(options.straggler), world_size=layout.world_size)

@@ -14,13 +14,13 @@ import numpy as np
 from options import Layout, Options
 from usage import write_whole
 
-from colossal_hetero.balance.records import IterationRecord
-from colossal_hetero.balance.report import BalanceReport, WhatIf, ideal_ratio, report, what_if
-from colossal_hetero.balance.timeline import Timelines, chrome_trace
-from colossal_hetero.plot import plot_timelines
-from colossal_hetero.stragglers import Stragglers
+from colossal_hetero.balance.report.picture import plot_timelines
+from colossal_hetero.balance.report.records import IterationRecord
+from colossal_hetero.balance.report.summary import BalanceReport, WhatIf, ideal_ratio, report, what_if
+from colossal_hetero.balance.report.timeline import Timelines, chrome_trace
+from colossal_hetero.testing.stragglers import Stragglers
 
-__all__ = ["Measurements", "TensorBoardLog", "TraceFile", "summarise", "write_summary", "write_timelines"]
+__all__ = ["Measurements", "TensorBoardLog", "TraceFile", "summarize", "write_summary", "write_timelines"]
 
 WARMUP_ITERATIONS = 5
 """First iterations that do not count in medians (allocation, caches, a plan that is not made yet)."""
@@ -98,7 +98,7 @@ class Measurements:
         return max(ideal_ratio(share, self.layout.tp) for share in shares)
 
 
-def summarise(measurements: Measurements, peak_memory_bytes: list[int]) -> dict[str, Any]:
+def summarize(measurements: Measurements, peak_memory_bytes: list[int]) -> dict[str, Any]:
     """The run as ``--summary`` writes it, schema 1. Seconds, bytes, shares in [0, 1]."""
     seconds = measurements.measured_seconds
     typical = median(seconds)

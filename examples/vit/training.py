@@ -15,7 +15,7 @@ from data import ImageSet, find_data, load_data, padded_batches
 from display import Display, Shares
 from model import build_model
 from options import Layout, Options, check_options
-from results import Measurements, TensorBoardLog, TraceFile, summarise, write_summary, write_timelines
+from results import Measurements, TensorBoardLog, TraceFile, summarize, write_summary, write_timelines
 from schedule import rise_and_fall
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -30,10 +30,10 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
 
 from colossal_hetero import HeteroHybridParallelPlugin
-from colossal_hetero.balance.timeline import Timelines
-from colossal_hetero.data_parallel.together import destroy_groups
+from colossal_hetero.balance.report.timeline import Timelines
 from colossal_hetero.layers import TimmViTPolicy
-from colossal_hetero.stragglers import Stragglers, inject_stragglers, parse_slowdowns
+from colossal_hetero.processes.every_rank import destroy_groups
+from colossal_hetero.testing.stragglers import Stragglers, inject_stragglers, parse_slowdowns
 
 __all__ = ["run", "train"]
 
@@ -84,7 +84,7 @@ def train(options: Options, quiet: bool = False) -> dict[str, Any] | None:
         timelines = trainer.timelines()
     if rank != 0:
         return None
-    summary = summarise(measurements, peaks)
+    summary = summarize(measurements, peaks)
     if options.summary is not None:
         write_summary(summary, options.summary)
     write_timelines(timelines, options.plot, options.chrome_trace)
@@ -174,7 +174,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The share of held-out images that are recognised. Collective over all ranks."""
+        """The share of held-out images that are recognized. Collective over all ranks."""
         self._model.eval()
         replica = self.plugin.pg_mesh.coordinate(self.plugin.dp_axis)
         correct = torch.zeros((), device=self.device)

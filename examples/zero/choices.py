@@ -15,7 +15,7 @@ from slow_flags import add_slow_flags, check_slow
 from small_vit import add_vit_flags, check_vit
 from usage import OneLineParser, UsageError, add_data_flags, check_file, flag
 
-from colossal_hetero.planner.batch_profile import load_profile
+from colossal_hetero.planner.batches.batch_profile import load_profile
 
 __all__ = ["Choices", "check_choices", "parse_choices"]
 

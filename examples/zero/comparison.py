@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from choices import Choices
 from data import DataInfo, ImageSet, find_data, load_data, padded_batches
-from outcome import Display, Training, json_text, summarise
+from outcome import Display, Training, json_text, summarize
 from schedule import rise_and_fall
 from slow_flags import slowdowns
 from slowing import repeat_passes, slowed
@@ -33,7 +33,7 @@ from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
 
 from colossal_hetero import HeteroZeroPlugin
-from colossal_hetero.data_parallel.together import destroy_groups
+from colossal_hetero.processes.every_rank import destroy_groups
 
 __all__ = ["compare", "run"]
 
@@ -64,7 +64,7 @@ def compare(choices: Choices, quiet: bool = False) -> dict[str, Any] | None:
             trainings.append(trainer.train(display))
     if rank != 0:
         return None
-    summary = summarise(choices, trainings, slow, means)
+    summary = summarize(choices, trainings, slow, means)
     if choices.summary is not None:
         write_whole(choices.summary, json_text(summary))
     display.report(trainings, slow, summary)
@@ -174,7 +174,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> float:
-        """The share of held-out images that are recognised. Collective over all ranks."""
+        """The share of held-out images that are recognized. Collective over all ranks."""
         self._model.eval()
         correct = torch.zeros((), device=self.device)
         for images, labels in padded_batches(self._held_out, 32, dist.get_rank(), dist.get_world_size()):

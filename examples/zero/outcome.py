@@ -17,9 +17,9 @@ from rich.table import Table
 from small_vit import describe_vit
 from terminal import Terminal
 
-from colossal_hetero.planner.allocation import Allocation, Share
+from colossal_hetero.planner.batches.allocation import Allocation, Share
 
-__all__ = ["Display", "Training", "json_text", "summarise"]
+__all__ = ["Display", "Training", "json_text", "summarize"]
 
 WARMUP_ITERATIONS = 5
 """First iterations that do not count in medians, and never more than a quarter of the run."""
@@ -73,7 +73,7 @@ class Training:
         return [max(0.0, self.iteration_seconds - busy) for busy in self.allocation.busy_seconds]
 
 
-def summarise(choices: Choices, trainings: Sequence[Training], slow: dict[int, int], means: str) -> dict[str, Any]:
+def summarize(choices: Choices, trainings: Sequence[Training], slow: dict[int, int], means: str) -> dict[str, Any]:
     """The run as ``--summary`` writes it, schema 1. Seconds, bytes, shares in [0, 1]."""
     took = {training.method: training.iteration_seconds for training in trainings}
     return {

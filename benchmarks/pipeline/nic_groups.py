@@ -1,0 +1,184 @@
+"""Groups by NIC against the order of launch: how long replicas take to sum their gradients, measured and predicted.
+
+Two clusters of nodes that are network namespaces on this machine, each node with a fast NIC inside its cluster ("RDMA")
+and a slow one to all ("Ethernet"); ranks are processes over Gloo. All data-parallel groups sum at the same time. The
+bandwidths are small so that the network, not the processor, sets the time.
+
+    sudo python -m benchmarks.pipeline.nic_groups [--gradients MB] [--fast MBIT] [--slow MBIT] [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import os
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import print_table
+from benchmarks.pipeline.namespaces import NodeAddresses, enter, missing, nodes, payload_bytes_per_second
+from colossal_hetero.pipeline_parallel.communicators import environment, make_group
+from colossal_hetero.planner.cluster.group_networks import Adapter, group_network
+from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.layout.layout import Layout, naive_layout
+from colossal_hetero.planner.layout.layout_costs import layout_costs
+from colossal_hetero.planner.layout.nic_layout import nic_layout
+
+CPU = DeviceKind("cpu", 1 << 30, 1e11)
+LOOPBACK_BYTES_PER_SECOND = 2e9
+ADAPTERS = {kind: Adapter(interface="rdma0") for kind in ("InfiniBand", "RoCE")} | {
+    "Ethernet": Adapter(interface="eth0")
+}
+PORT = 29617
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two clusters, and degrees."""
+
+    nodes_per_cluster: int
+    ranks_per_node: int
+    tensor_parallel: int
+    pipeline: int
+    data_parallel: int
+
+    def __str__(self) -> str:
+        return (
+            f"2 × {self.nodes_per_cluster} × {self.ranks_per_node}, "
+            f"tp {self.tensor_parallel}, pp {self.pipeline}, dp {self.data_parallel}"
+        )
+
+
+CASES = (Case(2, 1, 1, 2, 2), Case(3, 1, 1, 2, 3), Case(2, 2, 1, 2, 4), Case(2, 2, 2, 2, 2))
+"""The last two have two rings per NIC: in the order of launch, and in both."""
+
+
+def describe(case: Case, fast_megabits: float, slow_megabits: float) -> Topology:
+    """The namespaces as a cluster file would describe them."""
+    devices, machines = [], []
+    inside = Channel("loopback", LOOPBACK_BYTES_PER_SECOND)
+    ethernet = Channel("Ethernet", payload_bytes_per_second(slow_megabits))
+    for cluster, kind in enumerate(("InfiniBand", "RoCE")):
+        nics = (Channel(kind, payload_bytes_per_second(fast_megabits)), ethernet)
+        for _ in range(case.nodes_per_cluster):
+            ranks = tuple(range(len(devices), len(devices) + case.ranks_per_node))
+            devices += [Device(CPU, len(machines), cluster)] * case.ranks_per_node
+            machines.append(Node(f"node-{len(machines)}", cluster, ranks, inside, nics))
+    return Topology(tuple(devices), tuple(machines), ("first", "second"))
+
+
+def run_rank(
+    rank: int,
+    topology: Topology,
+    layouts: list[Layout],
+    node: NodeAddresses,
+    master: str,
+    arguments: argparse.Namespace,
+) -> list[list[float]]:
+    """Seconds of each sum, by layout."""
+    enter(node.namespace)
+    torch.set_num_threads(1)
+    with environment({"GLOO_SOCKET_IFNAME": "eth0"}):
+        dist.init_process_group(
+            "gloo", f"tcp://{master}:{PORT}", timedelta(minutes=5), world_size=len(topology.devices), rank=rank
+        )
+    groups = []
+    for layout in layouts:
+        mine = None
+        for ranks in layout.data_groups:
+            group = make_group(ranks, group_network(topology, ranks), adapters=ADAPTERS)
+            mine = group if rank in ranks else mine
+        groups.append(mine)
+    gradients = torch.ones(int(arguments.gradients * 1e6) // 4)
+    seconds: list[list[float]] = [[] for _ in layouts]
+    for turn in range(arguments.rounds + 1):
+        for times, group in zip(seconds, groups, strict=True):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(gradients, group=group)
+            taken = time.perf_counter() - start
+            # The first sum of each group opens the buckets and is not counted.
+            if turn:
+                times.append(taken)
+            gradients.fill_(1.0)
+    dist.barrier()
+    dist.destroy_process_group()
+    return seconds
+
+
+def child(pipe: Connection, *arguments: object) -> None:
+    try:
+        pipe.send(run_rank(*arguments))  # type: ignore[arg-type]
+    finally:
+        # Nothing of the parent's is to be cleaned up here.
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def measure(case: Case, layouts: list[Layout], topology: Topology, arguments: argparse.Namespace) -> list[float]:
+    """Median seconds until the last rank is done, by layout."""
+    context = mp.get_context("fork")
+    with nodes([case.nodes_per_cluster] * 2, arguments.fast, arguments.slow) as found:
+        pipes, processes = [], []
+        for rank, device in enumerate(topology.devices):
+            receiver, sender = context.Pipe(duplex=False)
+            everything = (sender, rank, topology, layouts, found[device.node], found[0].ethernet, arguments)
+            processes.append(context.Process(target=child, args=everything, daemon=True))
+            processes[-1].start()
+            sender.close()
+            pipes.append(receiver)
+        try:
+            by_rank = [pipe.recv() for pipe in pipes]
+        finally:
+            for process in processes:
+                process.join(5)
+                process.kill()
+    return [median(max(turn) for turn in zip(*ranks, strict=True)) for ranks in zip(*by_rank, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--gradients", type=float, default=16, help="megabytes per rank (%(default)s)")
+    parser.add_argument("--fast", type=float, default=400, help="Mbit/s inside a cluster (%(default)s)")
+    parser.add_argument("--slow", type=float, default=100, help="Mbit/s between clusters (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of sums, by turns (%(default)s)")
+    arguments = parser.parse_args()
+    reason = missing()
+    if reason:
+        sys.exit(f"cannot measure: {reason}")
+    rows = []
+    for case in CASES:
+        topology = describe(case, arguments.fast, arguments.slow)
+        degrees = (topology, case.tensor_parallel, case.pipeline, case.data_parallel)
+        layouts = [nic_layout(*degrees), naive_layout(*degrees)]
+        measured = measure(case, layouts, topology, arguments)
+        predicted = [
+            layout_costs(topology, each, arguments.gradients * 1e6, 0, 1).gradients_seconds for each in layouts
+        ]
+        ratio, expected = measured[1] / measured[0], predicted[1] / predicted[0]
+        cells = [f"{was:.3f} ({said:.3f})" for was, said in zip(measured, predicted, strict=True)]
+        rows.append([case, *cells, f"{ratio:.2f}", f"{expected:.2f}", f"{expected / ratio - 1:+.1%}"])
+    print_table(
+        f"{arguments.gradients:g} MB of gradients per rank, {arguments.fast:g} Mbit/s inside a cluster, "
+        f"{arguments.slow:g} between",
+        [
+            "clusters × nodes × ranks",
+            "by NIC, s (predicted)",
+            "as launched, s (predicted)",
+            "ratio",
+            "predicted",
+            "error",
+        ],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Predicted and measured iteration time of a pipeline with unequal stages, one rank slow from outside.
+
+sudo python -m benchmarks.pipeline.pipeline_stages [--quotas 1,0.5,0.25] [--blocks 6] [--rounds 3]
+
+Two ranks, a ViT, 1F1B. Rank 1 is under a CPU quota, of which the program knows nothing. For each quota the layers are
+measured on both ranks, every split of the blocks is predicted from that (the closed form by which plans are chosen, and
+the simulation of the schedule), and then trained with, in turns. With --orders the slow rank also takes the first
+stage: all that a planner can choose from. The plan that it chose is compared with the best one found by trying all.
+
+Needs Linux, cgroups (version 1 or 2) and the right to write to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import ExitStack
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+
+import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, and quietly)
+from benchmarks.common import print_table, start_ranks
+
+# isort: split
+from colossalai.booster import Booster
+
+from colossal_hetero import HeteroHybridParallelPlugin
+from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.plans.predict import priced_plan
+from colossal_hetero.planner.plans.simulate import simulate_plan
+from colossal_hetero.planner.profile.as_profiled import as_profiled
+from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.probe.probe_ranks import probe_ranks
+from colossal_hetero.profiling.layers.layer_profiler import profile_layers
+from colossal_hetero.testing.cpu_quota import cpu_quota
+
+IMAGE, PATCH, HEADS = 32, 4, 4
+
+
+def build_model(arguments: argparse.Namespace) -> VisionTransformer:
+    torch.manual_seed(1)
+    return VisionTransformer(
+        img_size=IMAGE,
+        patch_size=PATCH,
+        embed_dim=arguments.hidden,
+        depth=arguments.blocks,
+        num_heads=HEADS,
+        num_classes=10,
+        class_token=False,
+        global_pool="avg",
+    )
+
+
+def make_batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(samples, 3, IMAGE, IMAGE, generator=generator), torch.randint(
+        0, 10, (samples,), generator=generator
+    )
+
+
+class Trained:
+    """A model in training by one plan, one of several that take turns."""
+
+    def __init__(self, plan: Plan, arguments: argparse.Namespace) -> None:
+        self.plan = plan
+        self.seconds: list[float] = []
+        model: torch.nn.Module = build_model(arguments)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.plugin = HeteroHybridParallelPlugin(plan=plan, precision="fp32")
+        self.booster = Booster(plugin=self.plugin)
+        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
+        self.batch = list(make_batch(arguments.global_batch))
+
+    def iterate(self) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        self.booster.execute_pipeline(iter([self.batch]), self.model, loss, self.optimizer, return_loss=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        # An iteration is over when it is on all ranks.
+        dist.barrier()
+        return time.perf_counter() - start
+
+    @property
+    def name(self) -> str:
+        stages = self.plan.replicas[0].stages
+        return " | ".join(f"rank {stage.ranks[0]}: {stage.blocks[1] - stage.blocks[0]}" for stage in stages)
+
+    @property
+    def median_seconds(self) -> float:
+        return median(self.seconds)
+
+
+def loss(outputs: torch.Tensor, batch: list[torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(outputs, batch[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quotas", default="1,0.5,0.25")
+    parser.add_argument("--period-us", type=int, default=20_000)
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=192)
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--global-batch", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--block", type=int, default=3, help="iterations in a row")
+    parser.add_argument("--orders", action="store_true", help="also with the slow rank first")
+    arguments = parser.parse_args()
+    start_ranks(2)
+    for quota in map(float, arguments.quotas.split(",")):
+        with ExitStack() as stack:
+            if dist.get_rank() == 1 and quota < 1:
+                stack.enter_context(cpu_quota(quota, arguments.period_us))
+            compare(quota, arguments)
+
+
+def compare(quota: float, arguments: argparse.Namespace) -> None:
+    batch = make_batch(arguments.micro_batch)
+    profile = profile_layers(
+        build_model(arguments), batch, F.cross_entropy, micro_batches=[arguments.micro_batch], optimizer="adamw"
+    ).profile
+    topology = as_profiled(probe_ranks(torch.device("cpu"))[0], profile)
+    orders = [(0, 1), (1, 0)] if arguments.orders else [(0, 1)]
+    variants = [
+        Trained(
+            priced_plan(
+                topology,
+                profile,
+                [[[rank] for rank in order]],
+                bounds=(0, first, arguments.blocks),
+                micro_batch=arguments.micro_batch,
+                global_batch=arguments.global_batch,
+                method="given",
+            ),
+            arguments,
+        )
+        for order in orders
+        for first in range(1, arguments.blocks)
+    ]
+    for variant in variants:
+        variant.iterate()
+    for _ in range(arguments.rounds):
+        for variant in variants:
+            variant.iterate()
+            variant.seconds.extend(variant.iterate() for _ in range(arguments.block))
+    rows = []
+    for variant in variants:
+        formula, simulated = variant.plan.iteration_seconds, simulate_plan(variant.plan).seconds
+        measured = variant.median_seconds
+        rows.append(
+            (
+                variant.name,
+                measured,
+                formula,
+                f"{formula / measured - 1:+.1%}",
+                simulated,
+                f"{simulated / measured - 1:+.1%}",
+            )
+        )
+    best = min(variants, key=lambda variant: variant.median_seconds)
+    uniform = next(each for each in variants if each.plan.layers_per_stage[0] * 2 == arguments.blocks)
+    chosen = make_plans(
+        topology,
+        profile,
+        global_batch=arguments.global_batch,
+        micro_batches=[arguments.micro_batch],
+        stages=[2],
+        symmetric=True,
+        keep=1,
+    )[0].plan
+    notes = []
+    for variant in variants:
+        if shape(variant.plan) == shape(chosen):
+            took = variant.median_seconds
+            notes.append(
+                f"Planned: {variant.name}, {took:.3f} s: {took / best.median_seconds:.3f} of the best of those tried "
+                f"({best.name}, {best.median_seconds:.3f} s), {uniform.median_seconds / took:.2f} times as fast as the "
+                f"uniform split ({uniform.median_seconds:.3f} s)."
+            )
+    errors = [abs(variant.plan.iteration_seconds / variant.median_seconds - 1) for variant in variants]
+    notes.append(f"Closed form: largest error {max(errors):.1%}, median {median(errors):.1%}.")
+    title = f"Rank 1 of 2 under a CPU quota of {quota:g} of a core"
+    print_table(
+        title,
+        ("blocks by stage", "measured [s]", "closed form [s]", "error", "simulated [s]", "error"),
+        rows,
+        notes,
+    )
+
+
+def shape(plan: Plan) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
+    return [(stage.ranks, stage.blocks) for stage in plan.replicas[0].stages]
+
+
+if __name__ == "__main__":
+    main()

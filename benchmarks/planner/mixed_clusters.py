@@ -1,0 +1,195 @@
+"""What plans for clusters of two or three kinds of GPU are predicted to bring, from times that real GPUs took.
+
+Two nodes of each kind with four GPUs each, or one with eight of RTX and Titan cards, in one network; between different
+kinds at the slower one's rate. "Planned" is the planner's best plan. "Uniform" is the best that uses every device and
+gives all pipelines as many micro-batches and all stages as many blocks, ranks as launched. "Alone" is the planner's
+best for the nodes of one kind, without the others. A plan for all may leave devices out, so it should never be slower
+than any of these; the last line says whether that is so. All are judged by the same cost model; no two kinds were run
+together. `measured_plans.py` says how far the model is from iterations that were run. A device may use its nominal
+memory. Not to be confused with `clusters.py`, which divides batches and not layers.
+
+Times and bandwidths were measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH
+Zurich), in single precision with TF32 products. GPT-Neo-2.7 on GH200 is an estimate, see `gpu_estimates.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+
+from colossal_hetero.planner.cluster.topology import Topology
+from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.plans.predict import priced_plan
+from colossal_hetero.planner.profile.layer_profile import ModelProfile, save_model_profile
+from colossal_hetero.planner.published.estimated_times import estimate_times
+from colossal_hetero.planner.published.sailor_tables import (
+    GpuChannels,
+    import_bandwidths,
+    import_gpu_profiles,
+    make_topology,
+    profile_part,
+)
+from colossal_hetero.planner.search.make_plans import make_plans
+
+DATA = Path(__file__).resolve().parents[2] / "../shared/data/gpu-profiles"
+MODELS = ("OPT-350", "GPT-Neo-2.7")
+MICRO_BATCHES = (1, 2, 4, 8)
+NODES = {"RTX-3090": (1, 8), "RTX-2080": (1, 8), "Titan-RTX": (1, 8)}
+"""How many and of how many GPUs; others two of four. Of the RTX and Titan nodes there was one each."""
+CLUSTERS = (("A100-40", "V100-16"), ("GH-96", "A100-80"), ("RTX-3090", "RTX-2080", "Titan-RTX"))
+SHIPPED = (("A100-40", "V100-16"), (1, 2, 4), 8)
+"""Of OPT-350: devices, degrees, largest micro-batch in ``examples/plans``."""
+
+Kinds = Sequence[str]
+
+
+def topology_of(channels: dict[str, GpuChannels], kinds: Kinds) -> Topology:
+    return make_topology(channels, [(kind, *NODES.get(kind, (2, 4))) for kind in kinds])
+
+
+def planned_for(topology: Topology, profile: ModelProfile, global_batch: int) -> Plan | str:
+    """The planner's best plan, or why there is none."""
+    try:
+        return make_plans(topology, profile, global_batch=global_batch, micro_batches=MICRO_BATCHES, keep=1)[0].plan
+    except ValueError as error:
+        return str(error)
+
+
+def uniform_for(topology: Topology, profile: ModelProfile, global_batch: int) -> Plan | str:
+    """The best plan that uses every device and gives all pipelines and all stages alike, as without a planner.
+
+    All degrees, divisions and micro-batches are tried, ranks as launched: pipeline by pipeline, and stage by stage.
+    """
+    best, reason = None, "no division into equal parts"
+    count = len(topology.devices)
+    for degree, micro_batch in itertools.product((1, 2, 4, 8), MICRO_BATCHES):
+        for replicas in range(1, count // degree + 1):
+            stages, left = divmod(count // degree, replicas)
+            if left or stages > profile.blocks:
+                continue
+            grid = np.arange(count)
+            by_pipeline = grid.reshape(replicas, stages, degree)
+            by_stage = grid.reshape(stages, replicas, degree).transpose(1, 0, 2)
+            for ranks in (by_pipeline, by_stage):
+                try:
+                    plan = priced_plan(
+                        topology, profile, ranks.tolist(), micro_batch=micro_batch, global_batch=global_batch
+                    )
+                except ValueError as error:  # not timed, not divisible, or too large
+                    reason = str(error)
+                    continue
+                fits = all(
+                    stage.memory_bytes <= stage.memory_available_bytes
+                    for replica in plan.replicas
+                    for stage in replica.stages
+                )
+                if fits and (best is None or plan.iteration_seconds < best.iteration_seconds):
+                    best = plan
+    return best or reason
+
+
+def shape(plan: Plan) -> str:
+    """Pipelines that are alike, how many of each: stages with their blocks."""
+    shapes: dict[str, int] = {}
+    for replica in plan.replicas:
+        stages = " + ".join(f"{stage.blocks[1] - stage.blocks[0]} {stage.device}" for stage in replica.stages)
+        key = f"({stages}) × {replica.micro_batches}"
+        shapes[key] = shapes.get(key, 0) + 1
+    parts = [f"{count} of {key}" for key, count in shapes.items()]
+    return f"TP {plan.tensor_parallel}, micro-batch {plan.micro_batch}: " + ", ".join(parts)
+
+
+def seconds(found: Plan | str) -> str:
+    return f"{found.iteration_seconds:.2f}" if isinstance(found, Plan) else "-"
+
+
+def ratio(found: Plan | str, plan: Plan) -> str:
+    return f"{found.iteration_seconds / plan.iteration_seconds:.2f}" if isinstance(found, Plan) else "-"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA, help="folder with the tables (default: %(default)s)")
+    parser.add_argument("--global-batch", type=int, default=256, help="sequences (default: 256, half a million tokens)")
+    parser.add_argument("--save", type=Path, help="only write the profile that examples/plans has to this file")
+    arguments = parser.parse_args()
+    if not (arguments.data / "layer_times.csv").exists():
+        sys.exit(
+            f"no measurements in {arguments.data}; name with --data a folder with layer_times.csv, layer_memory.csv, "
+            "bandwidth.csv and models.json, made from github.com/eth-easl/sailor"
+        )
+    opt, neo, large = (import_gpu_profiles(arguments.data, model) for model in (*MODELS, "OPT-30"))
+    if arguments.save:
+        save_model_profile(profile_part(opt, *SHIPPED), arguments.save)
+        return
+    neo = estimate_times(neo, [opt, large], "GH-96", reference="V100-16", micro_batches=MICRO_BATCHES)
+    channels = import_bandwidths(arguments.data)
+    table = Table(box=MARKDOWN)
+    for column in ("cluster", "model", "planned [s]", "uniform [s]", "alone [s]", "× uniform", "× best alone"):
+        table.add_column(column)
+    for column in ("devices used", "plan", "planned in [s]"):
+        table.add_column(column)
+    notes, slower = [], []
+    for kinds in CLUSTERS:
+        for profile in (opt, neo):
+            if not set(kinds) <= set(profile.devices):
+                continue
+            where = f"{' + '.join(kinds)}, {profile.name}"
+            start = time.perf_counter()
+            topology = topology_of(channels, kinds)
+            planned = planned_for(topology, profile, arguments.global_batch)
+            took = time.perf_counter() - start
+            uniform = uniform_for(topology, profile, arguments.global_batch)
+            alone = {
+                kind: planned_for(topology_of(channels, [kind]), profile, arguments.global_batch) for kind in kinds
+            }
+            found = {"planned": planned, "uniform": uniform, **{f"{kind} alone": plan for kind, plan in alone.items()}}
+            notes += [f"{where}, {name}: {plan}" for name, plan in found.items() if isinstance(plan, str)]
+            others = {name: plan for name, plan in found.items() if isinstance(plan, Plan) and name != "planned"}
+            if not isinstance(planned, Plan):
+                slower += [f"{where}: {name} has a plan, all together have none" for name in others]
+                continue
+            slower += [
+                f"{where}: {name} takes {plan.iteration_seconds:.3f} s, planned {planned.iteration_seconds:.3f}"
+                for name, plan in others.items()
+                if plan.iteration_seconds < planned.iteration_seconds * (1 - 1e-9)
+            ]
+            quickest = min(
+                (plan for plan in alone.values() if isinstance(plan, Plan)),
+                key=lambda plan: plan.iteration_seconds,
+                default="",
+            )
+            table.add_row(
+                " + ".join("{} × {} {}".format(*NODES.get(kind, (2, 4)), kind) for kind in kinds),
+                profile.name,
+                seconds(planned),
+                seconds(uniform),
+                ", ".join(seconds(plan) for plan in alone.values()),
+                ratio(uniform, planned),
+                ratio(quickest, planned),
+                f"{planned.world_size} of {len(topology.devices)}",
+                shape(planned),
+                f"{took:.1f}",
+            )
+    console = Console(width=300, highlight=False)
+    console.print(f"Predicted seconds per iteration, {arguments.global_batch:,} sequences of 2,048 tokens\n")
+    console.print(table)
+    for note in notes:
+        console.print(note, soft_wrap=True)
+    for each in slower:
+        console.print(f"SLOWER: {each}", soft_wrap=True)
+    console.print("Never slower than the best of the others." if not slower else f"{len(slower)} slower.")
+    sys.exit(bool(slower))
+
+
+if __name__ == "__main__":
+    main()

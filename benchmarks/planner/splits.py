@@ -1,0 +1,220 @@
+"""Stage splits against exhaustive search, how they compare, and how fast they and the event simulation are. Nothing is
+trained.
+
+The exhaustive search tries every order of the slots and every contiguous split, on random pipelines small enough for
+that. The tables of methods and of times are of pipelines beyond it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from itertools import combinations, permutations
+from statistics import mean
+
+import numpy as np
+
+from benchmarks.common import print_table
+from colossal_hetero.planner.cluster.topology import Channel
+from colossal_hetero.planner.profile.layer_costs import LayerCosts
+from colossal_hetero.planner.stages.event_simulation import simulate, simulate_times
+from colossal_hetero.planner.stages.local_search import refine
+from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+from colossal_hetero.planner.stages.slot_orders import _depths
+from colossal_hetero.planner.stages.split_methods import METHODS, split
+
+BLOCK_SECONDS = 0.03
+"""Forward and backward of a block on the slowest kind."""
+SPEEDS = (1.0, 2.2, 3.7)
+GIGABYTES = (16.0, 24.0, 40.0)
+MODEL_GIGABYTES = 60.0
+"""Parameters, gradients and optimizer state."""
+
+
+def small(random: np.random.Generator) -> Pipeline:
+    """1 to 4 slots of up to 3 kinds in 3 nodes, up to 8 blocks, memory that binds in part."""
+    stages = int(random.integers(1, 5))
+    blocks = int(random.integers(stages, 9))
+    kinds = []
+    for _ in range(3):
+        work = random.uniform(1, 3, blocks) if random.random() < 0.5 else np.full(blocks, random.uniform(1, 3))
+        outputs = random.uniform(1, 10, blocks) if random.random() < 0.5 else np.full(blocks, 3.0)
+        update = random.choice([0.0, 0.3]) * random.uniform(1, 2, blocks)
+        state, activations = random.uniform(1, 5, blocks), random.uniform(0.5, 2, blocks)
+        memory = float(random.choice([1e3, random.uniform(6, 40)]))
+        kinds.append((LayerCosts(work, 2 * work, update, state, state, activations, outputs), memory))
+    which, nodes = random.integers(3, size=stages), random.integers(3, size=stages)
+    slots = tuple(Slot(f"slot {number}", *kinds[kind]) for number, kind in enumerate(which))
+    inside, outside = Channel("PCIe", 30.0), Channel("Ethernet", float(random.choice([30.0, 5.0])))
+    channels = tuple(tuple(inside if a == b else outside for b in nodes) for a in nodes)
+    return Pipeline(slots, channels, int(random.choice([1, 2, 4, 8, 32])))
+
+
+def mixed(
+    random: np.random.Generator, stages: int, kinds: int, blocks: int, micro_batches: int, alike: bool = False
+) -> Pipeline:
+    """Kinds of slots one after the other, as many of each, in a node per kind; the head weighs more than a block."""
+    weight = np.full(blocks, 1.0) if alike else random.uniform(0.8, 1.2, blocks)
+    weight[-1] *= 1.6
+    made = []
+    for kind in range(kinds):
+        forward = BLOCK_SECONDS / 3 * weight / (SPEEDS[kind] * random.uniform(0.9, 1.1))
+        state = weight / weight.sum() * MODEL_GIGABYTES * stages / 16 * 1e9
+        sizes = np.full(blocks, 2e7)
+        made.append(LayerCosts(forward, 2 * forward, forward / 3, state, state / 4, state / 60, sizes))
+    which = [stage * kinds // stages for stage in range(stages)]
+    slots = tuple(Slot(f"slot {i}", made[kind], GIGABYTES[kind] * 1e9) for i, kind in enumerate(which))
+    inside, outside = Channel("NVLink", 200e9, 1e-5), Channel("InfiniBand", 20e9, 1e-5)
+    channels = tuple(tuple(inside if a == b else outside for b in which) for a in which)
+    return Pipeline(slots, channels, micro_batches)
+
+
+def every_split(pipeline: Pipeline) -> list[Split]:
+    stages, blocks = len(pipeline.slots), pipeline.blocks
+    return [
+        Split(order, (0, *cuts, blocks))
+        for order in permutations(range(stages))
+        for cuts in combinations(range(1, blocks), stages - 1)
+    ]
+
+
+def against_exhaustive_search(pipelines: int, seed: int) -> list[tuple[object, ...]]:
+    random = np.random.default_rng(seed)
+    equal, worst, impossible = 0, 1.0, 0
+    for _ in range(pipelines):
+        pipeline = small(random)
+        costs = [evaluate(pipeline, one) for one in every_split(pipeline)]
+        best = min((cost.seconds for cost in costs if cost.fits), default=np.inf)
+        try:
+            found = evaluate(pipeline, split(pipeline))
+        except ValueError:
+            assert best == np.inf, "a split that fits was missed"
+            impossible += 1
+            continue
+        assert found.fits
+        equal += abs(found.seconds / best - 1.0) < 1e-9
+        worst = max(worst, found.seconds / best)
+    return [(f"{equal} of {pipelines - impossible}", worst, f"{impossible} of {impossible}")]
+
+
+def methods(pipelines: int, seed: int) -> list[tuple[object, ...]]:
+    rows = []
+    for stages, kinds, blocks in ((4, 2, 24), (8, 3, 48), (16, 3, 96)):
+        for count in (stages, 4 * stages):
+            random = np.random.default_rng(seed)
+            ratios: dict[str, list[float]] = {method: [] for method in METHODS}
+            over = dict.fromkeys(METHODS, 0)
+            for _ in range(pipelines):
+                pipeline = mixed(random, stages, kinds, blocks, count)
+                best = evaluate(pipeline, split(pipeline)).seconds
+                for method in METHODS:
+                    try:
+                        cost = evaluate(pipeline, split(pipeline, method))
+                    except ValueError:
+                        over[method] += 1
+                        continue
+                    over[method] += not cost.fits
+                    ratios[method].append(cost.seconds / best)
+            rows.append(
+                (
+                    f"{stages} of {kinds}",
+                    blocks,
+                    count,
+                    *(
+                        (f"{mean(ratios[method]):.3f}" if ratios[method] else "")
+                        + (f" ({over[method]} do not fit)" if over[method] else "")
+                        for method in METHODS[1:]
+                    ),
+                )
+            )
+    return rows
+
+
+def under_simulation(pipelines: int, seed: int) -> list[tuple[object, ...]]:
+    rows = []
+    for stages, count in ((2, 4), (3, 4), (4, 4), (2, 8), (4, 8), (4, 16), (4, 64)):
+        random = np.random.default_rng(seed)
+        closed, exact, refined = [], [], []
+        for _ in range(pipelines):
+            pipeline = mixed(random, stages, 2, 9, count)
+            best = min(simulate(pipeline, one).seconds for one in every_split(pipeline) if evaluate(pipeline, one).fits)
+            found = split(pipeline)
+            simulated = simulate(pipeline, found).seconds
+            closed.append(evaluate(pipeline, found).seconds / simulated)
+            exact.append(simulated / best)
+            refined.append(simulate(pipeline, refine(pipeline, found)).seconds / best)
+        rows.append((stages, count, mean(closed), mean(exact), max(exact), mean(refined), max(refined)))
+    return rows
+
+
+def split_times(repeats: int, seed: int) -> list[tuple[object, ...]]:
+    rows = []
+    for stages, kinds, blocks in ((8, 3, 48), (16, 2, 96), (16, 3, 96), (32, 3, 96), (64, 3, 128)):
+        cells = []
+        for alike in (True, False):
+            first, again = [], []
+            for number in range(repeats):
+                pipeline = mixed(np.random.default_rng(seed + number), stages, kinds, blocks, 4 * stages, alike)
+                _depths.cache_clear()
+                for seconds in (first, again):
+                    start = time.perf_counter()
+                    split(pipeline)
+                    seconds.append(time.perf_counter() - start)
+            cells += [max(first), max(again)]
+        rows.append((f"{stages} of {kinds}", blocks, *cells))
+    return rows
+
+
+def simulation_times(repeats: int, seed: int) -> list[tuple[object, ...]]:
+    rows = []
+    for stages, replicas, count in ((64, 64, 512), (512, 8, 2048), (4096, 1, 8192)):
+        random = np.random.default_rng(seed)
+        for transfers in ("blocking", "overlapped"):
+            seconds = []
+            for _ in range(repeats):
+                times = random.uniform(0.5, 1.5, (replicas, stages))
+                start = time.perf_counter()
+                for forward in times:
+                    simulate_times(forward, 2 * forward, forward[1:] / 10, count, transfers=transfers)
+                seconds.append(time.perf_counter() - start)
+            rows.append((stages * replicas, stages, replicas, count, transfers, max(seconds)))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pipelines", type=int, default=1000, help="random small pipelines (default: 1000)")
+    parser.add_argument("--mixed", type=int, default=20, help="random larger pipelines per row (default: 20)")
+    parser.add_argument("--repeats", type=int, default=3, help="timings of each (default: 3)")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    print_table(
+        "Iteration time of 'exact' against the optimum of exhaustive search: 1 to 4 slots, all orders, up to 8 blocks",
+        ("equal", "worst / optimum", "found that none fits"),
+        against_exhaustive_search(arguments.pipelines, arguments.seed),
+    )
+    print_table(
+        "\nIteration time of the methods relative to 'exact', mean (closed form)",
+        ("stages of kinds", "blocks", "micro-batches", *METHODS[1:]),
+        methods(arguments.mixed, arguments.seed),
+    )
+    print_table(
+        "\nUnder the event simulation: closed form / simulated; 'exact', and it refined, relative to the best of all\n"
+        "splits and orders under the simulation; 9 blocks, 2 kinds",
+        ("stages", "micro-batches", "closed / simulated", "exact, mean", "worst", "refined, mean", "worst"),
+        under_simulation(arguments.mixed, arguments.seed),
+    )
+    print_table(
+        "\nSeconds of 'exact', the longest of all repeats, for the first of its shape and again",
+        ("stages of kinds", "blocks", "blocks alike", "again", "blocks differ", "again"),
+        split_times(arguments.repeats, arguments.seed),
+    )
+    print_table(
+        "\nSeconds to simulate an iteration of unlike replicas, the longest of all repeats",
+        ("devices", "stages", "replicas", "micro-batches", "transfers", "seconds"),
+        simulation_times(arguments.repeats, arguments.seed),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What resizing costs in accuracy: selection rules and imputations at γ = ½ on one rank, against an unpruned control.
+
+python -m benchmarks.tensor_parallel.accuracy --data-dir DIR [--results FILE.json] [--jobs 2] [--epochs 5] [--seeds 3]
+
+DIR holds images as train/CLASS/* and test/CLASS/*. A ViT is trained from scratch by a tensor-parallel group of 2
+and of 4 ranks that runs inside one process (the same layer code, shard after shard), with the last rank pruning half of
+the columns of all its layers throughout. Finished runs are kept in the results file and not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "common"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "vit"))
+
+import torch
+import torch.nn.functional as F
+from rich.progress import Progress
+from timm.models.vision_transformer import VisionTransformer
+
+from benchmarks.common import print_table
+from colossal_hetero.balance.apply import Applier
+from colossal_hetero.balance.config import BalanceConfig
+from colossal_hetero.testing.in_process import shard_in_process
+
+MODEL = {"embed_dim": 128, "depth": 6, "num_heads": 4, "patch_size": 8, "img_size": 32, "num_classes": 10}
+BATCH, LEARNING_RATE, WEIGHT_DECAY, RATIO = 64, 1e-3, 0.05, 0.5
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    ranks: int
+    rule: str
+    imputation: str
+    seed: int
+    epochs: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.ranks} ranks, {self.rule}, {self.imputation}, seed {self.seed}, {self.epochs} epochs"
+
+
+def make_runs(epochs: int, seeds: int) -> list[Run]:
+    """The control, every rule with zero imputation, and the other imputations with one rule."""
+    variants = [("none", "zero")]
+    variants += [(rule, "zero") for rule in ("random", "priority", "priority-diff", "norm-product")]
+    variants += [("norm-product", imputation) for imputation in ("average", "same")]
+    runs = []
+    for seed in range(seeds):
+        for ranks in (2, 4):
+            # Nothing depends on the number of ranks when nothing is pruned.
+            runs += [Run(ranks, *variant, seed, epochs) for variant in variants if variant[0] != "none" or ranks == 2]
+    return runs
+
+
+def load(directory: str, seed: int) -> tuple:
+    """Training and held-out images, as the example reads them."""
+    from data import load_data
+    from options import parse_options
+
+    options = parse_options(["--data", "folder", "--data-dir", directory, "--seed", str(seed)])
+    return load_data(options, track=lambda items, _: iter(items))
+
+
+def train(run: Run, directory: str) -> dict:
+    """Held-out accuracy in percent after each epoch, and the seconds it took."""
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    images, held_out = load(directory, run.seed)
+    torch.manual_seed(run.seed)
+    model = VisionTransformer(**MODEL)
+    shards = shard_in_process(model, run.ranks)
+    iterations = len(images) // BATCH
+    resizer = None
+    if run.rule != "none":
+        config = BalanceConfig(mode="resize", priority=run.rule, imputation=run.imputation, seed=run.seed)
+        resizer = Applier(shards[-1], [], config, iterations)
+        resizer.prune(RATIO)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    total = iterations * run.epochs
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=total, pct_start=0.1)
+    generator = torch.Generator().manual_seed(run.seed)
+    accuracy = []
+    for epoch in range(run.epochs):
+        images.set_epoch(epoch)
+        model.train()
+        for batch in torch.randperm(len(images), generator=generator)[: iterations * BATCH].view(iterations, BATCH):
+            x, y = images.__getitems__(batch)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            if resizer is not None:
+                resizer.end_iteration()
+        model.eval()
+        with torch.no_grad():
+            right = sum(
+                int((model(x).argmax(-1) == y).sum())
+                for x, y in (held_out.__getitems__(part) for part in torch.arange(len(held_out)).split(500))
+            )
+        accuracy.append(100.0 * right / len(held_out))
+    resized = 0.0 if resizer is None else resizer.shares.resized
+    return {"accuracy": accuracy, "resized": resized, "seconds": time.perf_counter() - start}
+
+
+def tabulate(results: dict[str, dict], epochs: int, seeds: int) -> None:
+    """Mean and standard deviation over the seeds of the last epoch's accuracy, and the loss against the control."""
+    groups: dict[tuple, list[float]] = {}
+    for run in make_runs(epochs, seeds):
+        if run.key in results:
+            last = results[run.key]["accuracy"][-1]
+            for ranks in (2, 4) if run.rule == "none" else (run.ranks,):
+                groups.setdefault((ranks, run.rule, run.imputation), []).append(last)
+    rows = []
+    for (ranks, rule, imputation), values in sorted(groups.items(), key=lambda item: item[0][0]):
+        control = groups.get((ranks, "none", "zero"), [float("nan")])
+        spread = stdev(values) if len(values) > 1 else float("nan")
+        name = "control, nothing pruned" if rule == "none" else rule
+        loss = mean(control) - mean(values)
+        rows.append((ranks, name, imputation, f"{mean(values):.1f} ± {spread:.1f}", f"{loss:.1f}", len(values)))
+    title = f"Held-out accuracy [%] after {epochs} epochs; γ = {RATIO} on one of the ranks throughout"
+    print_table(title, ("ranks", "columns by", "imputation", "accuracy", "loss", "seeds"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--results", type=Path, default=Path("runs/accuracy.json"))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments = parser.parse_args()
+    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
+    runs = make_runs(arguments.epochs, arguments.seeds)
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    with Progress() as progress, ProcessPoolExecutor(arguments.jobs) as pool:
+        task = progress.add_task("training", total=len(runs), completed=sum(run.key in results for run in runs))
+        futures = {pool.submit(train, run, arguments.data_dir): run for run in runs if run.key not in results}
+        for future in as_completed(futures):
+            run = futures[future]
+            results[run.key] = {**asdict(run), **future.result()}
+            partial = arguments.results.with_suffix(".partial")
+            partial.write_text(json.dumps(results, indent=1))
+            partial.replace(arguments.results)
+            progress.console.print(f"{run.key}: {results[run.key]['accuracy'][-1]:.1f} %")
+            progress.advance(task)
+    tabulate(results, arguments.epochs, arguments.seeds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Balancing when a rank is slow from outside: rank 1 under a CPU quota, of which the program knows nothing.
+
+sudo python -m benchmarks.tensor_parallel.cpu_quota [--quota 0.25] [--rounds 8]
+
+Needs Linux, cgroups (version 1 or 2) and the right to write to them. Everything that the rank does is slow, not only
+its products, so nothing brings it back to the others' speed. What can be reached follows from the work of each rank as
+measured without balancing under the same quota: for ``resize``, the slow rank's work outside the parallel layers plus
+(1 − γ_max) of its products; for ``auto``, which prunes nothing here, each rank's fixed work and what can move, spread
+in the best way. To both comes the communication that nobody waits in. The models take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+
+import torch.distributed as dist
+
+from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
+from colossal_hetero import BalanceConfig
+from colossal_hetero.balance.report.records import IterationRecord, RankRecord
+from colossal_hetero.balance.report.summary import lossless_seconds
+from colossal_hetero.testing.cpu_quota import cpu_quota
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quota", type=float, default=0.25)
+    parser.add_argument("--period-us", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
+    arguments = parser.parse_args()
+    start_ranks(2)
+    MODEL["embed_dim"] = arguments.hidden
+    resize = BalanceConfig(mode="resize", reference="minimum")
+    variants = [
+        Variant("off", BalanceConfig(mode="off")),
+        Variant("resize", resize),
+        Variant("auto", BalanceConfig(mode="auto")),
+    ]
+    free = Variant("no quota, off", BalanceConfig(mode="off"))
+    for variant in [free, *variants]:
+        variant.build()
+    take_turns([free], warmup=4, rounds=3, block=4)
+    throttled = dist.get_rank() == 1
+    if throttled:
+        quota = cpu_quota(arguments.quota, arguments.period_us)
+        quota.__enter__()
+    try:
+        take_turns(variants, warmup=8, rounds=arguments.rounds, block=4)
+    finally:
+        if throttled:
+            quota.__exit__(None, None, None)
+    records = [variant.plugin.balancer.collect() or [] for variant in [free, *variants]]
+    if dist.get_rank() != 0:
+        return
+    # Settled: the last rounds.
+    settled = [part[len(part) // 2 :] for part in records]
+
+    def typical(part: list[IterationRecord], rank: int, seconds: Callable[[RankRecord], float]) -> float:
+        return median(seconds(record.ranks[rank]) for record in part)
+
+    def movable(rank: RankRecord) -> float:
+        return rank.matmul_seconds + rank.block_seconds
+
+    off = settled[1]
+    communication = median(min(rank.communication_seconds for rank in record.ranks) for record in off)
+    fixed = [typical(off, rank, lambda r: r.work_seconds - movable(r)) for rank in (0, 1)]
+    best = {
+        "resize": typical(off, 1, lambda r: r.work_seconds - resize.max_resize * r.matmul_seconds) + communication,
+        "auto": lossless_seconds(fixed, [typical(off, rank, movable) for rank in (0, 1)]) + communication,
+    }
+    rows = []
+    for variant, part in zip([free, *variants], settled, strict=True):
+        total, reachable = variant.median_seconds, best.get(variant.name)
+        ratios = (f"{reachable:.3f}", f"{total / reachable:.2f}") if reachable else ("", "")
+        times = [
+            typical(part, 1, movable),
+            typical(part, 1, lambda r: r.work_seconds - movable(r)),
+            typical(part, 1, lambda r: r.communication_seconds),
+        ]
+        shares = [f"{typical(part, 1, lambda r, name=name: getattr(r, name)):.0%}" for name in ("resized", "migrated")]
+        rows.append((variant.name, total, *ratios, *times, *shares))
+    columns = (
+        *("variant", "iteration [s]", "reachable [s]", "ratio"),
+        *("movable [s]", "other work [s]", "collectives [s]", "resized", "migrated"),
+    )
+    title = f"Rank 1 of 2 under a CPU quota of {arguments.quota:g} of a core"
+    notes = ["Movable work (products and the rest of blocks), other work, collectives and shares are rank 1's."]
+    print_table(title, columns, rows, notes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""A straggler that comes and goes every few iterations: each mode against no balancing.
+
+python -m benchmarks.tensor_parallel.flicker [--slowdown 4] [--every 3] [--rounds 6]
+
+Rank 1 of 2 does its products ``slowdown`` times for ``every`` iterations, then once for as many. Aim: never more than
+1.02 of ``off``. Models take turns in blocks of whole periods; the times are sums over all iterations, the first ones,
+in which a mode may still believe in the straggler, included.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch.distributed as dist
+
+from benchmarks.common import MODEL, Variant, print_table, start_ranks
+from colossal_hetero import BalanceConfig
+from colossal_hetero.layers import hetero_layers
+from colossal_hetero.testing.stragglers import Stragglers
+
+MODES = ("off", "off again", "resize", "migrate", "semi", "auto")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slowdown", type=float, default=4.0)
+    parser.add_argument("--every", type=int, default=3)
+    parser.add_argument("--modes", nargs="+", default=MODES, help="the first is what the others are held to")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
+    arguments = parser.parse_args()
+    start_ranks(2)
+    MODEL["embed_dim"] = arguments.hidden
+    variants = []
+    for mode in arguments.modes:
+        config = BalanceConfig(mode=mode.split()[0])
+        variants.append(Variant(mode, config, Stragglers(slowdowns={1: 1.0})))
+        variants[-1].build()
+    for variant in variants:
+        for _ in range(3):
+            variant.iterate()
+    changes = dict.fromkeys(arguments.modes, 0)
+    for _ in range(arguments.rounds):
+        for variant in variants:
+            brake = next(iter(hetero_layers(variant.model).values())).brake
+            dist.barrier()
+            for number in range(8 * arguments.every):
+                slow = dist.get_rank() == 1 and number // arguments.every % 2 == 0
+                brake.slowdown = arguments.slowdown if slow else 1.0
+                plan = variant.plugin.balancer.plan
+                variant.seconds.append(variant.iterate())
+                changes[variant.name] += variant.plugin.balancer.plan != plan
+    base = sum(variants[0].seconds)
+    rows = [
+        (variant.name, sum(variant.seconds), sum(variant.seconds) / base, changes[variant.name]) for variant in variants
+    ]
+    title = f"Slowdown {arguments.slowdown:g} on rank 1 of 2, on and off every {arguments.every} iterations"
+    iterations = len(variants[0].seconds)
+    print_table(title, ("mode", f"{iterations} iterations [s]", "against off", "plan changes"), rows)
+
+
+if __name__ == "__main__":
+    main()

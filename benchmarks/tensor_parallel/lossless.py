@@ -1,0 +1,68 @@
+"""The fastest exact training with a straggler: mode ``auto`` without resizing, against the bound, by way to migrate.
+
+python -m benchmarks.tensor_parallel.lossless [--slowdown 8] [--rounds 8] [--hidden 512] [--ways WAY …]
+
+Rank 1 of 2 does every product ``slowdown`` times. The bound is what the products take with nobody slow, spread in the
+best way over a whole and 1/χ of a rank, ``e/(e − 1 + 1/χ)`` times the homogeneous time, plus the rest of an iteration.
+``migrate`` always migrates what would make ranks equally late; ``auto`` only if that pays. All models take turns in the
+same two processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+
+from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
+from colossal_hetero import BalanceConfig
+from colossal_hetero.balance.report.summary import ideal_ratio
+from colossal_hetero.testing.stragglers import Stragglers
+
+WAYS = ("block", "broadcast-reduce", "scatter-gather")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slowdown", type=float, default=8.0)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
+    parser.add_argument("--heads", type=int, default=MODEL["num_heads"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    arguments = parser.parse_args()
+    start_ranks(2)
+    MODEL.update(embed_dim=arguments.hidden, num_heads=arguments.heads)
+    slow = Stragglers(slowdowns={1: arguments.slowdown})
+    variants = [
+        Variant("nobody slow, off", BalanceConfig(mode="off")),
+        Variant("slow, off", BalanceConfig(mode="off"), slow),
+    ]
+    for way in arguments.ways:
+        variants.append(Variant(f"migrate, {way}", BalanceConfig(mode="migrate", migration=way), slow))
+        variants.append(Variant(f"auto, {way}", BalanceConfig(mode="auto", migration=way), slow))
+    for variant in variants:
+        variant.build()
+    take_turns(variants, warmup=12, rounds=arguments.rounds, block=4)
+    rows = []
+    base = bound = float("nan")
+    notes = []
+    for variant in variants:
+        records = (variant.plugin.balancer.collect() or [])[-4 * arguments.rounds :]
+        if not records:
+            continue
+        seconds = variant.median_seconds
+        if not rows:
+            # Of a homogeneous iteration, what the products take the slower of two equal ranks.
+            products = median(max(rank.matmul_seconds for rank in record.ranks) for record in records)
+            base = seconds
+            bound = seconds - products + ideal_ratio(slow.slowdowns, 2) * products
+            notes.append(f"Products {products:.3f} s of {seconds:.3f} s; bound {bound:.3f} s.")
+        migrated = records[-1].ranks[1].migrated
+        rows.append((variant.name, seconds, seconds / base, seconds / bound, f"{migrated:.0%}"))
+        if records[-1].note:
+            notes.append(f"{variant.name}: {records[-1].note}.")
+    columns = ("variant", "iteration [s]", "against nobody slow", "against the bound", "migrated")
+    print_table(f"Slowdown {arguments.slowdown:g} on rank 1 of 2, nothing pruned", columns, rows, notes)
+
+
+if __name__ == "__main__":
+    main()

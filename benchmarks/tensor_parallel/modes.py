@@ -1,0 +1,123 @@
+"""What the modes give on the same straggler, in time and accuracy: the example, trained to the end with each of them.
+
+python -m benchmarks.tensor_parallel.modes --data-dir DIR [--slowdown 8] [--epochs 2] [--seeds 3] [--results FILE.json]
+
+DIR holds images as train/CLASS/* and test/CLASS/*. Two ranks; rank 1 does every product ``slowdown`` times. The
+control is the same training without straggler. ``off`` with the straggler computes what the control does, so it is only
+timed, for a few iterations. Finished runs are kept in the results file and not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median, stdev
+
+from rich.progress import Progress
+
+from benchmarks.common import print_table
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "vit" / "train.py"
+MODEL = ["--hidden", "128", "--depth", "6", "--heads", "4", "--patch", "8", "--batch-size", "64", "--lr", "1e-3"]
+TIMED_ITERATIONS = 60
+
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "off, nobody slow": ("--balance", "off"),
+    "off": ("--balance", "off"),
+    "resize": ("--balance", "resize"),
+    "resize, blocks": ("--balance", "resize", "--resizing", "block"),
+    "semi": ("--balance", "semi"),
+    "auto": ("--balance", "auto"),
+}
+"""The example's arguments of each."""
+
+
+def arguments_of(variant: str, options: argparse.Namespace, seed: int) -> list[str]:
+    """The example's command line."""
+    line = [*VARIANTS[variant], *MODEL, "--data", "folder", "--data-dir", options.data_dir, "--seed", str(seed)]
+    line += ["--epochs", str(options.epochs)]
+    if variant != "off, nobody slow":
+        line += ["--straggler", f"1:{options.slowdown:g}"]
+    if variant == "off":
+        line += ["--steps", str(TIMED_ITERATIONS)]
+    return line
+
+
+def train(arguments: Sequence[str]) -> dict:
+    """The summary of a run of the example on two ranks with one thread each."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
+    with tempfile.TemporaryDirectory() as directory:
+        summary = Path(directory) / "summary.json"
+        command = [sys.executable, str(EXAMPLE), *arguments, "--summary", str(summary)]
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+        return json.loads(summary.read_text())
+
+
+def tabulate(results: dict[str, dict], options: argparse.Namespace) -> None:
+    """Accuracy as mean and standard deviation over the seeds, times as medians over them."""
+    rows = []
+    control: list[float] = []
+    base = float("nan")
+    for variant in VARIANTS:
+        runs = [results[key] for seed in range(options.seeds) if (key := _key(variant, options, seed)) in results]
+        if not runs:
+            continue
+        seconds = median(run["iteration_seconds"]["median"] for run in runs)
+        accuracy = [100.0 * run["accuracy"][-1] for run in runs]
+        if variant == "off, nobody slow":
+            control, base = accuracy, seconds
+        shares = [mean(run["ranks"][1][name] for run in runs) for name in ("resized", "migrated")]
+        measured = variant != "off"
+        spread = stdev(accuracy) if len(accuracy) > 1 else float("nan")
+        rows.append(
+            (
+                variant,
+                f"{1e3 * seconds:.0f}",
+                f"{seconds / base:.2f}",
+                *(f"{share:.0%}" for share in shares),
+                f"{mean(accuracy):.1f} ± {spread:.1f}" if measured else "as the control",
+                f"{mean(control) - mean(accuracy):.1f}" if measured else "",
+                len(runs),
+            )
+        )
+    columns = ("mode", "iteration [ms]", "ratio", "resized", "migrated", "accuracy [%]", "loss", "seeds")
+    title = f"Slowdown {options.slowdown:g} on rank 1 of 2 (products repeated), {options.epochs} epochs"
+    print_table(title, columns, rows)
+
+
+def _key(variant: str, options: argparse.Namespace, seed: int) -> str:
+    return f"{variant}, slowdown {options.slowdown:g}, {options.epochs} epochs, seed {seed}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--slowdown", type=float, default=8.0)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--results", type=Path, default=Path("runs/modes.json"))
+    options = parser.parse_args()
+    results = json.loads(options.results.read_text()) if options.results.exists() else {}
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    runs = [(variant, seed) for seed in range(options.seeds) for variant in VARIANTS]
+    with Progress() as progress:
+        for variant, seed in progress.track(runs, description="training"):
+            key = _key(variant, options, seed)
+            if key in results:
+                continue
+            results[key] = train(arguments_of(variant, options, seed))
+            partial = options.results.with_suffix(".partial")
+            partial.write_text(json.dumps(results, indent=1))
+            partial.replace(options.results)
+            progress.console.print(f"{key}: {results[key]['iteration_seconds']['median']:.3f} s per iteration")
+    tabulate(results, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What migrating costs where nobody is slow: SEMI's Table I, by each way to migrate.
+
+python -m benchmarks.tensor_parallel.policies [--ranks 4] [--rounds 4] [--senders 1 3]
+
+The first ``senders`` ranks give a share γ of their work to the others, which take equal parts. Nobody is slow, so
+all of the difference to γ = 0 is what migrating costs, and what the receivers do more. All ways and shares take turns in the
+same processes. More ranks than cores share them; then the work of all ranks counts, not that of the latest.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch.distributed as dist
+
+from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
+from colossal_hetero import BalanceConfig
+from colossal_hetero.balance.decide.plan import Plan
+
+WAYS = ("broadcast-reduce", "scatter-gather", "block")
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+NEVER = 10**9
+
+
+def plan(senders: int, share: float) -> Plan:
+    """The first ranks give ``share`` of their work to the others."""
+    ranks = dist.get_world_size()
+    taken = senders * share / (ranks - senders)
+    return Plan(
+        resize=(0.0,) * ranks,
+        migrate=(share,) * senders + (0.0,) * (ranks - senders),
+        receive=(0.0,) * senders + (taken,) * (ranks - senders),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--senders", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
+    arguments = parser.parse_args()
+    start_ranks(arguments.ranks)
+    MODEL["embed_dim"] = arguments.hidden
+    variants = {}
+    for way in WAYS:
+        config = BalanceConfig(mode="migrate", migration=way, warmup_iterations=NEVER, measure_costs=False)
+        variants[way] = Variant(way, config)
+        variants[way].build()
+    seconds = {}
+    sent = {}
+    for senders in arguments.senders:
+        for share in SHARES:
+            for variant in variants.values():
+                variant.seconds.clear()
+                variant.plugin.balancer.follow(plan(senders, share))
+            take_turns(list(variants.values()), warmup=2, rounds=arguments.rounds, block=2)
+            for way, variant in variants.items():
+                seconds[way, senders, share] = variant.median_seconds
+                variant.plugin.balancer.traffic.reset()
+                variant.iterate()
+                traffic = variant.plugin.balancer.traffic.sent.values()
+                totals = [0] * dist.get_world_size()
+                dist.all_gather_object(totals, sum(counted.bytes for counted in traffic))
+                sent[way, senders, share] = sum(totals) / 2**20
+    rows = [
+        (
+            f"{way} ({senders})",
+            *(f"{seconds[way, senders, share]:.3f}" for share in SHARES),
+            f"{sent[way, senders, 0.5]:.0f}",
+        )
+        for senders in arguments.senders
+        for way in WAYS
+    ]
+    title = f"Seconds per iteration, {arguments.ranks} ranks, by the share γ that the first (n) ranks give away"
+    print_table(title, ("way (senders)", *(f"γ = {share:g}" for share in SHARES), "MiB sent at γ = ½"), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Resizing under an injected straggler: iteration time against no straggler, and how fast the plan settles.
+
+python -m benchmarks.tensor_parallel.straggler [--slowdown 4] [--rounds 8]
+
+Rank 1's products are done ``slowdown`` times (``repeat``; resizing shrinks the repeated work too). The reference is the
+minimum over the ranks. Three models take turns in the same two processes: nobody slow, slow without balancing, slow
+with resizing.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch.distributed as dist
+
+from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
+from colossal_hetero import BalanceConfig
+from colossal_hetero.layers import hetero_layers
+from colossal_hetero.testing.stragglers import Stragglers
+
+
+def iterations_to_settle(variant: Variant, before: float, after: float) -> int:
+    """Iterations from rank 1's slowdown going from ``before`` to ``after`` until the plan changes for the last time."""
+    brake = next(iter(hetero_layers(variant.model).values())).brake
+
+    def iterate(slowdown: float) -> bool:
+        """One iteration; whether the plan changed at its end."""
+        plan = variant.plugin.balancer.plan
+        if dist.get_rank() == 1:
+            brake.slowdown = slowdown
+        variant.iterate()
+        return variant.plugin.balancer.plan != plan
+
+    for _ in range(12):
+        iterate(before)
+    return max((number for number in range(1, 21) if iterate(after)), default=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slowdown", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
+    arguments = parser.parse_args()
+    start_ranks(2)
+    MODEL["embed_dim"] = arguments.hidden
+    slow = Stragglers(slowdowns={1: arguments.slowdown})
+    resize = BalanceConfig(mode="resize", reference="minimum")
+    variants = [
+        Variant("nobody slow, off", BalanceConfig(mode="off")),
+        Variant("slow, off", BalanceConfig(mode="off"), slow),
+        Variant("slow, resize", resize, slow),
+    ]
+    for variant in variants:
+        variant.build()
+    take_turns(variants, warmup=8, rounds=arguments.rounds, block=4)
+    base = variants[0].median_seconds
+    rows = []
+    for variant in variants:
+        records = variant.plugin.balancer.collect()
+        resized = records[-1].ranks[1].resized if records else 0.0
+        rows.append((variant.name, variant.median_seconds, variant.median_seconds / base, resized))
+    title = f"Slowdown {arguments.slowdown:g} injected on rank 1 of 2 (products repeated)"
+    print_table(title, ("variant", "iteration [s]", "ratio", "share resized on rank 1"), rows)
+
+    turning = Variant("turning", resize, Stragglers(slowdowns={1: 1.0}))
+    turning.build()
+    settled = []
+    for _ in range(3):
+        for before, after in ((1.0, arguments.slowdown), (arguments.slowdown, 1.0)):
+            settled.append((f"{before:g}× to {after:g}×", iterations_to_settle(turning, before, after)))
+    print_table("Iterations until the plan settled after rank 1's speed changed", ("change", "iterations"), settled)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""What the benchmarks of uneven batches share: a model and data to train with, and a plugin that takes turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, interpolate
+from torch.utils.data import TensorDataset
+
+from benchmarks.common import BATCH  # noqa: F401  (prepares Colossal-AI for a CPU before anything of it is used)
+
+# isort: split
+from colossalai.booster import Booster
+from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
+
+__all__ = ["Turns", "digits", "make_model", "make_optimizer"]
+
+
+def digits() -> TensorDataset:
+    """scikit-learn's 1797 digits, float32 ``[3, 32, 32]``, and their labels."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    small = torch.tensor(found.images, dtype=torch.float32)[:, None] / 8.0 - 1.0
+    images = interpolate(small, size=(32, 32), mode="bilinear", align_corners=False).repeat(1, 3, 1, 1)
+    return TensorDataset(images, torch.tensor(found.target))
+
+
+def make_model(hidden: int, depth: int, patch: int) -> nn.Module:
+    """A ViT for them, the same on every call."""
+    torch.manual_seed(1)
+    return VisionTransformer(
+        img_size=32, patch_size=patch, embed_dim=hidden, depth=depth, num_heads=4, num_classes=10, class_token=False,
+        global_pool="avg",
+    )  # fmt: skip
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+class Turns:
+    """A model in training with a data-parallel plugin, one of several that take turns.
+
+    Args:
+        name: in the table.
+        plugin: Colossal-AI's or ours.
+        model: to be trained; boosted here.
+        data: all of it; every rank draws its own.
+        batch_size: of each rank, for Colossal-AI's plugins; None for ours, which decide.
+    """
+
+    def __init__(
+        self, name: str, plugin: DPPluginBase, model: nn.Module, data: TensorDataset, batch_size: int | None
+    ) -> None:
+        self.name = name
+        self.plugin = plugin
+        self.seconds: list[float] = []
+        size = {} if batch_size is None else {"batch_size": batch_size}
+        loader = plugin.prepare_dataloader(data, shuffle=True, drop_last=True, **size)
+        self._booster = Booster(plugin=plugin)
+        self._model, self._optimizer, self._criterion, self._loader, _ = self._booster.boost(
+            model, make_optimizer(model), criterion=cross_entropy, dataloader=loader
+        )
+        self._batches = self._endless()
+
+    def _endless(self) -> Iterator[tuple[Any, bool]]:
+        """Batches of one epoch after the other, and whether the optimizer steps after them."""
+        epoch = 0
+        while True:
+            self._loader.sampler.set_epoch(epoch)
+            for batch in self._loader:
+                current = getattr(self._loader, "current", None)
+                yield batch, current is None or current.is_last
+            epoch += 1
+
+    @property
+    def epoch_iterations(self) -> int:
+        """Optimizer steps of an epoch of our loader."""
+        return self._loader.global_batches
+
+    def iterate(self) -> float:
+        """One optimizer step; its seconds."""
+        start = time.perf_counter()
+        is_last = False
+        while not is_last:
+            (images, labels), is_last = next(self._batches)
+            loss: Tensor = self._criterion(self._model(images), labels)
+            self._booster.backward(loss, self._optimizer)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    @property
+    def median_seconds(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def division(self) -> str:
+        """Samples by rank, for ours."""
+        allocation = getattr(self.plugin, "allocation", None)
+        return "" if allocation is None else " + ".join(str(share.samples) for share in allocation.shares)

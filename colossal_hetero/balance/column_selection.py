@@ -1,0 +1,113 @@
+"""Which columns a resized layer keeps (SEMI, Sec. III-B, Algorithm 1), one selector per layer.
+
+``L`` is the number of the layer's contraction columns. Every selector returns kept columns in ascending order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from .config import Priority
+
+__all__ = ["ColumnSelector", "NormProduct", "RandomColumns", "WeightVariation", "make_selector"]
+
+SAMPLED_ROWS = 128
+"""Rows of a matrix from which a column's norm is estimated."""
+
+
+class ColumnSelector(ABC):
+    """Chooses a layer's kept columns; see :data:`colossal_hetero.layers.workload.Selector`."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
+        """Kept columns, int64 ``[count]`` ascending, for ``x [M, L]`` and ``weight [N, L]``."""
+
+    def end_interval(self, weight: Tensor) -> None:  # noqa: B027  (most rules keep no history)
+        """An interval of the priority rules (an epoch) is over; ``weight [N, L]`` is what it made of the weight."""
+
+    def candidate_share(self, threshold: float) -> float:
+        """The share of columns that ``priority-diff`` may prune: 0 for rules that keep no variations."""
+        return 0.0
+
+
+class RandomColumns(ColumnSelector):
+    """ZERO-Rd: columns drawn at random, anew each iteration."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
+        drawn = torch.randperm(weight.shape[1], generator=self._generator)[:count]
+        return drawn.sort().values.to(weight.device)
+
+
+class NormProduct(ColumnSelector):
+    """Columns of the largest ``‖X[:, i]‖·‖W[:, i]‖``, anew each iteration.
+
+    The score of column-row sampling, which minimizes the expected error of a sampled matrix product (Drineas, Kannan
+    and Mahoney 2006). Norms are taken over :data:`SAMPLED_ROWS` or a few more evenly spaced rows.
+    """
+
+    def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
+        # Squares sort as the norms do.
+        score = _squared_norms(x) * _squared_norms(weight)
+        return _largest(score, count)
+
+
+class WeightVariation(ColumnSelector):
+    """ZERO-Pri: columns whose weights varied most in the last interval, ``δ_i = mean_r |w_ri^t − w_ri^{t−1}|``.
+
+    Incremental update: a column that was pruned during an interval keeps the δ it had, since its imputed gradient says
+    nothing about it, and can come back. Columns without a δ yet count as varying most, ties broken at random; so
+    the first interval prunes at random and the second starts with those that were kept. Holds a copy of the weight
+    for the length of an interval.
+    """
+
+    def __init__(self, weight: Tensor, seed: int) -> None:
+        columns = weight.shape[1]
+        self._before = weight.clone()
+        self._variation = torch.full((columns,), torch.inf, device=weight.device)
+        self._pruned = torch.zeros(columns, dtype=torch.bool, device=weight.device)
+        generator = torch.Generator().manual_seed(seed)
+        self._tie_breaker = torch.randperm(columns, generator=generator).to(weight.device)
+
+    def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
+        order = self._tie_breaker[self._variation[self._tie_breaker].argsort(descending=True, stable=True)]
+        # Columns beyond those of ``weight`` are given to another rank, and not pruned.
+        kept = order[order < weight.shape[1]][:count].sort().values
+        left_out = torch.ones_like(self._pruned)
+        left_out[kept] = False
+        left_out[weight.shape[1] :] = False
+        self._pruned |= left_out
+        return kept
+
+    def end_interval(self, weight: Tensor) -> None:
+        variation = (weight - self._before).abs_().mean(dim=0, dtype=torch.float32)
+        self._variation = torch.where(self._pruned, self._variation, variation)
+        self._pruned.zero_()
+        self._before.copy_(weight)
+
+    def candidate_share(self, threshold: float) -> float:
+        return float((self._variation < threshold).float().mean())
+
+
+def _squared_norms(matrix: Tensor) -> Tensor:
+    """Squared column norms of ``[rows, L]``, float32 ``[L]``, from a sample of its rows."""
+    return matrix[:: max(1, matrix.shape[0] // SAMPLED_ROWS)].float().square().sum(0)
+
+
+def _largest(score: Tensor, count: int) -> Tensor:
+    return score.topk(count, sorted=False).indices.sort().values
+
+
+def make_selector(rule: Priority, weight: Tensor, seed: int) -> ColumnSelector:
+    """The selector of the named rule for a layer whose weight is ``[N, L]``."""
+    if rule == "random":
+        return RandomColumns(seed)
+    if rule == "norm-product":
+        return NormProduct()
+    assert rule in ("priority", "priority-diff")
+    return WeightVariation(weight, seed)

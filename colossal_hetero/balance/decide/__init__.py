@@ -1,0 +1,1 @@
+"""Decide: pure functions from measured times to a plan. Free of torch."""

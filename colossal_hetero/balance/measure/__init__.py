@@ -1,0 +1,1 @@
+"""Measure: clocks, speeds, and the costs of resizing and migrating."""

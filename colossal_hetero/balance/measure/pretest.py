@@ -1,0 +1,419 @@
+"""What balancing costs on this device and network, measured before training (SEMI, Algorithm 2, line 1).
+
+Products are timed dense and resized, and small ones alone, for Ω and Φ2; messages of several sizes for Φ1. It takes a
+second or two, the numbers are kept on disk, and all ranks of the group end up with the same.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.status import Status
+from torch import Tensor
+
+from ...layers.workload import impute
+from ..config import BalanceConfig
+from ..decide.costs import Costs, Traffic, Volume, fit_affine
+from .cost_cache import CostCache
+
+__all__ = ["Link", "ProductShape", "fit_link", "fit_receive_factor", "fit_resize", "measure_costs", "prepare_costs"]
+
+RESIZED_SHARES = (0.25, 0.5, 0.75, 0.9)
+"""Shares pruned in the products that are timed."""
+RECEIVED_SHARES = (0.125, 0.25, 0.5)
+"""Shares of a rank's product that are timed alone, as a receiver computes them."""
+MIGRATED_SHARES = (0.125, 0.25, 0.5, 0.75)
+"""Shares at which Φ1 is worked out and fitted."""
+MESSAGES = {4 * 2**10: 21, 64 * 2**10: 21, 2**20: 7, 4 * 2**20: 7}
+"""Sizes in bytes of the messages that are timed, on a slow network only the smaller ones, and how often."""
+
+SHAPES = 3
+"""So many of the largest layer shapes stand for all, if there is time."""
+PRODUCT_SECONDS = 1.2
+"""For timing products, about."""
+DENSE_SECONDS = 0.04
+"""What a dense product may take; of one that takes longer a smaller one is timed."""
+MIN_SIZE = 512
+"""But no dimension is made smaller than that: what resizing adds shrinks relative to products that grow."""
+MAX_ROUNDS = 11
+MESSAGE_SECONDS = 0.1
+"""A message that takes longer is the largest one timed."""
+SILENT_SECONDS = 1.0
+"""How long nothing is shown."""
+
+Way = Literal["column", "block"]
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """A rank's product: ``Y [M, N] = X [M, L] · W [N, L]ᵀ``."""
+
+    outputs: int
+    """N"""
+    columns: int
+    """L"""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What messages of a kind take: ``latency + bytes · seconds_per_byte`` each."""
+
+    latency_seconds: float
+    seconds_per_byte: float
+
+    def seconds(self, volume: Volume) -> float:
+        """One after the other."""
+        return volume.messages * self.latency_seconds + volume.bytes * self.seconds_per_byte
+
+
+def prepare_costs(
+    config: BalanceConfig,
+    group: dist.ProcessGroup,
+    shapes: Sequence[ProductShape],
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    traffic: Callable[[float], Traffic],
+    way: Way,
+) -> Costs:
+    """The costs that the configuration asks for: none, those kept from an earlier run, or measured ones.
+
+    Collective over ``group``, whose ranks all get the same. Arguments as of :func:`measure_costs`.
+    """
+    if group.size() == 1 or not config.measure_costs:
+        return Costs()
+    cache = CostCache(config.cost_cache)
+    # Known to all ranks, since it takes all of them; but only one looks, so that all find the same.
+    circumstances = _circumstances(group, shapes, rows, dtype, device, traffic, way)
+    first = group.rank() == 0
+    kept = _broadcast_costs(cache.read(circumstances) if first else None, group, device)
+    if kept is not None:
+        return kept
+    with _Display(enabled=dist.get_rank() == 0) as display:
+        costs = measure_costs(group, shapes, rows, dtype, device, traffic, way, display.show)
+    if first:
+        cache.write(circumstances, costs)
+    return costs
+
+
+def measure_costs(
+    group: dist.ProcessGroup,
+    shapes: Sequence[ProductShape],
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    traffic: Callable[[float], Traffic],
+    way: Way,
+    show: Show | None = None,
+) -> Costs:
+    """Measure Ω1, Ω2, Φ1 and Φ2 on this device and network; the same on all ranks. Collective over ``group``.
+
+    Args:
+        group: the tensor-parallel group; with a single rank nothing is measured and costs are zero.
+        shapes: of this rank's products, with repetitions or without.
+        rows: M, batch × sequence of a micro-batch.
+        dtype: of the products.
+        device: on which they run; messages travel between memories of this kind.
+        traffic: what migrating a share of one rank's work sends in an iteration.
+        way: what is pruned and given away, contraction columns of each product or whole units of a ``block``.
+        show: is told what is being measured.
+    """
+    if group.size() == 1:
+        return Costs()
+    tell = show or (lambda _: None)
+    resized, received = _time_products(shapes, rows, dtype, device, way, tell)
+    everyone = np.median(_gather([*resized, *received], group, device), axis=0)
+    resize_fixed, resize_per_share = fit_resize(RESIZED_SHARES, everyone[: len(resized)])
+    receive_factor = fit_receive_factor(RECEIVED_SHARES, everyone[len(resized) :])
+    links = {}
+    for kind, send in _message_kinds(group).items():
+        tell(f"timing messages: {kind}")
+        links[kind] = fit_link(*_time_messages(send, group, device))
+    communication = []
+    for share in MIGRATED_SHARES:
+        sent = traffic(share)
+        communication.append(sum(link.seconds(getattr(sent, kind)) for kind, link in links.items()))
+    fixed_seconds, seconds_per_share = fit_affine(MIGRATED_SHARES, communication)
+    costs = Costs(resize_fixed, resize_per_share, fixed_seconds, seconds_per_share, receive_factor)
+    # Processors that round differently fit differently in the last bit.
+    agreed = _broadcast_costs(costs, group, device)
+    assert agreed is not None
+    return agreed
+
+
+def fit_resize(shares: Sequence[float], ratios: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """``(Ω1, Ω2)`` from the times of products with ``shares`` pruned, in ``ratios`` to the dense time."""
+    return fit_affine(shares, np.asarray(ratios) - (1.0 - np.asarray(shares)))
+
+
+def fit_receive_factor(shares: Sequence[float], ratios: Sequence[float] | np.ndarray) -> float:
+    """The factor of Φ2 from the times of products of ``shares`` alone, in ``ratios`` to the whole one's."""
+    x, y = np.asarray(shares), np.asarray(ratios)
+    return float(x @ y) / float(x @ x)
+
+
+def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
+    """The smallest message tells the latency, those beyond it the time per byte."""
+    extra_bytes, extra = np.asarray(sizes[1:]) - sizes[0], np.asarray(seconds[1:]) - seconds[0]
+    slope = float(extra_bytes @ extra) / float(extra_bytes @ extra_bytes) if len(extra) else seconds[0] / sizes[0]
+    slope = max(slope, 0.0)
+    return Link(max(seconds[0] - slope * sizes[0], 0.0), slope)
+
+
+# Products ---------------------------------------------------------------------------------------------------------
+
+
+def _time_products(
+    shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, device: torch.device, way: Way, tell: Show
+) -> tuple[list[float], list[float]]:
+    """Times of resized products and of a receiver's, in ratio to the dense one's; means over shapes, by their work."""
+    largest = sorted(set(shapes), key=lambda shape: (-shape.outputs * shape.columns, shape.outputs))[:SHAPES]
+    if not largest:
+        return [1.0 - share for share in RESIZED_SHARES], list(RECEIVED_SHARES)
+    ratios: list[list[float]] = []
+    weights = []
+    start = time.perf_counter()
+    for shape in largest:
+        if time.perf_counter() - start > PRODUCT_SECONDS / 2:
+            break
+        tell(f"timing products of {rows} × {shape.columns} × {shape.outputs}")
+        ratios.append(_time_shape(shape, rows, dtype, device, way, PRODUCT_SECONDS / len(largest)))
+        weights.append(shape.outputs * shape.columns)
+    mean = np.average(ratios, axis=0, weights=weights).tolist()
+    return mean[: len(RESIZED_SHARES)], mean[len(RESIZED_SHARES) :]
+
+
+def _time_shape(
+    shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, way: Way, budget_seconds: float
+) -> list[float]:
+    """The same for one shape, from the fastest of several rounds: other work on the machine only ever adds."""
+    # A generator of its own: measuring is not to change what training draws.
+    generator = torch.Generator(device).manual_seed(0)
+    rows, shape = _affordable(shape, rows, dtype, device, generator)
+    products = _Products(shape, rows, dtype, device, generator)
+    along = 1 if way == "column" else 0
+    size = shape.columns if along else shape.outputs
+    runs = [products.dense]
+    runs += [products.part(along, size - round(share * size), whole_gradients=True) for share in RESIZED_SHARES]
+    runs += [products.part(along, round(share * size), whole_gradients=False) for share in RECEIVED_SHARES]
+    rounds: list[list[float]] = []
+    start = time.perf_counter()
+    while len(rounds) < 2 or (len(rounds) < MAX_ROUNDS and time.perf_counter() - start < budget_seconds):
+        rounds.append([_seconds(run, device) for run in runs])
+    dense, *parts = np.min(rounds, axis=0).tolist()
+    return [part / dense for part in parts]
+
+
+def _affordable(
+    shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> tuple[int, ProductShape]:
+    """Rows and shape of a dense product that takes no longer than :data:`DENSE_SECONDS`, if possible."""
+    sizes = [rows, shape.outputs, shape.columns]
+    probe = [min(size, MIN_SIZE // 2) for size in sizes]
+    products = _Products(ProductShape(*probe[1:]), probe[0], dtype, device, generator)
+    _seconds(products.dense, device)
+    seconds = _seconds(products.dense, device) * math.prod(sizes) / math.prod(probe)
+    while seconds > DENSE_SECONDS and max(sizes) > MIN_SIZE:
+        largest = sizes.index(max(sizes))
+        smaller = max(sizes[largest] // 2, MIN_SIZE)
+        seconds *= smaller / sizes[largest]
+        sizes[largest] = smaller
+    return sizes[0], ProductShape(*sizes[1:])
+
+
+class _Products:
+    """A linear layer's three products: output, input gradient and weight gradient; whole or of a part."""
+
+    def __init__(
+        self, shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    ) -> None:
+        def filled(*size: int) -> Tensor:
+            return torch.randn(*size, dtype=dtype, device=device, generator=generator)
+
+        self.x, self.dy = filled(rows, shape.columns), filled(rows, shape.outputs)
+        self.weight = filled(shape.outputs, shape.columns)
+
+    def dense(self) -> None:
+        self._multiply(self.x, self.weight, self.dy)
+
+    @staticmethod
+    def _multiply(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        F.linear(x, weight)
+        return dy @ weight, dy.t() @ x
+
+    def part(self, along: int, count: int, whole_gradients: bool) -> Callable[[], None]:
+        """The products of ``count`` of the weight's rows (``along`` 0) or columns (1).
+
+        ``whole_gradients``: they are taken out of the weight, and gradients filled up to its shape, as in resizing.
+        Otherwise they lie in a weight of their own, as a receiver's do.
+        """
+        size = self.weight.shape[along]
+        count = min(max(count, 1), size)
+        kept = torch.arange(count, device=self.weight.device) * size // count
+        own_weight = self.weight.index_select(along, kept)
+        dy = self.dy if along else self.dy[:, :count].contiguous()
+
+        def run() -> None:
+            weight = self.weight.index_select(along, kept) if whole_gradients else own_weight
+            x = self.x.index_select(1, kept) if along else self.x
+            dx, dw = self._multiply(x, weight, dy)
+            if whole_gradients:
+                impute(dw, kept, along, size, "zero")
+                if along:
+                    impute(dx, kept, 1, size, "zero")
+
+        return run
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# Messages ---------------------------------------------------------------------------------------------------------
+
+
+def _message_kinds(group: dist.ProcessGroup) -> dict[str, Callable[[Tensor], None]]:
+    """How to send a tensor, by the names of :class:`Traffic`. Point to point every other rank sends to the next."""
+    root = dist.get_global_rank(group, 0)
+    peer = group.rank() ^ 1
+
+    def point_to_point(tensor: Tensor) -> None:
+        if peer >= group.size():
+            return
+        operation = dist.irecv if group.rank() % 2 else dist.isend
+        message = dist.P2POp(operation, tensor, dist.get_global_rank(group, peer), group=group)
+        for request in dist.batch_isend_irecv([message]):
+            request.wait()
+
+    return {
+        "point_to_point": point_to_point,
+        "broadcast": lambda tensor: dist.broadcast(tensor, src=root, group=group),
+        "reduce": lambda tensor: dist.reduce(tensor, dst=root, group=group),
+    }
+
+
+def _time_messages(
+    send: Callable[[Tensor], None], group: dist.ProcessGroup, device: torch.device
+) -> tuple[list[int], list[float]]:
+    """Sizes in bytes, and what a message takes the slowest rank at best, from a common start; equal on all ranks."""
+    sizes: list[int] = []
+    seconds: list[float] = []
+    start = torch.zeros(1, device=device)
+    for size, repeats in MESSAGES.items():
+        tensor = torch.zeros(size // 4, device=device)
+        times = []
+        for _ in range(repeats):
+            dist.all_reduce(start, group=group)
+            times.append(_seconds(partial(send, tensor), device))
+        sizes.append(size)
+        seconds.append(float(_gather([min(times)], group, device).max()))
+        if seconds[-1] > MESSAGE_SECONDS:
+            break
+    return sizes, seconds
+
+
+# The same on all ranks ---------------------------------------------------------------------------------------------
+
+
+def _gather(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> np.ndarray:
+    """Everyone's values; float64 ``[ranks, values]``."""
+    mine = torch.tensor(values, dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    return torch.stack(everyone).cpu().numpy()
+
+
+def _broadcast_costs(costs: Costs | None, group: dist.ProcessGroup, device: torch.device) -> Costs | None:
+    """The costs of the group's first rank."""
+    names = list(asdict(Costs()))
+    values = [float("nan")] * len(names) if costs is None else [asdict(costs)[name] for name in names]
+    message = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.broadcast(message, src=dist.get_global_rank(group, 0), group=group)
+    values = message.tolist()
+    return None if np.isnan(values).any() else Costs(**dict(zip(names, values, strict=True)))
+
+
+def _circumstances(
+    group: dist.ProcessGroup,
+    shapes: Sequence[ProductShape],
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    traffic: Callable[[float], Traffic],
+    way: Way,
+) -> dict[str, Any]:
+    """All that the costs depend on, in what JSON can hold. Collective; complete on all ranks."""
+    devices: list[Any] = [None] * group.size()
+    dist.all_gather_object(devices, (socket.gethostname(), _device_name(device)), group=group)
+    hosts = list(dict.fromkeys(host for host, _ in devices))
+    return {
+        "devices": [name for _, name in devices],
+        # Names of hosts change from run to run in a cloud; which ranks share one does not.
+        "hosts": [hosts.index(host) for host, _ in devices],
+        "device_count": torch.cuda.device_count() if device.type == "cuda" else os.cpu_count(),
+        "torch": torch.__version__,
+        "backend": dist.get_backend(group),
+        "threads": torch.get_num_threads(),
+        "shapes": sorted({(shape.outputs, shape.columns) for shape in shapes}),
+        "rows": rows,
+        "dtype": str(dtype),
+        "way": way,
+        "traffic": [asdict(traffic(share)) for share in MIGRATED_SHARES],
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+class _Display:
+    """Shows what is being measured, once that has taken a while."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self._since = time.perf_counter()
+        self._status: Status | None = None
+
+    def __enter__(self) -> _Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def show(self, text: str) -> None:
+        if not self._enabled or time.perf_counter() - self._since < SILENT_SECONDS:
+            return
+        if self._status is None:
+            self._status = Console(stderr=True).status("")
+            self._status.start()
+        self._status.update(f"What balancing costs here: {text}")

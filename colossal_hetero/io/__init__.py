@@ -1,0 +1,1 @@
+"""Files and text: JSON with schemas, atomic writes, pictures, numbers in words. Imports nothing of this package."""

@@ -1,0 +1,135 @@
+"""JSON files that people read and edit: written as a whole, and what is wrong in them said in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from .atomic import replacing
+
+__all__ = ["check_units", "errors_in_words", "read_json", "write_json"]
+
+
+def read_json(path: Path | str) -> tuple[str, Any]:
+    """A file's text, and what it says.
+
+    Raises:
+        ValueError: no such file, not readable, or not JSON.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, json.loads(text)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def write_json(content: Any, path: Path | str, *, fill: bool = False) -> None:
+    """Write a file that others see as a whole or not at all.
+
+    Args:
+        fill: put several members of an object on a line, where it holds no other objects.
+    """
+    with replacing(path) as draft:
+        draft.write_text(_lay_out(content, fill, 0) + "\n", encoding="utf-8")
+
+
+LINE = 110
+"""Characters of a line, without its indentation."""
+
+
+def _lay_out(value: Any, fill: bool, depth: int) -> str:
+    """Indented JSON with its innermost lists and objects on one line each, where that is not too long."""
+    if not isinstance(value, dict | list | tuple) or not value:
+        return json.dumps(value, ensure_ascii=False)
+    is_object = isinstance(value, dict)
+    members = list(value.values()) if isinstance(value, dict) else list(value)
+    texts = [_lay_out(member, fill, depth + 1) for member in members]
+    if isinstance(value, dict):
+        texts = [f"{json.dumps(str(key), ensure_ascii=False)}: {text}" for key, text in zip(value, texts, strict=True)]
+    joined = ", ".join(texts)
+    joined = f"{{ {joined} }}" if is_object else f"[{joined}]"
+    if len(joined) <= LINE and not any(isinstance(member, dict | list | tuple) for member in members):
+        return joined
+    lines = [f"{text}," for text in texts[:-1]] + texts[-1:]
+    if fill and is_object and not any("\n" in text or "{" in text for text in texts):
+        lines = _fill(lines)
+    start, end = "{}" if is_object else "[]"
+    return f"\n{'  ' * (depth + 1)}".join([start, *lines]) + f"\n{'  ' * depth}{end}"
+
+
+def _fill(texts: Sequence[str]) -> list[str]:
+    lines = [texts[0]]
+    for text in texts[1:]:
+        if len(lines[-1]) + 1 + len(text) <= LINE:
+            lines[-1] += f" {text}"
+        else:
+            lines.append(text)
+    return lines
+
+
+def check_units(units: Mapping[str, str], read: Mapping[str, str]) -> None:
+    """Raise ValueError unless a file's ``units`` are those in which its numbers are ``read``."""
+    if units != read:
+        changed = next(name for name in [*read, *units] if units.get(name) != read.get(name))
+        raise ValueError(
+            f"{changed} is in {units.get(changed)!r}, but is read in {read.get(changed)!r}; "
+            "the units cannot be chosen: convert the numbers, or leave the field out"
+        )
+
+
+def errors_in_words(error: ValidationError, names: Iterable[str]) -> str:
+    """Every field that is wrong, on one line.
+
+    Args:
+        names: of fields that there are, to suggest one for a field that there is not.
+    """
+    names = list(names)
+    errors = error.errors()
+    # A list whose elements are all wrong is reported as too short as well.
+    deeper = {each["loc"][:end] for each in errors for end in range(len(each["loc"]))}
+    return "; ".join(
+        _in_words(each, names) for each in errors if not (each["type"] == "too_short" and each["loc"] in deeper)
+    )
+
+
+def _in_words(error: Any, names: Sequence[str]) -> str:
+    place = ""
+    for part in error["loc"]:
+        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
+    kind, limits = error["type"], error.get("ctx", {})
+    if kind == "missing":
+        return f"{place} is missing"
+    if kind == "extra_forbidden":
+        close = get_close_matches(str(error["loc"][-1]), names, n=1)
+        return f"{place} is not a field" + (f"; did you mean {close[0]}?" if close else "")
+    words = {
+        "greater_than": f"must be above {limits.get('gt')}",
+        "greater_than_equal": f"must be at least {limits.get('ge')}",
+        "less_than_equal": f"must be at most {limits.get('le')}",
+        "finite_number": "must be a finite number",
+        "too_short": "must not be empty",
+        "string_too_short": "must not be empty",
+        "int_type": "must be a whole number",
+        "int_from_float": "must be a whole number",
+        "float_type": "must be a number",
+        "string_type": "must be text",
+        "bool_type": "must be true or false",
+        "tuple_type": "must be a list",
+        "model_type": "must be an object",
+        "dict_type": "must be an object",
+    }
+    if kind == "value_error":
+        return f"{place}: {limits['error']}" if place else str(limits["error"])
+    value = repr(error["input"])
+    shown = value if len(value) <= 60 else f"{value[:57]}..."
+    return f"{place} is {shown}: {words.get(kind, error['msg'])}"

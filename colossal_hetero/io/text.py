@@ -1,0 +1,50 @@
+"""Numbers as people read them: one unit and equally many decimals in a column."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["aligned", "byte_unit", "count", "times"]
+
+
+def count(number: int, noun: str) -> str:
+    """E.g. "1 rank", "1,024 ranks", "2 batches"."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def aligned(values: Sequence[float]) -> list[str]:
+    """Numbers with as many decimals as give the largest four digits, at most three."""
+    largest = max(values, default=0.0)
+    decimals = 3 if largest <= 0 else min(max(3 - math.floor(math.log10(largest)), 0), 3)
+    return [f"{value:,.{decimals}f}" for value in values]
+
+
+def times(*columns: Sequence[float]) -> tuple[Any, ...]:
+    """The unit in which the longest of these times reads well, and each column in that unit."""
+    longest = max((value for column in columns for value in column), default=0.0)
+    factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if longest * f >= 1.0), (1e6, "µs"))
+    largest = [value * factor for column in columns for value in column]
+    texts = iter(aligned(largest))
+    return (unit, *([next(texts) for _ in column] for column in columns))
+
+
+def byte_unit(size: float) -> tuple[float, str]:
+    """The unit in which that many bytes read well, and its name."""
+    return next(((u, name) for u, name in ((2.0**30, "GiB"), (2.0**20, "MiB")) if size >= u), (2.0**10, "KiB"))
+
+
+def spans(ranks: Sequence[int], most: int = 6) -> str:
+    """Ascending ranks in short: "0-3, 5"; of more than ``most`` stretches the first ones and the last rank."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], rank]
+        else:
+            parts.append([rank])
+    texts = ["-".join(map(str, part)) for part in parts]
+    if len(texts) <= most:
+        return ", ".join(texts)
+    return f"{', '.join(texts[: most - 2])}, …, {ranks[-1]} ({len(ranks)} ranks)"

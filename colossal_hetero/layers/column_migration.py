@@ -1,0 +1,358 @@
+"""Migration of contraction columns, product by product (SEMI, Sec. IV-A): the column form.
+
+A *sender* ``s`` hands the columns ``P`` of its product to *receivers*; receiver ``r`` computes ``P_r ⊂ P``. Notation as
+in :mod:`.product`: M rows, L contraction columns and N outputs of a rank's weight.
+
+===============  =================================================  =================================================
+layer            forward                                            backward
+===============  =================================================  =================================================
+column-parallel  ``W_s[:, P]`` goes out;                            ``dY_s`` goes out;
+                 ``X[:, P_r] W_s[:, P_r]ᵀ`` is summed on s          ``dY_s W_s[:, P_r]`` belongs to dX,
+                                                                    ``dY_sᵀ X[:, P_r]`` returns as dW_s[:, P_r]
+row-parallel     ``X_s[:, P]`` and ``W_s[:, P]`` go out;            ``dY W_s[:, P_r]`` returns as dX_s[:, P_r],
+                 ``X_s[:, P_r] W_s[:, P_r]ᵀ`` belongs to Y          ``dYᵀ X_s[:, P_r]`` as dW_s[:, P_r]
+===============  =================================================  =================================================
+
+How things go out and results come back is the courier's. ``broadcast-reduce`` (the paper's) broadcasts, and merges what
+belongs to dX or Y into the all-reduce that runs anyway; ``scatter-gather`` (the policy it is compared with) sends each
+receiver its own part and each result back to the sender. What backward needs again is kept from forward.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .product import WeightLayout, run
+from .transport import Pending, Transport
+from .workload import Brake, Clock, Lineage, matrix_view
+
+__all__ = ["COURIERS", "BroadcastReduce", "ColumnMigration", "Courier", "Move", "ScatterGather", "migrated_product"]
+
+
+class Move(Protocol):
+    """Columns (or units) ``[start, stop)`` of ``sender``, which ``receiver`` computes."""
+
+    @property
+    def sender(self) -> int: ...
+    @property
+    def receiver(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
+class Courier(ABC):
+    """How the columns of a product and its results travel."""
+
+    merges: bool
+    """Whether receivers add their results to their own, for the all-reduce that follows."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    @abstractmethod
+    def deal(self, moves: Sequence[Move], given: Tensor | None, like: Tensor, rows: int) -> list[Tensor | None]:
+        """Give each receiver its columns: for every move ``[rows, stop − start]`` on its receiver, None elsewhere.
+
+        ``given [rows, |P|]`` is the sender's, None on the others; ``like`` tells dtype and device.
+        """
+
+    @abstractmethod
+    def share(self, moves: Sequence[Move], given: Tensor | None, shape: tuple[int, int], like: Tensor) -> Tensor | None:
+        """Give every receiver of one sender the whole of ``given``, of that shape; None on bystanders."""
+
+    @abstractmethod
+    def add_up(self, moves: Sequence[Move], result: Tensor) -> None:
+        """Add every receiver's ``result`` to that of the sender, in place on the sender."""
+
+    def collect(
+        self, moves: Sequence[Move], results: Sequence[Tensor | None], into: Tensor | None, like: Tensor, rows: int
+    ) -> Pending:
+        """Return every receiver's ``[rows, stop − start]`` to its sender; ``collected`` there when waited for.
+
+        ``into [rows, L]`` is the sender's whole matrix, None on the others.
+        """
+        rank = self.transport.rank
+        sends = [
+            (move.sender, result.contiguous())
+            for move, result in zip(moves, results, strict=True)
+            if move.receiver == rank and result is not None
+        ]
+        parts = [(move, like.new_empty(rows, move.stop - move.start)) for move in moves if move.sender == rank]
+        pending = self.transport.exchange(sends, [(move.receiver, part) for move, part in parts])
+        return _Collected(pending, parts, into)
+
+
+class _Collected(Pending):
+    """Parts of a matrix on their way back to their owner."""
+
+    def __init__(self, pending: Pending, parts: Sequence[tuple[Move, Tensor]], into: Tensor | None) -> None:
+        self._pending, self._parts, self._into = pending, parts, into
+
+    def wait(self) -> None:
+        self._pending.wait()
+        for move, part in self._parts:
+            assert self._into is not None
+            self._into[:, move.start : move.stop] = part
+
+
+class BroadcastReduce(Courier):
+    """The paper's: broadcasts, which fast ranks pass on for the slow one, and reductions."""
+
+    merges = True
+
+    def deal(self, moves: Sequence[Move], given: Tensor | None, like: Tensor, rows: int) -> list[Tensor | None]:
+        first, last = moves[0].start, moves[-1].stop
+        whole = self.share(moves, given, (rows, last - first), like)
+        return [
+            # A copy: the rest of what was broadcast need not be kept until backward.
+            None if whole is None or move.receiver != self.transport.rank
+            else whole[:, move.start - first : move.stop - first].contiguous()
+            for move in moves
+        ]  # fmt: skip
+
+    def share(self, moves: Sequence[Move], given: Tensor | None, shape: tuple[int, int], like: Tensor) -> Tensor | None:
+        whole = like.new_empty(shape) if given is None else given.contiguous()
+        self.transport.broadcast(whole, moves[0].sender).wait()
+        return whole
+
+    def add_up(self, moves: Sequence[Move], result: Tensor) -> None:
+        self.transport.reduce(result, moves[0].sender).wait()
+
+
+class ScatterGather(Courier):
+    """The compared policy: the sender sends to each receiver and hears from each."""
+
+    merges = False
+
+    def deal(self, moves: Sequence[Move], given: Tensor | None, like: Tensor, rows: int) -> list[Tensor | None]:
+        first, rank = moves[0].start, self.transport.rank
+        sends = [] if given is None else [
+            (move.receiver, given[:, move.start - first : move.stop - first].contiguous()) for move in moves
+        ]  # fmt: skip
+        parts = [like.new_empty(rows, move.stop - move.start) if move.receiver == rank else None for move in moves]
+        receives = [(move.sender, part) for move, part in zip(moves, parts, strict=True) if part is not None]
+        self.transport.exchange(sends, receives).wait()
+        return parts
+
+    def share(self, moves: Sequence[Move], given: Tensor | None, shape: tuple[int, int], like: Tensor) -> Tensor | None:
+        sender, rank = moves[0].sender, self.transport.rank
+        if rank == sender:
+            assert given is not None
+            given = given.contiguous()
+            self.transport.exchange([(move.receiver, given) for move in moves], []).wait()
+            return given
+        if all(move.receiver != rank for move in moves):
+            return None
+        whole = like.new_empty(shape)
+        self.transport.exchange([], [(sender, whole)]).wait()
+        return whole
+
+    def add_up(self, moves: Sequence[Move], result: Tensor) -> None:
+        sender, rank = moves[0].sender, self.transport.rank
+        if rank == sender:
+            parts = [torch.empty_like(result) for _ in moves]
+            self.transport.exchange([], [(move.receiver, part) for move, part in zip(moves, parts, strict=True)]).wait()
+            for part in parts:
+                result += part
+        elif any(move.receiver == rank for move in moves):
+            self.transport.exchange([(sender, result)], []).wait()
+
+
+COURIERS: dict[str, type[Courier]] = {"broadcast-reduce": BroadcastReduce, "scatter-gather": ScatterGather}
+
+
+@dataclass(frozen=True)
+class ColumnMigration:
+    """Who computes whose columns in one layer; the same on all ranks of the group."""
+
+    courier: Courier
+    moves: tuple[Move, ...]
+    """Grouped by sender, in ascending order of their columns; a sender's are its last."""
+
+    @property
+    def rank(self) -> int:
+        return self.courier.transport.rank
+
+    @property
+    def by_sender(self) -> list[tuple[Move, ...]]:
+        """The moves of every sender, in the order of the senders' ranks."""
+        senders = sorted({move.sender for move in self.moves})
+        return [tuple(move for move in self.moves if move.sender == sender) for sender in senders]
+
+    @property
+    def given(self) -> int:
+        """How many columns this rank gives away."""
+        return sum(move.stop - move.start for move in self.moves if move.sender == self.rank)
+
+
+@dataclass(frozen=True)
+class MigratedProductContext:
+    """What a migrated product needs beside its operands."""
+
+    layout: WeightLayout
+    migration: ColumnMigration
+    column_parallel: bool
+    group: dist.ProcessGroup | None
+    """The group to sum dX over (column-parallel), or None."""
+    lineage: Lineage | None = None
+    """The columns to keep of those that are not given away, or None for all of them."""
+    clock: Clock | None = None
+    brake: Brake | None = None
+
+    def mark(self, part: Any) -> None:
+        if self.clock is not None:
+            self.clock.mark(part)
+
+    def own(self, matrix: Tensor, columns: int) -> Tensor:
+        """Of ``[…, columns]`` what this rank multiplies itself."""
+        if self.lineage is not None:
+            return matrix.index_select(-1, self.lineage.kept)
+        return matrix.narrow(-1, 0, columns - self.migration.given)
+
+    def at_full_size(self, part: Tensor, name: str, backward_pass: int, columns: int) -> Tensor:
+        """The gradient ``[…, columns]`` whose ``part`` this rank computed: imputed where pruned, zero where given."""
+        full = part.new_zeros(*part.shape[:-1], columns)
+        rest = columns - self.migration.given
+        if self.lineage is not None:
+            part = self.lineage.restore(name, backward_pass, part, -1, rest)
+        full.narrow(-1, 0, rest).copy_(part)
+        return full
+
+
+class _MigratedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: MigratedProductContext) -> Tensor:
+        how.mark("other")
+        rank, courier = how.migration.rank, how.migration.courier
+        matrix = how.layout.as_matrix(weight)
+        columns = matrix.shape[1]
+        rows = matrix_view(x)
+        ctx.how, ctx.use_bias, ctx.shape = how, bias is not None, x.shape
+        own_x, own_weight = how.own(rows, columns), how.own(matrix, columns)
+        y = run(lambda: torch.nn.functional.linear(own_x, own_weight, bias), how.brake)
+        how.mark("matmul")
+        received: list[tuple[Move, Tensor, Tensor]] = []
+        for moves in how.migration.by_sender:
+            sender, first, last = moves[0].sender, moves[0].start, moves[-1].stop
+            weights = courier.deal(moves, matrix[:, first:last] if rank == sender else None, matrix, matrix.shape[0])
+            if how.column_parallel:
+                inputs: list[Tensor | None] = [rows[:, move.start : move.stop] for move in moves]
+            else:
+                inputs = courier.deal(moves, rows[:, first:last] if rank == sender else None, rows, rows.shape[0])
+            how.mark("communication")
+            result = y if rank == sender else None
+            for move, part, part_x in zip(moves, weights, inputs, strict=True):
+                if part is None or part_x is None or move.receiver != rank:
+                    continue
+                received.append((move, part, part_x))
+                if not how.column_parallel and courier.merges:
+                    _add_product(y, part_x, part.t(), how.brake)
+                else:
+                    result = _product(part_x, part.t(), how.brake)
+            how.mark("matmul")
+            if how.column_parallel or not courier.merges:
+                courier.add_up(moves, torch.zeros_like(y) if result is None else result)
+                how.mark("communication")
+        # A receiver's columns of a column-parallel layer's X are a part of the X that is saved anyway.
+        ctx.moves = [move for move, _, _ in received]
+        parts = [part for _, part, _ in received]
+        inputs_kept = [] if how.column_parallel else [part_x for _, _, part_x in received]
+        saved_x = rows if received and how.column_parallel else own_x
+        ctx.save_for_backward(saved_x, weight, *parts, *inputs_kept)
+        return y.view(*x.shape[:-1], matrix.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        how: MigratedProductContext = ctx.how
+        how.mark("other")
+        rank, courier = how.migration.rank, how.migration.courier
+        x, weight, *kept = ctx.saved_tensors
+        parts, inputs = kept[: len(ctx.moves)], kept[len(ctx.moves) :]
+        matrix = how.layout.as_matrix(weight)
+        outputs, columns = matrix.shape
+        dy = matrix_view(dy.contiguous())
+        own_x = x if x.shape[1] != columns or not ctx.moves else how.own(x, columns)
+        own_weight = how.own(matrix, columns)
+        backward_pass = how.lineage.begin_backward() if how.lineage is not None else 0
+        wants_weight = ctx.needs_input_grad[1]
+        dx = run(lambda: dy @ own_weight, how.brake)
+        dx = how.at_full_size(dx, "input", backward_pass, columns)
+        how.mark("matmul")
+
+        taken = dict(zip([(move.sender, move.start) for move in ctx.moves], range(len(ctx.moves)), strict=True))
+        dw_results: dict[tuple[int, int], Tensor] = {}
+        for moves in how.migration.by_sender:
+            sender = moves[0].sender
+            their_dy: Tensor | None = dy
+            if how.column_parallel:
+                shape = (dy.shape[0], outputs)
+                their_dy = courier.share(moves, dy if rank == sender else None, shape, dy)
+                how.mark("communication")
+            results: list[Tensor | None] = []
+            for move in moves:
+                place = taken.get((move.sender, move.start))
+                if place is None:
+                    results.append(None)
+                    continue
+                assert their_dy is not None
+                part = parts[place]
+                if how.column_parallel and courier.merges:
+                    _add_product(dx[:, move.start : move.stop], their_dy, part, how.brake)
+                    results.append(None)
+                else:
+                    results.append(_product(their_dy, part, how.brake))
+                if wants_weight:
+                    part_x = x[:, move.start : move.stop] if how.column_parallel else inputs[place]
+                    dw_results[move.sender, move.start] = _product(their_dy.t(), part_x, how.brake)
+            how.mark("matmul")
+            if not (how.column_parallel and courier.merges):
+                courier.collect(moves, results, dx if rank == sender else None, dy, dy.shape[0]).wait()
+                how.mark("communication")
+        handle = None
+        if how.group is not None:
+            handle = dist.all_reduce(dx, group=how.group, async_op=True)
+
+        dw = None
+        if wants_weight:
+            dw = run(lambda: dy.t() @ own_x, how.brake)
+            dw = how.at_full_size(dw, "weight", backward_pass, columns)
+            how.mark("matmul")
+            for moves in how.migration.by_sender:
+                results = [dw_results.get((move.sender, move.start)) for move in moves]
+                courier.collect(moves, results, dw if rank == moves[0].sender else None, dw, outputs).wait()
+            how.mark("communication")
+            dw = how.layout.from_matrix(dw)
+        db = dy.sum(dim=0) if ctx.use_bias else None
+        how.mark("other")
+        if handle is not None:
+            handle.wait()
+            how.mark("communication")
+        return dx.view(ctx.shape), dw, db, None
+
+
+def _product(left: Tensor, right: Tensor, brake: Brake | None) -> Tensor:
+    return run(lambda: left @ right, brake)
+
+
+def _add_product(to: Tensor, left: Tensor, right: Tensor, brake: Brake | None) -> None:
+    if brake is None:
+        to.addmm_(left, right)
+    else:
+        to += _product(left, right, brake)
+
+
+def migrated_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: MigratedProductContext) -> Tensor:
+    """``Y [..., N] = X [..., L] · Wᵀ + b`` with columns migrated within the group; see the module's docstring.
+
+    Collective over the group of the migration.
+    """
+    return _MigratedProduct.apply(x, weight, bias, how)

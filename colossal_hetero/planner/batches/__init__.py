@@ -1,0 +1,1 @@
+"""Divide a global batch over devices that are not equally fast."""

@@ -1,0 +1,1 @@
+"""The machines: devices, nodes, links and networks, and the time of an all-reduce over them."""

@@ -1,0 +1,322 @@
+"""The cluster file: the machines to train on, in TOML, made to be written by hand or by ``colossal-hetero probe``.
+
+.. code-block:: toml
+
+    schema = 1
+
+    [kinds.A100-PCIe]            # a kind of device that gpus.py does not have, or has otherwise
+    memory_gb = 40
+    tflops = 312
+
+    [[clusters]]
+    name = "east"
+
+    [[clusters.nodes]]
+    name = "e"                   # with a count: e-0, e-1
+    count = 2
+    devices = [{ kind = "A100-80", count = 8 }]
+    inside = { kind = "NVLink", gigabytes_per_second = 300, latency_microseconds = 5 }
+    nics = [
+        { kind = "InfiniBand", gigabits_per_second = 200 },
+        { kind = "Ethernet", gigabits_per_second = 25, latency_microseconds = 30 },
+    ]
+
+    [[links]]                    # between clusters that share no Ethernet, or another one than that
+    clusters = ["east", "west"]
+    kind = "Ethernet"
+    gigabits_per_second = 10
+
+Left out: ``count`` and ``speed`` (the share of its kind's speed that a device reaches) are 1, a latency is 0, a node's
+name is its cluster's, and ``inside`` is that of its devices' usual form (``gpus.py``). Numbers carry their unit in the
+name; a rate may be given in ``gigabits_per_second``, ``gigabytes_per_second`` or ``bytes_per_second``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+import tomlkit.exceptions
+from pydantic import ValidationError
+
+from ...io.atomic import replacing
+from ...io.json_files import errors_in_words
+from .cluster_schema import (
+    LATENCIES,
+    NETWORKS,
+    RATES,
+    SCHEMA,
+    ClusterFields,
+    KindFields,
+    NodeFields,
+    field_names,
+    read_number,
+    suggest,
+)
+from .gpu_catalog import GPUS, INSIDE
+from .topology import Channel, Device, DeviceKind, Node, Topology
+
+__all__ = ["load_cluster", "parse_cluster", "save_cluster", "write_cluster"]
+
+
+def load_cluster(path: Path | str) -> Topology:
+    """Read a cluster file. Ranks are numbered cluster by cluster, node by node, device by device.
+
+    Raises:
+        ValueError: no such file, not TOML (with the line), of another schema, fields that are wrong, missing or
+            unknown, kinds that nobody describes, names that are there twice, or nodes that cannot reach each other.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        return parse_cluster(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def parse_cluster(text: str) -> Topology:
+    """:func:`load_cluster`, of a file's text."""
+    try:
+        content = tomlkit.parse(text).unwrap()
+    except tomlkit.exceptions.TOMLKitError as error:
+        raise ValueError(f"not TOML: {error}") from None
+    if "schema" not in content:
+        raise ValueError("not a cluster file: it has no line schema = 1")
+    if content["schema"] != SCHEMA or isinstance(content["schema"], bool):
+        raise ValueError(f"schema is {content['schema']!r}, this version reads schema {SCHEMA}")
+    try:
+        # By way of JSON, because strictness there still takes a list for a tuple. TOML's dates become text.
+        file = ClusterFields.model_validate_json(json.dumps(content, default=str), strict=True)
+    except ValidationError as error:
+        raise ValueError(errors_in_words(error, field_names())) from None
+    topology = _build(file)
+    _check_reachable(topology)
+    return topology
+
+
+def _build(file: ClusterFields) -> Topology:
+    own = {name: _own_kind(name, kind) for name, kind in file.kinds.items()}
+    kinds = {**GPUS, **own}
+    devices: list[Device] = []
+    nodes: list[Node] = []
+    for cluster_number, cluster in enumerate(file.clusters):
+        for part in cluster.nodes:
+            for name in part.names(cluster.name):
+                first = len(devices)
+                for alike in part.devices:
+                    if alike.kind not in kinds:
+                        raise ValueError(
+                            f"node {name}: there is no device kind {alike.kind}{suggest(alike.kind, kinds)}; the "
+                            f"presets are {', '.join(GPUS)}; others are described in the file: "
+                            f"[kinds.{tomlkit.key(alike.kind).as_string()}] with memory_gb and tflops"
+                        )
+                    devices += [
+                        Device(kinds[alike.kind], len(nodes), cluster_number, alike.speed) for _ in range(alike.count)
+                    ]
+                ranks = tuple(range(first, len(devices)))
+                inside = _usual_inside(name, part) if part.inside is None else part.inside.channel()
+                nics = sorted((nic.channel() for nic in part.nics), key=lambda nic: -nic.bytes_per_second)
+                nodes.append(Node(name, cluster_number, ranks, inside, tuple(nics)))
+    numbers = {cluster.name: number for number, cluster in enumerate(file.clusters)}
+    between = tuple((numbers[link.clusters[0]], numbers[link.clusters[1]], link.channel()) for link in file.links)
+    return Topology(tuple(devices), tuple(nodes), tuple(numbers), between)
+
+
+def _own_kind(name: str, kind: KindFields) -> DeviceKind:
+    preset = GPUS.get(name)
+    memory, flops = kind.memory_bytes, kind.flops
+    if kind.memory_gb is not None:
+        memory = round(kind.memory_gb * 1e9)
+    if kind.tflops is not None:
+        flops = kind.tflops * 1e12
+    memory = preset.memory_bytes if memory is None and preset else memory
+    flops = preset.flops if flops is None and preset else flops
+    if memory is None or flops is None:
+        missing = "memory_gb" if memory is None else "tflops"
+        raise ValueError(
+            f"kinds.{name} has no {missing}, and there is no preset of that name{suggest(name, GPUS)}; give {missing}"
+        )
+    return DeviceKind(name, memory, flops)
+
+
+def _usual_inside(node: str, part: NodeFields) -> Channel:
+    """The slowest of the devices' usual ones, where those are of one kind."""
+    own = [alike.kind for alike in part.devices if alike.kind not in INSIDE]
+    usual = [INSIDE[alike.kind] for alike in part.devices if alike.kind in INSIDE]
+    if own and sum(alike.count for alike in part.devices) == 1:
+        return LONE
+    if own or len({channel.kind for channel in usual}) > 1:
+        reason = (
+            f"nobody knows how {own[0]} devices"
+            if own
+            else "its devices are usually joined in different ways, how they"
+        )
+        raise ValueError(
+            f'node {node} has no inside, and {reason} reach each other; give one, e.g. inside = {{ kind = "PCIe", '
+            "gigabytes_per_second = 15.75 }"
+        )
+    return min(usual, key=lambda channel: channel.bytes_per_second)
+
+
+LONE = Channel("PCIe", 15.75e9)
+"""Inside a node of one device of an own kind: nothing goes that way."""
+
+
+def _check_reachable(topology: Topology) -> None:
+    """Raise unless every node reaches every other. Nodes of a class stand for each other."""
+    seen: Counter[tuple[int, tuple[Channel, ...]]] = Counter()
+    kept = []
+    for number, node in enumerate(topology.nodes):
+        seen[node.cluster, node.nics] += 1
+        if seen[node.cluster, node.nics] <= 2:
+            kept.append(number)
+    for a, b in itertools.combinations(kept, 2):
+        topology.node_channel(a, b)
+
+
+def save_cluster(topology: Topology, path: Path | str, comment: str = "") -> None:
+    """Write a cluster file that reads as ``topology``; it is there as a whole or not at all.
+
+    Args:
+        comment: for its head; may have several lines.
+
+    Raises:
+        ValueError: no file says that, e.g. because ranks are not numbered node by node.
+    """
+    text = write_cluster(topology, comment)
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+def write_cluster(topology: Topology, comment: str = "") -> str:
+    """The text of :func:`save_cluster`."""
+    document = tomlkit.document()
+    for line in comment.splitlines():
+        document.add(tomlkit.comment(line) if line.strip() else tomlkit.nl())
+    if comment:
+        document.add(tomlkit.nl())
+    document.add("schema", tomlkit.item(SCHEMA))
+    own = {device.kind for device in topology.devices if GPUS.get(device.kind.name) != device.kind}
+    if own:
+        kinds = tomlkit.table(is_super_table=True)
+        for kind in sorted(own, key=lambda kind: kind.name):
+            table = tomlkit.table()
+            table.update(_best_unit(kind.memory_bytes, {"memory_gb": 1e9, "memory_bytes": 1}, whole=True))
+            table.update(_best_unit(kind.flops, {"tflops": 1e12, "flops": 1}))
+            kinds[kind.name] = table
+        document.add("kinds", kinds)
+    clusters = tomlkit.aot()
+    for number, name in enumerate(topology.clusters):
+        cluster = tomlkit.table()
+        cluster["name"] = name
+        nodes = tomlkit.aot()
+        for alike in _alike(topology, [node for node in topology.nodes if node.cluster == number]):
+            nodes.append(_node_table(topology, alike))
+        cluster["nodes"] = nodes
+        clusters.append(cluster)
+    document.add("clusters", clusters)
+    if topology.between:
+        links = tomlkit.aot()
+        for one, other, channel in topology.between:
+            link = tomlkit.table()
+            link["clusters"] = [topology.clusters[one], topology.clusters[other]]
+            link.update(_channel_fields(channel))
+            links.append(link)
+        document.add("links", links)
+    text = tomlkit.dumps(document)
+    if parse_cluster(text) != topology:
+        raise ValueError(
+            "these machines cannot be written as a cluster file: ranks must be numbered cluster by cluster and node by "
+            "node, NICs ordered by descending bandwidth, and devices of one kind's name be alike"
+        )
+    return text
+
+
+def _alike(topology: Topology, nodes: Sequence[Node]) -> list[list[Node]]:
+    """Neighbours that a count can say: alike, and named ``x-0``, ``x-1``, …"""
+    groups: list[list[Node]] = []
+    for node in nodes:
+        stem, dash, _ = node.name.rpartition("-")
+        if groups and dash and node.name == f"{stem}-{len(groups[-1])}" and groups[-1][0].name == f"{stem}-0":
+            first = groups[-1][0]
+            same = (first.inside, first.nics) == (node.inside, node.nics)
+            if same and _groups(topology, first) == _groups(topology, node):
+                groups[-1].append(node)
+                continue
+        groups.append([node])
+    return groups
+
+
+def _groups(topology: Topology, node: Node) -> list[tuple[str, float, int]]:
+    """A node's devices as kind, speed and count."""
+    devices = [topology.devices[rank] for rank in node.devices]
+    return [
+        (kind, speed, len(list(alike)))
+        for (kind, speed), alike in itertools.groupby(devices, lambda device: (device.kind.name, device.speed))
+    ]
+
+
+def _node_table(topology: Topology, nodes: Sequence[Node]) -> tomlkit.items.Table:
+    node = nodes[0]
+    table = tomlkit.table()
+    table["name"] = node.name.rpartition("-")[0] if len(nodes) > 1 else node.name
+    if len(nodes) > 1:
+        table["count"] = len(nodes)
+    table["devices"] = _rows(
+        {"kind": kind, **({"count": count} if count > 1 else {}), **({"speed": speed} if speed != 1 else {})}
+        for kind, speed, count in _groups(topology, node)
+    )
+    table["inside"] = _inline(_channel_fields(node.inside))
+    if node.nics:
+        table["nics"] = _rows(_channel_fields(nic) for nic in node.nics)
+    return table
+
+
+def _rows(rows: Iterable[Mapping[str, Any]]) -> tomlkit.items.Array:
+    array = tomlkit.array()
+    tables = [_inline(row) for row in rows]
+    array.extend(tables)
+    return array.multiline(len(tables) > 1)
+
+
+def _inline(fields: Mapping[str, Any]) -> tomlkit.items.InlineTable:
+    table = tomlkit.inline_table()
+    table.update(fields)
+    return table
+
+
+def _channel_fields(channel: Channel) -> dict[str, Any]:
+    # Networks are spoken of in bits, what is inside a machine in bytes.
+    rates = RATES if channel.kind in NETWORKS else dict(sorted(RATES.items(), key=lambda item: -item[1]))
+    fields = {"kind": channel.kind, **_best_unit(channel.bytes_per_second, rates)}
+    if channel.latency_seconds:
+        fields.update(_best_unit(channel.latency_seconds, LATENCIES))
+    if channel.curve is not None:
+        fields["curve"] = list(channel.curve)
+    return fields
+
+
+def _best_unit(value: float, units: Mapping[str, float], whole: bool = False) -> dict[str, float]:
+    """The value as the field of the first unit in which it has few digits, and from which it is read exactly.
+
+    Args:
+        whole: reading rounds.
+    """
+    for field, unit in units.items():
+        for digits in range(13):
+            number = round(value / unit, digits)
+            if number > 0 and (round(number * unit) if whole else read_number(number, unit)) == value:
+                return {field: int(number) if number == int(number) else number}
+    return {field: value}

@@ -1,0 +1,202 @@
+"""The fields of the cluster file, and what may stand in them; see :mod:`cluster_file` for what it looks like."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from ...io.schema import FilePart
+from .topology import Channel
+
+__all__ = [
+    "LATENCIES",
+    "NETWORKS",
+    "RATES",
+    "SCHEMA",
+    "ClusterFields",
+    "KindFields",
+    "NodeFields",
+    "field_names",
+    "read_number",
+    "suggest",
+]
+
+SCHEMA = 1
+
+NETWORKS = ("InfiniBand", "RoCE", "Ethernet")
+"""Kinds of NIC that are known; others may be named, spelt alike everywhere."""
+
+RATES = {"gigabits_per_second": 1e9 / 8, "gigabytes_per_second": 1e9, "bytes_per_second": 1.0}
+LATENCIES = {"latency_microseconds": 1e-6, "latency_seconds": 1.0}
+"""Units by field."""
+
+Name = Annotated[str, Field(min_length=1)]
+Positive = Annotated[float, Field(gt=0)]
+MAX_DEVICES = 65536
+"""Of a cluster file, so that a slip of the finger does not fill the memory of the machine that plans."""
+Count = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+
+
+class KindFields(FilePart):
+    """A kind of device; what is left out is the preset's of that name."""
+
+    memory_gb: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """10⁹ bytes."""
+    memory_bytes: Annotated[int, Field(gt=0, le=10**18)] | None = None
+    tflops: Annotated[float, Field(gt=0, le=1e12)] | None = None
+    """10¹² FLOP/s."""
+    flops: Positive | None = None
+
+    @model_validator(mode="after")
+    def _once(self) -> KindFields:
+        for one, other in (("memory_gb", "memory_bytes"), ("tflops", "flops")):
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ValueError(f"give either {one} or {other}")
+        return self
+
+
+class _Channel(FilePart):
+    kind: Name
+    gigabits_per_second: Positive | None = None
+    gigabytes_per_second: Positive | None = None
+    bytes_per_second: Positive | None = None
+    latency_microseconds: Annotated[float, Field(ge=0)] | None = None
+    latency_seconds: Annotated[float, Field(ge=0)] | None = None
+    curve: tuple[float, float, float] | None = None
+    """GB/s by message size: ``a·x² + b·x + c`` with ``x = log2(megabytes)``, at most the rate."""
+
+    @model_validator(mode="after")
+    def _once(self) -> _Channel:
+        rates = [name for name in RATES if getattr(self, name) is not None]
+        if not rates:
+            raise ValueError("a bandwidth is missing: give gigabits_per_second or gigabytes_per_second")
+        if len(rates) > 1:
+            raise ValueError(f"give one bandwidth, not {' and '.join(rates)}")
+        if all(getattr(self, name) is not None for name in LATENCIES):
+            raise ValueError(f"give either {' or '.join(LATENCIES)}")
+        self.channel()  # checks the curve
+        return self
+
+    def channel(self) -> Channel:
+        """As the planner knows it."""
+        return Channel(self.kind, self._first(RATES), self._first(LATENCIES), self.curve)
+
+    def _first(self, units: Mapping[str, float]) -> float:
+        """The field that is given of those, in its base unit; 0 without one."""
+        given = ((getattr(self, name), unit) for name, unit in units.items())
+        return next((read_number(number, unit) for number, unit in given if number is not None), 0.0)
+
+
+class _Network(_Channel):
+    @field_validator("kind")
+    @classmethod
+    def _known_spelling(cls, kind: str) -> str:
+        # A NIC that is spelt in two ways would silently not be common to two nodes.
+        close = get_close_matches(kind.lower(), [name.lower() for name in NETWORKS], n=1, cutoff=0.8)
+        wanted = next((name for name in NETWORKS if close and name.lower() == close[0]), kind)
+        if kind != wanted:
+            raise ValueError(f"kind {kind!r} is not known; did you mean {wanted}?")
+        return kind
+
+
+class _Devices(FilePart):
+    """So many devices that are alike."""
+
+    kind: Name
+    count: Count = 1
+    speed: Positive = 1.0
+
+
+class NodeFields(FilePart):
+    """So many nodes that are alike."""
+
+    name: Name | None = None
+    count: Count | None = None
+    devices: Annotated[tuple[_Devices, ...], Field(min_length=1)]
+    inside: _Channel | None = None
+    nics: tuple[_Network, ...] = ()
+
+    @field_validator("nics")
+    @classmethod
+    def _different(cls, nics: tuple[_Network, ...]) -> tuple[_Network, ...]:
+        twice = _twice(nic.kind for nic in nics)
+        if twice is not None:
+            raise ValueError(f"{twice} is there twice; give each kind of NIC once")
+        return nics
+
+    def names(self, cluster: str) -> list[str]:
+        """Of the nodes, in the cluster of that name."""
+        name = cluster if self.name is None else self.name
+        return [name] if self.count is None else [f"{name}-{number}" for number in range(self.count)]
+
+
+class _Cluster(FilePart):
+    name: Name
+    nodes: Annotated[tuple[NodeFields, ...], Field(min_length=1)]
+
+
+class _Link(_Network):
+    clusters: tuple[Name, Name]
+
+    @field_validator("clusters")
+    @classmethod
+    def _two(cls, clusters: tuple[str, str]) -> tuple[str, str]:
+        if clusters[0] == clusters[1]:
+            raise ValueError(f"a link joins two clusters, not {clusters[0]} with itself")
+        return clusters
+
+
+class ClusterFields(FilePart):
+    """The whole file."""
+
+    schema_version: Literal[1] = Field(alias="schema")
+    kinds: dict[Name, KindFields] = Field(default_factory=dict)
+    clusters: Annotated[tuple[_Cluster, ...], Field(min_length=1)]
+    links: tuple[_Link, ...] = ()
+
+    @model_validator(mode="after")
+    def _names(self) -> ClusterFields:
+        parts = [node for cluster in self.clusters for node in cluster.nodes]
+        total = sum((node.count or 1) * sum(alike.count for alike in node.devices) for node in parts)
+        if total > MAX_DEVICES:
+            raise ValueError(f"these are {total} devices; at most {MAX_DEVICES} can be planned for")
+        names = [cluster.name for cluster in self.clusters]
+        if (twice := _twice(names)) is not None:
+            raise ValueError(f"two clusters have the name {twice}")
+        nodes = [name for cluster in self.clusters for node in cluster.nodes for name in node.names(cluster.name)]
+        if (twice := _twice(nodes)) is not None:
+            raise ValueError(f"two nodes have the name {twice}; give each [[clusters.nodes]] a name of its own")
+        for number, link in enumerate(self.links):
+            for name in link.clusters:
+                if name not in names:
+                    raise ValueError(f"links[{number}] joins {name}, which is not a cluster{suggest(name, names)}")
+        if (twice := _twice(" and ".join(sorted(link.clusters)) for link in self.links)) is not None:
+            raise ValueError(f"two links join {twice}; give their bandwidth together")
+        return self
+
+
+def field_names() -> list[str]:
+    """Of all parts of the file."""
+    parts = (KindFields, _Link, _Devices, NodeFields, _Cluster, ClusterFields)
+    return sorted({field.alias or name for part in parts for name, field in part.model_fields.items()})
+
+
+def suggest(name: str, names: Iterable[str]) -> str:
+    """Words that follow an unknown name: those of ``names`` that are spelt like it, if any."""
+    by_lower = {each.lower(): each for each in names}
+    close = get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(by_lower[each] for each in close)}?" if close else ""
+
+
+def read_number(number: float, unit: float) -> float:
+    """In the base unit, a number that is given in ``unit``."""
+    # 1e-6 is not exact, a million is: so 80 µs are 8e-05 s to the last digit.
+    return number * unit if unit >= 1 else number / round(1 / unit)
+
+
+def _twice(names: Iterable[str]) -> str | None:
+    return next((name for name, count in Counter(names).items() if count > 1), None)

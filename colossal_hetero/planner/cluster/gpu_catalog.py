@@ -1,0 +1,90 @@
+"""Kinds of GPU that a cluster file may name without describing them, and how they reach each other inside a node.
+
+Memory is what the name says, in units of 10⁹ bytes: a card has some percent more, which the driver, the context and
+the communication libraries take. FLOP/s are those of a dense matrix product in half precision that sums in single
+precision, as training does: for tensor cores without sparsity, from the datasheet.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .topology import Channel, DeviceKind
+
+__all__ = ["GPUS", "INSIDE", "kind_name"]
+
+NVLINK, PCIE = "NVLink", "PCIe"
+
+_KINDS = (
+    # name, GB, TFLOP/s, inside a node by, one way in GB/s. The datasheets give NVLink's bandwidth in both directions
+    # together. PCIe has 15.75 GB/s one way for 16 lanes of version 3, and 31.5 of version 4.
+    # NVIDIA A100 datasheet (2021): 312 TFLOPS, third-generation NVLink 600 GB/s, SXM.
+    ("A100-40", 40, 312, NVLINK, 300),
+    ("A100-80", 80, 312, NVLINK, 300),
+    # NVIDIA A800 datasheet (2022): an A100 80 GB with NVLink at 400 GB/s.
+    ("A800", 80, 312, NVLINK, 200),
+    # NVIDIA H100 datasheet (2023), SXM: 1,979 TFLOPS with sparsity, half of it dense; H800 has NVLink at 400 GB/s.
+    ("H800", 80, 989.5, NVLINK, 200),
+    # NVIDIA's data for H20 as published in 2023: 148 TFLOPS dense, 96 GB HBM3, NVLink 900 GB/s.
+    ("H20", 96, 148, NVLINK, 450),
+    # NVIDIA V100 datasheet (2020), SXM2: 125 TFLOPS, NVLink 300 GB/s.
+    ("V100-16", 16, 125, NVLINK, 150),
+    ("V100-32", 32, 125, NVLINK, 150),
+    # NVIDIA T4 datasheet (2019): 65 TFLOPS, 16 GB, PCIe 3; error correction, on by default, takes a sixteenth.
+    ("T4", 15, 65, PCIE, 15.75),
+    # NVIDIA Ampere GA102 whitepaper, appendix A: 71 TFLOPS dense with FP32 accumulation (142 with FP16), PCIe 4.
+    ("RTX-3090", 24, 71, PCIE, 31.5),
+    # NVIDIA GeForce GTX 1080 whitepaper (2016): 8,873 GFLOPS in single precision. There are no tensor cores, and half
+    # precision has 1/64 of that rate, so training there runs in single precision; PCIe 3.
+    ("GTX-1080", 8, 8.873, PCIE, 15.75),
+    # NVIDIA Ampere GA102 whitepaper, appendix C: RTX A6000, 154.8 TFLOPS dense, PCIe 4.
+    ("A6000", 48, 154.8, PCIE, 31.5),
+    # NVIDIA Quadro RTX 5000 datasheet (2019): 89.2 TFLOPS, 16 GB, PCIe 3.
+    ("RTX-5000", 16, 89.2, PCIE, 15.75),
+    # NVIDIA GH200 datasheet (2023): an H100 with 96 GB HBM3, 990 TFLOPS dense. In a node of four each pair is joined by
+    # six of the eighteen NVLinks, at 25 GB/s one way each.
+    ("GH-96", 96, 990, NVLINK, 150),
+    # NVIDIA Turing whitepaper (2018), appendix A, RTX 2080 Ti Founders Edition: 56.9 TFLOPS with FP32 accumulation,
+    # 11 GB, PCIe 3.
+    ("RTX-2080", 11, 56.9, PCIE, 15.75),
+    # NVIDIA Titan RTX (2018): 130 TFLOPS; the Turing whitepaper gives 130.5 for its full TU102 with FP32 accumulation.
+    ("Titan-RTX", 24, 130.5, PCIE, 15.75),
+)
+
+GPUS: dict[str, DeviceKind] = {
+    name: DeviceKind(name, round(gigabytes * 1e9), teraflops * 1e12) for name, gigabytes, teraflops, _, _ in _KINDS
+}
+"""By the name that a cluster file uses."""
+
+INSIDE: dict[str, Channel] = {name: Channel(link, rate * 1e9) for name, _, _, link, rate in _KINDS}
+"""How devices of that kind reach each other in a node of the usual form: SXM where there is one, else PCIe."""
+
+
+_PRESETS = (
+    # The GPU's name, the preset, the memory in 10⁹ bytes that tells it from others of that name.
+    (r"A100\b", "A100-40", 40),
+    (r"A100\b", "A100-80", 80),
+    (r"A800\b", "A800", 80),
+    (r"H800\b", "H800", 80),
+    (r"H20\b", "H20", 96),
+    (r"V100\b", "V100-16", 16),
+    (r"V100\b", "V100-32", 32),
+    (r"T4\b", "T4", 15),
+    (r"RTX 3090$", "RTX-3090", 24),
+    (r"GTX 1080$", "GTX-1080", 8),
+    (r"RTX A6000$", "A6000", 48),
+    (r"Quadro RTX 5000$", "RTX-5000", 16),
+    (r"GH200\b", "GH-96", 96),
+    (r"RTX 2080 Ti$", "RTX-2080", 11),
+    (r"TITAN RTX$", "Titan-RTX", 24),
+)
+
+
+def kind_name(device: str, memory_bytes: int) -> str:
+    """The preset of a device that calls itself so and has that much memory, else a name made of its own."""
+    for pattern, name, gigabytes in _PRESETS:
+        # Drivers show some percent more or less than the name says.
+        if re.search(rf"\b{pattern}", device) and abs(memory_bytes / (gigabytes * 1e9) - 1) < 0.15:
+            return name
+    short = re.sub(r"\b(NVIDIA|Tesla|GeForce|Quadro|AMD)\b", " ", device)
+    return "-".join(short.split()) or "device"

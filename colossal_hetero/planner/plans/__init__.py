@@ -1,0 +1,1 @@
+"""The plan file: its fields, its predicted and simulated times, and what can be run."""

@@ -1,0 +1,101 @@
+"""A profile of a GPT that nobody measured, from its sizes and nominal speeds: to plan before there are machines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..cluster.topology import DeviceKind
+from .gpt import Recompute, Transformer
+from .layer_profile import LayerSizes, LayerTimes, ModelProfile
+
+__all__ = ["EFFICIENCY", "estimated_profile"]
+
+EFFICIENCY = 0.4
+"""Share of its nominal FLOP/s that a device achieves. Large models on A100s reach 0.44 to 0.52 (Narayanan et al. 2021,
+Table 1), smaller ones and slower networks less."""
+
+PARAMETER_BYTES, STATE_FACTOR = 2, 8.0
+"""In half precision with Adam, 16 bytes of state per parameter (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
+
+
+def estimated_profile(
+    model: Transformer,
+    devices: Sequence[DeviceKind],
+    *,
+    efficiency: float = EFFICIENCY,
+    micro_batches: Sequence[int] = (1, 2, 4, 8),
+    tensor_parallel: Sequence[int] = (1,),
+    recompute: Recompute = "none",
+    name: str | None = None,
+) -> ModelProfile:
+    """Times are FLOP over FLOP/s achieved; memory is that of half precision with Adam.
+
+    The communication of tensor parallelism and the optimizer's update take no time in it, and a micro-batch of one
+    sample is as efficient as a large one: such a profile tells kinds of devices apart, and is no prediction of seconds.
+
+    Args:
+        model: its sizes.
+        devices: kinds, with their nominal FLOP/s.
+        efficiency: share of these that is achieved, above 0, at most 1.
+        micro_batches: sizes to plan with, in samples.
+        tensor_parallel: degrees to plan with.
+        recompute: what of a block's forward pass is run again in backward.
+        name: of the model.
+
+    Raises:
+        ValueError: no device, one that is there twice, or an argument that cannot be.
+    """
+    if not 0 < efficiency <= 1:
+        raise ValueError(f"efficiency={efficiency}; the share of nominal FLOP/s is above 0 and at most 1, e.g. 0.4")
+    if not devices:
+        raise ValueError("no device to estimate for; name at least one kind, e.g. A100-40")
+    for what, values in (("micro_batches", micro_batches), ("tensor_parallel", tensor_parallel)):
+        if not values or min(values) < 1:
+            raise ValueError(f"{what}={tuple(values)}; give numbers of at least 1")
+    return ModelProfile(
+        name=name or f"gpt-{model.layers}x{model.hidden}",
+        precision="bf16",
+        state_factor=STATE_FACTOR,
+        source=f"estimated from FLOP at {efficiency:g} of nominal FLOP/s",
+        times=tuple(
+            _times(model, device, degree, size, efficiency, recompute)
+            for device in devices
+            for degree in sorted(set(tensor_parallel))
+            for size in sorted(set(micro_batches))
+        ),
+        sizes=tuple(_sizes(model, degree, recompute) for degree in sorted(set(tensor_parallel))),
+    )
+
+
+def _times(
+    model: Transformer, device: DeviceKind, degree: int, size: int, efficiency: float, recompute: Recompute
+) -> LayerTimes:
+    share = size / (device.flops * efficiency * degree)
+    # Looking up embeddings is no arithmetic.
+    forward = [0, *[model.block_forward_flop] * model.layers, model.head_forward_flop]
+    block_backward = model.block_backward_flop(recompute == "full")
+    backward = [0, *[block_backward] * model.layers, 2 * model.head_forward_flop]
+    return LayerTimes(
+        device=device.name,
+        tensor_parallel=degree,
+        micro_batch=size,
+        forward_seconds=tuple(share * flop for flop in forward),
+        backward_seconds=tuple(share * flop for flop in backward),
+        update_seconds=(0.0,) * (model.layers + 2),
+    )
+
+
+def _sizes(model: Transformer, degree: int, recompute: Recompute) -> LayerSizes:
+    parameters = [model.embedding_parameters, *[model.block_parameters] * model.layers, model.head_parameters]
+    activations = [
+        model.embedding_activation_bytes,
+        *[model.block_activation_bytes(degree, recompute)] * model.layers,
+        model.head_activation_bytes(degree),
+    ]
+    return LayerSizes(
+        tensor_parallel=degree,
+        parameter_bytes=tuple(math.ceil(PARAMETER_BYTES * count / degree) for count in parameters),
+        activation_bytes=tuple(math.ceil(each) for each in activations),
+        output_bytes=(*[model.output_bytes] * (model.layers + 1), 0),
+    )

@@ -1,0 +1,66 @@
+"""What each block of a model costs on one kind of device group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster.topology import Channel
+
+__all__ = ["CumulativeCosts", "LayerCosts"]
+
+
+class CumulativeCosts(NamedTuple):
+    """What the first n blocks cost together; arrays ``[blocks + 1]``."""
+
+    forward_seconds: NDArray[np.float64]
+    backward_seconds: NDArray[np.float64]
+    update_seconds: NDArray[np.float64]
+    state_bytes: NDArray[np.float64]
+    activation_bytes: NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCosts:
+    """What each block costs in one kind of slot, per micro-batch where that matters; arrays ``[blocks]``."""
+
+    forward_seconds: NDArray[np.float64]
+    backward_seconds: NDArray[np.float64]
+    update_seconds: NDArray[np.float64]
+    """Optimizer step, once per iteration."""
+    state_bytes: NDArray[np.float64]
+    """Parameters, gradients and optimizer state, per device."""
+    gradient_bytes: NDArray[np.float64]
+    """Summed over replicas once per iteration, per device."""
+    activation_bytes: NDArray[np.float64]
+    """Kept for backward by one micro-batch in flight, per device."""
+    output_bytes: NDArray[np.float64]
+    """Sent on by one micro-batch if the model is cut behind the block; its gradient comes back as large."""
+
+    @cached_property
+    def cumulative(self) -> CumulativeCosts:
+        """Sums over the first blocks, so that any run of blocks costs a subtraction."""
+        return CumulativeCosts(
+            *(
+                np.concatenate([[0.0], np.cumsum(values)])
+                for values in (
+                    self.forward_seconds,
+                    self.backward_seconds,
+                    self.update_seconds,
+                    self.state_bytes,
+                    self.activation_bytes,
+                )
+            )
+        )
+
+    def hop_seconds(self, channel: Channel) -> NDArray[np.float64]:
+        """One way over ``channel`` by place of the cut, ``[blocks + 1]``; 0 at both ends, where nothing is cut."""
+        sizes, which = np.unique(self.output_bytes[:-1], return_inverse=True)
+        seconds = np.zeros(len(self.output_bytes) + 1)
+        if len(sizes):
+            seconds[1:-1] = np.array([channel.seconds(float(size)) for size in sizes])[which]
+        return seconds

@@ -1,0 +1,377 @@
+"""The profile file of a model's layers: how long each takes on each kind of device, and how much memory.
+
+JSON, made to be read, reused and edited. Times and bytes carry their unit in the name.
+
+Between two measured micro-batches times are interpolated linearly. Timings are noisy, and a planner that believed a
+smaller micro-batch to take longer than a larger one would choose by noise: such a time is replaced by the least of the
+larger ones' (a running minimum from above). Where measured times rise with the micro-batch they are used as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from ...io.json_files import check_units, errors_in_words, read_json, write_json
+from ...io.schema import FilePart
+from .layer_costs import LayerCosts
+
+__all__ = ["SCHEMA", "BlockRun", "LayerSizes", "LayerTimes", "ModelProfile", "load_model_profile", "save_model_profile"]
+
+SCHEMA = 1
+"""Version of the file's layout."""
+
+UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
+
+Seconds = Annotated[float, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0)]
+
+
+class BlockRun(FilePart):
+    """How long so many consecutive blocks took together, per micro-batch (AutoHet, section III-D)."""
+
+    blocks: Annotated[int, Field(ge=1)]
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
+
+class LayerTimes(FilePart):
+    """Seconds per layer on one kind of device, for one tensor-parallel degree and micro-batch."""
+
+    device: Annotated[str, Field(min_length=1)]
+    """Kind, as in the cluster file."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    micro_batch: Annotated[int, Field(ge=1)]
+    forward_seconds: tuple[Seconds, ...]
+    backward_seconds: tuple[Seconds, ...]
+    update_seconds: tuple[Seconds, ...]
+    block_runs: tuple[BlockRun, ...] = ()
+    """What was measured of several blocks together, where it was; the times of single blocks come from these."""
+
+    @field_validator("block_runs")
+    @classmethod
+    def _ascending(cls, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
+        twice = _twice([run.blocks for run in runs])
+        if twice is not None:
+            raise ValueError(f"the run of {twice} blocks is there twice; keep one")
+        return tuple(sorted(runs, key=lambda run: run.blocks))
+
+    @model_validator(mode="after")
+    def _equally_long(self) -> LayerTimes:
+        return _check_equally_long(self, ("forward_seconds", "backward_seconds", "update_seconds"))
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Device, tensor-parallel degree and micro-batch."""
+        return self.device, self.tensor_parallel, self.micro_batch
+
+    def composed_seconds(self, blocks: int) -> float:
+        """Forward and backward of so many blocks from what was measured of few: ``T(n) = Σ α_i T(2^i)``.
+
+        AutoHet, Eq. 5: ``n`` is taken apart into measured runs, the longest first, and their times are added.
+
+        Raises:
+            ValueError: the measured runs cannot make up so many blocks.
+        """
+        left, seconds = blocks, 0.0
+        for run in reversed(self.block_runs):
+            count, left = divmod(left, run.blocks)
+            seconds += count * run.seconds
+        if left:
+            measured = ", ".join(str(run.blocks) for run in self.block_runs) or "none"
+            raise ValueError(f"{blocks} blocks cannot be made up of the runs that were measured ({measured} blocks)")
+        return seconds
+
+
+class LayerSizes(FilePart):
+    """Bytes per layer and device, for one tensor-parallel degree; activations per sample."""
+
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    parameter_bytes: tuple[Bytes, ...]
+    activation_bytes: tuple[Bytes, ...]
+    output_bytes: tuple[Bytes, ...]
+
+    @model_validator(mode="after")
+    def _equally_long(self) -> LayerSizes:
+        return _check_equally_long(self, ("parameter_bytes", "activation_bytes", "output_bytes"))
+
+
+class ModelProfile(FilePart):
+    """A model's layers in order; the first ``before`` and the last ``after`` are no blocks (embedding, head)."""
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    units: dict[str, str] = Field(default_factory=lambda: dict(UNITS))
+    name: str
+    precision: str = "fp32"
+    before: Annotated[int, Field(ge=0)] = 1
+    after: Annotated[int, Field(ge=0)] = 1
+    state_factor: Annotated[float, Field(gt=0)] = 4.0
+    """Bytes of parameters, gradients and optimizer state together, per byte of parameters: 4 for Adam in fp32."""
+    gradient_factor: Annotated[float, Field(gt=0)] = 1.0
+    """Bytes that replicas sum per byte of parameters."""
+    source: str = ""
+    """Where the numbers come from, for readers: measured how, estimated from what."""
+    rank_devices: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Kind of the device of each rank that measured; empty if no ranks did."""
+    times: Annotated[tuple[LayerTimes, ...], Field(min_length=1)]
+    sizes: Annotated[tuple[LayerSizes, ...], Field(min_length=1)]
+
+    @field_validator("units")
+    @classmethod
+    def _units_as_read(cls, units: dict[str, str]) -> dict[str, str]:
+        check_units(units, UNITS)
+        return units
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelProfile:
+        degrees = [sizes.tensor_parallel for sizes in self.sizes]
+        twice = _twice(degrees)
+        if twice is not None:
+            raise ValueError(f"sizes has tensor_parallel {twice} twice; keep one")
+        key = _twice([times.key for times in self.times])
+        if key is not None:
+            raise ValueError(f"times has {_in_words(*key)} twice; keep one")
+        for index, sizes in enumerate(self.sizes):
+            if len(sizes.parameter_bytes) != self.layers:
+                raise ValueError(
+                    f"sizes[{index}] is of {len(sizes.parameter_bytes)} layers, sizes[0] of {self.layers}; all lists "
+                    "have one value per layer, embedding and head included"
+                )
+        for index, times in enumerate(self.times):
+            if len(times.forward_seconds) != self.layers:
+                raise ValueError(
+                    f"times[{index}] is of {len(times.forward_seconds)} layers, sizes[0] of {self.layers}; all lists "
+                    "have one value per layer, embedding and head included"
+                )
+            if times.tensor_parallel not in degrees:
+                raise ValueError(
+                    f"times[{index}] is at tensor_parallel {times.tensor_parallel}, of which there are no sizes "
+                    f"(sizes has {_listed(sorted(degrees))}); give both"
+                )
+        if self.blocks < 1:
+            raise ValueError(
+                f"of {self.layers} layers {self.before} are before and {self.after} after the blocks, which leaves "
+                "none; there must be at least one block"
+            )
+        unknown = next((device for device in self.rank_devices if device not in self.devices), None)
+        if unknown is not None:
+            raise ValueError(f"rank_devices names {unknown}, of which there are no times; there are of {self._known()}")
+        return self
+
+    def __copy__(self) -> ModelProfile:
+        # The copy may get other numbers (model_copy with update=...), of which nothing is remembered yet.
+        copied = super().__copy__()
+        for name in ("_costs", "_tables", "devices"):
+            copied.__dict__.pop(name, None)
+        return copied
+
+    @property
+    def layers(self) -> int:
+        """All of them, embedding and head included."""
+        return len(self.sizes[0].parameter_bytes)
+
+    @property
+    def blocks(self) -> int:
+        """Layers between which the model can be cut."""
+        return self.layers - self.before - self.after
+
+    # What was measured ------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def devices(self) -> tuple[str, ...]:
+        """Kinds of device with times, in the file's order."""
+        return tuple(dict.fromkeys(times.device for times in self.times))
+
+    def tensor_parallel_degrees(self, device: str) -> tuple[int, ...]:
+        """Degrees with times on that kind, ascending.
+
+        Raises:
+            ValueError: no times of that kind; the message suggests one.
+        """
+        self._check_device(device)
+        return tuple(sorted({times.tensor_parallel for times in self.times if times.device == device}))
+
+    def micro_batches(self, device: str, tensor_parallel: int) -> tuple[int, ...]:
+        """Measured micro-batches, ascending; :meth:`costs` takes all sizes from the first to the last.
+
+        Raises:
+            ValueError: no times of that kind, or not at that degree; the message says what there is.
+        """
+        return tuple(micro_batch for micro_batch, _ in self._table(device, tensor_parallel))
+
+    def times_of(self, device: str, tensor_parallel: int, micro_batch: int) -> LayerTimes:
+        """What was measured there, as it was measured.
+
+        Raises:
+            ValueError: nothing was; the message says what was.
+        """
+        for times in self.times:
+            if times.key == (device, tensor_parallel, micro_batch):
+                return times
+        measured = self.micro_batches(device, tensor_parallel)
+        place = _in_words(device, tensor_parallel, micro_batch)
+        raise ValueError(f"{place} was not measured; {_listed(measured)} were")
+
+    # What a planner asks for ------------------------------------------------------------------------------
+
+    def costs(self, device: str, tensor_parallel: int, micro_batch: int, speed: float = 1.0) -> LayerCosts:
+        """Per block, for a device that reaches ``speed`` of its kind's speed.
+
+        Times of a micro-batch between measured ones are interpolated, see the module's docstring. The same arguments
+        give the same object, by which slots that are alike are known; its arrays cannot be written.
+
+        Raises:
+            ValueError: that kind, degree or micro-batch was not measured; the message says what was.
+        """
+        key = (device, tensor_parallel, micro_batch, speed)
+        if key not in self._costs:
+            self._costs[key] = self._make_costs(*key)
+        return self._costs[key]
+
+    @functools.cached_property
+    def _costs(self) -> dict[tuple[str, int, int, float], LayerCosts]:
+        return {}
+
+    @functools.cached_property
+    def _tables(self) -> dict[tuple[str, int], list[tuple[int, NDArray[np.float64]]]]:
+        return {}
+
+    def _make_costs(self, device: str, tensor_parallel: int, micro_batch: int, speed: float) -> LayerCosts:
+        if not speed > 0:
+            raise ValueError(f"speed={speed}; a device that is to run layers needs a speed above 0")
+        forward, backward, update = self._interpolated(device, tensor_parallel, micro_batch) / speed
+        sizes = next(each for each in self.sizes if each.tensor_parallel == tensor_parallel)
+        parameters = self._by_block(sizes.parameter_bytes)
+        costs = LayerCosts(
+            forward_seconds=self._by_block(forward),
+            backward_seconds=self._by_block(backward),
+            update_seconds=self._by_block(update),
+            state_bytes=parameters * self.state_factor,
+            gradient_bytes=parameters * self.gradient_factor,
+            activation_bytes=self._by_block(sizes.activation_bytes) * micro_batch,
+            output_bytes=self._by_block(sizes.output_bytes, ends=False) * micro_batch,
+        )
+        for array in vars(costs).values():
+            array.flags.writeable = False
+        return costs
+
+    def _interpolated(self, device: str, tensor_parallel: int, micro_batch: int) -> NDArray[np.float64]:
+        """Forward, backward and update seconds ``[3, layers]``."""
+        table = self._table(device, tensor_parallel)
+        for (below, low), (above, high) in zip(table, [*table[1:], table[-1]], strict=True):
+            if micro_batch == below:
+                return low
+            if below < micro_batch < above:
+                share = (micro_batch - below) / (above - below)
+                return low + share * (high - low)
+        measured = [size for size, _ in table]
+        valid = f"{measured[0]} to {measured[-1]}" if len(measured) > 1 else str(measured[0])
+        raise ValueError(
+            f"{_in_words(device, tensor_parallel, micro_batch)} is beyond what was measured ({_listed(measured)}); "
+            f"take {valid}, or measure it"
+        )
+
+    def _table(self, device: str, tensor_parallel: int) -> list[tuple[int, NDArray[np.float64]]]:
+        """Micro-batches, ascending, with their times ``[3, layers]``, which never fall."""
+        key = (device, tensor_parallel)
+        if key not in self._tables:
+            degrees = self.tensor_parallel_degrees(device)
+            if tensor_parallel not in degrees:
+                raise ValueError(
+                    f"{device} was not measured at tensor_parallel {tensor_parallel}; it was at {_listed(degrees)}"
+                )
+            found = sorted(
+                (times for times in self.times if (times.device, times.tensor_parallel) == key),
+                key=lambda times: times.micro_batch,
+            )
+            arrays = np.array([(each.forward_seconds, each.backward_seconds, each.update_seconds) for each in found])
+            # The update does not depend on the micro-batch; what it was measured with is left alone.
+            arrays[:, :2] = np.minimum.accumulate(arrays[::-1, :2], axis=0)[::-1]
+            self._tables[key] = [(times.micro_batch, array) for times, array in zip(found, arrays, strict=True)]
+        return self._tables[key]
+
+    def _check_device(self, device: str) -> None:
+        if device not in self.devices:
+            close = get_close_matches(device, self.devices, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "; measure it, or name one of these in the cluster file"
+            raise ValueError(f"the profile has no times of device {device!r}, only of {self._known()}{hint}")
+
+    def _known(self) -> str:
+        return ", ".join(self.devices)
+
+    def _by_block(self, values: Sequence[float] | NDArray[np.float64], ends: bool = True) -> NDArray[np.float64]:
+        """Layers to blocks; what comes before and after is added to the first and the last."""
+        array = np.asarray(values, dtype=float)
+        stop = len(array) - self.after
+        blocks = array[self.before : stop].copy()
+        if ends:
+            blocks[0] += array[: self.before].sum()
+            blocks[-1] += array[stop:].sum()
+        return blocks
+
+
+def load_model_profile(path: Path | str) -> ModelProfile:
+    """Read a profile.
+
+    Raises:
+        ValueError: no such file, not JSON, of another schema, or fields that are wrong, missing or unknown; all of
+            them are named.
+    """
+    text, content = read_json(path)
+    if not isinstance(content, dict) or "schema" not in content:
+        raise ValueError(f'{path} is not a profile of layers: it has no "schema"')
+    if content["schema"] != SCHEMA or isinstance(content["schema"], bool):
+        raise ValueError(
+            f"{path} has schema {content['schema']!r}, this version reads schema {SCHEMA}; make a new profile"
+        )
+    if "kinds" in content and "times" not in content:
+        raise ValueError(f"{path} is a profile of batches, not of layers; make one with colossal-hetero profile")
+    try:
+        return ModelProfile.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        parts = (BlockRun, LayerTimes, LayerSizes, ModelProfile)
+        names = {name for part in parts for name in part.model_fields}
+        raise ValueError(f"{path}: {errors_in_words(error, sorted(names))}") from None
+
+
+def save_model_profile(profile: ModelProfile, path: Path | str) -> None:
+    """Write a profile; the file is there as a whole or not at all."""
+    write_json(profile.model_dump(mode="json", by_alias=True), path)
+
+
+def _check_equally_long(part: Any, names: Sequence[str]) -> Any:
+    lengths = {name: len(getattr(part, name)) for name in names}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{length} {name}" for name, length in lengths.items())
+        raise ValueError(f"there are {told}; all lists have one value per layer")
+    return part
+
+
+def _twice(values: Sequence[Any]) -> Any:
+    """The first that is there more than once."""
+    seen = set()
+    for value in values:
+        if value in seen:
+            return value
+        seen.add(value)
+    return None
+
+
+def _in_words(device: str, tensor_parallel: int, micro_batch: int) -> str:
+    return f"micro-batch {micro_batch} on {device} at tensor_parallel {tensor_parallel}"
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(str(value) for value in values)

@@ -1,0 +1,1 @@
+"""Other people's measured tables. Used by benchmarks and tests only."""

@@ -1,0 +1,1 @@
+"""Plans and profiles for people: tables, pictures and launch commands."""

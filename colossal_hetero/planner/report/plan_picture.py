@@ -1,0 +1,256 @@
+"""The picture of a plan: what each stage does when, during one iteration."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from ...io.pictures import BLUE, GRAY, LIGHT_BLUE, ORANGE, check_matplotlib, check_name, save_figure
+from ...io.text import count, spans, times
+from ..plans.plan import Plan
+from ..plans.simulate import PlanSimulation, simulate_plan
+from .plan_table import layout, replica_groups, short_ranks
+
+__all__ = ["Bar", "Lane", "lanes", "plot_plan", "windows"]
+
+MAX_LANES = 48
+"""Stages that are drawn, at the most."""
+
+SHOWN_STEPS = 8
+"""Micro-batches in steady state that are drawn of a long iteration, at either end."""
+
+MAX_NUMBERS = 1500
+"""Numbers in the picture, at the most."""
+
+GREEN = "#009E73"
+"""After Okabe and Ito, like the others."""
+
+KINDS = {
+    "forward": ("forward", BLUE, "#FFFFFF"),
+    "backward": ("backward", LIGHT_BLUE, "#000000"),
+    "transfer": ("transfer", ORANGE, "#000000"),
+    "update": ("optimizer step", GRAY, "#000000"),
+    "synchronization": ("gradient synchronization", GREEN, "#FFFFFF"),
+}
+"""What each kind is called, its color and that of the numbers in it."""
+
+BarKind = Literal["forward", "backward", "transfer", "update", "synchronization"]
+
+
+class Bar(NamedTuple):
+    """A stretch of time of one stage, in seconds from the start of the iteration."""
+
+    kind: BarKind
+    micro_batch: int
+    """0 for update and synchronization."""
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A row of the picture: a stage of one of several alike replicas."""
+
+    replicas: tuple[int, ...]
+    stage: int
+    name: str
+    bars: tuple[Bar, ...]
+
+
+def lanes(simulation: PlanSimulation) -> list[Lane]:
+    """One row per stage of each kind of replica."""
+    plan, end = simulation.plan, simulation.seconds
+    rows = []
+    for group in replica_groups(plan):
+        events = simulation.timelines[group.numbers[0]].events
+        for index, stage in enumerate(group.first.stages):
+            bars = [Bar(*event) for event in events[index]]
+            if plan.synchronization_seconds > 0:
+                bars.append(Bar("synchronization", 0, end - plan.synchronization_seconds, end))
+            first, last = stage.blocks[0], stage.blocks[1] - 1
+            layers = f"layer {first}" if first == last else f"layers {first}-{last}"
+            own = sorted(rank for replica in group.replicas for rank in replica.stages[index].ranks)
+            ranks = f"{'rank' if len(own) == 1 else 'ranks'} {short_ranks(own)}"
+            rows.append(Lane(group.numbers, index, f"{stage.device}, {ranks}\n{layers}", tuple(bars)))
+    return rows
+
+
+def windows(simulation: PlanSimulation) -> list[tuple[float, float]]:
+    """Which stretches of the iteration are drawn: all of it, or its beginning and its end."""
+    plan, end = simulation.plan, simulation.seconds
+    longest = max(range(len(plan.replicas)), key=lambda number: simulation.timelines[number].seconds)
+    stages = plan.replicas[longest].stages
+    step = max(stage.forward_seconds + stage.backward_seconds + stage.transfer_seconds for stage in stages)
+    trip = sum(stage.forward_seconds + stage.backward_seconds + stage.transfer_seconds for stage in stages)
+    fill, drain = trip + SHOWN_STEPS * step, trip + SHOWN_STEPS / 2 * step
+    drain += max(stage.update_seconds for stage in stages) + plan.synchronization_seconds
+    if fill + drain > 0.8 * end:
+        return [(0.0, end)]
+    return [(0.0, fill), (end - drain, end)]
+
+
+def plot_plan(
+    plan: Plan,
+    path: Path | str,
+    *,
+    slow: Mapping[int, float] | None = None,
+    simulation: PlanSimulation | None = None,
+) -> None:
+    """Draw an iteration as a timeline per stage: forwards and backwards by the number of their micro-batch, transfers,
+    optimizer steps and synchronization; white is waiting.
+
+    Alike replicas are drawn once; of long iterations the beginning and the end.
+
+    Args:
+        slow: factors by rank, see :func:`~colossal_hetero.planner.plans.simulate.simulate_plan`.
+        simulation: of this plan, where it was made already.
+
+    Raises:
+        ImportError: matplotlib is not there.
+        ValueError: the name does not end in a kind of picture, or ``slow`` has ranks that the plan has not.
+    """
+    path = check_name(path)
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    made = simulation or simulate_plan(plan, slow)
+    every = lanes(made)
+    shown, parts = every[:MAX_LANES], windows(made)
+    height = 0.34 if len(shown) > 16 else 0.46
+    figure = Figure(figsize=(14, 1.7 + height * max(len(shown), 2)), layout="constrained")
+    axes = figure.subplots(
+        1, len(parts), sharey=True, width_ratios=[stop - start for start, stop in parts], squeeze=False
+    )[0]
+    unit, _ = times([made.seconds])
+    scale = {"s": 1.0, "ms": 1e3, "µs": 1e6}[unit]
+    places = _places(shown)
+    for axis, (start, stop) in zip(axes, parts, strict=True):
+        _draw(axis, shown, places, (start, stop), scale)
+    _label(axes[0], made, shown, places)
+    _break(axes)
+    axes[0].set_xlabel(f"time [{unit}]", fontsize=9)
+    figure.suptitle(_title(made, len(shown), len(every)), x=0.01, ha="left", fontsize=11)
+    _legend(figure, shown)
+    _number(figure, axes, shown, places, parts, scale)
+    save_figure(figure, path)
+
+
+def _places(shown: Sequence[Lane]) -> list[float]:
+    """Where each row is; between kinds of replicas is room."""
+    places: list[float] = []
+    for index, lane in enumerate(shown):
+        gap = 0.6 if index and shown[index - 1].replicas != lane.replicas else 0.0
+        places.append((places[-1] + 1.0 if places else 0.0) + gap)
+    return places
+
+
+def _draw(axis: Any, shown: Sequence[Lane], places: Sequence[float], window: tuple[float, float], scale: float) -> None:
+    start, stop = window
+    for lane, place in zip(shown, places, strict=True):
+        for kind, (_, color, _) in KINDS.items():
+            spells = [
+                (bar.start * scale, (bar.stop - bar.start) * scale)
+                for bar in lane.bars
+                if bar.kind == kind and bar.stop > start and bar.start < stop
+            ]
+            if spells:
+                # White edges tell micro-batches from each other; they would hide what is short.
+                width = 0.4 if kind in ("forward", "backward") else 0.0
+                axis.broken_barh(spells, (place - 0.4, 0.8), facecolor=color, edgecolor="#FFFFFF", linewidth=width)
+    axis.set_xlim(start * scale, stop * scale)
+    axis.set_ylim(places[-1] + 0.6, -0.9 if len({lane.replicas for lane in shown}) > 1 else -0.8)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    axis.grid(axis="x", color="#DDDDDD", linewidth=0.6)
+    axis.set_axisbelow(True)
+
+
+def _label(axis: Any, made: PlanSimulation, shown: Sequence[Lane], places: Sequence[float]) -> None:
+    names = [lane.name if len(shown) <= 16 else lane.name.replace("\n", ", ") for lane in shown]
+    axis.set_yticks(places, names, fontsize=8)
+    axis.tick_params(axis="y", length=0)
+    if len(made.plan.replicas) == 1:
+        return
+    for index, (lane, place) in enumerate(zip(shown, places, strict=True)):
+        if index and shown[index - 1].replicas == lane.replicas:
+            continue
+        number, each = len(lane.replicas), made.plan.replicas[lane.replicas[0]].micro_batches
+        text = f"replica{'s' if number > 1 else ''} {spans(lane.replicas, 3)}{f' (×{number})' if number > 1 else ''}"
+        axis.annotate(
+            f"{text}: {count(each, 'micro-batch')}{' each' if number > 1 else ''}",
+            (0, place - 0.45),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 1),
+            textcoords="offset points",
+            va="bottom",
+            fontsize=8,
+            fontweight="bold",
+        )
+
+
+def _break(axes: Sequence[Any]) -> None:
+    """Marks between two stretches of time, so that nobody takes them for one."""
+    for left, right in itertools.pairwise(axes):
+        right.spines["left"].set_visible(False)
+        right.tick_params(axis="y", length=0, labelleft=False)
+        mark = {
+            "marker": [(-1, -2), (1, 2)],
+            "markersize": 9,
+            "linestyle": "none",
+            "color": "#000000",
+            "clip_on": False,
+        }
+        left.plot([1], [0], transform=left.transAxes, **mark)
+        right.plot([0], [0], transform=right.transAxes, **mark)
+
+
+def _title(made: PlanSimulation, shown: int, stages: int) -> str:
+    plan = made.plan
+    unit, (simulated, closed) = times([made.seconds, plan.iteration_seconds])
+    rows = "" if shown == stages else f"; {shown} of {stages} stages"
+    slow = "".join(f", rank {rank} slowed {factor:g} ×" for rank, factor in sorted(made.slow.items()))
+    return (
+        textwrap.fill(f"{plan.model}: {layout(plan)}", 150)
+        + f"\nan iteration takes {simulated} {unit} by simulation, {closed} {unit} by the closed form{slow}{rows}"
+    )
+
+
+def _legend(figure: Any, shown: Sequence[Lane]) -> None:
+    from matplotlib.patches import Patch
+
+    used = {bar.kind for lane in shown for bar in lane.bars}
+    handles = [Patch(facecolor=color, label=name) for kind, (name, color, _) in KINDS.items() if kind in used]
+    handles.append(Patch(facecolor="#FFFFFF", edgecolor="#888888", label="waiting"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+
+
+def _number(
+    figure: Any,
+    axes: Sequence[Any],
+    shown: Sequence[Lane],
+    places: Sequence[float],
+    parts: Sequence[tuple[float, float]],
+    scale: float,
+) -> None:
+    """Numbers of micro-batches in the bars that have room for them."""
+    figure.draw_without_rendering()
+    numbers = 0
+    for axis, (start, stop) in zip(axes, parts, strict=True):
+        points = axis.get_window_extent().width * 72 / figure.dpi / (stop - start)
+        for lane, place in zip(shown, places, strict=True):
+            for bar in lane.bars:
+                text = str(bar.micro_batch)
+                inside = bar.start >= start and bar.stop <= stop
+                room = (bar.stop - bar.start) * points
+                if bar.kind not in ("forward", "backward") or not inside or room < 5 * len(text) + 1:
+                    continue
+                if numbers >= MAX_NUMBERS:
+                    return
+                numbers += 1
+                middle = (bar.start + bar.stop) / 2 * scale
+                color = KINDS[bar.kind][2]
+                axis.text(middle, place, text, ha="center", va="center_baseline", fontsize=7, color=color)

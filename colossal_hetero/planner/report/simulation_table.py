@@ -1,0 +1,86 @@
+"""What the event simulation of a plan says, for people: how each stage spends an iteration."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ...io.text import aligned, count, times
+from ..plans.simulate import PlanSimulation
+from .plan_table import layout, replica_groups, short_ranks
+
+__all__ = ["render_simulation"]
+
+MAX_ROWS = 64
+"""Stages that are printed, at the most."""
+
+
+def render_simulation(simulation: PlanSimulation, without: PlanSimulation | None = None) -> RenderableType:
+    """A line per stage of each kind of replica, and the iteration beside the closed form's.
+
+    Args:
+        without: the same without slow ranks, to compare with.
+    """
+    plan = simulation.plan
+    parts: list[RenderableType] = [Text.assemble((plan.model, "bold"), f": {layout(plan)}")]
+    if simulation.slow:
+        ranks = ", ".join(f"rank {rank} slowed {factor:g} ×" for rank, factor in sorted(simulation.slow.items()))
+        parts.append(Text(f"if: {ranks}"))
+    parts += [_stages(simulation), *(Text(line) for line in _totals(simulation, without))]
+    return Group(*parts)
+
+
+def _stages(simulation: PlanSimulation) -> Table:
+    plan, whole = simulation.plan, simulation.seconds
+    groups = replica_groups(plan)
+    lines = [(group, index) for group in groups for index in range(len(group.first.stages))]
+    shown = lines[:MAX_ROWS]
+    columns: list[list[float]] = [[], [], [], []]
+    for group, index in shown:
+        timeline = simulation.timelines[group.numbers[0]]
+        share = timeline.shares[index]
+        compute, transfer = share.compute * timeline.seconds, share.transfer * timeline.seconds
+        waits = max(whole - compute - transfer - plan.synchronization_seconds, 0.0)
+        for column, value in zip(columns, (compute, transfer, waits, plan.synchronization_seconds), strict=True):
+            column.append(value)
+    unit, *texts = times(*columns)
+    many = len(plan.replicas) > 1
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in (*(["\nreplica"] if many else []), "\nstage", "\ndevice", "\nranks"):
+        table.add_column(name, overflow="fold")
+    names = ("layers\n[a, b)", f"busy\n[{unit}]", f"transfer\n[{unit}]", f"idle\n[{unit}]")
+    for name in (*names, *([f"sync.\n[{unit}]"] if many else []), "idle\n[%]"):
+        # As texts: what is in brackets would be taken for markup in a string.
+        table.add_column(Text(name), justify="right", no_wrap=True)
+    for row, (group, index) in enumerate(shown):
+        stage = group.first.stages[index]
+        if row and index == 0:
+            table.add_section()
+        ranks = sorted(rank for replica in group.replicas for rank in replica.stages[index].ranks)
+        number = f" (×{len(group.numbers)})" if len(group.numbers) > 1 else ""
+        cells = [f"{short_ranks(group.numbers)}{number}" if index == 0 else ""] if many else []
+        cells += [str(index), stage.device, short_ranks(ranks), f"[{stage.blocks[0]}, {stage.blocks[1]})"]
+        cells += [column[row] for column in texts[: 4 if many else 3]]
+        cells.append(f"{100 * columns[2][row] / whole:.0f}")
+        table.add_row(*(Text(cell) for cell in cells))
+    if len(shown) < len(lines):
+        table.caption = f"{len(shown)} of {count(len(lines), 'stage')}"
+    return table
+
+
+def _totals(simulation: PlanSimulation, without: PlanSimulation | None) -> list[str]:
+    plan = simulation.plan
+    unit, (simulated, closed) = times([simulation.seconds, plan.iteration_seconds])
+    off = plan.iteration_seconds / simulation.seconds - 1
+    (speed,) = aligned([plan.global_batch / simulation.seconds])
+    lines = [
+        f"an iteration by event simulation: {simulated} {unit} ({speed} samples/s); "
+        f"by the closed form: {closed} {unit} ({off:+.1%})"
+    ]
+    if without is not None:
+        unit, (before,) = times([without.seconds])
+        ratio = simulation.seconds / without.seconds
+        lines.append(f"without slow ranks: {before} {unit}; it takes {ratio:.2f} × as long with them")
+    return lines

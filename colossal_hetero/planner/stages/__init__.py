@@ -1,0 +1,1 @@
+"""Divide the blocks of a model over the stages of one pipeline."""

@@ -1,0 +1,107 @@
+"""The best split for a given order of the slots, within milliseconds: to compare thousands of possible pipelines.
+
+Wanted is the least ``Σ t + (K − 1)·max t``, t a stage's time per micro-batch (updates of the optimizer are left out).
+For a limit τ on ``max t`` a dynamic program over stages and blocks finds the least Σ t, for several τ at once. The
+sum never rises with τ, so between two limits no split takes less than the sum at the upper one and the max at the lower
+one: ranges of τ that cannot be better are dropped, others are looked at more closely.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .pipeline import Pipeline, Split
+
+__all__ = ["quick_split"]
+
+LIMITS = 16
+"""Limits that are tried at once."""
+
+_Floats = NDArray[np.float64]
+
+
+def quick_split(pipeline: Pipeline) -> Split | None:
+    """The split with the least time of all that keep this order and fit in memory; None if none fits."""
+    stages, blocks = len(pipeline.slots), pipeline.blocks
+    if stages > blocks:
+        return None
+    seconds = _stage_seconds(pipeline)
+    if stages == 1:
+        return Split((0,), (0, blocks)) if np.isfinite(seconds[0, 0, blocks]) else None
+    turns = pipeline.micro_batches - 1
+    least = _least_longest(seconds)
+    if not np.isfinite(least):
+        return None
+    sums, cuts = _least_sums(seconds, np.array([least, np.inf]))
+    best, bounds = sums[0] + turns * least, cuts[0]
+    # Only limits at which even the least sum of all would be better.
+    limits = np.unique(seconds[np.isfinite(seconds) & (seconds > least)])
+    limits = limits[limits * turns + sums[1] < best]
+    sum_above = np.full(len(limits), sums[1])
+    while len(limits):
+        hopeful = np.flatnonzero(turns * limits + sum_above < best * (1 - 1e-12))
+        if not len(hopeful):
+            break
+        tried = hopeful[np.unique(np.linspace(0, len(hopeful) - 1, LIMITS).astype(int))]
+        found, cuts = _least_sums(seconds, limits[tried])
+        totals = found + turns * limits[tried]
+        if totals.min() < best:
+            best, bounds = totals.min(), cuts[int(totals.argmin())]
+        # Below a limit that was tried, no sum is less than the one there.
+        above = np.searchsorted(tried, np.arange(len(limits)))
+        known = np.append(found, sums[1])[above]
+        sum_above = np.maximum(sum_above, known)
+        open_ = np.ones(len(limits), dtype=bool)
+        open_[tried] = False
+        limits, sum_above = limits[open_], sum_above[open_]
+    return Split(tuple(range(stages)), tuple(int(bound) for bound in bounds))
+
+
+def _stage_seconds(pipeline: Pipeline) -> _Floats:
+    """A stage's time per micro-batch with blocks ``[a, b)``, infinite where it cannot be: ``[stages, a, b]``."""
+    stages, blocks = len(pipeline.slots), pipeline.blocks
+    seconds = np.full((stages, blocks + 1, blocks + 1), np.inf)
+    possible = np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1)
+    before = np.zeros(blocks + 1)
+    output = pipeline.slots[0].costs.output_bytes[:-1]
+    for stage, slot in enumerate(pipeline.slots):
+        costs = slot.costs
+        after = np.zeros(blocks + 1)
+        if stage + 1 < stages:
+            channel = pipeline.channels[stage][stage + 1]
+            sizes, which = np.unique(output, return_inverse=True)
+            after[1:-1] = np.array([channel.seconds(float(size)) for size in sizes])[which]
+        work = np.concatenate([[0.0], np.cumsum(costs.forward_seconds + costs.backward_seconds)])
+        in_flight = min(pipeline.micro_batches, stages - stage)
+        held = np.concatenate([[0.0], np.cumsum(costs.state_bytes + in_flight * costs.activation_bytes)])
+        fits = held[None, :] - held[:, None] <= slot.memory_bytes
+        each = (work + after)[None, :] - (work - before)[:, None]
+        seconds[stage] = np.where(possible & fits, each, np.inf)
+        before = after
+    return seconds
+
+
+def _least_longest(seconds: _Floats) -> float:
+    """The least ``max t`` there is."""
+    reached = seconds[0, 0]
+    for stage in seconds[1:]:
+        reached = np.maximum(reached[:, None], stage).min(axis=0)
+    return float(reached[-1])
+
+
+def _least_sums(seconds: _Floats, limits: _Floats) -> tuple[_Floats, list[list[int]]]:
+    """The least Σ t with no stage above each limit, and where it cuts."""
+    chosen = []
+    sums = np.where(seconds[0, 0] <= limits[:, None], seconds[0, 0], np.inf)
+    for stage in seconds[1:]:
+        through = sums[:, :, None] + np.where(stage <= limits[:, None, None], stage, np.inf)
+        chosen.append(through.argmin(axis=1))
+        sums = through.min(axis=1)
+    cuts = []
+    for number in range(len(limits)):
+        bounds = [seconds.shape[1] - 1]
+        for came in reversed(chosen):
+            bounds.append(int(came[number, bounds[-1]]))
+        cuts.append([0, *reversed(bounds)])
+    return sums[:, -1], cuts

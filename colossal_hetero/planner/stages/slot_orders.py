@@ -1,0 +1,301 @@
+"""All orders of a pipeline's slots, as a graph in which orders that cost the same are one path.
+
+Two slots are *twins* if they share one ``LayerCosts`` object, the memory and all channels: exchanging them changes
+nothing. Twins form a *class*, usually the slots of one node. Two classes are twins again if exchanging them as a whole
+changes nothing, like two nodes of the same make; these form a *group*. A place in an order is then told by how many
+slots of each class have been used, where classes of one group are counted and not named.
+
+Each path from the first depth to the last is an order. A node at depth s stands for "the slot of stage s is of this
+kind, and what comes in comes over this hop", and knows no more of the past than which slots are left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster.topology import Channel
+from ..profile.layer_costs import LayerCosts
+from .pipeline import Pipeline
+
+__all__ = ["Depth", "Orders", "TooManyOrders", "all_orders", "one_order"]
+
+NO_HOP = 0
+
+_State = tuple[tuple[int, ...], ...]
+"""By group: how many slots of each of its classes are used, ascending."""
+_Key = tuple[_State, int, int, int]
+"""State before the stage, group of its slot, how many slots of that slot's class are used, incoming hop."""
+
+
+class TooManyOrders(Exception):
+    """More states than were allowed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Depth:
+    """The nodes of one stage, their ways out, and what leads to the next depth."""
+
+    kinds: NDArray[np.int_]
+    """Kind of slot, by node."""
+    hops_in: NDArray[np.int_]
+    """By node."""
+    left: NDArray[np.int_]
+    """Slots of each kind that are left, with the node's own ``[nodes, kinds]``."""
+    exits: NDArray[np.int_]
+    """Node, by exit; exits of one node differ in the hop out."""
+    hops_out: NDArray[np.int_]
+    """By exit."""
+    edges: NDArray[np.int_]
+    """Exit, by edge; ordered by the node of the next depth to which it leads, each of which has one or more."""
+    starts: NDArray[np.int_]
+    """First edge to each node of the next depth."""
+    members: tuple[tuple[int, int], ...]
+    """Group and use of the class, by node, to find a slot again; the slot itself and 0 where the order is given."""
+
+
+@dataclass(frozen=True, eq=False)
+class Orders:
+    """A graph of orders, and what its numbers mean."""
+
+    depths: tuple[Depth, ...]
+    kinds: tuple[tuple[LayerCosts, float], ...]
+    """Costs and memory."""
+    hop_seconds: NDArray[np.float64]
+    """``[hops, blocks + 1]`` by place of the cut; hop 0 is none."""
+    groups: tuple[tuple[tuple[int, ...], ...], ...] | None
+    """Group, class, slots; None where the order is given."""
+    hop_between: NDArray[np.int_]
+    """``[slots, slots]``; −1 on the diagonal."""
+
+    def slots(self, path: Sequence[int]) -> tuple[int, ...]:
+        """The order that a path of nodes stands for; of several that cost the same, one with the lowest numbers."""
+        if self.groups is None:
+            return tuple(depth.members[node][0] for depth, node in zip(self.depths, path, strict=True))
+        left = [[list(slots) for slots in group] for group in self.groups]
+        order: list[int] = []
+        for depth, node in zip(self.depths, path, strict=True):
+            group, used = depth.members[node]
+            for place, slots in enumerate(left[group]):
+                fresh = len(self.groups[group][place]) - len(slots) == used
+                if fresh and slots and (not order or self.hop_between[order[-1], slots[0]] == depth.hops_in[node]):
+                    order.append(slots.pop(0))
+                    break
+            else:  # pragma: no cover
+                raise AssertionError("a path leads through slots that are not there")
+        return tuple(order)
+
+
+def one_order(pipeline: Pipeline, order: Sequence[int]) -> Orders:
+    """The graph of a given order."""
+    kinds, kind_of = _kinds(pipeline)
+    neighbors = set(itertools.pairwise(order))
+    hop_seconds, hop_between = _hops(pipeline, neighbors)
+    one = np.zeros(1, dtype=int)
+    hops = [NO_HOP, *(int(hop_between[a, b]) for a, b in itertools.pairwise(order)), NO_HOP]
+    depths = tuple(
+        Depth(
+            kinds=np.array([kind_of[slot]]),
+            hops_in=np.array([hops[s]]),
+            left=np.bincount([kind_of[later] for later in order[s:]], minlength=len(kinds))[None],
+            exits=one,
+            hops_out=np.array([hops[s + 1]]),
+            edges=one,
+            starts=one,
+            members=((slot, 0),),
+        )
+        for s, slot in enumerate(order)
+    )
+    return Orders(depths, kinds, hop_seconds, None, hop_between)
+
+
+def all_orders(pipeline: Pipeline, most_states: int) -> Orders:
+    """The graph of all orders.
+
+    Raises:
+        TooManyOrders: there are more than ``most_states`` ways to have used some of the slots.
+    """
+    slots = range(len(pipeline.slots))
+    kinds, kind_of = _kinds(pipeline)
+    hop_seconds, hop_between = _hops(pipeline, ((a, b) for a in slots for b in slots if a != b))
+    classes = [_flat(same) for same in _twins([(slot,) for slot in slots], kind_of, hop_between)]
+    groups = tuple(tuple(same) for same in _twins(classes, kind_of, hop_between))
+    shapes = tuple((kind_of[group[0][0]], len(group), len(group[0])) for group in groups)
+    inside = tuple(int(hop_between[group[0][0], group[0][1]]) if len(group[0]) > 1 else NO_HOP for group in groups)
+    across = tuple(
+        tuple(
+            int(hop_between[one[0][0], (other[0] if one is not other else other[-1])[0]])
+            if one is not other or len(one) > 1
+            else NO_HOP
+            for other in groups
+        )
+        for one in groups
+    )
+    if math.prod(math.comb(classes + size, size) for _, classes, size in shapes) > most_states:
+        raise TooManyOrders
+    return Orders(_depths(shapes, inside, across), kinds, hop_seconds, groups, hop_between)
+
+
+@lru_cache(maxsize=256)
+def _depths(
+    shapes: tuple[tuple[int, int, int], ...],
+    inside: tuple[int, ...],
+    across: tuple[tuple[int, ...], ...],
+) -> tuple[Depth, ...]:
+    """The graph for groups of ``shapes`` (kind, classes, slots per class), with the hop inside a class of each group,
+    and the hops from a class of one group to another class of the same or another group.
+    """
+    stages = sum(classes * size for _, classes, size in shapes)
+    all_slots = np.zeros(1 + max(kind for kind, _, _ in shapes), dtype=int)
+    for kind, classes, size in shapes:
+        all_slots[kind] += classes * size
+    empty: _State = tuple((0,) * classes for _, classes, _ in shapes)
+    keys: list[_Key] = [(empty, group, 0, NO_HOP) for group in range(len(shapes))]
+    depths = []
+    for depth in range(stages):
+        exits: list[int] = []
+        hops_out: list[int] = []
+        targets: list[int] = []
+        sources: list[int] = []
+        following: dict[_Key, int] = {}
+        for node, (state, group, used, _) in enumerate(keys):
+            if depth == stages - 1:
+                targets.append(0)
+                sources.append(len(exits))
+                exits.append(node)
+                hops_out.append(NO_HOP)
+                continue
+            after = _used(state, group, used)
+            ways: dict[int, int] = {}
+            for other, other_used, hop in _next(after, group, used + 1, shapes, inside, across):
+                if hop not in ways:
+                    ways[hop] = len(exits)
+                    exits.append(node)
+                    hops_out.append(hop)
+                targets.append(following.setdefault((after, other, other_used, hop), len(following)))
+                sources.append(ways[hop])
+        by_target = np.argsort(targets, kind="stable")
+        depths.append(
+            Depth(
+                kinds=np.array([shapes[key[1]][0] for key in keys]),
+                hops_in=np.array([key[3] for key in keys]),
+                left=all_slots - _used_by_kind([key[0] for key in keys], shapes),
+                exits=np.array(exits),
+                hops_out=np.array(hops_out),
+                edges=np.array(sources)[by_target],
+                starts=np.searchsorted(np.array(targets)[by_target], np.arange(max(len(following), 1))),
+                members=tuple((key[1], key[2]) for key in keys),
+            )
+        )
+        keys = list(following)
+    return tuple(depths)
+
+
+def _used(state: _State, group: int, used: int) -> _State:
+    """One slot more of a class of ``group`` of which ``used`` were used."""
+    counts = list(state[group])
+    counts[counts.index(used)] += 1
+    return (*state[:group], tuple(sorted(counts)), *state[group + 1 :])
+
+
+def _used_by_kind(states: Sequence[_State], shapes: tuple[tuple[int, int, int], ...]) -> NDArray[np.int_]:
+    """``[states, kinds]``."""
+    used = np.array([[sum(counts) for counts in state] for state in states])
+    by_kind = np.zeros((len(states), 1 + max(kind for kind, _, _ in shapes)), dtype=int)
+    for group, (kind, _, _) in enumerate(shapes):
+        by_kind[:, kind] += used[:, group]
+    return by_kind
+
+
+def _next(
+    state: _State,
+    group: int,
+    used: int,
+    shapes: tuple[tuple[int, int, int], ...],
+    inside: tuple[int, ...],
+    across: tuple[tuple[int, ...], ...],
+) -> Iterator[tuple[int, int, int]]:
+    """Group, use of the class, and hop of every slot that may come after one of a class that is now ``used``."""
+    for other, (_, _, size) in enumerate(shapes):
+        for count in sorted(set(state[other])):
+            if count == size:
+                continue
+            if other != group:
+                yield other, count, across[group][other]
+                continue
+            if count == used:
+                yield other, count, inside[other]
+            if count != used or (state[other].count(count) > 1 and across[other][other] != inside[other]):
+                yield other, count, across[other][other]
+
+
+def _flat(nested: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sorted(slot for slots in nested for slot in slots))
+
+
+def _kinds(pipeline: Pipeline) -> tuple[tuple[tuple[LayerCosts, float], ...], list[int]]:
+    """Different costs and memory, and which each slot has."""
+    numbers: dict[tuple[int, float], int] = {}
+    kinds: list[tuple[LayerCosts, float]] = []
+    of_slot = []
+    for slot in pipeline.slots:
+        key = (id(slot.costs), slot.memory_bytes)
+        if key not in numbers:
+            numbers[key] = len(kinds)
+            kinds.append((slot.costs, slot.memory_bytes))
+        of_slot.append(numbers[key])
+    return tuple(kinds), of_slot
+
+
+def _hops(pipeline: Pipeline, pairs: Iterable[tuple[int, int]]) -> tuple[NDArray[np.float64], NDArray[np.int_]]:
+    """Different hop times ``[hops, blocks + 1]``, the first being none, and which each pair of slots has."""
+    none = np.zeros(pipeline.blocks + 1)
+    vectors = [none]
+    numbers = {none.tobytes(): NO_HOP}
+    known: dict[tuple[int, Channel], int] = {}
+    between = np.full((len(pipeline.slots), len(pipeline.slots)), -1)
+    for a, b in pairs:
+        costs, channel = pipeline.slots[a].costs, pipeline.channels[a][b]
+        key = (id(costs), channel)
+        if key not in known:
+            seconds = costs.hop_seconds(channel)
+            known[key] = numbers.setdefault(seconds.tobytes(), len(vectors))
+            if known[key] == len(vectors):
+                vectors.append(seconds)
+        between[a, b] = known[key]
+    return np.array(vectors), between
+
+
+def _twins(
+    items: Sequence[tuple[int, ...]], kind_of: Sequence[int], between: NDArray[np.int_]
+) -> list[list[tuple[int, ...]]]:
+    """Items, each of slots that are twins, put together if exchanging one for the other changes nothing."""
+    found: dict[tuple[object, ...], list[list[tuple[int, ...]]]] = {}
+    for item in items:
+        row, column = between[item[0]], between[:, item[0]]
+        key = (kind_of[item[0]], len(item), np.sort(row).tobytes(), np.sort(column).tobytes())
+        for same in found.setdefault(key, []):
+            if _interchangeable(same[0], item, between):
+                same.append(item)
+                break
+        else:
+            found[key].append([item])
+    return sorted(same for several in found.values() for same in several)
+
+
+def _interchangeable(one: tuple[int, ...], other: tuple[int, ...], between: NDArray[np.int_]) -> bool:
+    """Whether the two, of one kind and size, have the same hops inside, to each other and to all else."""
+    a, b = one[0], other[0]
+    if between[a, b] != between[b, a]:
+        return False
+    if len(one) > 1 and between[one[0], one[1]] != between[other[0], other[1]]:
+        return False
+    rest = np.ones(len(between), dtype=bool)
+    rest[[*one, *other]] = False
+    return bool((between[a, rest] == between[b, rest]).all() and (between[rest, a] == between[rest, b]).all())

@@ -1,0 +1,55 @@
+"""Probe the devices of the ranks that are running: their kinds, how fast they are, and how they reach each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..planner.cluster.link import Link
+from ..planner.cluster.topology import Topology
+from ..processes.every_rank import on_every_rank
+from .links import measure_links
+from .rank_facts import make_topology, pairs_to_measure
+from .this_machine import this_rank
+
+__all__ = ["probe_ranks"]
+
+
+def probe_ranks(
+    device: torch.device,
+    cluster_of: Sequence[tuple[str, str]] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[Topology, tuple[int, ...], list[Link]]:
+    """What the ranks of ``torch.distributed`` run on. Collective over all ranks.
+
+    Args:
+        device: this rank's.
+        cluster_of: pattern of host names and the name of their cluster, see :func:`.rank_facts.make_topology`.
+        say: told what is being done, in a few lines.
+
+    Returns:
+        The topology; for each of its ranks the one that was measured; the links that were.
+
+    Raises:
+        ValueError: machines cannot reach each other, or a pattern fits no host.
+        RuntimeError: on every rank, if one failed; it names the rank and the error.
+    """
+    say(f"measuring {dist.get_world_size()} devices")
+    facts = on_every_rank(lambda: this_rank(device), "probing")
+    rounds = pairs_to_measure(facts)
+    own = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    groups = {"gloo": (torch.device("cpu"), own)}
+    if all(fact.device != "cpu" for fact in facts):
+        groups["nccl"] = (device, None if dist.get_backend() == "nccl" else dist.new_group(backend="nccl"))
+    links: list[Link] = []
+    for protocol, (at, group) in groups.items():
+
+        def show(number: int, count: int, protocol: str = protocol) -> None:
+            if number == 0 or (number + 1) * 10 // count > number * 10 // count:
+                say(f"measuring links by {protocol}: {number + 1} of {count}")
+
+        links += measure_links(rounds, protocol, at, group, show)
+    topology, order = make_topology(facts, links, cluster_of)
+    return topology, order, links

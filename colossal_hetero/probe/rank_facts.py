@@ -1,0 +1,258 @@
+"""What is found out about machines, and the topology that it makes: pure functions, free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+
+from ..planner.cluster.gpu_catalog import GPUS, INSIDE, kind_name
+from ..planner.cluster.link import Link
+from ..planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+
+__all__ = ["Nic", "RankFacts", "check_patterns", "make_topology", "pairs_to_measure"]
+
+TOLERANCE = 0.1
+"""Devices of a kind that differ by less in speed are alike."""
+MEMORY_TOLERANCE = 0.25
+"""Devices of a name that differ by more in memory are of different kinds."""
+
+ETHERNET = "Ethernet"
+
+
+@dataclass(frozen=True)
+class Nic:
+    """A network card of a machine."""
+
+    kind: str
+    bytes_per_second: float | None
+    """Nominal; None where the system does not say."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What a rank has found out about itself and its machine."""
+
+    host: str
+    machine: str
+    """Differs between machines that call themselves alike."""
+    device: str
+    """The GPU's name, or "cpu"."""
+    memory_bytes: int
+    """What the process may use."""
+    flops: float
+    """Of a matrix product, measured: in half precision on a GPU."""
+    nics: tuple[Nic, ...] = ()
+
+
+def nodes_of(facts: Sequence[RankFacts]) -> list[list[int]]:
+    """Ranks by machine, in the order of their first ranks."""
+    nodes: dict[tuple[str, str], list[int]] = {}
+    for rank, fact in enumerate(facts):
+        nodes.setdefault((fact.host, fact.machine), []).append(rank)
+    return list(nodes.values())
+
+
+def pairs_to_measure(facts: Sequence[RankFacts]) -> list[list[tuple[int, int]]]:
+    """Rounds of pairs of ranks; pairs of a round share nothing and are measured at the same time.
+
+    All pairs inside each machine, and one between each two machines, which tells what two devices reach, by one NIC if
+    a machine has several.
+    """
+    nodes = nodes_of(facts)
+    rounds: list[list[tuple[int, int]]] = []
+    inside = [[(a, b) for i, a in enumerate(ranks) for b in ranks[i + 1 :]] for ranks in nodes]
+    for number in range(max(map(len, inside), default=0)):
+        rounds.append([pairs[number] for pairs in inside if number < len(pairs)])
+    rounds += [[(one[0], other[0])] for i, one in enumerate(nodes) for other in nodes[i + 1 :]]
+    return rounds
+
+
+def check_patterns(facts: Sequence[RankFacts], cluster_of: Sequence[tuple[str, str]]) -> None:
+    """Raise ``ValueError`` if a pattern fits no host; for before the links are measured, which takes longer."""
+    hosts = sorted({fact.host for fact in facts})
+    for pattern, _ in cluster_of:
+        if not any(fnmatch(host, pattern) for host in hosts):
+            raise ValueError(f"no host fits {pattern}; there are {', '.join(hosts)}")
+
+
+def make_topology(
+    facts: Sequence[RankFacts], links: Sequence[Link], cluster_of: Sequence[tuple[str, str]] = ()
+) -> tuple[Topology, tuple[int, ...]]:
+    """The machines as the planner knows them.
+
+    Machines are one cluster whose fastest NIC is of one kind. Between machines a measured number belongs to the
+    fastest kind of NIC that its protocol uses: Gloo's to Ethernet, NCCL's to the fastest that both have. If two
+    machines reach the slower one's bandwidth, each one's own is the largest that was measured with it.
+
+    Args:
+        facts: by rank.
+        links: measured ones; :func:`pairs_to_measure` says which are needed.
+        cluster_of: pattern of host names and the name of their cluster, in which the first that fits counts.
+
+    Returns:
+        The topology, and for each of its ranks the rank that was measured: the same unless the machines of a cluster
+        were not started one after the other.
+
+    Raises:
+        ValueError: a pattern fits no host.
+    """
+    nodes = nodes_of(facts)
+    names = _unique([facts[ranks[0]].host for ranks in nodes])
+    check_patterns(facts, cluster_of)
+    cluster_names = [_cluster_name(facts[ranks[0]], cluster_of) for ranks in nodes]
+    clusters = list(dict.fromkeys(cluster_names))
+    order = sorted(range(len(nodes)), key=lambda number: clusters.index(cluster_names[number]))
+    kinds = _kinds(facts)
+    fastest: dict[str, float] = {}
+    for fact, kind in zip(facts, kinds, strict=True):
+        fastest[kind.name] = max(fastest.get(kind.name, 0.0), fact.flops)
+
+    measured = _by_nodes(nodes, links)
+    devices: list[Device] = []
+    made: list[Node] = []
+    for place, number in enumerate(order):
+        ranks, cluster = nodes[number], clusters.index(cluster_names[number])
+        first = len(devices)
+        for rank in ranks:
+            share = facts[rank].flops / fastest[kinds[rank].name]
+            devices.append(Device(kinds[rank], place, cluster, 1.0 if share > 1 - TOLERANCE else float(f"{share:.3g}")))
+        neighbors = {
+            other: measured[min(number, other), max(number, other)]
+            for other in range(len(nodes))
+            if other != number and cluster_names[other] == cluster_names[number]
+        }
+        nics = _nics(number, nodes, facts, neighbors)
+        inside = _inside(kinds[ranks[0]].name, measured.get((number, number), []))
+        made.append(Node(names[number], cluster, tuple(range(first, len(devices))), inside, nics))
+    between = []
+    for i in range(len(clusters)):
+        for j in range(i + 1, len(clusters)):
+            best = [
+                _best(found)
+                for (one, other), found in measured.items()
+                if {cluster_names[one], cluster_names[other]} == {clusters[i], clusters[j]} and found
+            ]
+            if best:
+                between.append((i, j, _middle(best, ETHERNET)))
+    topology = Topology(tuple(devices), tuple(made), tuple(clusters), tuple(between))
+    return topology, tuple(rank for number in order for rank in nodes[number])
+
+
+def _kinds(facts: Sequence[RankFacts]) -> list[DeviceKind]:
+    """By rank. Of one name and about equal memory is one kind, with the least memory and the highest speed of them."""
+    groups: dict[str, list[list[int]]] = {}
+    for rank in sorted(range(len(facts)), key=lambda rank: -facts[rank].memory_bytes):
+        name = kind_name(facts[rank].device, facts[rank].memory_bytes)
+        alike = groups.setdefault(name, [])
+        if alike and facts[rank].memory_bytes >= (1 - MEMORY_TOLERANCE) * facts[alike[-1][0]].memory_bytes:
+            alike[-1].append(rank)
+        else:
+            alike.append([rank])
+    kinds: dict[int, DeviceKind] = {}
+    for name, several in groups.items():
+        for number, ranks in enumerate(several):
+            own = DeviceKind(
+                name if number == 0 else f"{name}-{number + 1}",
+                min(facts[rank].memory_bytes for rank in ranks),
+                float(f"{max(facts[rank].flops for rank in ranks):.3g}"),
+            )
+            preset = GPUS.get(own.name)
+            if preset is not None:
+                own = replace(preset, memory_bytes=min(own.memory_bytes, preset.memory_bytes))
+            kinds.update(dict.fromkeys(ranks, own))
+    return [kinds[rank] for rank in range(len(facts))]
+
+
+def _cluster_name(fact: RankFacts, cluster_of: Sequence[tuple[str, str]]) -> str:
+    for pattern, name in cluster_of:
+        if fnmatch(fact.host, pattern):
+            return name
+    return _fastest_kinds(fact)[0].lower()
+
+
+def _fastest_kinds(fact: RankFacts) -> list[str]:
+    """Kinds of NIC, the fastest first; every machine has an Ethernet, or it could not have been measured."""
+    rates: dict[str, float] = {}
+    for nic in fact.nics:
+        rates[nic.kind] = max(rates.get(nic.kind, 0.0), nic.bytes_per_second or 0.0)
+    remote_memory = sorted((kind for kind in rates if kind != ETHERNET), key=lambda kind: -rates[kind])
+    return [*remote_memory, ETHERNET]
+
+
+def _by_nodes(nodes: Sequence[Sequence[int]], links: Iterable[Link]) -> dict[tuple[int, int], list[Link]]:
+    """Links by the two machines, the lower number first."""
+    node = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
+    found: dict[tuple[int, int], list[Link]] = {
+        (one, other): [] for one in range(len(nodes)) for other in range(one, len(nodes))
+    }
+    for link in links:
+        one, other = sorted(node[rank] for rank in link.ranks)
+        found[one, other].append(link)
+    return found
+
+
+def _best(links: Iterable[Link]) -> Link:
+    return max(links, key=lambda link: link.bytes_per_second)
+
+
+def _nics(
+    number: int,
+    nodes: Sequence[Sequence[int]],
+    facts: Sequence[RankFacts],
+    neighbors: Mapping[int, Sequence[Link]],
+) -> tuple[Channel, ...]:
+    """By descending bandwidth: what was measured with the other machines of the cluster, else what the system says."""
+    fact = facts[nodes[number][0]]
+    own = _fastest_kinds(fact)
+    by_kind: dict[str, list[Link]] = {}
+    for other, links in neighbors.items():
+        common = [kind for kind in own if kind in _fastest_kinds(facts[nodes[other][0]])]
+        for link in links:
+            by_kind.setdefault(common[0] if link.protocol == "nccl" else ETHERNET, []).append(link)
+    nics = []
+    for kind in own:
+        nominal = [nic.bytes_per_second for nic in fact.nics if nic.kind == kind and nic.bytes_per_second]
+        if kind in by_kind:
+            nics.append(_channel(kind, _best(by_kind[kind]), by_kind[kind]))
+        elif nominal:
+            nics.append(Channel(kind, max(nominal)))
+    return tuple(sorted(nics, key=lambda nic: -nic.bytes_per_second))
+
+
+def _inside(kind: str, links: Sequence[Link]) -> Channel:
+    """Between a machine's devices, as its middle pair reaches each other."""
+    usual = INSIDE.get(kind)
+    name = usual.kind if usual else "local" if kind.startswith("cpu") else "PCIe"
+    by_pair: dict[tuple[int, int], list[Link]] = {}
+    for link in links:
+        by_pair.setdefault(link.ranks, []).append(link)
+    if not by_pair:
+        return usual or Channel("PCIe", 15.75e9)  # of a lone device: nothing goes that way
+    return _middle([_best(found) for found in by_pair.values()], name)
+
+
+def _middle(links: Sequence[Link], kind: str) -> Channel:
+    ordered = sorted(links, key=lambda link: link.bytes_per_second)
+    return _channel(kind, ordered[(len(ordered) - 1) // 2], links)
+
+
+def _channel(kind: str, link: Link, alike: Sequence[Link]) -> Channel:
+    """The link's bandwidth with the middle latency of those alike, to three digits: more is noise."""
+    latencies = sorted(each.latency_seconds for each in alike)
+    latency = latencies[(len(latencies) - 1) // 2]
+    return Channel(kind, float(f"{link.bytes_per_second:.3g}"), float(f"{latency:.3g}"))
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Names of which none is there twice: a second "host" is "host-2"."""
+    taken: set[str] = set()
+    unique = []
+    for name in names:
+        number, candidate = 1, name
+        while candidate in taken:
+            number += 1
+            candidate = f"{name}-{number}"
+        taken.add(candidate)
+        unique.append(candidate)
+    return unique

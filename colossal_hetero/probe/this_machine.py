@@ -1,0 +1,86 @@
+"""What a rank finds out about its own machine and device. Effects: files of the system, the clock, the device."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from .rank_facts import ETHERNET, Nic, RankFacts
+
+__all__ = ["find_nics", "measure_flops", "this_rank"]
+
+WINDOW_SECONDS = 0.3
+"""Longer than the period in which a control group grants its share of a core: a throttled CPU is fast in some short
+products and stands still in others."""
+WINDOWS = 5
+
+_ETHERNET_TYPE = "1"  # of /sys/class/net/*/type, as in linux/if_arp.h
+
+
+def this_rank(device: torch.device) -> RankFacts:
+    """Measures the device for one to two seconds; there is no collective in it."""
+    from ..profiling.memory import memory_limit
+
+    flops = measure_flops(device)
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    machine = ""
+    with suppress(OSError):
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return RankFacts(socket.gethostname(), machine, name, memory_limit(device).bytes, flops, find_nics())
+
+
+def measure_flops(device: torch.device) -> float:
+    """FLOP/s of a matrix product, the median of some windows: in half precision on a GPU, in single on a CPU."""
+    on_cpu = device.type == "cpu"
+    size = 512 if on_cpu else 8192
+    factor = torch.ones(size, size, device=device, dtype=torch.float32 if on_cpu else torch.float16)
+    result = torch.empty_like(factor)
+    torch.mm(factor, factor, out=result)
+    rates = []
+    for _ in range(WINDOWS):
+        _synchronize(device)
+        products, start = 0, time.perf_counter()
+        while (passed := time.perf_counter() - start) < WINDOW_SECONDS:
+            torch.mm(factor, factor, out=result)
+            _synchronize(device)
+            products += 1
+        rates.append(2 * size**3 * products / passed)
+    return median(rates)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def find_nics(root: Path = Path("/sys/class")) -> tuple[Nic, ...]:
+    """The machine's network cards that are up: InfiniBand and RoCE by their link layer, and Ethernet."""
+    nics = []
+    for port in sorted(root.glob("infiniband/*/ports/*")):
+        if "ACTIVE" not in _read(port / "state"):
+            continue
+        rate = re.match(r"([\d.]+) *Gb/sec", _read(port / "rate"))
+        kind = "InfiniBand" if _read(port / "link_layer") == "InfiniBand" else "RoCE"
+        nics.append(Nic(kind, float(rate[1]) * 1e9 / 8 if rate else None))
+    for card in sorted(root.glob("net/*")):
+        # Without a device it is the loopback, a bridge or the like.
+        if _read(card / "type") != _ETHERNET_TYPE or not (card / "device").exists():
+            continue
+        if _read(card / "operstate") in ("up", "unknown"):
+            megabits = _read(card / "speed")
+            known = megabits.isdigit() and int(megabits) > 0
+            nics.append(Nic(ETHERNET, int(megabits) * 1e6 / 8 if known else None))
+    return tuple(nics)
+
+
+def _read(path: Path) -> str:
+    """A file's text; nothing where there is none, or where the driver refuses."""
+    with suppress(OSError):
+        return path.read_text().strip()
+    return ""

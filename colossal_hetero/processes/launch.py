@@ -1,0 +1,93 @@
+"""Start ranks on this machine, one process each, and end all of them when one fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["STARTED_HERE", "is_rank", "local_devices", "start_ranks"]
+
+STARTED_HERE = "COLOSSAL_HETERO_STARTED_HERE"
+"""Environment variable that a rank has which :func:`start_ranks` started: where the ranks meet."""
+
+
+def is_rank() -> bool:
+    """Whether a launcher started this process as one of several."""
+    return "RANK" in os.environ
+
+
+def local_devices() -> int:
+    """GPUs of this machine; 1 without any: the CPU."""
+    import torch
+
+    return max(torch.cuda.device_count(), 1)
+
+
+def start_ranks(count: int, module: str, arguments: Sequence[str]) -> None:
+    """Run a module with these arguments as ``count`` ranks of this machine.
+
+    Raises:
+        ValueError: one of them failed; the others are ended, and the message says which one it was and why.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    command = [sys.executable, "-m", module, *arguments]
+    with tempfile.TemporaryDirectory(prefix="probe_") as folder:
+        shared = {
+            "OMP_NUM_THREADS": str(max(1, cores // count)),
+            **os.environ,
+            STARTED_HERE: "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+        }
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(count):
+                with open(Path(folder, f"errors_{rank}"), "wb") as errors:
+                    ranks.append(
+                        subprocess.Popen(
+                            command,
+                            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                            stdout=None if rank == 0 else subprocess.DEVNULL,
+                            stderr=errors,
+                        )
+                    )
+            _wait(ranks, Path(folder))
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    while True:
+        states = [process.poll() for process in ranks]
+        if all(state == 0 for state in states):
+            return
+        if any(states):
+            break
+        time.sleep(0.05)
+    failed = [rank for rank, state in enumerate(states) if state]
+    # One that the system ended explains what the others say.
+    rank = min(failed, key=lambda rank: (ranks[rank].returncode > 0, rank))
+    status = ranks[rank].returncode
+    if status < 0:
+        raise ValueError(f"rank {rank} was ended from outside by signal {-status}; the other ranks were stopped")
+    lines = Path(folder, f"errors_{rank}").read_text(errors="replace").strip().splitlines()
+    reason = lines[-1].removeprefix("Error: ") if lines else f"ended with status {status}"
+    # What concerns all of them is said by rank 0.
+    raise ValueError(reason if rank == 0 or reason.startswith("rank ") else f"rank {rank}: {reason}")

@@ -1,0 +1,408 @@
+"""Measure a model's layers on the devices that are to train it (AutoHet, section III-D).
+
+Runs of 1, 2, 4, 8 … consecutive blocks are timed forward and backward, and what is before and after the blocks by
+itself. The time of one block is such that it explains all runs together, and a stage of ``n`` blocks is predicted to
+take ``n`` times that: what a run takes beyond its blocks is within the noise
+(``benchmarks/pipeline/layer_profile.py``). The runs are kept in the profile, and ``LayerTimes.composed_seconds`` adds
+them up as AutoHet does (Eq. 5).
+
+Every rank measures by itself, all at once, with nothing communicated in between. Passes are as in training: same size
+of micro-batch, same threads, gradients added to those that are there.
+
+Time on a CPU. A control group's quota lets a process run until its share of a period (100 ms, for most) is used up,
+and then stops it: a pass of 10 ms is seen at full speed or not at all, and the median of many passes is the full speed.
+So what counts is the mean over many periods. With one thread, passes are measured by the time that the process itself
+spent on the CPU, in which pauses do not count, and all are multiplied by the same ratio of wall time to CPU time, taken
+over the whole measurement. With more threads CPU time does not tell how well they shared the work; the mean of the wall
+times counts then, divided into forward and backward by CPU time. On other devices it is the median of wall times.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ...planner.cluster.gpu_catalog import kind_name
+from ...processes.every_rank import on_every_rank
+from ..batches.device_profiler import device_name
+from ..memory import is_out_of_memory, memory_limit, recover
+from ..preserved_state import untouched
+from .activations import saved_bytes
+from .layer_passes import Duration, LayerPasses, clock, resized
+from .merge_ranks import MeasuredLayers, RankLayers, merge
+from .model_layers import BlockRow, LayerDescription, describe_layers, find_blocks
+
+__all__ = ["LayerProgress", "MeasuredLayers", "profile_layers"]
+
+MIN_SECONDS = 3.0
+"""How long each micro-batch is measured at least: 30 periods of a quota, of which one more or less may be seen."""
+
+MIN_ROUNDS = 5
+WARM_UP_ROUNDS = 2
+UPDATES = 5
+
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-6),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-6),
+}
+
+
+@dataclass(frozen=True)
+class LayerProgress:
+    """How far a rank is."""
+
+    micro_batch: int
+    """What is measured, in samples."""
+    index: int
+    """Of this size among all."""
+    sizes: int
+    rounds: int
+    """That have been measured of this size."""
+
+
+def profile_layers(
+    model: nn.Module,
+    batch: Any,
+    criterion: Callable | None = None,
+    *,
+    micro_batches: Sequence[int] = (1, 2, 4, 8),
+    optimizer: str | OptimizerFactory = "adam",
+    precision: str = "fp32",
+    longest_run: int = 8,
+    least_seconds: float = MIN_SECONDS,
+    blocks: str | None = None,
+    tensor_parallel: int = 1,
+    group: dist.ProcessGroup | None = None,
+    name: str | None = None,
+    on_progress: Callable[[LayerProgress], None] | None = None,
+) -> MeasuredLayers:
+    """Measure the layers of ``model`` on every rank's own device; to be called on all ranks, or without any.
+
+    The model is left as it is found: parameters, gradients, buffers, modes and random state. The passes add gradients
+    to its parameters meanwhile, and a stand-in for the optimizer takes as much memory as ``longest_run`` blocks' state.
+
+    Args:
+        model: of timm or transformers, or built like these, on the device where it is to train.
+        batch: samples in the first dimension of each tensor: a mapping (``model(**batch)``), a pair of inputs and
+            targets, or inputs; micro-batches repeat its samples.
+        criterion: ``criterion(outputs, targets)``; None for a model that gives its loss, or to do without.
+        micro_batches: sizes to measure, in samples. From the first on for which memory does not suffice they are left
+            out; a CPU without a limit of the address space is better not asked for more than it holds.
+        optimizer: "adam", "adamw", "sgd", or what makes a ``torch.optim.Optimizer`` of parameters.
+        precision: "fp32", or "fp16" and "bf16", for which a cast copy of the model is measured.
+        longest_run: most blocks that are timed together.
+        least_seconds: how long each micro-batch is measured at least; shorter is noisier.
+        blocks: name of the row of blocks, where a model has more than one.
+        tensor_parallel: how many ranks share each layer. Above 1, ``model`` is this rank's shard, whose layers
+            communicate: that is part of the times then.
+        group: those ranks.
+        name: of the model in the profile.
+        on_progress: called before each round.
+
+    Raises:
+        ValueError: the model has no blocks to be cut between, or an argument cannot be; before anything is measured.
+        RuntimeError: on every rank, if a rank failed while it measured; it names the rank and the error. Without
+            ranks the error itself is raised.
+    """
+    _check(model, micro_batches, optimizer, precision, tensor_parallel, group)
+    factory = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    find_blocks(model, blocks)
+
+    def run() -> tuple[RankLayers, LayerDescription]:
+        measured, samples = model, batch
+        if precision != "fp32":
+            measured = copy.deepcopy(model).to(PRECISIONS[precision])
+            samples = tree_map(lambda part: _cast(part, PRECISIONS[precision]), batch)
+        layers = describe_layers(measured, resized(samples, 1), blocks=blocks)
+        measure = _Measurement(
+            measured, layers, criterion, samples, factory, longest_run, least_seconds, group, on_progress
+        )
+        with untouched(measured):
+            measured.train()
+            return measure(sorted(set(micro_batches)), precision), layers
+
+    called = name or type(model).__name__
+    if not dist.is_initialized():
+        result, layers = run()
+        return merge([result], [(0,)], layers.parameter_bytes, tensor_parallel, precision, called)
+    ranks = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
+
+    def run_here() -> tuple[RankLayers, tuple[int, ...], tuple[int, ...]]:
+        result, layers = run()
+        return result, tuple(ranks), layers.parameter_bytes
+
+    everyone = on_every_rank(run_here, "measuring layers")
+    groups = list(dict.fromkeys(ranks for _, ranks, _ in everyone))
+    return merge([each for each, _, _ in everyone], groups, everyone[0][2], tensor_parallel, precision, called)
+
+
+Part = tuple[str, int, int]
+"""What is timed: ("run", first block, blocks), or one of those below."""
+
+ENDS: Part = ("ends", 0, 0)
+BEFORE: Part = ("before", 0, 0)
+AFTER: Part = ("after", 0, 0)
+
+
+class _Measurement:
+    """Measures on one rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: LayerDescription,
+        criterion: Callable | None,
+        batch: Any,
+        factory: OptimizerFactory,
+        longest_run: int,
+        least_seconds: float,
+        group: dist.ProcessGroup | None,
+        on_progress: Callable[[LayerProgress], None] | None,
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._criterion = criterion
+        self._batch = batch
+        self._factory = factory
+        self._least_seconds = least_seconds
+        self._group = group
+        self._on_progress = on_progress
+        self._device = next(model.parameters()).device
+        count = len(layers.row.blocks)
+        self._kinds = _kinds_of_blocks(layers.row)
+        lengths = [2**power for power in range(count.bit_length()) if 2**power <= min(count, max(longest_run, 1))]
+        self._runs: list[Part] = [("run", 0, length) for length in lengths]
+        # One block of each kind by itself, where they are not all alike.
+        self._singles: dict[int, Part] = {kind: ("run", self._kinds.index(kind), 1) for kind in set(self._kinds)}
+        self._parts = list(dict.fromkeys([*self._runs, *self._singles.values()]))
+        self._loop = Duration(0.0, 0.0)
+
+    def __call__(self, sizes: Sequence[int], precision: str) -> RankLayers:
+        memory_bytes = memory_limit(self._device).bytes
+        # As the cluster file of probed machines calls it.
+        result = RankLayers(kind_name(device_name(self._device), memory_bytes), memory_bytes)
+        times: dict[int, dict[Part, list[tuple[Duration, Duration]]]] = {}
+        for index, size in enumerate(sizes):
+            try:
+                times[size] = self._time(size, index, len(sizes))
+                result.activations, result.outputs = self._sizes(size)
+            except Exception as error:
+                if not is_out_of_memory(error) or not times:
+                    raise
+                times.pop(size, None)
+                recover(error)
+                break
+        update, state_factor = self._update(precision)
+        # All of it, so that the ratio of wall to CPU time is taken over as many periods of a quota as there are.
+        pace = self._loop.wall / self._loop.cpu if self._by_cpu_time else 1.0
+        result.update = [seconds * pace for seconds in update]
+        result.state_factor = state_factor
+        for size, parts in times.items():
+            seconds = {part: self._typical(durations, pace) for part, durations in parts.items()}
+            result.runs[size] = {count: seconds["run", 0, count] for _, _, count in self._runs}
+            result.forward[size], result.backward[size] = (
+                [seconds[BEFORE][way], *self._single_blocks(seconds, way), seconds[AFTER][way]] for way in (0, 1)
+            )
+        return result
+
+    # Times ------------------------------------------------------------------------------------------------
+
+    @property
+    def _by_cpu_time(self) -> bool:
+        return self._device.type == "cpu" and torch.get_num_threads() == 1 and self._group is None
+
+    def _time(self, size: int, index: int, sizes: int) -> dict[Part, list[tuple[Duration, Duration]]]:
+        """Durations of each part's forward and backward, of rounds in which every part runs once."""
+        passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
+        durations: dict[Part, list[tuple[Duration, Duration]]] = {}
+
+        # In another order each time: with a fixed one, a quota's pauses may fall on the same part again and again. All
+        # ranks have the same orders, for layers that communicate.
+        order = random.Random(size)
+
+        def round_of_all() -> None:
+            for part in order.sample([ENDS, *self._parts], len(self._parts) + 1):
+                if part == ENDS:
+                    before, after = passes.ends()
+                    durations.setdefault(BEFORE, []).append(before)
+                    durations.setdefault(AFTER, []).append(after)
+                else:
+                    durations.setdefault(part, []).append(passes.run(*part[1:]))
+
+        for _ in range(WARM_UP_ROUNDS):
+            round_of_all()
+        durations.clear()
+        begin = clock()
+        rounds = 0
+        while self._goes_on(rounds, (clock() - begin).wall):
+            if self._on_progress is not None:
+                self._on_progress(LayerProgress(size, index, sizes, rounds))
+            round_of_all()
+            rounds += 1
+        self._loop += clock() - begin
+        return durations
+
+    def _goes_on(self, rounds: int, seconds: float) -> bool:
+        more = rounds < (MIN_ROUNDS if self._least_seconds > 0 else 1) or seconds < self._least_seconds
+        if self._group is None:
+            return more
+        # Layers that communicate need all ranks of their group to run equally many rounds.
+        flag = torch.tensor([float(more)], device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag.item())
+
+    def _typical(self, durations: Sequence[tuple[Duration, Duration]], pace: float) -> tuple[float, float]:
+        """Seconds of forward and backward; the module's docstring says why they are taken so."""
+        ways = list(zip(*durations, strict=True))
+        if self._by_cpu_time:
+            forward, backward = (pace * statistics.median(each.cpu for each in way) for way in ways)
+            return forward, backward
+        if self._device.type == "cpu":
+            wall = sum(each.wall for way in ways for each in way) / len(durations)
+            cpu = [sum(each.cpu for each in way) for way in ways]
+            share = cpu[0] / sum(cpu) if sum(cpu) > 0 else 0.5
+            return wall * share, wall * (1 - share)
+        forward, backward = (statistics.median(each.wall for each in way) for way in ways)
+        return forward, backward
+
+    def _single_blocks(self, seconds: dict[Part, tuple[float, float]], way: int) -> list[float]:
+        """Seconds of each block by itself, such that all runs together take as long as was measured.
+
+        Blocks of one kind take equally long, and kinds differ as measured by themselves. That leaves one factor; the
+        longest runs, which are measured best, count most in it.
+        """
+        alone = [seconds[self._singles[kind]][way] for kind in self._kinds]
+        measured = sum(seconds[part][way] for part in self._runs)
+        added = sum(sum(alone[:count]) for _, _, count in self._runs)
+        factor = measured / added if added > 0 else 1.0
+        return [factor * each for each in alone]
+
+    # Update -----------------------------------------------------------------------------------------------
+
+    def _update(self, precision: str) -> tuple[list[float], float]:
+        """CPU (one thread) or wall seconds of the optimizer's step by layer, and bytes of state per parameter's byte.
+
+        Copies are updated, in the place of the model's own parameters: those of before, of the longest run, of after.
+        """
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        count = self._runs[-1][2]
+        groups = [
+            [named[name] for name in self._layers.before],
+            [parameter for block in self._layers.row.blocks[:count] for parameter in block.parameters()],
+            [named[name] for name in self._layers.after],
+        ]
+        seconds, held, of = [], 0, 0
+        for group in groups:
+            took, state, size = self._update_of([each for each in group if each.requires_grad], precision)
+            seconds.append(took)
+            held, of = held + state, of + size
+        sizes = [self._layers.parameter_bytes[index] for index in range(1, len(self._layers.parameter_bytes) - 1)]
+        per_byte = seconds[1] / max(sum(sizes[:count]), 1)
+        blocks = [per_byte * size for size in sizes]
+        return [seconds[0], *blocks, seconds[2]], held / of if of else 1.0
+
+    def _update_of(self, parameters: Sequence[Tensor], precision: str) -> tuple[float, int, int]:
+        """Seconds of a step; bytes of parameters, gradients and state; bytes of parameters."""
+        if not parameters:
+            return 0.0, 0, 0
+        size = sum(each.numel() * each.element_size() for each in parameters)
+        # With half precision the optimizer works on copies in single precision.
+        copies = [nn.Parameter(each.detach().float().clone()) for each in parameters]
+        for each in copies:
+            each.grad = torch.full_like(each, 1e-3)
+        optimizer = self._factory(copies)
+        durations = []
+        for step in range(WARM_UP_ROUNDS + (UPDATES if self._least_seconds > 0 else 1)):
+            begin = clock()
+            optimizer.step()
+            if step >= WARM_UP_ROUNDS:
+                durations.append(clock() - begin)
+        state = sum(
+            value.numel() * value.element_size()
+            for entry in optimizer.state.values()
+            for value in entry.values()
+            if isinstance(value, Tensor) and value.dim() > 0
+        )
+        masters = 0 if precision == "fp32" else sum(each.numel() * each.element_size() for each in copies)
+        took = statistics.median(each.cpu if self._by_cpu_time else each.wall for each in durations)
+        return took, 2 * size + masters + state, size
+
+    # Memory -----------------------------------------------------------------------------------------------
+
+    def _sizes(self, size: int) -> tuple[list[int], list[int]]:
+        """Bytes that a sample keeps for backward in each layer, and bytes that it hands on."""
+        passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
+        shared = [*self._model.parameters(), *self._model.buffers(), *passes.shared_tensors()]
+        by_kind: dict[int, int] = {}
+        for kind, (_, index, _) in self._singles.items():
+            with saved_bytes(shared) as saved:
+                hidden = passes.hidden.detach().clone().requires_grad_()
+                output = passes.forward(hidden, index, 1)
+                # The schedule holds what a stage got until its backward, whether or not the block needs it.
+                saved.add(hidden)
+                by_kind[kind] = saved.total
+            del output
+        with saved_bytes(shared) as before:
+            halves: list[int] = []
+            ends = passes.forward_ends(on_after=lambda: halves.append(before.total))
+            total = before.total
+        del ends
+        kept = [halves[0], *(by_kind[kind] for kind in self._kinds), total - halves[0]]
+        handed_on = passes.hidden.numel() * passes.hidden.element_size()
+        outputs = [handed_on] * (len(self._kinds) + 1) + [0]
+        return [math.ceil(each / size) for each in kept], [math.ceil(each / size) for each in outputs]
+
+
+def _kinds_of_blocks(row: BlockRow) -> list[int]:
+    """Which blocks are alike: a number for each, by class, and names, shapes and dtypes of parameters."""
+    seen: dict[Any, int] = {}
+    return [
+        seen.setdefault(
+            (type(block), tuple((name, each.shape, each.dtype) for name, each in block.named_parameters())), len(seen)
+        )
+        for block in row.blocks
+    ]
+
+
+def _cast(part: Any, dtype: torch.dtype) -> Any:
+    return part.to(dtype) if isinstance(part, Tensor) and part.is_floating_point() else part
+
+
+def _check(
+    model: nn.Module,
+    micro_batches: Sequence[int],
+    optimizer: str | OptimizerFactory,
+    precision: str,
+    tensor_parallel: int,
+    group: dist.ProcessGroup | None,
+) -> None:
+    if not micro_batches or any(size < 1 for size in micro_batches):
+        raise ValueError(f"micro_batches={tuple(micro_batches)}; give sizes of at least 1 sample, e.g. (1, 2, 4, 8)")
+    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer={optimizer!r} is not known; valid: {', '.join(OPTIMIZERS)}, or a function")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is not known; valid: {', '.join(PRECISIONS)}")
+    if tensor_parallel < 1 or (tensor_parallel > 1) != (group is not None):
+        raise ValueError(
+            f"tensor_parallel={tensor_parallel} {'with' if group else 'without'} a group; give the ranks that share "
+            "the model's layers as group, or neither"
+        )
+    if group is not None and group.size() != tensor_parallel:
+        raise ValueError(f"tensor_parallel={tensor_parallel}, but the group has {group.size()} ranks")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model is on the meta device, which computes nothing; build it on the device to measure")

@@ -1,0 +1,128 @@
+"""Profile a named model as one of several ranks, or alone; what ``colossal-hetero profile`` does on each of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from ...accelerator import get_accelerator
+from ...planner.profile.layer_profile import save_model_profile
+from ...processes.every_rank import destroy_groups
+from ...processes.launch import is_rank
+from .layer_profiler import MIN_SECONDS, LayerProgress, MeasuredLayers, profile_layers
+from .model_layers import describe_layers
+from .named_models import build_model
+
+__all__ = ["ProfileRequest", "check_request", "profile_here"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRequest:
+    """What is to be measured, and where the profile goes."""
+
+    model: str
+    """``timm:NAME`` or ``hf:NAME``."""
+    out: Path
+    image_size: int | None = None
+    sequence: int = 512
+    options: Mapping[str, Any] = field(default_factory=dict)
+    micro_batches: Sequence[int] = (1, 2, 4, 8)
+    optimizer: str = "adam"
+    precision: str = "fp32"
+    least_seconds: float = MIN_SECONDS
+
+
+def check_request(request: ProfileRequest) -> int:
+    """Find what cannot work before any rank is started; the number of blocks.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be cut.
+    """
+    named = build_model(
+        request.model,
+        image_size=request.image_size,
+        sequence=request.sequence,
+        options=request.options,
+        device="meta",
+    )
+    return len(describe_layers(named.model).row.blocks)
+
+
+def profile_here(request: ProfileRequest, console: Console) -> MeasuredLayers:
+    """Measure with all ranks of the launcher, or alone; rank 0 shows how far it is, and writes the file.
+
+    Raises:
+        ValueError: the model cannot be built or measured; a rank failed.
+    """
+    rank, device = 0, torch.device("cpu")
+    if is_rank():
+        rank = int(os.environ["RANK"])
+        device = _device(rank)
+        torch.set_num_threads(max(int(os.environ.get("OMP_NUM_THREADS", "1")), 1))
+        dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    else:
+        device = _device(0)
+    try:
+        with console.status(f"building {request.model}") as status:
+
+            def show(progress: LayerProgress) -> None:
+                status.update(
+                    f"measuring micro-batches of {progress.micro_batch} samples ({progress.index + 1} of "
+                    f"{progress.sizes}), round {progress.rounds + 1}"
+                )
+
+            torch.manual_seed(0)
+            named = build_model(
+                request.model,
+                image_size=request.image_size,
+                sequence=request.sequence,
+                options=request.options,
+                device=device,
+            )
+            measured = profile_layers(
+                named.model,
+                named.batch,
+                named.criterion,
+                micro_batches=request.micro_batches,
+                optimizer=request.optimizer,
+                precision=request.precision,
+                least_seconds=request.least_seconds,
+                name=request.model,
+                on_progress=show if rank == 0 else None,
+            )
+        if rank == 0:
+            save_model_profile(measured.profile, request.out)
+        if dist.is_initialized():
+            # Nobody leaves while somebody still asks the first rank where the others are.
+            dist.barrier()
+        return measured
+    except RuntimeError as error:
+        raise ValueError(str(error).splitlines()[0]) from error
+    finally:
+        if dist.is_initialized():
+            destroy_groups()
+
+
+def _device(rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device(get_accelerator().get_current_device()) if _is_other() else torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"rank {rank} is number {local_rank} on its machine, which has {torch.cuda.device_count()} GPUs; start one "
+            "rank per GPU, or measure CPUs with CUDA_VISIBLE_DEVICES= in front of the command"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _is_other() -> bool:
+    """Whether there is an accelerator that is no GPU."""
+    return get_accelerator().name not in ("cpu", "cuda")

@@ -1,0 +1,1 @@
+"""Slow ranks and in-process shards, for experiments and for users' own tests."""

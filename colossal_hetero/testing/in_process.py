@@ -1,0 +1,96 @@
+"""A tensor-parallel group inside one process: the shards one after the other, through the same layer code.
+
+For studies of what resizing does to training, which need no second device: a group of ``e`` ranks computes what ``e``
+processes would, up to the order of summation, and any of its ranks can be told a workload.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from ..layers.linear import HeteroLinear
+
+__all__ = ["InProcessLinear", "InProcessShard", "shard_in_process"]
+
+
+class InProcessShard(HeteroLinear):
+    """One rank's part of an :class:`InProcessLinear`; told and asked like the layer of a real rank."""
+
+    seq_parallel_mode = None
+    use_zbv = False
+    fp8_communication = False
+
+    def __init__(self, owner: InProcessLinear, rank: int) -> None:
+        self._owner = owner
+        self._rank = rank
+        self._column_parallel = owner.split == "column"
+        self._previous = {}
+
+    @property
+    def weight(self) -> Tensor:
+        """``[N/e, K]`` or ``[N, K/e]``; gradients reach the whole weight."""
+        return self._owner.part(self._owner.weight, self._rank, 0 if self._owner.split == "column" else 1)
+
+    @property
+    def training(self) -> bool:
+        return self._owner.training
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's product, without communication."""
+        return self._multiply(x, bias, None)
+
+
+class InProcessLinear(nn.Module):
+    """A linear layer, weight ``[N, K]``, computed as ``e`` tensor-parallel ranks would.
+
+    Args:
+        linear: the layer; its parameters are kept.
+        ranks: ``e``.
+        split: ``column`` (outputs divided over ranks) or ``row`` (inputs divided).
+        parts: how many equal fused parts the outputs consist of (3 for q, k and v), each divided over the ranks.
+    """
+
+    def __init__(self, linear: nn.Linear, ranks: int, split: Literal["column", "row"], parts: int = 1) -> None:
+        super().__init__()
+        size = linear.out_features if split == "column" else linear.in_features
+        if size % (ranks * parts) != 0:
+            raise ValueError(f"{size} {split} features cannot be divided into {parts} parts over {ranks} ranks")
+        self.weight, self.bias, self.split, self._parts, self._ranks = linear.weight, linear.bias, split, parts, ranks
+        self.shards = tuple(InProcessShard(self, rank) for rank in range(ranks))
+
+    def part(self, whole: Tensor, rank: int, dim: int) -> Tensor:
+        """The slices of ``whole`` along ``dim`` that belong to ``rank``."""
+        pieces = whole.unflatten(dim, (self._parts, self._ranks, -1)).select(dim + 1, rank)
+        return pieces.flatten(dim, dim + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.split == "row":
+            products = [shard.multiply(self.part(x, rank, x.dim() - 1), None) for rank, shard in enumerate(self.shards)]
+            y = torch.stack(products).sum(0)
+            return y if self.bias is None else y + self.bias
+        outputs = []
+        for rank, shard in enumerate(self.shards):
+            bias = None if self.bias is None else self.part(self.bias, rank, 0)
+            outputs.append(shard.multiply(x, bias).unflatten(-1, (self._parts, -1)))
+        return torch.cat(outputs, dim=-1).flatten(-2)
+
+
+def shard_in_process(model: VisionTransformer, ranks: int) -> list[dict[str, InProcessShard]]:
+    """Divide the linear layers of ``model``'s blocks over ``ranks`` in this process; every rank's shards by name."""
+    shards: list[dict[str, InProcessShard]] = [{} for _ in range(ranks)]
+    for number, block in enumerate(model.blocks):
+        for owner, name, split, parts in (
+            (block.attn, "qkv", "column", 3),
+            (block.attn, "proj", "row", 1),
+            (block.mlp, "fc1", "column", 1),
+            (block.mlp, "fc2", "row", 1),
+        ):
+            layer = InProcessLinear(getattr(owner, name), ranks, split, parts)  # type: ignore[arg-type]
+            setattr(owner, name, layer)
+            for rank, shard in enumerate(layer.shards):
+                shards[rank][f"blocks.{number}.{name}"] = shard
+    return shards

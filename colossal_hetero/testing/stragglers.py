@@ -1,0 +1,206 @@
+"""Stragglers to order: make chosen ranks' products slower, for experiments.
+
+The slowing sits in the layers' brakes and nowhere else. Nothing that measures or decides can see it; it is noticed, or
+not, like a rank that is slow from outside.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["Schedule", "Stragglers", "inject_stragglers", "parse_slowdowns"]
+
+Schedule = Literal["constant", "round-robin", "random"]
+Period = Literal["iteration", "epoch"]
+Means = Literal["repeat", "sleep"]
+
+
+def parse_slowdowns(text: str) -> dict[int, float]:
+    """``"RANK:SLOWDOWN[,RANK:SLOWDOWN…]"`` as a dictionary, for example ``"1:4"`` or ``"0:8,3:2.5"``."""
+    slowdowns: dict[int, float] = {}
+    for item in text.split(","):
+        try:
+            rank_text, slowdown_text = item.split(":")
+            rank, slowdown = int(rank_text), float(slowdown_text)
+        except ValueError:
+            raise ValueError(f"straggler {item!r} is not of the form RANK:SLOWDOWN, for example 1:4") from None
+        if rank in slowdowns:
+            raise ValueError(f"straggler rank {rank} is given twice in {text!r}")
+        slowdowns[rank] = slowdown
+    return slowdowns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stragglers:
+    """Which ranks are slowed by how much, and when."""
+
+    slowdowns: Mapping[int, float]
+    """χ by global rank: products take χ ≥ 1 times as long."""
+
+    schedule: Schedule = "constant"
+    """``constant``: these ranks always. ``round-robin``: in each period every slowdown moves on to the next rank.
+    ``random``: in each period the slowdowns fall on ranks drawn anew."""
+
+    period: Period = "epoch"
+    """What a period of the schedule is."""
+
+    means: Means = "repeat"
+    """``repeat`` does the work χ times (less of it when the layer is resized); ``sleep`` pauses (χ − 1) times
+    as long as the product took."""
+
+    seed: int = 0
+    """Of the ``random`` schedule; the same on all ranks."""
+
+    world_size: int = field(default=0)
+    """Ranks in the run; 0 asks ``torch.distributed``."""
+
+    def __post_init__(self) -> None:
+        world = self.world_size or dist.get_world_size()
+        object.__setattr__(self, "world_size", world)
+        for rank, slowdown in self.slowdowns.items():
+            if not 0 <= rank < world:
+                raise ValueError(f"straggler rank {rank} does not exist; there are {world} ranks, 0 to {world - 1}")
+            if not 1.0 <= slowdown < math.inf:
+                raise ValueError(f"slowdown {slowdown} of rank {rank} must be a number of at least 1 (1 is not slowed)")
+        for name, kinds in (("schedule", Schedule), ("period", Period), ("means", Means)):
+            if getattr(self, name) not in get_args(kinds):
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}; valid are {', '.join(get_args(kinds))}")
+
+    def slowdown(self, rank: int, period: int) -> float:
+        """χ of ``rank`` in the given period, counted from 0."""
+        if self.schedule == "constant":
+            return self.slowdowns.get(rank, 1.0)
+        if self.schedule == "round-robin":
+            return self.slowdowns.get((rank - period) % self.world_size, 1.0)
+        places = np.random.default_rng([self.seed, period]).permutation(self.world_size)[: len(self.slowdowns)]
+        chosen = dict(zip(places.tolist(), self.slowdowns.values(), strict=True))
+        return chosen.get(rank, 1.0)
+
+
+class _RepeatBrake:
+    """Does a product again and again; what a fractional slowdown leaves over is carried to the next product."""
+
+    def __init__(self) -> None:
+        self.slowdown = 1.0
+        self._debt = 0.0
+
+    def __call__(self, product: Callable[[], Tensor]) -> Tensor:
+        result = product()
+        self._debt += self.slowdown - 1.0
+        while self._debt >= 1.0:
+            product()
+            self._debt -= 1.0
+        return result
+
+    def begin_iteration(self) -> None:
+        """Nothing carries over but the debt."""
+
+
+class _SleepBrake:
+    """Pauses after each product, on the host for CPU work."""
+
+    def __init__(self) -> None:
+        self.slowdown = 1.0
+
+    def __call__(self, product: Callable[[], Tensor]) -> Tensor:
+        start = time.perf_counter()
+        result = product()
+        time.sleep((self.slowdown - 1.0) * (time.perf_counter() - start))
+        return result
+
+    def begin_iteration(self) -> None:
+        """Each product is timed by itself."""
+
+
+def _sleep_cycles_per_second(cycles: int = 20_000_000) -> float:
+    """How many cycles of ``torch.cuda._sleep`` pass in a second; measured, which waits for the device once."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return cycles / (start.elapsed_time(end) * 1e-3)
+
+
+class _CudaSleepBrake:
+    """Pauses the stream after each product for as long as the same product of an earlier iteration took, times χ − 1.
+
+    Products are known by their place in the iteration, so that the host never waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self.slowdown = 1.0
+        self._place = 0
+        self._seconds: dict[int, float] = {}
+        self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self._cycles_per_second = _sleep_cycles_per_second()
+
+    def __call__(self, product: Callable[[], Tensor]) -> Tensor:
+        place, self._place = self._place, self._place + 1
+        if place in self._events and self._events[place][1].query():
+            before, after = self._events.pop(place)
+            self._seconds[place] = before.elapsed_time(after) * 1e-3
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        result = product()
+        end.record()
+        self._events.setdefault(place, (start, end))
+        cycles = int((self.slowdown - 1.0) * self._seconds.get(place, 0.0) * self._cycles_per_second)
+        if cycles > 0:
+            torch.cuda._sleep(cycles)
+        return result
+
+    def begin_iteration(self) -> None:
+        self._place = 0
+
+
+def inject_stragglers(
+    model: nn.Module, optimizer: Any, stragglers: Stragglers, iterations_per_epoch: int | None = None
+) -> None:
+    """Slow the tensor-parallel products of this process from now on as ``stragglers`` says.
+
+    Args:
+        model: the boosted model.
+        optimizer: its optimizer; its steps count the iterations.
+        iterations_per_epoch: needed for a schedule that changes by the epoch.
+    """
+    # Here, so that a command line can be checked without waiting for Colossal-AI to load.
+    from ..layers.linear import hetero_layers
+
+    if stragglers.schedule != "constant" and stragglers.period == "epoch" and not iterations_per_epoch:
+        raise ValueError(f"a {stragglers.schedule} schedule by the epoch needs iterations_per_epoch")
+    layers = hetero_layers(model)
+    if not layers:
+        raise ValueError("the model has no tensor-parallel layers of colossal_hetero whose products could be slowed")
+    on_gpu = next(model.parameters()).is_cuda
+    brake = _RepeatBrake() if stragglers.means == "repeat" else (_CudaSleepBrake() if on_gpu else _SleepBrake())
+    rank = dist.get_rank()
+    length = iterations_per_epoch if stragglers.period == "epoch" and iterations_per_epoch else 1
+    iterations = 0
+    brake.slowdown = stragglers.slowdown(rank, 0)
+    for layer in layers.values():
+        layer.brake = brake
+
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def step_and_count(*args: Any, **kwargs: Any) -> Any:
+        nonlocal iterations
+        result = step(*args, **kwargs)
+        iterations += 1
+        brake.slowdown = stragglers.slowdown(rank, iterations // length)
+        brake.begin_iteration()
+        return result
+
+    optimizer.step = step_and_count

@@ -1,0 +1,374 @@
+"""Balancing through the plugin: who is found slow prunes, everyone agrees, and training goes on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.tensor.d_tensor import is_customized_distributed_tensor, is_distributed_tensor
+
+from colossal_hetero import BalanceConfig
+from colossal_hetero.balance.column_selection import NormProduct, RandomColumns
+from colossal_hetero.balance.measure import clock as clocks
+from colossal_hetero.layers import hetero_layers
+from colossal_hetero.testing.stragglers import Stragglers, inject_stragglers
+from tests.support.harness import run_ranks
+from tests.support.training import (
+    Trained,
+    assert_same_parameters,
+    batch,
+    boost,
+    loss_of,
+    ours,
+    scripted,
+    theirs,
+    tiny_vit,
+    train,
+)
+
+RESIZE = BalanceConfig(mode="resize", resize_overhead=0.0)
+SLOWDOWN = 4.0
+RATIO = 0.75  # (T − T_ref) / M = (χ − 1) / χ
+PHASE = 8
+SETTLED = 5
+"""Iterations within which a plan follows a change."""
+
+
+def slow_in_turn(rank: int, iteration: int) -> float:
+    """Nobody is slow for a phase, then rank 0 is, then nobody, then rank 1, and so on."""
+    phase = iteration // PHASE
+    return SLOWDOWN if phase % 2 == 1 and phase // 2 == rank else 1.0
+
+
+def always(*slow: int) -> Any:
+    return lambda rank, iteration: SLOWDOWN if rank in slow else 1.0
+
+
+def is_replicated(parameter: torch.Tensor) -> bool:
+    return not (is_distributed_tensor(parameter) or is_customized_distributed_tensor(parameter))
+
+
+def assert_identical(model: torch.nn.Module, group: dist.ProcessGroup, what: str, replicated_only: bool) -> None:
+    """Parameters that the ranks of ``group`` hold in common are the same bit for bit."""
+    compared = 0
+    for name, parameter in model.named_parameters():
+        if replicated_only and not is_replicated(parameter):
+            continue
+        compared += 1
+        first = parameter.detach().clone()
+        dist.broadcast(first, src=dist.get_global_rank(group, 0), group=group)
+        assert torch.equal(first, parameter), f"{what}: {name} differs from that of the group's first rank"
+    assert compared > 4
+
+
+def assert_in_step(run: Trained, what: str) -> None:
+    model, plugin = run.model.unwrap(), run.plugin
+    assert_identical(model, plugin.tp_group, f"{what}, tensor-parallel group", replicated_only=True)
+    assert_identical(model, plugin.dp_group, f"{what}, data-parallel group", replicated_only=False)
+
+
+def assert_carried_out(run: Trained, what: str) -> None:
+    """The layers of this rank prune what the plan says and nothing else."""
+    ratio = run.plugin.balancer.plan.resize[dist.get_rank(run.plugin.tp_group)]
+    layers = hetero_layers(run.model)
+    assert layers, what
+    for name, layer in layers.items():
+        if ratio == 0:
+            assert layer.workload is None, f"{what}: {name} prunes"
+        else:
+            assert layer.workload is not None and layer.workload.prune == ratio, f"{what}: {name}"
+
+
+# Who prunes ------------------------------------------------------------------------------------------------------
+
+
+def check_every_rank_in_turn(balance: BalanceConfig, options: dict[str, Any]) -> tuple[Any, ...]:
+    world = dist.get_world_size()
+    with scripted(slow_in_turn):
+        run = boost(ours(balance, **options))
+    balancer = run.plugin.balancer
+
+    def each(iteration: int) -> None:
+        what = f"rank {dist.get_rank()} after iteration {iteration}"
+        assert_carried_out(run, what)
+        if iteration % PHASE == PHASE - 1:
+            assert_in_step(run, what)
+
+    train(run, PHASE * (2 * world + 1), same_batch=True, each=each)
+    records = balancer.collect()
+    history = None
+    if records is not None:
+        assert [record.iteration for record in records] == list(range(len(run.plans)))
+        exchanges = [record.iteration for record in records if record.exchanged]
+        changes = [record.iteration for record in records if record.plan_changed]
+        history = exchanges, changes, [[rank.resized for rank in record.ranks] for record in records]
+    return run.plans, run.losses, history
+
+
+def assert_follows(plans: list[tuple[float, ...]], ranks: list[int], world: int, capped: float = RATIO) -> None:
+    """The ``plans`` of the group of global ``ranks`` are those that :func:`slow_in_turn` calls for."""
+    for iteration, plan in enumerate(plans):
+        now = [slow_in_turn(rank, iteration) for rank in ranks]
+        before = [slow_in_turn(rank, max(0, iteration - SETTLED)) for rank in ranks]
+        if now == before:
+            expected = [capped if slowdown > 1 else 0.0 for slowdown in now]
+            assert plan == pytest.approx(expected), f"iteration {iteration}: {plan}"
+        # While the plan is about to follow, whoever prunes is or was the straggler.
+        assert all(ratio == 0 or max(now[i], before[i]) > 1 for i, ratio in enumerate(plan)), f"{iteration}: {plan}"
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_rank_as_the_straggler_in_turn(world: int) -> None:
+    results = run_ranks(world, check_every_rank_in_turn, RESIZE, dict(tp_size=world))
+    for plans, losses, _ in results:
+        assert plans == results[0][0], "ranks hold different plans"
+        assert losses == results[0][1], "ranks see different losses"
+    plans, losses, (exchanges, changes, resized) = results[0]
+    assert_follows(plans, list(range(world)), world)
+    assert all(math.isfinite(loss) for loss in losses)
+    assert losses[-1] < 0.5 * losses[0], losses
+    # One exchange to begin with, and one for each time that somebody's speed moved.
+    assert len(exchanges) == 1 + 2 * world, exchanges
+    assert len(changes) == 2 * world, changes
+    assert set(changes) < set(exchanges)
+    for iteration, shares in enumerate(resized):
+        planned = plans[iteration - 1] if iteration else (0.0,) * world
+        assert shares == pytest.approx(planned, abs=0.05), f"iteration {iteration}"  # up to whole columns
+
+
+def test_every_data_parallel_replica_balances_by_itself() -> None:
+    results = run_ranks(4, check_every_rank_in_turn, RESIZE, dict(tp_size=2))
+    for ranks in ([0, 1], [2, 3]):
+        for rank in ranks:
+            assert results[rank][0] == results[ranks[0]][0], f"rank {rank} holds another plan"
+            assert_follows(results[rank][0], ranks, 4)
+        assert results[ranks[0]][1][-1] < 0.5 * results[ranks[0]][1][0]
+
+
+def test_every_pipeline_stage_balances_by_itself() -> None:
+    results = run_ranks(4, check_every_rank_in_turn, RESIZE, dict(tp_size=2, pp_size=2, num_microbatches=3))
+    for ranks in ([0, 1], [2, 3]):
+        for rank in ranks:
+            assert results[rank][0] == results[ranks[0]][0], f"rank {rank} holds another plan"
+            assert_follows(results[rank][0], ranks, 4)
+    assert not results[0][1]
+    assert results[3][1][-1] < 0.5 * results[3][1][0]
+
+
+VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    2: {
+        "random, average": (dict(priority="random", imputation="average"), {}),
+        "priority, same": (dict(priority="priority", imputation="same", priority_interval=2), {}),
+        "priority-diff": (dict(priority="priority-diff", priority_interval=2), {}),
+        "bf16, clipped": ({}, dict(precision="bf16", max_norm=1.0)),
+        "fp16": ({}, dict(precision="fp16", initial_scale=2**8)),
+    },
+    4: {
+        "ZeRO 1": ({}, dict(precision="bf16", zero_stage=1)),
+        "ZeRO 2": (dict(imputation="same"), dict(precision="bf16", zero_stage=2)),
+        "pipeline, fp16": (
+            dict(imputation="same"),
+            dict(precision="fp16", initial_scale=2**8, pp_size=2, num_microbatches=3),
+        ),
+    },
+}
+
+
+def check_variants() -> None:
+    for name, (choices, options) in VARIANTS[dist.get_world_size()].items():
+        with scripted(always(1)):
+            run = boost(ours(BalanceConfig(mode="resize", resize_overhead=0.0, **choices), tp_size=2, **options))
+        train(run, 16, same_batch=True)
+        mine = RATIO if dist.get_rank() == 1 else 0.0
+        assert run.plans[-1][dist.get_rank(run.plugin.tp_group)] == pytest.approx(mine), f"{name}: {run.plans[-1]}"
+        assert run.plugin.balancer.shares.resized == pytest.approx(mine, abs=0.05), name
+        if run.losses:
+            assert run.losses[-1] < 0.8 * run.losses[0], f"{name}: {run.losses}"
+        assert_in_step(run, name)
+
+
+@pytest.mark.parametrize("world", VARIANTS)
+def test_rules_and_precisions_train_with_a_straggler(world: int) -> None:
+    run_ranks(world, check_variants)
+
+
+def check_never() -> None:
+    expected = train(boost(theirs(tp_size=2)), 8)
+    for balance in (BalanceConfig(), BalanceConfig(mode="resize", max_resize=0.0)):
+        with scripted(always(1)):
+            run = train(boost(ours(balance, tp_size=2)), 8)
+        assert set(run.plans) == {(0.0, 0.0)}, balance
+        assert run.losses == expected.losses
+        assert_same_parameters(run.parameters, expected.parameters, str(balance))
+        records = run.plugin.balancer.collect()
+        if records is not None:
+            # Off still measures, so that a report can tell what balancing would have brought.
+            assert all(r.ranks[1].work_seconds > 3 * r.ranks[0].work_seconds for r in records)
+            assert any(r.exchanged for r in records) == (balance.mode != "off")
+
+
+def test_off_and_a_cap_of_zero_never_prune() -> None:
+    run_ranks(2, check_never)
+
+
+def check_checkpointing() -> None:
+    options = dict(tp_size=2) if dist.get_world_size() == 2 else dict(tp_size=2, pp_size=2, num_microbatches=3)
+    for rule, kind in (("random", RandomColumns), ("norm-product", NormProduct)):
+        runs, forwards, choices = [], [], []
+        for checkpointing in (False, True):
+            model = tiny_vit()
+            model.set_grad_checkpointing(checkpointing)
+            with scripted(always(0, 2)):
+                run = boost(ours(BalanceConfig(mode="resize", resize_overhead=0.0, priority=rule), **options), model)
+            calls: list[int] = []
+            next(iter(hetero_layers(run.model).values())).register_forward_pre_hook(
+                lambda module, inputs, calls=calls: calls.append(1)
+            )
+            chosen: list[int] = []
+            choose = kind.__call__
+
+            def count(*args: Any, choose: Any = choose, chosen: list[int] = chosen) -> torch.Tensor:
+                chosen.append(1)
+                return choose(*args)
+
+            with patch.object(kind, "__call__", count):
+                runs.append(train(run, 8, accumulation=2))
+            forwards.append(len(calls))
+            pruned_iterations = sum(plan[dist.get_rank(run.plugin.tp_group)] > 0 for plan in run.plans[:-1])
+            choices.append((len(chosen), pruned_iterations * len(hetero_layers(run.model))))
+        plain, checkpointed = runs
+        assert forwards[1] == 2 * forwards[0], "nothing was recomputed"
+        for actual, expected in choices:
+            assert actual == expected, f"columns chosen {actual} times, not once per layer and iteration ({expected})"
+        assert plain.plans == checkpointed.plans
+        assert plain.plans[-1] == (pytest.approx(RATIO), 0.0)
+        assert checkpointed.losses == plain.losses, rule
+        assert_same_parameters(checkpointed.parameters, plain.parameters, rule)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_activation_checkpointing_changes_nothing(world: int) -> None:
+    """Recomputed forwards use the columns that the first ones chose, in a pipeline too."""
+    run_ranks(world, check_checkpointing)
+
+
+# What must not upset the balancer ------------------------------------------------------------------------------------
+
+
+def check_overflow() -> None:
+    # Gradients overflow until the scale has come down from 2^32.
+    with scripted(always(1)):
+        run = boost(ours(RESIZE, tp_size=2, precision="fp16", initial_scale=2**32, hysteresis=1))
+    skipped = 0
+    before = run.parameters
+
+    def each(iteration: int) -> None:
+        nonlocal skipped
+        skipped += all(torch.equal(before[name], now) for name, now in run.parameters.items())
+
+    train(run, 30, same_batch=True, each=each)
+    assert 6 <= skipped < 28, f"{skipped} steps were skipped"
+    assert run.plans[5] == pytest.approx((0.0, RATIO)), "not found while steps were skipped"
+    assert set(run.plans[5:]) == {run.plans[5]}
+    assert all(math.isfinite(loss) for loss in run.losses) and run.losses[-1] < run.losses[0]
+
+
+def test_steps_skipped_by_an_overflow_count_like_others() -> None:
+    run_ranks(2, check_overflow)
+
+
+class Seconds:
+    """A clock that moves by a hundredth of a second each time it is read, and by what it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 0.01
+        return self.now
+
+
+def check_evaluation() -> None:
+    seconds = Seconds()
+    with patch.object(clocks, "time", seconds):
+        run = boost(ours(RESIZE, tp_size=2))
+        model = run.model
+        images, labels = batch()
+        minutes = 600.0 * (1 + dist.get_rank())
+
+        def evaluate(iteration: int) -> None:
+            seconds.now += minutes  # loading data
+            model.eval()
+            with torch.no_grad():
+                model(images)
+                seconds.now += minutes
+            loss_of(model(images), labels)
+            model.train()
+            with torch.no_grad():
+                model(images)
+            seconds.now += minutes
+
+        evaluate(-1)
+        train(run, 10, each=evaluate)
+    assert set(run.plans) == {(0.0, 0.0)}
+    records = run.plugin.balancer.collect()
+    if records is not None:
+        assert len(records) == 10
+        for record in records:
+            for rank in record.ranks:
+                assert 0 < rank.work_seconds + rank.communication_seconds < 10, rank
+
+
+def test_evaluation_and_pauses_between_steps_are_not_work() -> None:
+    run_ranks(2, check_evaluation)
+
+
+def check_pipeline_waiting() -> None:
+    seconds = Seconds()
+    with patch.object(clocks, "time", seconds):
+        run = boost(ours(RESIZE, tp_size=2, pp_size=2, num_microbatches=3))
+
+        def slow(owner: Any, name: str) -> None:
+            function = getattr(owner, name)
+
+            def wait(*args: Any, **kwargs: Any) -> Any:
+                seconds.now += 600.0 * (1 + dist.get_rank())
+                return function(*args, **kwargs)
+
+            setattr(owner, name, wait)
+
+        for name in ("recv_forward", "recv_backward", "send_forward_recv_backward", "send_backward_recv_forward"):
+            slow(run.plugin.scheduler.comm, name)
+        slow(run.model, "sync_dp_grads")
+        train(run, 8, accumulation=2)
+    assert set(run.plans) == {(0.0, 0.0)}
+    records = run.plugin.balancer.collect()
+    if records is not None:
+        for record in records:
+            for rank in record.ranks:
+                assert rank.communication_seconds > 1000, rank
+                assert 0 < rank.matmul_seconds < rank.work_seconds < 20, rank
+
+
+def test_waiting_for_other_stages_is_not_work() -> None:
+    run_ranks(4, check_pipeline_waiting)
+
+
+# For real ------------------------------------------------------------------------------------------------------------
+
+
+def check_found(means: str) -> list[tuple[float, ...]]:
+    sizes = dict(embed_dim=192, num_heads=6, mlp_ratio=4, patch_size=2)
+    run = boost(ours(RESIZE, tp_size=2), tiny_vit(**sizes))
+    inject_stragglers(run.model, run.optimizer, Stragglers(slowdowns={1: 12.0}, means=means))
+    return train(run, 12, same_batch=True).plans
+
+
+@pytest.mark.parametrize("means", ["repeat", "sleep"])
+def test_a_straggler_to_order_is_found(means: str) -> None:
+    plans = run_ranks(2, check_found, means)[0]
+    assert max(plan[1] for plan in plans) > 0.3, plans

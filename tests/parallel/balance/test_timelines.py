@@ -1,0 +1,68 @@
+"""The timelines that the balancer keeps of a run: one before any plan, and the latest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from colossal_hetero import BalanceConfig
+from colossal_hetero.testing.stragglers import Stragglers, inject_stragglers
+from tests.support.harness import run_ranks
+from tests.support.training import boost, ours, scripted, tiny_vit, train
+
+SIZES = dict(embed_dim=192, num_heads=6, mlp_ratio=4, patch_size=2)
+
+
+def check_kept(options: dict[str, Any], iterations: int) -> tuple[Any, Any] | None:
+    run = boost(ours(BalanceConfig(mode="resize"), tp_size=2, **options), tiny_vit(**SIZES))
+    inject_stragglers(run.model, run.optimizer, Stragglers(slowdowns={1: 12.0}, means="sleep"))
+    train(run, iterations, same_batch=True)
+    found = run.plugin.balancer.timelines()
+    records = run.plugin.balancer.collect()
+    assert (found is None) == (records is None) == (dist.get_rank() != 0)
+    return None if records is None else (found, records)
+
+
+@pytest.mark.parametrize("options", [{}, dict(pp_size=2, num_microbatches=3)])
+def test_an_iteration_before_balancing_and_one_after_it(options: dict[str, Any]) -> None:
+    world = 2 * options.get("pp_size", 1)
+    found, records = run_ranks(world, check_kept, options, 20)[0]
+    before, after = found
+    first_change = next(record.iteration for record in records if record.plan_changed)
+    assert before.iteration <= first_change < after.iteration == 16
+    for timeline in found:
+        record = records[timeline.iteration]
+        pruned = [rank.resized for rank in record.ranks]
+        assert any(pruned) == (timeline is after)
+        assert len(timeline.ranks) == world
+        for segments, rank in zip(timeline.ranks, record.ranks, strict=True):
+            totals = dict.fromkeys(("matmul", "block", "other", "communication", "waiting"), 0.0)
+            for kind, start, end in segments:
+                assert end > start >= 0
+                totals[kind] += end - start
+            assert totals["matmul"] == pytest.approx(rank.matmul_seconds)
+            assert totals["matmul"] + totals["block"] + totals["other"] == pytest.approx(rank.work_seconds)
+            assert totals["communication"] + totals["waiting"] == pytest.approx(rank.communication_seconds)
+            if timeline is before and rank.rank == 0 and not options:
+                # For rank 1, which sleeps. A pipeline's bubbles count as communication.
+                assert totals["waiting"] > totals["communication"]
+        # All ranks share this machine's clock: their iterations lie over each other, not one after another.
+        assert timeline.seconds < 1.5 * max(rank.work_seconds + rank.communication_seconds for rank in record.ranks)
+    for record in records:
+        assert all(0 < rank.relative_score <= 1 and 0 < rank.own_score <= 1 for rank in record.ranks)
+    # At equal work the straggler stays slow however little it does.
+    assert records[-1].ranks[1].relative_score < 0.6 < records[-1].ranks[0].relative_score
+    assert any(rank.own_score == 1.0 for record in records[1:] for rank in record.ranks)
+
+
+def check_unmarked() -> Any:
+    with scripted():
+        run = boost(ours(BalanceConfig(mode="resize"), tp_size=2))
+    train(run, 9)
+    return run.plugin.balancer.timelines()
+
+
+def test_a_clock_without_segments_leaves_no_timelines() -> None:
+    assert run_ranks(2, check_unmarked) == [None, None]

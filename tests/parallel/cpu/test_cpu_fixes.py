@@ -1,0 +1,141 @@
+"""The single mends of Colossal-AI on a CPU, each against what it promises."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.pipeline import p2p
+from colossalai.shardformer.layer import (
+    FusedLinear1D_Col,
+    FusedLinear1D_Row,
+    GPT2FusedLinearConv1D_Col,
+    GPT2FusedLinearConv1D_Row,
+    Linear1D_Row,
+    _operation,
+)
+from colossalai.shardformer.layer.utils import Randomizer
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from tests.support.harness import run_ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the mends are for hosts without a GPU")
+
+
+def send_without_a_receiver(messages: int) -> list[list[float]]:
+    """Both ranks post all their sends, wait for them, reuse the tensor, and only then receive."""
+    peer = 1 - dist.get_rank()
+    outgoing = torch.zeros(3)
+    for number in range(messages):
+        outgoing.fill_(10 * dist.get_rank() + number)
+        for request in p2p.dist.batch_isend_irecv([p2p.dist.P2POp(dist.isend, outgoing, peer)]):
+            request.wait()
+    outgoing.fill_(-1)
+    received = []
+    for _ in range(messages):
+        incoming = torch.empty(3, requires_grad=True)
+        (request,) = p2p.dist.batch_isend_irecv([p2p.dist.P2POp(dist.irecv, incoming, peer)])
+        request.wait()
+        request.wait()
+        received.append(incoming.tolist())
+    p2p.dist.batch_isend_irecv.__self__.wait_for_sends()
+    return received
+
+
+def test_messages_wait_as_nccls_do() -> None:
+    from_1, from_0 = run_ranks(2, send_without_a_receiver, 3, timeout_seconds=30)
+    assert from_0 == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
+    assert from_1 == [[10.0] * 3, [11.0] * 3, [12.0] * 3]
+
+
+def scatter_sums(asynchronous: bool) -> tuple[list[float], list[float]]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    pieces = [torch.arange(6.0).view(2, 3) + 10 * rank + 100 * piece for piece in range(ranks)]
+    output = torch.empty(2, 3)
+    work = _operation.dist.reduce_scatter(output, pieces, async_op=asynchronous)
+    if work is not None:
+        work.wait()
+    total = torch.stack(pieces)
+    dist.all_reduce(total)
+    return output.tolist(), total[rank].tolist()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_reduce_scatter(asynchronous: bool) -> None:
+    for output, expected in run_ranks(3, scatter_sums, asynchronous):
+        assert output == expected
+
+
+ROW_LAYERS = {
+    "linear": (Linear1D_Row, {}),
+    "fused": (FusedLinear1D_Row, {"split_sizes": [4, 4]}),
+    "gpt2": (GPT2FusedLinearConv1D_Row, {}),
+}
+
+
+def build_row_layer(kind: str) -> tuple[list[float], float]:
+    """A row-parallel layer built without weights: its bias, and a number drawn from the global state afterwards."""
+    layer, arguments = ROW_LAYERS[kind]
+    torch.manual_seed(5)
+    bias = layer(8, 6, process_group=dist.group.WORLD, **arguments).bias
+    return bias.tolist(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize("kind", ROW_LAYERS)
+def test_row_layers_agree_on_a_bias_of_their_own(kind: str) -> None:
+    (bias_0, next_0), (bias_1, next_1) = run_ranks(2, build_row_layer, kind)
+    assert any(bias_0)
+    assert bias_0 == bias_1
+    torch.manual_seed(5)
+    assert next_0 == next_1 == torch.rand(1).item()
+
+
+def gather_output(kind: str) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Output and input gradient of a fused layer that gathers its output, and those of the layer that it shards."""
+    torch.manual_seed(6)
+    native, layer = FUSED_LAYERS[kind]
+    plain = native()
+    x = torch.randn(3, 5, requires_grad=True)
+    weights = torch.randn(3, 16)
+    results = []
+    for product in (
+        plain,
+        layer.from_native_module(
+            copy.deepcopy(plain), process_group=dist.group.WORLD, gather_output=True, split_sizes=[4, 8, 4]
+        ),
+    ):
+        output = product(x)
+        (gradient,) = torch.autograd.grad((output * weights).sum(), x)
+        results += [output.flatten().tolist(), gradient.flatten().tolist()]
+    return tuple(results)
+
+
+FUSED_LAYERS = {
+    "linear": (lambda: nn.Linear(5, 16), FusedLinear1D_Col),
+    "gpt2": (lambda: Conv1D(16, 5), GPT2FusedLinearConv1D_Col),
+}
+
+
+@pytest.mark.parametrize("kind", FUSED_LAYERS)
+def test_fused_layers_gather_their_output(kind: str) -> None:
+    for expected, expected_gradient, output, gradient in run_ranks(2, gather_output, kind):
+        assert output == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert gradient == pytest.approx(expected_gradient, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("enable_cpu", [False, True])
+def test_randomizer_leaves_the_global_state_and_keeps_its_own(enable_cpu: bool) -> None:
+    torch.manual_seed(1)
+    randomizer = Randomizer(seed=2)
+    with randomizer.fork_rng(enable_cpu=enable_cpu):
+        first = torch.rand(4)
+    outside = torch.rand(4)
+    with randomizer.fork_rng(enable_cpu=enable_cpu):
+        second = torch.rand(4)
+    torch.manual_seed(1)
+    assert torch.equal(outside, torch.rand(4))
+    torch.manual_seed(2)
+    assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(4), torch.rand(4)]))

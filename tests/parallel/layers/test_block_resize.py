@@ -1,0 +1,98 @@
+"""A resized block trains an exact sub-network: the model without the units that were left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colossal_hetero.balance.column_selection import SAMPLED_ROWS
+from colossal_hetero.balance.decide.plan import Plan
+from tests.parallel.layers.test_migration import Training
+from tests.support.harness import run_ranks
+from tests.support.sharding import own_share
+from tests.support.training import batch, loss_of, tiny_vit
+
+
+def _compare_with_sub_network(slow: int, priority: str) -> dict[str, float]:
+    """The differences of loss and gradients from those of a model whose dropped units have no way out."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    training = Training("block", priority=priority)
+    training.applier.apply(Plan.resizing([0.5 if other == slow else 0.0 for other in range(ranks)]))
+    kept: dict[str, list[int]] = {}
+    for block in training.blocks:
+        choose = block._choose
+
+        def remember(block=block, choose=choose) -> Tensor | None:
+            chosen = choose()
+            kept[block.name] = list(range(block.units)) if chosen is None else chosen.tolist()
+            return chosen
+
+        block._choose = remember
+    images, labels = batch(0)
+    training.applier.begin_iteration()
+    loss = loss_of(training.model(images), labels)
+    training.booster.backward(loss, training.optimizer)
+    gradients = {name: parameter.grad for name, parameter in training.model.unwrap().named_parameters()}
+
+    everyone: list[dict[str, list[int]]] = [{}] * ranks
+    dist.all_gather_object(everyone, kept)
+    whole = tiny_vit()
+    for block in training.blocks:
+        holder = whole.get_submodule(block.name[block.name.index("blocks.") :])
+        output = holder.proj if "attn" in block.name else holder.fc2
+        columns = output.weight.unflatten(1, (ranks, block.units, -1))
+        with torch.no_grad():
+            for other, of_rank in enumerate(everyone):
+                # Ranks that prune nothing do not choose.
+                for unit in set(range(block.units)) - set(of_rank.get(block.name, range(block.units))):
+                    columns[:, other, unit] = 0.0
+        if rank == slow:
+            assert len(kept[block.name]) == block.units - round(0.5 * block.units) < block.units
+    expected = loss_of(whole(images), labels)
+    expected.backward()
+    differences = {"loss": abs(loss.item() - expected.item())}
+    for name, parameter in training.model.unwrap().named_parameters():
+        wanted = own_share(parameter, whole.get_parameter(name).grad)
+        if name.endswith(("proj.weight", "fc2.weight")) and "blocks" in name:
+            # The whole model has a gradient there; a unit that was left out has none.
+            block = next(block for block in training.blocks if block.name.endswith(name.rsplit(".", 2)[0]))
+            left_out = set(range(block.units)) - set(kept.get(block.name, range(block.units)))
+            view = wanted.clone().unflatten(1, (block.units, -1))
+            for unit in left_out:
+                view[:, unit] = 0.0
+            wanted = view.flatten(1)
+        differences[name] = float((gradients[name] - wanted).norm() / (wanted.norm() + 1e-6))
+    return differences
+
+
+@pytest.mark.parametrize("priority", ["norm-product", "random", "priority"])
+@pytest.mark.parametrize(("ranks", "slow"), [(2, 0), (2, 1), (3, 1), (4, 3)])
+def test_loss_and_gradients_are_those_of_the_sub_network(ranks: int, slow: int, priority: str) -> None:
+    for differences in run_ranks(ranks, _compare_with_sub_network, slow, priority):
+        for name, difference in differences.items():
+            assert difference <= 1e-4, name
+
+
+def _kept_by_norm() -> list[tuple[list[int], list[int]]]:
+    training = Training("block", priority="norm-product")
+    training.applier.apply(Plan.resizing([0.5, 0.0]))
+    results = []
+    for block in training.blocks:
+        x, weight = block.matrices
+        if max(len(x), len(weight)) > SAMPLED_ROWS:
+            # There norms are estimated.
+            continue
+        by_hand = (x.norm(dim=0) * weight.norm(dim=0)).topk(block.units - round(0.5 * block.units)).indices
+        if dist.get_rank() == 0:
+            chosen = block._choose()
+            results.append((chosen.tolist(), sorted(by_hand.tolist())))
+    return results
+
+
+def test_units_of_the_largest_norms_are_kept() -> None:
+    results = run_ranks(2, _kept_by_norm)[0]
+    assert len(results) == 2
+    for chosen, by_hand in results:
+        assert chosen == by_hand

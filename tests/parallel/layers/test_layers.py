@@ -1,0 +1,405 @@
+"""The six layers against Colossal-AI's own (idle) and against dense products masked by hand (resized)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.shardformer import layer as theirs
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+import colossal_hetero.layers as ours
+from tests.support.harness import run_ranks
+
+IN, OUT = 24, 36  # divide by 2, 3 and 4, but neither by 5 nor by a power of two
+KINDS = {
+    "Linear1D_Col": (ours.HeteroLinear1D_Col, theirs.Linear1D_Col),
+    "Linear1D_Row": (ours.HeteroLinear1D_Row, theirs.Linear1D_Row),
+    "FusedLinear1D_Col": (ours.HeteroFusedLinear1D_Col, theirs.FusedLinear1D_Col),
+    "FusedLinear1D_Row": (ours.HeteroFusedLinear1D_Row, theirs.FusedLinear1D_Row),
+    "GPT2FusedLinearConv1D_Col": (ours.HeteroGPT2FusedLinearConv1D_Col, theirs.GPT2FusedLinearConv1D_Col),
+    "GPT2FusedLinearConv1D_Row": (ours.HeteroGPT2FusedLinearConv1D_Row, theirs.GPT2FusedLinearConv1D_Row),
+}
+WORLDS = (2, 3, 4)
+
+
+class CountingClock:
+    def __init__(self) -> None:
+        self.marks: list[str] = []
+
+    def mark(self, part: str) -> None:
+        self.marks.append(part)
+
+
+def native(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(3)
+    module = Conv1D(OUT, IN) if kind.startswith("GPT2") else nn.Linear(IN, OUT)
+    module.bias.data.uniform_(-1, 1)
+    return module.to(dtype)
+
+
+def options(kind: str) -> dict[str, Any]:
+    if kind in ("FusedLinear1D_Col", "GPT2FusedLinearConv1D_Col"):
+        return {"split_sizes": [OUT // 3] * 3}
+    if kind == "FusedLinear1D_Row":
+        return {"split_sizes": [IN // 2] * 2}
+    return {}
+
+
+def build(cls: type, kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> nn.Module:
+    return cls.from_native_module(native(kind, dtype), process_group=dist.group.WORLD, **options(kind), **more)
+
+
+def split_indices(sizes: list[int], rank: int, world: int) -> Tensor:
+    """The features of a fused dimension that belong to ``rank``: its share of each part."""
+    parts, start = [], 0
+    for size in sizes:
+        share = size // world
+        parts.append(torch.arange(start + rank * share, start + (rank + 1) * share))
+        start += size
+    return torch.cat(parts)
+
+
+def owned(kind: str, rank: int, world: int) -> Tensor:
+    """Indices of the outputs (column-parallel) or inputs (row-parallel) that ``rank`` owns."""
+    size = OUT if kind.endswith("Col") else IN
+    return split_indices(options(kind).get("split_sizes", [size]), rank, world)
+
+
+def inputs(
+    kind: str, rank: int, world: int, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The whole input, this rank's part of it, and the whole gradient of the output."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 5, IN, generator=generator).to(dtype)
+    dy = torch.randn(2, 5, OUT, generator=generator).to(dtype)
+    x_local = x if kind.endswith("Col") else x[..., owned(kind, rank, world)].contiguous()
+    return x, x_local, dy
+
+
+def run(layer: nn.Module, kind: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    _, x, dy = inputs(kind, rank, world, seed, dtype)
+    x = x.clone().requires_grad_()
+    if kind.endswith("Col"):
+        dy = dy[..., owned(kind, rank, world)].contiguous()
+    layer.zero_grad()
+    y = layer(x)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad.clone(), "db": layer.bias.grad.clone()}
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str, exact: bool) -> None:
+    for name in expected:
+        if exact:
+            assert torch.equal(actual[name], expected[name]), f"{what}: {name} differs bitwise"
+        else:
+            torch.testing.assert_close(
+                actual[name], expected[name], rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{what}: {n}: {m}"
+            )
+
+
+# Idle ------------------------------------------------------------------------------------------------------------
+
+
+def check_idle() -> None:
+    for kind, (our_class, their_class) in KINDS.items():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            our, their = build(our_class, kind, dtype), build(their_class, kind, dtype)
+            assert type(our) is our_class
+            expected = run(their, kind, dtype=dtype)
+            assert_equal(run(our, kind, dtype=dtype), expected, f"{kind} {dtype} told nothing", exact=True)
+            our.clock = CountingClock()
+            assert_equal(run(our, kind, dtype=dtype), expected, f"{kind} {dtype} with a clock", exact=True)
+            assert "matmul" in our.clock.marks and "communication" in our.clock.marks
+            our.assign(ours.Workload(prune=0.0, select=keep_given(torch.arange(0))))
+            assert_equal(run(our, kind, dtype=dtype), expected, f"{kind} {dtype} nothing to prune", exact=True)
+            our.brake = lambda product: (product(), product())[1]
+            assert_equal(run(our, kind, dtype=dtype), expected, f"{kind} {dtype} braked", exact=True)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_idle_is_colossalai_bit_for_bit(world: int) -> None:
+    run_ranks(world, check_idle)
+
+
+def check_options() -> None:
+    for kind, (our_class, their_class) in KINDS.items():
+        variants: list[dict[str, Any]] = [{"skip_bias_add": True}]
+        variants.append({"gather_output": True} if kind.endswith("Col") else {"parallel_input": False})
+        for variant in variants:
+            our, their = build(our_class, kind, **variant), build(their_class, kind, **variant)
+            our.clock = CountingClock()
+            x = inputs(kind, dist.get_rank(), dist.get_world_size(), 0)[0 if "parallel_input" in variant else 1]
+            results = []
+            for layer in (our, their):
+                leaf = x.clone().requires_grad_()
+                y = layer(leaf)
+                y = y[0] + y[1] if variant.get("skip_bias_add") else y
+                y.square().sum().backward()
+                results.append({"y": y.detach(), "dx": leaf.grad, "dw": layer.weight.grad})
+            assert_equal(results[0], results[1], f"{kind} {variant}", exact=True)
+
+
+def test_options_match_colossalai() -> None:
+    run_ranks(2, check_options)
+
+
+def check_same_parameters_and_state_dict() -> None:
+    for kind, (our_class, their_class) in KINDS.items():
+        module = native(kind)
+        weight, bias = module.weight, module.bias
+        layer = our_class.from_native_module(module, process_group=dist.group.WORLD, **options(kind))
+        assert layer.weight is weight and layer.bias is bias, kind
+        their = build(their_class, kind)
+        state = layer.state_dict()
+        assert list(state) == list(their.state_dict())
+        reference = native(kind).state_dict()
+        for name in reference:
+            assert torch.equal(state[name], reference[name]), f"{kind} {name}: state_dict is not the native layer's"
+        other = build(our_class, kind)
+        other.weight.data.zero_()
+        other.load_state_dict(native(kind).state_dict())
+        assert torch.equal(other.weight, layer.weight), kind
+
+
+def test_parameters_and_state_dict() -> None:
+    run_ranks(2, check_same_parameters_and_state_dict)
+
+
+def check_constructors() -> None:
+    for kind, (our_class, _) in KINDS.items():
+        layer = our_class(IN, OUT, process_group=dist.group.WORLD, **options(kind))
+        bias = layer.bias.detach().clone()
+        if kind.endswith("Row"):
+            dist.broadcast(bias, src=0)
+            assert torch.equal(bias, layer.bias), f"{kind}: ranks drew different biases"
+        assert torch.isfinite(layer.weight).all() and layer.weight.std() > 0
+
+
+def test_constructed_without_weights() -> None:
+    run_ranks(2, check_constructors)
+
+
+# Resized ---------------------------------------------------------------------------------------------------------
+
+
+def keep_given(kept: Tensor) -> Any:
+    return lambda x, weight, count: kept
+
+
+def kept_columns(kind: str, rank: int, world: int, seed: int) -> Tensor:
+    columns = IN if kind.endswith("Col") else IN // world
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randperm(columns, generator=generator)[: columns - columns // 3].sort().values
+
+
+def reference(
+    kind: str, slow: set[int], imputation: str, seed: int, before: dict[int, dict[str, Tensor]]
+) -> dict[int, dict[str, Tensor]]:
+    """Every rank's y, dx, dw, db from the whole matrices, with pruned columns masked by hand."""
+    world = dist.get_world_size()
+    module = native(kind)
+    weight = module.weight.detach().t() if kind.startswith("GPT2") else module.weight.detach()
+    x, _, dy = inputs(kind, 0, world, seed)
+    x2, dy2 = x.flatten(0, 1), dy.flatten(0, 1)
+    partial: dict[int, dict[str, Tensor]] = {}
+    for rank in range(world):
+        mine = owned(kind, rank, world)
+        column = kind.endswith("Col")
+        w_r = weight[mine] if column else weight[:, mine]
+        x_r = x2 if column else x2[:, mine]
+        dy_r = dy2[:, mine] if column else dy2
+        mask = torch.zeros(w_r.shape[1])
+        mask[kept_columns(kind, rank, world, seed) if rank in slow else slice(None)] = 1
+        dx, dw = (dy_r @ w_r) * mask, (dy_r.t() @ x_r) * mask
+        if rank in slow and imputation == "average":
+            dx = dx + (1 - mask) * (dx.sum(1, keepdim=True) / mask.sum())
+            dw = dw + (1 - mask) * (dw.sum(1, keepdim=True) / mask.sum())
+        if rank in slow and imputation == "same" and rank in before:
+            dx = dx + (1 - mask) * before[rank]["dx_local"]
+            dw = dw + (1 - mask) * before[rank]["dw"]
+        partial[rank] = {"y": (x_r * mask) @ w_r.t(), "dx_local": dx, "dw": dw, "db": dy_r.sum(0)}
+    for rank, values in partial.items():
+        mine = owned(kind, rank, world)
+        if kind.endswith("Col"):
+            values["y"] = values["y"] + module.bias.detach()[mine]
+            values["dx"] = sum(p["dx_local"] for p in partial.values())
+        else:
+            values["dx"] = values["dx_local"]
+    if not kind.endswith("Col"):
+        total = sum(p["y"] for p in partial.values()) + module.bias.detach()
+        for values in partial.values():
+            values["y"] = total
+    return partial
+
+
+def check_resized(imputation: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for kind, (our_class, _) in KINDS.items():
+        for slow in [{r} for r in range(world)] + [set(range(world))]:
+            layer = build(our_class, kind)
+            current: dict[str, Tensor] = {}
+
+            def select(x: Tensor, weight: Tensor, count: int, current: dict[str, Tensor] = current) -> Tensor:
+                return current["kept"]
+
+            if rank in slow:
+                layer.assign(ours.Workload(prune=1 / 3, select=select, imputation=imputation))
+            before: dict[int, dict[str, Tensor]] = {}
+            for seed in range(3):
+                current["kept"] = kept_columns(kind, rank, world, seed)
+                layer.begin_iteration()
+                everyone = reference(kind, slow, imputation, seed, before)
+                expected = {k: everyone[rank][k] for k in ("y", "dx", "dw", "db")}
+                actual = run(layer, kind, seed)
+                actual = {
+                    "y": actual["y"].flatten(0, 1),
+                    "dx": actual["dx"].flatten(0, 1),
+                    "dw": actual["dw"],
+                    "db": actual["db"],
+                }
+                if kind.startswith("GPT2"):
+                    actual["dw"] = actual["dw"].t()
+                assert_equal(actual, expected, f"{kind} {imputation} slow={slow} iteration {seed}", exact=False)
+                before = everyone
+
+
+@pytest.mark.parametrize("imputation", ["zero", "average", "same"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_resized_equals_masked_dense(world: int, imputation: str) -> None:
+    run_ranks(world, check_resized, imputation)
+
+
+def check_precisions() -> None:
+    for kind, (our_class, _) in KINDS.items():
+        for dtype in (torch.bfloat16, torch.float16):
+            exact, rounded = build(our_class, kind), build(our_class, kind, dtype)
+            kept = kept_columns(kind, dist.get_rank(), dist.get_world_size(), 0)
+            for layer in (exact, rounded):
+                layer.assign(ours.Workload(prune=1 / 3, select=keep_given(kept)))
+            expected, actual = run(exact, kind), run(rounded, kind, dtype=dtype)
+            for name in expected:
+                assert actual[name].dtype == dtype
+                torch.testing.assert_close(actual[name].float(), expected[name], rtol=0.05, atol=0.15)
+
+
+def test_resizes_in_half_precision() -> None:
+    run_ranks(2, check_precisions)
+
+
+# Lineage ---------------------------------------------------------------------------------------------------------
+
+
+def drawing_anew(seed: int) -> Any:
+    """A selector that would choose other columns at every call."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda x, weight, count: torch.randperm(weight.shape[1], generator=generator)[:count].sort().values
+
+
+def check_accumulation() -> None:
+    for kind, (our_class, _) in KINDS.items():
+        layer = build(our_class, kind)
+        layer.assign(ours.Workload(prune=0.5, select=drawing_anew(dist.get_rank())))
+        first = run(layer, kind, seed=0)["dw"]
+        kept = layer.kept_columns
+        second = run(layer, kind, seed=1)["dw"]
+        assert torch.equal(layer.kept_columns, kept), f"{kind}: a micro-batch changed the columns"
+        pruned = torch.ones(layer.contraction_columns, dtype=torch.bool)
+        pruned[kept] = False
+        for gradient in (first, second):
+            columns = gradient.t() if kind.startswith("GPT2") else gradient
+            assert (columns[:, pruned] == 0).all() and (columns[:, kept] != 0).any(0).all(), kind
+        layer.begin_iteration()
+        run(layer, kind, seed=0)
+        assert not torch.equal(layer.kept_columns, kept), f"{kind}: an iteration did not choose anew"
+
+
+def test_micro_batches_of_an_iteration_share_their_columns() -> None:
+    run_ranks(2, check_accumulation)
+
+
+def check_checkpointing() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    first = ours.HeteroLinear1D_Col.from_native_module(nn.Linear(IN, OUT), process_group=dist.group.WORLD)
+    second = ours.HeteroLinear1D_Row.from_native_module(nn.Linear(OUT, IN), process_group=dist.group.WORLD)
+    for layer in (first, second):
+        layer.assign(ours.Workload(prune=0.4, select=drawing_anew(rank)))
+
+    def block(x: Tensor) -> Tensor:
+        return second(torch.nn.functional.gelu(first(x)))
+
+    results = []
+    for wrap in (None, True, False):
+        for layer, seed in ((first, 7), (second, 8)):
+            layer.assign(ours.Workload(prune=0.4, select=drawing_anew(seed + world * rank)))
+            layer.zero_grad()
+        x = inputs("Linear1D_Col", rank, world, 5)[0].requires_grad_()
+        y = block(x) if wrap is None else checkpoint(block, x, use_reentrant=wrap)
+        y.square().sum().backward()
+        results.append(
+            {"y": y.detach(), "dx": x.grad, "dw": first.weight.grad.clone(), "dw2": second.weight.grad.clone()}
+        )
+    assert_equal(results[1], results[0], "reentrant checkpointing", exact=True)
+    assert_equal(results[2], results[0], "checkpointing", exact=True)
+
+
+def test_recomputed_forward_uses_the_same_columns() -> None:
+    run_ranks(2, check_checkpointing)
+
+
+def check_evaluation() -> None:
+    for kind, (our_class, their_class) in KINDS.items():
+        layer, their = build(our_class, kind), build(their_class, kind)
+        layer.assign(ours.Workload(prune=0.5, select=drawing_anew(0)))
+        x = inputs(kind, dist.get_rank(), dist.get_world_size(), 0)[1]
+        with torch.no_grad():
+            assert torch.equal(layer(x), their(x)), f"{kind}: pruned under no_grad"
+        layer.eval()
+        assert torch.equal(layer(x), their(x)), f"{kind}: pruned in eval mode"
+        layer.train()
+        assert not torch.equal(layer(x), their(x)), f"{kind}: the workload had no effect"
+        layer.assign(None)
+        assert torch.equal(layer(x), their(x)), f"{kind}: pruned after the workload was taken back"
+
+
+def test_never_prunes_without_training() -> None:
+    run_ranks(2, check_evaluation)
+
+
+# Options that resizing cannot be combined with ---------------------------------------------------------------------
+
+
+def check_obstacles() -> None:
+    workload = ours.Workload(prune=0.5, select=drawing_anew(0))
+    for option in ({"seq_parallel_mode": "split_gather"}, {"use_zbv": True}, {"fp8_communication": True}):
+        layer = build(ours.HeteroLinear1D_Col, "Linear1D_Col", **option)
+        their = build(theirs.Linear1D_Col, "Linear1D_Col", **option)
+        name = next(iter(option))
+        with pytest.raises(ValueError, match=name):
+            layer.assign(workload)
+        layer.clock = CountingClock()
+        if "fp8_communication" not in option:  # Colossal-AI's fp8 conversion needs a GPU
+            x = inputs("Linear1D_Col", 0, 1, 0)[0]
+            with torch.no_grad():
+                assert torch.equal(layer(x), their(x)), name
+
+
+def test_options_that_exclude_resizing() -> None:
+    run_ranks(2, check_obstacles)
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.5, float("nan")])
+def test_workload_rejects_ratios(ratio: float) -> None:
+    with pytest.raises(ValueError, match=r"outside \[0, 1\)"):
+        ours.Workload(prune=ratio, select=keep_given(torch.arange(1)))
+
+
+def test_workload_rejects_imputations() -> None:
+    with pytest.raises(ValueError, match=r"'mean'.*zero, average, same"):
+        ours.Workload(prune=0.5, select=keep_given(torch.arange(1)), imputation="mean")

@@ -1,0 +1,301 @@
+"""Migrated work is not lost: training with it equals training without, up to the order of summation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from colossal_hetero import BalanceConfig
+from colossal_hetero.balance.apply import Applier
+from colossal_hetero.balance.decide.costs import Traffic, Volume
+from colossal_hetero.balance.decide.divide import Move, divide
+from colossal_hetero.balance.decide.plan import Plan
+from colossal_hetero.balance.decide.traffic import BlockShape, LayerShape, block_traffic, column_traffic
+from colossal_hetero.layers import Workload, hetero_layers
+from colossal_hetero.layers.block import Block, find_blocks
+from colossal_hetero.layers.column_migration import COURIERS, ColumnMigration
+from colossal_hetero.layers.transport import Transport
+from colossal_hetero.layers.unit_exchange import UnitMail
+from tests.parallel.layers.test_layers import KINDS, build, inputs, owned
+from tests.support.harness import run_ranks
+from tests.support.training import BATCH, batch, loss_of, ours, tiny_vit
+
+WAYS = ("broadcast-reduce", "scatter-gather", "block")
+TOKENS = 5  # four patches and the class token
+
+
+def plan_for(senders: dict[int, float], ranks: int) -> Plan:
+    """Some ranks give these shares, the others take them equally."""
+    share = sum(senders.values()) / (ranks - len(senders))
+    return Plan(
+        resize=(0.0,) * ranks,
+        migrate=tuple(senders.get(rank, 0.0) for rank in range(ranks)),
+        receive=tuple(0.0 if rank in senders else share for rank in range(ranks)),
+    )
+
+
+class Training:
+    """A tiny vision transformer on all ranks as one tensor-parallel group, balanced by hand."""
+
+    def __init__(
+        self, way: str = "block", make_optimizer: Callable | None = None, priority: str = "norm-product"
+    ) -> None:
+        self.plugin = ours(tp_size=dist.get_world_size())
+        model = tiny_vit()
+        make_optimizer = make_optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+        self.booster = Booster(plugin=self.plugin)
+        self.model, self.optimizer, *_ = self.booster.boost(model, make_optimizer(model.parameters()), loss_of)
+        self.layers = hetero_layers(self.model)
+        self.transport = Transport(self.plugin.tp_group)
+        self.blocks: list[Block] = find_blocks(self.model) if way == "block" else []
+        config = BalanceConfig(mode="migrate", migration=way, priority=priority)
+        self.applier = Applier(self.layers, self.blocks, config, 100, self.transport)
+
+    def steps(self, count: int) -> list[float]:
+        """Train; the loss of every step."""
+        losses = []
+        for number in range(count):
+            self.applier.begin_iteration()
+            images, labels = batch(number % 8)
+            loss = loss_of(self.model(images), labels)
+            self.booster.backward(loss, self.optimizer)
+            self.applier.before_step()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.applier.end_iteration()
+            losses.append(loss.item())
+        return losses
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.model.unwrap().named_parameters()}
+
+
+def furthest(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest relative difference of a tensor."""
+    assert list(actual) == list(expected)
+    return max(float((actual[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
+
+
+def plans(ranks: int) -> Iterator[Plan]:
+    """Every rank alone as the straggler, and what more than two ranks can do together."""
+    for rank in range(ranks):
+        yield plan_for({rank: 0.6}, ranks)
+    if ranks > 2:
+        yield plan_for({0: 0.5, ranks - 1: 0.8}, ranks)
+        yield plan_for({rank: 0.3 + 0.1 * rank for rank in range(1, ranks)}, ranks)
+        uneven = [0.1 * rank for rank in range(ranks)]
+        yield Plan(resize=(0.0,) * ranks, migrate=(sum(uneven), *(0.0,) * (ranks - 1)), receive=tuple(uneven))
+
+
+def _differences_after_training(steps: int) -> dict[tuple[str, Plan], float]:
+    expected = Training()
+    expected.steps(steps)
+    differences = {}
+    for way in WAYS:
+        for plan in plans(dist.get_world_size()):
+            training = Training(way)
+            training.applier.apply(plan)
+            training.steps(steps)
+            differences[way, plan] = furthest(training.parameters, expected.parameters)
+            assert training.transport.sent["point_to_point"].messages > 0 or way == "broadcast-reduce"
+    return differences
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_parameters_after_training_are_those_of_training_without_migration(ranks: int) -> None:
+    for of_rank in run_ranks(ranks, _differences_after_training, 20):
+        for (way, plan), difference in of_rank.items():
+            assert difference <= 1e-5, f"{way}, {plan}"
+
+
+# AdamW divides small gradients by small numbers -----------------------------------------------------------------------
+
+
+def _losses_with_adamw() -> tuple[list[float], list[float], dict[str, list[float]]]:
+    def adamw(parameters: Iterator[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=3e-3)
+
+    steps = 200
+    plain = Training(make_optimizer=adamw).steps(steps)
+    # The control: the same sums in another order. Units of a block may stand in any.
+    control = Training(make_optimizer=adamw)
+    for block in control.blocks:
+        order = torch.arange(block.units - 1, -1, -1)
+        for tensors, places in zip(block.parameters, block.places, strict=True):
+            for tensor, place in zip(tensors, places, strict=True):
+                tensor.copy_(place.fold(place.view(tensor).index_select(place.unit_dim, order)))
+    reordered = control.steps(steps)
+    migrated = {}
+    for way in WAYS:
+        training = Training(way, adamw)
+        training.applier.apply(plan_for({dist.get_world_size() - 1: 0.6}, dist.get_world_size()))
+        migrated[way] = training.steps(steps)
+    return plain, reordered, migrated
+
+
+def test_losses_with_adamw_differ_no_more_than_with_another_order_of_summation() -> None:
+    plain, reordered, migrated = run_ranks(2, _losses_with_adamw)[0]
+
+    def apart(losses: Sequence[float]) -> float:
+        return max(abs(one - other) for one, other in zip(losses, plain, strict=True))
+
+    assert plain[-1] < 0.5 * plain[0], "nothing was learnt"
+    control = apart(reordered)
+    assert control > 0
+    for way, losses in migrated.items():
+        # Both are chaotic: rounding grows until it is as large as it gets. Their scale is what can be compared.
+        assert apart(losses) <= 3 * control, way
+
+
+# Traffic --------------------------------------------------------------------------------------------------------------
+
+
+def _sent_in_one_step(way: str, plan: Plan) -> tuple[dict[str, tuple[int, int]], Traffic]:
+    training = Training(way)
+    training.applier.apply(plan)
+    training.transport.reset()
+    training.steps(1)
+    sent = {name: (counted.messages, counted.bytes) for name, counted in training.transport.sent.items()}
+    ranks = dist.get_world_size()
+    if way == "block":
+        moves = [divide(block.units, plan).moves for block in training.blocks]
+        shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in training.blocks]
+        return sent, block_traffic(shapes, moves, [0] * len(shapes), 4)
+    expected = Traffic()
+    for layer in training.layers.values():
+        moves = divide(layer.contraction_columns, plan).moves
+        outputs, columns = layer.matrix.shape
+        shape = LayerShape(outputs, columns, column_parallel=layer.is_column_parallel)
+        expected += column_traffic(shape, moves, BATCH * TOKENS, 1, ranks, way, 4)
+    return sent, expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("ranks", "senders"), [(2, {1: 0.6}), (3, {0: 0.5}), (4, {1: 0.4, 2: 0.7})])
+def test_what_is_sent_is_what_the_formula_says(way: str, ranks: int, senders: dict[int, float]) -> None:
+    results = run_ranks(ranks, _sent_in_one_step, way, plan_for(senders, ranks))
+    expected = results[0][1]
+    for name in ("point_to_point", "broadcast", "reduce"):
+        messages = sum(sent[name][0] for sent, _ in results)
+        size = sum(sent[name][1] for sent, _ in results)
+        assert Volume(messages, size) == getattr(expected, name), name
+    assert expected.point_to_point.bytes > 0
+
+
+# Pruning and migrating at once ----------------------------------------------------------------------------------------
+
+
+def _pruned_and_migrated(form: str, sender: int) -> float:
+    """The difference between pruning units ``[k, l)`` while migrating ``[l, U)``, and pruning them alone."""
+    rank = dist.get_rank()
+
+    def train(migrates: bool) -> dict[str, Tensor]:
+        training = Training(form)
+        mail = UnitMail(training.transport, lambda passes: True)
+        courier = COURIERS["broadcast-reduce"](training.transport)
+        moves, kept, rules = [], [], []
+        for holder in training.blocks if form == "block" else training.layers.values():
+            units = holder.units if form == "block" else holder.contraction_columns
+            keep, first_given = max(1, units // 4), units - units // 3
+            moved = (Move(sender, 1 - sender, first_given, units),) if migrates else ()
+            chosen = torch.cat([torch.arange(keep), torch.arange(first_given, units)])
+            prunes = rank == sender and keep < first_given
+
+            def select(x: Tensor, weight: Tensor, count: int, chosen: Tensor = chosen) -> Tensor:
+                return chosen[:count]
+
+            moves.append(moved)
+            rules.append(select)
+            kept.append((keep if migrates else len(chosen)) if prunes else units - len(moved) * (rank == sender))
+            if form != "block":
+                workload = Workload(prune=1 - len(chosen) / units, select=select) if prunes else None
+                holder.assign(workload, ColumnMigration(courier, moved) if moved else None)
+        if form == "block":
+            mail.assign(training.blocks, moves, kept, rules)
+        for step in range(5):
+            mail.begin_iteration()
+            images, labels = batch(step)
+            training.booster.backward(loss_of(training.model(images), labels), training.optimizer)
+            mail.finish()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            for layer in training.layers.values():
+                layer.begin_iteration()
+        return training.parameters
+
+    return furthest(train(True), train(False))
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+@pytest.mark.parametrize("form", ["block", "broadcast-reduce"])
+def test_a_rank_can_prune_some_units_and_migrate_others(form: str, sender: int) -> None:
+    assert max(run_ranks(2, _pruned_and_migrated, form, sender)) <= 1e-5
+
+
+# Each kind of layer ---------------------------------------------------------------------------------------------------
+
+
+def _layer_variants(kind: str) -> Iterator[dict[str, Any]]:
+    yield {}
+    yield {"skip_bias_add": True}
+    yield {"gather_output": True} if kind.endswith("Col") else {"parallel_input": False}
+
+
+def _train_layer(layer: torch.nn.Module, kind: str, options: dict[str, Any], checkpointed: bool) -> dict[str, Tensor]:
+    """Outputs and input gradients of the last of 20 steps of SGD with momentum, and the parameters after it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3, momentum=0.9)
+    results = {}
+    for step in range(20):
+        whole, x, dy = inputs(kind, rank, world, seed=step)
+        x = (whole if "parallel_input" in options else x).clone().requires_grad_()
+        if kind.endswith("Col") and "gather_output" not in options:
+            dy = dy[..., owned(kind, rank, world)].contiguous()
+        y = checkpoint(layer, x, use_reentrant=True) if checkpointed else layer(x)
+        y = y[0] if isinstance(y, tuple) else y
+        optimizer.zero_grad()
+        y.backward(dy)
+        optimizer.step()
+        layer.begin_iteration() if hasattr(layer, "begin_iteration") else None
+        results = {"y": y.detach(), "dx": x.grad}
+    return results | {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+
+
+def _differences_of_layers() -> dict[str, float]:
+    ranks = dist.get_world_size()
+    transport = Transport(dist.new_group())
+    differences = {}
+    for kind, (our_class, their_class) in KINDS.items():
+        for options in _layer_variants(kind):
+            for checkpointed in (False, True):
+                if checkpointed and options:
+                    continue
+                expected = _train_layer(build(their_class, kind, **options), kind, options, checkpointed)
+                # What a layer's options do has nothing to do with who gives.
+                every = list(plans(ranks))[: None if not (options or checkpointed) else 1]
+                for way, courier in COURIERS.items():
+                    for plan in every:
+                        layer = build(our_class, kind, **options)
+                        moves = divide(layer.contraction_columns, plan).moves
+                        assert moves
+                        layer.assign(None, ColumnMigration(courier(transport), moves))
+                        actual = _train_layer(layer, kind, options, checkpointed)
+                        what = f"{kind} {options} {way} {plan} {checkpointed=}"
+                        differences[what] = furthest(actual, expected)
+    return differences
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_each_kind_of_layer_computes_what_colossalai_s_does(ranks: int) -> None:
+    for of_rank in run_ranks(ranks, _differences_of_layers):
+        assert len(of_rank) >= 6 * 2 * (ranks + 3)
+        for what, difference in of_rank.items():
+            assert difference <= 1e-5, what

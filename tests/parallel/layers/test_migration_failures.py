@@ -1,0 +1,238 @@
+"""What goes wrong while work migrates ends in clear words on all ranks, or in a smaller plan; never in a hang."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.cuda import OutOfMemoryError
+
+from colossal_hetero.balance import balancer as balancers
+from colossal_hetero.balance.apply import Applier
+from colossal_hetero.balance.decide.plan import Plan
+from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather
+from colossal_hetero.layers.unit_exchange import UnitMail
+from colossal_hetero.layers.unit_layout import UnitShare
+from tests.parallel.layers.test_migration_with import ITERATIONS, WAYS, Watch, assert_equal, migrate, slow
+from tests.support.harness import answer, run_ranks, start_ranks
+from tests.support.training import boost, ours, scripted, sgd, theirs, tiny_vit, train
+
+# Different plans -----------------------------------------------------------------------------------------------------
+
+
+def _other(plan: Plan) -> Plan:
+    """A plan like this one that migrates half as much."""
+    return plan.limited(max(plan.receive) / 2)
+
+
+def check_different_decisions(culprit: int) -> None:
+    decide = balancers.decide
+
+    def decide_otherwise(*args: Any) -> Plan:
+        plan = decide(*args)
+        return _other(plan) if dist.get_rank() == culprit else plan
+
+    for way in WAYS:
+        with scripted(slow(1)), patch.object(balancers, "decide", decide_otherwise):
+            run = boost(ours(migrate(way), tp_size=dist.get_world_size()), None, sgd)
+            with pytest.raises(RuntimeError, match=r"hold different balancing plans, .* training stops here"):
+                train(run, ITERATIONS)
+            # Before anything was done by it.
+            assert sum(run.plugin.balancer.plan.migrate) == 0, way
+            assert not any(sent.messages for sent in run.plugin.balancer.traffic.sent.values()), way
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_ranks_that_decide_differently_stop_before_they_follow(culprit: int) -> None:
+    run_ranks(3, check_different_decisions, culprit, timeout_seconds=60)
+
+
+def check_changed_plan() -> None:
+    for way in WAYS:
+        with scripted(slow(1)):
+            run = boost(ours(migrate(way), tp_size=2), None, sgd)
+        train(run, ITERATIONS)
+        if dist.get_rank() == 0:
+            run.plugin.balancer._plan = _other(run.plugin.balancer.plan)
+        with pytest.raises(RuntimeError, match="hold different balancing plans"):
+            train(run, 2)
+
+
+def test_ranks_whose_plans_come_apart_later_stop_at_the_next_iteration() -> None:
+    run_ranks(2, check_changed_plan, timeout_seconds=60)
+
+
+# No memory for others' units -----------------------------------------------------------------------------------------
+
+
+SPARE_MEGABYTES = 55
+"""More than the weights of 0.6 of the units take on the receiver (36), less than they and their gradients do (64)."""
+
+
+def wide_vit() -> torch.nn.Module:
+    """One block whose MLP's units take 16 MB on each of two ranks, and next to no activations."""
+    return tiny_vit(depth=1, embed_dim=192, num_heads=2, mlp_ratio=112)
+
+
+def _limit_address_space(spare_megabytes: int) -> list[torch.Tensor]:
+    """Leave this process so much to allocate; what is returned fills all else that its allocator has in store."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (2 * spare_megabytes << 20), resource.RLIM_INFINITY))
+    ballast = []
+    # At its limit the allocator looks into one of its threads' arenas each time, so one refusal is not the end.
+    for _ in range(100):
+        with suppress(RuntimeError):
+            while True:
+                ballast.append(torch.empty(1 << 20, dtype=torch.uint8))
+    # The first ones came from the system.
+    return ballast[spare_megabytes:]
+
+
+def check_address_space(receiver: int) -> None:
+    """Train with less address space on one rank than the plan takes, but enough to begin with it."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # what is as large as this comes from the system and goes back to it
+    apply = Applier.apply
+    attempts: list[Plan] = []
+    ballast: list[torch.Tensor] = []
+
+    def limited(applier: Applier, plan: Plan) -> None:
+        if not attempts and dist.get_rank() == receiver:
+            ballast.extend(_limit_address_space(SPARE_MEGABYTES))
+        attempts.append(plan)
+        apply(applier, plan)
+
+    with scripted(slow(1 - receiver)), patch.object(Applier, "apply", limited):
+        run = boost(ours(migrate("block"), tp_size=2), wide_vit(), sgd)
+        watch = Watch(run)
+        train(run, ITERATIONS, each=watch)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    wanted, _, followed = attempts
+    assert wanted.receive[receiver] == pytest.approx(0.6, abs=0.01)
+    assert followed.receive[receiver] == pytest.approx(0.3, abs=0.01)
+    watch.assert_migrated(1 - receiver, "with little memory")
+    assert watch.plans[-1] == followed
+    assert "memory for no more than 30% of their own work; migration pays" in watch.plans[-1].note
+    expected = train(boost(theirs(tp_size=2), wide_vit(), sgd), ITERATIONS)
+    assert_equal(run, expected, "with little memory")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is limited and read the way of Linux")
+@pytest.mark.parametrize("receiver", [0, 1])
+def test_a_receiver_takes_what_it_has_address_space_for(receiver: int) -> None:
+    run_ranks(2, check_address_space, receiver)
+
+
+def check_refused_memory(errors: tuple[type[RuntimeError], str], most: float) -> None:
+    """Rank 2 of three has no memory for more than a share of its own units."""
+    kind, text = errors
+    reserve = UnitShare.reserve
+
+    def refuse(share: UnitShare, parameters: Any) -> None:
+        if dist.get_rank() == 2 and share._taken > most * share._places[0].units:
+            raise kind(text)
+        reserve(share, parameters)
+
+    with patch.object(UnitShare, "reserve", refuse), scripted(slow(0)):
+        run = boost(ours(migrate("block"), tp_size=3), None, sgd)
+        watch = Watch(run)
+        train(run, ITERATIONS, each=watch)
+    plan = watch.plans[-1]
+    # Halved until it fits; what is less than a unit does not move.
+    assert max(plan.receive) == pytest.approx(1 / 6 if most > 0 else 1 / 48, rel=0.01), plan
+    assert plan.note.startswith(f"receivers have memory for no more than {max(plan.receive):.0%} of their own work; mi")
+    assert plan.note.count("memory") == 1, plan.note
+    if dist.get_rank() == 2:
+        assert any(watch.messages) == (most > 0), watch.messages
+    assert_equal(run, train(boost(theirs(tp_size=3), None, sgd), ITERATIONS), f"{text}, {most}")
+
+
+def check_all_refusals() -> None:
+    for errors in ((RuntimeError, "DefaultCPUAllocator: can't allocate memory"), (OutOfMemoryError, "CUDA")):
+        for most in (0.25, 0.0):
+            check_refused_memory(errors, most)
+
+
+def test_a_plan_shrinks_to_what_every_receiver_has_memory_for() -> None:
+    run_ranks(3, check_all_refusals)
+
+
+def check_other_errors() -> None:
+    def fail(share: UnitShare, parameters: Any) -> None:
+        raise RuntimeError("a mistake of our own")
+
+    with patch.object(UnitShare, "reserve", fail), scripted(slow(1)):
+        run = boost(ours(migrate("block"), tp_size=2), None, sgd)
+        with pytest.raises(RuntimeError, match="a mistake of our own"):
+            train(run, ITERATIONS)
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+    run_ranks(2, check_other_errors, timeout_seconds=60)
+
+
+# A rank that dies ----------------------------------------------------------------------------------------------------
+
+Moment = tuple[type, str]
+"""The method, of all that a migrating rank calls, in which it dies."""
+
+
+def check_death(way: str, victim: int, moment: Moment) -> None:
+    owner, name = moment
+    method = getattr(owner, name)
+    calls: list[int] = []
+
+    def die(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        # Not in the first iteration of the plan.
+        if dist.get_rank() == victim and len(calls) > 12:
+            os._exit(1)
+        return method(*args, **kwargs)
+
+    with scripted(slow(1)), patch.object(owner, name, die):
+        run = boost(ours(migrate(way), tp_size=dist.get_world_size()), None, sgd)
+        train(run, 100)
+    raise AssertionError("trained to the end with a rank missing")
+
+
+@pytest.mark.parametrize(
+    "world, way, victim, moment",
+    [
+        pytest.param(2, "block", 0, (UnitMail, "_return_gradients"), id="block-receiver-backward"),
+        pytest.param(2, "block", 1, (UnitMail, "begin_iteration"), id="block-sender-forward"),
+        pytest.param(3, "block", 2, (UnitMail, "_return_gradients"), id="block-one-of-two-receivers"),
+        pytest.param(2, "scatter-gather", 0, (ScatterGather, "add_up"), id="scatter-gather-receiver-forward"),
+        pytest.param(3, "scatter-gather", 1, (ScatterGather, "deal"), id="scatter-gather-sender-forward"),
+        pytest.param(3, "broadcast-reduce", 1, (BroadcastReduce, "deal"), id="broadcast-reduce-sender-forward"),
+        pytest.param(2, "broadcast-reduce", 0, (BroadcastReduce, "collect"), id="broadcast-reduce-receiver-backward"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_others_with_the_reason(world: int, way: str, victim: int, moment: Moment) -> None:
+    with start_ranks(world, check_death, way, victim, moment) as ranks:
+        victims_end = ranks[victim][0]
+        victims_end.join(60)
+        assert victims_end.exitcode == 1, "the victim lives"
+        deadline = time.monotonic() + 20
+        errors = []
+        for rank, (process, receiver) in enumerate(ranks):
+            if rank == victim:
+                continue
+            if not receiver.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"rank {rank} hangs after rank {victim} died")
+            succeeded, error = answer(receiver)
+            assert not succeeded
+            assert "AssertionError" not in error and "RuntimeError" in error, error
+            errors.append(error)
+            process.join(max(0.0, deadline - time.monotonic()))
+            assert process.exitcode == 1, f"rank {rank} does not end"
+        # A rank that has nothing of migration to wait for hears of it in the next collective of the model.
+        assert any("a rank of this tensor-parallel group stopped answering" in error for error in errors), errors

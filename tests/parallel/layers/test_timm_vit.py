@@ -1,0 +1,277 @@
+"""timm's VisionTransformer under tensor parallelism equals the unsharded one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from colossalai.booster import Booster
+from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.pipeline.schedule.v_schedule import PipelineGraph
+from timm.layers import GlobalResponseNormMlp, SwiGLU, SwiGLUPacked
+from timm.models.vision_transformer import (
+    Attention,
+    ParallelScalingBlock,
+    ParallelThingsBlock,
+    ResPostBlock,
+    VisionTransformer,
+)
+from torch.nn.functional import cross_entropy
+
+from colossal_hetero.layers import hetero_policy
+from tests.support.harness import run_ranks
+from tests.support.sharding import assert_same_as_unsharded, own_share, parallel_layer_counts, randomize, shard
+
+
+def vit(**options: Any) -> VisionTransformer:
+    """Return a small ViT: 12 heads of 3, so that 2, 3 and 4 ranks get shares of 18, 12 and 9 that few sizes divide."""
+    sizes = dict(img_size=8, patch_size=4, num_classes=7, embed_dim=36, depth=2, num_heads=12, mlp_ratio=4)
+    torch.manual_seed(0)
+    return randomize(VisionTransformer(**(sizes | options)))
+
+
+def images_and_labels(batch: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, 3, 8, 8, generator=generator), torch.arange(batch) % 7
+
+
+def loss_of(model: VisionTransformer) -> torch.Tensor:
+    images, labels = images_and_labels()
+    return cross_entropy(model(images), labels)
+
+
+class GatedAttention(Attention):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, gated=True, **kwargs)
+
+
+class WideAttention(Attention):
+    """Heads of 5 where the embedding has room for 3."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, attn_head_dim=5, **kwargs)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no biases": dict(qkv_bias=False, proj_bias=False),
+    "qk_norm": dict(qk_norm=True),
+    "layer scale, registers, average pool": dict(init_values=0.5, reg_tokens=2, global_pool="avg"),
+    "no_embed_class, pre_norm": dict(no_embed_class=True, pre_norm=True),
+    "attention pool": dict(class_token=False, global_pool="map"),
+    "SwiGLU": dict(mlp_layer=SwiGLU, mlp_ratio=2),
+    "packed SwiGLU": dict(mlp_layer=SwiGLUPacked, mlp_ratio=4),
+    "gated attention": dict(attn_layer=GatedAttention),
+    "wide heads": dict(attn_layer=WideAttention),
+    "ResPostBlock": dict(block_fn=ResPostBlock),
+    "ParallelThingsBlock": dict(block_fn=ParallelThingsBlock),
+}
+
+
+def _check_variants(names: list[str]) -> dict[str, dict[str, int]]:
+    counts = {}
+    for name in names:
+        try:
+            counts[name] = parallel_layer_counts(assert_same_as_unsharded(vit(**VARIANTS[name]), loss_of))
+        except Exception as error:
+            raise AssertionError(f"variant {name!r}: {error}") from error
+    return counts
+
+
+PER_BLOCK = {"HeteroFusedLinear1D_Col": 1, "HeteroLinear1D_Col": 1, "HeteroLinear1D_Row": 2}
+
+
+@pytest.mark.parametrize("tp_size", [2, 3, 4])
+def test_loss_and_gradients_equal_those_of_the_unsharded_model(tp_size):
+    names = ["plain", "qk_norm"] if tp_size > 2 else list(VARIANTS)
+    for counts in run_ranks(tp_size, _check_variants, names):
+        assert counts["plain"] == {kind: 2 * count for kind, count in PER_BLOCK.items()}
+
+
+# Randomness ---------------------------------------------------------------------------------------------------------
+
+
+def _seeded_loss_of(model: VisionTransformer) -> torch.Tensor:
+    torch.manual_seed(7)
+    return loss_of(model)
+
+
+def _check_drop_path() -> None:
+    drops = dict(drop_path_rate=0.6, patch_drop_rate=0.5, depth=4)
+    assert_same_as_unsharded(vit(**drops), _seeded_loss_of)
+    checkpointed = vit(**drops)
+    checkpointed.set_grad_checkpointing()
+    assert_same_as_unsharded(checkpointed, _seeded_loss_of)
+
+
+def test_drop_path_and_patch_drop_draw_what_the_unsharded_model_draws():
+    run_ranks(2, _check_drop_path)
+
+
+def _train_with_dropout(fused_attention: bool) -> dict[str, list[float]]:
+    dropouts = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate", "patch_drop_rate")
+    model = vit(**dict.fromkeys(dropouts, 0.3))
+    for block in model.blocks:
+        block.attn.fused_attn = fused_attention
+    model = shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    mlp, ones = model.blocks[0].mlp, torch.ones(64)
+    return {
+        "losses": losses,
+        "whole": [model.norm.weight.sum().item(), model.pos_embed.sum().item(), torch.rand(()).item()],
+        "drop2": mlp.drop2(ones).tolist(),
+        "drop1": mlp.drop1(ones).tolist(),
+        "attn_drop": model.blocks[0].attn.attn_drop(ones).tolist(),
+    }
+
+
+@pytest.mark.parametrize("fused_attention", [True, False])
+def test_dropout_keeps_the_ranks_in_step_and_differs_on_what_they_share_out(fused_attention):
+    first, second = run_ranks(2, _train_with_dropout, fused_attention)
+    for name in ("losses", "whole", "drop2"):
+        assert first[name] == pytest.approx(second[name], rel=1e-6), name
+    assert first["losses"][0] != first["losses"][1]
+    for name in ("drop1", "attn_drop"):
+        assert first[name] != second[name], name
+
+
+# What cannot be sharded ---------------------------------------------------------------------------------------------
+
+
+def _error_of(options: dict[str, Any]) -> str:
+    try:
+        shard(vit(**options))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def _errors_of(variants: list[dict[str, Any]]) -> list[str]:
+    return [_error_of(options) for options in variants]
+
+
+def test_what_cannot_be_sharded_is_refused_by_name():
+    expected = {
+        "tp_size=2 does not divide both the number of heads (3)": dict(num_heads=3),
+        "hidden size (35)": dict(mlp_ratio=35 / 36),
+        "valid tp sizes: 1, 3": dict(mlp_ratio=45 / 36),
+        "blocks.0.attn.norm is a LayerNorm over 36 features": dict(scale_attn_norm=True),
+        "scale_mlp_norm=False": dict(scale_mlp_norm=True),
+        "blocks.0 is a ParallelScalingBlock": dict(block_fn=ParallelScalingBlock),
+        "blocks.0.attn is a DiffAttention": dict(attn_layer="diff", num_heads=6),
+        "blocks.0.mlp is a _GrnMlp": dict(mlp_layer=_GrnMlp),
+    }
+    errors = run_ranks(2, _errors_of, list(expected.values()))[0]
+    for part, error in zip(expected, errors, strict=True):
+        assert part in error
+
+
+class _GrnMlp(GlobalResponseNormMlp):
+    def __init__(self, *args: Any, norm_layer: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+# Pipeline -----------------------------------------------------------------------------------------------------------
+
+
+def _pipeline(tp_size: int, options: dict[str, Any], plugin_options: dict[str, Any]) -> list[str]:
+    """Train a step in a two-stage pipeline, hold it to the unsharded model and return this rank's parameters."""
+    model = vit(reg_tokens=1, **options)
+    reference = copy.deepcopy(model)
+    expected = loss_of(reference)
+    expected.backward()
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    policy = hetero_policy(model)
+    if plugin_options.get("pp_style") == "zbv":
+        costs = dict(f_cost=1, b_cost=1, w_cost=1, c_cost=1, f_mem=1.5, b_mem=-1, w_mem=-0.5)
+        graph = PipelineGraph(n_stage=2, n_micro=len(images_and_labels()[0]), **costs)
+        plugin_options = plugin_options | dict(scheduler_nodes=graph.get_v_schedule())
+    plugin = HybridParallelPlugin(
+        tp_size=tp_size, pp_size=2, precision="fp32", microbatch_size=1, custom_policy=policy, **plugin_options
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    boosted, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
+    batches = iter([images_and_labels()])
+    # What follows the images in a micro-batch is for the criterion.
+    outputs = plugin.execute_pipeline(
+        batches, boosted, lambda logits, batch: cross_entropy(logits, batch[1]), optimizer, return_loss=True
+    )
+    if outputs["loss"] is not None:
+        torch.testing.assert_close(outputs["loss"].squeeze(), expected.detach(), rtol=2e-4, atol=2e-5)
+    held = {name: parameter for name, parameter in model.named_parameters() if parameter is not None}
+    for name, parameter in held.items():
+        torch.testing.assert_close(
+            parameter.grad,
+            own_share(parameter, gradients[name]),
+            rtol=2e-4,
+            atol=2e-5,
+            msg=lambda text, name=name: f"gradient of {name}: {text}",
+        )
+    return sorted(held)
+
+
+TOKENS = {"cls_token", "reg_token", "pos_embed"}
+
+
+def _blocks(names: list[str]) -> set[int]:
+    return {int(name.split(".")[1]) for name in names if name.startswith("blocks.")}
+
+
+@pytest.mark.parametrize(
+    ("depth", "plugin_options", "blocks"),
+    [
+        (4, {}, [{0, 1}, {2, 3}]),
+        (4, dict(num_layers_per_stage=[1, 3]), [{0}, {1, 2, 3}]),
+        (4, dict(pp_style="interleaved", num_model_chunks=2), [{0, 2}, {1, 3}]),
+        (4, dict(pp_style="zbv", num_model_chunks=2), [{0, 3}, {1, 2}]),
+    ],
+    ids=["1f1b", "unequal stages", "interleaved", "zero bubble"],
+)
+def test_a_pipeline_computes_what_the_unsharded_model_does(depth, plugin_options, blocks):
+    first, last = run_ranks(2, _pipeline, 1, dict(depth=depth), plugin_options)
+    assert [_blocks(first), _blocks(last)] == blocks
+    assert set(first) >= TOKENS
+    assert not set(last) & TOKENS
+    # The zero-bubble schedule is V-shaped: its last chunk is on the first stage.
+    zero_bubble = plugin_options.get("pp_style") == "zbv"
+    assert ("head.weight" in first, "head.weight" in last) == (zero_bubble, not zero_bubble)
+
+
+def test_tensor_parallel_stages_with_an_attention_pool_compute_the_same():
+    held = run_ranks(4, _pipeline, 2, dict(class_token=False, global_pool="map", qk_norm=True), {})
+    assert [_blocks(names) for names in held] == [{0}, {0}, {1}, {1}]
+    assert any(name.startswith("attn_pool.mlp") for name in held[-1])
+
+
+def _stage_errors() -> list[str]:
+    class Renamed(VisionTransformer):
+        def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
+            return super().forward_head(x, pre_logits)
+
+    errors = []
+    for kind, plugin_options in ((Renamed, {}), (VisionTransformer, dict(num_layers_per_stage=[1, 2]))):
+        model = vit()
+        model.__class__ = kind
+        policy = hetero_policy(model)
+        plugin = HybridParallelPlugin(
+            tp_size=1, pp_size=2, precision="fp32", microbatch_size=1, custom_policy=policy, **plugin_options
+        )
+        with pytest.raises(ValueError) as error:
+            Booster(plugin=plugin).boost(model)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_what_cannot_be_cut_into_stages_is_refused():
+    forward, layers = run_ranks(2, _stage_errors)[0]
+    assert "Renamed has its own forward_head" in forward
+    assert "num_layers_per_stage=[1, 2] adds up to 3; the model has 2 blocks" in layers

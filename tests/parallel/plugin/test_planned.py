@@ -1,0 +1,122 @@
+"""Training by a plan: any split, in any order of ranks, is the same training as one process does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colossal_hetero import HeteroHybridParallelPlugin
+from colossal_hetero.planner.plans.plan import Plan
+from tests.support.harness import run_ranks
+from tests.support.planning import make_plan
+from tests.support.training import Trained, boost, loss_of, sgd, tiny_vit
+
+ITERATIONS = 4
+MICRO_BATCH, MICRO_BATCHES = 2, 4
+
+
+def images_and_labels(iteration: int, size: int) -> tuple[Tensor, Tensor]:
+    """A global batch: images ``[size, 3, 8, 8]`` and labels ``[size]``."""
+    generator = torch.Generator().manual_seed(iteration)
+    return torch.randn(size, 3, 8, 8, generator=generator), torch.randint(7, (size,), generator=generator)
+
+
+def train_alone(depth: int, global_batch: int, iterations: int = ITERATIONS) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final weights of one process with plain torch."""
+    model = tiny_vit(depth=depth)
+    optimizer = sgd(model)
+    losses = []
+    for iteration in range(iterations):
+        images, labels = images_and_labels(iteration, global_batch)
+        loss = loss_of(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def train_planned(run: Any, iterations: int = ITERATIONS, first: int = 0, sizes: Plan | None = None) -> list[float]:
+    """Losses of the global batch, on every rank; ``sizes`` says how large it is where the plugin has no plan."""
+    plugin = run.plugin
+    plan: Plan = sizes or plugin.plan
+    size = plan.global_batch // len(plan.replicas)
+    losses = []
+    for iteration in range(first, first + iterations):
+        images, labels = images_and_labels(iteration, plan.global_batch)
+        mine = slice(size * plugin.pg_mesh.coordinate(plugin.dp_axis), None)
+        images, labels = images[mine][:size], labels[mine][:size]
+        if plugin.pp_size > 1:
+            loss = run.booster.execute_pipeline(
+                iter([(images, labels)]),
+                run.model,
+                lambda outputs, inputs: loss_of(outputs, inputs[1]),
+                run.optimizer,
+                return_loss=True,
+            )["loss"]
+        else:
+            loss = loss_of(run.model(images), labels)
+            run.booster.backward(loss, run.optimizer)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        # Each replica's loss is on its last stage.
+        shares: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, None if loss is None else loss.item() / plan.tensor_parallel)
+        losses.append(sum(share for share in shares if share is not None) / len(plan.replicas))
+    return losses
+
+
+def check_parity(plans: list[Plan], expected: list[float], weights: dict[str, Tensor], options: dict[str, Any]) -> None:
+    for plan in plans:
+        plugin = HeteroHybridParallelPlugin(precision="fp32", plan=plan, **options)
+        run = boost(plugin, tiny_vit(depth=plan.blocks), sgd)
+        losses = train_planned(run)
+        assert losses == pytest.approx(expected, rel=1e-5), (plan.rank_order, plan.layers_per_stage)
+        if plan.tensor_parallel == 1:
+            check_weights(run, weights)
+
+
+def check_weights(run: Trained, weights: dict[str, Tensor]) -> None:
+    """A stage has the blocks that the plan says, trained like the reference's."""
+    held = {name: value for name, value in run.model.unwrap().state_dict().items() if value is not None}
+    plugin = run.plugin
+    stage = plugin.plan.replicas[0].stages[int(plugin.pg_mesh.coordinate(plugin.pp_axis))]
+    assert dist.get_rank() in {
+        rank for replica in plugin.plan.rank_order for rank in replica[plugin.plan.replicas[0].stages.index(stage)]
+    }
+    assert {int(name.split(".")[1]) for name in held if name.startswith("blocks.")} == set(range(*stage.blocks))
+    for name, value in held.items():
+        torch.testing.assert_close(
+            value, weights[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize(
+    "rank_order, splits, options",
+    [
+        pytest.param([[[0], [1]]], [(3, 3), (1, 5), (5, 1), (2, 4)], {}, id="pp2"),
+        pytest.param([[[1], [0]]], [(3, 3), (1, 5), (5, 1)], {}, id="pp2-reversed"),
+        pytest.param([[[0], [1], [2]]], [(2, 2, 2), (1, 4, 1), (3, 1, 2)], {}, id="pp3"),
+        pytest.param([[[2], [0], [1]]], [(1, 4, 1)], {}, id="pp3-rotated"),
+        pytest.param([[[0, 1], [2, 3]]], [(1, 3)], {}, id="pp2-tp2"),
+        pytest.param([[[3, 1], [2, 0]]], [(3, 1)], {}, id="pp2-tp2-reversed"),
+        pytest.param([[[0], [1]], [[2], [3]]], [(1, 3)], {}, id="dp2-pp2"),
+        pytest.param([[[3], [2]], [[1], [0]]], [(1, 3)], {}, id="dp2-pp2-reversed"),
+        # The ranks of the two data-parallel groups ascend in opposite order of replicas.
+        pytest.param([[[1], [2]], [[3], [0]]], [(3, 1)], {}, id="dp2-pp2-crossed"),
+        pytest.param([[[0], [2]], [[1], [3]]], [(3, 1)], {"dp_outside": False}, id="dp2-pp2-stages-outside"),
+        pytest.param([[[3], [0]], [[1], [2]]], [(3, 1)], {"dp_outside": False}, id="dp2-pp2-crossed-stages-outside"),
+        pytest.param([[[2, 0]], [[1, 3]]], [(2,)], {}, id="dp2-tp2-interleaved"),
+        pytest.param([[[0, 2]], [[3, 1]]], [(2,)], {}, id="dp2-tp2-crossed"),
+        pytest.param([[[1]], [[0]]], [(2,)], {}, id="dp2-reversed"),
+        pytest.param([[[1, 0]]], [(2,)], {}, id="tp2-reversed"),
+    ],
+)
+def test_any_split_trains_like_one_process(rank_order: list, splits: list, options: dict[str, Any]) -> None:
+    plans = [make_plan(rank_order, split, MICRO_BATCH, MICRO_BATCHES) for split in splits]
+    expected = train_alone(plans[0].blocks, plans[0].global_batch)
+    run_ranks(plans[0].world_size, check_parity, plans, *expected, options)

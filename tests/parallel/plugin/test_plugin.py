@@ -1,0 +1,258 @@
+"""The plugin with nobody slow against Colossal-AI's own, bit for bit; what it refuses; and how a run ends."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from colossalai.pipeline.schedule.v_schedule import PipelineGraph
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
+from colossal_hetero.layers import TimmViTPolicy, hetero_layers, hetero_policy
+from tests.support.harness import answer, run_ranks, start_ranks
+from tests.support.training import (
+    assert_same_parameters,
+    batch,
+    boost,
+    loss_of,
+    ours,
+    scripted,
+    theirs,
+    tiny_vit,
+    train,
+)
+
+IDLE = {
+    "off": BalanceConfig(),
+    # Exchanges times at the end of the second iteration.
+    "resize": BalanceConfig(mode="resize", warmup_iterations=0, patience=1),
+}
+PIPELINE = dict(pp_size=2, num_microbatches=3)
+SETTINGS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "fp32": dict(tp_size=2),
+        "bf16": dict(tp_size=2, precision="bf16"),
+        "fp16": dict(tp_size=2, precision="fp16", initial_scale=2**8),
+        "clipped": dict(tp_size=2, max_norm=0.05),
+        "bf16, clipped": dict(tp_size=2, precision="bf16", max_norm=0.05),
+        "accumulated": dict(tp_size=2, accumulation=3),
+        "data parallel only": dict(tp_size=1),
+        "pipeline only": dict(tp_size=1, **PIPELINE),
+    },
+    3: {"tp=3": dict(tp_size=3)},
+    4: {
+        "tp=4": dict(tp_size=4),
+        "dp=2, tp=2, accumulated": dict(tp_size=2, accumulation=2),
+        "pp=2, tp=2, uneven stages": dict(tp_size=2, num_layers_per_stage=[1, 3], depth=4, **PIPELINE),
+        "pp=2, tp=2, interleaved": dict(
+            tp_size=2, pp_size=2, num_microbatches=2, pp_style="interleaved", num_model_chunks=2, depth=4
+        ),
+        "dp=2, tp=2, dp inside": dict(tp_size=2, dp_outside=False),
+        "dp=2, tp=2, ZeRO 1": dict(tp_size=2, precision="bf16", zero_stage=1),
+        "dp=2, tp=2, ZeRO 2": dict(tp_size=2, precision="bf16", zero_stage=2),
+    },
+}
+
+
+def check_parity(settings: dict[str, dict[str, Any]]) -> None:
+    for name, setting in settings.items():
+        options = dict(setting)
+        accumulation = options.pop("accumulation", 1)
+        depth = options.pop("depth", 2)
+        expected = train(boost(theirs(**options), tiny_vit(depth=depth)), 3, accumulation)
+        assert all(math.isfinite(loss) for loss in expected.losses), f"{name}: {expected.losses}"
+        for mode, balance in IDLE.items():
+            if options["tp_size"] == 1 and mode != "off":
+                continue
+            with scripted():
+                actual = train(boost(ours(balance, **options), tiny_vit(depth=depth)), 3, accumulation)
+            assert actual.losses == expected.losses, f"{name}, {mode}: {actual.losses} instead of {expected.losses}"
+            assert_same_parameters(actual.parameters, expected.parameters, f"{name}, {mode}")
+
+
+@pytest.mark.parametrize("world", SETTINGS)
+def test_nobody_slow_is_colossalai_bit_for_bit(world: int) -> None:
+    run_ranks(world, check_parity, SETTINGS[world])
+
+
+# Beside the plugin -----------------------------------------------------------------------------------------------
+
+
+def check_policy_alone() -> None:
+    expected = train(boost(theirs(tp_size=2)), 3)
+    run = train(boost(theirs(tp_size=2, custom_policy=hetero_policy(tiny_vit()))), 3)
+    assert hetero_layers(run.model), "Colossal-AI's plugin does not build this package's layers"
+    assert run.losses == expected.losses
+    assert_same_parameters(run.parameters, expected.parameters, "policy alone")
+    # A policy given to this package's plugin is used, whichever layers it names.
+    for policy in (TimmViTPolicy(), hetero_policy(tiny_vit())):
+        run = train(boost(ours(tp_size=2, custom_policy=policy)), 3)
+        assert hetero_layers(run.model) and run.losses == expected.losses
+
+
+def test_policy_works_with_colossalais_plugin() -> None:
+    run_ranks(2, check_policy_alone)
+
+
+class OtherModel(nn.Module):
+    """A model of another family than a vision transformer, with one parallel layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 18)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def bert() -> nn.Module:
+    config = BertConfig(
+        hidden_size=24, num_hidden_layers=1, num_attention_heads=4, intermediate_size=36, vocab_size=64, num_labels=3
+    )
+    torch.manual_seed(0)
+    return BertForSequenceClassification(config)
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(n_embd=24, n_layer=1, n_head=4, vocab_size=64, n_positions=16))
+
+
+def check_two_models() -> None:
+    plugin = ours(tp_size=2)
+    booster = Booster(plugin=plugin)
+    for model in (tiny_vit(), bert(), tiny_vit()):
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert hetero_layers(boosted), f"{type(model).__name__} was not sharded"
+        if isinstance(model, BertForSequenceClassification):
+            loss = boosted(torch.arange(8).view(2, 4), labels=torch.tensor([0, 2])).loss
+        else:
+            loss = loss_of(boosted(batch()[0]), batch()[1])
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        assert torch.isfinite(loss)
+    # Without an optimizer there is nothing to balance.
+    boosted, *_ = booster.boost(tiny_vit())
+    assert torch.isfinite(boosted(batch()[0])).all()
+
+
+def test_one_plugin_boosts_models_of_several_families() -> None:
+    run_ranks(2, check_two_models)
+
+
+# Refused ---------------------------------------------------------------------------------------------------------
+
+
+def check_refused() -> list[str]:
+    unraisable: list[str] = []
+    sys.unraisablehook = lambda hook: unraisable.append(str(hook.exc_value))
+    cases: list[tuple[str, dict[str, Any]]] = [
+        (r"2 ranks cannot be divided by tp_size=3 × pp_size=1; start a multiple of 3 ranks", dict(tp_size=3)),
+        (r"2 ranks cannot be divided by tp_size=2 × pp_size=2", dict(tp_size=2, pp_size=2, num_microbatches=2)),
+        (r"tp_size=0 must be at least 1", dict(tp_size=0)),
+        (r"pp_size=-1 must be at least 1", dict(tp_size=2, pp_size=-1)),
+    ]
+    for message, options in cases:
+        with pytest.raises(ValueError, match=message):
+            ours(**options)
+    with pytest.raises(TypeError, match="tp_size"):
+        HeteroHybridParallelPlugin(pp_size=1)
+    with pytest.raises(TypeError, match="'speed'"):
+        HeteroHybridParallelPlugin(tp_size=2, pp_size=1, speed=2)
+    for balance in ("resize", {"mode": "resize"}):
+        with pytest.raises(TypeError, match="BalanceConfig"):
+            ours(balance, tp_size=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"no policy for tests\.parallel\.test_plugin\.OtherModel"):
+        boost(ours(tp_size=2), OtherModel())
+    with pytest.raises(ValueError, match=r"tp_size=2 does not divide both the number of heads \(3\)"):
+        boost(ours(tp_size=2), tiny_vit(num_heads=3))
+    resize = BalanceConfig(mode="resize")
+    with pytest.raises(ValueError, match=r"balance mode 'resize' cannot be combined with fp8_communication=True"):
+        boost(ours(resize, tp_size=2, fp8_communication=True))
+    with pytest.raises(ValueError, match="'resize' cannot be combined with seq_parallel_mode='split_gather'"):
+        sequence = dict(enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather")
+        boost(ours(resize, tp_size=2, **sequence), gpt2())
+    with pytest.raises(ValueError, match=r"different BalanceConfigs: rank 0 .*'off'.*, rank 1 .*'resize'"):
+        boost(ours(resize if dist.get_rank() == 1 else BalanceConfig(), tp_size=2))
+    with pytest.warns(UserWarning, match="nothing to balance with tp_size=1"):
+        ours(resize, tp_size=1)
+    gc.collect()
+    return unraisable
+
+
+def test_refuses_what_cannot_work() -> None:
+    for unraisable in run_ranks(2, check_refused):
+        assert not unraisable, f"noise from a plugin that was not built: {unraisable}"
+
+
+def check_zero_bubble() -> None:
+    graph = PipelineGraph(
+        n_stage=2, n_micro=6, f_cost=1, b_cost=1, w_cost=1, c_cost=1, f_mem=3, b_mem=-2, w_mem=-1
+    ).get_v_schedule()
+    options = dict(tp_size=2, pp_size=2, num_microbatches=6, pp_style="zbv", num_model_chunks=2, scheduler_nodes=graph)
+    with pytest.raises(ValueError, match=r"balance mode 'resize' cannot be combined with use_zbv=True"):
+        boost(ours(BalanceConfig(mode="resize"), **options), tiny_vit(depth=4))
+    expected = train(boost(theirs(**options), tiny_vit(depth=4)), 2)
+    run = train(boost(ours(**options), tiny_vit(depth=4)), 2)
+    assert run.losses == expected.losses
+    assert_same_parameters(run.parameters, expected.parameters, "zero-bubble")
+
+
+def test_zero_bubble_schedules_run_but_are_not_balanced() -> None:
+    run_ranks(4, check_zero_bubble)
+
+
+# A rank that dies ------------------------------------------------------------------------------------------------
+
+
+def check_death(options: dict[str, Any], victim: int, signal_number: int | None) -> None:
+    with scripted(lambda rank, iteration: 4.0 if rank == victim else 1.0):
+        run = boost(ours(BalanceConfig(mode="resize"), **options))
+
+    def die(iteration: int) -> None:
+        if iteration == 5 and dist.get_rank() == victim:
+            if signal_number is None:
+                os._exit(1)
+            os.kill(os.getpid(), signal_number)
+
+    train(run, 100, each=die)
+    raise AssertionError("trained to the end with a rank missing")
+
+
+@pytest.mark.parametrize(
+    "world, victim, signal_number, options",
+    [
+        pytest.param(2, 1, None, dict(tp_size=2), id="exit-tp"),
+        pytest.param(2, 0, signal.SIGKILL, dict(tp_size=2), id="kill-tp"),
+        pytest.param(4, 3, signal.SIGKILL, dict(tp_size=2, **PIPELINE), id="kill-pp"),
+        pytest.param(4, 2, signal.SIGKILL, dict(tp_size=2), id="kill-dp"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_run(
+    world: int, victim: int, signal_number: int | None, options: dict[str, Any]
+) -> None:
+    """The others fail with an error of the collective that they were in, instead of waiting for ever."""
+    with start_ranks(world, check_death, options, victim, signal_number) as ranks:
+        deadline = time.monotonic() + 90
+        for rank, (process, receiver) in enumerate(ranks):
+            if not receiver.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"rank {rank} hangs after rank {victim} died")
+            if rank == victim:
+                with pytest.raises(EOFError):
+                    answer(receiver)
+                continue
+            succeeded, error = answer(receiver)
+            assert not succeeded
+            assert "AssertionError" not in error and "RuntimeError" in error, error
+            process.join(max(0.0, deadline - time.monotonic()))
+            assert process.exitcode == 1, f"rank {rank} does not end"

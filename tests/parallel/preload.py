@@ -1,4 +1,0 @@
-"""Modules that the fork server of :mod:`tests.parallel.harness` loads once for all test processes."""
-
-import colossal_hetero.layers
-import colossal_hetero.plugin.hybrid  # noqa: F401

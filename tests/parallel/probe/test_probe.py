@@ -1,0 +1,108 @@
+"""Probing on real ranks: the file that comes of it, links between ranks, and ranks that are lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from colossal_hetero.planner.cluster.cluster_file import load_cluster
+from colossal_hetero.planner.cluster.link import Link
+from tests.support.harness import free_port, run_ranks
+from tests.support.paths import REPOSITORY
+
+ROOT = REPOSITORY
+COMMAND = [sys.executable, "-m", "colossal_hetero.commands.probe"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_writes_the_file_of_this_machine(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    answer = subprocess.run(
+        [*COMMAND, "--nproc", "2", "--out", str(path), "--cluster-of", "*=here"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert answer.returncode == 0, answer.stderr
+    topology = load_cluster(path)
+    assert topology.clusters == ("here",)
+    assert [node.devices for node in topology.nodes] == [(0, 1)]
+    assert all(device.kind.name.startswith("cpu") and 0 < device.speed <= 1 for device in topology.devices)
+    assert 0 < topology.devices[0].kind.memory_bytes < 2 * psutil.virtual_memory().total
+    assert topology.nodes[0].inside.kind == "local"
+    assert path.read_text().count(" gloo: ") == 1
+    assert "devices: 2, nodes: 1, clusters: 1" in " ".join(answer.stdout.split())
+
+
+def measure_as_rank(rounds: list[list[tuple[int, int]]]) -> list[Link]:
+    from colossal_hetero.probe.links import measure_links
+
+    return measure_links(rounds, "gloo", torch.device("cpu"))
+
+
+def test_every_rank_knows_all_links() -> None:
+    rounds = [[(0, 1), (3, 2)], [(1, 3)]]
+    results = run_ranks(4, measure_as_rank, rounds)
+    assert all(result == results[0] for result in results)
+    assert {(link.ranks, link.protocol) for link in results[0]} == {(pair, "gloo") for pair in [*rounds[0], *rounds[1]]}
+    assert all(link.bytes_per_second > 0 and link.latency_seconds >= 0 for link in results[0])
+
+
+def rank_process(command: psutil.Process, rank: int) -> psutil.Process:
+    """The process of that rank, as soon as it is there."""
+    for _ in range(300):
+        for process in command.children():
+            try:
+                if process.environ().get("RANK") == str(rank):
+                    return process
+            except psutil.Error:
+                pass
+        time.sleep(0.05)
+    raise AssertionError(f"rank {rank} was not started")
+
+
+def test_a_rank_that_is_killed_ends_it_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    with subprocess.Popen(
+        [*COMMAND, "--nproc", "2", "--out", str(path)],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        try:
+            other = rank_process(psutil.Process(command.pid), 0)
+            os.kill(rank_process(psutil.Process(command.pid), 1).pid, signal.SIGKILL)
+            _, errors = command.communicate(timeout=60)
+        finally:
+            command.kill()
+    assert command.returncode == 2
+    assert errors.strip() == "Error: rank 1 was ended from outside by signal 9; the other ranks were stopped"
+    assert not other.is_running()
+    assert not path.exists()
+
+
+def test_a_rank_whose_peer_never_comes_gives_up(tmp_path: Path) -> None:
+    environment = {**ENVIRONMENT, "RANK": "0", "WORLD_SIZE": "2"}
+    environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    answer = subprocess.run(
+        [*COMMAND, "--timeout", "2", "--out", str(tmp_path / "cluster.toml")],
+        **{
+            "env": {**environment, "MASTER_PORT": str(free_port())},
+            "capture_output": True,
+            "text": True,
+            "timeout": 60,
+        },
+    )
+    assert answer.returncode != 0
+    assert "Traceback" not in answer.stderr
+    assert "rank 0" in answer.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,253 @@
+"""Profiling on several ranks: each at its own pace and limit, nobody waits for anybody, and training is as without."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from colossal_hetero.profiling.aborted_step import abandon_step
+from colossal_hetero.profiling.batches.device_profiler import optimizer_state_bytes, profile_device
+from colossal_hetero.profiling.local_collectives import local_collectives
+from colossal_hetero.profiling.memory import is_out_of_memory, recover
+from colossal_hetero.profiling.preserved_state import untouched
+
+# isort: split
+from colossalai.zero.low_level import LowLevelZeroOptimizer
+
+from tests.support.harness import run_ranks
+
+KINDS = ("ddp", "zero1", "zero2", "fsdp", "fsdp_original", "fsdp_grad_op")
+WIDTH = 37
+CPU = torch.device("cpu")
+
+
+class RunsOut(torch.autograd.Function):
+    """The identity, but for lacking memory when it is told to."""
+
+    place: str | None = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, depth: int) -> torch.Tensor:
+        ctx.depth = depth
+        RunsOut.check(f"forward {depth}")
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        RunsOut.check(f"backward {ctx.depth}")
+        return gradient, None
+
+    @staticmethod
+    def check(place: str) -> None:
+        if RunsOut.place == place:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+
+
+class Block(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(5)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return RunsOut.apply(x + self.dropout(torch.relu(self.norm(self.linear(x)))), self.depth)
+
+
+def build(kind: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(Block(depth) for depth in range(3)), nn.Linear(WIDTH, 3))
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    if kind.startswith("fsdp"):
+        model = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_id=CPU,
+            use_orig_params=kind == "fsdp_original",
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if kind == "fsdp_grad_op" else ShardingStrategy.FULL_SHARD,
+        )
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if kind.startswith("zero"):
+        optimizer = LowLevelZeroOptimizer(optimizer, partition_grad=kind == "zero2", reduce_bucket_size=2000)
+    return model, optimizer
+
+
+def forward_backward(model: nn.Module, optimizer: Any, batch: int) -> torch.Tensor:
+    loss = model(torch.randn(batch, 5, WIDTH)).square().mean()
+    if isinstance(optimizer, LowLevelZeroOptimizer):
+        optimizer.backward(loss)
+    else:
+        loss.backward()
+    return loss.detach()
+
+
+def train(model: nn.Module, optimizer: Any, steps: int) -> list[str]:
+    losses = []
+    for _ in range(steps):
+        losses.append(forward_backward(model, optimizer, 4).item().hex())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def timed(model: nn.Module, optimizer: Any, batch: int) -> tuple[float, float]:
+    start = time.perf_counter()
+    forward_backward(model, optimizer, batch)
+    seconds = time.perf_counter() - start
+    return seconds, seconds / 2
+
+
+def outcome(model: nn.Module, losses: list[str]) -> tuple[list[str], str]:
+    state = hashlib.sha256()
+    for tensor in [*model.parameters(), *model.buffers(), torch.get_rng_state()]:
+        state.update(tensor.detach().contiguous().numpy().tobytes())
+    return losses, state.hexdigest()
+
+
+def trained(kind: str, before: int, interlude: Callable[[nn.Module, Any], Any]) -> tuple[Any, Any]:
+    """What training comes to, with ``interlude`` after ``before`` steps; and what that returns."""
+    model, optimizer = build(kind)
+    losses = train(model, optimizer, before)
+    result = interlude(model, optimizer)
+    return outcome(model, losses + train(model, optimizer, 2)), result
+
+
+def nothing(model: nn.Module, optimizer: Any) -> None:
+    """Train on."""
+
+
+def profile_under_limits(model: nn.Module, optimizer: Any) -> tuple[int, bool, float]:
+    """The last rank runs out of memory for real, the others do not."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        with untouched(model, optimizer), local_collectives(model):
+            if dist.get_rank() == dist.get_world_size() - 1:
+                room = psutil.Process().memory_info().vms + (40 << 20)
+                resource.setrlimit(resource.RLIMIT_AS, (room, limits[1]))
+            profile = profile_device(
+                partial(timed, model, optimizer),
+                1 << 18 if dist.get_rank() == dist.get_world_size() - 1 else 20,
+                state_bytes_to_come=optimizer_state_bytes(optimizer),
+                device=CPU,
+                repeats=1,
+                abandon=partial(abandon_step, model, optimizer),
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    return profile.max_batch, profile.memory_bound, profile.points[0].seconds
+
+
+def run_out_everywhere(model: nn.Module, optimizer: Any) -> int:
+    """Rank 0 runs out of memory at each place in turn, with and without a complete step in between."""
+    failures = 0
+    with untouched(model, optimizer), local_collectives(model):
+        for again in range(2):
+            for place in [f"{way} {depth}" for way in ("forward", "backward") for depth in (0, 1, 2)]:
+                RunsOut.place = place if dist.get_rank() == 0 else None
+                try:
+                    forward_backward(model, optimizer, 3)
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    failures += 1
+                    recover(error)
+                    abandon_step(model, optimizer)
+                RunsOut.place = None
+                if again:
+                    forward_backward(model, optimizer, 3)
+    return failures
+
+
+def scenario(kind: str) -> None:
+    for before in (0, 2):
+        reference, _ = trained(kind, before, nothing)
+        profiled, (largest, bound, seconds) = trained(kind, before, profile_under_limits)
+        limited = dist.get_rank() == dist.get_world_size() - 1
+        assert bound == limited and (largest == 20 or limited) and largest > 0 and seconds > 0, (largest, bound)
+        assert profiled == reference
+        interrupted, failures = trained(kind, before, run_out_everywhere)
+        assert failures == (12 if dist.get_rank() == 0 else 0)
+        assert interrupted == reference
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_runs_out_of_memory(kind: str) -> None:
+    run_ranks(2, scenario, kind)
+
+
+def collectives_alone() -> None:
+    """Rank 1 calls every collective; rank 0 calls none, and neither waits."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 1:
+        own = torch.arange(4.0)
+        with local_collectives():
+            gathered = torch.zeros(4 * size)
+            work = dist.all_gather_into_tensor(gathered, own, async_op=True)
+            assert work.wait() and work.is_completed() and torch.equal(gathered, own.repeat(size))
+            assert work.get_future().wait()[0] is gathered
+            buffer = torch.arange(8.0)
+            dist.all_gather_into_tensor(buffer, buffer[4:])  # in place, as ZeRO's optimizer does
+            assert torch.equal(buffer, torch.arange(4.0, 8.0).repeat(size))
+            pieces = [torch.zeros(4) for _ in range(size)]
+            dist.all_gather(pieces, own)
+            assert all(torch.equal(piece, own) for piece in pieces)
+            shard = torch.zeros(2)
+            dist.reduce_scatter_tensor(shard, own)
+            assert shard.tolist() == [2.0, 3.0]
+            dist.reduce_scatter(shard, [torch.zeros(2), torch.ones(2)])
+            assert shard.tolist() == [1.0, 1.0]
+            assert dist.all_reduce(own, dist.ReduceOp.SUM, None, True).is_completed()
+            assert dist.all_reduce(own) is None and own.tolist() == [0.0, 1.0, 2.0, 3.0]
+            dist.broadcast(own, 0)
+            exchanged = torch.zeros(4)
+            dist.all_to_all_single(exchanged, own)
+            objects: list[Any] = [None] * size
+            dist.all_gather_object(objects, "mine")
+            assert objects == ["mine"] * size
+            dist.barrier()
+        with pytest.raises(ZeroDivisionError), local_collectives():
+            raise ZeroDivisionError
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == size
+
+
+def test_collectives_need_no_peer_and_are_back_afterwards() -> None:
+    run_ranks(2, collectives_alone)
+
+
+def ranks_that_differ() -> None:
+    """Three ranks, as many limits; what each finds does not depend on the others."""
+    model, optimizer = build("zero2")
+    limit = 3 + 5 * dist.get_rank()
+
+    def run(batch: int) -> tuple[float, float]:
+        RunsOut.place = "backward 1" if batch > limit else None
+        return timed(model, optimizer, batch)
+
+    with untouched(model, optimizer), local_collectives(model):
+        profile = profile_device(
+            run, 64, state_bytes_to_come=0, device=CPU, abandon=partial(abandon_step, model, optimizer)
+        )
+    RunsOut.place = None
+    assert profile.max_batch == limit and profile.memory_bound
+    train(model, optimizer, 1)
+
+
+def test_every_rank_finds_its_own_limit() -> None:
+    run_ranks(3, ranks_that_differ)

@@ -1,0 +1,136 @@
+"""Profiling layers on several ranks: each its own device, who is of a kind, and layers that communicate."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from colossal_hetero.layers import TimmViTPolicy
+from colossal_hetero.profiling.layers.layer_profiler import profile_layers
+
+# isort: split
+from colossalai.shardformer import ShardConfig, ShardFormer
+
+from tests.support.harness import run_ranks
+from tests.support.simulated_layers import Model, SimulatedClock, SlowSGD, batch, use_clock
+
+
+def measure(model: nn.Module, clock: SimulatedClock, **options: Any) -> Any:
+    """Every rank another number of rounds, so that a collective among them would not end."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_clock(clock, patch)
+        options = {"micro_batches": [1, 2], "least_seconds": 1.0, **options}
+        return profile_layers(model, batch(), F.cross_entropy, optimizer=partial(SlowSGD, clock=clock), **options)
+
+
+def at_quotas(quotas: list[float]) -> Any:
+    clock = SimulatedClock(quotas[dist.get_rank()])
+    return measure(Model(clock), clock)
+
+
+def test_ranks_that_agree_are_one_kind() -> None:
+    quotas = [1.0, 0.25, 0.96, 0.25]
+    results = run_ranks(4, at_quotas, quotas)
+    for measured in results:
+        assert measured.profile == results[0].profile
+        assert measured.devices == measured.profile.rank_devices == ("cpu", "cpu-2", "cpu", "cpu-2")
+        assert len(measured.memory_bytes) == 4
+    profile = results[0].profile
+    assert profile.devices == ("cpu", "cpu-2")
+    assert profile.times_of("cpu", 1, 1).forward_seconds[1] == pytest.approx(0.003 * (1 + 1 / 0.96) / 2, rel=0.05)
+    assert profile.times_of("cpu-2", 1, 1).forward_seconds[1] == pytest.approx(0.012, rel=0.1)
+    assert profile.times_of("cpu-2", 1, 2).update_seconds[1] == pytest.approx(16 * SlowSGD.SECONDS, rel=0.1)
+
+
+class Summed(nn.Module):
+    """A block whose ranks add up what each has computed."""
+
+    def __init__(self, clock: SimulatedClock, *seconds: float) -> None:
+        super().__init__()
+        self.inner = Model(clock, blocks=(seconds,)).blocks[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sum.apply(self.inner(x))
+
+
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def sharded(quotas: list[float]) -> Any:
+    clock = SimulatedClock(quotas[dist.get_rank()])
+    return measure(Model(clock, block=Summed), clock, tensor_parallel=2, group=dist.group.WORLD)
+
+
+def test_layers_that_communicate_are_measured_together() -> None:
+    results = run_ranks(2, sharded, [1.0, 0.5])
+    profile = results[0].profile
+    assert results[1].profile == profile
+    assert profile.rank_devices == ("cpu", "cpu")
+    assert profile.tensor_parallel_degrees("cpu") == (2,) and profile.sizes[0].tensor_parallel == 2
+    # The group is as slow as its slowest rank; one that waited would see it in the time of the collectives.
+    assert profile.times_of("cpu", 2, 2).forward_seconds[1] == pytest.approx(2 * 0.006, rel=0.2)
+
+
+def fails_on_one() -> str:
+    clock = SimulatedClock()
+    model = Model(clock)
+    if dist.get_rank() == 1:
+        model.head.linear.weight.data = torch.zeros(2, 2)
+    try:
+        measure(model, clock)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_fails_tells_all() -> None:
+    for words in run_ranks(2, fails_on_one):
+        assert words.startswith("measuring layers failed on rank 1: RuntimeError: mat1 and mat2 shapes")
+
+
+def vision_transformer() -> nn.Module:
+    torch.manual_seed(0)
+    return VisionTransformer(img_size=8, patch_size=4, embed_dim=16, depth=3, num_heads=2, num_classes=5)
+
+
+def shard_and_measure() -> Any:
+    config = ShardConfig(tensor_parallel_process_group=dist.group.WORLD, enable_tensor_parallelism=True)
+    model, _ = ShardFormer(config).optimize(vision_transformer(), policy=TimmViTPolicy())
+    images = torch.randn(2, 3, 8, 8), torch.arange(2)
+    options: dict[str, Any] = {"tensor_parallel": 2, "group": dist.group.WORLD}
+    before = [parameter.clone() for parameter in model.parameters()]
+    measured = profile_layers(model, images, F.cross_entropy, micro_batches=[1, 2], least_seconds=0.0, **options)
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters(), strict=True))
+    return measured.profile
+
+
+def test_a_sharded_model_is_measured_as_shards() -> None:
+    one, other = run_ranks(2, shard_and_measure)
+    assert one == other
+    images = torch.randn(2, 3, 8, 8), torch.arange(2)
+    whole = profile_layers(vision_transformer(), images, F.cross_entropy, micro_batches=[1], least_seconds=0.0).profile
+    own, all_of = one.sizes[0], whole.sizes[0]
+    assert one.blocks == whole.blocks == 3 and own.tensor_parallel == 2
+    # qkv and the MLP's first layer are halved with their biases, proj and the second layer without; norms are whole.
+    h, four = 16, 4
+    halves = four * (3 * h * (h + 1) + h * h + 4 * h * (h + 1) + 4 * h * h) // 2
+    assert own.parameter_bytes[1] == halves + four * (2 * h + 4 * h)
+    assert own.parameter_bytes[0] == all_of.parameter_bytes[0]
+    assert all_of.activation_bytes[1] / 2 < own.activation_bytes[1] < all_of.activation_bytes[1]
+    assert own.output_bytes == all_of.output_bytes

@@ -1,0 +1,83 @@
+"""A group inside one process computes what the same group of processes does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+import colossal_hetero.layers as ours
+from colossal_hetero.testing.in_process import InProcessLinear, shard_in_process
+from tests.support.harness import run_ranks
+
+
+def small_vit() -> VisionTransformer:
+    torch.manual_seed(0)
+    return VisionTransformer(img_size=16, patch_size=8, embed_dim=36, depth=2, num_heads=12, num_classes=5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_idle_equals_the_whole_model(ranks: int) -> None:
+    whole = small_vit()
+    sharded = copy.deepcopy(whole)
+    shard_in_process(sharded, ranks)
+    x = torch.randn(3, 3, 16, 16)
+    for model in (whole, sharded):
+        model(x).square().sum().backward()
+    gradients = dict(sharded.named_parameters())
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(gradients[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+KINDS = {
+    "column": (ours.HeteroLinear1D_Col, 1, {}),
+    "fused": (ours.HeteroFusedLinear1D_Col, 3, {"split_sizes": [12, 12, 12]}),
+    "row": (ours.HeteroLinear1D_Row, 1, {}),
+}
+
+
+def keep(rank: int, columns: int) -> Any:
+    kept = torch.randperm(columns, generator=torch.Generator().manual_seed(rank))[: columns // 2].sort().values
+    return lambda x, weight, count: kept
+
+
+def run_rank(kind: str, slow: int) -> dict[str, Tensor]:
+    cls, _, options = KINDS[kind]
+    torch.manual_seed(1)
+    layer = cls.from_native_module(nn.Linear(24, 36), process_group=dist.group.WORLD, **options)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if rank == slow:
+        layer.assign(ours.Workload(prune=0.5, select=keep(rank, layer.contraction_columns)))
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(2))
+    x = (x.chunk(world, -1)[rank] if kind == "row" else x).clone().requires_grad_()
+    layer(x).square().sum().backward()
+    return {"dw": layer.weight.grad.clone(), "dx": x.grad}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_resized_equals_processes(kind: str, world: int) -> None:
+    slow = world - 1
+    processes = run_ranks(world, run_rank, kind, slow)
+    torch.manual_seed(1)
+    split = "row" if kind == "row" else "column"
+    layer = InProcessLinear(nn.Linear(24, 36), world, split, KINDS[kind][1])
+    shard = layer.shards[slow]
+    shard.assign(ours.Workload(prune=0.5, select=keep(slow, shard.contraction_columns)))
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    layer(x).square().sum().backward()
+    for rank, result in enumerate(processes):
+        dw = layer.part(layer.weight.grad, rank, 1 if split == "row" else 0)
+        torch.testing.assert_close(result["dw"], dw, rtol=1e-4, atol=1e-5)
+        dx = x.grad.chunk(world, -1)[rank] if split == "row" else x.grad
+        torch.testing.assert_close(result["dx"], dx, rtol=1e-4, atol=1e-5)
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="36 column features cannot be divided into 1 parts over 5 ranks"):
+        InProcessLinear(nn.Linear(24, 36), 5, "column")

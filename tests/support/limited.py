@@ -1,0 +1,146 @@
+"""Train under a limit of the address space, with or without a profile in between: ``python -m tests.support.limited``.
+
+A process of its own, because the limit holds for all that a process does. It prints what came of it as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import resource
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from colossal_hetero.profiling.aborted_step import abandon_step
+from colossal_hetero.profiling.batches.device_profiler import optimizer_state_bytes, profile_device
+from colossal_hetero.profiling.memory import ballast, is_out_of_memory, recover
+from colossal_hetero.profiling.preserved_state import untouched
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # Every tensor of some size is mapped and unmapped for itself, so that the address space holds what is in use.
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+}
+DEVICE = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Half a megabyte of activations per sample, running statistics and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 512)
+        self.norm = nn.BatchNorm1d(64)
+        self.dropout = nn.Dropout(0.1)
+        self.last = nn.Linear(512, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [batch, 64, 64]``"""
+        return self.last(self.dropout(torch.relu(self.norm(self.first(x)))).mean(1))
+
+
+def step(model: nn.Module, batch: int) -> tuple[float, float]:
+    start = time.perf_counter()
+    x, y = torch.randn(batch, 64, 64), torch.randint(0, 10, (batch,))
+    loss = F.cross_entropy(model(x), y)
+    forward = time.perf_counter() - start
+    loss.backward()
+    random.random(), np.random.rand()
+    return time.perf_counter() - start, forward
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[str]:
+    losses = []
+    for _ in range(steps):
+        x, y = torch.randn(4, 64, 64), torch.randint(0, 10, (4,))
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of everything that a profile must leave as it was."""
+    state = hashlib.sha256()
+    tensors = [*model.state_dict().values(), torch.get_rng_state()]
+    tensors += [value for entry in optimizer.state.values() for value in entry.values()]
+    for tensor in tensors:
+        state.update(tensor.numpy().tobytes())
+    rest = [random.getstate(), np.random.get_state()[1].tolist(), [module.training for module in model.modules()]]
+    rest += [parameter.grad is None for parameter in model.parameters()]
+    rest += [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    state.update(repr(rest).encode())
+    return state.hexdigest()
+
+
+def every_size(model: nn.Module, cap: int) -> int:
+    """The largest batch, found by trying 1, 2, 3, …"""
+    largest = 0
+    while largest < cap:
+        try:
+            step(model, largest + 1)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            recover(error)
+            break
+        largest += 1
+    return largest
+
+
+def limit_address_space(room: int) -> None:
+    """``room`` bytes more than are mapped now."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, hard))
+
+
+def main(
+    profiled: bool = True, trained_before: bool = True, room: int = 50_200_000, cap: int = 1000, to_come: int = 0
+) -> dict[str, Any]:
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    result: dict[str, Any] = {}
+    if trained_before:
+        train(model, optimizer, 2)
+        optimizer.zero_grad()
+    result["before"] = digest(model, optimizer)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    limit_address_space(room)
+    if profiled:
+        with untouched(model, optimizer):
+            sizes: list[int] = []
+            profile = profile_device(
+                lambda batch: (sizes.append(batch), step(model, batch))[1],
+                cap,
+                state_bytes_to_come=to_come + optimizer_state_bytes(optimizer),
+                device=DEVICE,
+                abandon=lambda: abandon_step(model, optimizer),
+            )
+            result.update(profile=profile.model_dump(), sizes=sizes)
+        if not profile.max_batch:
+            resource.setrlimit(resource.RLIMIT_AS, limits)  # to train at all
+        else:
+            with untouched(model, optimizer), ballast(to_come + optimizer_state_bytes(optimizer), DEVICE):
+                step(model, 1)
+                result["every_size"] = every_size(model, cap)
+    result["after"] = digest(model, optimizer)
+    result["losses"] = train(model, optimizer, 3)
+    result["trained"] = digest(model, optimizer)
+    return result
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(**json.loads(sys.argv[1]))))

@@ -1,0 +1,6 @@
+"""Where tests find files."""
+
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+CLUSTERS = REPOSITORY / "examples" / "plans" / "clusters"

@@ -1,0 +1,4 @@
+"""Modules that the fork server of :mod:`tests.support.harness` loads once for all test processes."""
+
+import colossal_hetero.layers
+import colossal_hetero.plugin.hybrid  # noqa: F401

@@ -1,0 +1,185 @@
+"""Train a tiny vision transformer through ``Booster.boost``, on clocks that tell what a test wants them to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from colossalai.booster.plugin import HybridParallelPlugin
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
+from colossal_hetero.balance.measure.clock import IterationTimes
+from colossal_hetero.layers import TimmViTPolicy
+from colossal_hetero.plugin import hybrid
+
+BATCH = 6
+CLASSES = 7
+
+
+def tiny_vit(seed: int = 0, **options: Any) -> VisionTransformer:
+    """Heads of 3, and rows and columns that 2, 3 and 4 ranks share without a power of two among them."""
+    torch.manual_seed(seed)
+    sizes = dict(img_size=8, patch_size=4, num_classes=CLASSES, embed_dim=36, depth=2, num_heads=12, mlp_ratio=5 / 3)
+    return VisionTransformer(**(sizes | options))
+
+
+def batch(number: int = 0, replica: int = 0, size: int = BATCH) -> tuple[Tensor, Tensor]:
+    """Images ``[size, 3, 8, 8]`` and labels of the given number, another one for every data-parallel replica."""
+    generator = torch.Generator().manual_seed(1000 * replica + number)
+    return torch.randn(size, 3, 8, 8, generator=generator), torch.arange(size) % CLASSES
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.float(), labels)
+
+
+# Clocks ----------------------------------------------------------------------------------------------------------
+
+Slowdown = Callable[[int, int], float]
+"""χ of a global rank in an iteration."""
+
+
+class ScriptedClock:
+    """Tells the times of a rank that is as slow as the script says, and prunes as much as it does."""
+
+    MATMUL_SECONDS = 0.8
+    OTHER_SECONDS = 0.2
+
+    def __init__(self, slowdown: Slowdown) -> None:
+        self._slowdown = slowdown
+        self._finished: list[IterationTimes] = []
+
+    def mark(self, part: str) -> None: ...
+
+    def start(self) -> None: ...
+
+    def stop(self, tag: Any = None) -> None:
+        iteration, shares = tag
+        matmul = self.MATMUL_SECONDS * self._slowdown(dist.get_rank(), iteration) * shares.load
+        self._finished.append(IterationTimes(matmul, 0.01, self.OTHER_SECONDS, tag))
+
+    def read(self) -> list[IterationTimes]:
+        finished, self._finished = self._finished, []
+        return finished
+
+
+def nobody(rank: int, iteration: int) -> float:
+    return 1.0
+
+
+@contextmanager
+def scripted(slowdown: Slowdown = nobody) -> Iterator[None]:
+    """Plugins that boost inside get a :class:`ScriptedClock`."""
+    with patch.object(hybrid, "make_clock", lambda device: ScriptedClock(slowdown)):
+        yield
+
+
+# Training --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trained:
+    """What a run left behind on one rank."""
+
+    losses: list[float]
+    """Of every iteration; empty on pipeline stages other than the one that computes it."""
+    model: Any
+    optimizer: Any
+    booster: Booster
+    plugin: Any
+    plans: list[tuple[float, ...]] = field(default_factory=list)
+    """The ratios by rank in the group that hold after each iteration."""
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's shares."""
+        return {name: parameter.detach().clone() for name, parameter in self.model.unwrap().named_parameters()}
+
+
+def ours(balance: BalanceConfig | None = None, **options: Any) -> HeteroHybridParallelPlugin:
+    return HeteroHybridParallelPlugin(**(dict(pp_size=1, precision="fp32") | options), balance=balance)
+
+
+def theirs(**options: Any) -> HybridParallelPlugin:
+    """Colossal-AI's own plugin."""
+    return HybridParallelPlugin(**(dict(pp_size=1, precision="fp32", custom_policy=TimmViTPolicy()) | options))
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    """Unlike AdamW it does not divide by gradients that are zero but for rounding."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def boost(
+    plugin: Any, model: nn.Module | None = None, make_optimizer: Callable[[nn.Module], Optimizer] = adamw
+) -> Trained:
+    model = tiny_vit() if model is None else model
+    optimizer = make_optimizer(model)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, optimizer, loss_of)
+    return Trained([], model, optimizer, booster, plugin)
+
+
+def train(
+    run: Trained,
+    iterations: int,
+    accumulation: int = 1,
+    same_batch: bool = False,
+    each: Callable[[int], None] = lambda iteration: None,
+    no_sync: bool = True,
+) -> Trained:
+    """Go on with ``run``; ``each`` is called with the iteration's number after its step.
+
+    With ``no_sync`` gradients are accumulated before they are summed over replicas.
+    """
+    plugin, model, optimizer = run.plugin, run.model, run.optimizer
+    replica = int(plugin.pg_mesh.coordinate(plugin.dp_axis))
+    for iteration in range(iterations):
+        total: float | None = None
+        for micro in range(accumulation):
+            images, labels = batch(0 if same_batch else accumulation * iteration + micro, replica)
+            synchronized = not no_sync or micro == accumulation - 1
+            with nullcontext() if synchronized else run.booster.no_sync(model, optimizer):
+                if plugin.pp_size > 1:
+                    loss = run.booster.execute_pipeline(
+                        iter([(images, labels)]),
+                        model,
+                        lambda outputs, inputs: loss_of(outputs, inputs[1]),
+                        optimizer,
+                        return_loss=True,
+                    )["loss"]
+                else:
+                    loss = loss_of(model(images), labels) / accumulation
+                    run.booster.backward(loss, optimizer)
+            if loss is not None:
+                total = (total or 0.0) + loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        if total is not None:
+            run.losses.append(total)
+        balancer = getattr(plugin, "balancer", None)
+        if balancer is not None:
+            run.plans.append(balancer.plan.resize)
+        each(iteration)
+    return run
+
+
+def assert_same_parameters(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    """Bit for bit."""
+    assert list(actual) == list(expected), what
+    for name in expected:
+        assert torch.equal(actual[name], expected[name]), f"{what}: {name} differs"

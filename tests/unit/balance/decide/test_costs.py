@@ -1,0 +1,112 @@
+"""What balancing costs: fits, the model's functions, and what is learnt while training."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossal_hetero.balance import Costs, Plan, RankTimes, predicted_seconds
+from colossal_hetero.balance.decide.costs import Traffic, Volume, fit_affine
+
+COSTS = Costs(
+    resize_fixed=0.03,
+    resize_per_share=0.05,
+    migrate_fixed_seconds=0.02,
+    migrate_seconds_per_share=0.1,
+    receive_factor=1.1,
+    communication_scale=2.0,
+)
+
+
+@given(st.floats(0, 10), st.floats(0, 10))
+def test_a_line_is_found_again(fixed: float, slope: float) -> None:
+    xs = np.array([0.125, 0.25, 0.5, 0.75])
+    assert fit_affine(xs, fixed + slope * xs) == pytest.approx((fixed, slope), abs=1e-9)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(-100, 100)), min_size=1, max_size=8))
+def test_no_line_with_negative_costs_fits_better(points: list[tuple[float, float]]) -> None:
+    xs, ys = (np.array(values) for values in zip(*points, strict=True))
+    fixed, slope = fit_affine(xs, ys)
+    assert fixed >= 0 and slope >= 0
+
+    def error(a: float, b: float) -> float:
+        return float(((a + b * xs - ys) ** 2).sum())
+
+    found = error(fixed, slope)
+    scale = 1.0 + float((ys**2).sum())
+    for a in (0.0, 0.5 * fixed, fixed, 1.1 * fixed + 0.1):
+        for b in (0.0, 0.5 * slope, slope, 1.1 * slope + 0.1):
+            assert found <= error(a, b) + 1e-9 * scale
+
+
+def test_fits_by_hand() -> None:
+    assert fit_affine([1.0, 2.0], [3.0, 3.0]) == (3.0, 0.0)
+    assert fit_affine([1.0, 2.0], [3.0, 1.0]) == (2.0, 0.0)  # falling: no slope, the mean
+    assert fit_affine([1.0, 2.0], [0.0, 2.0]) == pytest.approx((0.0, 0.8))  # through the origin
+    assert fit_affine([0.5], [2.0]) == (2.0, 0.0)
+    with pytest.raises(ValueError, match="at least one"):
+        fit_affine([], [])
+    with pytest.raises(ValueError, match="as many"):
+        fit_affine([1.0, 2.0], [1.0])
+
+
+def test_functions_by_hand() -> None:
+    assert COSTS.omega(0.5, 4.0) == pytest.approx((0.03 + 0.025) * 4.0)
+    assert COSTS.phi1(0.5) == pytest.approx(2.0 * (0.02 + 0.05))
+    assert COSTS.phi2(0.5, 4.0) == pytest.approx(1.1 * 2.0)
+    assert COSTS.omega(0.0, 4.0) == COSTS.phi1(0.0) == COSTS.phi2(0.0, 4.0) == 0.0
+
+
+def test_predicted_seconds_by_hand() -> None:
+    times = [RankTimes(1.0, 0.5, 0.4), RankTimes(4.0, 3.5, 0.1)]
+    plan = Plan(resize=(0.0, 0.25), migrate=(0.0, 0.5), receive=(0.5, 0.0))
+    receiver = 1.0 + 1.1 * 0.5 * 0.5
+    straggler = 0.5 + 3.5 * 0.25 + (0.03 + 0.05 * 0.25) * 3.5
+    assert straggler > receiver
+    assert predicted_seconds(times, COSTS, plan) == pytest.approx(straggler + 2.0 * (0.02 + 0.1 * 0.5) + 0.1)
+    assert predicted_seconds(times, COSTS, Plan.idle(2)) == pytest.approx(4.1)
+
+
+@pytest.mark.parametrize("bad", [-0.1, math.nan, math.inf])
+@pytest.mark.parametrize(
+    "name",
+    ["resize_fixed", "resize_per_share", "migrate_fixed_seconds", "migrate_seconds_per_share", "receive_factor"],
+)
+def test_impossible_costs_are_refused(name: str, bad: float) -> None:
+    with pytest.raises(ValueError, match=f"{name}=.*must be finite and not negative"):
+        Costs(**{name: bad})
+
+
+@pytest.mark.parametrize("name", ["receive_factor", "communication_scale"])
+def test_factors_must_be_positive(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=0 must be positive"):
+        Costs(**{name: 0.0})
+
+
+@given(st.floats(0.3, 3.5))
+def test_corrections_arrive_at_what_is_measured(true_scale: float) -> None:
+    costs = Costs(migrate_fixed_seconds=0.02, migrate_seconds_per_share=0.1)
+    measured = true_scale * costs.phi1(0.5)
+    for _ in range(30):
+        costs = costs.corrected(costs.phi1(0.5), measured)
+    assert costs.phi1(0.5) == pytest.approx(measured, rel=1e-3)
+
+
+def test_corrections_are_smoothed_and_limited() -> None:
+    assert Costs().corrected(1.0, 2.0).communication_scale == pytest.approx(math.sqrt(2.0))
+    assert Costs().corrected(1.0, 1e6).communication_scale == 4.0
+    assert Costs().corrected(1.0, 0.0).communication_scale == 0.25
+    for predicted, measured in ((0.0, 1.0), (math.nan, 1.0), (1.0, math.nan), (1.0, -1.0)):
+        assert Costs().corrected(predicted, measured) == Costs()
+
+
+def test_traffic_adds_up() -> None:
+    one = Traffic(Volume(1, 100), Volume(2, 10), Volume(3, 7))
+    two = Traffic(broadcast=Volume(1, 1))
+    assert one + two == Traffic(Volume(1, 100), Volume(3, 11), Volume(3, 7))
+    assert 3 * one == one * 3 == one + one + one

@@ -1,0 +1,138 @@
+"""From shares to ranges of units: sums, coverage, grains, and the paper's numbering."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colossal_hetero.balance import Division, Move, Plan, divide
+from colossal_hetero.balance.decide.divide import effective_grain
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    ranks = draw(st.integers(1, 8))
+    gives = [draw(st.booleans()) for _ in range(ranks)]
+    gives[draw(st.integers(0, ranks - 1))] = False
+    resize = [draw(st.one_of(st.just(0.0), st.floats(0, 0.95))) for _ in range(ranks)]
+    migrate = [draw(st.floats(0, 1)) * (1 - r) if give else 0.0 for r, give in zip(resize, gives, strict=True)]
+    weights = [0.0 if give else draw(st.one_of(st.just(0.0), st.floats(0.1, 1))) for give in gives]
+    if not any(weights):
+        weights[gives.index(False)] = 1.0
+    total = math.fsum(weights)
+    return Plan(tuple(resize), tuple(migrate), tuple(math.fsum(migrate) * weight / total for weight in weights))
+
+
+units_counts = st.one_of(st.integers(1, 100), st.integers(1, 5000), st.sampled_from([64, 768, 1024, 4096]))
+grains = st.sampled_from([1, 2, 16, 64, 100])
+
+
+@settings(max_examples=500)
+@given(units_counts, plans(), grains)
+def test_every_unit_is_somewhere_once(units: int, plan: Plan, grain: int) -> None:
+    division = divide(units, plan, grain)
+    ranks = range(len(plan.resize))
+    assert sum(division.given(rank) for rank in ranks) == sum(division.taken(rank) for rank in ranks)
+    for rank in ranks:
+        assert division.kept(rank) >= 1 and division.pruned[rank] >= 0
+        assert division.kept(rank) + division.pruned[rank] + division.given(rank) == units
+        assert division.given(rank) == 0 or division.taken(rank) == 0
+        if plan.migrate[rank] == 0:
+            assert division.given(rank) == 0
+        if plan.receive[rank] == 0:
+            assert division.taken(rank) == 0
+        if plan.resize[rank] == 0:
+            assert division.pruned[rank] == 0
+        own = [move for move in division.moves if move.sender == rank]
+        covered = [unit for move in own for unit in range(move.start, move.stop)]
+        assert covered == list(range(units - division.given(rank), units))
+    assert sum(division.loads) * units == pytest.approx(len(ranks) * units - sum(division.pruned))
+    pairs = Counter((move.sender, move.receiver) for move in division.moves)
+    assert all(count == 1 for count in pairs.values())
+    assert all(move.units > 0 for move in division.moves)
+
+
+@given(units_counts, plans(), grains)
+def test_is_deterministic(units: int, plan: Plan, grain: int) -> None:
+    assert divide(units, plan, grain) == divide(units, plan, grain)
+
+
+@given(units_counts, plans(), grains)
+def test_shares_are_met_to_a_grain(units: int, plan: Plan, grain: int) -> None:
+    division = divide(units, plan, grain)
+    step = effective_grain(units, grain)
+    total = sum(division.given(rank) for rank in range(len(plan.resize)))
+    for rank in range(len(plan.resize)):
+        if (plan.resize[rank] + plan.migrate[rank]) * units < units - 2 * step:
+            assert abs(division.pruned[rank] - plan.resize[rank] * units) <= step
+            assert abs(division.given(rank) - plan.migrate[rank] * units) <= 1.5 * step
+        if total:
+            assert abs(division.taken(rank) - total * plan.receive[rank] / math.fsum(plan.receive)) <= 2 * step
+
+
+@given(st.integers(1, 20), plans(), st.sampled_from([16, 64]))
+def test_what_is_kept_is_a_multiple_of_the_grain(thousands: int, plan: Plan, grain: int) -> None:
+    units = 1000 * thousands + 7
+    division = divide(units, plan, grain)
+    for rank in range(len(plan.resize)):
+        assert division.kept(rank) == units or division.kept(rank) % effective_grain(units, grain) == 0
+
+
+def test_grains() -> None:
+    assert [effective_grain(units, 64) for units in (1, 12, 63, 64, 512, 768, 1024, 2048, 10**6)] == [
+        *(1, 1, 1, 2, 16, 16, 32, 64, 64)
+    ]
+    assert effective_grain(4096, 1) == 1 and effective_grain(4096, 100) == 64
+
+
+def one_straggler(ranks: int, slow: int, share: float) -> Plan:
+    return Plan(
+        resize=(0.0,) * ranks,
+        migrate=tuple(share if rank == slow else 0.0 for rank in range(ranks)),
+        receive=tuple(0.0 if rank == slow else share / (ranks - 1) for rank in range(ranks)),
+    )
+
+
+@given(st.integers(2, 8), st.integers(0, 7), st.integers(1, 90))
+def test_one_straggler_deals_as_the_paper_does(ranks: int, slow: int, given_units: int) -> None:
+    """``P_r = P[m(r′ − 1) : m r′]`` with ``r′ = (r + e − s) mod e``, remainders to the first receivers."""
+    slow %= ranks
+    division = divide(100, one_straggler(ranks, slow, given_units / 100), grain=1)
+    assert division.given(slow) == given_units
+    each, rest = divmod(given_units, ranks - 1)
+    expected, start = [], 100 - given_units
+    for number in range(1, ranks):
+        count = each + (number <= rest)
+        if count:
+            expected.append(Move(slow, (slow + number) % ranks, start, start + count))
+        start += count
+    assert list(division.moves) == expected
+
+
+def test_by_hand() -> None:
+    plan = Plan(resize=(0.0, 0.25, 0.0, 0.0), migrate=(0.0, 0.5, 0.75, 0.0), receive=(0.625, 0.0, 0.0, 0.625))
+    division = divide(1024, plan)  # in grains of 32
+    assert division.moves == (Move(1, 3, 512, 1024), Move(2, 3, 256, 384), Move(2, 0, 384, 1024))
+    assert division.pruned == (0, 256, 0, 0)
+    assert division.loads == (1.625, 0.25, 0.25, 1.625)
+    assert [division.kept(rank) for rank in range(4)] == [1024, 256, 256, 1024]
+
+
+def test_few_units_are_given_where_that_is_faster() -> None:
+    """Six heads: 2.1 of them would be exact. Giving a third one would make the receiver later than it relieves."""
+    assert divide(6, one_straggler(2, 0, 0.35)).given(0) == 2
+    assert divide(6, one_straggler(2, 0, 0.40)).given(0) == 3
+
+
+def test_a_plan_that_moves_nothing() -> None:
+    assert divide(10, Plan.idle(3)) == Division(10, (0, 0, 0), ())
+
+
+@pytest.mark.parametrize("units, grain", [(0, 1), (1, 0)])
+def test_nothing_to_divide(units: int, grain: int) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        divide(units, Plan.idle(2), grain)

@@ -1,0 +1,205 @@
+"""Mode auto's plans against everything else that is allowed, and against the bounds known in closed form."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colossal_hetero.balance import Costs, Plan, RankTimes, predicted_seconds
+from colossal_hetero.balance.decide.optimum import RESERVE, optimal_plan
+from colossal_hetero.balance.report.summary import lossless_seconds
+
+FREE = Costs()
+cost = st.one_of(st.just(0.0), st.floats(0.01, 0.5))
+all_costs = st.builds(
+    Costs,
+    resize_fixed=cost,
+    resize_per_share=cost,
+    migrate_fixed_seconds=cost,
+    migrate_seconds_per_share=cost,
+    receive_factor=st.floats(0.7, 1.5),
+    communication_scale=st.floats(0.25, 4),
+)
+slowdowns = st.one_of(st.just(1.0), st.floats(1, 10), st.floats(10, 2000))
+caps = st.one_of(st.just(0.0), st.floats(0.01, 0.99))
+
+
+@st.composite
+def groups(draw: st.DrawFn, most_ranks: int = 5) -> list[RankTimes]:
+    matmul = draw(st.lists(slowdowns, min_size=2, max_size=most_ranks))
+    return [RankTimes(seconds + other, seconds) for seconds in matmul for other in [draw(st.floats(0, 0.5))]]
+
+
+def pruning_limits(times: list[RankTimes], costs: Costs, cap: float) -> np.ndarray:
+    """The most that each rank may prune: not below the fastest rank's time."""
+    work = np.array([time.work_seconds for time in times])
+    matmul = np.array([time.matmul_seconds for time in times])
+    gain = 1.0 - costs.resize_per_share
+    to_least = ((work - work.min()) / matmul + costs.resize_fixed) / gain
+    return np.where(work > work.min(), np.minimum(to_least, min(cap, 1.0 - RESERVE)), 0.0)
+
+
+def random_seconds(
+    times: list[RankTimes], costs: Costs, cap: float, start: Plan, random: np.random.Generator, count: int
+) -> np.ndarray:
+    """Predicted seconds of ``count`` allowed plans, many of them near ``start``."""
+    ranks = len(times)
+    work = np.array([time.work_seconds for time in times])
+    matmul = np.array([time.matmul_seconds for time in times])
+    limit = pruning_limits(times, costs, cap)
+    near = random.random((count, 1)) < 0.5
+    step = 10.0 ** random.uniform(-6, -0.5, (count, 1)) * random.normal(size=(3, count, ranks))
+    touched = random.random((3, count, ranks)) < 0.5
+    shares = np.array([start.resize, start.migrate, start.receive])[:, None, :]
+    moved = np.maximum(shares + step * touched * (shares + 0.1 * (random.random((3, count, ranks)) < 0.2)), 0.0)
+    anywhere = random.random((3, count, ranks)) * (random.random((3, count, ranks)) < 0.5)
+    resize, migrate, receive = np.where(
+        near, moved, anywhere * np.stack([limit, np.ones(ranks), np.ones(ranks)])[:, None]
+    )
+    resize = np.minimum(resize, limit)
+    migrate = np.minimum(np.where(work > work.min(), migrate, 0.0), 1.0 - RESERVE - resize)
+    receive = np.where(migrate > 0, 0.0, receive)
+    total, taken = migrate.sum(1, keepdims=True), receive.sum(1, keepdims=True)
+    possible = (taken > 0) | (total == 0)
+    receive = receive * np.divide(total, taken, out=np.zeros_like(total), where=taken > 0)
+    own = work - (resize + migrate) * matmul + costs.receive_factor * matmul * receive
+    own += np.where(resize > 0, costs.resize_fixed * matmul, 0.0) + costs.resize_per_share * resize * matmul
+    total = total[:, 0]
+    sending = costs.communication_scale * (costs.migrate_fixed_seconds + costs.migrate_seconds_per_share * total)
+    return np.where(possible[:, 0], own.max(1) + np.where(total > 0, sending, 0.0), np.inf)
+
+
+@settings(max_examples=300, deadline=None)
+@given(groups(), all_costs, caps, st.integers(0, 2**32 - 1))
+def test_no_allowed_plan_is_better(times: list[RankTimes], costs: Costs, cap: float, seed: int) -> None:
+    plan = optimal_plan(times, costs, cap)
+    found = predicted_seconds(times, costs, plan)
+    others = random_seconds(times, costs, cap, plan, np.random.default_rng(seed), 3000)
+    assert found <= others.min() * (1 + 1e-9)
+    assert found <= predicted_seconds(times, costs, Plan.idle(len(times))) * (1 + 1e-9)
+
+
+@settings(deadline=None)
+@given(groups(8), all_costs, caps)
+def test_plans_keep_to_the_limits(times: list[RankTimes], costs: Costs, cap: float) -> None:
+    plan = optimal_plan(times, costs, cap)
+    limit = pruning_limits(times, costs, cap)
+    for rank in range(len(times)):
+        assert plan.resize[rank] <= limit[rank] * (1 + 1e-9)
+        assert plan.resize[rank] + plan.migrate[rank] <= 1.0 - RESERVE + 1e-9
+        assert plan.load(rank) > 0
+        assert plan.migrate[rank] == 0 or plan.receive[rank] == 0
+
+
+def fine_grid(times: list[RankTimes], costs: Costs, cap: float) -> float:
+    """The best of all plans of two ranks, the second of them slow, on a grid."""
+    gamma, mu = (axis.ravel() for axis in np.meshgrid(np.linspace(0, 1, 401), np.linspace(0, 1 - RESERVE, 1001)))
+    allowed = (gamma <= pruning_limits(times, costs, cap)[1]) & (gamma + mu <= 1.0 - RESERVE)
+    gamma, mu = gamma[allowed], mu[allowed]
+    fast, slow = times
+    receiver = fast.work_seconds + costs.receive_factor * mu * fast.matmul_seconds
+    omega = np.where(gamma > 0, costs.resize_fixed + costs.resize_per_share * gamma, 0.0)
+    sender = slow.work_seconds + (omega - gamma - mu) * slow.matmul_seconds
+    sending = costs.communication_scale * (costs.migrate_fixed_seconds + costs.migrate_seconds_per_share * mu)
+    return float((np.maximum(receiver, sender) + np.where(mu > 0, sending, 0.0)).min())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(1.01, 20), st.floats(0, 0.5), all_costs, caps)
+def test_two_ranks_against_a_grid(slowdown: float, other: float, costs: Costs, cap: float) -> None:
+    times = [RankTimes(1.0 + other, 1.0), RankTimes(slowdown + other, slowdown)]
+    found = predicted_seconds(times, costs, optimal_plan(times, costs, cap))
+    best = fine_grid(times, costs, cap)
+    assert best * (1 + 1e-9) >= found >= best - 4e-3 * (slowdown + costs.receive_factor)
+
+
+@given(st.integers(2, 16), st.floats(1.01, 50), st.floats(0.01, 10), st.floats(0, 10))
+def test_one_straggler_without_costs_is_the_papers_bound(
+    ranks: int, slowdown: float, matmul: float, other: float
+) -> None:
+    """``e / (e − 1 + 1/χ)`` of the homogeneous matmul time."""
+    chis = [1.0] * (ranks - 1) + [slowdown]
+    times = [RankTimes(other + chi * matmul, chi * matmul) for chi in chis]
+    plan = optimal_plan(times, FREE, 0.0)
+    assert plan.resize == (0.0,) * ranks
+    bound = ranks / (ranks - 1 + 1 / slowdown)
+    assert predicted_seconds(times, FREE, plan) == pytest.approx(other + matmul * bound)
+
+
+@given(groups(8))
+def test_lossless_plans_without_costs_reach_the_reports_bound(times: list[RankTimes]) -> None:
+    plan = optimal_plan(times, FREE, 0.0)
+    other = [time.work_seconds - time.matmul_seconds for time in times]
+    bound = lossless_seconds(other, [time.matmul_seconds for time in times])
+    found = predicted_seconds(times, FREE, plan)
+    # The bound lets a rank give everything away, and lets fast ranks give.
+    reserve = max(o + RESERVE * time.matmul_seconds for o, time in zip(other, times, strict=True))
+    assert bound <= found * (1 + 1e-9) and found == pytest.approx(max(bound, reserve), rel=1e-3)
+
+
+@given(groups(8), st.floats(0.01, 0.99))
+def test_free_pruning_to_the_fastest_rank_needs_no_migration(times: list[RankTimes], cap: float) -> None:
+    least = min(time.work_seconds for time in times)
+    capped = [
+        RankTimes(min(time.work_seconds, least + 0.5 * cap * time.matmul_seconds), time.matmul_seconds)
+        for time in times
+    ]
+    plan = optimal_plan(capped, FREE, cap)
+    assert max(plan.migrate) <= 1e-6
+    assert predicted_seconds(capped, FREE, plan) == pytest.approx(least)
+
+
+def test_only_what_is_needed_is_pruned() -> None:
+    """Rank 2 cannot be pruned further than to 5 s, and migrating is too dear: rank 1 need not be faster than that."""
+    times = [RankTimes(1.0, 1.0), RankTimes(6.0, 6.0), RankTimes(10.0, 10.0)]
+    plan = optimal_plan(times, Costs(migrate_fixed_seconds=100.0), 0.5)
+    assert plan.resize == pytest.approx((0.0, 1 / 6, 0.5)) and plan.migrate == (0.0, 0.0, 0.0)
+
+
+def test_a_rank_prunes_for_another_that_may_not_prune_more() -> None:
+    times = [RankTimes(1.0, 1.0), RankTimes(2.0, 2.0), RankTimes(8.0, 8.0)]
+    plan = optimal_plan(times, FREE, 0.5)
+    # Half of rank 1's work goes, then it is as fast as rank 0, and they share what rank 2 may not prune.
+    assert plan.resize == pytest.approx((0.0, 0.5, 0.5))
+    deadline = predicted_seconds(times, FREE, plan)
+    assert (deadline - 1.0) + (deadline - 1.0) / 2.0 == pytest.approx((4.0 - deadline) / 8.0)
+
+
+def test_stragglers_begin_at_the_margin() -> None:
+    times = [RankTimes(1.0, 1.0), RankTimes(1.09, 1.09), RankTimes(3.0, 3.0)]
+    plan = optimal_plan(times, FREE, 0.0, straggler_margin=0.1)
+    assert plan.migrate[1] == 0.0 and plan.migrate[2] > 0
+    assert optimal_plan(times[:2], FREE, 0.9, straggler_margin=0.1) == Plan.idle(2)
+
+
+@pytest.mark.parametrize(
+    "times, costs, note",
+    [
+        ([RankTimes(1.0, 1.0)] * 2, FREE, "nothing migrated: nobody is slow"),
+        ([RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)], FREE, "migration pays: 1.6 s with, 4 s without"),
+        (
+            [RankTimes(0.1, 0.1, 0.012), RankTimes(0.12, 0.12, 0.05)],
+            Costs(migrate_fixed_seconds=0.1),
+            "migration cannot pay: 0.221 s with, 0.132 s without",
+        ),
+        ([RankTimes(1.0, 0.0), RankTimes(4.0, 0.0)], FREE, "nothing migrated: nobody is slow"),
+    ],
+)
+def test_notes_say_why(times: list[RankTimes], costs: Costs, note: str) -> None:
+    assert optimal_plan(times, costs, 0.0).note == note
+
+
+def test_a_thousand_ranks() -> None:
+    random = np.random.default_rng(0)
+    chis = np.where(random.random(1024) < 0.5, 1.0, random.uniform(1, 8, 1024))
+    times = [RankTimes(0.3 + 0.7 * chi, 0.7 * chi) for chi in chis.tolist()]
+    costs = Costs(0.02, 0.05, 0.01, 0.001, 1.05)
+    for cap in (0.0, 0.5, 0.9):
+        plan = optimal_plan(times, costs, cap)
+        assert math.fsum(plan.migrate) == pytest.approx(math.fsum(plan.receive))
+        others = random_seconds(times, costs, cap, plan, random, 200)
+        assert predicted_seconds(times, costs, plan) <= others.min() * (1 + 1e-9)

@@ -1,0 +1,149 @@
+"""SEMI's division of stragglers: Eq. 2, Eq. 3 and Algorithm 2."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossal_hetero.balance import Costs, Plan, RankTimes, predicted_seconds
+from colossal_hetero.balance.decide.semi import (
+    divide_stragglers,
+    migrating_stragglers,
+    resize_and_migrate,
+    semi_plan,
+)
+
+FREE = Costs()
+
+
+def group(*slowdowns: float, other: float = 0.0) -> list[RankTimes]:
+    return [RankTimes(other + slowdown, slowdown) for slowdown in slowdowns]
+
+
+FIG_11 = group(8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0)
+"""The setting of the paper's Fig. 11: half of eight ranks straggle."""
+
+costs = st.floats(0, 0.3)
+
+
+@given(st.floats(1.2, 10), st.integers(2, 8), st.floats(0, 1), costs, costs, costs, costs, st.floats(0.7, 1.5))
+def test_eq2_balances_both_costs(
+    slowdown: float,
+    ranks: int,
+    other: float,
+    fixed: float,
+    per_share: float,
+    sending: float,
+    per_sent: float,
+    factor: float,
+) -> None:
+    times = group(slowdown, *(1.0,) * (ranks - 1), other=other)
+    model = Costs(fixed, per_share, sending, per_sent, factor, 0.5)
+    resized, migrated = resize_and_migrate(times, model, 0, 1.0)
+    assert resized + migrated == pytest.approx((slowdown - 1.0) / slowdown)
+    # With nothing migrated Φ1 has no fixed part, and with nothing resized Ω none; the equation keeps both.
+    resizing = (fixed + per_share * resized) * slowdown
+    migrating = 0.5 * (sending + per_sent * migrated) + factor * migrated / (ranks - 1)
+    if resized > 1e-12 and migrated > 0:
+        assert resizing == pytest.approx(migrating)
+    elif migrated == 0:
+        assert resizing <= migrating + 1e-12
+    else:
+        assert resizing >= migrating - 1e-9
+
+
+def test_eq2_by_hand() -> None:
+    # γ = 0.75; 0.1·4 = migrated·1
+    assert resize_and_migrate(group(1.0, 4.0), Costs(resize_fixed=0.1), 1, 0.9) == pytest.approx((0.35, 0.4))
+    assert resize_and_migrate(group(1.0, 4.0), FREE, 1, 0.9) == (0.75, 0.0)  # resizing is free
+    assert resize_and_migrate(group(1.0, 4.0), FREE, 1, 0.5) == (0.5, 0.25)  # but not allowed
+    assert resize_and_migrate(group(1.0, 4.0), FREE, 1, 0.0) == (0.0, 0.75)
+    dear = Costs(resize_fixed=10.0)
+    assert resize_and_migrate(group(1.0, 4.0), dear, 1, 0.9) == (0.0, 0.75)
+
+
+def test_one_straggler() -> None:
+    plan = semi_plan(group(1.0, 1.0, 4.0), Costs(resize_fixed=0.1), 0.9)
+    assert plan.resize == pytest.approx((0.0, 0.0, 0.0))
+    assert plan.migrate == pytest.approx((0.0, 0.0, 0.75)) and plan.receive == pytest.approx((0.375, 0.375, 0.0))
+    assert plan.note == "Eq. 2: the straggler migrates 75% of its work and prunes 0%"
+
+
+@pytest.mark.parametrize("fixed, x", [(0.0, 4), (0.3, 3), (2.0, 3), (2.5, 2), (4.0, 2), (6.0, 1), (8.0, 0)])
+def test_eq3_counts_those_for_whom_migration_pays(fixed: float, x: int) -> None:
+    """f(x) = 7 − 0.22, 5 − 0.43, 3 − 0.61, 1 − 0.74, each less the communication."""
+    assert migrating_stragglers(FIG_11, Costs(migrate_fixed_seconds=fixed), [0, 1, 2, 3]) == x
+
+
+def test_several_stragglers() -> None:
+    plan = divide_stragglers(FIG_11, [0, 1, 2], [0, 1, 2, 3], 0.9)
+    assert plan.migrate == pytest.approx((7 / 8, 5 / 6, 3 / 4, 0, 0, 0, 0, 0))
+    assert plan.resize == pytest.approx((0, 0, 0, 0.5, 0, 0, 0, 0))
+    taken = (7 / 8 + 5 / 6 + 3 / 4) / 4
+    assert plan.receive == pytest.approx((0, 0, 0, 0, taken, taken, taken, taken))
+    assert plan.note == "Eq. 3: of 4 stragglers 3 migrate and 1 resize"
+
+
+def test_resizing_ranks_that_received_would_be_late() -> None:
+    """Why only those receive that do not straggle."""
+    costs = Costs(migrate_fixed_seconds=0.3)
+    plan = divide_stragglers(FIG_11, [0, 1, 2], [0, 1, 2, 3], 0.9)
+    taken = sum(plan.migrate) / 5
+    printed = Plan(plan.resize, plan.migrate, (0.0,) * 3 + (taken,) * 5)
+    assert predicted_seconds(FIG_11, costs, plan) == pytest.approx(0.3 + 1.6146, abs=1e-4)
+    assert predicted_seconds(FIG_11, costs, printed) == pytest.approx(0.3 + 1.9833, abs=1e-4)
+
+
+@given(
+    st.lists(st.floats(1.2, 10), min_size=2, max_size=4),
+    st.integers(1, 4),
+    costs,
+    costs,
+    costs,
+    costs,
+    st.floats(0, 0.9),
+)
+def test_no_number_of_migrating_stragglers_is_faster(
+    slowdowns: list[float], healthy: int, fixed: float, per_share: float, sending: float, per_sent: float, cap: float
+) -> None:
+    times = group(*slowdowns, *(1.0,) * healthy, other=0.2)
+    model = Costs(fixed, per_share, sending, per_sent)
+    slowest = sorted(range(len(slowdowns)), key=lambda rank: (-slowdowns[rank], rank))
+    most = migrating_stragglers(times, model, slowest)
+    found = predicted_seconds(times, model, semi_plan(times, model, cap))
+    for count in range(most + 1):
+        by_hand = divide_stragglers(times, slowest[:count], slowest, cap)
+        assert found <= predicted_seconds(times, model, by_hand) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cap, x", [(0.9, 1), (0.5, 3), (0.0, 4)])
+def test_the_division_of_fig_11(cap: float, x: int) -> None:
+    """Where half may be pruned, three migrate, which the paper found best by hand."""
+    model = Costs(0.03, 0.05, 0.02, 0.05, 1.05)
+    assert migrating_stragglers(FIG_11, model, [0, 1, 2, 3]) == 4
+    assert semi_plan(FIG_11, model, cap).note == f"Eq. 3: of 4 stragglers {x} migrate and {4 - x} resize"
+
+
+def test_of_equally_fast_divisions_the_one_that_prunes_least() -> None:
+    """A rank that can hardly be helped decides how long an iteration takes."""
+    times = [RankTimes(8.0, 0.5), *group(2.0, 1.0, 1.0, 1.0)]
+    plan = semi_plan(times, FREE, 0.5)
+    assert plan.resize == (0.0,) * 5 and plan.migrate[1] == pytest.approx(0.5)
+
+
+def test_ratios_are_capped() -> None:
+    plan = semi_plan(FIG_11, Costs(migrate_fixed_seconds=8.0), 0.6)
+    assert plan.resize == pytest.approx((0.6, 0.6, 0.6, 0.5, 0, 0, 0, 0)) and sum(plan.migrate) == 0
+
+
+def test_work_that_cannot_be_moved_is_allowed_for() -> None:
+    plan = semi_plan(group(4.0, 1.0, 1.0, other=1.0), Costs(resize_fixed=1.0), 0.9)
+    assert plan.migrate[0] == pytest.approx(0.75)
+    stuck = [RankTimes(4.0, 0.5), RankTimes(1.0, 0.5), RankTimes(1.0, 0.5)]
+    assert semi_plan(stuck, Costs(resize_fixed=1.0), 0.0).migrate[0] == pytest.approx(0.999)
+
+
+@pytest.mark.parametrize("times", [group(1.0, 1.0), group(1.0, 1.05), [RankTimes(1.0, 0.0), RankTimes(2.0, 0.0)]])
+def test_nobody_is_slow(times: list[RankTimes]) -> None:
+    assert semi_plan(times, FREE, 0.9, straggler_margin=0.1) == Plan.idle(2)

@@ -1,0 +1,215 @@
+"""The clocks: what goes to which part, and, on a GPU (here a pretended one), that nobody waits for the device."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from colossal_hetero.balance.measure import clock as clocks
+from colossal_hetero.balance.measure.clock import CpuClock, CudaClock, IterationTimes
+from colossal_hetero.balance.report.timeline import Segment
+from colossal_hetero.testing.stragglers import _CudaSleepBrake
+
+
+class Device:
+    """A device whose events happen when the test says so."""
+
+    def __init__(self) -> None:
+        self.milliseconds = 0.0
+        self.reached = 0
+        self.recorded = 0
+        self.slept: list[int] = []
+
+    def sleep(self, cycles: int) -> None:
+        """At 1 GHz."""
+        self.slept.append(cycles)
+        self.milliseconds += cycles / 1e6
+
+    def catch_up(self) -> None:
+        self.reached = self.recorded
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device()
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            device.recorded += 1
+            self.number, self.milliseconds = device.recorded, device.milliseconds
+
+        def query(self) -> bool:
+            return self.number <= device.reached
+
+        def synchronize(self) -> None:
+            device.catch_up()
+
+        def elapsed_time(self, end: Event) -> float:
+            assert self.query() and end.query(), "waited for the device"
+            return end.milliseconds - self.milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", device.sleep)
+    return device
+
+
+class HostSeconds:
+    """A host clock that a test turns on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> HostSeconds:
+    host = HostSeconds()
+    monkeypatch.setattr(clocks, "time", host)
+    return host
+
+
+def run_on_host(clock: CpuClock, host: HostSeconds, parts: list[tuple[str, float]], tag: int = 0) -> IterationTimes:
+    clock.start()
+    for part, seconds in parts:
+        host.now += seconds
+        clock.mark(part)
+    host.now += 1.0
+    clock.stop(tag)
+    (times,) = clock.read()
+    return times
+
+
+def run(clock: CudaClock, device: Device, parts: list[tuple[str, float]], tag: int) -> None:
+    clock.start()
+    for part, milliseconds in parts:
+        device.milliseconds += milliseconds
+        clock.mark(part)
+    device.milliseconds += 1.0
+    clock.stop(tag)
+
+
+def test_cuda_times_are_read_when_the_device_is_done(device: Device) -> None:
+    clock = CudaClock()
+    run(clock, device, [("other", 2.0), ("matmul", 5.0), ("communication", 3.0), ("matmul", 4.0)], tag=0)
+    assert clock.read() == []  # the device is still busy
+    device.catch_up()
+    run(clock, device, [("matmul", 7.0)], tag=1)
+    (times,) = clock.read()
+    assert times.tag == 0
+    assert times.matmul_seconds == pytest.approx(9e-3)
+    assert times.communication_seconds == pytest.approx(3e-3)
+    assert times.other_seconds == pytest.approx(3e-3)
+    assert times.work_seconds == pytest.approx(12e-3)
+    device.catch_up()
+    assert [times.tag for times in clock.read()] == [1]
+    assert clock.read() == []
+
+
+def test_cuda_marks_outside_an_iteration_do_not_count(device: Device) -> None:
+    clock = CudaClock()
+    clock.mark("matmul")
+    run(clock, device, [("matmul", 5.0)], tag=0)
+    device.milliseconds += 1000.0
+    clock.mark("communication")  # an evaluation between two iterations
+    run(clock, device, [("matmul", 6.0)], tag=1)
+    device.catch_up()
+    first, second = clock.read()
+    assert first.matmul_seconds == pytest.approx(5e-3) and second.matmul_seconds == pytest.approx(6e-3)
+    assert second.communication_seconds == 0.0
+
+
+def test_cuda_sleep_brake_pauses_by_the_time_of_the_iteration_before(device: Device) -> None:
+    brake = _CudaSleepBrake()
+    device.slept.clear()
+    brake.slowdown = 4.0
+
+    def product() -> torch.Tensor:
+        device.milliseconds += 2.0
+        return torch.ones(1)
+
+    brake(product)
+    assert device.slept == []  # its time is not known yet
+    device.catch_up()
+    brake.begin_iteration()
+    brake(product)
+    assert device.slept == [pytest.approx(3 * 2e-3 * 1e9, rel=1e-6)]
+
+
+def test_cpu_time_goes_to_the_part_that_is_marked() -> None:
+    clock = CpuClock()
+    clock.mark("communication")
+    clock.start()
+    time.sleep(0.02)
+    clock.mark("matmul")
+    clock.stop("tag")
+    (times,) = clock.read()
+    assert times.tag == "tag" and times.communication_seconds == 0.0
+    assert times.matmul_seconds >= 0.02 > times.other_seconds
+    assert clock.read() == []
+
+
+STRETCHES = [("other", 2.0), ("matmul", 5.0), ("block", 4.0), ("matmul", 1.0), ("matmul", 2.0), ("communication", 3.0)]
+"""With a second of other work after them."""
+
+
+def assert_parts(times: IterationTimes, unit: float) -> None:
+    assert times.matmul_seconds == pytest.approx(8 * unit)
+    assert times.block_seconds == pytest.approx(4 * unit)
+    assert times.communication_seconds == pytest.approx(3 * unit)
+    assert times.other_seconds == pytest.approx(3 * unit)
+    assert times.work_seconds == pytest.approx(15 * unit)
+
+
+def assert_segments(segments: tuple[Segment, ...], start: float, unit: float) -> None:
+    """Those of :data:`STRETCHES`, neighbors of one kind as one."""
+    expected = [("other", 0, 2), ("matmul", 2, 7), ("block", 7, 11), ("matmul", 11, 14), ("communication", 14, 17)]
+    expected.append(("other", 17, 18))
+    assert [segment.kind for segment in segments] == [kind for kind, _, _ in expected]
+    for segment, (_, first, last) in zip(segments, expected, strict=True):
+        assert segment[1:] == pytest.approx((start + first * unit, start + last * unit))
+
+
+def test_what_lies_between_the_products_of_a_block_is_work(device: Device, host: HostSeconds) -> None:
+    assert_parts(run_on_host(CpuClock(), host, STRETCHES), 1.0)
+    clock = CudaClock()
+    run(clock, device, STRETCHES, tag=0)
+    device.catch_up()
+    assert_parts(clock.read()[0], 1e-3)
+
+
+def test_segments_are_kept_of_the_iterations_that_are_wanted(device: Device, host: HostSeconds) -> None:
+    clock = CpuClock()
+    assert run_on_host(clock, host, STRETCHES).segments == ()
+    clock.keep_segments = True
+    start = host.now
+    times = run_on_host(clock, host, STRETCHES)
+    assert_segments(times.segments, start, 1.0)
+    assert_parts(times, 1.0)
+    clock.mark("other")  # an evaluation
+    clock.keep_segments = False
+    assert run_on_host(clock, host, STRETCHES).segments == ()
+
+    cuda = CudaClock()
+    for tag, wanted in enumerate((False, True, False)):
+        cuda.keep_segments = wanted
+        run(cuda, device, STRETCHES, tag)
+    device.catch_up()  # all are read late, when the wish has long changed
+    first, second, third = cuda.read()
+    assert first.segments == third.segments == ()
+    assert_segments(second.segments, 0.0, 1e-3)
+
+
+def test_processes_of_one_machine_can_compare_their_times_and_gpus_cannot(device: Device, host: HostSeconds) -> None:
+    base = run_on_host(CpuClock(), host, STRETCHES).time_base
+    assert base and base == run_on_host(CpuClock(), host, STRETCHES).time_base
+    clock = CudaClock()
+    run(clock, device, STRETCHES, tag=0)
+    device.catch_up()
+    assert clock.read()[0].time_base == ""

@@ -1,0 +1,124 @@
+"""The picture of an iteration: what is in it, and how it gets into its file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from colossal_hetero.balance.report.picture import COLOURS, check_matplotlib, plot_timelines
+from colossal_hetero.balance.report.timeline import KIND_NAMES, Segment, Timeline
+
+SLOW = (Segment("matmul", 0.0, 0.2), Segment("communication", 0.2, 0.25))
+FAST = (Segment("matmul", 0.0, 0.05), Segment("waiting", 0.05, 0.2), Segment("communication", 0.2, 0.25))
+BEFORE = Timeline(4, (FAST, SLOW))
+AFTER = Timeline(16, (SLOW[:1], SLOW[:1]))
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def remember(self: Figure, *args: object, **options: object) -> None:
+        figures.append(self)
+        save(self, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", remember)
+    return figures
+
+
+@pytest.mark.parametrize("ending", ["png", "pdf", "svg", "PNG"])
+def test_a_picture_is_written_whole_and_nothing_else(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"timeline.{ending}"
+    path.write_text("an older picture")
+    plot_timelines(BEFORE, AFTER, str(path))
+    assert list(tmp_path.iterdir()) == [path]
+    start = path.read_bytes()[:200].lstrip()
+    assert start.startswith({"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}[ending.lower()])
+    if ending == "png":
+        with Image.open(path) as image:
+            image.load()
+            assert image.width > 1000
+
+
+def test_both_iterations_are_on_one_axis_with_a_row_per_rank_and_a_legend(tmp_path: Path, drawn: list[Figure]) -> None:
+    plot_timelines(BEFORE, AFTER, tmp_path / "timeline.png")
+    (figure,) = drawn
+    upper, lower = figure.axes
+    assert upper.get_title(loc="left") == "Before balancing: iteration 4, 250 ms"
+    assert lower.get_title(loc="left") == "After: iteration 16, 200 ms"
+    assert upper.get_xlim() == lower.get_xlim() == (0, pytest.approx(250))
+    for axis in (upper, lower):
+        assert [label.get_text() for label in axis.get_yticklabels()] == ["rank 0", "rank 1"]
+        assert axis.get_ylim()[0] > axis.get_ylim()[1]  # rank 0 on top
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown == [KIND_NAMES[kind] for kind in ("matmul", "communication", "waiting")]
+    # Rank 0 waits from 50 to 200 ms.
+    (waiting,) = (bars for bars in upper.collections if bars.get_hatch())
+    (bar,) = waiting.get_paths()
+    assert bar.get_extents().bounds == pytest.approx((50, -0.36, 150, 0.72))
+
+
+def test_an_iteration_without_a_plan_stands_alone(tmp_path: Path, drawn: list[Figure]) -> None:
+    plot_timelines(BEFORE, None, tmp_path / "timeline.png")
+    (axis,) = drawn[0].axes
+    assert axis.get_title(loc="left") == "Latest: iteration 4, 250 ms"
+
+
+def test_an_iteration_in_which_nothing_was_marked_can_be_drawn(tmp_path: Path) -> None:
+    plot_timelines(Timeline(0, ((), ())), None, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").exists()
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "timeline.png"
+    path.write_text("an older picture")
+
+    def fail(self: Figure, draft: Path, **options: object) -> None:
+        Path(draft).write_text("half a pic")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Figure, "savefig", fail)
+    with pytest.raises(OSError, match="disk full"):
+        plot_timelines(BEFORE, AFTER, path)
+    assert list(tmp_path.iterdir()) == [path] and path.read_text() == "an older picture"
+
+
+def test_other_kinds_of_pictures_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\.png, \.pdf, \.svg"):
+        plot_timelines(BEFORE, AFTER, tmp_path / "timeline.doc")
+
+
+def test_missing_matplotlib_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_matplotlib()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'colossal-hetero\[plot\]'"):
+        check_matplotlib()
+
+
+def test_drawing_takes_no_matplotlib_until_something_is_drawn() -> None:
+    code = (
+        "import sys, colossal_hetero.balance.report.picture\n"
+        "sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_colours_differ_in_lightness() -> None:
+    """A reader who sees no colors tells the kinds apart; waiting is hatched besides."""
+
+    def luminance(color: str) -> float:
+        channels = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    assert set(COLOURS) == set(KIND_NAMES)
+    lightness = sorted(luminance(color) for color in COLOURS.values())
+    assert all(second - first > 0.03 for first, second in pairwise(lightness)), lightness

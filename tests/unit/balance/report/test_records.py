@@ -1,0 +1,245 @@
+"""Records of all ranks together, and the report's bounds against brute force."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossal_hetero.balance.report.records import IterationRecord, LocalRecord, merge_records
+from colossal_hetero.balance.report.summary import ideal_ratio, lossless_seconds, report, what_if
+
+
+def local(
+    iteration: int,
+    work: float = 1.0,
+    matmul: float = 0.5,
+    communication: float = 0.1,
+    resized: float = 0.0,
+    exchanged: bool = False,
+    changed: bool = False,
+    equal_work: float | None = None,
+    equal_matmul: float | None = None,
+    **others: Any,
+) -> LocalRecord:
+    return LocalRecord(
+        iteration=iteration,
+        work_seconds=work,
+        matmul_seconds=matmul,
+        communication_seconds=communication,
+        equal_work_seconds=work if equal_work is None else equal_work,
+        equal_matmul_seconds=matmul if equal_matmul is None else equal_matmul,
+        resized=resized,
+        exchanged=exchanged,
+        plan_changed=changed,
+        **others,
+    )
+
+
+# Merging ---------------------------------------------------------------------------------------------------------
+
+
+def test_waiting_is_what_a_rank_spends_in_collectives_beyond_the_last_to_arrive() -> None:
+    per_rank = [[local(0, communication=c), local(1, communication=c + 1)] for c in (0.5, 0.1, 0.3, 0.9)]
+    together = merge_records(per_rank, [[0, 1, 2, 3]])
+    for record in together:
+        assert [rank.wait_seconds for rank in record.ranks] == pytest.approx([0.4, 0.0, 0.2, 0.8])
+    # Two groups of two ranks each: nobody waits for a rank of the other group.
+    for record in merge_records(per_rank, [[0, 1], [2, 3]]):
+        assert [rank.wait_seconds for rank in record.ranks] == pytest.approx([0.4, 0.0, 0.0, 0.6])
+    for record in merge_records(per_rank, [[0, 2], [1, 3]]):
+        assert [rank.wait_seconds for rank in record.ranks] == pytest.approx([0.2, 0.0, 0.0, 0.8])
+
+
+def test_ranks_keep_their_own_numbers() -> None:
+    shares = dict(migrated=0.125, received=0.375, block_seconds=0.75, own_score=0.5)
+    slow = local(3, 4.0, 2.0, 0.1, resized=0.25, equal_work=5.0, equal_matmul=3.0, **shares)
+    (record,) = merge_records([[local(3)], [slow]], [[0, 1]])
+    assert record.iteration == 3
+    assert [rank.rank for rank in record.ranks] == [0, 1]
+    merged = record.ranks[1]
+    for name in ("work_seconds", "matmul_seconds", "communication_seconds", "equal_work_seconds", "resized", *shares):
+        assert getattr(merged, name) == getattr(slow, name), name
+    assert merged.equal_matmul_seconds == 3.0
+
+
+def test_iterations_that_a_rank_has_not_read_are_left_out() -> None:
+    per_rank = [[local(i) for i in range(5)], [local(i) for i in (0, 2, 3)], [local(i) for i in (4, 3, 2)]]
+    assert [record.iteration for record in merge_records(per_rank, [[0, 1, 2]])] == [2, 3]
+    assert merge_records([[local(0)], []], [[0, 1]]) == []
+
+
+def test_an_iteration_is_exchanged_or_changed_if_any_group_did() -> None:
+    flags = [(False, False), (True, False), (True, True), (False, False)]
+    per_rank = [[local(0, exchanged=e, changed=c)] for e, c in flags]
+    (record,) = merge_records(per_rank, [[0, 3], [1, 2]])
+    assert record.exchanged and record.plan_changed
+    (record,) = merge_records([per_rank[0], per_rank[3]], [[0, 1]])
+    assert not record.exchanged and not record.plan_changed
+
+
+def test_scores_are_relative_to_the_fastest_rank_of_the_group() -> None:
+    """At equal work: what a rank prunes makes it no faster."""
+    views = [[local(0, equal_work=seconds, work=1.0)] for seconds in (2.0, 8.0, 1.0, 3.0)]
+    (record,) = merge_records(views, [[0, 1], [2, 3]])
+    assert [rank.relative_score for rank in record.ranks] == pytest.approx([1.0, 0.25, 1.0, 1 / 3])
+    (record,) = merge_records(views, [[0, 1, 2, 3]])
+    assert [rank.relative_score for rank in record.ranks] == pytest.approx([0.5, 0.125, 1.0, 1 / 3])
+
+
+def test_a_note_of_any_group_is_kept() -> None:
+    silent, speaking = local(0), local(0, note="the network is too slow")
+    (record,) = merge_records([[silent], [silent], [speaking], [speaking]], [[0, 1], [2, 3]])
+    assert record.note == "the network is too slow"
+    assert merge_records([[silent]], [[0]])[0].note == ""
+
+
+# Bounds ----------------------------------------------------------------------------------------------------------
+
+seconds = st.floats(0.01, 100)
+ranks_times = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6)
+
+
+def by_bisection(other: np.ndarray, matmul: np.ndarray) -> float:
+    """The least ``t ≥ max other`` by which the ranks do e shares of the products."""
+    low, high = float(other.max()), float(other.max() + matmul.max() * len(other))
+    for _ in range(200):
+        middle = (low + high) / 2
+        done = (np.maximum(0.0, middle - other) / matmul).sum()
+        low, high = (middle, high) if done < len(other) else (low, middle)
+    return high
+
+
+@given(ranks_times)
+def test_lossless_seconds_by_bisection(times: list[tuple[float, float]]) -> None:
+    other, matmul = (np.array(values) for values in zip(*times, strict=True))
+    assert lossless_seconds(other, matmul) == pytest.approx(by_bisection(other, matmul), rel=1e-6)
+
+
+@given(st.lists(st.tuples(seconds, seconds), min_size=2, max_size=2))
+def test_lossless_seconds_by_trying_every_split_of_two_ranks(times: list[tuple[float, float]]) -> None:
+    (other_a, matmul_a), (other_b, matmul_b) = times
+    shares = np.linspace(0, 2, 20001)
+    best = np.maximum(other_a + shares * matmul_a, other_b + (2 - shares) * matmul_b).min()
+    found = lossless_seconds([other_a, other_b], [matmul_a, matmul_b])
+    assert found <= best + 1e-9
+    assert found == pytest.approx(best, rel=2e-3, abs=(matmul_a + matmul_b) * 1e-4)
+
+
+@given(st.integers(2, 16), st.floats(1, 50), seconds, st.floats(0, 10))
+def test_lossless_seconds_of_one_straggler_is_the_papers_bound(
+    ranks: int, slowdown: float, matmul: float, other: float
+) -> None:
+    """``e / (e − 1 + 1/χ)`` of the homogeneous matmul time."""
+    bound = ranks / (ranks - 1 + 1 / slowdown)
+    found = lossless_seconds([other] * ranks, [matmul] * (ranks - 1) + [slowdown * matmul])
+    assert found == pytest.approx(other + matmul * bound)
+    assert ideal_ratio({ranks - 1: slowdown}, ranks) == pytest.approx(bound)
+
+
+def test_the_bound_by_hand() -> None:
+    assert ideal_ratio({1: 8.0}, 2) == pytest.approx(1.78, abs=0.005)
+    assert ideal_ratio({3: 8.0}, 8) == pytest.approx(1.12, abs=0.005)
+    assert ideal_ratio({}, 4) == 1.0
+    assert ideal_ratio({0: 2.0, 1: 4.0}, 2) == pytest.approx(2 / (1 / 2 + 1 / 4))
+
+
+def test_lossless_seconds_where_products_cost_nothing() -> None:
+    assert lossless_seconds([1.0, 3.0], [0.0, 0.5]) == 3.0
+
+
+# Report ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_records_no_report() -> None:
+    assert report([], [0, 1]) is None
+
+
+def records_of(iterations: int) -> list[IterationRecord]:
+    """Rank 1 works 4 s at its full share, of which 3 s are products; from iteration 2 on it prunes half of them."""
+    healthy, slow = [], []
+    for i in range(iterations):
+        pruned = i >= 2
+        healthy.append(local(i, work=2.0, matmul=1.0, communication=0.7 if pruned else 2.2))
+        work, matmul = (2.5, 1.5) if pruned else (4.0, 3.0)
+        resized = 0.5 if pruned else 0.0
+        slow.append(local(i, work, matmul, 0.2, resized, equal_work=4.0, equal_matmul=3.0, changed=i == 1))
+    return merge_records([healthy, slow], [[0, 1]])
+
+
+def test_report_by_hand() -> None:
+    found = report(records_of(9), [0, 1])
+    assert found is not None
+    assert found.iterations == 9 and found.changes == 1
+    assert found.balanced_seconds == pytest.approx(0.2 + 2.5)
+    assert found.unbalanced_seconds == pytest.approx(0.2 + 4.0)
+    assert found.homogeneous_seconds == pytest.approx(0.2 + 2.0)
+    assert found.bound_seconds == pytest.approx(0.2 + 1.0 + 2 / (1 + 1 / 3))
+    healthy, slow = found.ranks
+    assert (healthy.rank, healthy.resized, healthy.wait_seconds) == (0, 0.0, pytest.approx(0.5))
+    assert (slow.rank, slow.resized, slow.wait_seconds) == (1, 0.5, 0.0)
+    assert (slow.work_seconds, slow.matmul_seconds) == (2.5, 1.5)
+    assert (slow.migrated, slow.received) == (0.0, 0.0)
+
+
+def test_what_if_by_hand() -> None:
+    before, *_, after = records_of(4)
+    unbalanced = what_if(before, [0, 1])
+    assert unbalanced.waiting_seconds == pytest.approx((2.0 + 0.0) / 2)
+    assert unbalanced.balanced_seconds == unbalanced.unbalanced_seconds == pytest.approx(4.2)
+    assert unbalanced.saved_seconds == 0.0
+    balanced = what_if(after, [0, 1])
+    assert balanced.waiting_seconds == pytest.approx((0.5 + 0.0) / 2)
+    assert balanced.saved_seconds == pytest.approx(4.2 - 2.7)
+    assert balanced.homogeneous_seconds == pytest.approx(2.2)
+    assert balanced.bound_seconds == pytest.approx(0.2 + 1.0 + 2 / (1 + 1 / 3))
+
+
+def test_balancing_that_costs_more_than_it_brings_saves_less_than_nothing() -> None:
+    record = merge_records([[local(0, work=3.0, equal_work=2.0)], [local(0, work=2.5, equal_work=2.6)]], [[0, 1]])[0]
+    assert what_if(record, [0, 1]).saved_seconds == pytest.approx(2.6 - 3.0)
+
+
+def test_the_report_takes_medians_of_all_that_is_in_the_records() -> None:
+    scores = [0.5, 1.0, 0.25, 0.3, 0.4]
+    views = [local(i, own_score=score, migrated=score, equal_work=4.0) for i, score in enumerate(scores)]
+    found = report(merge_records([[local(i) for i in range(5)], views], [[0, 1]]), [0, 1])
+    assert found is not None
+    assert [rank.own_score for rank in found.ranks] == [1.0, 0.4]
+    assert [rank.relative_score for rank in found.ranks] == [1.0, 0.25]
+    assert [rank.migrated for rank in found.ranks] == [0.0, 0.4]
+    assert found.saved_seconds == pytest.approx(found.unbalanced_seconds - found.balanced_seconds)
+    assert found.waiting_seconds == 0.0 and found.notes == ()
+
+
+def test_the_report_has_every_note_once_and_the_latest_last() -> None:
+    notes = ["", "a", "a", "b", "", "a", "c", "b"]
+    records = merge_records([[local(i, note=note) for i, note in enumerate(notes)]], [[0]])
+    found = report(records, [0])
+    assert found is not None and found.notes == ("a", "c", "b")
+
+
+def test_report_is_of_one_group() -> None:
+    other_group = [local(i, work=50.0, matmul=1.0, communication=9.0) for i in range(3)]
+    views = [[local(i) for i in range(3)], [local(i) for i in range(3)], other_group, other_group]
+    found = report(merge_records(views, [[0, 1], [2, 3]]), [0, 1])
+    assert found is not None
+    assert found.balanced_seconds == pytest.approx(1.1)
+    assert [rank.work_seconds for rank in found.ranks] == [1.0, 1.0, 50.0, 50.0]
+
+
+def test_bounds_are_in_order() -> None:
+    found = report(records_of(4), [0, 1])
+    assert found is not None
+    ordered = [found.homogeneous_seconds, found.bound_seconds, found.unbalanced_seconds]
+    assert all(first <= second for first, second in pairwise(ordered))
+
+
+def test_records_are_immutable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        local(0).resized = 1.0  # type: ignore[misc]

@@ -1,0 +1,211 @@
+"""The command `colossal-hetero batches`: what it prints and writes, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from colossal_hetero.cli import batches, main
+from colossal_hetero.planner.batches.allocation import ACCUMULATIONS, METHODS
+from colossal_hetero.planner.batches.batch_profile import save_profile
+from tests.support.paths import REPOSITORY
+from tests.unit.planner.batches.test_batch_profile import device, profile
+
+EXAMPLE = REPOSITORY / "examples/zero/profiles/a100-80-a100-40.json"
+FULL_LINKS = [
+    {"ranks": (a, b), "protocol": "gloo", "latency_seconds": 1e-4, "bytes_per_second": 1e9}
+    for a in range(4)
+    for b in range(a)
+]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["batches", *map(str, arguments)])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    save_profile(profile(links=[]), path)
+    return path
+
+
+def failure(*arguments: object) -> str:
+    """What is said about a mistake, on one line and without a traceback."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit) and "Traceback" not in result.output
+    (line,) = (line for line in result.output.splitlines() if line.startswith("Error: "))
+    assert result.output.rstrip().endswith(line)
+    return line
+
+
+def test_the_table_says_what_each_device_gets_beside_other_methods() -> None:
+    result = run(EXAMPLE, "--global-batch", 1024)
+    assert result.exit_code == 0, result.output
+    for words in ("0-3", "A100-SXM4-80GB", "busy [s]", "idle [s]", "memory [GiB]", "of 80.0", "of 40.0", "× uniform"):
+        assert words in result.output
+    rows = [line.split()[0] for line in result.output.splitlines() if line.strip()]
+    assert [name for name in rows if name in METHODS] == ["exact", "exact", "uniform", "flops"]
+    assert max(map(len, result.output.splitlines())) <= 140
+
+
+def test_json_holds_every_rank_and_the_comparison(path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "batches.json"
+    assert run(path, "--global-batch", 37, "--stage", 1, "--accumulation", "own", "--out", out).exit_code == 0
+    content = json.loads(out.read_text())
+    assert content["schema"] == 1 and content["measured_stage"] == 0
+    assert content["allocation"]["stage"] == 1 and content["allocation"]["accumulation"] == "own"
+    assert [rank["rank"] for rank in content["ranks"]] == [0, 1, 2, 3]
+    assert sum(rank["samples"] for rank in content["ranks"]) == 37
+    for rank in content["ranks"]:
+        assert sum(size * count for size, count in rank["runs"]) == rank["samples"]
+        total = rank["busy_seconds"] + rank["idle_seconds"] + content["allocation"]["communication_seconds"]
+        assert total == pytest.approx(content["allocation"]["wall_seconds"])
+    best, *others = (line["wall_seconds"] for line in content["comparison"] if line["accumulation"] == "own")
+    assert all(best <= other for other in others)
+    assert sorted(tmp_path.iterdir()) == [out, path]
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_at_every_stage(path: Path, stage: int, method: str) -> None:
+    result = run(path, "--global-batch", 3, "--stage", stage, "--method", method)
+    assert result.exit_code == 0, result.output
+    assert f"stage {stage}" in result.output and f"method {method}" in result.output
+
+
+def test_pictures_are_drawn(path: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "batches.png"
+    assert run(path, "--global-batch", 37, "--plot", picture).exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_flops_the_line_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(profile(kinds=[device(), device("slow", flops=None)], links=[]), path)
+    result = run(path, "--global-batch", 8)
+    assert result.exit_code == 0
+    assert "needs the flops of every device; the profile has none for slow" in result.output
+    assert "none for slow" in failure(path, "--global-batch", 8, "--method", "flops")
+
+
+def test_who_is_left_out_is_said_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    snail = device("snail", points=[{"batch": 1, "seconds": 50.0}, {"batch": 2, "seconds": 100.0}])
+    ranks = [0, 0, 0, 1]
+    save_profile(profile(kinds=[device(), snail], ranks=ranks, links=FULL_LINKS, communication_seconds=0.01), path)
+    out = tmp_path / "batches.json"
+    result = run(path, "--global-batch", 8, "--method", "adapt", "--out", out)
+    assert result.exit_code == 0, result.output
+    for words in ("left out", "slowest", "ring by gloo: 0 → ", "without rank 3, gloo"):
+        assert words in result.output, result.output
+    content = json.loads(out.read_text())
+    assert content["adapt"]["dropped"] == [3] and content["ranks"][3]["runs"] == []
+    assert "without rank 3" in run(path, "--global-batch", 8).output  # for comparison
+
+
+def test_a_device_without_room_is_left_out_by_adapt_alone(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    tiny = device("tiny", memory_bytes=2**30, max_batch=0, points=[])
+    save_profile(profile(kinds=[device(), tiny], ranks=[0, 0, 0, 1], links=FULL_LINKS), path)
+    assert "rank 3 (tiny) holds no sample at stage 0" in failure(path, "--global-batch", 8)
+    result = run(path, "--global-batch", 8, "--method", "adapt")
+    assert result.exit_code == 0 and "holds no sample" in result.output, result.output
+
+
+def test_missing_links_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(profile(links=FULL_LINKS[:-1]), path)
+    assert "no gloo link between ranks 2 and 3" in failure(path, "--global-batch", 8, "--method", "adapt")
+    result = run(path, "--global-batch", 8)
+    assert result.exit_code == 0 and "no gloo link" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--global-batch", 0], "0 is not in the range x>=1"),
+        (["--global-batch", -3], "-3 is not in the range"),
+        (["--global-batch", "many"], "'many' is not a valid integer"),
+        ([], "Missing option '--global-batch'"),
+        (["--global-batch", 8, "--stage", 7], "7 is not in the range 0<=x<=3"),
+        (["--global-batch", 8, "--method", "best"], "'best' is not one of 'exact', 'uniform', 'flops', 'adapt'"),
+        (["--global-batch", 8, "--stage", 2, "--accumulation", "own"], "use accumulation='shared', or stage 0 or 1"),
+        (["--global-batch", 8, "--plot", "batches.doc"], "end the name in .png, .pdf, .svg"),
+        (["--global-batch", 8, "--out", "/nowhere/at/all.json"], "all.json: there is no folder /nowhere/at"),
+        (["--global-batch", 8, "--color"], "No such option"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(path: Path, arguments: list[object], words: str) -> None:
+    assert words in failure(path, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema": 2}, "has schema 2, this version reads schema 1"),
+        ({"stage": 9}, "stage is 9: must be at most 3"),
+        ({"kinds": []}, "kinds is []: must not be empty"),
+    ],
+)
+def test_broken_profiles_are_told_in_a_line(path: Path, change: dict[str, Any], words: str) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert words in failure(path, "--global-batch", 8)
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        ([{"batch": 2, "seconds": 0.1}], "device bad: a single measured point"),
+        ([{"batch": 1, "seconds": 0.5}, {"batch": 2, "seconds": 0.2}], "device bad: batch 2 takes 0.2 s"),
+    ],
+)
+def test_points_that_make_no_curve(tmp_path: Path, points: list[Any], words: str) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(profile(kinds=[device(), device("bad", points=points)]), path)
+    assert words in failure(path, "--global-batch", 8)
+
+
+def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
+    assert "nothing.json: no such file" in failure(tmp_path / "nothing.json", "--global-batch", 8)
+
+
+def test_pictures_without_matplotlib_name_the_remedy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install 'colossal-hetero[plot]'" in failure(path, "--global-batch", 8, "--plot", "batches.png")
+
+
+def test_the_choices_are_those_of_the_planner() -> None:
+    """They are written out in the command, which is to start without the planner."""
+    choices = {option.name: option.type.choices for option in batches.params if hasattr(option.type, "choices")}
+    assert {name: tuple(valid) for name, valid in choices.items()} == {
+        "accumulation": ACCUMULATIONS,
+        "method": METHODS,
+    }
+
+
+def test_neither_torch_nor_what_is_not_drawn_is_loaded() -> None:
+    code = (
+        "import sys\n"
+        "from colossal_hetero.cli import main\n"
+        "assert not {'numpy', 'scipy', 'pydantic', 'rich'} & set(sys.modules), 'help waits for the planner'\n"
+        f"main(['batches', {str(EXAMPLE)!r}, '--global-batch', '64'], standalone_mode=False)\n"
+        "print([name for name in ('torch', 'colossalai', 'timm', 'matplotlib') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_explains_the_options() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    for option in ("--global-batch", "--stage", "--accumulation", "--method", "--out", "--plot"):
+        assert option in result.output

@@ -1,0 +1,307 @@
+"""The commands ``colossal-hetero plan`` and ``colossal-hetero simulate``: what they print and write, and what they say
+when something is wrong."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from colossal_hetero.cli import main
+from colossal_hetero.commands.plan import plan as plan_command
+from colossal_hetero.planner.cluster.cluster_file import load_cluster
+from colossal_hetero.planner.plans.plan import load_plan, save_plan
+from colossal_hetero.planner.profile.layer_profile import (
+    LayerSizes,
+    LayerTimes,
+    ModelProfile,
+    load_model_profile,
+    save_model_profile,
+)
+from colossal_hetero.planner.report.plan_table import one_line
+from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.planner.stages.split_methods import METHODS
+from tests.unit.planner.plans.test_plan import plan, replica, stage
+from tests.unit.planner.report.test_plan_table import unequal
+
+CLUSTER = """
+schema = 1
+
+[[clusters]]
+name = "here"
+
+[[clusters.nodes]]
+name = "new"
+devices = [{ kind = "A100-40", count = 2 }]
+nics = [{ kind = "Ethernet", gigabits_per_second = 50 }]
+
+[[clusters.nodes]]
+name = "old"
+devices = [{ kind = "V100-16", count = 2 }]
+nics = [{ kind = "Ethernet", gigabits_per_second = 50 }]
+"""
+
+LAYERS = 8
+"""Embedding, six blocks, head."""
+
+
+def times(device: str, micro_batch: int, seconds: float) -> LayerTimes:
+    return LayerTimes(
+        device=device,
+        micro_batch=micro_batch,
+        forward_seconds=(seconds * micro_batch,) * LAYERS,
+        backward_seconds=(2 * seconds * micro_batch,) * LAYERS,
+        update_seconds=(1e-4,) * LAYERS,
+    )
+
+
+def profile(**changes: Any) -> ModelProfile:
+    """A V100 takes three times as long as an A100."""
+    kinds = {"A100-40": 0.01, "V100-16": 0.03}
+    sizes = LayerSizes(
+        parameter_bytes=(10**6,) * LAYERS, activation_bytes=(10**6,) * LAYERS, output_bytes=(10**4,) * LAYERS
+    )
+    values: dict[str, Any] = {
+        "name": "net",
+        "precision": "bf16",
+        "times": tuple(times(kind, size, each) for kind, each in kinds.items() for size in (1, 2, 4)),
+        "sizes": (sizes,),
+    }
+    return ModelProfile(**{**values, **changes})
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A cluster and a profile."""
+    cluster, layers = tmp_path / "cluster.toml", tmp_path / "profile.json"
+    cluster.write_text(CLUSTER)
+    save_model_profile(profile(), layers)
+    return cluster, layers
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [*map(str, arguments)])
+
+
+def output(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def failure(*arguments: object) -> str:
+    """What is said about a mistake, on one line and without a traceback."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit) and "Traceback" not in result.output
+    (line,) = (line for line in result.output.splitlines() if line.startswith("Error: "))
+    assert result.output.rstrip().endswith(line)
+    return line
+
+
+def test_a_plan_is_printed_and_written(files: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    text = output("plan", *files, "--global-batch", 16, "--out", out)
+    made = load_plan(out)
+    assert (made.model, made.precision, made.cluster, made.profile) == ("net", "bf16", "cluster.toml", "profile.json")
+    assert (
+        made.blocks == 6
+        and made.global_batch == 16
+        and set(range(4)) >= {rank for each in made.replicas for stage in each.stages for rank in stage.ranks}
+    )
+    assert made.uniform_seconds is not None and made.uniform_seconds >= made.iteration_seconds
+    assert one_line(made) in text and "as fast as the best plan with uniform stages" in text
+    assert f'plan="{out}", precision="bf16"' in text or "cannot be run yet" in text
+    assert sorted(tmp_path.iterdir()) == sorted([*files, out])
+    table = text[: text.index(one_line(made))]
+    assert max(map(len, table.splitlines())) <= 140
+
+
+def test_fast_devices_get_more_layers_and_the_call_is_python(files: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    text = output("plan", *files, "--global-batch", 16, "--micro-batch", "1", "--symmetric", "--out", out)
+    made = load_plan(out)
+    assert made.symmetric and made.micro_batch == 1
+    for each in made.replicas:
+        layers = {stage.device: stage.blocks[1] - stage.blocks[0] for stage in each.stages}
+        assert layers["A100-40"] > layers["V100-16"]
+    ast.parse("\n".join(line for line in text.splitlines() if line.startswith(("from ", "plugin = "))))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_plans_and_none_beats_exact(files: tuple[Path, Path], tmp_path: Path, method: str) -> None:
+    out = tmp_path / "plan.json"
+    seconds = {}
+    for each in ("exact", method):
+        text = output("plan", *files, "--global-batch", 8, "--micro-batch", "1", "--method", each, "--out", out)
+        assert f"method {each}" in text
+        seconds[each] = load_plan(out).iteration_seconds
+    assert seconds["exact"] <= seconds[method] * (1 + 1e-9)
+    assert ("with uniform stages" in text) == (method != "uniform")
+
+
+def test_uniform_stages_in_the_best_order(tmp_path: Path) -> None:
+    # The first half is longer, so the faster device runs it; by itself "uniform" begins with the slower one.
+    cluster, profile = tmp_path / "cluster.toml", tmp_path / "profile.json"
+    both = CLUSTER[: CLUSTER.index("[[clusters.nodes]]")]
+    both += '[[clusters.nodes]]\ndevices = [{ kind = "A100-40" }, { kind = "V100-16" }]\n'
+    cluster.write_text(both + 'inside = { kind = "PCIe", gigabytes_per_second = 16 }\n')
+    parts = [times("A100-40", 1, 0.010), times("V100-16", 1, 0.012)]
+    longer = tuple(seconds * (1.2 if layer < LAYERS // 2 else 1.0) for layer, seconds in enumerate((1.0,) * LAYERS))
+    made = ModelProfile(
+        name="net",
+        times=tuple(
+            part.model_copy(
+                update={
+                    name: tuple(a * b for a, b in zip(getattr(part, name), longer, strict=True))
+                    for name in ("forward_seconds", "backward_seconds")
+                }
+            )
+            for part in parts
+        ),
+        sizes=(
+            LayerSizes(
+                parameter_bytes=(9 * 10**8,) * LAYERS, activation_bytes=(1,) * LAYERS, output_bytes=(1,) * LAYERS
+            ),
+        ),
+    )
+    save_model_profile(made, profile)
+    out = tmp_path / "plan.json"
+    output("plan", cluster, profile, "--global-batch", 8, "--symmetric", "--out", out)
+    best = load_plan(out)
+    assert best.layers_per_stage == (3, 3) and best.replicas[0].stages[0].device == "A100-40"
+    assert best.uniform_seconds == best.iteration_seconds
+
+
+def test_plans_that_come_next_are_listed(files: tuple[Path, Path]) -> None:
+    candidates = make_plans(load_cluster(files[0]), load_model_profile(files[1]), global_batch=16, keep=3)
+    text = output("plan", *files, "--global-batch", 16, "--top", 3)
+    assert ("× best" in text) == (len(candidates) > 1)
+    assert one_line(candidates[0].plan) in text
+    assert "× best" not in output("plan", *files, "--global-batch", 16, "--top", 1)
+    assert "with --out plan.json" in text
+
+
+def test_pictures_are_drawn(files: tuple[Path, Path], tmp_path: Path) -> None:
+    picture, saved = tmp_path / "plan.png", tmp_path / "plan.json"
+    output("plan", *files, "--global-batch", 16, "--plot", picture, "--out", saved)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    output("simulate", saved, "--plot", tmp_path / "again.svg")
+    assert "<svg" in (tmp_path / "again.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "Missing option '--global-batch'"),
+        (["--global-batch", 0], "0 is not in the range x>=1"),
+        (["--global-batch", 16, "--micro-batch", "1,two"], "'1,two' is no list of whole numbers; write them as 1,2,4"),
+        (["--global-batch", 16, "--micro-batch", "0,2"], "0 is below 1"),
+        (["--global-batch", 16, "--micro-batch", "3"], "3"),
+        (["--global-batch", 16, "--tp", "2"], "2"),
+        (["--global-batch", 16, "--method", "best"], "'best' is not one of"),
+        (["--global-batch", 16, "--plot", "plan.doc"], "end the name in .png, .pdf, .svg"),
+        (["--global-batch", 16, "--out", "/nowhere/at/all.json"], "all.json: there is no folder /nowhere/at"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(files: tuple[Path, Path], arguments: list[object], words: str) -> None:
+    assert words in failure("plan", *files, *arguments)
+
+
+def test_files_that_are_wrong_or_not_there(files: tuple[Path, Path], tmp_path: Path) -> None:
+    cluster, layers = files
+    assert "no such file" in failure("plan", tmp_path / "x.toml", layers, "--global-batch", 8)
+    assert "no such file" in failure("plan", cluster, tmp_path / "x.json", "--global-batch", 8)
+    assert "no such file" in failure("simulate", tmp_path / "x.json")
+    assert "is not a plan" in failure("simulate", layers)
+    assert "the cluster comes first" in failure("plan", layers, cluster, "--global-batch", 8)
+    cluster.write_text(CLUSTER.replace('"V100-16"', '"T4"'))
+    assert "T4" in failure("plan", cluster, layers, "--global-batch", 8)
+
+
+def test_a_model_that_fits_nowhere(files: tuple[Path, Path]) -> None:
+    cluster, layers = files
+    huge = LayerSizes(
+        parameter_bytes=(10**12,) * LAYERS, activation_bytes=(10**6,) * LAYERS, output_bytes=(10**4,) * LAYERS
+    )
+    save_model_profile(profile(sizes=(huge,)), layers)
+    assert "memory" in failure("plan", cluster, layers, "--global-batch", 8)
+
+
+def test_a_simulation_stands_beside_the_closed_form(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(unequal(), path)
+    text = output("simulate", path)
+    assert "an iteration by event simulation:" in text and "by the closed form:" in text
+    assert "without slow ranks" not in text
+    busy = [float(line.split()[-5]) for line in text.splitlines() if "[" in line and "T4" in line and "×" not in line]
+    # Four micro-batches of two layers each, 10 ms forward and 20 ms backward per layer, and the update.
+    assert busy == [pytest.approx(4 * 2 * 0.03 + 0.001, abs=1e-3)] * 3
+
+
+def test_what_if_a_rank_slows_down(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    alone = replica(stage(0, 6, (0,), transfer_seconds=0.0, update_seconds=0.0))
+    save_plan(plan(alone), path)
+    text = output("simulate", path, "--slow", "0:2.5")
+    assert "if: rank 0 slowed 2.5 ×" in text and "it takes 2.50 × as long" in text
+    assert "rank 7 is not in the plan, which uses ranks 0" in failure("simulate", path, "--slow", "7:2")
+    for wrong, words in (
+        ("2", "'2' is no rank with its factor"),
+        ("0:x", "'0:x' is no rank with its factor"),
+        ("0:2,0:3", "rank 0 is there twice"),
+        ("0:0", "rank 0 cannot be 0.0 times as slow"),
+    ):
+        assert words in failure("simulate", path, "--slow", wrong)
+
+
+def test_stages_that_go_on_while_they_send_are_no_slower(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(plan(), path)
+    seconds = [
+        float(output("simulate", path, "--transfers", way).split("event simulation: ")[1].split()[0])
+        for way in ("overlapped", "blocking")
+    ]
+    assert seconds[0] < seconds[1]
+
+
+def test_the_methods_are_those_of_the_planner() -> None:
+    """They are written out in the command, which is to start without the planner."""
+    (choices,) = (option.type.choices for option in plan_command.params if hasattr(option.type, "choices"))
+    assert tuple(choices) == METHODS
+
+
+def test_neither_torch_nor_what_is_not_drawn_is_loaded(files: tuple[Path, Path], tmp_path: Path) -> None:
+    cluster, layers = map(str, files)
+    out = str(tmp_path / "plan.json")
+    code = (
+        "import sys\n"
+        "from colossal_hetero.cli import main\n"
+        "assert not {'numpy', 'scipy', 'pydantic', 'rich'} & set(sys.modules), 'help waits for the planner'\n"
+        f"main(['plan', {cluster!r}, {layers!r}, '--global-batch', '8', '--out', {out!r}], standalone_mode=False)\n"
+        f"main(['simulate', {out!r}], standalone_mode=False)\n"
+        "print([name for name in ('torch', 'colossalai', 'timm', 'matplotlib') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert json.loads(Path(out).read_text())["schema"] == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("plan", ["--global-batch", "--micro-batch", "--tp", "--method", "--symmetric", "--out", "--plot", "--top"]),
+        ("simulate", ["--slow", "--transfers", "--plot"]),
+    ],
+)
+def test_help_explains_the_options(command: str, options: list[str]) -> None:
+    text = output(command, "--help")
+    for option in options:
+        assert option in text

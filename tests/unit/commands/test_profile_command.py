@@ -1,0 +1,64 @@
+"""``colossal-hetero profile``: what it measures and estimates, and what it says to what cannot be."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from colossal_hetero.commands.profile import profile
+from colossal_hetero.planner.profile.layer_profile import load_model_profile
+
+GPT = ["--layers", "4", "--hidden", "64", "--heads", "4", "--vocabulary", "100", "--sequence", "32"]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(profile, list(arguments))
+
+
+def test_an_estimate_is_written_and_shown(tmp_path: Path) -> None:
+    out = tmp_path / "estimate.json"
+    result = run(
+        *GPT, "--device", "A100-40", "--device", "T4", "--tp", "1,2", "--micro-batch", "2,8", "--out", str(out)
+    )
+    assert result.exit_code == 0, result.output
+    written = load_model_profile(out)
+    assert written.devices == ("A100-40", "T4") and written.blocks == 4
+    assert written.tensor_parallel_degrees("T4") == (1, 2) and written.micro_batches("T4", 2) == (2, 8)
+    table = result.output
+    assert table.count("│ A100-40 │") == 4 and table.count("│ T4 ") == 4
+    assert f"{out}: layers of gpt-4x64, estimated from FLOP at 0.4" in table.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "name a model to measure with --model, or the sizes of a GPT"),
+        (["--model", "timm:x", "--hidden", "4"], "--model measures and --hidden estimates; give one or the other"),
+        (["--hidden", "4"], "--layers, --heads, --vocabulary is missing"),
+        (GPT, "no device to estimate for; name at least one kind"),
+        ([*GPT, "--device", "A100"], "--device A100 is not known; valid: A100-40, .*; did you mean A"),
+        ([*GPT, "--device", "T4", "--efficiency", "2"], "efficiency=2.0"),
+        ([*GPT, "--device", "T4", "--nproc", "2"], "--nproc starts ranks to measure with; an estimate needs none"),
+        ([*GPT, "--device", "T4", "--micro-batch", "1,x"], "'1,x' is not a list of numbers, such as 1,2,4,8"),
+        ([*GPT, "--device", "T4", "--micro-batch", "0"], "'0': 0 is below 1"),
+        (["--model", "resnet"], "'resnet' is no name of a model; write timm:.* or hf:gpt2"),
+        (["--model", "timm:vit_tiny"], "timm has no model 'vit_tiny'; it has for example .*vit"),
+        (["--model", "timm:vit_tiny_patch16_224", "--set", "depht=2"], "cannot be built with depht=2: .*depht"),
+        (["--model", "timm:vit_tiny_patch16_224", "--set", "depth"], "'depth' is not KEY=VALUE, such as depth=6"),
+        (["--model", "timm:resnet18"], "ResNet has more than one row of blocks"),
+        (["--model", "hf:gpt3"], "transformers has no type of model 'gpt3'"),
+        (["--model", "hf:gpt2", "--set", "n_layers=2"], "hf:gpt2 has no option 'n_layers'; did you mean n_layer"),
+        (["--model", "hf:gpt2", "--sequence", "4096"], "hf:gpt2 takes at most 1024 tokens, not 4096"),
+        (["--model", "hf:gpt2", "--image-size", "32"], "hf:gpt2 takes no images; leave the image size out"),
+        (["--model", "hf:gpt2", "--out", "/no/such/folder/p.json"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+    result = run("--out", str(tmp_path / "p.json"), *arguments)
+    assert result.exit_code == 2
+    assert re.search(words, " ".join(result.output.split())), result.output
+    assert "Traceback" not in result.output and not (tmp_path / "p.json").exists()

@@ -1,0 +1,444 @@
+"""The ViT example's command line, its checks and its data, without ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from data import Augmentation, DataInfo, ImageSet, find_data, load_data, padded_batches
+from display import Display
+from model import build_model, check_model
+from options import Layout, Options, check_options, parse_options
+from PIL import Image
+from results import Measurements, TraceFile, summarize, write_summary, write_timelines
+from usage import UsageError
+
+from colossal_hetero import BalanceConfig
+from colossal_hetero.balance.report.records import IterationRecord, RankRecord
+from colossal_hetero.balance.report.timeline import Segment, Timeline, Timelines
+from colossal_hetero.testing.stragglers import Stragglers
+
+
+def options(line: str = "") -> Options:
+    return parse_options(line.split())
+
+
+def no_track(items, _what):
+    return items
+
+
+def make_folder(root: Path, train: dict[str, int], test: dict[str, int], size: int = 32) -> Path:
+    """Images of one color, by class and how many."""
+    for split, classes in (("train", train), ("test", test)):
+        for number, (name, count) in enumerate(classes.items()):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for index in range(count):
+                Image.new("RGB", (size, 2 * size), (40 * number, 10 * index, 0)).save(folder / f"{index}.png")
+    return root
+
+
+# Options --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "world_size", "layout"),
+    [
+        ("", 2, Layout(tp=2, pp=1, dp=1, local_batch=64, microbatches=1)),
+        ("--pp 2", 4, Layout(tp=2, pp=2, dp=1, local_batch=64, microbatches=4)),
+        ("--pp 2 --batch-size 63", 2, Layout(tp=1, pp=2, dp=1, local_batch=63, microbatches=3)),
+        ("--tp 2", 4, Layout(tp=2, pp=1, dp=2, local_batch=32, microbatches=1)),
+    ],
+)
+def test_ranks_are_divided(line, world_size, layout):
+    assert check_options(options(line), world_size) == layout
+
+
+def test_tensor_parallel_groups_are_consecutive_ranks():
+    assert check_options(options("--tp 2"), 4).tp_groups == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("line", "world_size", "says"),
+    [
+        ("--tp 3", 3, ["--tp 3", "8 heads", "1, 2, 4, 8"]),
+        ("--tp 3", 4, ["--tp 3", "4 ranks", "--nproc"]),
+        ("--pp 3", 4, ["--pp 3", "4 ranks"]),
+        ("--pp 4 --depth 2", 4, ["--pp 4", "has 2"]),
+        ("--tp 8 --heads 12 --hidden 96", 8, ["--tp 8", "12 heads", "1, 2, 3, 4, 6, 12"]),
+        ("--heads 7", 2, ["--heads 7", "--hidden"]),
+        ("--patch 5", 2, ["--patch 5", "32", "1, 2, 4, 8, 16, 32"]),
+        ("--batch-size 3 --tp 2", 4, ["--batch-size 3"]),
+        ("--batch-size 0", 2, ["--batch-size 0", "at least 1"]),
+        ("--lr nan", 2, ["--lr nan", "positive"]),
+        ("--pp 2 --batch-size 7", 2, ["--batch-size 7", "--pp 2"]),
+        ("--model vit_tiny_patch16_224 --hidden 64", 2, ["--hidden", "--model"]),
+        ("--resize-ratio 1", 2, ["--resize-ratio 1", "[0, 1)"]),
+        ("--resize-ratio half", 2, ["--resize-ratio half", "auto"]),
+        ("--max-resize -0.1", 2, ["--max-resize -0.1", "[0, 1)"]),
+        ("--resize-ratio 0.8 --max-resize 0.5", 2, ["--resize-ratio 0.8", "--max-resize 0.5"]),
+        ("--balance auto --tp 1", 2, ["--balance auto", "--tp 1"]),
+        ("--plot /nowhere/at/all.png", 2, ["--plot /nowhere/at/all.png", "no directory /nowhere/at"]),
+        ("--plot /proc/timeline.png", 2, ["--plot /proc/timeline.png", "cannot be written"]),
+        ("--plot timeline", 2, ["--plot timeline", ".png"]),
+        ("--plot timeline.png --plugin colossalai", 2, ["--plot timeline.png", "--plugin hetero"]),
+        ("--chrome-trace /proc", 2, ["--chrome-trace /proc", "is a directory"]),
+        ("--chrome-trace /proc/trace.json", 2, ["--chrome-trace /proc/trace.json", "cannot be written"]),
+        ("--chrome-trace trace.json --plugin colossalai", 2, ["--chrome-trace trace.json", "--plugin hetero"]),
+        ("--straggler 2:4", 2, ["2:4", "rank 2", "0 to 1"]),
+        ("--straggler 1:0.5", 2, ["0.5", "at least 1"]),
+        ("--straggler fast", 2, ["fast", "RANK:SLOWDOWN"]),
+        ("--straggler 1:4 --plugin colossalai", 2, ["--plugin hetero --balance off"]),
+        ("--straggler 0:4 --tp 1", 2, ["--tp 1"]),
+        ("--balance resize --plugin colossalai", 2, ["--balance resize", "--plugin hetero"]),
+        ("--balance resize --tp 1", 2, ["--balance resize", "--tp 1"]),
+        ("--summary /nowhere/at/all.json", 2, ["/nowhere/at/all.json", "no directory /nowhere/at"]),
+        ("--trace /proc/trace.jsonl", 2, ["--trace /proc/trace.jsonl", "cannot be written"]),
+        ("--summary /proc", 2, ["--summary /proc", "is a directory"]),
+        ("--checkpoint /proc/weights", 2, ["--checkpoint /proc/weights", "cannot be created"]),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(line, world_size, says):
+    with pytest.raises(UsageError) as caught:
+        check_options(options(line), world_size)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in says:
+        assert part in message
+
+
+@pytest.mark.parametrize("mode", ["off", "resize", "migrate", "semi", "auto"])
+def test_the_plugin_is_told_how_to_balance(mode):
+    chosen = options(f"--balance {mode} --migration scatter-gather --resizing block --max-resize 0.25 --seed 3")
+    config = chosen.balance_config()
+    assert (config.mode, config.migration, config.resizing) == (mode, "scatter-gather", "block")
+    assert (config.max_resize, config.seed) == (0.25, 3)
+    # Without the flags it is as if nothing was said.
+    assert options(f"--balance {mode}").balance_config() == BalanceConfig(mode=mode)
+    assert options().migration == "block" and options().resizing == "column" and options().max_resize is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--migration ring",
+        "--resizing row",
+        "--balance semi-random",
+        "--precision int8",
+        "--nproc two",
+        "--no-such-flag",
+    ],
+)
+def test_unknown_choices_are_usage_errors(line):
+    with pytest.raises(UsageError, match=line.split()[-1]):
+        options(line)
+
+
+def test_tensorboard_is_looked_for(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UsageError, match="needs the package tensorboard"):
+        check_options(options(f"--tensorboard {tmp_path}"), 2)
+
+
+def test_matplotlib_is_looked_for_before_training(monkeypatch, tmp_path):
+    check_options(options(f"--plot {tmp_path}/timeline.png"), 2)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match=r"--plot .* pip install 'colossal-hetero\[plot\]'"):
+        check_options(options(f"--plot {tmp_path}/timeline.png"), 2)
+
+
+# Model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "tp", "says"),
+    [
+        ("--model vit_no_such", 2, "timm has no such model"),
+        ("--model resnet18", 2, "VisionTransformer"),
+        ("--model swin_tiny_patch4_window7_224", 1, "VisionTransformer"),
+        ("--model vit_tiny_patch16_224", 2, "--tp 2 does not divide the 3 heads"),
+        ("--model vit_base_patch14_dinov2", 2, "patch size of 14"),
+    ],
+)
+def test_models_that_cannot_be_trained_here_are_refused(line, tp, says):
+    with pytest.raises(UsageError, match=says):
+        check_model(options(line), Layout(tp, 1, 1, 64, 1))
+
+
+def test_a_timm_model_takes_these_images():
+    chosen = options("--model vit_tiny_patch16_224 --patch 8")
+    check_model(chosen, Layout(3, 1, 1, 64, 1))
+    assert build_model(chosen, classes=5)(torch.zeros(1, 3, 32, 32)).shape == (1, 5)
+
+
+def test_weights_depend_on_the_seed_alone():
+    first, again, other = (build_model(options(f"--depth 1 --hidden 32 --seed {seed}"), 10) for seed in (3, 3, 4))
+    assert torch.equal(first.blocks[0].attn.qkv.weight, again.blocks[0].attn.qkv.weight)
+    assert not torch.equal(first.blocks[0].attn.qkv.weight, other.blocks[0].attn.qkv.weight)
+
+
+# Data -----------------------------------------------------------------------------------------------------
+
+
+def test_digits_are_split_by_class_into_disjoint_parts():
+    train, test = load_data(options(), no_track)
+    info = find_data(options(), 64)
+    assert (len(train), len(test), 10) == (info.train_images, info.test_images, info.classes)
+    shares = test.labels.bincount() / (train.labels.bincount() + test.labels.bincount())
+    assert shares.min() > 0.18 and shares.max() < 0.22
+    images, _ = test.__getitems__(range(359))
+    assert images.shape == (359, 3, 32, 32)
+    assert abs(float(images.mean())) < 0.1 and abs(float(images.std()) - 1) < 0.1
+
+
+def test_augmentation_depends_on_seed_epoch_and_image_only():
+    pixels = torch.randint(0, 256, (20, 3, 32, 32), dtype=torch.uint8)
+    sets = [
+        ImageSet(pixels, torch.arange(20), torch.zeros(3), torch.ones(3), Augmentation(4, flip=True), seed=seed)
+        for seed in (1, 1, 2)
+    ]
+    for images in sets:
+        images.set_epoch(3)
+    whole = sets[0].__getitems__(range(20))[0]
+    assert torch.equal(sets[1].__getitems__([7, 2])[0], whole[[7, 2]])
+    assert not torch.equal(sets[2].__getitems__(range(20))[0], whole)
+    sets[0].set_epoch(4)
+    assert not torch.equal(sets[0].__getitems__(range(20))[0], whole)
+
+
+def test_crops_and_mirror_images_are_parts_of_the_bordered_image():
+    picture = torch.arange(3 * 32 * 32).remainder(251).to(torch.uint8).view(1, 3, 32, 32).repeat(200, 1, 1, 1)
+    images = ImageSet(picture, torch.zeros(200), torch.zeros(3), torch.ones(3), Augmentation(2, flip=True))
+    bordered = torch.nn.functional.pad(picture[0].float() / 255, (2, 2, 2, 2))
+    crops = [bordered[:, y : y + 32, x : x + 32] for y in range(5) for x in range(5)]
+    expected = [crop.flip(2) for crop in crops] + crops
+    seen = set()
+    for image in images.__getitems__(range(200))[0]:
+        matches = [number for number, crop in enumerate(expected) if torch.equal(crop, image)]
+        assert len(matches) == 1
+        seen.add(matches[0])
+    assert len(seen) > 35
+
+
+@pytest.mark.parametrize(("count", "replicas", "batch"), [(10, 1, 4), (10, 3, 2), (11, 2, 4), (7, 2, 8)])
+def test_each_held_out_image_is_counted_once(count, replicas, batch):
+    images = ImageSet(
+        torch.zeros(count, 3, 32, 32, dtype=torch.uint8), torch.arange(count), torch.zeros(3), torch.ones(3)
+    )
+    shares = [list(padded_batches(images, batch, replica, replicas)) for replica in range(replicas)]
+    assert len({len(share) for share in shares}) == 1
+    assert all(len(labels) == len(pixels) == batch for share in shares for pixels, labels in share)
+    seen = [label for share in shares for _, labels in share for label in labels.tolist() if label >= 0]
+    assert sorted(seen) == list(range(count))
+
+
+def test_a_folder_is_read_and_brought_to_size(tmp_path):
+    root = make_folder(tmp_path, {"cat": 3, "dog": 2}, {"cat": 1, "dog": 1}, size=48)
+    chosen = options(f"--data folder --data-dir {root} --batch-size 4")
+    assert find_data(chosen, chosen.batch_size).classes == 2
+    train, test = load_data(chosen, no_track)
+    assert train.labels.tolist() == [0, 0, 0, 1, 1]
+    assert test.__getitems__([0, 1])[0].shape == (2, 3, 32, 32)
+
+
+def test_a_large_folder_is_read_batch_by_batch(tmp_path, monkeypatch):
+    root = make_folder(tmp_path, {"cat": 3, "dog": 2}, {"cat": 1, "dog": 1})
+    chosen = options(f"--data folder --data-dir {root} --batch-size 4")
+    held = load_data(chosen, no_track)[1].__getitems__([0, 1])[0]
+    monkeypatch.setattr("data.MAX_HELD_BYTES", 0)
+    assert torch.equal(load_data(chosen, no_track)[1].__getitems__([0, 1])[0], held)
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "says"),
+    [
+        ({}, {"cat": 1}, "no train/"),
+        ({"cat": 1, "dog": 0}, {"cat": 1, "dog": 1}, "without images"),
+        ({"cat": 1, "dog": 1}, {"cat": 1, "cow": 1}, "cow, dog"),
+        ({"cat": 3}, {"cat": 1}, "at least two"),
+        ({"cat": 3, "dog": 3}, {"cat": 1, "dog": 1}, "--batch-size 64"),
+    ],
+)
+def test_folders_that_cannot_be_used_are_refused(tmp_path, train, test, says):
+    root = make_folder(tmp_path, train, test)
+    with pytest.raises(UsageError, match=says):
+        find_data(options(f"--data folder --data-dir {root}"), 64)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--data folder", "needs --data-dir"),
+        ("--data folder --data-dir /nowhere", "not a directory"),
+        ("--data cifar10", "needs --data-dir"),
+        ("--data cifar10 --data-dir /nowhere", "download it"),
+        ("--data digits --data-dir /nowhere", "is not used"),
+        ("--batch-size 1439", "1438 training images"),
+    ],
+)
+def test_data_that_is_not_there_is_said(line, says):
+    with pytest.raises(UsageError, match=says):
+        chosen = options(line)
+        find_data(chosen, chosen.batch_size)
+
+
+# Results --------------------------------------------------------------------------------------------------
+
+
+def measured(line: str, iterations: int, note: str = "", **slow: Any) -> Measurements:
+    """A run in which rank 1 takes three times as long and prunes half, or what ``slow`` says of it."""
+    chosen = options(line)
+    stragglers = Stragglers(slowdowns={1: 3.0}, world_size=2) if chosen.straggler else None
+    measurements = Measurements(chosen, check_options(chosen, 2), stragglers)
+    records = []
+    for number in range(iterations):
+        measurements.iteration(0, 0.2)
+        ranks = (
+            RankRecord(0, 0.1, 0.1, 0.05, 0.05, 0.1, 0.1, 0.0),
+            dataclasses.replace(RankRecord(1, 0.15, 0.15, 0.0, 0.0, 0.3, 0.3, 0.5, relative_score=1 / 3), **slow),
+        )
+        records.append(IterationRecord(number, ranks, exchanged=False, plan_changed=False, note=note))
+    measurements.losses([2.0] * iterations)
+    measurements.epoch(0.5, records)
+    return measurements
+
+
+def test_the_summary_holds_medians_after_warm_up_and_the_bound(tmp_path):
+    summary = summarize(measured("--straggler 1:3 --balance resize", 40), [10, 20])
+    assert summary["schema"] == 1 and summary["warmup_iterations"] == 5 and summary["iterations"] == 40
+    assert summary["iteration_seconds"] == pytest.approx({"median": 0.2, "p10": 0.2, "p90": 0.2})
+    assert summary["samples_per_second"] == pytest.approx(320)
+    assert summary["bound"] == pytest.approx({"ideal_ratio": 1.5, "measured_ratio": 2.0})
+    assert summary["ranks"][1]["resized"] == 0.5 and summary["ranks"][0]["wait_seconds"] == 0.05
+    write_summary(summary, tmp_path / "summary.json")
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert list(tmp_path.iterdir()) == [tmp_path / "summary.json"]
+
+
+def test_without_a_straggler_there_is_no_bound_and_short_runs_warm_up_less():
+    summary = summarize(measured("", 8), [10, 20])
+    assert summary["bound"] is None and summary["warmup_iterations"] == 2
+
+
+def test_a_loss_that_is_not_a_number_is_null():
+    measurements = measured("", 4)
+    measurements.loss[2] = float(np.nan)
+    assert json.loads(json.dumps(summarize(measurements, [1, 1]), allow_nan=False))["loss"][2] is None
+
+
+WHAT_IF = {
+    "waiting_seconds": 0.025,
+    "balanced_seconds": 0.15,
+    "unbalanced_seconds": 0.3,
+    "homogeneous_seconds": 0.1,
+    "bound_seconds": 0.15,
+    "saved_seconds": 0.15,
+}
+
+
+def test_the_summary_tells_what_would_have_been():
+    found = summarize(measured("--balance auto", 40, note="the network is too slow", own_score=0.5), [1, 1])["what_if"]
+    assert found.pop("notes") == ["the network is too slow"]
+    assert found.pop("scores") == [
+        {"rank": 0, "relative": 1.0, "own": 1.0},
+        {"rank": 1, "relative": pytest.approx(1 / 3), "own": 0.5},
+    ]
+    assert found == pytest.approx(WHAT_IF)
+
+
+def test_without_records_nothing_is_known_of_what_would_have_been():
+    measurements = measured("", 4)
+    measurements.records.clear()
+    assert summarize(measurements, [1, 1])["what_if"] is None and measurements.what_if(0) is None
+
+
+def test_the_trace_tells_of_every_iteration_what_would_have_been(tmp_path):
+    measurements = measured("--balance auto", 3, note="too slow", own_score=0.5, migrated=0.1, block_seconds=0.01)
+    del measurements.records[1]
+    with TraceFile(tmp_path / "trace.jsonl", measurements) as trace:
+        trace.write()
+    first, lost, _ = (json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines())
+    assert first["what_if"] == pytest.approx(WHAT_IF) and first["note"] == "too slow"
+    assert first["ranks"][1]["relative_score"] == pytest.approx(1 / 3) and first["ranks"][1]["own_score"] == 0.5
+    assert (first["ranks"][1]["migrated"], first["ranks"][1]["block_seconds"]) == (0.1, 0.01)
+    assert lost["what_if"] is lost["note"] is lost["ranks"] is None and lost["loss"] == 2.0
+
+
+def test_an_iteration_is_that_of_the_group_which_takes_longest():
+    measurements = measured("--tp 1", 4, work_seconds=0.2)
+    found = measurements.what_if(0)
+    assert measurements.layout.tp_groups == [[0], [1]]
+    assert (found.balanced_seconds, found.unbalanced_seconds) == pytest.approx((0.2, 0.3))
+
+
+# Display --------------------------------------------------------------------------------------------------
+
+
+def said(measurements: Measurements, capsys, monkeypatch) -> str:
+    """What a user reads at an epoch's end and at the run's."""
+    monkeypatch.setenv("COLUMNS", "140")
+    display = Display(measurements.options, visible=True)
+    display.start(measurements.layout, DataInfo(100, 50, 10), 1000, "cpu", 1, 4)
+    display.epoch(0, measurements)
+    display.report(measurements, summarize(measurements, [1, 1]))
+    return capsys.readouterr().out
+
+
+def test_the_end_tells_what_balancing_brought(capsys, monkeypatch):
+    text = said(measured("--balance resize --straggler 1:3", 8), capsys, monkeypatch)
+    assert "rank 1 resized 50%\n" in text
+    assert "slowed" in text and "× 3" in text and "resized" in text
+    assert "migrated" not in text and "received" not in text
+    assert "An iteration took 200 ms, of which ranks waited 25 ms for slower ones (mean)." in text
+    assert "Unbalanced it would have taken 300 ms (2.0 times as long: balancing saved 150 ms)." in text
+    assert "With all ranks as fast as the fastest it would have taken 100 ms;" in text
+    assert "with nothing pruned and the work spread ideally, 150 ms." in text
+    assert re.search(r"0\.33 +1\.00", text)
+
+
+def test_what_migrated_is_shown_and_what_balancing_cost(capsys, monkeypatch):
+    slow = dict(resized=0.0, migrated=0.25, received=0.125, equal_work_seconds=0.12, equal_matmul_seconds=0.12)
+    text = said(measured("--balance semi", 8, note="of no more interest", **slow), capsys, monkeypatch)
+    assert "rank 1 migrated 25%, received 12%\n" in text
+    assert re.search(r"migrated +received", text) and "resized" not in text
+    assert "(0.8 times as long: balancing cost 30 ms)" in text
+    assert "Nothing was migrated" not in text
+
+
+def test_why_nothing_was_migrated_is_said(capsys, monkeypatch):
+    text = said(measured("--balance auto", 8, note="sending costs more than it saves."), capsys, monkeypatch)
+    assert "Nothing was migrated: sending costs more than it saves.\n" in text
+
+
+def test_without_balancing_only_the_bounds_are_told(capsys, monkeypatch):
+    text = said(measured("", 8), capsys, monkeypatch)
+    assert "Unbalanced" not in text
+    assert "With all ranks as fast as the fastest it would have taken 100 ms" in text
+
+
+# Timelines ------------------------------------------------------------------------------------------------
+
+
+def test_timelines_are_written_where_they_are_asked_for(tmp_path):
+    before, after = (Timeline(number, ((Segment("matmul", 0.0, 0.1),),)) for number in (4, 8))
+    plot, trace = tmp_path / "timeline.png", tmp_path / "trace.json"
+    write_timelines(None, plot, trace)
+    write_timelines(Timelines(before, after), None, None)
+    assert not list(tmp_path.iterdir())
+    write_timelines(Timelines(before, after), plot, trace)
+    assert plot.read_bytes().startswith(b"\x89PNG") and sorted(tmp_path.iterdir()) == [plot, trace]
+
+    def titles() -> list[str]:
+        events = json.loads(trace.read_text())["traceEvents"]
+        return [event["args"]["name"] for event in events if event["name"] == "process_name"]
+
+    assert titles() == ["before balancing (iteration 4)", "after (iteration 8)"]
+    write_timelines(Timelines(before, None), None, trace)
+    assert titles() == ["latest (iteration 4)"]

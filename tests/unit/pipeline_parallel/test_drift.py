@@ -1,0 +1,189 @@
+"""What is said about stages that take another time than planned: pure decisions."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from colossal_hetero.pipeline_parallel.drift import DriftReport, PassSeconds, compare
+from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
+from tests.support.planning import make_plan
+
+
+def planned_times(plan: Plan, slowdowns: dict[int, float] | None = None) -> dict[int, PassSeconds]:
+    """By rank, what the plan says, some ranks slower."""
+    return {
+        rank: PassSeconds(
+            stage.forward_seconds * (slowdowns or {}).get(rank, 1.0),
+            stage.backward_seconds * (slowdowns or {}).get(rank, 1.0),
+        )
+        for replica in plan.replicas
+        for stage in replica.stages
+        for rank in stage.ranks
+    }
+
+
+def two_stages(layers: tuple[int, int] = (4, 4), **changes: object) -> Plan:
+    """Of a second and two per micro-batch and block."""
+    return make_plan([[[1], [0]]], layers, forward_seconds=[float(count) for count in layers], **changes)
+
+
+def best_by_hand(block_seconds: list[float], blocks: int, micro_batches: int) -> tuple[tuple[int, ...], float]:
+    """The best split of equal blocks by the closed form, all tried."""
+    stages = len(block_seconds)
+    found = []
+    for cuts in itertools.combinations(range(1, blocks), stages - 1):
+        layers = tuple(np.diff((0, *cuts, blocks)).tolist())
+        times = [count * seconds for count, seconds in zip(layers, block_seconds, strict=True)]
+        found.append((sum(times) + (micro_batches - 1) * max(times), layers))
+    seconds, layers = min(found)
+    return layers, seconds
+
+
+def test_silent_where_all_is_as_planned() -> None:
+    plan = two_stages()
+    for slowdowns in ({}, {0: 1.19}, {1: 0.81}):
+        report = compare(plan, planned_times(plan, slowdowns), 0.2)
+        assert report.drifted == () and report.proposal is None
+        assert [stage.ratio for stage in report.stages] == pytest.approx([slowdowns.get(1, 1.0), slowdowns.get(0, 1.0)])
+
+
+@pytest.mark.parametrize("slowdown", [1.21, 3.0, 0.5])
+def test_names_the_stage_and_cuts_anew(slowdown: float) -> None:
+    plan = two_stages(micro_batches=16)
+    report = compare(plan, planned_times(plan, {0: slowdown}), 0.2)
+    (stage,) = report.drifted
+    assert (stage.stage, stage.ranks, stage.ratio) == (1, (0,), pytest.approx(slowdown))
+    layers, seconds = best_by_hand([3.0, 3.0 * slowdown], 8, 16)
+    assert report.proposal is not None and report.proposal.layers_per_stage == layers
+    assert report.proposal.seconds == pytest.approx(seconds)
+    assert report.proposal.present_seconds == pytest.approx(12 * (1 + slowdown) + 15 * 12 * max(1, slowdown))
+    text = str(report)
+    assert f"stage 1 (cpu, rank 0 on here) takes {12 * slowdown:.2f} s per micro-batch, planned 12.00 s" in text
+    assert f"({slowdown - 1:+.0%})" in text
+
+
+def test_keeps_the_split_where_all_stages_drift_alike() -> None:
+    plan = two_stages((5, 3))
+    plan = two_stages((5, 3), micro_batches=16)  # as fast per block: 4+4 would be better, were they not as slow as this
+    times = {1: PassSeconds(4.0, 8.0), 0: PassSeconds(4.0, 8.0)}
+    report = compare(plan, times, 0.1)
+    assert len(report.drifted) == 2
+    assert report.proposal is not None and report.proposal.layers_per_stage == (5, 3)
+    assert str(report).endswith("the split 5+3 is still the best: 204.0 s per iteration")
+
+
+def test_the_slowest_rank_and_replica_count() -> None:
+    plan = make_plan([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], (4, 4), micro_batches=16)
+    report = compare(plan, planned_times(plan, {5: 3.0, 2: 1.1}), 0.2)
+    (stage,) = report.drifted
+    assert (stage.replica, stage.stage, stage.ranks) == (1, 0, (4, 5))
+    assert "stage 0 of replica 1 (cpu, ranks 4-5 on here)" in str(report)
+    assert report.proposal is not None
+    assert report.proposal.layers_per_stage == best_by_hand([3.0, 1.1], 8, 16)[0]
+
+
+def test_stages_without_times_are_left_out() -> None:
+    plan = two_stages()
+    times = planned_times(plan, {0: 5.0})
+    del times[1]
+    report = compare(plan, times, 0.2)
+    assert [stage.stage for stage in report.drifted] == [1] and report.proposal is None
+    assert compare(plan, {}, 0.2) == DriftReport(0.2, (4, 4), (), None)
+    # A plan without times, written by hand, cannot drift.
+    plan = make_plan([[[0], [1]]], (4, 4), forward_seconds=[0.0, 0.0])
+    assert compare(plan, planned_times(two_stages()), 0.2).stages == ()
+
+
+def profile(
+    seconds: tuple[float, ...], update_seconds: float = 0.0, output_bytes: tuple[int, ...] | None = None
+) -> ModelProfile:
+    """Of blocks that take so long forward and twice as long backward; embedding and head cost nothing."""
+    count = len(seconds) + 2
+    output_bytes = output_bytes or (10,) * len(seconds)
+    times = (0.0, *seconds, 0.0)
+    return ModelProfile(
+        name="by hand",
+        times=(
+            LayerTimes(
+                device="cpu",
+                micro_batch=2,
+                forward_seconds=times,
+                backward_seconds=tuple(2 * each for each in times),
+                update_seconds=(0.0, *(update_seconds,) * len(seconds), 0.0),
+            ),
+        ),
+        sizes=(
+            LayerSizes(
+                parameter_bytes=(100,) * count, activation_bytes=(10,) * count, output_bytes=(10, *output_bytes, 0)
+            ),
+        ),
+    )
+
+
+def test_layers_cost_what_the_profile_says() -> None:
+    blocks = (5.0, 1.0, 1.0, 1.0)
+    plan = make_plan([[[0], [1]]], (1, 3), micro_batches=16, forward_seconds=[5.0, 3.0])
+    times = planned_times(plan, {1: 4.0})
+    # By the plan's means the first block is as any other in stage 1, so that cutting elsewhere looks no better.
+    report = compare(plan, times, 0.2, profile(blocks))
+    assert report.proposal is not None and report.proposal.basis == "profile"
+    # Stages of 15 and 36, 18 and 24, or 21 and 12 seconds.
+    assert report.proposal.layers_per_stage == (3, 1)
+    assert report.proposal.seconds == pytest.approx(21 + 12 + 15 * 21)
+    assert report.proposal.present_seconds == pytest.approx(15 + 36 + 15 * 36)
+    # A profile of another model, or without this micro-batch, says nothing about this one.
+    for other in (profile((1.0,) * 6), profile(blocks).model_copy(update={"times": profile(blocks).times[:0]})):
+        report = compare(plan, times, 0.2, other)
+        assert report.proposal is not None and report.proposal.basis == "plan"
+
+
+def changed(plan: Plan, **changes: object) -> Plan:
+    """``plan`` with changed stages."""
+    replica = plan.replicas[0]
+    stages = tuple(stage.model_copy(update=changes) for stage in replica.stages)
+    return plan.model_copy(update={"replicas": (replica.model_copy(update={"stages": stages}),)})
+
+
+def test_messages_cost_what_they_did_per_byte() -> None:
+    """The present cut's 20 bytes take half a second; behind the third block there may be ten times as many."""
+    plan = changed(two_stages((1, 3), micro_batches=16), transfer_seconds=0.5)
+    times = planned_times(plan, {0: 2.0})
+    for bytes_there, layers, seconds in ((20, (3, 1), 9.5 + 6.5 + 15 * 9.5), (200, (2, 2), 6.5 + 12.5 + 15 * 12.5)):
+        report = compare(plan, times, 0.2, profile((1.0,) * 4, output_bytes=(20, 20, bytes_there, 20)))
+        assert report.proposal is not None and report.proposal.layers_per_stage == layers
+        assert report.proposal.seconds == pytest.approx(seconds)
+        assert report.proposal.present_seconds == pytest.approx(3.5 + 18.5 + 15 * 18.5)
+
+
+def test_a_slow_device_updates_slowly_too() -> None:
+    plan = changed(two_stages((4, 4), micro_batches=4), update_seconds=4.0)
+    report = compare(plan, planned_times(plan, {0: 3.0, 1: 3.0}), 0.2, profile((1.0,) * 8, update_seconds=1.0))
+    assert report.proposal is not None
+    assert report.proposal.present_seconds == pytest.approx(3 * (12 + 12 + 3 * 12 + 4))
+
+
+def test_no_split_fits() -> None:
+    plan = changed(two_stages(), memory_bytes=2e9, memory_available_bytes=1e9)
+    report = compare(plan, planned_times(plan, {0: 3.0}), 0.2)
+    assert report.drifted and report.proposal is None
+    assert "no split of the layers but 4+4 is known to fit in memory" in str(report)
+
+
+def test_what_was_said_is_not_said_again() -> None:
+    plan = two_stages((8, 8))
+
+    def report(*slowdowns: float) -> DriftReport:
+        return compare(plan, planned_times(plan, dict(enumerate(slowdowns))), threshold=0.2)
+
+    silent, slow, slower, other = report(1, 1), report(1, 2), report(1, 3), report(2, 1)
+    assert not silent.differs_from(None) and not silent.differs_from(slow)
+    assert slow.differs_from(None) and slow.differs_from(other)
+    assert not slow.differs_from(slow) and not report(1, 2.02).differs_from(slow)
+    assert slower.differs_from(slow)
+    # Another split would be best, though no stage is much slower.
+    near, nearer = report(1, 1.25), report(1, 1.48)
+    assert near.proposal.layers_per_stage != nearer.proposal.layers_per_stage and nearer.differs_from(near)

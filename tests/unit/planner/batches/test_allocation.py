@@ -1,0 +1,276 @@
+"""Allocations against every other allocation there is, counted out one by one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import lru_cache
+from math import ceil, inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colossal_hetero.planner import Allocation, Curve, Share, allocate
+from colossal_hetero.planner.batches.allocation import METHODS, evaluate
+from colossal_hetero.planner.batches.proportional import largest_remainders
+
+SETTINGS = [(0, "shared"), (1, "shared"), (2, "shared"), (3, "shared"), (0, "own"), (1, "own")]
+ROUNDING = 1 + 1e-9
+
+step = st.one_of(st.just(0.0), st.just(1.0), st.floats(1e-3, 3.0))
+seconds_of = st.lists(step, max_size=6).flatmap(
+    lambda steps: st.floats(0.01, 5.0).map(lambda first: [first + sum(steps[:n]) for n in range(len(steps) + 1)])
+)
+linear = st.builds(lambda slope, most: [slope * b for b in range(1, most + 1)], st.floats(0.05, 3), st.integers(1, 7))
+curves_of = st.one_of(seconds_of, linear).map(Curve.from_seconds)
+communications = st.one_of(st.just(0.0), st.floats(0.01, 3.0))
+
+
+@st.composite
+def clusters(draw: st.DrawFn, most_kinds: int = 3, most_ranks: int = 4) -> list[Curve]:
+    kinds = draw(st.lists(curves_of, min_size=1, max_size=most_kinds))
+    return draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=most_ranks))
+
+
+def parts(samples: int, largest: list[int]):
+    """Every way to deal ``samples``, at most so many to each rank."""
+    if not largest:
+        if samples == 0:
+            yield ()
+        return
+    for first in range(max(0, samples - sum(largest[1:])), min(samples, largest[0]) + 1):
+        for rest in parts(samples - first, largest[1:]):
+            yield (first, *rest)
+
+
+def least_wall(curves: list[Curve], samples: int, stage: int, accumulation: str, communication: float) -> float:
+    """By enumeration: all numbers of micro-steps, all sizes, all ways to deal."""
+    times = [[float(s) for s in curve.seconds] for curve in curves]
+    largest = [curve.max_batch for curve in curves]
+
+    if stage >= 2:
+
+        @lru_cache
+        def of_step(count: int) -> float:
+            return min(max(t[b] for t, b in zip(times, dealt, strict=True)) for dealt in parts(count, largest))
+
+        best = inf
+        for size in range(1, min(samples, sum(largest)) + 1):
+            full, rest = divmod(samples, size)
+            wall = full * (of_step(size) + communication)
+            best = min(best, wall + (of_step(rest) + communication if rest else 0.0))
+        return best
+
+    def own(t: list[float], n: int) -> float:
+        if n == 0:
+            return t[0]
+        return min(n // b * t[b] + (t[n % b] if n % b else 0.0) for b in range(1, len(t)))
+
+    def even(t: list[float], n: int, steps: int) -> float:
+        sizes = [n // steps + (i < n % steps) for i in range(steps)]
+        return sum(t[size] for size in sizes) if sizes[0] < len(t) else inf
+
+    def walls(cost):
+        costs = [[cost(t, n) for n in range(samples + 1)] for t in times]
+        for dealt in parts(samples, [samples] * len(curves)):
+            yield max(costs[rank][n] for rank, n in enumerate(dealt))
+
+    if accumulation == "own":
+        return min(walls(own)) + communication
+    return min(min(walls(lambda t, n, g=steps: even(t, n, g))) for steps in range(1, samples + 2)) + communication
+
+
+def check_sound(allocation: Allocation, curves: list[Curve], samples: int, communication: float) -> None:
+    """Every sample once, nothing too large, and the times that the curves give."""
+    shares = allocation.shares
+    assert sum(share.samples for share in shares) == samples == allocation.global_batch_size
+    for curve, share, busy in zip(curves, shares, allocation.busy_seconds, strict=True):
+        assert 0 <= share.micro_batch <= curve.max_batch
+        assert all(count > 0 for _, count in share.runs)
+        assert share.sizes[-1] == share.last_batch and len(share.sizes) == share.steps
+        assert busy == pytest.approx(sum(curve.seconds[size] for size in share.sizes))
+    if allocation.accumulation == "shared":
+        assert len({share.steps for share in shares}) == 1
+    if allocation.stage < 2:
+        assert allocation.communication_seconds == communication
+        compute = max(allocation.busy_seconds)
+    else:
+        assert allocation.communication_seconds == pytest.approx(allocation.steps * communication)
+        steps = zip(*(share.sizes for share in shares), strict=True)
+        compute = sum(max(c.seconds[b] for c, b in zip(curves, dealt, strict=True)) for dealt in steps)
+    assert allocation.wall_seconds == pytest.approx(compute + allocation.communication_seconds)
+    assert allocation.samples_per_second == pytest.approx(samples / allocation.wall_seconds)
+    assert min(allocation.idle_seconds) >= 0
+
+
+@pytest.mark.parametrize("stage, accumulation", SETTINGS)
+@settings(max_examples=150, deadline=None)
+@given(clusters(), st.integers(1, 11), communications)
+def test_no_allocation_is_better(
+    stage: int, accumulation: str, curves: list[Curve], samples: int, communication: float
+) -> None:
+    found = allocate(curves, samples, stage, accumulation=accumulation, communication_seconds=communication)
+    check_sound(found, curves, samples, communication)
+    best = least_wall(curves, samples, stage, accumulation, communication)
+    assert found.wall_seconds == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("stage, accumulation", SETTINGS)
+@settings(max_examples=100, deadline=None)
+@given(clusters(4, 12), st.integers(1, 300), communications, st.data())
+def test_exact_is_never_slower_than_the_simple_rules(
+    stage: int, accumulation: str, curves: list[Curve], samples: int, communication: float, data: st.DataObject
+) -> None:
+    flops = data.draw(st.lists(st.floats(0.1, 10), min_size=len(curves), max_size=len(curves)))
+    walls = {}
+    for method in METHODS:
+        allocation = allocate(
+            curves,
+            samples,
+            stage,
+            method=method,
+            accumulation=accumulation,
+            communication_seconds=communication,
+            flops=flops,
+        )
+        assert allocation.method == method
+        check_sound(allocation, curves, samples, communication)
+        walls[method] = allocation.wall_seconds
+    assert walls["exact"] <= min(walls.values()) * ROUNDING
+
+
+@pytest.mark.parametrize("stage, accumulation", SETTINGS)
+@settings(max_examples=50, deadline=None)
+@given(clusters(4, 10), st.integers(1, 200), st.randoms(use_true_random=False))
+def test_the_order_of_ranks_and_equal_curves_do_not_matter(
+    stage: int, accumulation: str, curves: list[Curve], samples: int, random
+) -> None:
+    first = allocate(curves, samples, stage, accumulation=accumulation)
+    copies = [Curve(curve.seconds) for curve in curves]
+    assert allocate(copies, samples, stage, accumulation=accumulation) == first
+    order = random.sample(range(len(curves)), len(curves))
+    moved = allocate([curves[rank] for rank in order], samples, stage, accumulation=accumulation)
+    assert moved.wall_seconds == first.wall_seconds
+
+    def by_kind(ranks: list[Curve], allocation: Allocation) -> list[tuple]:
+        pairs = zip(ranks, allocation.shares, strict=True)
+        return sorted((tuple(curve.seconds[: samples + 1]), share.runs) for curve, share in pairs)
+
+    if stage < 2:
+        assert by_kind(curves, first) == by_kind([curves[rank] for rank in order], moved)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("stage, accumulation", SETTINGS)
+def test_odd_cases(stage: int, accumulation: str, method: str) -> None:
+    slow, fast, tight = (Curve.from_seconds(times) for times in ([3, 6, 9, 12], [1, 2, 3, 4], [1.5]))
+
+    def deal(curves: list[Curve], samples: int) -> Allocation:
+        found = allocate(curves, samples, stage, method=method, accumulation=accumulation, flops=[1.0] * len(curves))
+        check_sound(found, curves, samples, 0.0)
+        return found
+
+    few = deal([fast, slow, tight, fast], 2)
+    assert min(share.samples for share in few.shares) == 0 and few.shares[1].steps >= 1
+    assert deal([tight], 5).shares == (Share(((1, 5),)),)
+    alone = deal([slow], 9)
+    assert alone.shares[0].steps == 3 and alone.idle_seconds == (0.0,)
+    assert len({share.sizes for share in deal([fast] * 4, 16).shares}) == 1
+    deal([fast, tight, slow], 40)
+
+
+def test_equal_wall_times_take_the_fewest_micro_steps() -> None:
+    """Times without a constant part: any number of micro-steps that fits takes as long, but for rounding."""
+    curve = Curve.from_seconds([0.1 * b for b in range(1, 9)])
+    for stage, accumulation in SETTINGS:
+        found = allocate([curve] * 3, 48, stage, accumulation=accumulation)
+        assert [share.sizes for share in found.shares] == [(8, 8)] * 3
+
+
+def test_uneven_shares_of_unequal_devices() -> None:
+    """7 + 1 and 5 + 0: the slow rank gets what it runs meanwhile, which may be nothing."""
+    fast = Curve.from_seconds([1.0 * b for b in range(1, 9)])
+    assert [s.samples for s in allocate([fast, fast.scaled(7)], 8, 0).shares] == [7, 1]
+    assert [s.samples for s in allocate([fast, fast.scaled(5)], 5, 3).shares] in ([4, 1], [5, 0])
+    none = allocate([fast, Curve.from_seconds([0.5, 50])], 3, 2)
+    assert none.wall_seconds == 2.0 and [s.runs for s in none.shares] == [((2, 1),), ((1, 1),)]
+
+
+def test_own_takes_full_steps_at_the_best_size() -> None:
+    """Batches of 4 are the fastest per sample."""
+    curve = Curve.from_seconds([2, 2, 2, 2, 5, 6])
+    (share,) = allocate([curve], 13, 0, accumulation="own").shares
+    assert share.runs == ((4, 3), (1, 1)) and share.last_batch == 1 and share.micro_batch == 4
+
+
+def test_communication_per_micro_step_makes_for_fewer() -> None:
+    """Times that grow faster than the batch favor small micro-batches, unless each costs a synchronization."""
+    curve = Curve.from_seconds([1.0 * b**1.5 for b in range(1, 17)])
+    steps = [allocate([curve] * 2, 32, 3, communication_seconds=seconds).steps for seconds in (0.0, 1.0, 100.0)]
+    assert steps == sorted(steps, reverse=True) and steps[0] == 16 and steps[-1] == 1
+
+
+def test_flops_follow_the_flops() -> None:
+    curve = Curve.from_seconds([1.0 * b for b in range(1, 9)])
+    found = allocate([curve] * 2, 12, 0, method="flops", flops=[2e12, 1e12])
+    assert [share.runs for share in found.shares] == [((8, 1),), ((4, 1),)]
+    found = allocate([curve] * 2, 24, 2, method="flops", flops=[2e12, 1e12])
+    assert [share.sizes for share in found.shares] == [(8, 8), (4, 4)]
+    assert list(largest_remainders([1, 1, 1], 5)) == [2, 2, 1]
+
+
+CURVE = Curve.from_seconds([1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (([CURVE], 0, 0), "global_batch_size=0 must be"),
+        (([CURVE], 2.5, 0), "global_batch_size=2.5 must be"),
+        (([], 4, 0), "no curves"),
+        (([CURVE], 4, 4), "stage=4 does not exist"),
+        (([CURVE, CURVE.limited(0)], 4, 1), "rank 1 cannot hold one sample in stage 1; raise the stage"),
+        (([CURVE.limited(0)], 4, 3), "rank 0 cannot hold one sample in stage 3; free memory"),
+        (([CURVE], 4, 0, {"method": "best"}), "unknown method 'best'; valid are exact"),
+        (([CURVE], 4, 0, {"accumulation": "none"}), "unknown accumulation 'none'"),
+        (([CURVE], 4, 2, {"accumulation": "own"}), "use accumulation='shared', or stage 0 or 1"),
+        (([CURVE], 4, 2, {"communication_seconds": -1.0}), "communication_seconds=-1.0"),
+        (([CURVE], 4, 0, {"method": "flops"}), "needs flops"),
+        (([CURVE], 4, 0, {"method": "flops", "flops": [1.0, 2.0]}), "2 flops for 1 ranks"),
+        (([CURVE], 4, 0, {"method": "flops", "flops": [0.0]}), "flops of rank 0 are 0.0"),
+        (([CURVE], 4, 0, {"method": "flops", "flops": [None]}), "flops of rank 0 are None"),
+    ],
+)
+def test_mistakes_are_named(arguments: tuple, message: str) -> None:
+    curves, samples, stage, *more = arguments
+    with pytest.raises(ValueError, match=message):
+        allocate(curves, samples, stage, **(more[0] if more else {}))
+
+
+def test_shares_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="rank 1 holds 2 samples, not a micro-batch of 3"):
+        evaluate([CURVE, CURVE], [Share(((2, 1),)), Share(((3, 1),))], 0, method="exact")
+    with pytest.raises(ValueError, match="all ranks run the same micro-steps"):
+        evaluate([CURVE, CURVE], [Share(((2, 1),)), Share(((2, 2),))], 2, method="exact")
+
+
+@pytest.mark.parametrize("stage, accumulation", SETTINGS)
+def test_a_thousand_ranks(stage: int, accumulation: str) -> None:
+    """Near what the kinds' best speeds allow, and sound; the time is in benchmarks/data_parallel/allocation.py."""
+    kinds = [Curve.from_seconds([(0.01 + 0.02 * b) * slow for b in range(1, 65)]) for slow in (1, 1.5, 2, 3)]
+    curves = [kinds[rank % 4] for rank in range(1024)]
+    found = allocate(curves, 65536, stage, accumulation=accumulation)
+    check_sound(found, curves, 65536, 0.0)
+    bound = 65536 / sum(curve.peak_speed for curve in curves)
+    assert bound <= found.wall_seconds * ROUNDING and found.wall_seconds <= 1.05 * bound
+    assert found.steps >= ceil(65536 / (1024 * 64))
+
+
+def test_planning_needs_no_torch() -> None:
+    code = (
+        "import sys; import colossal_hetero.planner.batches.device_dropping; "
+        "import colossal_hetero.planner.batches.allocation; "
+        "assert not {'torch', 'colossalai', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,288 @@
+"""The profile file: there and back, what is wrong with it in words, and memory at another stage of ZeRO."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from colossal_hetero.planner.batches.batch_profile import (
+    BatchProfile,
+    DeviceProfile,
+    ModelIdentity,
+    load_profile,
+    save_profile,
+    state_bytes,
+)
+from colossal_hetero.planner.cluster.link import Link
+
+GIB = 2**30
+MODEL = ModelIdentity(
+    name="net", parameters=GIB, parameter_bytes=2 * GIB, gradient_bytes=2 * GIB, optimizer_bytes=12 * GIB, digest="abc"
+)
+
+
+def device(name: str = "fast", **changes: Any) -> DeviceProfile:
+    values: dict[str, Any] = {
+        "device": name,
+        "memory_bytes": 24 * GIB,
+        "state_bytes": 16 * GIB,
+        "sample_bytes": 2 * GIB,
+        "max_batch": 4,
+        "memory_bound": True,
+        "points": [{"batch": 1, "seconds": 0.1}, {"batch": 4, "seconds": 0.25, "forward_seconds": 0.1}],
+        "flops": 1e12,
+    }
+    return DeviceProfile(**{**values, **changes})
+
+
+def profile(**changes: Any) -> BatchProfile:
+    values: dict[str, Any] = {
+        "stage": 0,
+        "precision": "fp16",
+        "model": MODEL,
+        "communication_seconds": 0.5,
+        "kinds": [device(), device("slow", max_batch=2, memory_bytes=21 * GIB, protocols=["nccl", "gloo"])],
+        "ranks": [0, 1, 0, 1],
+        "links": [Link(ranks=(0, 1), protocol="gloo", latency_seconds=1e-4, bytes_per_second=1e9)],
+    }
+    return BatchProfile(**{**values, **changes})
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Callable[[Callable[[Any], None]], str]:
+    """What is said of a profile that ``change`` was done to."""
+
+    def message(change: Callable[[Any], None]) -> str:
+        path = tmp_path / "broken.json"
+        save_profile(profile(), path)
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+        with pytest.raises(ValueError) as error:
+            load_profile(path)
+        text = str(error.value)
+        assert text.startswith(str(path)) and "\n" not in text
+        return text
+
+    return message
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(profile(), path)
+    assert load_profile(path) == profile()
+    assert list(tmp_path.iterdir()) == [path]
+    text = path.read_text()
+    assert json.loads(text)["schema"] == 1
+    assert '{ "batch": 1, "seconds": 0.1, "forward_seconds": null }' in text  # a point is a line, to be edited
+
+
+def test_names_with_brackets_and_line_breaks_come_back(tmp_path: Path) -> None:
+    odd = profile(kinds=[device('a [x] {"y"}\n z'), device("ü]")])
+    save_profile(odd, tmp_path / "odd.json")
+    assert load_profile(tmp_path / "odd.json") == odd
+
+
+def test_a_profile_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text("old")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_profile(profile(), path)
+    assert [path] == list(tmp_path.iterdir()) and path.read_text() == "old"
+
+
+def test_ranks_of_a_kind_share_a_curve() -> None:
+    curves = profile().curves()
+    assert curves[0] is curves[2] and curves[1] is curves[3] and curves[0] is not curves[1]
+    assert [curve.max_batch for curve in curves] == [4, 2, 4, 2]
+    assert [curve.max_batch for curve in profile().curves(largest=3)] == [3, 2, 3, 2]
+
+
+def test_state_bytes_follow_zero() -> None:
+    assert [state_bytes(MODEL, stage, 4) / GIB for stage in range(4)] == [16, 7, 5.5, 4]
+    odd = MODEL.model_copy(update={"optimizer_bytes": 7})
+    assert state_bytes(odd, 1, 2) - 4 * GIB == 4
+
+
+def test_other_stages_hold_what_the_smaller_state_leaves_room_for() -> None:
+    # 9, 10.5 and 12 GiB less than at stage 0, 2 GiB a sample.
+    assert [profile().max_batches(stage)[0] for stage in range(4)] == [4, 4 + 4, 4 + 5, 4 + 6]
+    # Half a sample's room is left over at stage 0 and counts at stage 1.
+    assert [profile().max_batches(stage)[1] for stage in range(2)] == [2, 2 + 5]
+    assert profile().state_bytes(3) == [4 * GIB, 4 * GIB]
+    # The largest batch that ran is believed more than memory on paper, where the two differ.
+    wasteful = profile(kinds=[device(max_batch=3)], ranks=[0] * 4, links=[])
+    assert wasteful.max_batches(3)[0] == 9
+
+
+def test_fewer_ranks_each_hold_more_of_the_state() -> None:
+    assert profile().state_bytes(0, 2) == profile().state_bytes(0)
+    assert profile().state_bytes(3, 2) == [8 * GIB, 8 * GIB]
+    assert profile().kind_max_batches(3, taking_part=2) == [8, 6]
+    assert [curve.max_batch for curve in profile().curves(3, taking_part=2)] == [8, 6, 8, 6]
+    assert profile().kind_max_batches(0, taking_part=2) == [4, 2]
+
+
+def test_where_memory_was_not_the_limit_memory_says_what_fits() -> None:
+    roomy = profile(kinds=[device(memory_bytes=30 * GIB, memory_bound=False)], ranks=[0] * 4, links=[])
+    assert roomy.max_batches(0)[0] == 4
+    assert roomy.max_batches(3)[0] == 13
+    assert roomy.max_batches(3, largest=8)[0] == 8
+    weightless = profile(kinds=[device(sample_bytes=0)], ranks=[0] * 4, links=[])
+    assert weightless.max_batches(3)[0] == 4
+
+
+def test_a_device_without_room_at_this_stage_may_have_some_at_the_next() -> None:
+    small = device("small", max_batch=0, memory_bytes=10 * GIB)
+    one = profile(kinds=[device(), small], ranks=[0, 1, 1, 1], links=[])
+    assert [one.max_batches(stage)[1] for stage in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"ranks 1-3 \(small\) hold no sample at stage 0.*stage 1 would hold one"):
+        one.curves()
+    assert one.curves(1)[1].max_batch == 1
+    tiny = profile(kinds=[device(), device("tiny", max_batch=0, memory_bytes=GIB, points=[])], ranks=[0, 1], links=[])
+    with pytest.raises(ValueError, match="no higher stage holds one either, or leave that device out"):
+        tiny.curves(2)
+
+
+def test_synchronizations_of_other_stages_move_other_amounts() -> None:
+    assert [profile().communication(stage) for stage in range(4)] == [0.5, 0.5, 0.25, 0.75]
+    assert profile(stage=2).communication() == 0.5
+
+
+def test_flops_are_known_of_all_or_of_none() -> None:
+    assert profile().flops == [1e12] * 4
+    assert profile(kinds=[device(), device("slow", flops=None)]).flops is None
+
+
+def test_there_are_four_stages() -> None:
+    with pytest.raises(ValueError, match="no stage 7 of ZeRO; stages are 0, 1, 2 and 3"):
+        profile().curves(7)
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        ([{"batch": 2, "seconds": 0.1}], "device bad: .*measure a second"),
+        ([{"batch": 1, "seconds": 0.5}, {"batch": 2, "seconds": 0.2}], "device bad: .*batch 2 takes 0.2"),
+    ],
+)
+def test_points_that_make_no_curve_are_named_with_their_device(points: list[Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        profile(kinds=[device(), device("bad", points=points)]).curves()
+
+
+def test_other_devices_models_stages_and_precisions_are_told() -> None:
+    mine = profile()
+    mine.check_fits(["fast", "slow", "fast", "slow"], "abc", stage=0, precision="fp16")
+    for devices, digest, options, words in (
+        (["fast", "slow"], "abc", {}, "of 4 ranks, these are 2"),
+        (["fast", "slow", "slow", "slow"], "abc", {}, "other devices: rank 2 was fast, is slow"),
+        (["fast", "slow", "fast", "slow"], "xyz", {}, r"another model \(net, 1,073,741,824 parameters, .*xyz"),
+        (["fast", "slow", "fast", "slow"], "abc", {"stage": 3}, "made at stage 0, not 3"),
+        (["fast", "slow", "fast", "slow"], "abc", {"precision": "bf16"}, "made at precision fp16, not bf16"),
+    ):
+        with pytest.raises(ValueError, match=f"{words}.*; make a new profile"):
+            mine.check_fits(devices, digest, **options)
+
+
+def test_points_are_sorted_and_frozen() -> None:
+    points = [{"batch": 4, "seconds": 0.3}, {"batch": 1, "seconds": 0.1}]
+    sorted_ = device(points=points)
+    assert [point.batch for point in sorted_.points] == [1, 4] and sorted_.measured_batch == 4
+    with pytest.raises(ValidationError):
+        sorted_.max_batch = 3
+
+
+def put(*place: Any, value: Any) -> Callable[[Any], None]:
+    def change(content: Any) -> None:
+        for part in place[:-1]:
+            content = content[part]
+        content[place[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (put("schema", value=2), "has schema 2, this version reads schema 1; make a new profile"),
+        (put("schema", value=True), "has schema True"),
+        (lambda content: content.pop("schema"), 'it has no "schema"'),
+        (
+            put("kinds", 0, "points", 1, "seconds", value=-0.1),
+            r"kinds\[0\].points\[1\].seconds is -0.1: must be above 0",
+        ),
+        (put("kinds", 0, "points", 1, "seconds", value=float("nan")), r"points\[1\].seconds is nan: must be"),
+        (put("kinds", 0, "points", 0, "batch", value=0), r"points\[0\].batch is 0: must be at least 1"),
+        (put("kinds", 0, "points", 0, "batch", value=4), r"kinds\[0\].points: batch 4 is there twice"),
+        (put("kinds", 0, "points", 0, "forward_seconds", value=1), r"forward_seconds=1.0 is more than seconds=0.1"),
+        (put("kinds", 0, "points", value=[]), "max_batch=4, but there are no points; measure"),
+        (
+            put("kinds", 1, "memory_bytes", value="24 GiB"),
+            r"kinds\[1\].memory_bytes is '24 GiB': must be a whole number",
+        ),
+        (put("kinds", 1, "memory_bytes", value=1.5), "must be a whole number"),
+        (put("kinds", 1, "max_batch", value=-1), r"kinds\[1\].max_batch is -1: must be at least 0"),
+        (put("kinds", 1, "memory_bound", value=1), "memory_bound is 1: must be true or false"),
+        (put("kinds", 1, "protocols", value=[]), "protocols is .*: must not be empty"),
+        (put("kinds", 1, "device", value=""), "device is '': must not be empty"),
+        (put("kinds", 1, "device", value=None), "device is None: must be text"),
+        (put("kinds", 1, "max_batches", value=3), r"max_batches is not a field; did you mean max_batch\?"),
+        (put("kinds", 1, "color", value=3), "color is not a field"),
+        (put("kinds", value=[]), "kinds is .*: must not be empty"),
+        (put("kinds", value={}), "kinds is {}: must be a list"),
+        (put("model", value=[]), r"model is \[\]: must be an object"),
+        (lambda content: content["model"].pop("digest"), "model.digest is missing"),
+        (put("ranks", value=[0, 2]), r"ranks\[1\] is kind 2, but kinds are numbered 0 to 1"),
+        (put("ranks", value=[]), "ranks is .*: must not be empty"),
+        (put("stage", value=7), "stage is 7: must be at most 3"),
+        (put("units", "seconds", value="ms"), "seconds is in 'ms', but is read in 's'"),
+        (put("links", 0, "ranks", value=[0, 4]), r"links\[0\] joins ranks 0 and 4, but ranks are numbered 0 to 3"),
+        (put("links", 0, "ranks", value=[1, 1]), "joins two ranks, not rank 1 with itself"),
+        (put("links", 0, "bytes_per_second", value=0), r"links\[0\].bytes_per_second is 0: must be above 0"),
+        (put("communication_seconds", value=-1), "communication_seconds is -1: must be at least 0"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(
+    broken: Callable[[Callable[[Any], None]], str], change: Callable[[Any], None], words: str
+) -> None:
+    message = broken(change)
+    assert re.search(words, message), message
+
+
+def test_all_that_is_wrong_is_said_at_once(broken: Callable[[Callable[[Any], None]], str]) -> None:
+    def change(content: Any) -> None:
+        content["stage"] = "two"
+        content["kinds"][0]["points"][0]["batch"] = -1
+        del content["precision"]
+
+    message = broken(change)
+    assert message.count(";") == 2
+    assert "precision is missing" in message and "stage is 'two'" in message and "batch is -1" in message
+    assert "kinds is" not in message  # the list is not empty because its element is wrong
+
+
+@pytest.mark.parametrize(("text", "words"), [("{", "is not JSON"), ("[]", "not a profile"), ("\udcff", "is not JSON")])
+def test_files_that_are_no_profile(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=words):
+        load_profile(path)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        load_profile(tmp_path / "nothing.json")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_profile(tmp_path)

@@ -1,0 +1,107 @@
+"""Rings against all permutations."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colossal_hetero.planner.batches.ring_order import (
+    EXACT_DEVICES,
+    Link,
+    _local_search,
+    common_protocol,
+    link_seconds,
+    longest_edge,
+    ring_order,
+    total_seconds,
+)
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> np.ndarray:
+    """Directed, often with equal edges."""
+    count = draw(st.integers(1, 7))
+    edge = draw(st.sampled_from([st.floats(0.01, 10), st.integers(1, 4).map(float)]))
+    seconds = np.array(draw(st.lists(edge, min_size=count * count, max_size=count * count))).reshape(count, count)
+    return np.minimum(seconds, seconds.T) if draw(st.booleans()) else seconds
+
+
+@settings(max_examples=300, deadline=None)
+@given(matrices())
+def test_no_ring_is_better(seconds: np.ndarray) -> None:
+    count = len(seconds)
+    ring = ring_order(seconds)
+    assert ring[0] == 0 and sorted(ring) == list(range(count))
+    every = [(0, *rest) for rest in permutations(range(1, count))]
+    longest = min(longest_edge(seconds, each) for each in every)
+    assert longest_edge(seconds, ring) == longest
+    total = min(total_seconds(seconds, each) for each in every if longest_edge(seconds, each) == longest)
+    assert total_seconds(seconds, ring) == pytest.approx(total)
+
+
+def test_the_longest_edge_comes_before_the_total() -> None:
+    """0-1-2-3 in order has total 8, but one edge of 5."""
+    seconds = np.full((4, 4), 3.0)
+    for a, b in ((0, 1), (1, 2), (2, 3)):
+        seconds[a, b] = seconds[b, a] = 1.0
+    seconds[0, 3] = seconds[3, 0] = 5.0
+    assert longest_edge(seconds, ring_order(seconds)) == 3.0
+
+
+@pytest.mark.parametrize("count", [EXACT_DEVICES, EXACT_DEVICES + 1, 20, 40])
+def test_a_hidden_ring_is_found(count: int) -> None:
+    """A ring of short edges, anything else long; in number beyond what permutations can try."""
+    random = np.random.default_rng(count)
+    hidden = random.permutation(count)
+    seconds = random.uniform(2.0, 3.0, (count, count))
+    seconds[hidden, np.roll(hidden, -1)] = random.uniform(0.5, 1.0, count)
+    seconds = np.minimum(seconds, seconds.T)
+    assert longest_edge(seconds, ring_order(seconds)) <= 1.0
+
+
+def test_the_local_search_comes_close() -> None:
+    """Where both can be had."""
+    ratios = []
+    for seed in range(20):
+        seconds = np.random.default_rng(seed).uniform(0.1, 1.0, (9, 9))
+        ratios.append(longest_edge(seconds, _local_search(seconds)) / longest_edge(seconds, ring_order(seconds)))
+    assert min(ratios) >= 1.0 and np.mean(ratios) < 1.15
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(13, 18), st.integers(0, 2**32 - 1))
+def test_many_devices_do_better_than_their_numbering(count: int, seed: int) -> None:
+    seconds = np.random.default_rng(seed).uniform(0.1, 1.0, (count, count))
+    ring = ring_order(seconds)
+    assert sorted(ring) == list(range(count)) and ring[0] == 0
+    assert longest_edge(seconds, ring) <= longest_edge(seconds, range(count))
+    assert ring == ring_order(seconds)
+
+
+def test_links_of_the_protocol_only() -> None:
+    links = [
+        Link((0, 2), "gloo", 1.0, 10.0),
+        Link((2, 5), "gloo", 2.0, 10.0),
+        Link((5, 2), "gloo", 3.0, 10.0),
+        Link((0, 5), "gloo", 0.0, 100.0),
+        Link((0, 2), "nccl", 0.1, 1000.0),
+    ]
+    found = link_seconds(links, [0, 2, 5], "gloo", 100.0)
+    np.testing.assert_allclose(found, [[0, 11, 1], [11, 0, 12], [1, 13, 0]])
+    assert link_seconds(links, [2, 0], "nccl", 100.0)[0, 1] == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="no nccl link between ranks 0 and 5; measure"):
+        link_seconds(links, [0, 2, 5], "nccl", 100.0)
+    with pytest.raises(ValueError, match="gloo link between ranks 0 and 1: latency"):
+        link_seconds([Link((0, 1), "gloo", 0.0, 0.0)], [0, 1], "gloo", 1.0)
+
+
+def test_one_cpu_turns_nccl_to_gloo() -> None:
+    gpu, cpu = ("nccl", "gloo"), ("gloo",)
+    assert common_protocol([gpu, gpu]) == "nccl"
+    assert common_protocol([gpu, cpu]) == "gloo"
+    with pytest.raises(ValueError, match="no protocol of nccl, gloo is spoken by all devices"):
+        common_protocol([("nccl",), cpu])

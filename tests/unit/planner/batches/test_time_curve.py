@@ -1,0 +1,124 @@
+"""Curves through measured points."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossal_hetero.planner import Curve
+from colossal_hetero.planner.batches.time_curve import MAX_DIP
+
+
+@st.composite
+def measured(draw: st.DrawFn) -> tuple[dict[int, float], int]:
+    """Points that rise, but for noise."""
+    batches = sorted(draw(st.sets(st.integers(1, 64), min_size=2, max_size=8)))
+    times, time = [], draw(st.floats(0.001, 1.0))
+    for _ in batches:
+        times.append(time * draw(st.floats(1 - MAX_DIP / 2.1, 1.0)))
+        time += draw(st.floats(0.0, 1.0))
+    return dict(zip(batches, times, strict=True)), draw(st.integers(1, 100))
+
+
+@given(measured())
+def test_curves_rise_and_keep_near_the_points(case: tuple[dict[int, float], int]) -> None:
+    points, max_batch = case
+    curve = Curve.through(points, max_batch)
+    assert curve.max_batch == max_batch and curve.seconds.shape == (max_batch + 1,)
+    assert (np.diff(curve.seconds) >= 0).all() and (curve.seconds > 0).all() and curve.seconds[0] == curve.seconds[1]
+    for batch, seconds in points.items():
+        if batch <= max_batch:
+            assert curve.seconds[batch] == pytest.approx(seconds, rel=MAX_DIP)
+
+
+@given(st.floats(0.001, 1), st.floats(0.001, 1), st.sets(st.integers(1, 50), min_size=2), st.integers(1, 100))
+def test_straight_measurements_make_a_straight_curve(
+    fixed: float, slope: float, batches: set[int], max_batch: int
+) -> None:
+    curve = Curve.through({b: fixed + slope * b for b in batches}, max_batch)
+    inside = np.arange(min(batches), max_batch + 1)
+    np.testing.assert_allclose(curve.seconds[inside], fixed + slope * inside, rtol=1e-6)
+
+
+def test_points_that_rise_are_met() -> None:
+    points = {1: 1.0, 2: 1.1, 4: 1.9, 8: 4.5, 13: 6.0}
+    curve = Curve.through(points, 20)
+    assert {batch: curve.seconds[batch] for batch in points} == pytest.approx(points)
+    # Further on it is straight.
+    assert np.diff(curve.seconds[13:], 2) == pytest.approx(np.zeros(6), abs=1e-12)
+
+
+def test_the_spline_is_the_natural_one() -> None:
+    """By hand: the second derivative is 18/8 at 4, and 0 at 2 and 6."""
+    curve = Curve.through({2: 1.0, 4: 2.0, 6: 9.0}, 6)
+    assert curve.seconds[5] == pytest.approx(18 / 8 / 12 + (2 / 2 - 18 / 8 / 3) + 9 / 2)
+
+
+def test_overshoot_does_not_fall_or_leave_its_neighbors() -> None:
+    curve = Curve.through({1: 1.0, 8: 1.0, 9: 5.0, 16: 5.0}, 16)
+    assert curve.seconds[1:9].tolist() == [1.0] * 8 and curve.seconds[9:].tolist() == [5.0] * 8
+
+
+def test_before_the_first_point_no_sample_is_faster() -> None:
+    curve = Curve.through({4: 2.0, 8: 6.0}, 8)
+    assert (curve.seconds[1:4] >= 2.0 * np.arange(1, 4) / 4 - 1e-12).all()
+
+
+def test_noise_is_pooled_and_more_is_an_error() -> None:
+    curve = Curve.through({1: 1.0, 2: 2.0, 4: 1.9, 8: 4.0}, 8)
+    assert curve.seconds[[2, 3, 4]].tolist() == pytest.approx([1.95] * 3)
+    with pytest.raises(ValueError, match=r"batch 4 takes 1.7 s, less than batch 2 with 2 s: more than 10% is"):
+        Curve.through({1: 1.0, 2: 2.0, 4: 1.7, 8: 4.0}, 8)
+
+
+@pytest.mark.parametrize(
+    "points, max_batch, message",
+    [
+        ({}, 4, "at least two"),
+        ({1: 1.0}, 4, "has no slope; measure a second"),
+        ({2: 1.0}, 1, "has no slope; measure a second"),
+        ({0: 1.0, 1: 1.0}, 4, "batch 0"),
+        ({1: 0.0, 2: 1.0}, 4, "batch 1 takes 0.0 s"),
+        ({1: 1.0, 2: float("nan")}, 4, "batch 2 takes nan s"),
+        ({1: 1.0, 2: float("inf")}, 4, "batch 2 takes inf s"),
+        ({1: 1.0, 2: 2.0}, 0, "cannot hold one sample"),
+    ],
+)
+def test_unusable_measurements_are_named(points: dict[int, float], max_batch: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Curve.through(points, max_batch)
+
+
+@pytest.mark.parametrize(
+    "seconds, message",
+    [
+        ([], "has shape"),
+        ([[1.0]], "has shape"),
+        ([1.0, 1.0, np.nan], "nan at batch 2"),
+        ([0.0, 0.0], "0.0 at batch 0"),
+        ([1.0, 1.0, 3.0, 2.0], "falls from 3 at batch 2 to 2"),
+        ([0.5, 1.0], "differs from"),
+    ],
+)
+def test_unusable_curves_are_named(seconds: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Curve(np.array(seconds, dtype=float))
+
+
+def test_one_sample_needs_one_point() -> None:
+    assert Curve.through({1: 0.5}, 1).seconds.tolist() == [0.5, 0.5]
+
+
+def test_scaled_limited_and_speed() -> None:
+    curve = Curve.from_seconds([2.0, 2.0, 4.5, 5.0])
+    assert (curve.speed(2), curve.peak_batch, curve.peak_speed) == (1.0, 2, 1.0)
+    assert curve.scaled(2).seconds.tolist() == [4.0, 4.0, 4.0, 9.0, 10.0]
+    assert curve.limited(9) is curve and curve.limited(2).max_batch == 2 and curve.limited(0).max_batch == 0
+    assert curve.limited(0).peak_speed == 0.0
+    for wrong in (lambda: curve.scaled(0), lambda: curve.limited(-1), lambda: curve.speed(5)):
+        with pytest.raises(ValueError):
+            wrong()
+    with pytest.raises(ValueError):
+        curve.seconds[0] = 1.0

@@ -1,0 +1,123 @@
+"""Rings against one that is walked through step by step, and NICs that rings share."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds, ring_hops, synchronization_seconds
+from colossal_hetero.planner.cluster.topology import Channel, Topology
+from tests.support.machines import GIGABIT, NVLINK, Nodes, machines
+
+LATENCY = 5e-6
+
+
+def walked(topology: Topology, group: list[int], gradient_bytes: float) -> float:
+    """A ring in which nobody begins a step before it has what the last one brings."""
+    count = len(group)
+    ready = [0.0] * count
+    for _ in range(2 * (count - 1)):
+        arrives = [
+            ready[i] + topology.channel(group[i], group[(i + 1) % count]).seconds(gradient_bytes / count)
+            for i in range(count)
+        ]
+        ready = [max(arrives[i - 1], arrives[i]) for i in range(count)]
+    return max(ready)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.builds(Nodes, st.sampled_from(["InfiniBand", "RoCE"]), st.lists(st.integers(1, 4), min_size=1, max_size=3)),
+        min_size=1,
+        max_size=3,
+    ),
+    st.data(),
+)
+def test_a_ring_takes_as_long_as_its_steps(clusters: list[Nodes], data: st.DataObject) -> None:
+    topology = machines(*clusters)
+    numbers = range(len(topology.devices))
+    group = sorted(data.draw(st.sets(st.sampled_from(numbers), min_size=1)))
+    size = data.draw(st.floats(1, 1e10))
+    assume(len(group) > 1)
+    assert synchronization_seconds(topology, group, size) == pytest.approx(walked(topology, group, size))
+
+
+def test_the_formula() -> None:
+    topology = machines(Nodes("InfiniBand", [1, 1, 1]), Nodes("RoCE", [1]))
+    inside = synchronization_seconds(topology, [0, 1, 2], 3e9)
+    assert inside == pytest.approx(2 * 2 / 3 * 3e9 / (200 * GIGABIT) + 4 * LATENCY)
+    across = synchronization_seconds(topology, [0, 1, 2, 3], 3e9)
+    assert across == pytest.approx(2 * 3 / 4 * 3e9 / (25 * GIGABIT) + 6 * LATENCY)
+    assert synchronization_seconds(topology, [2], 1e9) == synchronization_seconds(topology, [0, 3], 0) == 0.0
+
+
+def test_messages_have_their_own_bandwidth() -> None:
+    """Each step sends a part of the gradients: of 4 GB among 4, 1 GB."""
+    topology = machines(Nodes("InfiniBand", [1] * 4))
+    curved = Channel("InfiniBand", 25e9, 0.0, (0.0, 1.0, 2.0))
+    nodes = tuple(type(n)(n.name, n.cluster, n.devices, n.inside, (curved,)) for n in topology.nodes)
+    topology = Topology(topology.devices, nodes, topology.clusters)
+    assert synchronization_seconds(topology, range(4), 4e9) == pytest.approx(6 * curved.seconds(1e9))
+
+
+def test_rings_share_a_nic() -> None:
+    """Eight devices a node with one NIC: eight rings between two nodes take eight times as long as one; with eight
+    NICs each has its own; with two NICs four share one."""
+    for nics, factor in ((1, 8), (8, 1), (2, 4)):
+        topology = machines(Nodes("InfiniBand", [8, 8], nics), latency_seconds=0.0)
+        groups = [(device, device + 8) for device in range(8)]
+        alone = synchronization_seconds(topology, groups[0], 1e9)
+        assert alone == pytest.approx(1e9 / (200 * GIGABIT))
+        assert concurrent_seconds(topology, groups, [1e9] * 8) == pytest.approx([factor * alone] * 8)
+        assert synchronization_seconds(topology, groups[0], 1e9, sharing=8) == pytest.approx(factor * alone)
+
+
+def test_a_ring_leaves_each_node_once() -> None:
+    """A ring over eight devices of each of two nodes has fourteen hops on NVLink and two over the NIC."""
+    topology = machines(Nodes("InfiniBand", [8, 8]), latency_seconds=0.0)
+    assert ring_hops(topology, range(16)) == ((0, 1), (1, 0))
+    chunk = 16e9 / 16
+    assert synchronization_seconds(topology, range(16), 16e9) == pytest.approx(30 * chunk / (200 * GIGABIT))
+    assert synchronization_seconds(topology, range(8), 8e9) == pytest.approx(14 * 1e9 / NVLINK.bytes_per_second)
+
+
+def test_different_networks_do_not_disturb_each_other() -> None:
+    """A ring inside a cluster on InfiniBand beside one that leaves the same node over Ethernet."""
+    topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]))
+    groups = [(0, 2), (1, 4)]
+    assert concurrent_seconds(topology, groups, [1e9, 1e9]) == pytest.approx(
+        [synchronization_seconds(topology, group, 1e9) for group in groups]
+    )
+    # Two on Ethernet do, where they meet: node 0 sends both.
+    both = concurrent_seconds(topology, [(0, 4), (1, 6)], [1e9, 1e9])
+    assert both == pytest.approx([synchronization_seconds(topology, (0, 4), 1e9, sharing=2)] * 2)
+    # One without gradients takes no share.
+    assert concurrent_seconds(topology, [(0, 4), (1, 6)], [1e9, 0])[0] < both[0]
+
+
+def test_a_ring_has_one_network() -> None:
+    """A ring over both clusters runs over Ethernet all round, so it meets another one inside its cluster, too."""
+    topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2]), latency_seconds=0.0)
+    seconds = concurrent_seconds(topology, [(0, 2, 4), (1, 5)], [3e9, 3e9])
+    # Between nodes 0 and 1 it is alone, between 1 and 2 as well; node 2 sends both rings to node 0.
+    assert seconds[0] == pytest.approx(4 * 1e9 / (25 * GIGABIT) * 2)
+    # A ring that stays on InfiniBand is not met.
+    assert concurrent_seconds(topology, [(0, 2), (1, 5)], [1e9, 1e9])[0] == pytest.approx(1e9 / (200 * GIGABIT))
+
+
+@pytest.mark.parametrize(
+    ("group", "size", "sharing", "words"),
+    [
+        ((0, 9), 1.0, 1, "device 9"),
+        ((0, 0), 1.0, 1, "names a device twice"),
+        ((0, 1), -1.0, 1, "gradient_bytes=-1"),
+        ((0, 1), 1.0, 0, "sharing=0"),
+    ],
+)
+def test_groups_that_cannot_be(group: tuple[int, ...], size: float, sharing: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        synchronization_seconds(machines(Nodes("RoCE", [2, 2])), group, size, sharing)
+    with pytest.raises(ValueError, match="give one per group"):
+        concurrent_seconds(machines(Nodes("RoCE", [2, 2])), [(0, 1)], [])

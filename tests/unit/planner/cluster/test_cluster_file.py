@@ -1,0 +1,242 @@
+"""The cluster file: what it says, that writing it loses nothing, and what is wrong with one in words."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossal_hetero.planner.cluster.cluster_file import load_cluster, parse_cluster, save_cluster, write_cluster
+from colossal_hetero.planner.cluster.gpu_catalog import GPUS, INSIDE
+from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from tests.support.paths import CLUSTERS
+
+EXAMPLES = CLUSTERS
+
+FILE = """
+schema = 1
+
+[kinds.old]
+memory_gb = 12
+tflops = 6.5
+
+[kinds.A100-40]
+memory_gb = 39.5
+
+[[clusters]]
+name = "east"
+
+[[clusters.nodes]]
+name = "e"
+count = 2
+devices = [{ kind = "A100-40", count = 2 }, { kind = "old", speed = 0.25 }]
+inside = { kind = "PCIe", gigabytes_per_second = 16, latency_microseconds = 5 }
+nics = [
+    { kind = "Ethernet", gigabits_per_second = 10 },
+    { kind = "RoCE", gigabits_per_second = 100, latency_microseconds = 3, curve = [-0.5, 2.0, 6.0] },
+]
+
+[[clusters]]
+name = "west"
+
+[[clusters.nodes]]
+devices = [{ kind = "V100-16", count = 4 }]
+
+[[links]]
+clusters = ["west", "east"]
+kind = "Ethernet"
+gigabits_per_second = 5
+latency_seconds = 0.01
+"""
+
+
+def test_says_what_it_says() -> None:
+    topology = parse_cluster(FILE)
+    old, a100 = DeviceKind("old", 12_000_000_000, 6.5e12), DeviceKind("A100-40", 39_500_000_000, 312e12)
+    assert topology.clusters == ("east", "west")
+    assert [node.name for node in topology.nodes] == ["e-0", "e-1", "west"]
+    assert [node.devices for node in topology.nodes] == [(0, 1, 2), (3, 4, 5), (6, 7, 8, 9)]
+    assert [device.kind for device in topology.devices] == 2 * [a100, a100, old] + 4 * [GPUS["V100-16"]]
+    assert [device.node for device in topology.devices] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 2]
+    assert [device.cluster for device in topology.devices] == 6 * [0] + 4 * [1]
+    assert [device.speed for device in topology.devices] == 2 * [1.0, 1.0, 0.25] + 4 * [1.0]
+    roce = Channel("RoCE", 12.5e9, 3e-6, (-0.5, 2.0, 6.0))
+    assert topology.nodes[0].nics == (roce, Channel("Ethernet", 1.25e9))
+    assert topology.nodes[0].inside == Channel("PCIe", 16e9, 5e-6)
+    assert topology.nodes[2].inside == INSIDE["V100-16"]
+    assert topology.channel(0, 3) == roce
+    assert topology.channel(2, 9) == Channel("Ethernet", 0.625e9, 0.01)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_examples_load_and_survive_writing(path: Path, tmp_path: Path) -> None:
+    topology = load_cluster(path)
+    save_cluster(topology, tmp_path / "copy.toml", "A copy.\n\nOf an example.")
+    assert load_cluster(tmp_path / "copy.toml") == topology
+    assert [file.name for file in tmp_path.iterdir()] == ["copy.toml"]
+
+
+def test_alike_nodes_share_a_table() -> None:
+    text = write_cluster(parse_cluster(FILE))
+    assert text.count("[[clusters.nodes]]") == 2
+    assert "count = 2\n" in text
+    assert "latency_microseconds = 5" in text  # not 4.999999999999999
+
+
+names = st.text(st.characters(codec="utf-8", exclude_categories=("C",)), min_size=1, max_size=8)
+positive = st.floats(1e-6, 1e15) | st.integers(1, 1000).map(lambda n: n * 1e9)
+fast_kinds = st.sampled_from(["NVLink", "PCIe", "shared memory"])
+curves = st.none() | st.tuples(st.floats(-0.1, 0.1), st.floats(0, 10), st.floats(1, 10))
+
+
+def channels(kinds: st.SearchStrategy[str]) -> st.SearchStrategy[Channel]:
+    return st.builds(Channel, kinds, positive, st.just(0.0) | st.floats(1e-9, 1), curves)
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> Topology:
+    made = st.builds(DeviceKind, names, st.integers(1, 10**13), positive)
+    kinds = draw(st.lists(st.sampled_from(list(GPUS.values())) | made, min_size=1, unique_by=lambda kind: kind.name))
+    clusters = draw(st.lists(names, min_size=1, max_size=3, unique=True))
+    speeds = st.just(1.0) | st.floats(0.01, 4)
+    devices: list[Device] = []
+    nodes: list[Node] = []
+    for number, _ in enumerate(clusters):
+        for _ in range(draw(st.integers(1, 3))):
+            inside = draw(channels(fast_kinds))
+            nics = [draw(channels(st.just("Ethernet"))), *draw(st.lists(channels(st.just("RoCE")), max_size=1))]
+            nics.sort(key=lambda nic: -nic.bytes_per_second)
+            like = draw(st.lists(st.tuples(st.sampled_from(kinds), speeds), min_size=1, max_size=4))
+            for _ in range(draw(st.integers(1, 3))):
+                ranks = tuple(range(len(devices), len(devices) + len(like)))
+                devices += [Device(kind, len(nodes), number, speed) for kind, speed in like]
+                name = draw(st.sampled_from([f"node-{len(nodes)}", f"{len(nodes)}-0", f"n{len(nodes)}"]))
+                nodes.append(Node(name, number, ranks, inside, tuple(nics)))
+    pairs = [(a, b) for a in range(len(clusters)) for b in range(len(clusters)) if a != b]
+    between = []
+    for a, b in draw(st.lists(st.sampled_from(pairs), max_size=3, unique_by=frozenset)) if pairs else []:
+        between.append((a, b, draw(channels(st.sampled_from(["Ethernet", "InfiniBand"])))))
+    return Topology(tuple(devices), tuple(nodes), tuple(clusters), tuple(between))
+
+
+@given(topologies(), st.text(st.characters(codec="utf-8", exclude_categories=("C",)), max_size=20))
+def test_writing_loses_nothing(topology: Topology, comment: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        save_cluster(topology, Path(folder, "cluster.toml"), comment)
+        assert load_cluster(Path(folder, "cluster.toml")) == topology
+
+
+def test_what_no_file_says_is_not_written(tmp_path: Path) -> None:
+    kind = GPUS["T4"]
+    nic = (Channel("Ethernet", 1e9),)
+    nodes = (Node("a", 0, (1,), INSIDE["T4"], nic), Node("b", 0, (0,), INSIDE["T4"], nic))
+    with pytest.raises(ValueError, match="ranks must be numbered"):
+        save_cluster(Topology((Device(kind, 1, 0), Device(kind, 0, 0)), nodes, ("here",)), tmp_path / "cluster.toml")
+    assert not list(tmp_path.iterdir())
+
+
+MISTAKES = {
+    "unknown kind": (
+        ('kind = "V100-16"', 'kind = "V100"'),
+        "node west: there is no device kind V100; did you mean V100-",
+        "[kinds.V100] with memory_gb and tflops",
+    ),
+    "spelling of a kind": (('kind = "V100-16"', 'kind = "v100-16"'), "did you mean V100-16"),
+    "own kind lacks memory": (("memory_gb = 12", ""), "kinds.old has no memory_gb, and there is no preset"),
+    "own kind with both units": (
+        ("memory_gb = 12", "memory_gb = 12\nmemory_bytes = 1"),
+        "either memory_gb or memory_b",
+    ),
+    "negative bandwidth": (("gigabits_per_second = 100", "gigabits_per_second = -100"), "is -100", "must be above 0"),
+    "no bandwidth": (("gigabytes_per_second = 16", "gigabytes_per_second = 0"), "inside.gigabytes_per_second is 0"),
+    "bandwidth left out": ((", gigabytes_per_second = 16", ""), "clusters[0].nodes[0].inside: a bandwidth is missing"),
+    "bandwidth twice": (("gigabytes_per_second = 16", "gigabytes_per_second = 16, bytes_per_second = 1"), "give one"),
+    "negative latency": (("latency_microseconds = 5", "latency_microseconds = -5"), "must be at least 0"),
+    "infinite bandwidth": (("gigabytes_per_second = 16", "gigabytes_per_second = inf"), "must be a finite number"),
+    "curve": (("[-0.5, 2.0, 6.0]", "[-0.5, 0.0, -6.0]"), "gives large messages no bandwidth"),
+    "missing link": (
+        (
+            FILE[FILE.index("[[links]]") :],
+            "",
+        ),
+        "no link between node e-0 of cluster east (RoCE, Ethernet) and node west of cluster west (no NIC)",
+        'add a link with clusters = ["east", "west"], or give both Ethernet',
+    ),
+    "unknown cluster": (
+        ('["west", "east"]', '["west", "esat"]'),
+        "links[0] joins esat, which is not a cluster; did you mean ",
+    ),
+    "link to itself": (('["west", "east"]', '["west", "west"]'), "joins two clusters, not west with itself"),
+    "clusters twice": (('name = "west"', 'name = "east"'), "two clusters have the name east"),
+    "nodes twice": (("[[clusters.nodes]]\ndevices", '[[clusters.nodes]]\nname = "e-1"\ndevices'), "the name e-1"),
+    "no count": (("count = 2\n", "count = 0\n"), "clusters[0].nodes[0].count is 0: must be at least 1"),
+    "no devices of a kind": (("count = 4", "count = 0"), "devices[0].count is 0: must be at least 1"),
+    "broken count": (("count = 4", "count = 4.5"), "devices[0].count is 4.5: must be a whole number"),
+    "more memory than there is": (("memory_gb = 12", "memory_gb = 1e300"), "memory_gb is 1e+300: must be at most"),
+    "too many nodes": (("count = 2\n", "count = 100000000\n"), "count is 100000000: must be at most 65536"),
+    "too many devices": (("count = 4", "count = 65536"), "these are 65542 devices; at most 65536 can be planned for"),
+    "no devices": (
+        ('[{ kind = "V100-16", count = 4 }]', "[]"),
+        "clusters[1].nodes[0].devices is []: must not be empty",
+    ),
+    "standing still": (("speed = 0.25", "speed = 0"), "must be above 0"),
+    "not TOML": (("memory_gb = 12", "memory_gb 12"), "not TOML", "at line 5"),
+    "unknown field": (("speed = 0.25", "sped = 0.25"), "devices[1].sped is not a field; did you mean speed?"),
+    "unknown table": (("[[links]]", "[[link]]"), "link is not a field; did you mean links?"),
+    "spelling of a network": (('"RoCE"', '"ROCE"'), "kind 'ROCE' is not known; did you mean RoCE?"),
+    "NICs twice": (('"RoCE"', '"Ethernet"'), "Ethernet is there twice"),
+    "schema": (("schema = 1", "schema = 2"), "schema is 2, this version reads schema 1"),
+    "no schema": (("schema = 1", ""), "no line schema = 1"),
+    "no inside": (('inside = { kind = "PCIe", gigabytes_per_second = 16, latency_microseconds = 5 }', ""), "no inside"),
+    "a date": (("speed = 0.25", "speed = 2020-01-01"), "must be a number"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_words(name: str, tmp_path: Path) -> None:
+    (before, after), *words = MISTAKES[name]
+    assert before in FILE
+    path = tmp_path / "cluster.toml"
+    path.write_text(FILE.replace(before, after, 1))
+    with pytest.raises(ValueError) as error:
+        load_cluster(path)
+    assert str(error.value).startswith(f"{path}: ")
+    for each in words:
+        assert each in str(error.value)
+    assert "pydantic" not in str(error.value)
+
+
+def test_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(FILE, encoding="utf-8-sig")
+    assert load_cluster(path) == parse_cluster(FILE)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        load_cluster(tmp_path / "cluster.toml")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_cluster(tmp_path)
+    (tmp_path / "picture.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="is not TOML"):
+        load_cluster(tmp_path / "picture.toml")
+
+
+def test_nodes_of_a_cluster_that_share_no_network() -> None:
+    text = FILE.replace("[[links]]", '[[clusters.nodes]]\nname = "w"\ndevices = [{ kind = "T4" }]\n\n[[links]]')
+    with pytest.raises(ValueError, match=r"no link between node west of cluster west .* and node w of cluster west"):
+        parse_cluster(text)
+
+
+def test_lone_device_of_an_own_kind_needs_no_inside() -> None:
+    text = 'schema = 1\n[kinds.x]\nmemory_gb = 1\ntflops = 1\n[[clusters]]\nname = "a"\n[[clusters.nodes]]\n'
+    assert len(parse_cluster(text + 'devices = [{ kind = "x" }]').devices) == 1
+    with pytest.raises(ValueError, match="nobody knows how x devices reach each other"):
+        parse_cluster(text + 'devices = [{ kind = "x", count = 2 }]')
+    with pytest.raises(ValueError, match="usually joined in different ways"):
+        parse_cluster(text + 'devices = [{ kind = "A100-40" }, { kind = "T4" }]')
+    slower = parse_cluster(text + 'devices = [{ kind = "RTX-3090" }, { kind = "T4" }]').nodes[0].inside
+    assert slower == INSIDE["T4"]

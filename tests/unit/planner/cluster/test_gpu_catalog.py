@@ -1,0 +1,50 @@
+"""Presets of GPUs: those that the papers and the measurements name, with what is known of their ratios."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from colossal_hetero.planner.cluster.gpu_catalog import GPUS, INSIDE
+from tests.support.paths import REPOSITORY
+
+MEASURED = REPOSITORY.parent / "shared" / "data" / "gpu-profiles" / "bandwidth.csv"
+
+NAMED = {
+    *("A100-40", "A100-80", "A800", "H800", "H20", "V100-16", "V100-32", "T4", "RTX-3090", "GTX-1080", "A6000"),
+    *("RTX-5000", "GH-96", "RTX-2080", "Titan-RTX"),
+}
+
+
+def test_all_are_there() -> None:
+    assert set(GPUS) == set(INSIDE) == NAMED
+    assert all(name == kind.name for name, kind in GPUS.items())
+
+
+@pytest.mark.parametrize("name", ["A100-40", "A100-80", "V100-16", "V100-32", "GH-96"])
+def test_memory_is_what_the_name_says(name: str) -> None:
+    assert GPUS[name].memory_bytes == int(name.rpartition("-")[2]) * 10**9
+
+
+def test_speeds_as_the_papers_have_them() -> None:
+    flops = {name: kind.flops for name, kind in GPUS.items()}
+    # Clock times units: 2 FLOP x CUDA cores x boost clock, of which tensor cores do 8 times as much on Volta.
+    assert flops["V100-16"] == pytest.approx(8 * 2 * 5120 * 1.53e9, rel=0.01)
+    assert flops["GTX-1080"] == pytest.approx(2 * 2560 * 1.733e9, rel=0.01)
+    assert flops["A100-40"] == pytest.approx(16 * 2 * 6912 * 1.41e9, rel=0.01)
+    assert flops["T4"] == pytest.approx(8 * 2 * 2560 * 1.59e9, rel=0.01)
+    assert flops["RTX-5000"] == pytest.approx(8 * 2 * 3072 * 1.815e9, rel=0.01)
+    assert flops["Titan-RTX"] == pytest.approx(8 * 2 * 4608 * 1.77e9, rel=0.01)
+    assert flops["RTX-2080"] == pytest.approx(4 * 2 * 4352 * 1.635e9, rel=0.01)
+    assert flops["RTX-3090"] == pytest.approx(2 * 2 * 10496 * 1.695e9, rel=0.01)
+    assert flops["A6000"] == pytest.approx(4 * 2 * 10752 * 1.8e9, rel=0.01)
+    assert flops["H800"] == pytest.approx(flops["GH-96"], rel=0.01)
+
+
+@pytest.mark.skipif(not MEASURED.exists(), reason="needs the measured bandwidths beside the repository")
+def test_nothing_was_measured_faster_inside_a_node() -> None:
+    for row in csv.DictReader(MEASURED.open()):
+        if row["where"] == "inside a node" and row["gpus"] == "2" and row["gpu"] != "RTX-3090":
+            measured, nominal = float(row["max_bytes_per_second"]), INSIDE[row["gpu"]].bytes_per_second
+            assert 0.3 * nominal < measured <= nominal

@@ -1,0 +1,83 @@
+"""Backends and environments by what a group's nodes have."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from colossal_hetero.planner.cluster.group_networks import Adapter, Network, group_network, process_environment
+from colossal_hetero.planner.cluster.topology import DeviceKind, Topology
+from colossal_hetero.planner.layout.nic_layout import nic_layout
+from tests.support.machines import Nodes, machines
+
+HOLMES = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]), Nodes("Ethernet", [2, 2]))
+
+
+@pytest.mark.parametrize(
+    ("group", "network"),
+    [
+        ((0,), Network("nccl", "")),
+        ((0, 1), Network("nccl", "NVLink")),
+        ((0, 2), Network("nccl", "InfiniBand", "IB")),
+        ((4, 5, 6, 7), Network("nccl", "RoCE", "IB")),
+        ((8, 10), Network("nccl", "Ethernet", "Socket")),
+        # InfiniBand and RoCE do not speak with each other, though NCCL calls both IB.
+        ((0, 4), Network("nccl", "Ethernet", "Socket")),
+        ((0, 1, 2, 8), Network("nccl", "Ethernet", "Socket")),
+    ],
+)
+def test_networks_of_gpus(group: tuple[int, ...], network: Network) -> None:
+    assert group_network(HOLMES, group) == network
+
+
+def with_cpu(topology: Topology, number: int) -> Topology:
+    devices = list(topology.devices)
+    devices[number] = dataclasses.replace(devices[number], kind=DeviceKind("cpu-2", 1 << 30, 1e11))
+    return dataclasses.replace(topology, devices=tuple(devices))
+
+
+def test_gloo_as_soon_as_a_cpu_takes_part() -> None:
+    topology = with_cpu(HOLMES, 2)
+    assert group_network(topology, (0, 2)) == Network("gloo", "InfiniBand")
+    assert group_network(topology, (2, 4)) == Network("gloo", "Ethernet")
+    assert group_network(topology, (2, 3)) == Network("gloo", "NVLink")
+    assert group_network(topology, (0, 3)).backend == "nccl"
+
+
+def test_groups_by_nic_use_rdma_but_for_pipelines() -> None:
+    topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]))
+    layout = nic_layout(topology, 2, 2, 2)
+    assert {group_network(topology, group).kind for group in layout.tensor_groups} == {"NVLink"}
+    assert [group_network(topology, group).nccl_net for group in layout.data_groups] == ["IB"] * 4
+    assert [group_network(topology, group).nccl_net for group in layout.pipeline_groups] == ["Socket"] * 4
+
+
+def test_environment_of_a_group() -> None:
+    adapters = {"Ethernet": Adapter(interface="eth0"), "InfiniBand": Adapter(hca="mlx5_0", interface="ib0")}
+    assert Network("nccl", "InfiniBand", "IB").environment(adapters) == {"NCCL_NET": "IB"}
+    assert Network("nccl", "Ethernet", "Socket").environment() == {"NCCL_NET": "Socket"}
+    assert Network("nccl", "NVLink").environment(adapters) == {}
+    assert Network("gloo", "InfiniBand").environment(adapters) == {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert Network("gloo", "Ethernet").environment(adapters) == {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert Network("gloo", "RoCE").environment(adapters) == Network("gloo", "Ethernet").environment() == {}
+
+
+def test_environment_of_a_process() -> None:
+    ethernet = Adapter(interface="eth0")
+    assert process_environment({"Ethernet": ethernet, "InfiniBand": Adapter(hca="=mlx5_0:1")}) == {
+        "NCCL_IB_HCA": "=mlx5_0:1",
+        "NCCL_SOCKET_IFNAME": "=eth0",
+    }
+    assert process_environment({"RoCE": Adapter(hca="mlx5_2", gid_index=3)}) == {
+        "NCCL_IB_HCA": "mlx5_2",
+        "NCCL_IB_GID_INDEX": "3",
+    }
+    assert process_environment({"Ethernet": Adapter()}) == {}
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match="needs a device"):
+        group_network(HOLMES, ())
+    with pytest.raises(ValueError, match="device 12"):
+        group_network(HOLMES, (0, 12))

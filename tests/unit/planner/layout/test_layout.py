@@ -1,0 +1,246 @@
+"""Layouts against Holmes' definition, written out here, and against every way to divide small clusters into stages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from colossal_hetero.planner.cluster.topology import Channel, Topology
+from colossal_hetero.planner.layout.layout import Layout, naive_layout
+from colossal_hetero.planner.layout.layout_costs import LayoutCosts, layout_costs
+from colossal_hetero.planner.layout.nic_layout import nic_layout
+from tests.support.machines import Nodes, machines
+
+GIGABIT = 1e9 / 8
+
+
+def as_launched(
+    topology: Topology, tp: int, pp: int, dp: int, gradient_bytes: float, activation_bytes: float, micro_batches: int
+) -> list[tuple[Layout, LayoutCosts]]:
+    """Colossal-AI's two orders of ranks and what they cost, but those that no link allows."""
+    found = []
+    for dp_outside in (True, False):
+        layout = naive_layout(topology, tp, pp, dp, dp_outside)
+        try:
+            found.append((layout, layout_costs(topology, layout, gradient_bytes, activation_bytes, micro_batches)))
+        except ValueError:
+            continue
+    return found
+
+
+@st.composite
+def shapes(draw: st.DrawFn, most_nodes: int = 3, sizes: tuple[int, ...] = (1, 2, 3, 4, 8)) -> list[Nodes]:
+    """Clusters of unequal nodes, up to three."""
+    clusters = draw(st.integers(1, 3))
+    return [
+        Nodes(
+            draw(st.sampled_from(["InfiniBand", "RoCE", "Ethernet"])),
+            draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=most_nodes)),
+        )
+        for _ in range(clusters)
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(shapes(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 8))
+def test_the_definition_holds_where_it_can(shape: list[Nodes], tp: int, pp: int, dp: int) -> None:
+    topology = machines(*shape)
+    groups = [sum(size // tp for size in nodes.sizes) for nodes in shape]
+    assume(sum(groups) >= pp * dp and tp * pp * dp <= len(topology.devices))
+    layout = nic_layout(topology, tp, pp, dp)
+    assert (layout.data_parallel, layout.pipeline, layout.tensor_parallel) == (dp, pp, tp)
+    assert len(set(layout.devices)) == tp * pp * dp
+    node = [device.node for device in topology.devices]
+    cluster = [device.cluster for device in topology.devices]
+    assert all(len({node[device] for device in group}) == 1 for group in layout.tensor_groups)
+    across = [len({cluster[device] for device in group}) > 1 for group in layout.data_groups]
+    # A stage needs dp groups of one cluster; each that no cluster can give whole spans several.
+    missing = max(0, pp - sum(count // dp for count in groups))
+    assert sum(across) == missing * tp
+    assert [violation.rule for violation in layout.verify(topology)] == ["data"] * (missing * tp)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 6), st.booleans())
+def test_naive_layouts_are_numbered_as_colossalai_numbers(
+    shape: list[Nodes], tp: int, pp: int, dp: int, outside: bool
+) -> None:
+    topology = machines(*shape)
+    assume(tp * pp * dp <= len(topology.devices))
+    layout = naive_layout(topology, tp, pp, dp, dp_outside=outside)
+    expected = 0
+    outer, inner = (dp, pp) if outside else (pp, dp)
+    for first in range(outer):
+        for second in range(inner):
+            d, p = (first, second) if outside else (second, first)
+            for t in range(tp):
+                assert layout.ranks[d][p][t] == expected
+                expected += 1
+
+
+def assignments(cells: Sequence[int], pipeline: int, replicas: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """All ways to give each stage its cells."""
+    if pipeline == 0:
+        yield ()
+        return
+    for chosen in combinations(cells, replicas):
+        rest = [cell for cell in cells if cell not in chosen]
+        for others in assignments(rest, pipeline - 1, replicas):
+            yield (chosen, *others)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(most_nodes=2, sizes=(1, 2, 3)), st.integers(1, 3), st.integers(1, 3))
+def test_fewest_groups_leave_their_network_and_synchronize_soonest(shape: list[Nodes], pp: int, dp: int) -> None:
+    topology = machines(*shape)
+    assume(pp * dp <= len(topology.devices) <= 7)
+
+    def rank(layout: Layout) -> tuple[int, float]:
+        return len(layout.verify(topology)), layout_costs(topology, layout, 1e9, 0.0, 8).seconds
+
+    every = [
+        Layout(tuple(tuple((cell,) for cell in replica) for replica in zip(*stages, strict=True)))
+        for stages in assignments(range(len(topology.devices)), pp, dp)
+    ]
+    broken, seconds = min(rank(layout) for layout in every)
+    found = rank(nic_layout(topology, 1, pp, dp, gradient_bytes=1e9, activation_bytes=0.0))
+    assert found[0] == broken
+    assert found[1] <= seconds * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.floats(0.01, 1000))
+def test_no_order_as_launched_is_better(shape: list[Nodes], tp: int, pp: int, dp: int, megabytes: float) -> None:
+    topology = machines(*shape)
+    assume(sum(size // tp for nodes in shape for size in nodes.sizes) >= pp * dp)
+    ours = nic_layout(topology, tp, pp, dp, gradient_bytes=1e9, activation_bytes=megabytes * 1e6, micro_batches=4)
+    costs = layout_costs(topology, ours, 1e9, megabytes * 1e6, 4)
+    for other, other_costs in as_launched(topology, tp, pp, dp, 1e9, megabytes * 1e6, 4):
+        violations = other.verify(topology)
+        splits_tensor_groups = any(violation.rule == "tensor" for violation in violations)
+        if len(violations) <= len(ours.verify(topology)) and not splits_tensor_groups:
+            assert costs.seconds <= other_costs.seconds * (1 + 1e-9)
+
+
+def test_holmes_example() -> None:
+    """Figure 3's case: two clusters of two nodes, two stages; stage s is cluster s, a node a tensor-parallel group."""
+    topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]))
+    layout = nic_layout(topology, 2, 2, 2)
+    assert layout.ranks == (((0, 1), (4, 5)), ((2, 3), (6, 7)))
+    assert layout.data_groups == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert layout.pipeline_groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert not layout.verify(topology)
+    naive = naive_layout(topology, 2, 2, 2)
+    assert naive.data_groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    texts = [violation.text for violation in naive.verify(topology)]
+    assert texts[0] == (
+        "data-parallel group (0, 4) of stage 0 spans clusters (1 in cluster-0, 1 in cluster-1) and runs over "
+        "Ethernet (25 Gbit/s)"
+    )
+
+
+def test_what_the_layout_would_cost_otherwise() -> None:
+    """Ethernet of 25 Gbit/s instead of 200 Gbit/s, and one group per NIC in both: eight times the time; the ring over
+    both clusters has as many devices."""
+    topology = machines(Nodes("InfiniBand", [1, 1]), Nodes("RoCE", [1, 1]), latency_seconds=0.0)
+    ours = nic_layout(topology, 1, 2, 2, gradient_bytes=1e9, activation_bytes=1e6, micro_batches=4)
+    costs = layout_costs(topology, ours, 1e9, 1e6, 4)
+    (launched, launched_costs), (stages_first, _) = as_launched(topology, 1, 2, 2, 1e9, 1e6, 4)
+    assert costs.gradients_seconds == pytest.approx(1e9 / (200 * GIGABIT))
+    assert launched_costs.gradients_seconds == pytest.approx(8 * costs.gradients_seconds)
+    assert costs.pipeline_seconds == pytest.approx((2 + 3) * 1e6 / (25 * GIGABIT))
+    assert stages_first == ours and not ours.verify(topology)
+    assert [violation.rule for violation in launched.verify(topology)] == ["data", "data"]
+
+
+def test_stages_span_clusters_only_where_they_must() -> None:
+    topology = machines(Nodes("InfiniBand", [8, 8]), Nodes("RoCE", [8]))
+    layout = nic_layout(topology, 4, 2, 3)
+    assert [violation.rule for violation in layout.verify(topology)] == ["data"] * 4
+    assert "(1 in cluster-0, 2 in cluster-1)" in layout.verify(topology)[0].text
+    assert not nic_layout(topology, 4, 3, 2).verify(topology)
+
+
+def test_heavy_activations_keep_pipelines_inside_nodes() -> None:
+    """In one cluster replicas or stages may share a node; which is better is a matter of bytes."""
+    topology = machines(Nodes("InfiniBand", [2, 2]))
+    assert nic_layout(topology, 1, 2, 2).data_groups == ((0, 1), (2, 3))
+    assert nic_layout(topology, 1, 2, 2, gradient_bytes=1e6, activation_bytes=1e9).data_groups == ((0, 2), (1, 3))
+
+
+def test_a_cluster_of_two_kinds_of_nic_is_two_networks() -> None:
+    """InfiniBand and RoCE do not talk to each other (Holmes, 2.2), so a data-parallel group of both runs over
+    Ethernet though it stays in its cluster."""
+    topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]), one_cluster=True)
+    assert not nic_layout(topology, 2, 2, 2).verify(topology)
+    violations = naive_layout(topology, 2, 2, 2).verify(topology)
+    assert [violation.rule for violation in violations] == ["network"] * 4
+    assert "over Ethernet between node-0 and node-2, though they have InfiniBand and RoCE" in violations[0].text
+
+
+def test_stages_stay_inside_nodes_where_devices_can_be_left_out() -> None:
+    """Of two nodes of three, two stages of two leave one each rather than share a node."""
+    layout = nic_layout(machines(Nodes("InfiniBand", [3, 3])), 1, 2, 2)
+    assert layout.data_groups == ((0, 1), (3, 4))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        ((0, 1, 1), "tensor_parallel=0"),
+        ((2, 2, 2), "takes 8 devices, and there are 6"),
+        ((2, 3, 1), r"hold 2 \(2 nodes of 3 devices: 1 each\)"),
+        ((4, 1, 1), "hold 0"),
+    ],
+)
+def test_degrees_that_do_not_fit(degrees: tuple[int, int, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        nic_layout(machines(Nodes("InfiniBand", [3, 3])), *degrees)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ((), "one shape"),
+        ((((0,),), ((1,), (2,))), "one shape"),
+        ((((0, 1), (2,)),), "one shape"),
+        ((((0,), (0,)),), "device 0 has more than one place"),
+    ],
+)
+def test_layouts_that_cannot_be(ranks: tuple, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Layout(ranks)
+
+
+def test_costs_that_cannot_be_reckoned() -> None:
+    topology = machines(Nodes("InfiniBand", [2, 2]))
+    layout = nic_layout(topology, 1, 2, 2)
+    with pytest.raises(ValueError, match="3 numbers of bytes for 2 stages"):
+        layout_costs(topology, layout, [1, 2, 3], 1, 1)
+    with pytest.raises(ValueError, match="micro_batches=0"):
+        layout_costs(topology, layout, 1, 1, 0)
+
+
+def test_clusters_in_a_chain() -> None:
+    """Without Ethernet, the second and the third reach only the first: stages must follow the chain, and orders
+    as launched, which would need the other way, are left out."""
+    topology = machines(Nodes("RoCE", [2]), Nodes("RoCE", [2]), Nodes("RoCE", [2]))
+    nodes = tuple(dataclasses.replace(node, nics=node.nics[:1]) for node in topology.nodes)
+    link = Channel("fibre", GIGABIT)
+    chain = dataclasses.replace(topology, nodes=nodes, between=((0, 1, link), (0, 2, link)))
+    layout = nic_layout(chain, 1, 3, 2)
+    assert layout.data_groups[1] == (0, 1) and not layout.verify(chain)
+    assert not as_launched(chain, 1, 3, 2, 1e9, 1e6, 4)
+    with pytest.raises(ValueError, match="no link between"):
+        nic_layout(dataclasses.replace(chain, between=()), 1, 3, 2)
+
+
+def test_four_thousand_devices() -> None:
+    topology = machines(*[Nodes("InfiniBand", [8] * 128)] * 4)
+    layout = nic_layout(topology, 8, 8, 64)
+    assert len(set(layout.devices)) == 4096 and not layout.verify(topology)

@@ -1,0 +1,242 @@
+"""The plan file: there and back, what is wrong with it in words, and what follows from it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from colossal_hetero.planner.cluster.topology import Channel
+from colossal_hetero.planner.plans.plan import Plan, Replica, StagePlan, load_plan, save_plan
+from colossal_hetero.planner.profile.layer_costs import LayerCosts
+from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+
+GIB = 2**30
+
+
+def stage(start: int, stop: int, ranks: Sequence[int], device: str = "A100-40", **changes: Any) -> StagePlan:
+    values: dict[str, Any] = {
+        "blocks": (start, stop),
+        "device": device,
+        "ranks": tuple(ranks),
+        "node": f"node-{ranks[0] // 4}",
+        "forward_seconds": 0.01 * (stop - start),
+        "backward_seconds": 0.02 * (stop - start),
+        "transfer_seconds": 0.002,
+        "update_seconds": 0.001,
+        "memory_bytes": 10 * GIB,
+        "memory_available_bytes": 40 * GIB,
+    }
+    return StagePlan(**{**values, **changes})
+
+
+def replica(*stages: StagePlan, micro_batches: int = 8) -> Replica:
+    each = [s.forward_seconds + s.backward_seconds + s.transfer_seconds for s in stages]
+    seconds = sum(each) + (micro_batches - 1) * max(each) + max(s.update_seconds for s in stages)
+    return Replica(stages=stages, micro_batches=micro_batches, pipeline_seconds=seconds)
+
+
+def plan(*replicas: Replica, **changes: Any) -> Plan:
+    """By default two replicas of [0, 4) on an A100 and [4, 6) on a V100."""
+    replicas = replicas or tuple(
+        replica(stage(0, 4, (2 * r,)), stage(4, 6, (2 * r + 1,), "V100-16", memory_available_bytes=16 * GIB))
+        for r in range(2)
+    )
+    synchronization = 0.05 if len(replicas) > 1 else 0.0
+    values: dict[str, Any] = {
+        "model": "net",
+        "blocks": replicas[0].stages[-1].blocks[1],
+        "method": "exact",
+        "tensor_parallel": len(replicas[0].stages[0].ranks),
+        "micro_batch": 2,
+        "global_batch": 2 * sum(r.micro_batches for r in replicas),
+        "replicas": replicas,
+        "synchronization_seconds": synchronization,
+        "iteration_seconds": max(r.pipeline_seconds for r in replicas) + synchronization,
+    }
+    return Plan(**{**values, **changes})
+
+
+seconds = st.floats(0, 1e4, allow_nan=False)
+names = st.text(min_size=1, max_size=8)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any plan: pipelines of any cut, ranks in any order, texts with anything in them."""
+    blocks, degree = draw(st.integers(1, 9)), draw(st.integers(1, 3))
+    cuts = draw(st.lists(st.lists(st.integers(1, max(blocks - 1, 1)), unique=True, max_size=3), min_size=1, max_size=4))
+    bounds = [(0, *sorted(cut for cut in own if cut < blocks), blocks) for own in cuts]
+    ranks = iter(draw(st.permutations(range(degree * sum(len(own) - 1 for own in bounds)))))
+    size = draw(st.integers(1, 64))
+    replicas = []
+    for own in bounds:
+        stages = tuple(
+            StagePlan(
+                blocks=(a, b),
+                device=draw(names),
+                ranks=tuple(next(ranks) for _ in range(degree)),
+                node=draw(names),
+                **{
+                    name: draw(seconds)
+                    for name, field in StagePlan.model_fields.items()
+                    if name.endswith(("_seconds", "_bytes"))
+                },
+            )
+            for a, b in itertools.pairwise(own)
+        )
+        count = draw(st.integers(1, 99))
+        replicas.append(Replica(stages=stages, micro_batches=count, pipeline_seconds=draw(seconds)))
+    return Plan(
+        model=draw(names),
+        blocks=blocks,
+        method=draw(names),
+        tensor_parallel=degree,
+        micro_batch=size,
+        global_batch=size * sum(r.micro_batches for r in replicas),
+        replicas=tuple(replicas),
+        synchronization_seconds=draw(seconds),
+        iteration_seconds=draw(st.floats(1e-6, 1e6)),
+        uniform_seconds=draw(st.none() | st.floats(1e-6, 1e6)),
+        notes=tuple(draw(st.lists(st.text(alphabet='[]{}", :\n\\aé', max_size=30), max_size=3))),
+    )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(plans())
+def test_there_and_back(tmp_path: Path, made: Plan) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(made, path)
+    assert load_plan(path) == made
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_plan_of_version_0_1_loads(tmp_path: Path) -> None:
+    """Its field was spelled ``synchronisation_seconds``."""
+    made, path = plan(), tmp_path / "plan.json"
+    save_plan(made, path)
+    path.write_text(path.read_text().replace("synchronization_seconds", "synchronisation_seconds"))
+    assert load_plan(path) == made
+
+
+def test_a_file_is_short(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(plan(), path)
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 25 + 4 * 5 + 2 * 6
+    assert max(map(len, lines)) <= 120
+    assert json.loads(path.read_text())["units"] == {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
+
+
+def set_to(*place: Any, value: Any) -> Callable[[Any], None]:
+    def change(content: Any) -> None:
+        for part in place[:-1]:
+            content = content[part]
+        content[place[-1]] = value
+
+    return change
+
+
+def without(name: str) -> Callable[[Any], None]:
+    return lambda content: content.pop(name)
+
+
+FIRST = ("replicas", 0, "stages", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without("schema"), 'is not a plan: it has no "schema"'),
+        (without("replicas"), 'is not a plan: it has no "replicas"; `colossal-hetero plan --out` writes one'),
+        (set_to("schema", value=2), "has schema 2, this version reads schema 1; plan again"),
+        (set_to("schema", value=True), "has schema True"),
+        (set_to("replica", value=[]), "replica is not a field; did you mean replicas?"),
+        (without("global_batch"), "global_batch is missing"),
+        (set_to("replicas", value=[]), "replicas is []: must not be empty"),
+        (set_to(*FIRST, "blocks", value=[0, 0]), "replicas[0].stages[0].blocks: [0, 0) has no block"),
+        (set_to(*FIRST, "blocks", value=[1, 4]), "replicas[0]: stage 0 has blocks [1, 4), but the first stage starts"),
+        (set_to(*FIRST, "blocks", value=[0, 3]), "stage 1 has blocks [4, 6), but stage 0 ends at 3; every block"),
+        (set_to(*FIRST, "blocks", value=[0, 5]), "but stage 0 ends at 5"),
+        (set_to("blocks", value=7), "replicas[0] hold blocks 0 to 5, but the model has 7 blocks; the last stage must"),
+        (set_to("blocks", value=5), "must end at 5"),
+        (set_to(*FIRST, "ranks", value=[1]), "rank 1 is in replicas[0].stages[0] and in replicas[0].stages[1]"),
+        (set_to("replicas", 1, "stages", 1, "ranks", value=[0]), "rank 0 is in replicas[0].stages[0] and in replicas"),
+        (set_to(*FIRST, "ranks", value=[8, 9]), "replicas[0].stages[0] has 2 ranks (8, 9), but tensor_parallel=1"),
+        (set_to(*FIRST, "ranks", value=[-1]), "ranks[0] is -1: must be at least 0"),
+        (set_to("tensor_parallel", value=2), "has 1 rank (0), but tensor_parallel=2"),
+        (set_to("global_batch", value=33), "global_batch=33, but 8 + 8 micro-batches of 2 are 32 samples; change"),
+        (set_to("replicas", 0, "micro_batches", value=9), "9 + 8 micro-batches of 2 are 34 samples"),
+        (set_to(*FIRST, "forward_seconds", value=-1), "forward_seconds is -1: must be at least 0"),
+        (set_to("iteration_seconds", value=0), "iteration_seconds is 0: must be above 0"),
+        (set_to("schedule", value="interleaved"), "schedule"),
+        (set_to("units", "seconds", value="ms"), "seconds is in 'ms', but is read in 's'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(plan(), path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError) as error:
+        load_plan(path)
+    message = str(error.value)
+    assert message.startswith(str(path)) and words in message and "\n" not in message
+
+
+def test_a_rank_twice_in_a_group() -> None:
+    with pytest.raises(ValueError, match=r"rank 3 is twice in replicas\[0\]\.stages\[0\]"):
+        plan(replica(stage(0, 6, (3, 3))))
+
+
+def test_hops_are_found_in_what_stages_have_at_both_their_cuts() -> None:
+    """Against the cost model, that adds them up."""
+    rng = np.random.default_rng(0)
+    count = 5
+    ones = np.ones(count)
+    costs = LayerCosts(ones, ones, ones, ones, ones, ones, rng.uniform(1, 9, count))
+    channels = tuple(tuple(Channel("any", float(rng.uniform(1, 5))) for _ in range(count)) for _ in range(count))
+    pipeline = Pipeline(tuple(Slot(str(s), costs, 9.0) for s in range(count)), channels, 3)
+    cost = evaluate(pipeline, Split(tuple(range(count)), tuple(range(count + 1))))
+    made = replica(
+        *(stage(s, s + 1, (s,), transfer_seconds=seconds) for s, seconds in enumerate(cost.transfer_seconds))
+    )
+    expected = [channels[s][s + 1].seconds(float(costs.output_bytes[s])) for s in range(count - 1)]
+    assert made.hop_seconds == pytest.approx(expected)
+    assert replica(stage(0, 1, (0,), transfer_seconds=0.0)).hop_seconds == ()
+
+
+def test_the_slowest_stage_waits_only_while_the_pipeline_fills_and_empties() -> None:
+    made = replica(
+        stage(0, 1, (0,), forward_seconds=1.0, backward_seconds=2.0, transfer_seconds=0.5, update_seconds=0.0),
+        stage(1, 2, (1,), forward_seconds=0.5, backward_seconds=1.0, transfer_seconds=0.5, update_seconds=0.0),
+        micro_batches=4,
+    )
+    # 3.5 + 2 + 3 × 3.5 seconds, of which the stages work 4 × 3.5 and 4 × 2.
+    assert made.pipeline_seconds == 16
+    assert made.bubble_shares == pytest.approx((2 / 16, 8 / 16))
+
+
+def test_plans_are_symmetric_if_their_replicas_are_cut_alike() -> None:
+    assert plan().symmetric and plan().layers_per_stage == (4, 2)
+    kinds = plan(replica(stage(0, 6, (0,), "A100-40")), replica(stage(0, 6, (1,), "T4")))
+    assert kinds.symmetric
+    assert not plan(replica(stage(0, 6, (0,))), replica(stage(0, 6, (1,)), micro_batches=4)).symmetric
+    assert not plan(
+        replica(stage(0, 3, (0,)), stage(3, 6, (1,))), replica(stage(0, 2, (2,)), stage(2, 6, (3,)))
+    ).symmetric
+
+
+def test_ranks_are_renumbered_where_devices_are_left_out() -> None:
+    assert plan().launched_order == plan().rank_order == (((0,), (1,)), ((2,), (3,)))
+    some = plan(replica(stage(0, 3, (9, 4)), stage(3, 6, (2, 7))))
+    assert some.launched_order == (((3, 1), (0, 2)),)
+    assert some.world_size == 4

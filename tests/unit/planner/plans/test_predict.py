@@ -1,0 +1,191 @@
+"""Plans for given layouts: against the planner's own, against the cost model by hand, and what cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.plans.launch_order import as_launched
+from colossal_hetero.planner.plans.predict import priced_plan
+from colossal_hetero.planner.profile.as_profiled import as_profiled
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
+from colossal_hetero.planner.search.make_plans import make_plans
+
+MB = 10**6
+
+
+def profile(blocks: int = 6, **changes) -> ModelProfile:
+    """Layers on "fast" and, three times slower, on "slow" devices; alone and in pairs, for micro-batches 1 and 2."""
+    layers = blocks + 2
+
+    def times(device: str, degree: int, micro_batch: int, seconds: float) -> LayerTimes:
+        row = (seconds * micro_batch / degree,) * layers
+        return LayerTimes(
+            device=device,
+            tensor_parallel=degree,
+            micro_batch=micro_batch,
+            forward_seconds=row,
+            backward_seconds=tuple(2 * value for value in row),
+            update_seconds=(0.0,) * layers,
+        )
+
+    sizes = tuple(
+        LayerSizes(
+            tensor_parallel=degree,
+            parameter_bytes=(8 * MB // degree,) * layers,
+            activation_bytes=(MB,) * layers,
+            output_bytes=(MB,) * layers,
+        )
+        for degree in (1, 2)
+    )
+    rows = [
+        times(device, degree, micro_batch, seconds)
+        for device, seconds in (("fast", 0.01), ("slow", 0.03))
+        for degree in (1, 2)
+        for micro_batch in (1, 2)
+    ]
+    return ModelProfile(name="model", times=tuple(rows), sizes=sizes, **changes)
+
+
+def machines(*kinds: str, devices_per_node: int = 2, memory: int = 10**10, bandwidth: float = 1e9) -> Topology:
+    """One cluster; each name is a node of alike devices."""
+    made = {name: DeviceKind(name, memory, 1e12) for name in set(kinds)}
+    devices = tuple(Device(made[name], node, 0) for node, name in enumerate(kinds) for _ in range(devices_per_node))
+    nodes = tuple(
+        Node(
+            f"node-{number}",
+            0,
+            tuple(range(number * devices_per_node, (number + 1) * devices_per_node)),
+            Channel("NVLink", 1e11),
+            (Channel("Ethernet", bandwidth),),
+        )
+        for number in range(len(kinds))
+    )
+    return Topology(devices, nodes, ("here",))
+
+
+def test_a_pipeline_costs_what_the_formula_says():
+    plan = priced_plan(
+        machines("slow", "fast", devices_per_node=1),
+        profile(),
+        [[[0], [1]]],
+        bounds=(0, 1, 6),
+        micro_batch=2,
+        global_batch=16,
+    )
+    # 2 layers (the embedding is the first stage's) and 6 (the head is the last stage's); 3 passes' worth each.
+    slow, fast = 2 * 2 * 0.09, 6 * 2 * 0.03
+    hop = 2 * MB / 1e9
+    assert plan.replicas[0].micro_batches == 8 and plan.synchronization_seconds == 0
+    assert plan.iteration_seconds == pytest.approx(slow + fast + 2 * hop + 7 * (max(slow, fast) + hop))
+    assert [stage.ranks for stage in plan.replicas[0].stages] == [(0,), (1,)]
+    assert [stage.device for stage in plan.replicas[0].stages] == ["slow", "fast"]
+    # The first stage keeps two micro-batches: 4 × 8 MB of state a layer and 2 samples × 1 MB of activations.
+    assert plan.replicas[0].stages[0].memory_bytes == pytest.approx(2 * (4 * 8 * MB + 2 * 2 * MB))
+
+
+def test_replicas_wait_for_the_slowest_sum_of_gradients():
+    topology = machines("fast", "fast", devices_per_node=2, bandwidth=1e8)
+    inside = priced_plan(topology, profile(), [[[0], [2]], [[1], [3]]], micro_batch=1, global_batch=8)
+    across = priced_plan(topology, profile(), [[[0], [1]], [[2], [3]]], micro_batch=1, global_batch=8)
+    largest = 4 * 8 * MB
+    assert inside.synchronization_seconds == pytest.approx(largest / 1e11)
+    # Two rings share each node's NIC.
+    assert across.synchronization_seconds == pytest.approx(2 * largest / 1e8)
+
+
+@pytest.mark.parametrize("kinds", [("slow", "fast"), ("fast", "slow", "slow"), ("fast", "fast")])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_the_planners_plans_are_priced_alike(kinds, degree):
+    topology = machines(*kinds)
+    for candidate in make_plans(topology, profile(), global_batch=16, symmetric=True, tensor_parallel=[degree]):
+        plan = candidate.plan
+        again = priced_plan(
+            topology,
+            profile(),
+            plan.rank_order,
+            bounds=(0, *(stage.blocks[1] for stage in plan.replicas[0].stages)),
+            micro_batch=plan.micro_batch,
+            global_batch=16,
+        )
+        assert again.iteration_seconds == pytest.approx(plan.iteration_seconds)
+        assert again.replicas == plan.replicas
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"global_batch": 9}, ["9 samples", "micro-batches of 2", "multiple of 4"]),
+        ({"bounds": (0, 6)}, ["2 stages", "3 numbers"]),
+        ({"bounds": (0, 0, 6)}, ["rise from 0 to 6"]),
+        ({"bounds": (0, 3, 7)}, ["6 blocks"]),
+        ({"micro_batch": 4}, ["micro-batch 4", "1, 2"]),
+        ({"ranks": [[[0, 2], [1, 3]]]}, ["(0, 2)", "fast, slow", "of 2 alike"]),
+    ],
+)
+def test_what_cannot_be_priced_is_said(changes, says):
+    arguments = {"ranks": [[[0], [2]], [[1], [3]]], "bounds": (0, 3, 6), "micro_batch": 2, "global_batch": 16}
+    arguments |= changes
+    with pytest.raises(ValueError) as error:
+        priced_plan(machines("slow", "fast"), profile(), **arguments)
+    for text in says:
+        assert text in str(error.value)
+
+
+def test_what_ranks_as_launched_would_take_is_told():
+    topology = machines("slow", "fast", bandwidth=1e8)
+    plan = make_plans(topology, profile(), global_batch=16, symmetric=True, stages=[2], tensor_parallel=[1], keep=1)[
+        0
+    ].plan
+    assert plan.world_size == 4
+    told = as_launched(topology, profile(), plan)
+    launched = [[[0], [1]], [[2], [3]]]
+    equal, same = (
+        priced_plan(topology, profile(), launched, micro_batch=plan.micro_batch, global_batch=16, bounds=bounds)
+        for bounds in (None, (0, *(stage.blocks[1] for stage in plan.replicas[0].stages)))
+    )
+    assert equal.iteration_seconds > plan.iteration_seconds
+    assert f"{equal.iteration_seconds:.4g} s" in told and "with equal stages" in told
+    assert f"{same.iteration_seconds:.4g} s" in told and "with these stages" in told
+    assert f"{equal.synchronization_seconds:.3g} s for gradients" in told
+    # Nothing else to be compared with.
+    assert as_launched(topology, profile(), equal) is None
+    alone = make_plans(topology, profile(), global_batch=16, symmetric=True, stages=[1], tensor_parallel=[2])
+    for candidate in alone:
+        if candidate.plan.world_size < 4:
+            assert as_launched(topology, profile(), candidate.plan) is None
+
+
+def test_what_would_not_fit_is_told():
+    topology = machines("slow", "fast", memory=190 * MB)
+    plan = priced_plan(topology, profile(), [[[0], [2]], [[1], [3]]], micro_batch=1, global_batch=8, bounds=(0, 3, 6))
+    small = tuple(
+        dataclasses.replace(device, kind=dataclasses.replace(device.kind, memory_bytes=50 * MB))
+        for device in topology.devices
+    )
+    assert "too much for memory" in as_launched(dataclasses.replace(topology, devices=small), profile(), plan)
+
+
+def test_devices_are_called_as_they_were_profiled():
+    topology = machines("fast", devices_per_node=3)
+    renamed = {"fast": "fast", "slow": "fast-2"}
+    measured = profile()
+    measured = measured.model_copy(
+        update={
+            "times": tuple(times.model_copy(update={"device": renamed[times.device]}) for times in measured.times),
+            "rank_devices": ("fast", "fast-2", "fast"),
+        }
+    )
+    # The second one's slowness is in its own times, and counts once.
+    slow = dataclasses.replace(topology.devices[1], speed=0.25)
+    topology = dataclasses.replace(topology, devices=(topology.devices[0], slow, topology.devices[2]))
+    called = as_profiled(topology, measured)
+    assert [device.speed for device in called.devices] == [1.0] * 3
+    assert [device.kind.name for device in called.devices] == ["fast", "fast-2", "fast"]
+    assert [device.kind.memory_bytes for device in called.devices] == [10**10] * 3
+    # Of other ranks, or of other devices.
+    assert as_profiled(machines("fast"), measured) == machines("fast")
+    assert as_profiled(machines("slow", devices_per_node=3), measured) == machines("slow", devices_per_node=3)
+    assert as_profiled(topology, profile()) == topology

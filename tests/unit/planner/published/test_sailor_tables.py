@@ -1,0 +1,359 @@
+"""Tables of real GPUs: read as they are meant, refused in words, and what is estimated and predicted from them.
+
+The published tables are used where they lie beside the checkout (`../shared/data/gpu-profiles`), else tests skip.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from colossal_hetero.planner.cluster.cluster_file import load_cluster
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, load_model_profile
+from colossal_hetero.planner.published.estimated_times import estimate_times
+from colossal_hetero.planner.published.measured_plans import load_measured_plans, predict
+from colossal_hetero.planner.published.sailor_tables import (
+    import_bandwidths,
+    import_gpu_profiles,
+    make_topology,
+    profile_part,
+    read_gpu_tables,
+)
+from tests.support.paths import REPOSITORY
+
+ROOT = REPOSITORY
+REAL = ROOT.parent / "shared" / "data" / "gpu-profiles"
+EXAMPLES = ROOT / "examples" / "plans"
+real = pytest.mark.skipif(not REAL.exists(), reason="needs the published tables")
+
+LAYERS = 5
+PARAMETERS = (700, 100, 100, 100, 500)
+STEP_SECONDS = 0.028
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    """Model "tiny" of 5 layers on "GH-96", degrees 1 and 2; on "V100-16" the rows have one layer less."""
+    times = ["model,gpu,tensor_parallel,micro_batch,layer,forward_seconds,backward_seconds,update_seconds"]
+    for gpu, count in (("GH-96", LAYERS), ("V100-16", LAYERS - 1)):
+        for degree in (1, 2):
+            for batch in (1, 2):
+                for layer in reversed(range(count)):
+                    seconds = 0.01 * batch / degree
+                    times.append(f"tiny,{gpu},{degree},{batch},{layer},{seconds},{2 * seconds},{STEP_SECONDS / degree}")
+    sizes = ["model,tensor_parallel,layer,parameter_bytes,input_bytes,output_bytes,activation_bytes"]
+    sizes += [
+        f"tiny,{n},{layer},{PARAMETERS[layer] // n},8,4000000,{30 // n}" for n in (1, 2) for layer in range(LAYERS)
+    ]
+    rates = ["gpu,where,gpus,a,b,c,max_bytes_per_second"]
+    rates += [f"GH-96,between nodes,{n},0,{n},{2 * n},{10e9 * n}" for n in (1, 2)]
+    rates += [f"GH-96,inside a node,{n},0,0,100,{100e9}" for n in (2, 4)]
+    _write(tmp_path / "layer_times.csv", times)
+    _write(tmp_path / "layer_memory.csv", sizes)
+    _write(tmp_path / "bandwidth.csv", rates)
+    (tmp_path / "models.json").write_text(json.dumps([{"model": "tiny", "num_all_layers": LAYERS}]))
+    return tmp_path
+
+
+def _write(path: Path, lines: list[str]) -> None:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+# Times and sizes -------------------------------------------------------------------------------------------
+
+
+def test_times_and_sizes_are_read_as_they_stand(tables: Path) -> None:
+    profile = import_gpu_profiles(tables, "tiny")
+    assert (profile.layers, profile.blocks, profile.before, profile.after) == (LAYERS, 3, 1, 1)
+    assert profile.tensor_parallel_degrees("GH-96") == (1, 2)
+    assert profile.times_of("GH-96", 2, 2).backward_seconds == (0.02,) * LAYERS
+    costs = profile.costs("GH-96", 1, 2)
+    assert costs.forward_seconds == pytest.approx([0.04, 0.02, 0.04])  # embedding and head with their neighbors
+    assert costs.state_bytes == pytest.approx([3200, 400, 2400])  # fp32: weights, gradients, two moments
+    assert costs.activation_bytes.tolist() == [120, 60, 120]
+
+
+def test_the_step_is_divided_by_parameters(tables: Path) -> None:
+    """28 ms are of an embedding, two blocks and a head: 1,400 bytes; a third block adds what a block takes."""
+    update = import_gpu_profiles(tables, "tiny").times_of("GH-96", 1, 1).update_seconds
+    assert update == pytest.approx([0.014, 0.002, 0.002, 0.002, 0.010])
+
+
+def test_rows_of_another_model_are_left_out_and_named(tables: Path) -> None:
+    read = read_gpu_tables(tables, "tiny")
+    assert read.profile.devices == ("GH-96",)
+    assert read.left_out == ("V100-16: its rows are of 4 layers, tiny has 5: of another model",)
+
+
+def test_an_untimed_step_is_named(tables: Path) -> None:
+    _replace(tables / "layer_times.csv", f",{STEP_SECONDS}", ",0.0")
+    _replace(tables / "layer_times.csv", f",{STEP_SECONDS / 2}", ",0.0")
+    read = read_gpu_tables(tables, "tiny")
+    assert any("GH-96: the optimizer's step was not timed" in each for each in read.left_out)
+    assert not any(read.profile.times_of("GH-96", 1, 1).update_seconds)
+
+
+def test_a_head_of_two_layers_is_after_the_blocks(tables: Path) -> None:
+    _replace(tables / "layer_memory.csv", "tiny,1,3,100,", "tiny,1,3,5,")
+    _replace(tables / "layer_memory.csv", "tiny,2,3,50,", "tiny,2,3,2,")
+    profile = import_gpu_profiles(tables, "tiny")
+    assert (profile.blocks, profile.after) == (2, 2)
+
+
+@pytest.mark.parametrize("name", ["layer_times.csv", "layer_memory.csv", "models.json"])
+def test_a_missing_file_is_named(tables: Path, name: str) -> None:
+    (tables / name).unlink()
+    with pytest.raises(ValueError, match=rf"{name}.*no such file"):
+        import_gpu_profiles(tables, "tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "column"), [("layer_times.csv", "backward_seconds"), ("layer_memory.csv", "activation_bytes")]
+)
+def test_a_missing_column_is_named(tables: Path, name: str, column: str) -> None:
+    _replace(tables / name, column, "other")
+    with pytest.raises(ValueError, match=rf"{name} has no column {column}; it has .*other"):
+        import_gpu_profiles(tables, "tiny")
+
+
+def test_what_is_no_number_is_named_with_its_line(tables: Path) -> None:
+    _replace(tables / "layer_times.csv", "tiny,GH-96,1,1,4,0.01", "tiny,GH-96,1,1,4,fast")
+    with pytest.raises(ValueError, match=r"layer_times.csv, line 2: forward_seconds is 'fast', not a number"):
+        import_gpu_profiles(tables, "tiny")
+
+
+def test_an_unknown_model_is_named_with_a_close_one(tables: Path) -> None:
+    with pytest.raises(ValueError, match=r"no model 'tinny', only tiny; did you mean tiny\?"):
+        import_gpu_profiles(tables, "tinny")
+
+
+def test_sizes_and_stated_layers_must_agree(tables: Path) -> None:
+    (tables / "models.json").write_text(json.dumps([{"model": "tiny", "num_all_layers": 7}]))
+    with pytest.raises(ValueError, match=r"has 5 layers of tiny, models\.json says 7"):
+        import_gpu_profiles(tables, "tiny")
+
+
+def test_no_usable_rows_are_an_error(tables: Path) -> None:
+    text = (tables / "layer_times.csv").read_text().splitlines()
+    _write(tables / "layer_times.csv", [line for line in text if "GH-96" not in line])
+    with pytest.raises(ValueError, match="no times of tiny that can be used; V100-16: its rows are of 4 layers"):
+        import_gpu_profiles(tables, "tiny")
+
+
+def test_a_part_has_only_what_was_asked_for(tables: Path) -> None:
+    part = profile_part(import_gpu_profiles(tables, "tiny"), ["GH-96"], [2], 1)
+    assert [times.key for times in part.times] == [("GH-96", 2, 1)]
+    assert [sizes.tensor_parallel for sizes in part.sizes] == [2]
+
+
+# Bandwidths ------------------------------------------------------------------------------------------------
+
+
+def test_bandwidths_are_gigabytes_by_the_megabytes_of_a_message(tables: Path) -> None:
+    between = import_bandwidths(tables)["GH-96"].between
+    assert between[1].seconds(1e6) == pytest.approx(1e6 / 2e9)  # x = 0: c
+    assert between[1].seconds(8e6) == pytest.approx(8e6 / 5e9)  # x = 3: 3 b + c
+    assert between[2].seconds(8e6) == pytest.approx(8e6 / 10e9)
+    assert between[1].seconds(1e12) == pytest.approx(1e12 / 10e9)  # capped
+
+
+def test_a_topology_has_the_rates_of_whole_nodes(tables: Path) -> None:
+    topology = make_topology(import_bandwidths(tables), [("GH-96", 2, 2)])
+    assert [device.node for device in topology.devices] == [0, 0, 1, 1]
+    assert topology.channel(0, 3).seconds(1e6) == pytest.approx(1e6 / 4e9)
+    assert topology.channel(0, 1).seconds(1e6) == pytest.approx(1e6 / 100e9)
+    with pytest.raises(ValueError, match="no measured bandwidths of T4; there are of GH-96"):
+        make_topology(import_bandwidths(tables), [("T4", 1, 1)])
+
+
+# Estimates -------------------------------------------------------------------------------------------------
+
+
+def _lawful(name: str, parameters: int, activations: int, factors: dict[str, float]) -> ModelProfile:
+    """Blocks that take 1 ms, 2 ms per GB of parameters and 3 per GB of activations a sample, times a factor by GPU."""
+    sizes = LayerSizes(
+        parameter_bytes=(10**8, parameters, parameters, 10**8),
+        activation_bytes=(10**6, activations, activations, 10**6),
+        output_bytes=(10**6,) * 4,
+    )
+    times = []
+    for gpu, factor in factors.items():
+        for batch in (1, 2, 4):
+            block = factor * (1e-3 + batch * (2e-3 * parameters / 1e9 + 3e-3 * activations / 1e9))
+            layers = (1e-4, block, block, 1e-4)
+            step = tuple(1e-12 * each for each in sizes.parameter_bytes)
+            times.append(
+                LayerTimes(
+                    device=gpu,
+                    micro_batch=batch,
+                    forward_seconds=layers,
+                    backward_seconds=layers,
+                    update_seconds=step,
+                )
+            )
+    return ModelProfile(name=name, times=tuple(times), sizes=(sizes,))
+
+
+def test_an_estimate_follows_the_law_and_the_miss_on_the_reference() -> None:
+    small = _lawful("small", 10**8, 10**9, {"new": 2.0, "old": 5.0})
+    large = _lawful("large", 10**9, 2 * 10**9, {"new": 2.0, "old": 5.0})
+    # On "old" it takes a fifth more than its sizes say.
+    wanted = _lawful("wanted", 4 * 10**8, 10**9, {"old": 6.0})
+    estimated = estimate_times(wanted, [small, large], "new", reference="old", micro_batches=(1, 3))
+    assert estimated.devices == ("old", "new")
+    for batch in (1, 3):
+        times = estimated.times_of("new", 1, batch)
+        block = 1.2 * 2 * (1e-3 + batch * (2e-3 * 0.4 + 3e-3))
+        assert times.forward_seconds[1:3] == pytest.approx([block, block], rel=1e-4)
+        assert times.update_seconds == pytest.approx([1e-4, 4e-4, 4e-4, 1e-4])
+    assert "new: estimated from small and large there" in estimated.source
+
+
+def test_an_estimate_needs_two_other_models_and_an_untimed_device() -> None:
+    small = _lawful("small", 10**8, 10**9, {"new": 2.0, "old": 5.0})
+    wanted = _lawful("wanted", 4 * 10**8, 10**9, {"old": 6.0})
+    with pytest.raises(ValueError, match="1 other models; two or more"):
+        estimate_times(wanted, [small], "new", reference="old", micro_batches=(1,))
+    with pytest.raises(ValueError, match="was timed on old; nothing is to be estimated"):
+        estimate_times(wanted, [small, small], "old", reference="old", micro_batches=(1,))
+
+
+# Measured plans --------------------------------------------------------------------------------------------
+
+
+def _plan(tables: Path, stages: list[list[int]], replicas: int, degree: int, global_batch: int) -> None:
+    plan = {
+        "name": "P",
+        "model": "tiny",
+        "nodes": len(stages) * replicas,
+        "micro_batch": 1,
+        "global_batch": global_batch,
+        "stages": [
+            {"layers": layers, "replicas": [{"gpu": "GH-96", "tensor_parallel": degree}] * replicas}
+            for layers in stages
+        ],
+        "measured_iteration_seconds": 1.0,
+        "measured_gradient_reduction_seconds": 0.1,
+        "measured_max_memory_bytes": 10**9,
+    }
+    (tables / "measured_iterations.json").write_text(json.dumps([plan]))
+
+
+def test_one_stage_takes_its_passes_its_sums_its_step_and_its_ring(tables: Path) -> None:
+    _plan(tables, [[0, 5]], replicas=2, degree=1, global_batch=8)
+    (plan,) = load_measured_plans(tables)
+    assert (plan.replicas, plan.micro_batches) == (2, 4)
+    predicted = predict(plan, import_gpu_profiles(tables, "tiny"), import_bandwidths(tables))
+    step = 0.028 * 1500 / 1400
+    assert predicted.pipeline.seconds == pytest.approx(4 * 5 * 0.03 + 3 * 3 / 7 * step + step)
+    # 1,500 bytes over two replicas: two messages of 750, which take as long as any that small.
+    channel = import_bandwidths(tables)["GH-96"].between[1]
+    assert predicted.gradient_seconds == pytest.approx(2 * channel.seconds(750))
+    assert predicted.memory_bytes == pytest.approx(4 * 1500 + 5 * 30)
+
+
+def test_two_stages_send_parts_and_gather_them(tables: Path) -> None:
+    _plan(tables, [[0, 3], [3, 5]], replicas=1, degree=2, global_batch=1)
+    (plan,) = load_measured_plans(tables)
+    profile, channels = import_gpu_profiles(tables, "tiny"), import_bandwidths(tables)
+    assert plan.bounds(profile) == (0, 2, 3)
+    predicted = predict(plan, profile, channels)
+    # 4 MB in two parts of 2 MB: x = 1, 2 + 4 GB/s together; then each gets the other's part inside.
+    hop = 4e6 / 6e9 + 2e6 / 100e9
+    assert predicted.pipeline.hop_seconds == pytest.approx((hop,))
+    assert predicted.gradient_seconds == 0
+
+
+def test_replicas_that_differ_are_refused(tables: Path) -> None:
+    _plan(tables, [[0, 5]], replicas=2, degree=1, global_batch=8)
+    _replace(tables / "measured_iterations.json", '"tensor_parallel": 1}]', '"tensor_parallel": 2}]')
+    (plan,) = load_measured_plans(tables)
+    with pytest.raises(ValueError, match="P: replicas of stage 0 differ"):
+        predict(plan, import_gpu_profiles(tables, "tiny"), import_bandwidths(tables))
+
+
+def test_a_field_that_is_missing_in_a_plan_is_named(tables: Path) -> None:
+    _plan(tables, [[0, 5]], replicas=1, degree=1, global_batch=8)
+    _replace(tables / "measured_iterations.json", "global_batch", "batch")
+    with pytest.raises(ValueError, match=r"measured_iterations\.json, plan 0: global_batch is missing"):
+        load_measured_plans(tables)
+
+
+# The published tables --------------------------------------------------------------------------------------
+
+
+@real
+def test_published_rows_of_gpt_neo_on_gh200_are_refused() -> None:
+    read = read_gpu_tables(REAL, "GPT-Neo-2.7")
+    assert "GH-96" not in read.profile.devices
+    assert "GH-96: its rows are of 26 layers, GPT-Neo-2.7 has 34: of another model" in read.left_out
+
+
+@real
+@pytest.mark.parametrize(("gpu", "rate"), [("V100-16", 0.75e12), ("A100-40", 1.24e12)])
+def test_published_steps_are_those_of_four_layers(gpu: str, rate: float) -> None:
+    """Adam moves 28 bytes per parameter; divided by parameters, both models' steps run at one card's one rate."""
+    for model in ("OPT-350", "GPT-Neo-2.7"):
+        profile = import_gpu_profiles(REAL, model)
+        parameters = sum(profile.sizes[0].parameter_bytes) / 4
+        update = sum(profile.times_of(gpu, 1, 1).update_seconds)
+        assert 28 * parameters / update == pytest.approx(rate, rel=0.02)
+
+
+@real
+def test_scaling_by_another_model_misses() -> None:
+    """Why estimates do not: GPT-Neo on V100, where it was timed, from A100's times and OPT-350's ratio of the two."""
+    opt, neo = (import_gpu_profiles(REAL, model) for model in ("OPT-350", "GPT-Neo-2.7"))
+
+    def block_seconds(profile: ModelProfile, gpu: str) -> float:
+        costs = profile.costs(gpu, 4, 4)
+        return float(costs.forward_seconds[5] + costs.backward_seconds[5])
+
+    truth = block_seconds(neo, "V100-16")
+    scaled = block_seconds(neo, "A100-40") * block_seconds(opt, "V100-16") / block_seconds(opt, "A100-40")
+    assert scaled / truth < 0.7
+
+
+@real
+def test_published_plans_are_predicted_within_the_aim() -> None:
+    opt, neo, large = (import_gpu_profiles(REAL, model) for model in ("OPT-350", "GPT-Neo-2.7", "OPT-30"))
+    neo = estimate_times(neo, [opt, large], "GH-96", reference="V100-16", micro_batches=(1, 2, 4, 8))
+    channels = import_bandwidths(REAL)
+    plans = load_measured_plans(REAL)
+    assert len(plans) == 12
+    errors = [
+        predict(plan, {"OPT-350": opt, "GPT-Neo-2.7": neo}[plan.model], channels).iteration_seconds
+        / plan.iteration_seconds
+        - 1
+        for plan in plans
+    ]
+    assert median(abs(error) for error in errors) <= 0.06
+    assert all(math.isfinite(error) and abs(error) < 0.4 for error in errors)
+
+
+@real
+def test_the_shipped_profile_is_what_the_importer_makes() -> None:
+    made = profile_part(import_gpu_profiles(REAL, "OPT-350"), ("A100-40", "V100-16"), (1, 2, 4), 8)
+    assert load_model_profile(EXAMPLES / "opt-350-a100-v100.json") == made
+
+
+@real
+def test_the_shipped_cluster_has_the_measured_bandwidths() -> None:
+    shipped = load_cluster(EXAMPLES / "clusters" / "a100-v100.toml")
+    made = make_topology(import_bandwidths(REAL), [("A100-40", 1, 4), ("V100-16", 2, 4)])
+    assert [device.kind for device in shipped.devices] == [device.kind for device in made.devices]
+    for one, other in [(0, 1), (0, 4), (4, 5), (4, 8)]:
+        for size in (1e5, 1e7, 1e9):
+            assert shipped.channel(one, other).seconds(size) == pytest.approx(
+                made.channel(one, other).seconds(size), rel=0.01
+            )

@@ -1,0 +1,190 @@
+"""What is said of an allocation: lines, comparison, timelines."""
+
+from __future__ import annotations
+
+import io
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from colossal_hetero.io.text import spans
+from colossal_hetero.planner.batches.allocation import Share
+from colossal_hetero.planner.batches.comparison import compare
+from colossal_hetero.planner.cluster.link import Link
+from colossal_hetero.planner.report.batch_picture import plot_report, timelines
+from colossal_hetero.planner.report.batch_table import as_json, device_lines, render
+from tests.unit.planner.batches.test_batch_profile import GIB, device, profile
+
+PAIRS = [(a, b) for a in range(4) for b in range(a)]
+LINKS = [Link(ranks=pair, protocol="gloo", latency_seconds=1e-3, bytes_per_second=1e9) for pair in PAIRS]
+SNAIL = device("snail", points=[{"batch": 1, "seconds": 50.0}, {"batch": 4, "seconds": 200.0}])
+
+
+def printed(report: object, width: int = 140) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(render(report))
+    return stream.getvalue()
+
+
+def test_ranks_in_short() -> None:
+    assert spans([0]) == "0"
+    assert spans([0, 1]) == "0-1"
+    assert spans([0, 1, 2, 3, 5, 7, 8]) == "0-3, 5, 7-8"
+    assert spans([]) == ""
+    assert spans(range(0, 1024, 8)) == "0, 8, 16, 24, …, 1016 (128 ranks)"
+
+
+def test_alike_ranks_with_alike_shares_are_a_line() -> None:
+    report = compare(profile(ranks=[0, 1, 0, 0], links=[]), 16)
+    lines = device_lines(report.profile, report.chosen)
+    assert sorted(rank for line in lines for rank in line.ranks) == [0, 1, 2, 3]
+    assert len({(line.kind, line.share) for line in lines}) == len(lines)
+    assert sum(line.share.samples * len(line.ranks) for line in lines) == 16
+    for line in lines:
+        assert {report.profile.ranks[rank] for rank in line.ranks} == {line.kind}
+        assert {report.chosen.shares[rank] for rank in line.ranks} == {line.share}
+
+
+def test_a_thousand_ranks_take_few_lines() -> None:
+    report = compare(profile(ranks=[rank % 2 for rank in range(1024)], links=[]), 4096)
+    assert len(device_lines(report.profile, report.chosen)) <= 6
+
+
+def test_memory_is_that_of_the_stage_and_of_those_who_take_part() -> None:
+    report = compare(profile(ranks=[0] * 4, links=[]), 16, stage=3)
+    (line,) = device_lines(report.profile, report.chosen)
+    assert line.memory_bytes == 4 * GIB + line.share.micro_batch * 2 * GIB
+    # A rank without samples still runs one.
+    few = compare(profile(ranks=[0] * 4, links=[]), 1)
+    assert {line.memory_bytes for line in device_lines(few.profile, few.chosen)} == {18 * GIB}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_no_method_beats_exact_and_all_are_compared(stage: int) -> None:
+    report = compare(profile(links=LINKS), 23, stage=stage)
+    walls = {}
+    for each in report.candidates:
+        assert each.allocation is not None, each.note
+        if each.allocation.accumulation == "shared":
+            walls[each.name] = each.allocation.wall_seconds
+    assert set(walls) == {"exact", "uniform", "flops", "adapt"}
+    assert walls["exact"] <= min(walls["uniform"], walls["flops"]) * (1 + 1e-12)
+    assert [each.name for each in report.candidates].count("exact") == (2 if stage < 2 else 1)
+    assert any(each.allocation is report.chosen for each in report.candidates)
+
+
+def test_adapt_without_anything_dropped_is_judged_by_the_same_communication() -> None:
+    """Equal links: every ring is as long as the one that was measured."""
+    report = compare(profile(links=LINKS), 400)
+    (adapted,) = (each.allocation for each in report.candidates if each.name == "adapt")
+    assert adapted is not None and report.chosen.communication_seconds == pytest.approx(0.5)
+    assert adapted.wall_seconds == pytest.approx(report.chosen.wall_seconds)
+
+
+def test_links_alone_say_what_communication_takes_where_none_was_measured() -> None:
+    report = compare(profile(links=LINKS, communication_seconds=0.0), 16)
+    assert report.chosen.communication_seconds == pytest.approx(1e-3 + 2 * 0.75 * 2 * GIB / 1e9)
+
+
+def test_units_read_well() -> None:
+    assert "busy [s]" in printed(compare(profile(links=[]), 64))
+    quick = device(points=[{"batch": 1, "seconds": 2e-4}, {"batch": 4, "seconds": 5e-4}], memory_bytes=2**20)
+    text = printed(compare(profile(kinds=[quick], ranks=[0], links=[], communication_seconds=1e-5), 4))
+    assert "busy [µs]" in text and "memory [MiB]" in text and "µs in communication" in text
+
+
+def test_what_is_predicted_is_told_from_what_was_measured() -> None:
+    assert "predicted" not in printed(compare(profile(links=[]), 64))
+    text = printed(compare(profile(links=[], communication_seconds=50.0), 64, stage=3))
+    assert "measured at stage 0" in text
+    assert "fast was measured up to a micro-batch of 4; beyond" in text
+
+
+def test_names_with_brackets_are_printed_as_they_are() -> None:
+    assert "[bold]odd[/x] (node[3])" in printed(
+        compare(profile(kinds=[device("[bold]odd[/x]", host="node[3]")], ranks=[0], links=[]), 4)
+    )
+
+
+def test_left_out_ranks_stay_in_the_table_and_in_the_json() -> None:
+    ranks, kinds = [0, 0, 0, 1], [device(), SNAIL]
+    report = compare(profile(kinds=kinds, ranks=ranks, links=LINKS, communication_seconds=0.01), 8, method="adapt")
+    line = device_lines(report.profile, report.chosen)[-1]
+    assert line.left_out and line.ranks == (3,) and line.memory_bytes == 0
+    assert "left out because" in printed(report) and "rank 3 is the slowest" in " ".join(printed(report).split())
+    assert as_json(report)["adapt"]["dropped"] == (3,)
+    assert timelines(report.curves, report.chosen)[3] == []
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("samples", [3, 37])
+def test_timelines_add_up(stage: int, samples: int) -> None:
+    report = compare(profile(links=[]), samples, stage=stage)
+    chosen = report.chosen
+    for rank, bars in enumerate(timelines(report.curves, chosen)):
+        spent = {kind: sum(bar.end - bar.start for bar in bars if bar.kind == kind) for kind in ("busy", "idle")}
+        assert spent["busy"] == pytest.approx(chosen.busy_seconds[rank])
+        assert spent["idle"] == pytest.approx(chosen.idle_seconds[rank])
+        assert bars[0].start == 0 and bars[-1].end == pytest.approx(chosen.wall_seconds)
+        assert bars[-1].kind == "communication"
+        for before, after in pairwise(bars):
+            assert before.end == pytest.approx(after.start)
+
+
+@pytest.mark.parametrize("accumulation", ["shared", "own"])
+def test_long_timelines_are_cut_where_some_rank_has_more_to_do(accumulation: str) -> None:
+    report = compare(profile(links=[]), 200, accumulation=accumulation)
+    bars = timelines(report.curves, report.chosen, most_steps=5)
+    ends = {own[-1].end for own in bars}
+    assert len(ends) == 1 and ends.pop() < report.chosen.wall_seconds
+    assert all(bar.kind == "busy" for own in bars for bar in own)
+
+
+def test_the_picture_has_a_curve_per_kind_and_a_row_per_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def remember(self: Figure, *args: object, **options: object) -> None:
+        figures.append(self)
+        save(self, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", remember)
+    report = compare(profile(links=[]), 37)
+    path = tmp_path / "batches.svg"
+    plot_report(report, path)
+    assert list(tmp_path.iterdir()) == [path]
+    upper, lower = figures[0].axes
+    labels = upper.get_legend_handles_labels()[1]
+    assert labels == ["fast, ranks 0, 2", "slow, ranks 1, 3", "chosen micro-batch"]
+    assert len(lower.get_yticklabels()) == len(device_lines(report.profile, report.chosen))
+
+
+def test_shares_are_hashed_by_what_they_hold() -> None:
+    assert len({Share(((8, 3), (5, 1))), Share(((8, 3), (5, 1)))}) == 1
+
+
+def test_who_is_left_out_leaves_his_part_of_the_state_to_the_others() -> None:
+    # At stage 3 four ranks hold 4 GiB each, three 5.33, two 8; the snail is not worth its company.
+    ranks, kinds = [0, 0, 0, 1], [device(memory_bytes=17 * GIB, max_batch=0, points=device().points), SNAIL]
+    pair = profile(kinds=kinds, ranks=ranks, links=LINKS, communication_seconds=0.01)
+    report = compare(pair, 12, stage=3, method="adapt")
+    lines = device_lines(report.profile, report.chosen)
+    assert lines[-1].left_out
+    assert {line.memory_bytes - line.share.micro_batch * 2 * GIB for line in lines[:-1]} == {16 * GIB // 3 + 1}
+    for line in lines[:-1]:
+        assert line.memory_bytes <= line.available_bytes
+
+
+def test_nobody_is_left_out_whose_part_of_the_state_the_others_cannot_hold() -> None:
+    tight = device(memory_bytes=7 * GIB, max_batch=0)
+    report = compare(
+        profile(kinds=[tight, SNAIL], ranks=[0, 0, 0, 1], links=LINKS, communication_seconds=0.01),
+        12,
+        stage=3,
+        method="adapt",
+    )
+    assert report.adapt is not None and report.adapt.dropped == ()
+    assert "the others could not hold a sample each" in printed(report)

@@ -1,0 +1,152 @@
+"""Simulating a plan and drawing it: every bar in its place, long iterations cut in two."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.plans.simulate import simulate_plan, slowed
+from colossal_hetero.planner.report.plan_picture import MAX_LANES, lanes, plot_plan, windows
+from tests.unit.planner.plans.test_plan import plan, replica, stage
+from tests.unit.planner.report.test_plan_table import large, unequal
+
+
+def long() -> Plan:
+    return plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), "T4"), micro_batches=300))
+
+
+@pytest.mark.parametrize("made", [plan(), unequal(), large(2, 5)], ids=["two", "unequal", "large"])
+def test_every_micro_batch_is_in_every_stage_of_every_kind_of_replica(made: Plan) -> None:
+    simulation = simulate_plan(made)
+    rows = lanes(simulation)
+    assert sorted({number for lane in rows for number in lane.replicas}) == list(range(len(made.replicas)))
+    for lane in rows:
+        own = made.replicas[lane.replicas[0]]
+        timed = own.stages[lane.stage]
+        for kind, seconds in (("forward", timed.forward_seconds), ("backward", timed.backward_seconds)):
+            bars = [bar for bar in lane.bars if bar.kind == kind]
+            assert [bar.micro_batch for bar in bars] == list(range(own.micro_batches))
+            assert [bar.stop - bar.start for bar in bars] == pytest.approx([seconds] * own.micro_batches)
+        for before, after in pairwise(lane.bars):
+            assert before.stop <= after.start + 1e-9
+        last = lane.bars[-1]
+        assert last.kind == "synchronization" and last.stop == pytest.approx(simulation.seconds)
+        assert last.stop - last.start == pytest.approx(made.synchronization_seconds)
+
+
+def test_a_stage_alone_takes_what_the_closed_form_says() -> None:
+    made = plan(replica(stage(0, 6, (0,), transfer_seconds=0.0)))
+    assert simulate_plan(made).seconds == pytest.approx(made.iteration_seconds)
+    assert made.iteration_seconds == pytest.approx(8 * (0.06 + 0.12) + 0.001)
+
+
+def test_a_slow_rank_slows_its_group_and_what_waits_for_it() -> None:
+    made = plan(replica(stage(0, 4, (0, 1)), stage(4, 6, (2, 3))), replica(stage(0, 4, (4, 5)), stage(4, 6, (6, 7))))
+    slow = simulate_plan(made, {3: 3.0})
+    first, second = slow.timelines
+    assert second.seconds == simulate_plan(made).timelines[1].seconds
+    assert first.forward_seconds == pytest.approx([0.04, 3 * 0.02])
+    assert first.backward_seconds == pytest.approx([0.08, 3 * 0.04])
+    assert slow.seconds == pytest.approx(first.seconds + made.synchronization_seconds)
+    # The same plan with these times from the start.
+    expected = replica(
+        stage(0, 4, (0, 1)),
+        stage(4, 6, (2, 3), forward_seconds=0.06, backward_seconds=0.12, update_seconds=0.003),
+    )
+    assert slow.plan.replicas[0].pipeline_seconds == pytest.approx(expected.pipeline_seconds)
+    assert slow.plan.iteration_seconds == pytest.approx(expected.pipeline_seconds + made.synchronization_seconds)
+    # The slowest of a group counts; what is not slow stays as it is.
+    assert simulate_plan(made, {2: 2.0, 3: 3.0}).seconds == slow.seconds
+    assert slowed(made, {}) is made
+    assert simulate_plan(made, {1: 0.5, 0: 1.0}).seconds == simulate_plan(made).seconds
+
+
+def test_slow_ranks_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="rank 9 is not in the plan, which uses ranks 0-3"):
+        simulate_plan(plan(), {9: 2.0})
+    for factor in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"rank 0 cannot be .* times as slow"):
+            simulate_plan(plan(), {0: factor})
+
+
+def test_alike_replicas_are_simulated_once() -> None:
+    timelines = simulate_plan(large(16, 4)).timelines
+    assert len(timelines) == 16 and len({id(timeline) for timeline in timelines}) == 1
+
+
+def test_long_iterations_are_cut_in_two() -> None:
+    assert windows(simulate_plan(plan())) == [(0.0, simulate_plan(plan()).seconds)]
+    simulation = simulate_plan(long())
+    (start, stop), (again, end) = windows(simulation)
+    assert start == 0 and stop < again and end == simulation.seconds
+    for lane in lanes(simulation):
+        inside = [bar.micro_batch for bar in lane.bars if bar.kind == "backward" and bar.stop <= stop]
+        assert inside[:5] == [0, 1, 2, 3, 4]
+        inside = [bar.micro_batch for bar in lane.bars if bar.kind == "forward" and bar.start >= again]
+        assert inside[-1] == 299
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Those that were saved."""
+    made: list[Figure] = []
+    save = Figure.savefig
+
+    def remember(self: Figure, *args: object, **options: object) -> None:
+        made.append(self)
+        save(self, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", remember)
+    return made
+
+
+def test_the_picture_has_a_row_per_stage_and_a_number_per_micro_batch(tmp_path: Path, figures: list[Figure]) -> None:
+    path = tmp_path / "plan.svg"
+    plot_plan(unequal(), path)
+    assert list(tmp_path.iterdir()) == [path]
+    (axis,) = figures[0].axes
+    names = [label.get_text() for label in axis.get_yticklabels()]
+    assert names == [
+        "A100-40, rank 0\nlayers 0-3",
+        "V100-16, rank 1\nlayers 4-5",
+        "T4, rank 2\nlayers 0-1",
+        "T4, rank 3\nlayers 2-3",
+        "T4, rank 4\nlayers 4-5",
+    ]
+    texts = [text.get_text() for text in axis.texts]
+    assert "replica 0: 12 micro-batches" in texts and "replica 1: 4 micro-batches" in texts
+    assert [text for text in texts if text.isdigit()].count("3") == 2 * 5
+    assert [text for text in texts if text.isdigit()].count("11") == 2 * 2
+
+
+def test_long_and_large_plans_stay_pictures(tmp_path: Path, figures: list[Figure]) -> None:
+    plot_plan(long(), tmp_path / "long.png")
+    assert (tmp_path / "long.png").read_bytes().startswith(b"\x89PNG")
+    left, right = figures[0].axes
+    assert left.get_xlim()[1] < right.get_xlim()[0]
+    many = replica(*(stage(s, s + 1, (s,)) for s in range(60)), micro_batches=60)
+    plot_plan(plan(many), tmp_path / "many.pdf")
+    assert all(len(axis.get_yticklabels()) == MAX_LANES for axis in figures[1].axes)
+    assert f"{MAX_LANES} of 60 stages" in figures[1].get_suptitle()
+
+
+def test_a_picture_of_slow_ranks_says_so(tmp_path: Path, figures: list[Figure]) -> None:
+    plot_plan(plan(), tmp_path / "slow.svg", slow={1: 2.0})
+    assert "rank 1 slowed 2 ×" in figures[0].get_suptitle()
+    # Replica 1 is not slow, so it has rows of its own.
+    assert len(figures[0].axes[0].get_yticklabels()) == 4
+
+
+def test_pictures_of_no_known_kind(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"end the name in \.png, \.pdf, \.svg"):
+        plot_plan(plan(), tmp_path / "plan.doc")
+
+
+def test_too_many_micro_batches_to_simulate() -> None:
+    made = plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), "T4"), micro_batches=1_000_001))
+    with pytest.raises(ValueError, match="1,000,001 micro-batches are too many to simulate; at most 1,000,000"):
+        simulate_plan(made)

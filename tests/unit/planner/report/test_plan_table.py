@@ -1,0 +1,220 @@
+"""What is said of a plan: rows, a layout on one line, the calls that run it."""
+
+from __future__ import annotations
+
+import ast
+import io
+from typing import Any, NamedTuple
+
+import pytest
+from rich.console import Console
+
+from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.report.launch_commands import colossal_order, launch_lines
+from colossal_hetero.planner.report.plan_table import layout, one_line, render, rows, short_ranks, training_call
+from tests.unit.planner.plans.test_plan import plan, replica, stage
+
+
+class Ranked(NamedTuple):
+    plan: Plan
+    reason: str
+
+
+def printed(*candidates: Ranked, width: int = 140) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(render(candidates))
+    return stream.getvalue()
+
+
+def unequal() -> Plan:
+    return plan(
+        replica(stage(0, 4, (0,)), stage(4, 6, (1,), "V100-16"), micro_batches=12),
+        replica(*(stage(2 * s, 2 * s + 2, (2 + s,), "T4") for s in range(3)), micro_batches=4),
+    )
+
+
+def large(replicas: int = 16, stages: int = 32) -> Plan:
+    """``replicas × stages × 2`` devices in nodes of 8."""
+    return plan(
+        *(
+            replica(
+                *(stage(s, s + 1, (2 * (r * stages + s), 2 * (r * stages + s) + 1), "A100-80") for s in range(stages)),
+                micro_batches=64,
+            )
+            for r in range(replicas)
+        )
+    )
+
+
+def test_a_layout_on_one_line() -> None:
+    made = plan(iteration_seconds=1.23)
+    assert one_line(made) == (
+        "tp 1 · dp 2 × pp [A100-40 0-3 | V100-16 4-5] · micro-batch 2 × 8 · 1.230 s (26.02 samples/s)"
+    )
+    single = plan(replica(stage(0, 1, (0,)), stage(1, 6, (1,), "T4")))
+    assert layout(single) == "tp 1 · dp 1 × pp [A100-40 0 | T4 1-5] · micro-batch 2 × 8"
+    assert layout(unequal()) == (
+        "tp 1 · dp 2 = pp [A100-40 0-3 | V100-16 4-5] × 12 + pp [3 × T4 0-5] × 4 · micro-batch 2"
+    )
+    assert layout(large()) == "tp 2 · dp 16 × pp [32 × A100-80 0-31] · micro-batch 2 × 64"
+
+
+def test_layouts_of_many_unlike_parts_stay_short() -> None:
+    stages = [stage(s, s + 1, (s,), f"kind-{s}") for s in range(40)]
+    assert layout(plan(replica(*stages))) == (
+        "tp 1 · dp 1 × pp [kind-0 0 | kind-1 1 | kind-2 2 | kind-3 3 | kind-4 4 | kind-5 5 | … | kind-39 39] · "
+        "micro-batch 2 × 8"
+    )
+    replicas = [replica(stage(0, 6, (r,), f"kind-{r}")) for r in range(40)]
+    assert layout(plan(*replicas)).count("kind-") == 8
+
+
+def test_alike_replicas_share_rows() -> None:
+    first, second = rows(plan())
+    assert (first.replicas, first.ranks, first.blocks) == ((0, 1), (0, 2), (0, 4))
+    assert (second.replicas, second.ranks, second.blocks) == ((0, 1), (1, 3), (4, 6))
+    assert len(rows(unequal())) == 5
+    slower = [replica(stage(0, 6, (r,), forward_seconds=seconds)) for r, seconds in enumerate((1.0, 1.0001, 1.1))]
+    assert [row.replicas for row in rows(plan(*slower))] == [(0, 1), (2,)]
+
+
+def test_every_rank_is_in_one_row_of_a_large_plan() -> None:
+    made = large()
+    (row,) = rows(made)
+    assert row.ranks == tuple(range(1024)) and row.stages == tuple(range(32)) and len(row.nodes) == 256
+    assert row.blocks == (0, 32) and row.bubble_shares == (min(made.replicas[0].bubble_shares),) * 2
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+@pytest.mark.parametrize("made", [plan(), unequal(), large(), large(4, 8)], ids=["two", "unequal", "large", "eight"])
+def test_tables_keep_their_width_and_their_numbers_whole(made: Plan, width: int) -> None:
+    text = printed(Ranked(made, "the least predicted time"), Ranked(unequal(), "1 % slower: why"), width=width)
+    assert max(map(len, text.splitlines())) <= width
+    for row in rows(made):
+        assert f"[{row.blocks[0]}, {row.blocks[1]})" in text
+        assert "10.0 of" in text
+    assert "…" not in "".join(line for line in text.splitlines() if "of 40.0" in line).replace("… ", "")
+
+
+def test_the_totals_say_where_the_time_goes() -> None:
+    made = plan(uniform_seconds=2 * plan().iteration_seconds)
+    text = " ".join(printed(Ranked(made, "")).split())
+    total = made.iteration_seconds
+    assert f"an iteration of {total:.3f} s, {32 / total:.2f} samples/s" in text
+    assert f"(pipeline {total - 0.05:.3f} s + synchronization 0.050 s; bubble" in text
+    assert "2.00 × as fast as the best plan with uniform stages" in text
+    alone = printed(Ranked(plan(replica(stage(0, 6, (0,)))), ""))
+    assert "synchronization" not in alone and "replica" not in alone.splitlines()[2]
+
+
+def test_runners_up_are_told_with_reasons_and_names_are_no_markup() -> None:
+    odd = plan(replica(stage(0, 6, (0,), "[bold]T4[/x]")), notes=("[red]note[/q]",))
+    text = printed(Ranked(odd, "first [b]"), Ranked(plan(), "because [c]"))
+    for words in ("[bold]T4[/x]", "[red]note[/q]", "because [c]", "first [b]"):
+        assert words in text
+
+
+def test_ranks_in_few_characters() -> None:
+    assert short_ranks(range(4)) == "0-3"
+    assert short_ranks([0, 1, 8, 9]) == "0-1, 8-9"
+    assert short_ranks([0, 1, 8, 9, 16, 17]) == "0-1 … 17 (6)"
+
+
+def plugin_arguments(text: str, name: str) -> dict[str, Any] | None:
+    """Keyword arguments of the call of ``name`` in Python lines of ``text``."""
+    for line in text.splitlines():
+        if line.startswith(f"plugin = {name}("):
+            call = ast.parse(line).body[0].value  # type: ignore[attr-defined]
+            return {each.arg: eval(ast.unparse(each.value)) for each in call.keywords}
+    return None
+
+
+def test_the_calls_that_run_a_plan() -> None:
+    text = training_call(plan(precision="bf16"), "my plan.json")
+    assert plugin_arguments(text, "HeteroHybridParallelPlugin") == {"plan": "my plan.json", "precision": "bf16"}
+    assert plugin_arguments(text, "HybridParallelPlugin") == {
+        "tp_size": 1,
+        "pp_size": 2,
+        "num_layers_per_stage": [4, 2],
+        "microbatch_size": 2,
+        "precision": "bf16",
+    }
+    assert "every replica's loader gives 16 samples per step: 8 micro-batches of 2" in text
+    assert "torchrun --nproc-per-node 4 train.py" in text
+
+
+def test_many_stages_are_written_in_runs() -> None:
+    arguments = plugin_arguments(training_call(large()), "HybridParallelPlugin")
+    assert arguments is not None and arguments["num_layers_per_stage"] == [1] * 32
+    sizes = [3] * 6 + [2, 1] + [2] * 7
+    bounds = [sum(sizes[:s]) for s in range(len(sizes) + 1)]
+    made = plan(replica(*(stage(bounds[s], bounds[s + 1], (s,)) for s in range(15)), micro_batches=15))
+    text = training_call(made)
+    arguments = plugin_arguments(text, "HybridParallelPlugin")
+    assert arguments is not None and arguments["num_layers_per_stage"] == sizes
+    assert "[3] * 6 + [2, 1] + [2] * 7" in text
+
+
+def ordered(dp: int, pp: int, ranks: Any) -> Plan:
+    """``ranks [dp][pp]`` of one rank each."""
+    return plan(*(replica(*(stage(s, s + 1, (ranks[r][s],)) for s in range(pp))) for r in range(dp)))
+
+
+def test_orders_that_colossal_ai_has_and_one_that_only_ours_has() -> None:
+    assert colossal_order(ordered(2, 3, [[0, 1, 2], [3, 4, 5]])) == "replicas outside"
+    swapped = ordered(2, 3, [[0, 2, 4], [1, 3, 5]])
+    assert colossal_order(swapped) == "stages outside"
+    arguments = plugin_arguments(training_call(swapped), "HybridParallelPlugin")
+    assert arguments is not None and arguments["dp_outside"] is False
+    mixed = ordered(2, 3, [[0, 1, 5], [3, 4, 2]])
+    assert colossal_order(mixed) is None
+    text = training_call(mixed)
+    assert plugin_arguments(text, "HybridParallelPlugin") is None
+    assert plugin_arguments(text, "HeteroHybridParallelPlugin") is not None
+    assert "stage 2 of replica 0" in text and "rank 2" in text and "rank 5" in text
+    # Ranks that are left out do not count: launched are the others.
+    assert colossal_order(ordered(2, 2, [[1, 3], [5, 9]])) == "replicas outside"
+
+
+def test_plans_that_cannot_be_run_say_why() -> None:
+    text = training_call(unequal(), "u.json")
+    assert "cannot be run yet" in text and "replica 0 has 4 + 2 layers and 12 micro-batches" in text
+    assert "replica 1 has 2 + 2 + 2 layers and 4 micro-batches" in text and "--symmetric" in text
+    assert "colossal-hetero simulate u.json" in text
+    few = training_call(plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,)), micro_batches=1)))
+    assert "1 micro-batch for 2 stages" in few and "smaller micro-batches or a larger global batch" in few
+    for words in (text, few):
+        assert "Plugin(" not in words and all(line.startswith("#") for line in words.splitlines())
+
+
+def test_without_a_pipeline_the_loop_accumulates() -> None:
+    text = training_call(plan(replica(stage(0, 6, (0,)))))
+    arguments = plugin_arguments(text, "HybridParallelPlugin")
+    assert arguments == {"tp_size": 1, "pp_size": 1, "precision": "fp32"}
+    assert "accumulate 8 backwards per step" in text
+
+
+def test_every_node_is_told_how_many_ranks_it_starts() -> None:
+    assert launch_lines(on_nodes(("a", 2), ("b", 2), ("c", 1))) == [
+        "torchrun --nnodes 3 --node-rank 0 --nproc-per-node 2 --master-addr a train.py  # on a",
+        "torchrun --nnodes 3 --node-rank 1 --nproc-per-node 2 --master-addr a train.py  # on b",
+        "torchrun --nnodes 3 --node-rank 2 --nproc-per-node 1 --master-addr a train.py  # on c",
+    ]
+    assert launch_lines(on_nodes(("only", 2))) == ["torchrun --nproc-per-node 2 train.py"]
+    many = [(f"a{index}", 2) for index in range(9)]
+    assert launch_lines(on_nodes(*many, ("b", 1))) == [
+        "torchrun --nnodes 10 --node-rank $N --nproc-per-node 2 --master-addr a0 train.py  # on a0, …, a8: N = 0, …, 8",
+        "torchrun --nnodes 10 --node-rank 9 --nproc-per-node 1 --master-addr a0 train.py  # on b",
+    ]
+
+
+def on_nodes(*nodes: tuple[str, int]) -> Plan:
+    """A stage per rank."""
+    names = [name for name, ranks in nodes for _ in range(ranks)]
+    return plan(replica(*(stage(rank, rank + 1, (rank,), node=name) for rank, name in enumerate(names))))
+
+
+def test_devices_that_are_left_out_are_not_launched() -> None:
+    line, command = launch_lines(plan(replica(stage(0, 3, (4,)), stage(3, 6, (6,)))))
+    assert line.startswith("# of the cluster's devices only 4, 6 are used") and "as ranks 0-1" in line
+    assert command == "torchrun --nproc-per-node 2 train.py"

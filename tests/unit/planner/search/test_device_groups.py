@@ -1,0 +1,115 @@
+"""Groups of unequal devices against exhaustive search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colossal_hetero.planner.search.device_groups import GroupingKind, effective_power, find_grouping
+
+
+def power_of(group: Sequence[int], kinds: Sequence[GroupingKind], micro_batches: float) -> float:
+    """Eq. 2, as it is printed."""
+    stages = sum(group)
+    bubbles = (stages - 1) / (micro_batches + stages - 1)
+    return sum(count * kind.power for count, kind in zip(group, kinds, strict=True)) * (1 - bubbles)
+
+
+def partitions(left: tuple[int, ...], at_most: tuple[int, ...], idle: bool) -> Iterator[list[tuple[int, ...]]]:
+    """Every way to make groups of counts, each group no larger than the one before it (in lexical order)."""
+    if idle or not any(left):
+        yield []
+    for group in np.ndindex(*(count + 1 for count in left)):
+        if any(group) and group <= at_most:
+            rest = tuple(a - b for a, b in zip(left, group, strict=True))
+            for others in partitions(rest, group, idle):
+                yield [group, *others]
+
+
+def exhaustive(
+    kinds: Sequence[GroupingKind], model_bytes: float, micro_batches: float, most: int, idle: bool, groups: int | None
+) -> float:
+    counts = tuple(kind.count for kind in kinds)
+    best = 0.0
+    for each in partitions(counts, counts, idle):
+        held = all(
+            sum(n * kind.memory_bytes for n, kind in zip(group, kinds, strict=True)) >= model_bytes
+            and sum(group) <= most
+            for group in each
+        )
+        if each and held and (groups is None or len(each) == groups):
+            best = max(best, len(each) * min(power_of(group, kinds, micro_batches) for group in each))
+    return best
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    counts=st.sampled_from([(6,), (3, 3), (5, 2), (1, 4), (2, 2, 2), (3, 1, 2)]),
+    powers=st.lists(st.sampled_from([0.05, 0.3, 1.0, 1.7, 2.0, 6.3]), min_size=3, max_size=3),
+    memory=st.lists(st.sampled_from([1.0, 2.0, 3.5]), min_size=3, max_size=3),
+    model_bytes=st.sampled_from([0.5, 2.0, 4.0, 7.0, 30.0]),
+    micro_batches=st.sampled_from([1, 2, 4, 16]),
+    most=st.sampled_from([2, 4, 6]),
+    idle=st.booleans(),
+    groups=st.sampled_from([None, 1, 2, 3]),
+)
+def test_as_good_as_exhaustive_search(
+    counts: tuple[int, ...],
+    powers: list[float],
+    memory: list[float],
+    model_bytes: float,
+    micro_batches: int,
+    most: int,
+    idle: bool,
+    groups: int | None,
+) -> None:
+    kinds = [GroupingKind(*each) for each in zip(powers, memory, counts, strict=False)]
+    found = find_grouping(kinds, model_bytes, micro_batches, idle=idle, most_members=most, groups=groups)
+    best = exhaustive(kinds, model_bytes, micro_batches, most, idle, groups)
+    assert (found.objective if found else 0.0) == pytest.approx(best, rel=1e-8)
+    if found is None:
+        return
+    used = np.array(found.groups).sum(axis=0)
+    assert (used <= counts).all() and (idle or (used == counts).all())
+    for group in found.groups:
+        assert 1 <= sum(group) <= most
+        assert np.dot(group, [kind.memory_bytes for kind in kinds]) >= model_bytes
+        assert power_of(group, kinds, micro_batches) >= found.power * (1 - 1e-12)
+
+
+def test_power_is_eq_2() -> None:
+    # Two members of power 1 and one of 4, four micro-batches: bubbles take (3 − 1)/(4 + 3 − 1) = 1/3.
+    assert effective_power(np.array([[2, 1]]), [1.0, 4.0], 4)[0] == pytest.approx(6 * 2 / 3)
+
+
+def test_the_paper_s_example() -> None:
+    # AutoHet, section V-A: one A100 and four H20 make two groups, A100 + H20 and three H20.
+    kinds = [GroupingKind(312.0, 80.0, 1), GroupingKind(148.0, 96.0, 4)]
+    found = find_grouping(kinds, 160.0, 16)
+    assert found is not None and found.groups == ((1, 1), (0, 3))
+
+
+def test_weak_members_may_stay_idle() -> None:
+    kinds = [GroupingKind(1.0, 1.0, 2), GroupingKind(0.01, 1.0, 4)]
+    everybody, some = find_grouping(kinds, 1.0, 2), find_grouping(kinds, 1.0, 2, idle=True)
+    assert everybody is not None and some is not None
+    assert some.groups == ((1, 0), (1, 0)) and some.objective > 1.5 * everybody.objective
+
+
+def test_micro_batches_by_number_of_groups() -> None:
+    kinds = [GroupingKind(1.0, 1.0, 4)]
+    found = find_grouping(kinds, 1.0, lambda groups: 8 / groups)
+    assert found is not None
+    best = max((8 / d) * (4 / d) / (8 / d + 4 / d - 1) * d for d in (1, 2, 4))
+    assert found.objective == pytest.approx(best)
+
+
+def test_large_clusters_reach_the_bound() -> None:
+    # Groups that are all alike are the best there can be; 1,024 members of three kinds are no obstacle.
+    kinds = [GroupingKind(312.0, 80.0, 352), GroupingKind(990.0, 80.0, 352), GroupingKind(148.0, 96.0, 320)]
+    found = find_grouping(kinds, 1000.0, 64, groups=32)
+    assert found is not None and set(found.groups) == {(11, 11, 10)}

@@ -1,0 +1,361 @@
+"""3D plans: valid, as good as exhaustive search where that is possible, and errors in words."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.plans.predict import priced_plan
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
+from colossal_hetero.planner.search.draft import deal
+from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+
+FAST_LINK, SLOW_LINK = Channel("NVLink", 300e9, 1e-5), Channel("RoCE", 25e9, 2e-5)
+
+
+def cluster(*nodes: dict[str, int], memory: dict[str, int] | None = None, inside: Channel = FAST_LINK) -> Topology:
+    """Nodes of so many devices of each kind; 100 bytes of memory each unless said otherwise."""
+    devices: list[Device] = []
+    made = []
+    for number, node in enumerate(nodes):
+        first = len(devices)
+        for name, count in node.items():
+            kind = DeviceKind(name, (memory or {}).get(name, 100), 1e12)
+            devices += [Device(kind, number, 0)] * count
+        made.append(Node(f"n{number}", 0, tuple(range(first, len(devices))), inside, (SLOW_LINK,)))
+    return Topology(tuple(devices), tuple(made), ("here",))
+
+
+def profile(
+    blocks: int = 6,
+    seconds: dict[str, float] | None = None,
+    degrees: tuple[int, ...] = (1, 2),
+    micro_batches: tuple[int, ...] = (1, 2),
+    seed: int = 0,
+) -> ModelProfile:
+    """Each block has 6 bytes of state and keeps 2 per sample; a head as long as half a block."""
+    random = np.random.default_rng(seed)
+    times = []
+    for (name, each), degree, size in itertools.product(
+        (seconds or {"fast": 1.0, "slow": 3.0}).items(), degrees, micro_batches
+    ):
+        work = each * (0.2 + 0.8 * size) / degree**0.8
+        forward = [0.0, *(work * random.uniform(0.9, 1.1, blocks)), 0.5 * work]
+        backward = [2 * one for one in forward]
+        times.append(
+            LayerTimes(
+                device=name,
+                tensor_parallel=degree,
+                micro_batch=size,
+                forward_seconds=tuple(forward),
+                backward_seconds=tuple(backward),
+                update_seconds=(0.0,) * (blocks + 2),
+            )
+        )
+    sizes = [
+        LayerSizes(
+            tensor_parallel=degree,
+            parameter_bytes=(0, *(12 // degree,) * blocks, 0),
+            activation_bytes=(0, *(4 // degree,) * blocks, 0),
+            output_bytes=(10**9,) * (blocks + 2),
+        )
+        for degree in degrees
+    ]
+    return ModelProfile(name="small", state_factor=0.5, gradient_factor=1e9, times=tuple(times), sizes=tuple(sizes))
+
+
+def check(plan: Plan, topology: Topology, model: ModelProfile, global_batch: int) -> None:
+    ranks = [rank for replica in plan.replicas for stage in replica.stages for rank in stage.ranks]
+    assert max(Counter(ranks).values()) == 1
+    assert sum(replica.micro_batches for replica in plan.replicas) * plan.micro_batch == global_batch
+    for replica in plan.replicas:
+        bounds = [stage.blocks for stage in replica.stages]
+        assert bounds[0][0] == 0 and bounds[-1][1] == model.blocks
+        assert all(a < b for a, b in bounds)
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(bounds))
+        for number, stage in enumerate(replica.stages):
+            assert len(stage.ranks) == plan.tensor_parallel
+            assert {topology.devices[rank].kind.name for rank in stage.ranks} == {stage.device}
+            assert {topology.nodes[topology.devices[rank].node].name for rank in stage.ranks} == {stage.node}
+            # 6 bytes of state and 2 per sample and micro-batch in flight, from what the profile says.
+            count = stage.blocks[1] - stage.blocks[0]
+            flight = min(replica.micro_batches, len(replica.stages) - number)
+            held = count * (6 + 4 * plan.micro_batch * flight) / plan.tensor_parallel
+            assert stage.memory_bytes == pytest.approx(held)
+            assert held <= topology.devices[stage.ranks[0]].kind.memory_bytes
+    slowest = max(replica.pipeline_seconds for replica in plan.replicas)
+    assert plan.iteration_seconds == pytest.approx(slowest + plan.synchronization_seconds)
+
+
+CLUSTERS = [
+    cluster({"fast": 4}),
+    cluster({"fast": 2, "slow": 3}),
+    cluster({"fast": 4}, {"slow": 4}),
+    cluster({"fast": 1}, {"slow": 8}, {"fast": 5}),
+    cluster({"fast": 2}, {"slow": 4}, memory={"fast": 16, "slow": 40}),
+    cluster({"slow": 6}, {"fast": 2}, memory={"fast": 60, "slow": 12}),
+]
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("method", ["exact", "uniform", "autohet"])
+@pytest.mark.parametrize("topology", CLUSTERS)
+def test_plans_are_valid(topology: Topology, method: str, symmetric: bool) -> None:
+    model = profile()
+    found = make_plans(topology, model, global_batch=24, method=method, symmetric=symmetric, keep=8)
+    assert 1 <= len(found) <= 8
+    times = [candidate.plan.iteration_seconds for candidate in found]
+    assert times == sorted(times)
+    for candidate in found:
+        check(candidate.plan, topology, model, 24)
+        assert candidate.plan.symmetric or not symmetric
+        assert candidate.reason
+    again = make_plans(topology, model, global_batch=24, method=method, symmetric=symmetric, keep=8)
+    assert again == found
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("topology", [each for each in CLUSTERS if len({d.kind.name for d in each.devices}) > 1])
+def test_never_slower_than_one_kind_alone(topology: Topology, symmetric: bool) -> None:
+    model = profile()
+    together = make_plans(topology, model, global_batch=24, symmetric=symmetric)[0].plan
+    for name in ("fast", "slow"):
+        ranks = [rank for rank, device in enumerate(topology.devices) if device.kind.name == name]
+        nodes = [
+            Node(
+                node.name, 0, tuple(ranks.index(rank) for rank in node.devices if rank in ranks), node.inside, node.nics
+            )
+            for node in topology.nodes
+        ]
+        alone = Topology(tuple(topology.devices[rank] for rank in ranks), tuple(nodes), topology.clusters)
+        try:
+            best = make_plans(alone, model, global_batch=24, symmetric=symmetric)[0].plan
+        except ValueError:
+            continue
+        assert together.iteration_seconds <= best.iteration_seconds * (1 + 1e-12)
+
+
+def exhaustive(topology: Topology, model: ModelProfile, global_batch: int) -> float:
+    """The best plan of one node whose pipelines are cut alike, on like devices or not, by trying everything."""
+    counts = Counter(device.kind.name for device in topology.devices)
+    memory = {device.kind.name: device.kind.memory_bytes for device in topology.devices}
+    link = topology.nodes[0].inside
+    best = np.inf
+    for degree, size in itertools.product((1, 2), (1, 2)):
+        total, rest = divmod(global_batch, size)
+        if rest:
+            continue
+        slots = {name: Slot(name, model.costs(name, degree, size), memory[name]) for name in counts}
+        available = [name for name, count in counts.items() for _ in range(count // degree)]
+        for replicas in range(1, len(available) + 1):
+            if total % replicas:
+                continue
+            for stages in range(1, min(len(available) // replicas, model.blocks) + 1):
+                rows = set(itertools.permutations(available, replicas * stages))
+                layouts = {tuple(sorted(row[at : at + stages] for at in range(0, len(row), stages))) for row in rows}
+                for inner in itertools.combinations(range(1, model.blocks), stages - 1):
+                    cut = Split(tuple(range(stages)), (0, *inner, model.blocks))
+                    gradient = slots[available[0]].costs.gradient_bytes
+                    largest = max(gradient[a:b].sum() for a, b in itertools.pairwise(cut.bounds))
+                    step = largest / replicas / link.bytes_per_second + link.latency_seconds
+                    seconds = {}
+                    for names in {names for layout in layouts for names in layout}:
+                        pipeline = Pipeline(
+                            tuple(slots[name] for name in names), ((link,) * stages,) * stages, total // replicas
+                        )
+                        cost = evaluate(pipeline, cut)
+                        seconds[names] = cost.seconds if cost.fits else np.inf
+                    slowest = min(max(seconds[names] for names in layout) for layout in layouts)
+                    best = min(best, slowest + 2 * (replicas - 1) * step)
+    return float(best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    fast=st.integers(0, 3),
+    slow=st.integers(0, 3),
+    ratio=st.sampled_from([1.0, 1.7, 4.0]),
+    memory=st.sampled_from([(100, 100), (20, 45), (60, 14)]),
+    global_batch=st.sampled_from([2, 4, 6, 12]),
+    link=st.sampled_from([FAST_LINK, Channel("PCIe", 2e9, 0.05)]),
+    seed=st.integers(0, 1000),
+)
+def test_best_of_all_symmetric_plans(
+    fast: int,
+    slow: int,
+    ratio: float,
+    memory: tuple[int, int],
+    global_batch: int,
+    link: Channel,
+    seed: int,
+) -> None:
+    if fast + slow == 0:
+        return
+    node = {name: count for name, count in (("fast", fast), ("slow", slow)) if count}
+    topology = cluster(node, memory={"fast": memory[0], "slow": memory[1]}, inside=link)
+    model = profile(5, {"fast": 1.0, "slow": ratio}, seed=seed)
+    best = exhaustive(topology, model, global_batch)
+    if not np.isfinite(best):
+        with pytest.raises(ValueError, match=r"memory|hold"):
+            make_plans(topology, model, global_batch=global_batch, symmetric=True)
+        return
+    found = make_plans(topology, model, global_batch=global_batch, symmetric=True)[0].plan
+    assert found.iteration_seconds == pytest.approx(best, rel=1e-9)
+    free = make_plans(topology, model, global_batch=global_batch)[0].plan
+    assert free.iteration_seconds <= best * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    pipelines=st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 4)), min_size=1, max_size=3),
+    micro_batches=st.integers(3, 9),
+)
+def test_micro_batches_are_dealt_best(pipelines: list[tuple[float, float]], micro_batches: int) -> None:
+    def last(counts: tuple[int, ...] | list[int]) -> float:
+        return max(fill + (count - 1) * step for (fill, step), count in zip(pipelines, counts, strict=True))
+
+    dealt = deal([fill for fill, _ in pipelines], [step for _, step in pipelines], micro_batches)
+    assert sum(dealt) == micro_batches and min(dealt) >= 1
+    ways = itertools.product(range(1, micro_batches + 1), repeat=len(pipelines))
+    best = min(last(counts) for counts in ways if sum(counts) == micro_batches)
+    assert last(dealt) == pytest.approx(best, rel=1e-9)
+
+
+def test_unequal_pipelines_where_they_are_better() -> None:
+    # Three devices that hold the model alone: alike pipelines leave one idle, or wait for the slow one.
+    topology = cluster({"fast": 2}, {"slow": 1})
+    model = profile(degrees=(1,), micro_batches=(1,))
+    free = make_plans(topology, model, global_batch=14)[0].plan
+    alike = make_plans(topology, model, global_batch=14, symmetric=True)[0].plan
+    assert not free.symmetric and free.iteration_seconds < alike.iteration_seconds
+    assert sorted((r.stages[0].device, r.micro_batches) for r in free.replicas) == [
+        ("fast", 6),
+        ("fast", 6),
+        ("slow", 2),
+    ]
+
+
+def test_replicas_alike_on_devices_that_are_not() -> None:
+    # Two devices nearly as fast, and activations that cost more to hand on than gradients to sum.
+    topology = cluster({"fast": 1, "slow": 1}, inside=Channel("PCIe", 2e9))
+    model = profile(4, {"fast": 1.0, "slow": 1.1}, degrees=(1,), micro_batches=(1,))
+    model = model.model_copy(update={"gradient_factor": 1.0})
+    plan = make_plans(topology, model, global_batch=8, symmetric=True)[0].plan
+    assert [[stage.device for stage in replica.stages] for replica in plan.replicas] == [["slow"], ["fast"]]
+    assert plan.symmetric and len(plan.replicas) == 2
+    check(plan, topology, model, 8)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_slots_where_links_are_fast(symmetric: bool) -> None:
+    # Memory takes two devices; the first node has a slow way out, only the last has two in one place.
+    kind = DeviceKind("fast", 30, 1e12)
+    nics = [Channel("RoCE", rate) for rate in (1e8, 2e9, 4e9)]
+    nodes = [Node(f"n{at}", 0, (at,), FAST_LINK, (nic,)) for at, nic in enumerate(nics[:2])]
+    nodes.append(Node("n2", 0, (2, 3), FAST_LINK, (nics[2],)))
+    topology = Topology(tuple(Device(kind, node, 0) for node in (0, 1, 2, 2)), tuple(nodes), ("here",))
+    model = profile(4, {"fast": 1.0}, degrees=(1,), micro_batches=(1,))
+    plan = make_plans(topology, model, global_batch=4, symmetric=symmetric, stages=[2])[0].plan
+    assert {rank for replica in plan.replicas for stage in replica.stages for rank in stage.ranks} == {2, 3}
+
+
+def test_predicted_as_priced_again() -> None:
+    # Replicas over several nodes of different size, whose rings share NICs or stay inside.
+    topology = cluster({"fast": 3}, {"fast": 1}, {"slow": 1, "fast": 2}, {"slow": 1})
+    model = profile(4)
+    for symmetric in (False, True):
+        found = [each.plan for each in make_plans(topology, model, global_batch=24, symmetric=symmetric, keep=20)]
+        alike = [plan for plan in found if plan.symmetric]
+        assert any(len(plan.replicas) > 1 for plan in alike)
+        for plan in alike:
+            bounds = [0, *(stage.blocks[1] for stage in plan.replicas[0].stages)]
+            again = priced_plan(
+                topology, model, plan.rank_order, micro_batch=plan.micro_batch, global_batch=24, bounds=bounds
+            )
+            assert plan.iteration_seconds == pytest.approx(again.iteration_seconds, rel=1e-9)
+
+
+def test_held_to_numbers_of_stages() -> None:
+    for symmetric in (False, True):
+        found = make_plans(CLUSTERS[2], profile(), global_batch=24, stages=[2, 3], symmetric=symmetric, keep=20)
+        assert {len(replica.stages) for each in found for replica in each.plan.replicas} <= {2, 3}
+
+
+def test_tensor_parallel_groups_keep_speeds_together() -> None:
+    topology = cluster({"fast": 4})
+    slow = Device(topology.devices[0].kind, 0, 0, speed=0.25)
+    throttled = Topology((slow, *topology.devices[1:3], slow), topology.nodes, topology.clusters)
+    plan = make_plans(throttled, profile(), global_batch=24, tensor_parallel=[2])[0].plan
+    groups = {stage.ranks for replica in plan.replicas for stage in replica.stages}
+    assert (1, 2) in groups and groups <= {(1, 2), (0, 3)}
+
+
+def test_a_plan_for_everybody_is_among_the_symmetric_ones() -> None:
+    # The slow one is best left out, but a run on all ranks needs a plan that uses it.
+    topology = cluster({"fast": 3, "slow": 1})
+    model = profile(seconds={"fast": 1.0, "slow": 30.0}, degrees=(1,))
+    found = make_plans(topology, model, global_batch=24, symmetric=True, keep=6)
+    assert found[0].plan.world_size == 3
+    assert any(candidate.plan.world_size == 4 for candidate in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"global_batch": 9, "micro_batches": [2]}, r"global_batch=9 is not divisible by micro_batch=2.*1, 3, 9"),
+        ({"global_batch": 0}, r"global_batch=0.*at least 1"),
+        ({"tensor_parallel": [4]}, r"tensor_parallel=4.*1, 2"),
+        ({"micro_batches": [64], "global_batch": 64}, r"micro_batch.*64.*measured"),
+        ({"keep": 0}, r"keep=0"),
+        ({"stages": [7]}, r"stages=7.*6 blocks"),
+        ({"stages": [6]}, r"stages=6.*at most 5 tensor-parallel groups"),
+        ({"method": "fastest"}, r"fastest.*exact"),
+    ],
+)
+def test_errors_in_words(changes: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"global_batch": 24, **changes}
+    with pytest.raises(ValueError, match=message):
+        make_plans(CLUSTERS[1], profile(), **arguments)  # type: ignore[arg-type]
+
+
+def test_kind_without_times() -> None:
+    with pytest.raises(ValueError, match=r"no times .*odd.*fast, slow"):
+        make_plans(cluster({"fast": 2, "odd": 2}), profile(), global_batch=8)
+
+
+def test_no_device_can_hold_a_block() -> None:
+    topology = cluster({"fast": 2}, memory={"fast": 4})
+    with pytest.raises(ValueError, match=r"no device can hold block \d: it needs .* fast has"):
+        make_plans(topology, profile(), global_batch=8)
+
+
+def test_model_too_large_for_all() -> None:
+    topology = cluster({"fast": 2}, memory={"fast": 12})
+    with pytest.raises(ValueError, match=r"the model needs at least .* GB, the devices have"):
+        make_plans(topology, profile(), global_batch=8)
+
+
+def test_more_stages_than_blocks_would_be_needed() -> None:
+    topology = cluster({"fast": 3}, memory={"fast": 15})
+    with pytest.raises(ValueError, match="at most 2 stages"):
+        make_plans(topology, profile(2, degrees=(1,), micro_batches=(2,)), global_batch=8)
+
+
+def test_no_word_on_degrees_that_are_only_slower() -> None:
+    # Two slow devices make one group of two, which nobody looks at with a fast one there.
+    topology = cluster({"fast": 1, "slow": 2}, inside=Channel("PCIe", 1e6))
+    plan = make_plans(topology, profile(seconds={"fast": 1.0, "slow": 50.0}), global_batch=4, symmetric=True)[0].plan
+    assert plan.tensor_parallel == 1 and not plan.notes
+
+
+def test_batch_beyond_all_bounds() -> None:
+    with pytest.raises(ValueError, match=r"global_batch=100000000000000000000: must be at most 1000000000"):
+        make_plans(CLUSTERS[0], profile(), global_batch=10**20)

@@ -1,0 +1,262 @@
+"""The event simulation against another that is slow and obvious: a queue of events, ranks that run programs."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colossal_hetero.planner.cluster.topology import Channel
+from colossal_hetero.planner.profile.layer_costs import LayerCosts
+from colossal_hetero.planner.stages.event_simulation import Timeline, simulate, simulate_times
+from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+
+TRANSFERS = ["blocking", "overlapped"]
+ROUNDING = 1e-9
+
+
+def program(stage: int, stages: int, count: int) -> list[tuple[str, ...]]:
+    """What a rank calls, as in Colossal-AI's ``run_forward_backward``."""
+    warm_up = min(stages - stage - 1, count)
+    first, last = stage == 0, stage == stages - 1
+    receive_forward = () if first else ("receive forward",)
+    send_forward = () if last else ("send forward",)
+    receive_backward = () if last else ("receive backward",)
+    send_backward = () if first else ("send backward",)
+    calls: list[tuple[str, ...]] = []
+    for _ in range(warm_up):
+        calls += [receive_forward, ("forward",), send_forward]
+    if count > warm_up:
+        calls.append(receive_forward)
+    for number in range(count - warm_up):
+        calls += [("forward",), send_forward + receive_backward, ("backward",)]
+        calls.append(send_backward if number == count - warm_up - 1 else send_backward + receive_forward)
+    for _ in range(warm_up):
+        calls += [receive_backward, ("backward",), send_backward]
+    return [call for call in calls if call]
+
+
+def peer(stage: int, message: str) -> int:
+    return stage + 1 if message in ("send forward", "receive backward") else stage - 1
+
+
+def other_side(message: str) -> str:
+    return message.replace("send", "_").replace("receive", "send").replace("_", "receive")
+
+
+def slow_ends(forward, backward, hops, count: int, transfers: str) -> list[float]:
+    """When each rank has run its program."""
+    stages = len(forward)
+    calls = [program(stage, stages, count) for stage in range(stages)]
+    at = [0] * stages
+    arrived_at_call: dict[int, float] = {}
+    inbox: dict[tuple[int, str], list[float]] = {}
+    ends = [0.0] * stages
+    queue = [(0.0, stage, 0) for stage in range(stages)]
+    heapq.heapify(queue)
+
+    def go_on(time: float, stage: int) -> None:
+        at[stage] += 1
+        arrived_at_call.pop(stage, None)
+        heapq.heappush(queue, (time, stage, at[stage]))
+
+    while queue:
+        time, stage, place = heapq.heappop(queue)
+        if place != at[stage]:
+            continue  # woken by more than one message
+        if at[stage] == len(calls[stage]):
+            ends[stage] = time
+            continue
+        call = calls[stage][at[stage]]
+        if call[0] in ("forward", "backward"):
+            go_on(time + (forward if call[0] == "forward" else backward)[stage], stage)
+        elif transfers == "blocking":
+            # Wait until the rank on the other side calls for just these messages.
+            other = peer(stage, call[0])
+            arrived_at_call[stage] = time
+            theirs = calls[other][at[other]] if other in arrived_at_call else ()
+            if theirs and peer(other, theirs[0]) == stage:
+                assert sorted(theirs) == sorted(other_side(message) for message in call)
+                done = max(time, arrived_at_call[other]) + hops[min(stage, other)]
+                go_on(done, stage)
+                go_on(done, other)
+        else:
+            other = peer(stage, call[0])
+            if stage not in arrived_at_call:
+                arrived_at_call[stage] = time
+                for message in call:
+                    if message.startswith("send"):
+                        there = time + hops[min(stage, other)]
+                        inbox.setdefault((other, other_side(message)), []).append(there)
+                        if other in arrived_at_call:
+                            heapq.heappush(queue, (time, other, at[other]))
+            wanted = [message for message in call if message.startswith("receive")]
+            if not wanted:
+                go_on(time, stage)
+            elif inbox.get((stage, wanted[0])):
+                go_on(max(time, inbox[stage, wanted[0]].pop(0)), stage)
+    assert all(place == len(program) for place, program in zip(at, calls, strict=True)), "ranks wait for each other"
+    return ends
+
+
+seconds = st.one_of(st.sampled_from([0.0, 1.0, 2.0, 5.0]), st.floats(0.01, 5.0))
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, most_stages: int = 6, most_micro_batches: int = 9):
+    stages = draw(st.integers(1, most_stages))
+    same_ratio, hop = draw(st.booleans()), draw(st.sampled_from(["none", "one", "any"]))
+    forward = draw(st.lists(seconds, min_size=stages, max_size=stages))
+    backward = [2 * f for f in forward] if same_ratio else draw(st.lists(seconds, min_size=stages, max_size=stages))
+    hops = draw(st.lists(seconds, min_size=stages - 1, max_size=stages - 1))
+    if hop != "any":
+        hops = [draw(seconds) if hop == "one" else 0.0] * (stages - 1)
+    return forward, backward, hops, draw(st.integers(1, most_micro_batches))
+
+
+def closed_form(forward, backward, hops, count: int) -> tuple[list[float], float]:
+    around = [0.0, *hops, 0.0]
+    times = [f + b + x + y for f, b, (x, y) in zip(forward, backward, pairwise(around), strict=True)]
+    return times, sum(times) + (count - 1) * max(times)
+
+
+@pytest.mark.parametrize("transfers", TRANSFERS)
+@settings(max_examples=400, deadline=None)
+@given(pipelines())
+def test_ends_equal_those_of_a_queue_of_events(transfers, case):
+    timeline = simulate_times(*case, transfers=transfers)
+    assert timeline.stage_seconds == pytest.approx(slow_ends(*case, transfers), rel=ROUNDING, abs=1e-12)
+
+
+@pytest.mark.parametrize("transfers", TRANSFERS)
+@settings(max_examples=100, deadline=None)
+@given(pipelines())
+def test_events_are_the_schedule(transfers, case):
+    forward, backward, _, count = case
+    timeline = simulate_times(*case, transfers=transfers)
+    for stage, events in enumerate(timeline.events):
+        assert all(one.stop <= other.start + ROUNDING for one, other in pairwise(events))
+        # A transfer that takes no time is no event, but may be waited for.
+        assert max(event.stop for event in events) <= timeline.stage_seconds[stage]
+        assert all(event.start >= 0 for event in events)
+        work = [(event.kind, event.micro_batch) for event in events if event.kind != "transfer"]
+        wanted, done = [], {"forward": 0, "backward": 0}
+        for call, *_ in program(stage, len(forward), count):
+            if call in done:
+                wanted.append((call, done[call]))
+                done[call] += 1
+        assert work == wanted
+        lengths = {"forward": forward[stage], "backward": backward[stage]}
+        for event in events:
+            if event.kind in lengths:
+                assert event.stop - event.start == pytest.approx(lengths[event.kind], abs=1e-9)
+        spent = sum(event.stop - event.start for event in events if event.kind == "transfer")
+        whole = timeline.seconds or 1.0
+        share = timeline.shares[stage]
+        assert share.transfer * whole == pytest.approx(spent, abs=1e-7)
+        if timeline.seconds:
+            assert sum(share) == pytest.approx(1.0)
+
+
+@settings(max_examples=400, deadline=None)
+@given(pipelines(most_stages=7, most_micro_batches=12))
+def test_closed_form_is_never_below_but_where_it_is_said_to_be(case):
+    forward, backward, _, count = case
+    times, closed = closed_form(*case)
+    blocking, overlapped = (simulate_times(*case, transfers=transfers).seconds for transfers in TRANSFERS)
+    slack = ROUNDING * max(closed, 1.0)
+    assert overlapped <= blocking + slack
+
+    lower = max(sum(times[:stage]) + count * times[stage] for stage in range(len(times)))
+    assert max(lower, sum(times)) - slack <= blocking
+    behind = sum(times[times.index(max(times)) + 1 :])
+    assert closed <= blocking + behind + slack
+    assert sum(times) - slack <= overlapped
+
+    for simulated, most_forward, most_backward in (
+        (
+            blocking,
+            max(t - b for t, b in zip(times, backward, strict=True)),
+            max(t - f for t, f in zip(times, forward, strict=True)),
+        ),
+        (overlapped, max(forward), max(backward)),
+    ):
+        excess = most_forward + most_backward - max(times)
+        beyond = max(sum(excess - t for t in times[len(times) - last :]) for last in range(len(times)))
+        assert simulated <= closed + beyond + slack
+        if all(t >= excess for t in times[1:]):
+            assert simulated <= closed + slack
+
+
+@settings(max_examples=200, deadline=None)
+@given(pipelines())
+def test_closed_form_is_never_below_at_one_ratio_without_transfers(case):
+    forward, _, _, count = case
+    hops = [0.0] * (len(forward) - 1)
+    times, closed = closed_form(forward, [2 * f for f in forward], hops, count)
+    simulated = simulate_times(forward, [2 * f for f in forward], hops, count).seconds
+    assert simulated <= closed * (1 + ROUNDING)
+    if times[-1] == max(times) or count == 1 or len(set(times)) == 1:
+        assert simulated == pytest.approx(closed)
+
+
+def test_closed_form_can_be_below():
+    # The longest forward and the longest backward are in different stages; each ends after the other's last.
+    forward, backward, count = [10.0, 0.0, 0.0], [0.0, 10.0, 0.0], 50
+    assert closed_form(forward, backward, [0.0, 0.0], count)[1] == 510
+    assert simulate_times(forward, backward, [0.0, 0.0], count).seconds == 520
+
+
+@pytest.mark.parametrize("transfers", TRANSFERS)
+def test_equal_stages_without_transfers_take_the_well_known_time(transfers):
+    timeline = simulate_times([1.0] * 8, [2.0] * 8, [0.0] * 7, 32, transfers=transfers)
+    assert timeline.seconds == 3 * (32 + 7)
+    assert [share.bubble for share in timeline.shares] == pytest.approx([7 / 39] * 8)
+
+
+def test_512_stages_of_2048_micro_batches():
+    timeline = simulate_times([1.0] * 512, [2.0] * 512, [0.0] * 511, 2048)
+    assert timeline.seconds == 3 * (2048 + 511)
+
+
+def pipeline_of(work: list[float], count: int, update: float = 0.0) -> tuple[Pipeline, Split]:
+    """A block per stage."""
+    each = np.array(work)
+    same = np.ones(len(work))
+    costs = LayerCosts(each, 2 * each, update * each, same, same, same, same)
+    slots = tuple(Slot(f"slot {number}", costs, 1e9) for number in range(len(work)))
+    channels = ((Channel("Ethernet", 10.0),) * len(work),) * len(work)
+    split = Split(tuple(range(len(work))), tuple(range(len(work) + 1)))
+    return Pipeline(slots, channels, count), split
+
+
+def test_a_pipeline_and_its_split():
+    pipeline, split = pipeline_of([1.0, 3.0, 2.0], 5, update=0.5)
+    timeline = simulate(pipeline, split)
+    alike = simulate_times([1.0, 3.0, 2.0], [2.0, 6.0, 4.0], [0.1, 0.1], 5, update_seconds=[0.5, 1.5, 1.0])
+    assert isinstance(timeline, Timeline)
+    assert timeline.seconds == alike.seconds == max(np.array([0.5, 1.5, 1.0]) + timeline.stage_seconds)
+    assert [events[-1].kind for events in timeline.events] == ["update"] * 3
+    assert timeline.seconds <= evaluate(pipeline, split).seconds * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1.0], [1.0], [], 0), "0 micro-batches"),
+        (([1.0, 1.0], [1.0, 1.0], [], 1), "P − 1 hops"),
+        (([1.0, 1.0], [1.0], [0.1], 1), "1 backward"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        simulate_times(*arguments)
+
+
+def test_bad_transfers():
+    with pytest.raises(ValueError, match="'blocking' and 'overlapped'"):
+        simulate_times([1.0], [1.0], [], 1, transfers="magic")  # type: ignore[arg-type]

@@ -1,0 +1,334 @@
+"""Stage splits: the exact one against every other split there is, the papers' against their rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise, permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colossal_hetero.planner.cluster.topology import Channel
+from colossal_hetero.planner.profile.layer_costs import LayerCosts
+from colossal_hetero.planner.stages import exact as split_exact
+from colossal_hetero.planner.stages.adapt_search import adapt
+from colossal_hetero.planner.stages.event_simulation import simulate
+from colossal_hetero.planner.stages.local_search import refine
+from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+from colossal_hetero.planner.stages.split_methods import METHODS, split, uniform_bounds
+
+ROUNDING = 1e-9
+IN_MEMORY = ("exact", "simulated", "adapt", "autohet")
+
+
+def random_pipeline(random: np.random.Generator, most_slots: int = 4, most_blocks: int = 7) -> Pipeline:
+    """1 to 4 slots of up to 3 kinds in 3 nodes; blocks alike or not, memory that binds or not, transfers or none."""
+    stages = int(random.integers(1, most_slots + 1))
+    blocks = int(random.integers(stages, most_blocks + 1))
+    shape = random.integers(3)
+
+    def values(low: int, high: int) -> np.ndarray:
+        if shape == 0:
+            return np.full(blocks, float(random.integers(low, high + 1)))
+        if shape == 1:
+            return random.integers(low, high + 1, blocks).astype(float)
+        return random.uniform(low, high, blocks)
+
+    kinds = [
+        (
+            LayerCosts(
+                forward_seconds=values(1, 5),
+                backward_seconds=values(1, 9),
+                update_seconds=values(0, 6) * random.choice([0, 1, 5]),
+                state_bytes=values(1, 10),
+                gradient_bytes=values(1, 3),
+                activation_bytes=values(1, 5),
+                output_bytes=values(1, 10) if random.random() < 0.5 else np.full(blocks, 3.0),
+            ),
+            float(random.choice([1e9, random.integers(5, 60)])),
+        )
+        for _ in range(random.integers(1, 4))
+    ]
+    chosen = [kinds[random.integers(len(kinds))] for _ in range(stages)]
+    nodes = random.integers(3, size=stages)
+    network = random.integers(4)
+
+    def channel(a: int, b: int) -> Channel:
+        if network == 0:
+            return Channel("NVLink", 1e12)
+        if network == 1:
+            return Channel("PCIe", 5.0) if nodes[a] == nodes[b] else Channel("Ethernet", 1.0, 0.1)
+        if network == 2:
+            return Channel("InfiniBand", 2.0)
+        return Channel("RoCE", 1.0 + (a * 7 + b * 7) % 5)
+
+    slots = tuple(Slot(f"slot {number}", costs, memory) for number, (costs, memory) in enumerate(chosen))
+    channels = tuple(tuple(channel(a, b) for b in range(stages)) for a in range(stages))
+    return Pipeline(slots, channels, int(random.choice([1, 2, 3, 8, 64])))
+
+
+def every_split(pipeline: Pipeline, order: tuple[int, ...] | None = None):
+    stages, blocks = len(pipeline.slots), pipeline.blocks
+    for one in permutations(range(stages)) if order is None else [order]:
+        for cuts in combinations(range(1, blocks), stages - 1):
+            yield Split(one, (0, *cuts, blocks))
+
+
+def plain_cost(pipeline: Pipeline, division: Split) -> tuple[bool, float]:
+    """Whether it fits, and the closed form, written out."""
+    count, stages = pipeline.micro_batches, len(division.order)
+    times, updates, fits = [0.0] * stages, [], True
+    for s, index in enumerate(division.order):
+        slot, blocks = pipeline.slots[index], range(division.bounds[s], division.bounds[s + 1])
+        costs = slot.costs
+        times[s] += sum(float(costs.forward_seconds[b] + costs.backward_seconds[b]) for b in blocks)
+        updates.append(sum(float(costs.update_seconds[b]) for b in blocks))
+        held = sum(float(costs.state_bytes[b]) for b in blocks)
+        held += min(count, stages - s) * sum(float(costs.activation_bytes[b]) for b in blocks)
+        fits = fits and held <= slot.memory_bytes
+        if s + 1 < stages:
+            channel = pipeline.channels[index][division.order[s + 1]]
+            hop = channel.seconds(float(costs.output_bytes[division.bounds[s + 1] - 1]))
+            times[s] += hop
+            times[s + 1] += hop
+    return fits, sum(times) + (count - 1) * max(times) + max(updates)
+
+
+def least_seconds(pipeline: Pipeline, order: tuple[int, ...] | None = None) -> float:
+    costs = [plain_cost(pipeline, division) for division in every_split(pipeline, order)]
+    return min((seconds for fits, seconds in costs if fits), default=np.inf)
+
+
+def check(pipeline: Pipeline, division: Split) -> None:
+    assert sorted(division.order) == list(range(len(pipeline.slots)))
+    assert division.bounds[0] == 0
+    assert division.bounds[-1] == pipeline.blocks
+    assert min(division.blocks_per_stage) >= 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_exact_is_the_best_of_all(seed):
+    random = np.random.default_rng(seed)
+    impossible = 0
+    for _ in range(250):
+        pipeline = random_pipeline(random)
+        order = tuple(int(slot) for slot in random.permutation(len(pipeline.slots)))
+        for given_order in (None, order):
+            best = least_seconds(pipeline, given_order)
+            if best == np.inf:
+                impossible += 1
+                with pytest.raises(ValueError, match="no split fits in memory"):
+                    split(pipeline, order=given_order)
+                continue
+            found = split(pipeline, order=given_order)
+            check(pipeline, found)
+            fits, seconds = plain_cost(pipeline, found)
+            assert fits
+            assert seconds == pytest.approx(best, rel=ROUNDING)
+            assert evaluate(pipeline, found).seconds == pytest.approx(seconds, rel=ROUNDING)
+            assert given_order is None or found.order == order
+    assert 10 < impossible < 200
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(METHODS), st.booleans())
+def test_every_method_makes_valid_splits_none_better_than_exact(seed, method, ordered):
+    random = np.random.default_rng(seed)
+    pipeline = random_pipeline(random, most_slots=5, most_blocks=9)
+    order = tuple(int(slot) for slot in random.permutation(len(pipeline.slots))) if ordered else None
+    try:
+        found = split(pipeline, method, order=order)
+    except ValueError as error:
+        assert method in IN_MEMORY
+        assert "no split fits in memory" in str(error)
+        assert least_seconds(pipeline, order) == np.inf or (method == "autohet" and order is None)
+        return
+    check(pipeline, found)
+    assert order is None or found.order == order
+    cost = evaluate(pipeline, found)
+    assert cost.fits or method not in IN_MEMORY
+    if cost.fits:
+        assert evaluate(pipeline, split(pipeline, order=order)).seconds <= cost.seconds * (1 + ROUNDING)
+
+
+def pipeline_of(speeds: list[float], blocks: int, *, count: int = 8, memory: list[float] | None = None) -> Pipeline:
+    """Equal blocks of 1 byte of state and 1 of activations, no transfers."""
+    kinds: dict[float, LayerCosts] = {}
+    one = np.ones(blocks)
+    for speed in speeds:
+        if speed not in kinds:
+            kinds[speed] = LayerCosts(one / speed, 2 * one / speed, 0 * one, one, one, one, 0 * one)
+    memory = memory or [1e9] * len(speeds)
+    slots = tuple(
+        Slot(f"slot {i}", kinds[speed], size) for i, (speed, size) in enumerate(zip(speeds, memory, strict=True))
+    )
+    return Pipeline(slots, ((Channel("NVLink", 1e12),) * len(speeds),) * len(speeds), count)
+
+
+@pytest.mark.parametrize("blocks", [4, 5, 6, 7, 12, 30])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_uniform_is_the_division_of_colossalai(blocks, stages):
+    stage_manager = pytest.importorskip("colossalai.pipeline.stage_manager")
+    manager = object.__new__(stage_manager.PipelineStageManager)
+    manager.num_layers_per_stage = None
+    theirs = manager.distribute_layers(blocks, num_stages=stages, num_model_chunks=1)
+    assert [b - a for a, b in pairwise(uniform_bounds(blocks, stages))] == theirs
+
+
+@pytest.mark.parametrize(
+    ("speeds", "blocks", "parts"),
+    [
+        ([197.0, 160.0], 30, (17, 13)),  # ⌊1.05·30·197/357⌋
+        ([160.0, 197.0], 30, (13, 17)),
+        ([1.0, 1.0], 9, (4, 5)),
+        ([4.0, 2.0, 1.0, 1.0], 32, (16, 8, 4, 4)),  # ⌊16.8⌋, ⌊8.4⌋, and the rest
+        ([100.0, 1.0, 1.0], 6, (4, 1, 1)),
+    ],
+)
+def test_holmes(speeds, blocks, parts):
+    assert split(pipeline_of(speeds, blocks), "holmes").blocks_per_stage == parts
+
+
+def test_autohet_has_the_least_longest_load_that_fits():
+    random = np.random.default_rng(3)
+    for _ in range(100):
+        stages, blocks = int(random.integers(1, 5)), int(random.integers(4, 10))
+        speeds = random.integers(1, 5, stages).astype(float).tolist()
+        memory = random.choice([4.0, 8.0, 12.0, 100.0], stages).tolist()
+        pipeline = pipeline_of(speeds, blocks, memory=memory)
+        order = tuple(sorted(range(stages), key=lambda slot: speeds[slot]))
+
+        def load(division: Split, speeds: list[float] = speeds) -> float:
+            return max(n / speeds[slot] for n, slot in zip(division.blocks_per_stage, division.order, strict=True))
+
+        loads = [load(one) for one in every_split(pipeline, order) if plain_cost(pipeline, one)[0]]
+        if not loads:
+            with pytest.raises(ValueError, match="no split fits in memory"):
+                split(pipeline, "autohet")
+            continue
+        found = split(pipeline, "autohet")
+        assert found.order == order
+        assert load(found) == pytest.approx(min(loads))
+
+
+def test_adapt_has_the_least_of_its_own_cost():
+    random = np.random.default_rng(4)
+    for _ in range(60):
+        pipeline = random_pipeline(random)
+
+        def cost(division: Split, pipeline: Pipeline = pipeline) -> float:
+            found = evaluate(pipeline, division)
+            work = [f + b for f, b in zip(found.forward_seconds, found.backward_seconds, strict=True)]
+            return sum(work) + (pipeline.micro_batches - 1) * max(work) + sum(found.hop_seconds)
+
+        costs = [cost(one) for one in every_split(pipeline) if plain_cost(pipeline, one)[0]]
+        if costs:
+            assert cost(split(pipeline, "adapt")) == pytest.approx(min(costs))
+
+
+def test_adapt_ends_where_its_search_would_be_endless():
+    pipeline = pipeline_of([1.0, 2.0, 3.0, 4.0] * 4, 48)
+    found = adapt(pipeline, None, nodes=2000)
+    assert found is not None
+    check(pipeline, found)
+    tight = pipeline_of([1.0, 2.0, 3.0, 4.0] * 4, 48, memory=[13.0] * 16)
+    with pytest.raises(ValueError, match="2,000 nodes"):
+        adapt(tight, None, nodes=2000)
+
+
+def test_too_many_unlike_slots_still_get_a_good_split(monkeypatch):
+    random = np.random.default_rng(6)
+    ratios = []
+    for _ in range(60):
+        pipeline = random_pipeline(random, most_slots=5, most_blocks=9)
+        try:
+            best = evaluate(pipeline, split(pipeline)).seconds
+        except ValueError:
+            continue
+        monkeypatch.setattr(split_exact, "MAX_STATES", 1)
+        try:
+            found = split(pipeline)
+        except ValueError:
+            continue
+        finally:
+            monkeypatch.undo()
+        check(pipeline, found)
+        cost = evaluate(pipeline, found)
+        assert cost.fits
+        ratios.append(cost.seconds / best)
+    assert len(ratios) > 30
+    assert min(ratios) > 1 - ROUNDING
+    assert np.mean(ratios) < 1.1
+
+
+def test_nodes_of_a_make_are_not_told_apart():
+    # 32 slots in 8 nodes of 4 would be 5^8 states if the nodes had names.
+    pipeline = pipeline_of([1.0] * 16 + [3.0] * 16, 64, count=32)
+    slots = list(pipeline.slots)
+    sizes = np.full(64, 1e6)
+    costs = {id(slot.costs): replace(slot.costs, output_bytes=sizes) for slot in slots}
+    slots = [replace(slot, costs=costs[id(slot.costs)]) for slot in slots]
+    inside, outside = Channel("NVLink", 1e9), Channel("Ethernet", 1e7)
+    channels = tuple(tuple(inside if a // 4 == b // 4 else outside for b in range(32)) for a in range(32))
+    found = split(Pipeline(tuple(slots), channels, 32))
+    crossings = sum(a // 4 != b // 4 for a, b in pairwise(found.order))
+    assert crossings == 7
+
+
+def test_refined_splits_simulate_no_slower_and_fit():
+    random = np.random.default_rng(7)
+    better = 0
+    for _ in range(60):
+        pipeline = random_pipeline(random)
+        try:
+            before = split(pipeline)
+        except ValueError:
+            continue
+        for transfers in ("blocking", "overlapped"):
+            after = refine(pipeline, before, transfers)
+            check(pipeline, after)
+            assert evaluate(pipeline, after).fits
+            seconds = [simulate(pipeline, division, transfers).seconds for division in (before, after)]
+            assert seconds[1] <= seconds[0]
+            better += seconds[1] < seconds[0]
+        fixed = refine(pipeline, before, reorder=False)
+        assert fixed.order == before.order
+        assert split(pipeline, "simulated") == refine(pipeline, before)
+        assert split(pipeline, "simulated", order=before.order).order == before.order
+    assert better > 0
+
+
+def test_unknown_method():
+    with pytest.raises(ValueError, match=r"'best'.*exact, simulated, uniform, holmes, adapt, autohet"):
+        split(pipeline_of([1.0], 1), "best")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_more_stages_than_blocks(method):
+    with pytest.raises(ValueError, match="3 stages for 2 blocks"):
+        split(pipeline_of([1.0] * 3, 2), method)
+
+
+def test_no_micro_batches():
+    with pytest.raises(ValueError, match="0 micro-batches"):
+        split(pipeline_of([1.0], 1, count=0))
+
+
+def test_bad_order():
+    with pytest.raises(ValueError, match="no permutation"):
+        split(pipeline_of([1.0, 1.0], 2), order=[0, 0])
+
+
+def test_a_block_that_fits_nowhere():
+    pipeline = pipeline_of([1.0, 2.0], 4, memory=[1.5, 1.6])
+    # The first stage holds the activations of two micro-batches: 1 + 2·1.
+    with pytest.raises(ValueError, match=r"block 0 alone needs 3e-09 GB in slot slot 1, which has 1\.6e-09 GB"):
+        split(pipeline)
+
+
+def test_blocks_that_do_not_fit_together():
+    pipeline = pipeline_of([1.0, 2.0], 8, memory=[6.0, 6.0])
+    with pytest.raises(ValueError, match=r"blocks .* in slot .* as stage 1, with 1 micro-batches in flight, need"):
+        split(pipeline)

@@ -1,0 +1,244 @@
+"""What a probe makes of what it measured: against clusters of which the measurements are derived."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from colossal_hetero.commands.probe import probe
+from colossal_hetero.planner.cluster.cluster_file import load_cluster, parse_cluster, save_cluster
+from colossal_hetero.planner.cluster.gpu_catalog import GPUS, kind_name
+from colossal_hetero.planner.cluster.link import Link
+from colossal_hetero.planner.cluster.topology import Channel, Topology
+from colossal_hetero.probe.rank_facts import Nic, RankFacts, make_topology, pairs_to_measure
+from tests.support.paths import CLUSTERS
+
+EXAMPLES = CLUSTERS
+
+GPU_NAMES = {
+    "A100-40": "NVIDIA A100-SXM4-40GB",
+    "A100-80": "NVIDIA A100-SXM4-80GB",
+    "V100-16": "Tesla V100-SXM2-16GB",
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "gibibytes", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "A100-40"),
+        ("NVIDIA A100 80GB PCIe", 79.2, "A100-80"),
+        ("NVIDIA A800-SXM4-80GB", 79.3, "A800"),
+        ("NVIDIA H800", 79.1, "H800"),
+        ("NVIDIA H20", 95.6, "H20"),
+        ("Tesla V100-SXM2-16GB", 15.8, "V100-16"),
+        ("Tesla V100-SXM2-32GB", 31.7, "V100-32"),
+        ("Tesla T4", 14.6, "T4"),
+        ("NVIDIA GeForce RTX 3090", 23.7, "RTX-3090"),
+        ("GeForce GTX 1080", 7.9, "GTX-1080"),
+        ("NVIDIA RTX A6000", 47.5, "A6000"),
+        ("Quadro RTX 5000", 15.7, "RTX-5000"),
+        ("NVIDIA GeForce RTX 2080 Ti", 10.8, "RTX-2080"),
+        ("NVIDIA TITAN RTX", 23.6, "Titan-RTX"),
+        ("NVIDIA GH200 480GB", 94.5, "GH-96"),
+        # Near, but not these.
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA GeForce RTX 3090 Ti", 23.7, "RTX-3090-Ti"),
+        ("NVIDIA GeForce GTX 1080 Ti", 10.9, "GTX-1080-Ti"),
+        ("NVIDIA RTX 5000 Ada Generation", 31.5, "RTX-5000-Ada-Generation"),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 19.5, "A100-SXM4-40GB-MIG-3g.20gb"),
+        ("cpu", 64, "cpu"),
+    ],
+)
+def test_gpus_by_the_names_they_give_themselves(device: str, gibibytes: float, name: str) -> None:
+    assert kind_name(device, int(gibibytes * 2**30)) == name
+
+
+def probed(topology: Topology, flops: float = 1e12) -> tuple[list[RankFacts], list[Link]]:
+    """What would be measured on these machines."""
+    facts = []
+    for device in topology.devices:
+        node = topology.nodes[device.node]
+        facts.append(
+            RankFacts(
+                host=node.name,
+                machine="",
+                device=GPU_NAMES.get(device.kind.name, device.kind.name),
+                memory_bytes=int(device.kind.memory_bytes * 1.06),
+                flops=flops * device.speed,
+                nics=tuple(Nic(nic.kind, nic.bytes_per_second) for nic in node.nics),
+            )
+        )
+    return facts, measured(topology, facts)
+
+
+def measured(topology: Topology, facts: Sequence[RankFacts]) -> list[Link]:
+    """NCCL by the fastest way, Gloo by Ethernet, or inside a machine at a tenth of it."""
+    links = []
+    for a, b in itertools.chain.from_iterable(pairs_to_measure(facts)):
+        fast = topology.channel(a, b)
+        nodes = [topology.nodes[topology.devices[rank].node] for rank in (a, b)]
+        plain = [nic for node in nodes for nic in node.nics if nic.kind == "Ethernet"]
+        rate = fast.bytes_per_second / 10
+        if nodes[0] is not nodes[1]:
+            rate = min((nic.bytes_per_second for nic in plain), default=rate)
+        for protocol, bytes_per_second in (("nccl", fast.bytes_per_second), ("gloo", rate)):
+            links.append(Link(ranks=(a, b), protocol=protocol, latency_seconds=1e-5, bytes_per_second=bytes_per_second))
+    return links
+
+
+def assert_same_ways(found: Topology, topology: Topology) -> None:
+    assert [node.devices for node in found.nodes] == [node.devices for node in topology.nodes]
+    assert [device.cluster for device in found.devices] == [device.cluster for device in topology.devices]
+    for a, b in itertools.combinations(range(len(topology.devices)), 2):
+        one, other = found.channel(a, b), topology.channel(a, b)
+        assert (one.kind, one.bytes_per_second) == (other.kind, pytest.approx(other.bytes_per_second, rel=0.01))
+
+
+def test_two_kinds_of_network_are_two_clusters() -> None:
+    topology = load_cluster(EXAMPLES / "two-kinds.toml")
+    found, order = make_topology(*probed(topology))
+    assert order == tuple(range(32))
+    assert found.clusters == ("infiniband", "roce")
+    assert {device.kind for device in found.devices} == {GPUS["A100-80"]}
+    assert_same_ways(found, topology)
+    assert [(one, other) for one, other, _ in found.between] == [(0, 1)]
+
+
+def test_nodes_of_one_network_are_one_cluster() -> None:
+    topology = load_cluster(EXAMPLES / "a100-v100.toml")
+    found, _ = make_topology(*probed(topology))
+    assert found.clusters == ("ethernet",)
+    assert [device.kind for device in found.devices] == 4 * [GPUS["A100-40"]] + 8 * [GPUS["V100-16"]]
+    assert_same_ways(found, topology)
+
+
+def test_clusters_by_name() -> None:
+    topology = load_cluster(EXAMPLES / "a100-v100.toml")
+    facts, links = probed(topology)
+    found, _ = make_topology(facts, links, [("v100*", "old"), ("*", "new")])
+    assert found.clusters == ("new", "old")
+    reached = topology.channel(0, 4).bytes_per_second
+    assert found.channel(0, 4).bytes_per_second == pytest.approx(reached, rel=0.01)
+    with pytest.raises(ValueError, match="no host fits h100; there are a100, v100-0, v100-1"):
+        make_topology(facts, links, [("h100", "new")])
+
+
+def test_ranks_are_numbered_cluster_by_cluster() -> None:
+    facts, links = probed(load_cluster(EXAMPLES / "a100-v100.toml"))
+    found, order = make_topology(facts, links, [("v100-0", "two"), ("*", "one")])
+    assert order == (0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7)
+    assert [node.name for node in found.nodes] == ["a100", "v100-1", "v100-0"]
+
+
+def test_slow_devices_and_little_memory(tmp_path: Path) -> None:
+    speeds, gigabytes = [1.0, 0.97, 0.25, 0.5], [8, 7.9, 8, 4]
+    facts = [
+        RankFacts("here", "", "cpu", int(memory * 1e9), speed * 2e11)
+        for speed, memory in zip(speeds, gigabytes, strict=True)
+    ]
+    links = [
+        Link(ranks=(a, b), protocol="gloo", latency_seconds=1e-5, bytes_per_second=1e9 * (a + b))
+        for a, b in itertools.combinations(range(4), 2)
+    ]
+    found, _ = make_topology(facts, links)
+    assert [device.speed for device in found.devices] == [1, 1, 0.25, 1]  # alone of its kind
+    assert [device.kind.name for device in found.devices] == ["cpu", "cpu", "cpu", "cpu-2"]
+    assert [device.kind.memory_bytes for device in found.devices] == 3 * [7_900_000_000] + [4_000_000_000]
+    assert [device.kind.flops for device in found.devices] == 3 * [2e11] + [1e11]
+    assert found.nodes[0].inside == Channel("local", 3e9, 1e-5)
+    save_cluster(found, tmp_path / "cluster.toml")
+    assert load_cluster(tmp_path / "cluster.toml") == found
+
+
+def test_machines_that_call_themselves_alike() -> None:
+    facts = [RankFacts("localhost", machine, "cpu", 10**9, 1e9) for machine in "aabb"]
+    link = Link(ranks=(0, 2), protocol="gloo", latency_seconds=0, bytes_per_second=1e9)
+    found, _ = make_topology(facts, [link])
+    assert [(node.name, node.devices) for node in found.nodes] == [("localhost", (0, 1)), ("localhost-2", (2, 3))]
+    assert found.channel(0, 3) == Channel("Ethernet", 1e9)
+
+
+def test_every_pair_of_machines_is_measured_and_rounds_share_nothing() -> None:
+    topology = parse_cluster(
+        'schema = 1\n[[clusters]]\nname = "a"\n[[clusters.nodes]]\ncount = 3\ndevices = [{ kind = "T4", count = 3 }]\n'
+        'nics = [{ kind = "Ethernet", gigabits_per_second = 10 }]\n[[clusters.nodes]]\nname = "lone"\n'
+        'devices = [{ kind = "T4" }]\nnics = [{ kind = "Ethernet", gigabits_per_second = 10 }]'
+    )
+    rounds = pairs_to_measure(probed(topology)[0])
+    for pairs in rounds:
+        nodes = [{topology.devices[rank].node for rank in pair} for pair in pairs]
+        assert len(set.union(*nodes)) == sum(map(len, nodes))
+    pairs = [pair for pairs in rounds for pair in pairs]
+    assert len(set(pairs)) == len(pairs) == 3 * 3 + 6
+    assert {tuple(topology.devices[rank].node for rank in pair) for pair in pairs} == {
+        (a, b) for a in range(4) for b in range(a, 4) if (a, b) != (3, 3)
+    }
+
+
+def test_network_cards_as_the_system_shows_them(tmp_path: Path) -> None:
+    from colossal_hetero.probe.this_machine import find_nics
+
+    files = {
+        "infiniband/mlx5_0/ports/1/link_layer": "InfiniBand",
+        "infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)",
+        "infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+        "infiniband/mlx5_1/ports/1/link_layer": "Ethernet",
+        "infiniband/mlx5_1/ports/1/rate": "100 Gb/sec (4X EDR)",
+        "infiniband/mlx5_1/ports/1/state": "4: ACTIVE",
+        "infiniband/mlx5_2/ports/1/link_layer": "InfiniBand",
+        "infiniband/mlx5_2/ports/1/rate": "10 Gb/sec (4X SDR)",
+        "infiniband/mlx5_2/ports/1/state": "1: DOWN",
+        "net/eth0/type": "1",
+        "net/eth0/operstate": "up",
+        "net/eth0/speed": "25000",
+        "net/eth0/device/vendor": "0x15b3",
+        "net/eth1/type": "1",
+        "net/eth1/operstate": "up",
+        "net/eth1/speed": "-1",
+        "net/eth1/device/vendor": "0x1af4",
+        "net/eth2/type": "1",
+        "net/eth2/operstate": "down",
+        "net/eth2/device/vendor": "0x1af4",
+        "net/ib0/type": "32",
+        "net/ib0/operstate": "up",
+        "net/ib0/device/vendor": "0x15b3",
+        "net/docker0/type": "1",
+        "net/docker0/operstate": "up",
+        "net/lo/type": "772",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert find_nics(tmp_path) == (
+        Nic("InfiniBand", 25e9),
+        Nic("RoCE", 12.5e9),
+        Nic("Ethernet", 3.125e9),
+        Nic("Ethernet", None),
+    )
+    assert find_nics(tmp_path / "nowhere") == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--out", "nowhere/at/all/cluster.toml"], "there is no folder"),
+        (["--cluster-of", "east"], "'east' is not HOST=CLUSTER"),
+        (["--nproc", "0"], "0 is not in the range"),
+    ],
+)
+def test_wrong_options(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(probe, arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    result = CliRunner().invoke(probe, ["--nproc", "2"])
+    assert result.exit_code == 2
+    assert "a launcher has started them already" in result.output

@@ -1,0 +1,294 @@
+"""What the profiler of layers finds, on a simulated clock; that it leaves no trace; and what memory it counts."""
+
+from __future__ import annotations
+
+import copy
+import random
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from colossal_hetero.profiling.layers.activations import saved_bytes
+from colossal_hetero.profiling.layers.layer_passes import resized
+from colossal_hetero.profiling.layers.layer_profiler import LayerProgress, profile_layers
+from tests.support.simulated_layers import CLASSES, PERIOD, WIDTH, Model, SimulatedClock, SlowSGD, batch, use_clock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
+    clock = SimulatedClock()
+    use_clock(clock, monkeypatch)
+    return clock
+
+
+def measure(model: nn.Module, clock: SimulatedClock | None = None, **options: Any) -> Any:
+    if clock is not None:
+        options.setdefault("optimizer", partial(SlowSGD, clock=clock))
+    options = {"micro_batches": [2, 3], "least_seconds": 3.0, **options}
+    return profile_layers(model, batch(), options.pop("criterion", F.cross_entropy), **options)
+
+
+def test_each_layer_takes_what_it_takes(clock: SimulatedClock) -> None:
+    blocks = ((0.003, 0.006),) * 5
+    profile = measure(Model(clock, (0.002, 0.005), blocks, (0.004, 0.001)), clock).profile
+    assert profile.devices == ("cpu",) and profile.micro_batches("cpu", 1) == (2, 3) and profile.blocks == 5
+    for size in (2, 3):
+        times = profile.times_of("cpu", 1, size)
+        np.testing.assert_allclose(times.forward_seconds, size * np.array([0.002, *[0.003] * 5, 0.004]))
+        np.testing.assert_allclose(times.backward_seconds, size * np.array([0.005, *[0.006] * 5, 0.001]))
+        assert [run.blocks for run in times.block_runs] == [1, 2, 4]
+        np.testing.assert_allclose([run.seconds for run in times.block_runs], size * 0.009 * np.array([1, 2, 4]))
+        # A weight and a bias of the linear layer, and of the norm.
+        np.testing.assert_allclose(times.update_seconds, [4 * SlowSGD.SECONDS] * 7)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("quota", [1 / 2, 1 / 4])
+def test_a_quota_slows_by_its_share(monkeypatch: pytest.MonkeyPatch, quota: float, threads: int) -> None:
+    """Single passes take between a third and three times of that: most of them meet no pause, some a long one."""
+    clock = SimulatedClock(quota, threads)
+    use_clock(clock, monkeypatch)
+    seconds = 6.0 if threads == 1 else 20.0
+    profile = measure(Model(clock, (0.002, 0.005), after=(0.004, 0.001)), clock, least_seconds=seconds).profile
+    times = profile.times_of("cpu", 1, 2)
+    # A period more or less may have been seen; with more than one thread, by each of the parts that share the time.
+    tolerance = 2 * PERIOD / (seconds if threads == 1 else seconds / 8)
+    whole = 2 * sum((0.002, 0.005, *[0.009] * 5, 0.004, 0.001)) / quota
+    assert sum(times.forward_seconds) + sum(times.backward_seconds) == pytest.approx(whole, rel=tolerance)
+    share = np.array(times.backward_seconds[1:-1]) / np.array(times.forward_seconds[1:-1])
+    np.testing.assert_allclose(share, 2.0, rtol=1e-6)
+    if threads == 1:
+        np.testing.assert_allclose(times.forward_seconds[1:-1], 2 * 0.003 / quota, rtol=tolerance)
+
+
+def test_one_block_is_what_explains_all_runs(clock: SimulatedClock) -> None:
+    """Blocks that look alike and do not take equally long: 1, 2 and 4 of them took 3 + 4 + 8 ms."""
+    blocks = tuple((0.001 * each, 0.002 * each) for each in (3.0, 1.0, 2.0, 2.0, 5.0))
+    times = measure(Model(clock, blocks=blocks), clock, micro_batches=[1]).profile.times_of("cpu", 1, 1)
+    np.testing.assert_allclose([run.forward_seconds for run in times.block_runs], [0.003, 0.004, 0.008])
+    np.testing.assert_allclose(times.forward_seconds[1:-1], [0.015 / 7] * 5)
+    np.testing.assert_allclose(times.backward_seconds[1:-1], [0.030 / 7] * 5)
+
+
+class Wide(nn.Module):
+    """Another kind of block by its parameters."""
+
+    def __init__(self, clock: SimulatedClock, *seconds: float) -> None:
+        super().__init__()
+        self.inner = Model(clock, blocks=(seconds,)).blocks[0]
+        if seconds[0] > 0.004:
+            self.more = nn.Parameter(torch.zeros(100))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + (0.0 if not hasattr(self, "more") else self.more.sum())
+
+
+def test_blocks_of_two_kinds_are_told_apart(clock: SimulatedClock) -> None:
+    blocks = ((0.003, 0.006), (0.009, 0.001), (0.003, 0.006), (0.009, 0.001))
+    model = Model(clock, blocks=blocks, block=Wide)
+    profile = measure(model, clock, micro_batches=[1]).profile
+    times = profile.times_of("cpu", 1, 1)
+    np.testing.assert_allclose(times.forward_seconds[1:-1], [each[0] for each in blocks])
+    np.testing.assert_allclose(times.backward_seconds[1:-1], [each[1] for each in blocks])
+    parameters = profile.sizes[0].parameter_bytes
+    assert parameters[2] - parameters[1] == 400 and parameters[1] == parameters[3]
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    return {
+        "tensors": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "ids": [id(each) for each in model.parameters()],
+        "gradients": [None if each.grad is None else (id(each.grad), each.grad.clone()) for each in model.parameters()],
+        "modes": [module.training for module in model.modules()],
+        "own": [sorted(vars(module)) for module in model.modules()],
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        "random": (torch.get_rng_state(), random.getstate()),
+    }
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(equal(a, b) for a, b in zip(one, other, strict=True))
+    return one == other
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_model_is_left_as_it_was(precision: str) -> None:
+    model = Model(SimulatedClock())
+    model.blocks[1].eval()
+    model.blocks[2].forward = model.blocks[2].forward  # as Colossal-AI replaces methods
+    model.head.linear.weight.grad = torch.ones_like(model.head.linear.weight)
+    before = state(model)
+    measure(model, least_seconds=0.0, precision=precision)
+    assert equal(before, state(model))
+
+
+def test_a_failing_model_is_left_as_it_was(clock: SimulatedClock) -> None:
+    model = Model(clock)
+    before = state(model)
+
+    def fail(*_: Any) -> torch.Tensor:
+        raise KeyError("no loss")
+
+    with pytest.raises(KeyError, match="no loss"):
+        measure(model, clock, criterion=fail)
+    assert equal(before, state(model))
+
+
+def test_training_goes_on_as_without() -> None:
+    def train(interlude: bool) -> list[float]:
+        torch.manual_seed(3)
+        model = Model(SimulatedClock())
+        optimizer = torch.optim.AdamW(model.parameters())
+        losses = []
+        for step in range(4):
+            if interlude and step == 2:
+                measure(model, least_seconds=0.0)
+            loss = F.cross_entropy(model(batch()[0]), batch()[1])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    assert train(True) == train(False)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "factor"),
+    [("sgd", "fp32", 2.0), ("adam", "fp32", 4.0), ("adamw", "fp32", 4.0), ("adam", "bf16", 8.0), ("sgd", "fp16", 4.0)],
+)
+def test_state_is_counted(optimizer: str, precision: str, factor: float) -> None:
+    """Parameters, gradients, two moments for Adam; in half precision copies in single precision beside."""
+    model = Model(SimulatedClock())
+    profile = measure(model, optimizer=optimizer, precision=precision, least_seconds=0.0).profile
+    assert profile.state_factor == factor
+    assert profile.precision == precision
+    bytes_each = 4 if precision == "fp32" else 2
+    assert sum(profile.sizes[0].parameter_bytes) == bytes_each * sum(each.numel() for each in model.parameters())
+
+
+class Linear(nn.Module):
+    """Keeps its input and its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.relu(self.linear(hidden_states)), None
+
+
+class Transformed(nn.Module):
+    """Calls its blocks by keyword and with a mask that they share, as transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Masked() for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x, mask = self.embed(x), x.new_ones(len(x), WIDTH)
+        for layer in self.layers:
+            x = layer(mask=mask, hidden_states=x)[0]
+        return Outputs(loss=F.cross_entropy(self.head(x), labels))
+
+
+class Outputs(dict):
+    @property
+    def loss(self) -> torch.Tensor:
+        return self["loss"]
+
+
+class Masked(Linear):
+    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore
+        return torch.relu(self.linear(hidden_states)) * mask, None
+
+
+def test_activations_are_what_backward_needs() -> None:
+    samples = {"x": batch()[0], "labels": batch()[1]}
+    profile = profile_layers(Transformed(), samples, micro_batches=[4], least_seconds=0.0).profile
+    row = 4 * WIDTH
+    # A block keeps its input and the output of relu; the mask, which the model makes once, is not the block's.
+    # Before: the images. After: the last hidden state, the log-probabilities, and of all samples together the targets'
+    # weight, with the targets themselves (8 bytes each).
+    after = row + 4 * CLASSES + 8 + 1
+    assert profile.sizes[0].activation_bytes == (row, *[2 * row] * 3, after)
+    assert profile.sizes[0].output_bytes == (row, *[row] * 3, 0)
+
+
+def test_saved_storages_count_once_and_without_parameters() -> None:
+    weight = torch.ones(10, 10, requires_grad=True)
+    x = torch.ones(3, 10, requires_grad=True)
+    with saved_bytes([weight]) as saved:
+        y = x @ weight.t()
+        z = y[:2] * y[1:]
+    assert z.shape == (2, 10)
+    assert saved.total == 4 * (30 + 30)  # x, and y once though two views of it are saved
+
+
+def test_sizes_for_which_memory_does_not_suffice_are_left_out(clock: SimulatedClock) -> None:
+    class Greedy(Wide):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) > 3:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+            return super().forward(x)
+
+    model = Model(clock, block=Greedy)
+    profile = measure(model, clock, micro_batches=[8, 1, 3, 4]).profile
+    assert profile.micro_batches("cpu", 1) == (1, 3)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        measure(model, clock, micro_batches=[4, 8])
+
+
+def test_progress_is_told(clock: SimulatedClock) -> None:
+    seen: list[LayerProgress] = []
+    measure(Model(clock), clock, on_progress=seen.append)
+    assert {(each.micro_batch, each.index, each.sizes) for each in seen} == {(2, 0, 2), (3, 1, 2)}
+    assert [each.rounds for each in seen if each.micro_batch == 2][:3] == [0, 1, 2]
+
+
+def test_batches_are_resized() -> None:
+    images, labels = resized((torch.arange(3), torch.arange(6).view(3, 2)), 5)
+    assert images.tolist() == [0, 1, 2, 0, 1] and labels.shape == (5, 2)
+    assert resized({"x": torch.arange(3), "scale": torch.tensor(2.0), "name": "a"}, 2)["x"].tolist() == [0, 1]
+
+
+class Halving(Linear):
+    def forward(self, hidden_states: torch.Tensor) -> Any:  # type: ignore[override]
+        return hidden_states[..., : hidden_states.shape[-1] // 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"micro_batches": []}, r"micro_batches=\(\); give sizes of at least 1"),
+        ({"micro_batches": [0]}, r"micro_batches=\(0,\)"),
+        ({"optimizer": "lion"}, "optimizer='lion' is not known; valid: adam, adamw, sgd"),
+        ({"precision": "fp8"}, "precision='fp8' is not known; valid: fp32, fp16, bf16"),
+        ({"tensor_parallel": 2}, "tensor_parallel=2 without a group"),
+        ({"blocks": "layers"}, "Model has no row of blocks 'layers'; it has blocks"),
+    ],
+)
+def test_what_cannot_be_is_said(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        measure(Model(SimulatedClock()), **options)
+
+
+def test_models_that_cannot_be_measured() -> None:
+    with pytest.raises(ValueError, match="on the meta device, which computes nothing"):
+        measure(copy.deepcopy(Model(SimulatedClock())).to("meta"))
+    model = Model(SimulatedClock(), block=lambda *_: Halving())
+    model.head = nn.Identity()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"blocks.0 makes \(2, 4\) of \(2, 8\); only blocks that keep the shape"):
+        measure(model, criterion=None)

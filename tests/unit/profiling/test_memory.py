@@ -1,0 +1,186 @@
+"""Memory: limits and errors as they come, and the largest batch under a limit that is real."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from colossal_hetero.profiling import memory
+from colossal_hetero.profiling.memory import ballast, is_out_of_memory, memory_limit, recover, used_bytes
+from tests.support.limited import ENVIRONMENT
+from tests.support.paths import REPOSITORY
+
+CPU = torch.device("cpu")
+ROOT = REPOSITORY
+
+
+@contextmanager
+def address_space(room: int) -> Iterator[int]:
+    """A limit of ``room`` bytes above what is mapped."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = psutil.Process().memory_info().vms + room
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def limited(**arguments: Any) -> dict[str, Any]:
+    """:mod:`tests.support.limited` in a process of its own."""
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.support.limited", json.dumps(arguments)]
+    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def check_trials(sizes: list[int], largest: int) -> None:
+    """The sizes that ran: a first pass of one sample, the search, and repeats of sizes that have run."""
+    search: list[int] = []
+    for size in sizes[1:]:
+        if size in search:
+            break
+        search.append(size)
+    assert len(search) <= 2 * math.log2(largest) + 4, search
+
+
+@pytest.mark.parametrize("trained_before, to_come", [(True, 0), (False, 20_000_000)])
+def test_the_largest_batch_under_a_limit_is_within_one_of_the_true_one_and_training_goes_on(
+    trained_before: bool, to_come: int
+) -> None:
+    plain = limited(profiled=False, trained_before=trained_before)
+    profiled = limited(trained_before=trained_before, to_come=to_come)
+    profile = profiled["profile"]
+    # What an address space holds differs by some pages from run to run, which may be a sample.
+    assert abs(profile["max_batch"] - profiled["every_size"]) <= 1 and 20 < profile["max_batch"] < 80
+    assert profile["memory_bound"] and [point["batch"] for point in profile["points"]][-1] == profile["max_batch"]
+    check_trials(profiled["sizes"], profile["max_batch"])
+    assert profiled["after"] == profiled["before"] == plain["before"]
+    assert profiled["losses"] == plain["losses"] and profiled["trained"] == plain["trained"]
+    predicted = (profile["memory_bytes"] - profile["state_bytes"]) // profile["sample_bytes"]
+    assert predicted == pytest.approx(profile["max_batch"], abs=2)
+
+
+@pytest.mark.parametrize("arguments", [{"room": 500_000}, {"to_come": 100_000_000}])
+def test_a_device_that_holds_no_sample(arguments: dict[str, int]) -> None:
+    answer = limited(trained_before=False, **arguments)
+    profile = answer["profile"]
+    assert profile["max_batch"] == 0 and profile["points"] == [] and profile["memory_bound"]
+    assert answer["after"] == answer["before"]
+
+
+def test_the_search_ends_at_the_cap() -> None:
+    profile = limited(cap=13)["profile"]
+    assert profile["max_batch"] == 13 and not profile["memory_bound"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you …"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("NCCL error: unhandled cuda error: Cuda failure 2 'out of memory'"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("std::bad_alloc"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+)
+def test_out_of_memory_in_all_its_words(error: Exception) -> None:
+    assert is_out_of_memory(error)
+    wrapped = ValueError("the step failed")
+    wrapped.__cause__ = error
+    assert is_out_of_memory(wrapped)
+
+
+@pytest.mark.parametrize(
+    "error", [None, ValueError("out of memory is a phrase"), RuntimeError("shapes do not match"), OSError(2, "no file")]
+)
+def test_other_errors_are_not(error: Exception | None) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_real_errors_of_the_cpu_are_known_and_recovered_from() -> None:
+    def fails() -> None:
+        held = torch.ones(64 << 18)  # 64 MiB
+        torch.ones(len(held) * 8)
+
+    with address_space(200 << 20):
+        for _ in range(10):  # what a failed attempt held would fill the room at the second
+            with pytest.raises(RuntimeError) as caught:
+                fails()
+            assert is_out_of_memory(caught.value)
+            recover(caught.value)
+        with pytest.raises(MemoryError) as refused:
+            bytearray(1 << 30)
+        assert is_out_of_memory(refused.value)
+
+
+def test_an_address_space_limit_is_hard() -> None:
+    with address_space(200 << 20) as limit:
+        found = memory_limit(CPU)
+        assert found.bytes == limit and found.is_hard
+        before = used_bytes(CPU)
+        with ballast(100 << 20, CPU):
+            assert used_bytes(CPU) - before >= 100 << 20
+        with pytest.raises(RuntimeError) as caught, ballast(300 << 20, CPU):
+            pass
+        assert is_out_of_memory(caught.value)
+
+
+def test_ballast_is_resident_and_goes() -> None:
+    before = used_bytes(CPU)
+    with ballast(64 << 20, CPU):
+        assert used_bytes(CPU) - before > 60 << 20
+    assert used_bytes(CPU) - before < 10 << 20
+
+
+def test_without_a_hard_limit_ranks_share_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_left_in_control_group", lambda: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    alone = memory_limit(CPU)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    shared = memory_limit(CPU)
+    assert not alone.is_hard and not shared.is_hard
+    used = used_bytes(CPU)
+    assert used < shared.bytes < alone.bytes < used + psutil.virtual_memory().total
+    assert (alone.bytes - used) / (shared.bytes - used) == pytest.approx(4, rel=0.1)
+    monkeypatch.setattr(memory, "_left_in_control_group", lambda: 4 << 20)
+    assert memory_limit(CPU).bytes < used + (4 << 20) and "control group" in memory_limit(CPU).source
+
+
+def test_control_groups_of_both_versions(tmp_path: Path) -> None:
+    groups = tmp_path / "groups"
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    groups.write_text("0::/outer/inner\n")
+    for folder, limit in ((inner, "max"), (inner.parent, "1000")):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text("700\n")
+        (folder / "memory.stat").write_text("anon 1\ninactive_file 200\n")
+    assert memory._left_in_control_group(tmp_path, groups) == 500
+    (inner / "memory.max").write_text("900\n")
+    assert memory._left_in_control_group(tmp_path, groups) == 400
+    old = tmp_path / "memory" / "job"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("650\n")
+    (old / "memory.usage_in_bytes").write_text("600\n")
+    (old / "memory.stat").write_text("total_inactive_file 30\n")
+    groups.write_text("5:cpu:/job\n4:memory,hugetlb:/job\n0::/\n")
+    assert memory._left_in_control_group(tmp_path, groups) == 80
+    assert memory._left_in_control_group(tmp_path, tmp_path / "missing") is None

@@ -1,0 +1,124 @@
+"""The rooms of the package: how many modules a folder holds, and which folders each of them may import.
+
+``docs/architecture.md`` describes the same rooms in words.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import REPOSITORY
+
+PACKAGE = "colossal_hetero"
+MAX_MODULES = 12
+
+RULES: dict[str, set[str]] = {
+    "io": set(),
+    "processes": set(),
+    "cpu": set(),
+    "accelerator": {"cpu"},
+    "planner/cluster": {"io"},
+    "planner/profile": {"io", "planner/cluster"},
+    "planner/batches": {"io", "planner/cluster"},
+    "planner/stages": {"planner/cluster", "planner/profile"},
+    "planner/layout": {"planner/cluster"},
+    "planner/plans": {"io", "planner/cluster", "planner/profile", "planner/stages", "planner/layout"},
+    "planner/search": {"planner/cluster", "planner/profile", "planner/stages", "planner/layout", "planner/plans"},
+    "planner/report": {
+        "io",
+        "planner/cluster",
+        "planner/profile",
+        "planner/batches",
+        "planner/stages",
+        "planner/layout",
+        "planner/plans",
+    },
+    "planner/published": {"io", "planner/cluster", "planner/profile", "planner/stages"},
+    "planner": {"planner/batches"},
+    "layers": {"accelerator"},
+    "balance/config": set(),
+    "balance/decide": {"balance/config"},
+    "balance/measure": {"io", "layers", "balance/config", "balance/decide"},
+    "balance/report": {"io", "balance/decide", "balance/measure"},
+    "balance": {"layers", "balance/config", "balance/decide", "balance/measure", "balance/report"},
+    "profiling": {"accelerator"},
+    "profiling/batches": {"accelerator", "processes", "planner/*", "profiling"},
+    "profiling/layers": {"accelerator", "processes", "planner/*", "profiling", "profiling/batches"},
+    "data_parallel": {"accelerator", "planner/*", "profiling", "profiling/*"},
+    "pipeline_parallel": {"io", "planner/*", "profiling", "profiling/*"},
+    "probe": {"processes", "planner/cluster", "profiling"},
+    "plugin": {
+        *("io", "processes", "accelerator", "layers", "planner/*", "balance", "balance/*"),
+        *("profiling", "profiling/*", "data_parallel", "pipeline_parallel"),
+    },
+    "testing": {"layers"},
+    "commands": {"io", "processes", "planner/*", "probe", "profiling", "profiling/*"},
+    "cli": {"commands"},
+}
+"""By room: the rooms that it may import. ``planner/*`` is every room in ``planner/`` except ``planner/published``."""
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in (REPOSITORY / PACKAGE).rglob("*.py")}
+
+
+def room_of(module: str) -> str:
+    """The folder of a module; a module in the package itself is a room of its own, and so is ``balance/config``."""
+    path = MODULES[module].relative_to(REPOSITORY / PACKAGE)
+    if path.parts[:-1] == () or path.with_suffix("").as_posix() in RULES:
+        return path.with_suffix("").as_posix()
+    return path.parent.as_posix()
+
+
+def imported(module: str) -> Iterator[str]:
+    """Modules of the package that ``module`` imports anywhere: at the top, in functions, under TYPE_CHECKING."""
+    path = MODULES[module]
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*start, *([node.module] if node.module else [])])
+            for alias in node.names:
+                name = f"{source}.{alias.name}"
+                if name in MODULES or source in MODULES:
+                    yield name if name in MODULES else source
+
+
+def test_every_room_has_a_rule() -> None:
+    assert {room_of(module) for module in MODULES} - {"__init__"} == set(RULES)
+
+
+def test_a_folder_holds_few_modules() -> None:
+    for folder in {path.parent for path in MODULES.values()}:
+        modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= MAX_MODULES, f"{folder} holds {len(modules)} modules: {', '.join(sorted(modules))}"
+
+
+@pytest.mark.parametrize("room", RULES)
+def test_a_room_imports_only_rooms_below_it(room: str) -> None:
+    allowed = {room, "__init__"}
+    for rule in RULES[room]:
+        folder = rule.removesuffix("/*")
+        allowed |= {rule} if folder == rule else {each for each in RULES if each.startswith(f"{folder}/")}
+        if rule == "planner/*":
+            allowed.discard("planner/published")
+    for module in MODULES:
+        if room_of(module) == room:
+            wrong = {name for name in imported(module) if room_of(name) not in allowed}
+            assert not wrong, f"{module} imports {', '.join(sorted(wrong))}"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    # A package's __init__ only offers names; modules import each other directly.
+    graph = {module: set(imported(module)) for module, path in MODULES.items() if path.name != "__init__.py"}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules

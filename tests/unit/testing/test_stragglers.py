@@ -1,0 +1,193 @@
+"""Stragglers to order: what is parsed and refused, whom a schedule slows when, and how the brakes slow."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from colossal_hetero.layers import linear
+from colossal_hetero.testing import stragglers as module
+from colossal_hetero.testing.stragglers import Stragglers, inject_stragglers, parse_slowdowns
+
+# Parsing and validation ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, slowdowns",
+    [("1:4", {1: 4.0}), ("0:8,3:2.5", {0: 8.0, 3: 2.5}), ("10:1", {10: 1.0}), (" 1:4 , 2:3 ", {1: 4.0, 2: 3.0})],
+)
+def test_parses(text: str, slowdowns: dict[int, float]) -> None:
+    assert parse_slowdowns(text) == slowdowns
+
+
+@pytest.mark.parametrize(
+    "text, bad",
+    [("", ""), ("1", "1"), ("1:", "1:"), (":4", ":4"), ("1:4,", ""), ("1.5:2", "1.5:2"), ("0:2,1:4:8", "1:4:8")],
+)
+def test_refuses_what_is_no_straggler(text: str, bad: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"straggler {bad!r} is not of the form RANK:SLOWDOWN")):
+        parse_slowdowns(text)
+
+
+def test_refuses_a_rank_given_twice() -> None:
+    with pytest.raises(ValueError, match=r"rank 1 is given twice in '1:4,1:2'"):
+        parse_slowdowns("1:4,1:2")
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 7])
+def test_refuses_ranks_that_do_not_exist(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"rank {rank} does not exist; there are 2 ranks, 0 to 1"):
+        Stragglers(slowdowns={rank: 2.0}, world_size=2)
+
+
+@pytest.mark.parametrize("slowdown", [0.5, 0.0, -2.0, float("nan"), float("inf")])
+def test_refuses_slowdowns_that_are_none(slowdown: float) -> None:
+    with pytest.raises(ValueError, match=f"slowdown {slowdown} of rank 0 must be a number of at least 1"):
+        Stragglers(slowdowns={0: slowdown}, world_size=2)
+
+
+@pytest.mark.parametrize(
+    "name, valid",
+    [("schedule", "constant, round-robin, random"), ("period", "iteration, epoch"), ("means", "repeat, sleep")],
+)
+def test_refuses_unknown_kinds(name: str, valid: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown {name} 'often'; valid are {valid}"):
+        Stragglers(slowdowns={0: 2.0}, world_size=2, **{name: "often"})
+
+
+# Schedules -------------------------------------------------------------------------------------------------------
+
+
+def table(stragglers: Stragglers, periods: int) -> list[list[float]]:
+    """χ by period and rank."""
+    return [[stragglers.slowdown(rank, p) for rank in range(stragglers.world_size)] for p in range(periods)]
+
+
+def test_constant() -> None:
+    assert table(Stragglers(slowdowns={1: 4.0}, world_size=3), 3) == [[1.0, 4.0, 1.0]] * 3
+
+
+def test_round_robin_moves_every_slowdown_on() -> None:
+    stragglers = Stragglers(slowdowns={1: 4.0, 2: 2.0}, schedule="round-robin", world_size=3)
+    assert table(stragglers, 4) == [[1.0, 4.0, 2.0], [2.0, 1.0, 4.0], [4.0, 2.0, 1.0], [1.0, 4.0, 2.0]]
+
+
+def test_random_draws_ranks_anew() -> None:
+    def drawn(seed: int) -> list[list[float]]:
+        return table(Stragglers(slowdowns={0: 4.0, 3: 2.0}, schedule="random", world_size=4, seed=seed), 60)
+
+    for slowdowns in drawn(0):
+        assert sorted(slowdowns) == [1.0, 1.0, 2.0, 4.0]
+    assert drawn(0) == drawn(0), "ranks would disagree about who is slow"
+    assert drawn(0) != drawn(1)
+    places = Counter(slowdowns.index(4.0) for slowdowns in drawn(0))
+    assert set(places) == {0, 1, 2, 3} and max(places.values()) < 30
+
+
+# Brakes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slowdown, products", [(1.0, 100), (4.0, 400), (1.25, 125), (2.5, 250), (1.01, 101)])
+def test_repeat_brake_does_the_product_slowdown_times_on_average(slowdown: float, products: int) -> None:
+    brake, runs = module._RepeatBrake(), []
+    brake.slowdown = slowdown
+    for number in range(100):
+        before = len(runs)
+
+        def product(number: int = number) -> torch.Tensor:
+            runs.append(number)
+            return torch.tensor(float(number))
+
+        assert brake(product) == number
+        assert int(slowdown) <= len(runs) - before <= int(slowdown) + 1, "the debt is paid in one lump"
+        if number % 10 == 0:
+            brake.begin_iteration()
+    assert len(runs) == pytest.approx(products, abs=1)
+
+
+def test_repeat_brake_returns_the_first_result_though_products_repeat() -> None:
+    brake = module._RepeatBrake()
+    brake.slowdown = 3.0
+    results = [torch.randn(2) for _ in range(3)]
+    remaining = iter(results)
+    assert brake(lambda: next(remaining)) is results[0]
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 1.5, 8.0])
+def test_sleep_brake_sleeps_in_proportion(slowdown: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = 100.0, []
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(module.time, "sleep", slept.append)
+    brake = module._SleepBrake()
+    brake.slowdown = slowdown
+
+    def product() -> torch.Tensor:
+        nonlocal now
+        now += 0.25
+        return torch.ones(1)
+
+    assert torch.equal(brake(product), torch.ones(1))
+    assert slept == [pytest.approx((slowdown - 1) * 0.25)]
+
+
+# Injection -------------------------------------------------------------------------------------------------------
+
+
+class Optimizer:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> str:
+        self.steps += 1
+        return "stepped"
+
+
+def slowdowns_by_iteration(
+    monkeypatch: pytest.MonkeyPatch, rank: int, iterations: int, per_epoch: int | None = None, **options: Any
+) -> list[float]:
+    """χ that the one layer of a model is braked by on ``rank``, through the optimizer's steps."""
+
+    class Layer:
+        brake: Any = None
+
+    layer, optimizer = Layer(), Optimizer()
+    monkeypatch.setattr(linear, "hetero_layers", lambda model: {"layer": layer})
+    monkeypatch.setattr(module.dist, "get_rank", lambda: rank)
+    stragglers = Stragglers(slowdowns={0: 3.0}, world_size=2, **options)
+    inject_stragglers(torch.nn.Linear(1, 1), optimizer, stragglers, per_epoch)
+    seen = []
+    for _ in range(iterations):
+        seen.append(layer.brake.slowdown)
+        assert optimizer.step() == "stepped"
+    assert optimizer.steps == iterations
+    return seen
+
+
+@pytest.mark.parametrize("means", ["repeat", "sleep"])
+def test_injection_follows_the_schedule_by_iteration_and_by_epoch(means: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_iteration = dict(schedule="round-robin", period="iteration", means=means)
+    assert slowdowns_by_iteration(monkeypatch, 0, 5, **by_iteration) == [3.0, 1.0, 3.0, 1.0, 3.0]
+    assert slowdowns_by_iteration(monkeypatch, 1, 5, **by_iteration) == [1.0, 3.0, 1.0, 3.0, 1.0]
+    by_epoch = dict(schedule="round-robin", means=means)
+    assert slowdowns_by_iteration(monkeypatch, 0, 7, 3, **by_epoch) == [3.0, 3.0, 3.0, 1.0, 1.0, 1.0, 3.0]
+    # By the iteration the length of an epoch makes no difference.
+    assert slowdowns_by_iteration(monkeypatch, 0, 4, 3, **by_iteration) == [3.0, 1.0, 3.0, 1.0]
+    assert slowdowns_by_iteration(monkeypatch, 0, 3, means=means) == [3.0, 3.0, 3.0]
+    assert slowdowns_by_iteration(monkeypatch, 1, 3, means=means) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("schedule", ["round-robin", "random"])
+def test_a_schedule_by_the_epoch_needs_its_length(schedule: str) -> None:
+    stragglers = Stragglers(slowdowns={0: 3.0}, schedule=schedule, world_size=2)
+    with pytest.raises(ValueError, match=f"a {schedule} schedule by the epoch needs iterations_per_epoch"):
+        inject_stragglers(torch.nn.Linear(1, 1), Optimizer(), stragglers)
+
+
+def test_a_model_without_parallel_layers_cannot_be_slowed() -> None:
+    stragglers = Stragglers(slowdowns={0: 3.0}, world_size=2)
+    with pytest.raises(ValueError, match="has no tensor-parallel layers of colossal_hetero"):
+        inject_stragglers(torch.nn.Linear(1, 1), Optimizer(), stragglers)
