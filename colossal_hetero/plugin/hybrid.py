@@ -333,9 +333,9 @@ def check_batches(batches: BatchConfig, plugin: HybridParallelPlugin) -> None:
             f"batches cannot be combined with sp_size={plugin.sp_size}: gradients are averaged over parts of sequences "
             "too; use sp_size=1, or leave batches out"
         )
-    if batches.accumulation == "own" and plugin.zero_stage > 1:
+    if batches.accumulation == "per_rank" and plugin.zero_stage > 1:
         raise ValueError(
-            f'accumulation="own" needs zero_stage 0 or 1, not {plugin.zero_stage}, which synchronizes at every '
+            f'accumulation="per_rank" needs zero_stage 0 or 1, not {plugin.zero_stage}, which synchronizes at every '
             'micro-batch; use accumulation="shared"'
         )
 

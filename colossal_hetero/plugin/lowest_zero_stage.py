@@ -19,11 +19,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..accelerator import get_accelerator
 from ..data_parallel.loader import HeteroDataLoader
 from ..processes.every_rank import on_every_rank
-from ..profiling.aborted_step import abandon_step, find_zero_optimizer
+from ..profiling.aborted_step import abort_step, find_zero_optimizer
 from ..profiling.batches.device_profiler import device_name, optimizer_state_bytes
 from ..profiling.local_collectives import local_collectives
-from ..profiling.memory import ballast, is_out_of_memory, memory_limit, recover, used_bytes
-from ..profiling.preserved_state import untouched
+from ..profiling.memory import is_out_of_memory, memory_limit, recover, reserved_memory, used_bytes
+from ..profiling.preserved_state import preserved_state
 from ..profiling.training_step import TrainingStep, TrialRun
 from .zero_stages import Configured
 
@@ -83,7 +83,7 @@ def _try_stage(
     def make_room() -> None:
         if stage == 0:
             # DDP copies the model to the device, makes buckets as large as its gradients, and broadcasts.
-            with ballast(model_bytes + min(model_bytes, BROADCAST_BYTES), here):
+            with reserved_memory(model_bytes + min(model_bytes, BROADCAST_BYTES), here):
                 pass
 
     def configure() -> None:
@@ -94,13 +94,13 @@ def _try_stage(
         trial = TrialRun(boosted, wrapped, configured[2], training_step, loader)
         # DDP lays its buckets anew in its second step, and the old ones are still there.
         to_come = optimizer_state_bytes(wrapped) + (model_bytes if stage == 0 else 0)
-        with untouched(boosted, wrapped), local_collectives(boosted):
+        with preserved_state(boosted, wrapped), local_collectives(boosted):
             try:
-                with ballast(to_come, here):
+                with reserved_memory(to_come, here):
                     trial(1)  # makes the gradients
                     trial(1)
             except Exception:
-                abandon_step(boosted, wrapped)
+                abort_step(boosted, wrapped)
                 raise
             finally:
                 wrapped.zero_grad()

@@ -24,7 +24,7 @@ from ..planner.cluster.topology import Topology
 from ..planner.plans.plan import Plan, load_plan
 from ..planner.profile.as_profiled import as_profiled
 from ..planner.profile.layer_profile import ModelProfile, load_model_profile
-from ..profiling.layers.model_layers import find_blocks
+from ..profiling.layers.model_layers import find_block_row
 
 __all__ = ["agree_on_plan", "arguments_of", "check_loader", "check_num_layers", "runnable", "sized_batches"]
 
@@ -278,7 +278,7 @@ def other_model(plan: Plan, num_layers: int) -> str:
 def check_blocks(model: nn.Module, plan: Plan) -> None:
     """Raise ``ValueError`` if ``model`` has another number of blocks than ``plan``, where they can be told."""
     try:
-        num_layers = len(find_blocks(model).blocks)
+        num_layers = len(find_block_row(model).blocks)
     except ValueError:
         return
     if num_layers != plan.blocks:

@@ -87,7 +87,7 @@ class HeteroZeroPlugin(UnevenLoaders, DPPluginBase):
         self.balancer: BatchBalancer | None = None
         self._plain = {}
         self._checkpoint_io: tuple[DPPluginBase, CheckpointIO] | None = None
-        self._stages = stages_to_try(stage, precision, accumulation)
+        self._stages = stages_to_try(stage, precision, self.batches.accumulation)
         self._options = options_by_stage(self._stages, options)
         self._inner = self._plugin_of(self._stages[0])
 
@@ -186,12 +186,12 @@ def stages_to_try(stage: int | str, precision: str, accumulation: str) -> list[i
     if precision not in PRECISIONS[0]:
         raise ValueError(f"precision={precision!r} is not one of {', '.join(PRECISIONS[0])}")
     stages = [each for each in STAGES if stage in (each, "auto")]
-    if accumulation == "own" and stages[0] > 1:
+    if accumulation == "per_rank" and stages[0] > 1:
         raise ValueError(
-            f'accumulation="own" needs stage 0 or 1, not {stage}: the others synchronize at every micro-batch, '
-            'so all ranks run equally many; use accumulation="shared"'
+            f'accumulation="per_rank" needs stage 0 or 1, not {stage}: stages 2 and 3 synchronize at every '
+            'micro-batch, so all ranks must run the same number of them; use accumulation="shared"'
         )
     known = [each for each in stages if precision in PRECISIONS[each]]
     if not known:
         raise ValueError(f"precision={precision!r} is not available at stage {stage}; use {' or '.join(PRECISIONS[3])}")
-    return known[:2] if accumulation == "own" else known
+    return known[:2] if accumulation == "per_rank" else known

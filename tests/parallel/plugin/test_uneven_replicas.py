@@ -145,7 +145,7 @@ def make(options: dict[str, Any], batches: Any) -> None:
         (
             {"tp_size": 1, "pp_size": 1, "zero_stage": 2},
             {"global_batch_size": 4, "accumulation": "own"},
-            'accumulation="own" needs zero_stage 0 or 1, not 2',
+            'accumulation="per_rank" needs zero_stage 0 or 1, not 2',
         ),
     ],
 )

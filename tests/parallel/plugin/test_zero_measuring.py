@@ -21,7 +21,7 @@ from colossal_hetero.planner.batches.batch_profile import (
     BatchProfile,
     DeviceProfile,
     ModelIdentity,
-    Point,
+    TimedBatch,
     save_profile,
 )
 from colossal_hetero.profiling.batches.rank_profiler import describe
@@ -124,7 +124,7 @@ def test_a_profile_is_written_and_used_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"devices": "NVIDIA A100"}, "profile is of other devices: rank 0 was NVIDIA A100, is cpu"),
+        ({"devices": "NVIDIA A100"}, "profile is of other devices: rank 0 was NVIDIA A100, now it is cpu"),
         ({"digest": "0123"}, "profile is of another model"),
         ({"stage": 2}, "made at stage 2, not 1"),
         ({"precision": "bf16"}, "made at precision bf16, not fp32"),
@@ -155,7 +155,7 @@ def test_a_profile_of_fewer_ranks_is_refused(tmp_path: Path) -> None:
 
 def profile_of(ranks: int, stage: int, path: Path) -> None:
     """A file that says that each rank takes a second per sample, a quarter of it for forward."""
-    points = tuple(Point(batch=batch, seconds=batch, forward_seconds=batch / 4) for batch in (1, 2, 4, 8))
+    points = tuple(TimedBatch(batch=batch, seconds=batch, forward_seconds=batch / 4) for batch in (1, 2, 4, 8))
     kind = DeviceProfile(
         device="cpu",
         memory_bytes=2**30,
