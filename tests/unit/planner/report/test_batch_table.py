@@ -93,7 +93,7 @@ def test_units_read_well() -> None:
     assert "busy [s]" in printed(compare(profile(links=[]), 64))
     quick = device(points=[{"batch": 1, "seconds": 2e-4}, {"batch": 4, "seconds": 5e-4}], memory_bytes=2**20)
     text = printed(compare(profile(kinds=[quick], ranks=[0], links=[], communication_seconds=1e-5), 4))
-    assert "busy [µs]" in text and "memory [MiB]" in text and "µs in communication" in text
+    assert "busy [µs]" in text and "memory [MiB]" in text and "µs (2% of the wall time) in communication" in text
 
 
 def test_what_is_predicted_is_told_from_what_was_measured() -> None:
