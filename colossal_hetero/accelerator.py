@@ -249,9 +249,9 @@ def _take_the_cpu() -> None:
         return
     if not isinstance(get_accelerator(), HeteroCpuAccelerator):
         set_accelerator(HeteroCpuAccelerator())
-    from .cpu import mend_colossalai
+    from .cpu import patch_colossalai
 
-    mend_colossalai()
+    patch_colossalai()
 
 
 _take_the_cpu()

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from colossalai.shardformer.layer import _operation
 
-from .stand_in import StandIn
+from .module_proxy import ModuleProxy
 
-__all__ = ["mend", "reduce_scatter"]
+__all__ = ["patch", "reduce_scatter"]
 
 
 def reduce_scatter(
@@ -28,6 +28,6 @@ def reduce_scatter(
     return dist.reduce_scatter_tensor(output.view(-1), inputs, op, group, async_op)
 
 
-def mend() -> None:
+def patch() -> None:
     """Let the layers' sequence parallelism (``split_gather`` and ``ring``) reduce and scatter over Gloo."""
-    _operation.dist = StandIn(dist, reduce_scatter=reduce_scatter)
+    _operation.dist = ModuleProxy(dist, reduce_scatter=reduce_scatter)

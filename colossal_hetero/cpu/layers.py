@@ -14,7 +14,7 @@ from colossalai.shardformer.layer.linear import Linear1D_Row
 from colossalai.shardformer.layer.qkv_fused_linear import FusedLinear1D_Row, GPT2FusedLinearConv1D_Row
 from colossalai.shardformer.layer.utils import Randomizer
 
-__all__ = ["mend"]
+__all__ = ["patch"]
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def _accumulating(weight_gradient: Callable[..., torch.Tensor]) -> Callable[...,
     return add
 
 
-def mend() -> None:
+def patch() -> None:
     """Let Colossal-AI's parallel layers be built, trained and saved without a GPU."""
     qkv_fused_linear.gather_fused_qkv_in_gpt2_style = _gathering_here(qkv_fused_linear.gather_fused_qkv_in_gpt2_style)
     for layer in (Linear1D_Row, FusedLinear1D_Row, GPT2FusedLinearConv1D_Row):

@@ -30,9 +30,9 @@ from colossalai.pipeline.schedule import (
     ZeroBubbleVPipeScheduler,
 )
 
-from .stand_in import StandIn
+from .module_proxy import ModuleProxy
 
-__all__ = ["Messages", "mend"]
+__all__ = ["Messages", "patch"]
 
 
 class _Sent:
@@ -109,10 +109,10 @@ def _then_wait_for_sends(step: Callable[..., Any], messages: Messages) -> Callab
     return forward_backward_step
 
 
-def mend() -> None:
+def patch() -> None:
     """Give Colossal-AI's pipeline messages that work over Gloo."""
     messages = Messages()
-    p2p.dist = StandIn(dist, batch_isend_irecv=messages.batch_isend_irecv)
+    p2p.dist = ModuleProxy(dist, batch_isend_irecv=messages.batch_isend_irecv)
     for schedule in (OneForwardOneBackwardSchedule, InterleavedSchedule, ZeroBubbleVPipeScheduler):
         schedule.forward_backward_step = _then_wait_for_sends(schedule.forward_backward_step, messages)
     # The original asks for `Backend.HCCL`, which torch lacks, as soon as a group is not NCCL's.

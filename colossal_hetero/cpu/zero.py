@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 
-__all__ = ["mend"]
+__all__ = ["patch"]
 
 
 def _check_parameters(optimizer: LowLevelZeroOptimizer) -> None:
@@ -23,6 +23,6 @@ def _check_parameters(optimizer: LowLevelZeroOptimizer) -> None:
                 )
 
 
-def mend() -> None:
+def patch() -> None:
     """Let ZeRO's optimizer, the hybrid plugin's included, be built without a GPU."""
     LowLevelZeroOptimizer._sanity_checks = _check_parameters

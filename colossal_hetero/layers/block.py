@@ -24,7 +24,7 @@ from .linear import HeteroLinear
 from .unit_layout import UnitPlace, UnitShare
 from .workload import Selector, is_recorded
 
-__all__ = ["Block", "BlockWorkload", "find_blocks"]
+__all__ = ["Block", "BlockWorkload", "attach_blocks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ class Block:
             setattr(module, name, width)
 
 
-def find_blocks(model: nn.Module) -> list[Block]:
+def attach_blocks(model: nn.Module) -> list[Block]:
     """Take hold of the blocks among the tensor-parallel layers of ``model``, in the order of the model; once.
 
     A layer in none of them can be balanced by its columns only.

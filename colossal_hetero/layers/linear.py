@@ -1,7 +1,7 @@
 """Colossal-AI's tensor-parallel linear layers, able to do less than their full share of the work.
 
 Each class is Colossal-AI's own with :class:`HeteroLinear` mixed in: same constructor, parameters, ``state_dict`` and
-options. A layer that was told nothing runs its parent's ``forward``. Once it has a clock, a brake or a workload it
+options. A layer that was told nothing runs its parent's ``forward``. Once it has a clock, a slow_down or a workload it
 runs :func:`~colossal_hetero.layers.product.parallel_product` instead, which computes the same thing the same way.
 """
 
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from .column_migration import ColumnMigration, MigratedProductContext, migrated_product
 from .product import CONV1D_LAYOUT, LINEAR_LAYOUT, ProductContext, WeightLayout, parallel_product
 from .unit_layout import UnitShare
-from .workload import Brake, Clock, Lineage, Part, Workload, is_recorded, matrix_view
+from .workload import Clock, Lineage, Part, Slowdown, Workload, is_recorded, matrix_view
 
 __all__ = [
     "HeteroFusedLinear1D_Col",
@@ -59,11 +59,11 @@ class LayerBlock(Protocol):
 
 
 class HeteroLinear:
-    """What the six layers add to their parents: a workload, a clock and a brake, all absent at first."""
+    """What the six layers add to their parents: a workload, a clock and a slow_down, all absent at first."""
 
     clock: Clock | None = None
     """Told when each part of the forward and backward pass ends."""
-    brake: Brake | None = None
+    slow_down: Slowdown | None = None
     """Slows the products, in experiments."""
     rows = 0
     """Rows multiplied in training forward passes so far."""
@@ -157,7 +157,7 @@ class HeteroLinear:
     def _passes_through(self) -> bool:
         """Whether the parent's own forward is to run."""
         told = self._workload is not None or self._migration is not None
-        if not (told or self.clock or self.brake or (self.block is not None and self.block.workload is not None)):
+        if not (told or self.clock or self.slow_down or (self.block is not None and self.block.workload is not None)):
             return True
         return self.resize_obstacle() is not None
 
@@ -175,7 +175,7 @@ class HeteroLinear:
                 layer.weight,
                 bias,
                 MigratedProductContext(
-                    self._layout, migration, column_parallel, group, lineage, self.clock, self.brake
+                    self._layout, migration, column_parallel, group, lineage, self.clock, self.slow_down
                 ),
             )
         between: Part = "other" if self.block is None else "block"
@@ -185,7 +185,7 @@ class HeteroLinear:
             lineage,
             None if self.block is None else self.block.share_of(self),
             self.clock,
-            self.brake,
+            self.slow_down,
             before_forward="other" if self._column_parallel else between,
             before_backward=between if self._column_parallel else "other",
         )

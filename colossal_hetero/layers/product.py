@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .unit_layout import UnitShare
-from .workload import Brake, Clock, Lineage, Part, matrix_view
+from .workload import Clock, Lineage, Part, Slowdown, matrix_view
 
 __all__ = ["CONV1D_LAYOUT", "LINEAR_LAYOUT", "ProductContext", "WeightLayout", "parallel_product", "run"]
 
@@ -91,7 +91,7 @@ class ProductContext(NamedTuple):
     share: UnitShare | None = None
     """The units of a block to compute instead of this rank's own, or None for those."""
     clock: Clock | None = None
-    brake: Brake | None = None
+    slow_down: Slowdown | None = None
     before_forward: Part = "other"
     """What the stretch that ends where the forward product begins was spent on."""
     before_backward: Part = "other"
@@ -115,7 +115,7 @@ class _ParallelProduct(torch.autograd.Function):
         # The kept part of X is saved rather than X, which is thereby free to go; the weight's kept part is cheap to
         # take again.
         ctx.save_for_backward(x, weight)
-        y = run(lambda: how.layout.output(x, used_weight, bias), how.brake)
+        y = run(lambda: how.layout.output(x, used_weight, bias), how.slow_down)
         if how.clock is not None:
             how.clock.mark("matmul")
         return y
@@ -132,7 +132,7 @@ class _ParallelProduct(torch.autograd.Function):
         elif how.share is not None:
             weight, _ = how.share.operands(weight, None)
 
-        dx = run(lambda: layout.input_gradient(dy, weight), how.brake)
+        dx = run(lambda: layout.input_gradient(dy, weight), how.slow_down)
         if lineage is not None:
             backward_pass = lineage.begin_backward()
             dx = lineage.restore("input", backward_pass, dx, -1, ctx.columns)
@@ -146,7 +146,7 @@ class _ParallelProduct(torch.autograd.Function):
         # Units travel with weight and bias together.
         if ctx.needs_input_grad[1] or (how.share is not None and ctx.needs_input_grad[2]):
             x_matrix = matrix_view(x.contiguous())
-            dw = run(lambda: layout.weight_gradient(dy_matrix, x_matrix), how.brake)
+            dw = run(lambda: layout.weight_gradient(dy_matrix, x_matrix), how.slow_down)
             if lineage is not None:
                 dw = lineage.restore("weight", backward_pass, dw, layout.columns, ctx.columns)
         if how.clock is not None:
@@ -167,8 +167,8 @@ class _ParallelProduct(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def run(product: Callable[[], Tensor], brake: Brake | None) -> Tensor:
-    return product() if brake is None else brake(product)
+def run(product: Callable[[], Tensor], slow_down: Slowdown | None) -> Tensor:
+    return product() if slow_down is None else slow_down(product)
 
 
 def parallel_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: ProductContext) -> Tensor:

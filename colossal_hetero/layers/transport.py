@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Pending", "Sent", "Transport"]
+__all__ = ["Pending", "SentMessages", "Transport"]
 
 Primitive = Literal["point_to_point", "broadcast", "reduce"]
 
 
 @dataclass
-class Sent:
+class SentMessages:
     """What one rank has sent by one primitive."""
 
     messages: int = 0
@@ -55,12 +55,12 @@ class Transport:
         self.rank = dist.get_rank(group)
         self.size = len(self._global_ranks)
         self._connected = False
-        self.sent: dict[Primitive, Sent] = {}
+        self.sent: dict[Primitive, SentMessages] = {}
         self.reset()
 
     def reset(self) -> None:
         """Count from nothing again."""
-        self.sent = {"point_to_point": Sent(), "broadcast": Sent(), "reduce": Sent()}
+        self.sent = {"point_to_point": SentMessages(), "broadcast": SentMessages(), "reduce": SentMessages()}
 
     def connect(self, device: torch.device) -> None:
         """Make the group's connections, if that has not been done. Collective over the group.

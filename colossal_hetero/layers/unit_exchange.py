@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from .block import Block, BlockWorkload
-from .column_migration import Move
+from .column_migration import MovedRange
 from .transport import Pending, Transport
 from .workload import Selector
 
-__all__ = ["MESSAGE_BYTES", "UnitMail", "batch_numbers"]
+__all__ = ["MESSAGE_BYTES", "UnitExchange", "bucket_numbers"]
 
 MESSAGE_BYTES = 4 << 20
 """Blocks are put together until their weights are as large as this; larger messages would not be faster."""
 
 
 @dataclass
-class _Route:
+class _UnitRange:
     """Units of one block between this rank and another."""
 
     other: int
@@ -39,15 +39,15 @@ class _Route:
 
 
 @dataclass(eq=False)
-class _Parcel:
+class _BlockTransfer:
     """What this rank has to do with one block."""
 
     block: Block
-    outward: list[_Route]
+    given: list[_UnitRange]
     """Own units and who computes them, in ascending order."""
-    inward: list[_Route]
+    taken: list[_UnitRange]
     """Others' units that this rank computes."""
-    batch: _Batch | None = None
+    bucket: _Bucket | None = None
     passes: list[int] = field(default_factory=list)
     """Backward passes of each layer since its gradients last returned."""
     sums: list[list[Tensor] | None] = field(default_factory=list)
@@ -59,27 +59,27 @@ class _Parcel:
 
 
 @dataclass(eq=False)
-class _Batch:
+class _Bucket:
     """Blocks whose weights travel together, and the messages that carry them, by the rank at the other end."""
 
-    parcels: list[_Parcel] = field(default_factory=list)
-    outgoing: dict[int, Tensor] = field(default_factory=dict)
-    incoming: dict[int, Tensor] = field(default_factory=dict)
+    transfers: list[_BlockTransfer] = field(default_factory=list)
+    send_buffers: dict[int, Tensor] = field(default_factory=dict)
+    receive_buffers: dict[int, Tensor] = field(default_factory=dict)
     pending: Pending = field(default_factory=lambda: Pending(()))
 
     def reserve(self) -> None:
         """Make room for the messages."""
-        for messages, direction in ((self.outgoing, "outward"), (self.incoming, "inward")):
+        for messages, direction in ((self.send_buffers, "given"), (self.receive_buffers, "taken")):
             lengths: dict[int, int] = {}
-            for parcel in self.parcels:
-                for route in getattr(parcel, direction):
-                    elements = route.count * parcel.block.elements_per_unit
-                    lengths[route.other] = lengths.get(route.other, 0) + elements
-            like = self.parcels[0].block.parameters[0][0]
+            for transfer in self.transfers:
+                for units in getattr(transfer, direction):
+                    elements = units.count * transfer.block.elements_per_unit
+                    lengths[units.other] = lengths.get(units.other, 0) + elements
+            like = self.transfers[0].block.parameters[0][0]
             messages.update({other: like.new_empty(length) for other, length in sorted(lengths.items())})
 
 
-def batch_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[Move]]) -> list[int]:
+def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]]) -> list[int]:
     """Which blocks' weights travel together: a number for each block, the same division on all ranks."""
     numbers: list[int] = []
     size, kind = 0, None
@@ -97,7 +97,7 @@ def batch_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[Move]]) -> l
     return numbers
 
 
-class UnitMail:
+class UnitExchange:
     """Moves units of blocks between one rank and the others of its group.
 
     Args:
@@ -109,8 +109,8 @@ class UnitMail:
     def __init__(self, transport: Transport, is_last_pass: Callable[[int], bool]) -> None:
         self._transport = transport
         self._is_last_pass = is_last_pass
-        self._parcels: list[_Parcel] = []
-        self._batches: list[_Batch] = []
+        self._transfers: list[_BlockTransfer] = []
+        self._buckets: list[_Bucket] = []
         self._returning: list[tuple[Pending, list[tuple[int, Tensor]]]] = []
         """Gradients on their way to their owners, with the memory that they are sent from."""
         self._is_sent = False
@@ -118,7 +118,7 @@ class UnitMail:
     def assign(
         self,
         blocks: Sequence[Block],
-        moves: Sequence[Sequence[Move]],
+        moves: Sequence[Sequence[MovedRange]],
         kept: Sequence[int],
         select: Sequence[Selector | None],
     ) -> None:
@@ -129,35 +129,35 @@ class UnitMail:
         """
         self.release(blocks)
         rank = self._transport.rank
-        batches: dict[int, _Batch] = defaultdict(_Batch)
-        numbers = batch_numbers(blocks, moves)
+        buckets: dict[int, _Bucket] = defaultdict(_Bucket)
+        numbers = bucket_numbers(blocks, moves)
         for block, moved, count, rule, number in zip(blocks, moves, kept, select, numbers, strict=True):
-            outward = [_Route(move.receiver, move.start, move.stop) for move in moved if move.sender == rank]
-            inward = [_Route(move.sender, move.start, move.stop) for move in moved if move.receiver == rank]
-            if count == block.units and not inward:
+            given = [_UnitRange(move.receiver, move.start, move.stop) for move in moved if move.sender == rank]
+            taken = [_UnitRange(move.sender, move.start, move.stop) for move in moved if move.receiver == rank]
+            if count == block.units and not taken:
                 continue
-            parcel = _Parcel(block, outward, inward)
-            parcel.forget()
+            transfer = _BlockTransfer(block, given, taken)
+            transfer.forget()
             workload = BlockWorkload(
-                given=sum(route.count for route in outward),
-                taken=sum(route.count for route in inward),
+                given=sum(units.count for units in given),
+                taken=sum(units.count for units in taken),
                 kept=count,
                 select=rule,
             )
-            block.assign(workload, self._receiver(parcel), self._returner(parcel))
-            self._parcels.append(parcel)
-            if outward or inward:
-                parcel.batch = batches[number]
-                parcel.batch.parcels.append(parcel)
-        self._batches = list(batches.values())
-        for batch in self._batches:
-            batch.reserve()
-        _rehearse_backward(self._parcels)
+            block.assign(workload, self._receiver(transfer), self._returner(transfer))
+            self._transfers.append(transfer)
+            if given or taken:
+                transfer.bucket = buckets[number]
+                transfer.bucket.transfers.append(transfer)
+        self._buckets = list(buckets.values())
+        for bucket in self._buckets:
+            bucket.reserve()
+        _rehearse_backward(self._transfers)
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Nobody moves anything any more."""
         self.finish()
-        self._parcels, self._batches = [], []
+        self._transfers, self._buckets = [], []
         for block in blocks:
             block.assign(None)
 
@@ -169,23 +169,25 @@ class UnitMail:
         if self._is_sent:
             return
         self._is_sent = True
-        for batch in self._batches:
-            for other, message in batch.outgoing.items():
-                torch.cat([part.reshape(-1) for part in _weights(batch, other)], out=message)
-            batch.pending = self._transport.exchange(list(batch.outgoing.items()), list(batch.incoming.items()))
+        for bucket in self._buckets:
+            for other, message in bucket.send_buffers.items():
+                torch.cat([part.reshape(-1) for part in _weights(bucket, other)], out=message)
+            bucket.pending = self._transport.exchange(
+                list(bucket.send_buffers.items()), list(bucket.receive_buffers.items())
+            )
 
     def weights_changed(self) -> None:
         """What has been sent is out of date."""
-        for batch in self._batches:
-            batch.pending.wait()
-        for parcel in self._parcels:
-            parcel.block.begin_iteration()
+        for bucket in self._buckets:
+            bucket.pending.wait()
+        for transfer in self._transfers:
+            transfer.block.begin_iteration()
         self._is_sent = False
 
     def drop_gradients(self) -> None:
         """Forget gradients that have not returned."""
-        for parcel in self._parcels:
-            parcel.forget()
+        for transfer in self._transfers:
+            transfer.forget()
 
     def finish(self) -> None:
         """The iteration is over: gradients are about to be used, and then weights will have changed.
@@ -197,7 +199,7 @@ class UnitMail:
             pending.wait()
         self._returning = []
         self.weights_changed()
-        late = next((parcel.block.name for parcel in self._parcels if any(parcel.passes)), None)
+        late = next((transfer.block.name for transfer in self._transfers if any(transfer.passes)), None)
         if late is not None:
             self.drop_gradients()
             raise RuntimeError(
@@ -205,70 +207,70 @@ class UnitMail:
                 "backward pass before optimizer.step() has to run outside of no_sync()"
             )
 
-    def _receiver(self, parcel: _Parcel) -> Callable[[], list[list[Tensor]]]:
+    def _receiver(self, transfer: _BlockTransfer) -> Callable[[], list[list[Tensor]]]:
         def receive() -> list[list[Tensor]]:
-            if parcel.batch is None:
+            if transfer.bucket is None:
                 return []
             self.begin_iteration()
-            parcel.batch.pending.wait()
-            routes = [_unpack(parcel, route) for route in parcel.inward]
-            return [] if not routes else _joined(parcel.block, routes)
+            transfer.bucket.pending.wait()
+            ranges = [_unpack(transfer, units) for units in transfer.taken]
+            return [] if not ranges else _joined(transfer.block, ranges)
 
         return receive
 
-    def _returner(self, parcel: _Parcel) -> Callable[[int, list[Tensor]], list[Tensor] | None]:
+    def _returner(self, transfer: _BlockTransfer) -> Callable[[int, list[Tensor]], list[Tensor] | None]:
         def hand_over(layer: int, gradients: list[Tensor]) -> list[Tensor] | None:
-            if parcel.batch is None:
+            if transfer.bucket is None:
                 return None
-            earlier = parcel.sums[layer]
+            earlier = transfer.sums[layer]
             # Views of another layer's gradient stay as they are until they are sent.
             total = gradients if earlier is None else [a + b for a, b in zip(earlier, gradients, strict=True)]
-            parcel.sums[layer] = total
-            parcel.passes[layer] += 1
-            if not self._is_last_pass(parcel.passes[layer]):
+            transfer.sums[layer] = total
+            transfer.passes[layer] += 1
+            if not self._is_last_pass(transfer.passes[layer]):
                 return None
-            parcel.passes[layer], parcel.sums[layer] = 0, None
-            return self._return_gradients(parcel, layer, total)
+            transfer.passes[layer], transfer.sums[layer] = 0, None
+            return self._return_gradients(transfer, layer, total)
 
         return hand_over
 
-    def _return_gradients(self, parcel: _Parcel, layer: int, total: list[Tensor]) -> list[Tensor] | None:
-        places = parcel.block.places[layer]
-        parameters = parcel.block.parameters[layer]
+    def _return_gradients(self, transfer: _BlockTransfer, layer: int, total: list[Tensor]) -> list[Tensor] | None:
+        places = transfer.block.places[layer]
+        parameters = transfer.block.parameters[layer]
         elements = sum(place.numel(tensor) for place, tensor in zip(places, parameters, strict=True))
         sends, start = [], 0
-        for route in parcel.inward:
-            parts = [view.narrow(place.unit_dim, start, route.count) for place, view in zip(places, total, strict=True)]
-            sends.append((route.other, torch.cat([part.reshape(-1) for part in parts])))
-            start += route.count
+        for units in transfer.taken:
+            parts = [view.narrow(place.unit_dim, start, units.count) for place, view in zip(places, total, strict=True)]
+            sends.append((units.other, torch.cat([part.reshape(-1) for part in parts])))
+            start += units.count
         if sends:
             # The owner may be late; whoever computes for it goes on meanwhile.
             self._returning.append((self._transport.exchange(sends, []), sends))
-        receives = [(route.other, total[0].new_empty(route.count * elements)) for route in parcel.outward]
+        receives = [(units.other, total[0].new_empty(units.count * elements)) for units in transfer.given]
         if not receives:
             return None
         self._transport.exchange([], receives).wait()
-        routes = [
-            _split(message, places, parameters, route.count)[0]
-            for route, (_, message) in zip(parcel.outward, receives, strict=True)
+        ranges = [
+            _split(message, places, parameters, units.count)[0]
+            for units, (_, message) in zip(transfer.given, receives, strict=True)
         ]
-        return [torch.cat([route[n] for route in routes], place.unit_dim) for n, place in enumerate(places)]
+        return [torch.cat([units[n] for units in ranges], place.unit_dim) for n, place in enumerate(places)]
 
 
-def _rehearse_backward(parcels: Sequence[_Parcel]) -> None:
+def _rehearse_backward(transfers: Sequence[_BlockTransfer]) -> None:
     """Take, for a moment, the memory that backward needs for taken units beside that for the own ones.
 
     That is their gradients, as much again until these have returned, and a whole one while it is put together; and the
-    own ones, where they do not exist yet. Activations are not in it, which depend on the batch.
+    own ones, where they do not exist yet. Activations are not in it, which depend on the bucket.
 
     Raises:
         RuntimeError: there is not so much.
     """
     room, largest = [], 0
-    for parcel in parcels:
-        taken = sum(route.count for route in parcel.inward)
+    for transfer in transfers:
+        taken = sum(units.count for units in transfer.taken)
         for layer, tensors, places in zip(
-            parcel.block.layers, parcel.block.parameters, parcel.block.places, strict=True
+            transfer.block.layers, transfer.block.parameters, transfer.block.places, strict=True
         ):
             if taken and layer.weight.requires_grad:  # type: ignore[attr-defined]
                 elements = sum(place.numel(tensor) for tensor, place in zip(tensors, places, strict=True))
@@ -280,31 +282,31 @@ def _rehearse_backward(parcels: Sequence[_Parcel]) -> None:
         room.append(room[0].new_empty(largest))
 
 
-def _weights(batch: _Batch, other: int) -> list[Tensor]:
-    """Views of the units of all the batch's blocks that go to ``other``, in the order of blocks, layers, tensors."""
+def _weights(bucket: _Bucket, other: int) -> list[Tensor]:
+    """Views of the units of all the bucket's blocks that go to ``other``, in the order of blocks, layers, tensors."""
     return [
-        place.view(tensor).narrow(place.unit_dim, route.start, route.count)
-        for parcel in batch.parcels
-        for route in parcel.outward
-        if route.other == other
-        for tensors, places in zip(parcel.block.parameters, parcel.block.places, strict=True)
+        place.view(tensor).narrow(place.unit_dim, units.start, units.count)
+        for transfer in bucket.transfers
+        for units in transfer.given
+        if units.other == other
+        for tensors, places in zip(transfer.block.parameters, transfer.block.places, strict=True)
         for tensor, place in zip(tensors, places, strict=True)
     ]
 
 
-def _unpack(parcel: _Parcel, route: _Route) -> list[list[Tensor]]:
-    """The units of ``route`` by layer and tensor, as views of the message that brought them."""
-    assert parcel.batch is not None
-    message = parcel.batch.incoming[route.other]
+def _unpack(transfer: _BlockTransfer, units: _UnitRange) -> list[list[Tensor]]:
+    """The units of ``units`` by layer and tensor, as views of the message that brought them."""
+    assert transfer.bucket is not None
+    message = transfer.bucket.receive_buffers[units.other]
     offset = 0
-    for earlier in parcel.batch.parcels:
-        if earlier is parcel:
+    for earlier in transfer.bucket.transfers:
+        if earlier is transfer:
             break
-        count = sum(other.count for other in earlier.inward if other.other == route.other)
+        count = sum(other.count for other in earlier.taken if other.other == units.other)
         offset += count * earlier.block.elements_per_unit
     layers = []
-    for tensors, places in zip(parcel.block.parameters, parcel.block.places, strict=True):
-        views, used = _split(message[offset:], places, tensors, route.count)
+    for tensors, places in zip(transfer.block.parameters, transfer.block.places, strict=True):
+        views, used = _split(message[offset:], places, tensors, units.count)
         layers.append(views)
         offset += used
     return layers
@@ -322,11 +324,11 @@ def _split(message: Tensor, places: Sequence, tensors: Sequence[Tensor], count: 
     return views, offset
 
 
-def _joined(block: Block, routes: list[list[list[Tensor]]]) -> list[list[Tensor]]:
-    """The units of several routes one after the other, by layer and tensor."""
-    if len(routes) == 1:
-        return routes[0]
+def _joined(block: Block, ranges: list[list[list[Tensor]]]) -> list[list[Tensor]]:
+    """The units of several ranges one after the other, by layer and tensor."""
+    if len(ranges) == 1:
+        return ranges[0]
     return [
-        [torch.cat([route[layer][n] for route in routes], place.unit_dim) for n, place in enumerate(places)]
+        [torch.cat([units[layer][n] for units in ranges], place.unit_dim) for n, place in enumerate(places)]
         for layer, places in enumerate(block.places)
     ]

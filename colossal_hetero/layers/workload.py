@@ -15,12 +15,12 @@ from torch import Tensor
 
 __all__ = [
     "IMPUTATIONS",
-    "Brake",
     "Clock",
     "Imputation",
     "Lineage",
     "Part",
     "Selector",
+    "Slowdown",
     "Workload",
     "impute",
     "kept_count",
@@ -44,8 +44,8 @@ Selector = Callable[[Tensor, Tensor, int], Tensor]
 GRAIN = 16
 """Contraction columns that matrix products like to have a multiple of: a cache line of float32."""
 
-Brake = Callable[[Callable[[], Tensor]], Tensor]
-"""``brake(product) -> result``: runs a product slower than it is, for experiments."""
+Slowdown = Callable[[Callable[[], Tensor]], Tensor]
+"""``slow_down(product) -> result``: runs a product slower than it is, for experiments."""
 
 
 class Clock(Protocol):

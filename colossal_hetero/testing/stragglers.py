@@ -1,6 +1,6 @@
 """Stragglers to order: make chosen ranks' products slower, for experiments.
 
-The slowing sits in the layers' brakes and nowhere else. Nothing that measures or decides can see it; it is noticed, or
+The slowing sits in the layers' slowdowns and nowhere else. Nothing that measures or decides can see it; it is noticed, or
 not, like a rank that is slow from outside.
 """
 
@@ -87,16 +87,16 @@ class Stragglers:
         return chosen.get(rank, 1.0)
 
 
-class _RepeatBrake:
+class _RepeatSlowdown:
     """Does a product again and again; what a fractional slowdown leaves over is carried to the next product."""
 
     def __init__(self) -> None:
-        self.slowdown = 1.0
+        self.factor = 1.0
         self._debt = 0.0
 
     def __call__(self, product: Callable[[], Tensor]) -> Tensor:
         result = product()
-        self._debt += self.slowdown - 1.0
+        self._debt += self.factor - 1.0
         while self._debt >= 1.0:
             product()
             self._debt -= 1.0
@@ -106,16 +106,16 @@ class _RepeatBrake:
         """Nothing carries over but the debt."""
 
 
-class _SleepBrake:
+class _SleepSlowdown:
     """Pauses after each product, on the host for CPU work."""
 
     def __init__(self) -> None:
-        self.slowdown = 1.0
+        self.factor = 1.0
 
     def __call__(self, product: Callable[[], Tensor]) -> Tensor:
         start = time.perf_counter()
         result = product()
-        time.sleep((self.slowdown - 1.0) * (time.perf_counter() - start))
+        time.sleep((self.factor - 1.0) * (time.perf_counter() - start))
         return result
 
     def begin_iteration(self) -> None:
@@ -132,14 +132,14 @@ def _sleep_cycles_per_second(cycles: int = 20_000_000) -> float:
     return cycles / (start.elapsed_time(end) * 1e-3)
 
 
-class _CudaSleepBrake:
+class _CudaSleepSlowdown:
     """Pauses the stream after each product for as long as the same product of an earlier iteration took, times χ − 1.
 
     Products are known by their place in the iteration, so that the host never waits for the device.
     """
 
     def __init__(self) -> None:
-        self.slowdown = 1.0
+        self.factor = 1.0
         self._place = 0
         self._seconds: dict[int, float] = {}
         self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
@@ -156,7 +156,7 @@ class _CudaSleepBrake:
         result = product()
         end.record()
         self._events.setdefault(place, (start, end))
-        cycles = int((self.slowdown - 1.0) * self._seconds.get(place, 0.0) * self._cycles_per_second)
+        cycles = int((self.factor - 1.0) * self._seconds.get(place, 0.0) * self._cycles_per_second)
         if cycles > 0:
             torch.cuda._sleep(cycles)
         return result
@@ -184,13 +184,15 @@ def inject_stragglers(
     if not layers:
         raise ValueError("the model has no tensor-parallel layers of colossal_hetero whose products could be slowed")
     on_gpu = next(model.parameters()).is_cuda
-    brake = _RepeatBrake() if stragglers.means == "repeat" else (_CudaSleepBrake() if on_gpu else _SleepBrake())
+    slow_down = (
+        _RepeatSlowdown() if stragglers.means == "repeat" else (_CudaSleepSlowdown() if on_gpu else _SleepSlowdown())
+    )
     rank = dist.get_rank()
     length = iterations_per_epoch if stragglers.period == "epoch" and iterations_per_epoch else 1
     iterations = 0
-    brake.slowdown = stragglers.slowdown(rank, 0)
+    slow_down.factor = stragglers.slowdown(rank, 0)
     for layer in layers.values():
-        layer.brake = brake
+        layer.slow_down = slow_down
 
     step = optimizer.step
 
@@ -199,8 +201,8 @@ def inject_stragglers(
         nonlocal iterations
         result = step(*args, **kwargs)
         iterations += 1
-        brake.slowdown = stragglers.slowdown(rank, iterations // length)
-        brake.begin_iteration()
+        slow_down.factor = stragglers.slowdown(rank, iterations // length)
+        slow_down.begin_iteration()
         return result
 
     optimizer.step = step_and_count

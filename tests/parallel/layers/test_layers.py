@@ -118,7 +118,7 @@ def check_idle() -> None:
             assert "matmul" in our.clock.marks and "communication" in our.clock.marks
             our.assign(ours.Workload(prune=0.0, select=keep_given(torch.arange(0))))
             assert_equal(run(our, kind, dtype=dtype), expected, f"{kind} {dtype} nothing to prune", exact=True)
-            our.brake = lambda product: (product(), product())[1]
+            our.slow_down = lambda product: (product(), product())[1]
             assert_equal(run(our, kind, dtype=dtype), expected, f"{kind} {dtype} braked", exact=True)
 
 

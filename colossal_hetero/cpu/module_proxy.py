@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 
-class StandIn:
+class ModuleProxy:
     """Looks like ``module`` but for ``replaced``.
 
     Bound to a name in one module of Colossal-AI, it changes what that module sees of torch and nothing else's view.
