@@ -4,7 +4,8 @@ python -m benchmarks.tensor_parallel.policies [--ranks 4] [--rounds 4] [--sender
 
 The first ``senders`` ranks give a share γ of their work to the others, which take equal parts. Nobody is slow, so
 all of the difference to γ = 0 is what migrating costs, and what the receivers do more. All methods and shares take
-turns in the same processes. More ranks than cores share them; then the work of all ranks counts, not that of the latest.
+turns in the same processes. More ranks than cores share them; then the work of all ranks counts, not that of the
+latest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Model code of Colossal-AI that selects the GPU of its hidden states, on a CPU."""
+"""Model code of Colossal-AI that calls ``torch.cuda.set_device``, on a CPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["patch"]
 
 
 def _set_device(device: Any) -> None:
-    """``torch.cuda.set_device`` raises for a CPU; there is one CPU device, and it is always the current one."""
+    """Do nothing: ``torch.cuda.set_device`` raises for a CPU, whose only device is always the current one."""
 
 
 def patch() -> None:
-    """Let the forward passes that call ``torch.cuda.set_device(hidden_states.device)`` run."""
+    """Let forward passes run that call ``torch.cuda.set_device(hidden_states.device)``."""
     for model in (gpt2, gptj, opt, t5):
         model.torch = ModuleProxy(torch, cuda=ModuleProxy(torch.cuda, set_device=_set_device))

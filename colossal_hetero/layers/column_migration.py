@@ -1,21 +1,22 @@
 """Migration of contraction columns, product by product (SEMI, Sec. IV-A): the column form.
 
-A *sender* ``s`` hands the columns ``P`` of its product to *receivers*; receiver ``r`` computes ``P_r ⊂ P``. Notation as
+A *sender* ``s`` gives the columns ``P`` of its product to *receivers*; receiver ``r`` computes ``P_r ⊂ P``. Notation as
 in :mod:`.product`: M rows, L contraction columns and N outputs of a rank's weight.
 
 ===============  =================================================  =================================================
 layer            forward                                            backward
 ===============  =================================================  =================================================
-column-parallel  ``W_s[:, P]`` goes out;                            ``dY_s`` goes out;
+column-parallel  ``W_s[:, P]`` is sent;                             ``dY_s`` is sent;
                  ``X[:, P_r] W_s[:, P_r]ᵀ`` is summed on s          ``dY_s W_s[:, P_r]`` belongs to dX,
                                                                     ``dY_sᵀ X[:, P_r]`` returns as dW_s[:, P_r]
-row-parallel     ``X_s[:, P]`` and ``W_s[:, P]`` go out;            ``dY W_s[:, P_r]`` returns as dX_s[:, P_r],
+row-parallel     ``X_s[:, P]`` and ``W_s[:, P]`` are sent;          ``dY W_s[:, P_r]`` returns as dX_s[:, P_r],
                  ``X_s[:, P_r] W_s[:, P_r]ᵀ`` belongs to Y          ``dYᵀ X_s[:, P_r]`` as dW_s[:, P_r]
 ===============  =================================================  =================================================
 
-How things go out and results come back is the exchange's. ``broadcast-reduce`` (the paper's) broadcasts, and merges what
-belongs to dX or Y into the all-reduce that runs anyway; ``scatter-gather`` (the policy it is compared with) sends each
-receiver its own part and each result back to the sender. What backward needs again is kept from forward.
+A :class:`ColumnExchange` sends columns and returns results. ``broadcast-reduce``, the paper's method, broadcasts;
+results that are terms of dX or Y are added to the receiver's own, for the all-reduce that runs in any case.
+``scatter-gather``, the method it is compared with, sends each receiver its own part and each result back to the sender.
+Operands that the backward pass needs again are kept from the forward pass.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ class MovedRange(Protocol):
 
 
 class ColumnExchange(ABC):
-    """How the columns of a product and its results travel."""
+    """Sends columns of a product to receivers, and the results back."""
 
     merges: bool
-    """Whether receivers add their results to their own, for the all-reduce that follows."""
+    """Whether a receiver adds its results to its own product, for the all-reduce that follows."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -70,20 +71,20 @@ class ColumnExchange(ABC):
     def distribute(
         self, moves: Sequence[MovedRange], given: Tensor | None, like: Tensor, rows: int
     ) -> list[Tensor | None]:
-        """Give each receiver its columns: for every move ``[rows, stop − start]`` on its receiver, None elsewhere.
+        """Send each receiver its columns; returns, for every move, ``[rows, stop − start]`` on its receiver, else None.
 
-        ``given [rows, |P|]`` is the sender's, None on the others; ``like`` tells dtype and device.
+        ``given [rows, |P|]`` is the sender's matrix, None on other ranks; ``like`` has its dtype and device.
         """
 
     @abstractmethod
     def broadcast(
         self, moves: Sequence[MovedRange], given: Tensor | None, shape: tuple[int, int], like: Tensor
     ) -> Tensor | None:
-        """Give every receiver of one sender the whole of ``given``, of that shape; None on bystanders."""
+        """Send all of ``given``, of that shape, to every receiver of one sender; returns it there and on the sender."""
 
     @abstractmethod
     def reduce(self, moves: Sequence[MovedRange], result: Tensor) -> None:
-        """Add every receiver's ``result`` to that of the sender, in place on the sender."""
+        """Add every receiver's ``result`` to the sender's, in place on the sender."""
 
     def gather(
         self,
@@ -93,9 +94,9 @@ class ColumnExchange(ABC):
         like: Tensor,
         rows: int,
     ) -> Pending:
-        """Return every receiver's ``[rows, stop − start]`` to its sender; ``collected`` there when waited for.
+        """Start returning every receiver's ``[rows, stop − start]`` to its sender; waiting stores them in ``into``.
 
-        ``into [rows, L]`` is the sender's whole matrix, None on the others.
+        ``into [rows, L]`` is the sender's whole matrix, None on other ranks.
         """
         rank = self.transport.rank
         sends = [
@@ -109,7 +110,7 @@ class ColumnExchange(ABC):
 
 
 class _GatheredColumns(Pending):
-    """Parts of a matrix on their way back to their owner."""
+    """Columns of a matrix that are being returned to the rank that gave them away."""
 
     def __init__(self, pending: Pending, parts: Sequence[tuple[MovedRange, Tensor]], into: Tensor | None) -> None:
         self._pending, self._parts, self._into = pending, parts, into
@@ -122,7 +123,7 @@ class _GatheredColumns(Pending):
 
 
 class BroadcastReduce(ColumnExchange):
-    """The paper's: broadcasts, which fast ranks pass on for the slow one, and reductions."""
+    """The paper's method: broadcasts, in which fast ranks forward data for the slow one, and reductions."""
 
     merges = True
 
@@ -132,7 +133,7 @@ class BroadcastReduce(ColumnExchange):
         first, last = moves[0].start, moves[-1].stop
         whole = self.broadcast(moves, given, (rows, last - first), like)
         return [
-            # A copy: the rest of what was broadcast need not be kept until backward.
+            # A copy, so that the rest of the broadcast matrix is not kept until the backward pass.
             None if whole is None or move.receiver != self.transport.rank
             else whole[:, move.start - first : move.stop - first].contiguous()
             for move in moves
@@ -150,7 +151,7 @@ class BroadcastReduce(ColumnExchange):
 
 
 class ScatterGather(ColumnExchange):
-    """The compared policy: the sender sends to each receiver and hears from each."""
+    """The method that the paper compares with: the sender sends to, and receives from, each receiver."""
 
     merges = False
 
@@ -200,11 +201,11 @@ COLUMN_EXCHANGES: dict[str, type[ColumnExchange]] = {
 
 @dataclass(frozen=True)
 class ColumnMigration:
-    """Who computes whose columns in one layer; the same on all ranks of the group."""
+    """Which ranks compute which columns of one layer; the same on all ranks of the group."""
 
     exchange: ColumnExchange
     moves: tuple[MovedRange, ...]
-    """Grouped by sender, in ascending order of their columns; a sender's are its last."""
+    """Grouped by sender, in ascending order of their columns; each sender gives away its last columns."""
 
     @property
     def rank(self) -> int:
@@ -224,7 +225,7 @@ class ColumnMigration:
 
 @dataclass(frozen=True)
 class MigratedProductContext:
-    """What a migrated product needs beside its operands."""
+    """What a migrated product needs in addition to its operands."""
 
     layout: WeightLayout
     migration: ColumnMigration
@@ -232,7 +233,7 @@ class MigratedProductContext:
     group: dist.ProcessGroup | None
     """The group to sum dX over (column-parallel), or None."""
     lineage: Lineage | None = None
-    """The columns to keep of those that are not given away, or None for all of them."""
+    """Which of the columns that are not given away are kept, or None if all are."""
     clock: Clock | None = None
     slow_down: Slowdown | None = None
 
@@ -240,14 +241,14 @@ class MigratedProductContext:
         if self.clock is not None:
             self.clock.mark(part)
 
-    def own(self, matrix: Tensor, columns: int) -> Tensor:
-        """Of ``[…, columns]`` what this rank multiplies itself."""
+    def kept_part(self, matrix: Tensor, columns: int) -> Tensor:
+        """The part of ``matrix […, columns]`` that this rank multiplies itself."""
         if self.lineage is not None:
             return matrix.index_select(-1, self.lineage.kept)
         return matrix.narrow(-1, 0, columns - self.migration.given)
 
     def at_full_size(self, part: Tensor, name: str, backward_pass: int, columns: int) -> Tensor:
-        """The gradient ``[…, columns]`` whose ``part`` this rank computed: imputed where pruned, zero where given."""
+        """The gradient ``[…, columns]`` from this rank's ``part``: imputed where pruned, zero where given away."""
         full = part.new_zeros(*part.shape[:-1], columns)
         rest = columns - self.migration.given
         if self.lineage is not None:
@@ -265,7 +266,7 @@ class _MigratedProduct(torch.autograd.Function):
         columns = matrix.shape[1]
         rows = matrix_view(x)
         ctx.how, ctx.use_bias, ctx.shape = how, bias is not None, x.shape
-        own_x, own_weight = how.own(rows, columns), how.own(matrix, columns)
+        own_x, own_weight = how.kept_part(rows, columns), how.kept_part(matrix, columns)
         y = run(lambda: torch.nn.functional.linear(own_x, own_weight, bias), how.slow_down)
         how.mark("matmul")
         received: list[tuple[MovedRange, Tensor, Tensor]] = []
@@ -294,7 +295,7 @@ class _MigratedProduct(torch.autograd.Function):
             if how.column_parallel or not exchange.merges:
                 exchange.reduce(moves, torch.zeros_like(y) if result is None else result)
                 how.mark("communication")
-        # A receiver's columns of a column-parallel layer's X are a part of the X that is saved anyway.
+        # In a column-parallel layer the received columns of X are part of this rank's X, which is saved in any case.
         ctx.moves = [move for move, _, _ in received]
         parts = [part for _, part, _ in received]
         inputs_kept = [] if how.column_parallel else [part_x for _, _, part_x in received]
@@ -312,8 +313,8 @@ class _MigratedProduct(torch.autograd.Function):
         matrix = how.layout.as_matrix(weight)
         outputs, columns = matrix.shape
         dy = matrix_view(dy.contiguous())
-        own_x = x if x.shape[1] != columns or not ctx.moves else how.own(x, columns)
-        own_weight = how.own(matrix, columns)
+        own_x = x if x.shape[1] != columns or not ctx.moves else how.kept_part(x, columns)
+        own_weight = how.kept_part(matrix, columns)
         backward_pass = how.lineage.begin_backward() if how.lineage is not None else 0
         wants_weight = ctx.needs_input_grad[1]
         dx = run(lambda: dy @ own_weight, how.slow_down)

@@ -1,8 +1,9 @@
-"""Units on their way: weights once per optimizer step, gradients back once (ALGORITHMS 1.5).
+"""Messages of migrated units: weights once per optimizer step, gradients back once (docs/algorithms.md, 1.5).
 
-Weights of many blocks travel in one message per pair of ranks; a message is waited for when its first block is about to
-compute. Gradients return from each layer's last backward pass before they are used, so that whatever acts on gradients
-as they appear (data parallelism, ZeRO, loss scaling, clipping) finds them complete on their owner.
+The weights of many blocks (a *bucket*) are sent in one message per pair of ranks; a rank waits for the message when the
+first of these blocks is about to compute. The gradients of a layer return in its last backward pass before the
+optimizer step. So code that uses gradients as they appear (data parallelism, ZeRO, loss scaling, clipping) finds them
+complete on the rank that owns the units.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from .workload import Selector
 __all__ = ["MESSAGE_BYTES", "UnitExchange", "bucket_numbers"]
 
 MESSAGE_BYTES = 4 << 20
-"""Blocks are put together until their weights are as large as this; larger messages would not be faster."""
+"""Blocks are added to a bucket until their moved weights reach this size; larger messages would not be faster."""
 
 
 @dataclass
 class _UnitRange:
-    """Units of one block between this rank and another."""
+    """The units ``[start, stop)`` of one block that this rank sends to, or receives from, the rank ``other``."""
 
     other: int
     start: int
@@ -40,27 +41,27 @@ class _UnitRange:
 
 @dataclass(eq=False)
 class _BlockTransfer:
-    """What this rank has to do with one block."""
+    """The units of one block that this rank gives and takes."""
 
     block: Block
     given: list[_UnitRange]
-    """Own units and who computes them, in ascending order."""
+    """This rank's units that other ranks compute, in ascending order."""
     taken: list[_UnitRange]
-    """Others' units that this rank computes."""
+    """Other ranks' units that this rank computes."""
     bucket: _Bucket | None = None
     passes: list[int] = field(default_factory=list)
-    """Backward passes of each layer since its gradients last returned."""
+    """For each layer, the backward passes since its gradients last returned."""
     sums: list[list[Tensor] | None] = field(default_factory=list)
-    """The taken units' gradients of each layer, added up since then."""
+    """For each layer, the sum of the taken units' gradients in these passes, or None before the first one."""
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         self.passes = [0] * len(self.block.layers)
         self.sums = [None] * len(self.block.layers)
 
 
 @dataclass(eq=False)
 class _Bucket:
-    """Blocks whose weights travel together, and the messages that carry them, by the rank at the other end."""
+    """Blocks whose weights are sent together, with a buffer for each message, by the other rank."""
 
     transfers: list[_BlockTransfer] = field(default_factory=list)
     send_buffers: dict[int, Tensor] = field(default_factory=dict)
@@ -68,42 +69,42 @@ class _Bucket:
     pending: Pending = field(default_factory=lambda: Pending(()))
 
     def reserve(self) -> None:
-        """Make room for the messages."""
-        for messages, direction in ((self.send_buffers, "given"), (self.receive_buffers, "taken")):
+        """Allocate the buffers."""
+        like = self.transfers[0].block.parameters[0][0]
+        for buffers, direction in ((self.send_buffers, "given"), (self.receive_buffers, "taken")):
             lengths: dict[int, int] = {}
             for transfer in self.transfers:
                 for units in getattr(transfer, direction):
                     elements = units.count * transfer.block.elements_per_unit
                     lengths[units.other] = lengths.get(units.other, 0) + elements
-            like = self.transfers[0].block.parameters[0][0]
-            messages.update({other: like.new_empty(length) for other, length in sorted(lengths.items())})
+            buffers.update({other: like.new_empty(length) for other, length in sorted(lengths.items())})
 
 
 def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]]) -> list[int]:
-    """Which blocks' weights travel together: a number for each block, the same division on all ranks."""
+    """The number of each block's bucket; all ranks get the same numbers."""
     numbers: list[int] = []
-    size, kind = 0, None
+    size, last_dtype = 0, None
     for block, moved in zip(blocks, moves, strict=True):
         dtype = block.parameters[0][0].dtype
         if not numbers:
             numbers.append(0)
-        elif size >= MESSAGE_BYTES or kind != dtype:
+        elif size >= MESSAGE_BYTES or last_dtype != dtype:
             numbers.append(numbers[-1] + 1)
             size = 0
         else:
             numbers.append(numbers[-1])
-        kind = dtype
+        last_dtype = dtype
         size += sum(move.stop - move.start for move in moved) * block.elements_per_unit * dtype.itemsize
     return numbers
 
 
 class UnitExchange:
-    """Moves units of blocks between one rank and the others of its group.
+    """Exchanges units of blocks between one rank and the others of its group.
 
     Args:
-        transport: of the group.
-        is_last_pass: whether a layer's n-th backward pass since its gradients last returned is the last before they are
-            used; the same on all ranks.
+        transport: the group's transport.
+        is_last_pass: whether a layer's n-th backward pass since its gradients last returned is the last one before the
+            optimizer step; the same function on all ranks.
     """
 
     def __init__(self, transport: Transport, is_last_pass: Callable[[int], bool]) -> None:
@@ -112,7 +113,7 @@ class UnitExchange:
         self._transfers: list[_BlockTransfer] = []
         self._buckets: list[_Bucket] = []
         self._returning: list[tuple[Pending, list[tuple[int, Tensor]]]] = []
-        """Gradients on their way to their owners, with the memory that they are sent from."""
+        """Gradients that are being sent to their owners, with the tensors that they are sent from."""
         self._is_sent = False
 
     def assign(
@@ -122,10 +123,13 @@ class UnitExchange:
         kept: Sequence[int],
         select: Sequence[Selector | None],
     ) -> None:
-        """From the next iteration on move units of every block as its ``moves`` say and keep ``kept`` of the own ones.
+        """From the next iteration on migrate each block's ``moves`` and compute ``kept`` of this rank's own units.
+
+        ``moves``, ``kept`` and ``select`` have an entry for each block; ``select`` chooses the kept units if some are
+        pruned.
 
         Raises:
-            RuntimeError: there is no memory for the units that this rank takes.
+            RuntimeError: there is not enough memory for the units that this rank takes.
         """
         self.release(blocks)
         rank = self._transport.rank
@@ -137,7 +141,7 @@ class UnitExchange:
             if count == block.units and not taken:
                 continue
             transfer = _BlockTransfer(block, given, taken)
-            transfer.forget()
+            transfer.clear_gradients()
             workload = BlockWorkload(
                 given=sum(units.count for units in given),
                 taken=sum(units.count for units in taken),
@@ -152,19 +156,19 @@ class UnitExchange:
         self._buckets = list(buckets.values())
         for bucket in self._buckets:
             bucket.reserve()
-        _rehearse_backward(self._transfers)
+        _check_backward_memory(self._transfers)
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """Nobody moves anything any more."""
+        """Stop migrating: every rank computes exactly its own units."""
         self.finish()
         self._transfers, self._buckets = [], []
         for block in blocks:
             block.assign(None)
 
     def begin_iteration(self) -> None:
-        """Start sending the units' weights. Collective over the group.
+        """Start sending the units' weights, once per iteration. Collective over the group.
 
-        A block that is called beforehand, by itself, starts it too.
+        If a block runs before this is called, its forward pass starts the sending.
         """
         if self._is_sent:
             return
@@ -177,7 +181,7 @@ class UnitExchange:
             )
 
     def weights_changed(self) -> None:
-        """What has been sent is out of date."""
+        """The weights have changed: those sent before are not used any more."""
         for bucket in self._buckets:
             bucket.pending.wait()
         for transfer in self._transfers:
@@ -185,15 +189,15 @@ class UnitExchange:
         self._is_sent = False
 
     def drop_gradients(self) -> None:
-        """Forget gradients that have not returned."""
+        """Discard gradients that have not returned."""
         for transfer in self._transfers:
-            transfer.forget()
+            transfer.clear_gradients()
 
     def finish(self) -> None:
-        """The iteration is over: gradients are about to be used, and then weights will have changed.
+        """End the iteration: call this when all backward passes are done, before the optimizer step.
 
         Raises:
-            RuntimeError: gradients of units that this rank computes for others never returned.
+            RuntimeError: gradients of units that this rank computes for others have not returned.
         """
         for pending, _ in self._returning:
             pending.wait()
@@ -204,7 +208,7 @@ class UnitExchange:
             self.drop_gradients()
             raise RuntimeError(
                 f"gradients of migrated units of {late or 'the model'} have not returned to their owner: the last "
-                "backward pass before optimizer.step() has to run outside of no_sync()"
+                "backward pass before optimizer.step() must run outside no_sync()"
             )
 
     def _receiver(self, transfer: _BlockTransfer) -> Callable[[], list[list[Tensor]]]:
@@ -219,11 +223,11 @@ class UnitExchange:
         return receive
 
     def _returner(self, transfer: _BlockTransfer) -> Callable[[int, list[Tensor]], list[Tensor] | None]:
-        def hand_over(layer: int, gradients: list[Tensor]) -> list[Tensor] | None:
+        def return_gradients(layer: int, gradients: list[Tensor]) -> list[Tensor] | None:
             if transfer.bucket is None:
                 return None
             earlier = transfer.sums[layer]
-            # Views of another layer's gradient stay as they are until they are sent.
+            # Not in place: the gradients are views of another tensor, which must not change before they are sent.
             total = gradients if earlier is None else [a + b for a, b in zip(earlier, gradients, strict=True)]
             transfer.sums[layer] = total
             transfer.passes[layer] += 1
@@ -232,7 +236,7 @@ class UnitExchange:
             transfer.passes[layer], transfer.sums[layer] = 0, None
             return self._return_gradients(transfer, layer, total)
 
-        return hand_over
+        return return_gradients
 
     def _return_gradients(self, transfer: _BlockTransfer, layer: int, total: list[Tensor]) -> list[Tensor] | None:
         places = transfer.block.places[layer]
@@ -244,7 +248,7 @@ class UnitExchange:
             sends.append((units.other, torch.cat([part.reshape(-1) for part in parts])))
             start += units.count
         if sends:
-            # The owner may be late; whoever computes for it goes on meanwhile.
+            # Do not wait: the owner may be late, and this rank continues in the meantime.
             self._returning.append((self._transport.exchange(sends, []), sends))
         receives = [(units.other, total[0].new_empty(units.count * elements)) for units in transfer.given]
         if not receives:
@@ -257,14 +261,15 @@ class UnitExchange:
         return [torch.cat([units[n] for units in ranges], place.unit_dim) for n, place in enumerate(places)]
 
 
-def _rehearse_backward(transfers: Sequence[_BlockTransfer]) -> None:
-    """Take, for a moment, the memory that backward needs for taken units beside that for the own ones.
+def _check_backward_memory(transfers: Sequence[_BlockTransfer]) -> None:
+    """Allocate, and release at once, the memory for gradients that the backward pass will need.
 
-    That is their gradients, as much again until these have returned, and a whole one while it is put together; and the
-    own ones, where they do not exist yet. Activations are not in it, which depend on the bucket.
+    It is needed for the taken units' gradients, for a copy of them until they have returned, for one whole gradient
+    while it is assembled, and for the rank's own gradients where they do not exist yet. Activations are not included,
+    because they depend on the batch.
 
     Raises:
-        RuntimeError: there is not so much.
+        RuntimeError: there is not enough memory.
     """
     room, largest = [], 0
     for transfer in transfers:
@@ -283,7 +288,7 @@ def _rehearse_backward(transfers: Sequence[_BlockTransfer]) -> None:
 
 
 def _weights(bucket: _Bucket, other: int) -> list[Tensor]:
-    """Views of the units of all the bucket's blocks that go to ``other``, in the order of blocks, layers, tensors."""
+    """Views of the bucket's units that are sent to ``other``, in the order of blocks, layers, tensors."""
     return [
         place.view(tensor).narrow(place.unit_dim, units.start, units.count)
         for transfer in bucket.transfers
@@ -295,7 +300,7 @@ def _weights(bucket: _Bucket, other: int) -> list[Tensor]:
 
 
 def _unpack(transfer: _BlockTransfer, units: _UnitRange) -> list[list[Tensor]]:
-    """The units of ``units`` by layer and tensor, as views of the message that brought them."""
+    """The weights of ``units`` by layer and tensor, as views of the message that contains them."""
     assert transfer.bucket is not None
     message = transfer.bucket.receive_buffers[units.other]
     offset = 0
@@ -313,7 +318,7 @@ def _unpack(transfer: _BlockTransfer, units: _UnitRange) -> list[list[Tensor]]:
 
 
 def _split(message: Tensor, places: Sequence, tensors: Sequence[Tensor], count: int) -> tuple[list[Tensor], int]:
-    """The first elements of ``message`` as ``count`` units of each of ``tensors``, and how many they were."""
+    """The first elements of ``message`` as ``count`` units of each of ``tensors``, and the number of these elements."""
     views, offset = [], 0
     for place, tensor in zip(places, tensors, strict=True):
         shape = list(place.view(tensor).shape)
@@ -325,7 +330,7 @@ def _split(message: Tensor, places: Sequence, tensors: Sequence[Tensor], count: 
 
 
 def _joined(block: Block, ranges: list[list[list[Tensor]]]) -> list[list[Tensor]]:
-    """The units of several ranges one after the other, by layer and tensor."""
+    """The units of several ranges concatenated, by layer and tensor."""
     if len(ranges) == 1:
         return ranges[0]
     return [

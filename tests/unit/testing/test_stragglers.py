@@ -183,7 +183,7 @@ def test_injection_follows_the_schedule_by_iteration_and_by_epoch(means: str, mo
 @pytest.mark.parametrize("schedule", ["round-robin", "random"])
 def test_a_schedule_by_the_epoch_needs_its_length(schedule: str) -> None:
     stragglers = Stragglers(slowdowns={0: 3.0}, schedule=schedule, world_size=2)
-    with pytest.raises(ValueError, match=f"a {schedule} schedule by the epoch needs iterations_per_epoch"):
+    with pytest.raises(ValueError, match=f"a {schedule} schedule that changes every epoch needs iterations_per_epoch"):
         inject_stragglers(torch.nn.Linear(1, 1), Optimizer(), stragglers)
 
 
