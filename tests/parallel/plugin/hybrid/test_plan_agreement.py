@@ -14,9 +14,9 @@ from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, save_model_profile
 from colossal_hetero.planner.search import make_plans as planning_module
 from colossal_hetero.planner.search.make_plans import Candidate
-from colossal_hetero.plugin import plan_agreement as planned_module
-from tests.parallel.plugin.test_planned import train_alone, train_planned
-from tests.parallel.plugin.test_planned_refusals import unequal
+from colossal_hetero.plugin.hybrid import plan_agreement as planned_module
+from tests.parallel.plugin.hybrid.test_plan_checks import unequal
+from tests.parallel.plugin.hybrid.test_planned_run import train_alone, train_planned
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan, planned
 from tests.support.training import boost, sgd, tiny_vit
