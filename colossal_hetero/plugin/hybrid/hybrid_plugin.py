@@ -21,22 +21,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from .. import accelerator
-from ..balance.balancer import Balancer, attach_balancer
-from ..balance.config import BalanceConfig
-from ..balance.measure.clock import IterationClock, make_clock
-from ..data_parallel.attach import BatchSetup, attach_batches, profile_for
-from ..data_parallel.batch_balancer import BatchBalancer
-from ..data_parallel.config import BatchConfig
-from ..layers.policy import hetero_policy
-from ..pipeline_parallel.config import PlanConfig
-from ..pipeline_parallel.drift import DriftReport
-from ..planner.plans.plan import Plan
-from ..planner.profile.layer_profile import ModelProfile
-from ..profiling.batches.rank_profiler import describe
+from ... import accelerator
+from ...balance.balancer import Balancer, attach_balancer
+from ...balance.config import BalanceConfig
+from ...balance.measure.clock import IterationClock, make_clock
+from ...data_parallel.attach import BatchSetup, attach_batches, profile_for
+from ...data_parallel.batch_balancer import BatchBalancer
+from ...data_parallel.config import BatchConfig
+from ...layers.policy import hetero_policy
+from ...pipeline_parallel.config import PlanConfig
+from ...pipeline_parallel.drift import DriftReport
+from ...planner.plans.plan import Plan
+from ...planner.profile.layer_profile import ModelProfile
+from ...profiling.batches.rank_profiler import describe
+from ..uneven_batches import UnevenLoaders
 from . import plan_agreement
 from .drift_watch import DriftWatch
-from .loaders import UnevenLoaders
 from .plan_groups import groups_of, name_adapters
 from .planned_mesh import MakeGroup, planned_meshes
 from .unequal_chunks import give_chunks, take_chunks, unequal_chunks

@@ -16,10 +16,10 @@ from torch.utils.data import TensorDataset
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
 from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.plugin.plan_agreement import runnable
-from colossal_hetero.plugin.planned_mesh import PlannedMesh
+from colossal_hetero.plugin.hybrid.plan_agreement import runnable
+from colossal_hetero.plugin.hybrid.planned_mesh import PlannedMesh
 from tests.parallel.layers.test_checkpoints import load, save
-from tests.parallel.plugin.test_planned import MICRO_BATCH, MICRO_BATCHES, train_alone, train_planned
+from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, train_alone, train_planned
 from tests.support.harness import run_ranks
 from tests.support.planning import boosted, make_plan, planned
 from tests.support.training import assert_same_parameters, boost, scripted, sgd, tiny_vit

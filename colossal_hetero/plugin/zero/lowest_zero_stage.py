@@ -16,15 +16,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..accelerator import get_accelerator
-from ..data_parallel.loader import HeteroDataLoader
-from ..processes.every_rank import on_every_rank
-from ..profiling.aborted_step import abandon_step, find_zero_optimizer
-from ..profiling.batches.device_profiler import device_name, optimizer_state_bytes
-from ..profiling.local_collectives import local_collectives
-from ..profiling.memory import ballast, is_out_of_memory, memory_limit, recover, used_bytes
-from ..profiling.preserved_state import untouched
-from ..profiling.training_step import TrainingStep, TrialRun
+from ...accelerator import get_accelerator
+from ...data_parallel.loader import HeteroDataLoader
+from ...processes.every_rank import on_every_rank
+from ...profiling.aborted_step import abandon_step, find_zero_optimizer
+from ...profiling.batches.device_profiler import device_name, optimizer_state_bytes
+from ...profiling.local_collectives import local_collectives
+from ...profiling.memory import ballast, is_out_of_memory, memory_limit, recover, used_bytes
+from ...profiling.preserved_state import untouched
+from ...profiling.training_step import TrainingStep, TrialRun
 from .zero_stages import Configured
 
 __all__ = ["configure_lowest"]

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from .. import accelerator  # noqa: F401  (completes Colossal-AI on a CPU before anything of it is used)
-from ..data_parallel.attach import BatchSetup, attach_batches, profile_for
-from ..data_parallel.batch_balancer import BatchBalancer
-from ..data_parallel.config import BatchConfig
-from ..planner.batches.allocation import Allocation
-from ..profiling.batches.rank_profiler import describe
-from .loaders import UnevenLoaders
+from ... import accelerator  # noqa: F401  (completes Colossal-AI on a CPU before anything of it is used)
+from ...data_parallel.attach import BatchSetup, attach_batches, profile_for
+from ...data_parallel.batch_balancer import BatchBalancer
+from ...data_parallel.config import BatchConfig
+from ...planner.batches.allocation import Allocation
+from ...profiling.batches.rank_profiler import describe
+from ..uneven_batches import UnevenLoaders
 from .lowest_zero_stage import configure_lowest
 from .zero_checkpoints import StageCheckpointIO
 from .zero_stages import PRECISIONS, STAGES, Configured, options_by_stage, plugin_of_stage, synchronizer

@@ -20,8 +20,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from colossal_hetero import HeteroZeroPlugin
-from tests.parallel.plugin.test_zero_measuring import stage_of
-from tests.parallel.plugin.test_zero_plugin import Numbered, full_parameters, make_model, make_optimizer, sizes_by_rank
+from tests.parallel.plugin.zero.test_lowest_zero_stage import stage_of
+from tests.parallel.plugin.zero.test_zero_plugin import (
+    Numbered,
+    full_parameters,
+    make_model,
+    make_optimizer,
+    sizes_by_rank,
+)
 from tests.support.harness import answer, run_ranks, start_ranks
 
 DIVISIONS = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from colossal_hetero import BalanceConfig, BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.layers import hetero_policy
-from tests.parallel.plugin.test_zero_plugin import sizes_by_rank
+from tests.parallel.plugin.zero.test_zero_plugin import sizes_by_rank
 from tests.support.harness import run_ranks
 from tests.support.training import CLASSES, tiny_vit
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from .. import accelerator
-from ..pipeline_parallel.drift import DriftReport, PassSeconds, compare
-from ..planner.plans.plan import Plan
-from ..planner.profile.layer_profile import ModelProfile
+from ... import accelerator
+from ...pipeline_parallel.drift import DriftReport, PassSeconds, compare
+from ...planner.plans.plan import Plan
+from ...planner.profile.layer_profile import ModelProfile
 
 __all__ = ["DriftWatch", "StageClock"]
 

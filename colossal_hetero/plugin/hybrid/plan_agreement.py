@@ -16,15 +16,15 @@ from rich.console import Console
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..data_parallel.config import BatchConfig
-from ..io.text import spans
-from ..pipeline_parallel.config import PlanConfig
-from ..planner.cluster.cluster_file import load_cluster
-from ..planner.cluster.topology import Topology
-from ..planner.plans.plan import Plan, load_plan
-from ..planner.plans.runnable import why_not_runnable
-from ..planner.profile.layer_profile import ModelProfile, load_model_profile
-from ..profiling.layers.model_layers import find_blocks
+from ...data_parallel.config import BatchConfig
+from ...io.text import spans
+from ...pipeline_parallel.config import PlanConfig
+from ...planner.cluster.cluster_file import load_cluster
+from ...planner.cluster.topology import Topology
+from ...planner.plans.plan import Plan, load_plan
+from ...planner.plans.runnable import why_not_runnable
+from ...planner.profile.layer_profile import ModelProfile, load_model_profile
+from ...profiling.layers.model_layers import find_blocks
 
 __all__ = ["agree_on_plan", "arguments_of", "check_loader", "check_num_layers", "runnable", "sized_batches"]
 
@@ -98,8 +98,8 @@ def _make(
     pp_size: int | None,
 ) -> Plan:
     """The best plan that can be run here; with these sizes where they are given."""
-    from ..planner.report.plan_table import one_line
-    from ..planner.search.make_plans import make_plans
+    from ...planner.report.plan_table import one_line
+    from ...planner.search.make_plans import make_plans
 
     global_batch = planning.global_batch_size
     if topology is None or profile is None or global_batch is None:

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ..accelerator import get_accelerator
-from ..profiling.preserved_state import inner_optimizer
+from ...accelerator import get_accelerator
+from ...profiling.preserved_state import inner_optimizer
 from .zero_checkpoints import ShardedCheckpointIO
 
 __all__ = ["PRECISIONS", "STAGES", "options_by_stage", "plugin_of_stage", "synchronizer"]

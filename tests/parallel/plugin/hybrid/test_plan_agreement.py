@@ -12,8 +12,8 @@ from colossal_hetero import PlanConfig
 from colossal_hetero.planner.cluster.cluster_file import save_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, save_model_profile
-from colossal_hetero.plugin import plan_agreement as planned_module
-from tests.parallel.plugin.test_planned import train_alone, train_planned
+from colossal_hetero.plugin.hybrid import plan_agreement as planned_module
+from tests.parallel.plugin.hybrid.test_planned_run import train_alone, train_planned
 from tests.support.harness import run_ranks
 from tests.support.planning import planned
 from tests.support.training import boost, sgd, tiny_vit

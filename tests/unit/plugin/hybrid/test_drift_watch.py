@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from colossal_hetero.pipeline_parallel.drift import PassSeconds
-from colossal_hetero.plugin import drift_watch as drifting
-from colossal_hetero.plugin.drift_watch import WARMUP_ITERATIONS, DriftWatch, StageClock
+from colossal_hetero.plugin.hybrid import drift_watch as drifting
+from colossal_hetero.plugin.hybrid.drift_watch import WARMUP_ITERATIONS, DriftWatch, StageClock
 from tests.support.planning import make_plan
 
 

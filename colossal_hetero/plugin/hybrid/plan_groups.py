@@ -9,10 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..pipeline_parallel.communicators import make_group
-from ..planner.cluster.group_networks import Adapter, group_network, process_environment
-from ..planner.cluster.topology import Topology
-from ..planner.plans.plan import Plan
+from ...pipeline_parallel.communicators import make_group
+from ...planner.cluster.group_networks import Adapter, group_network, process_environment
+from ...planner.cluster.topology import Topology
+from ...planner.plans.plan import Plan
 from .planned_mesh import MakeGroup, ordered_group
 
 __all__ = ["groups_of", "name_adapters"]

@@ -15,10 +15,10 @@ from torch.utils.data import TensorDataset
 from colossal_hetero import PlanConfig
 from colossal_hetero.pipeline_parallel.drift import PassSeconds
 from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.plugin import drift_watch as drifting
-from colossal_hetero.plugin.drift_watch import StageClock
-from tests.parallel.plugin.test_planned import MICRO_BATCH, MICRO_BATCHES, images_and_labels, train_planned
-from tests.parallel.plugin.test_planned_auto import profile
+from colossal_hetero.plugin.hybrid import drift_watch as drifting
+from colossal_hetero.plugin.hybrid.drift_watch import StageClock
+from tests.parallel.plugin.hybrid.test_plan_agreement import profile
+from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, images_and_labels, train_planned
 from tests.support.harness import run_ranks
 from tests.support.planning import SECONDS, make_plan, planned
 from tests.support.training import Trained, loss_of, sgd, tiny_vit

@@ -12,7 +12,7 @@ from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper
 from torch.distributed.fsdp import FullStateDictConfig
 
-from ..accelerator import get_accelerator
+from ...accelerator import get_accelerator
 
 __all__ = ["ShardedCheckpointIO", "StageCheckpointIO"]
 

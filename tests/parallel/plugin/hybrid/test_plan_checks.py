@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.pipeline_parallel.config import PlanConfig
 from colossal_hetero.planner.plans.plan import Plan, save_plan
-from tests.parallel.plugin.test_planned import MICRO_BATCH, MICRO_BATCHES, images_and_labels
+from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, images_and_labels
 from tests.support.harness import run_ranks
 from tests.support.planning import boosted, make_plan, planned
 from tests.support.training import boost, loss_of, sgd, tiny_vit

@@ -25,7 +25,7 @@ from colossal_hetero.planner.batches.batch_profile import (
     save_profile,
 )
 from colossal_hetero.profiling.batches.rank_profiler import describe
-from tests.parallel.plugin.test_zero_plugin import Numbered, full_parameters, make_model, make_optimizer
+from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, make_model, make_optimizer
 from tests.support.harness import run_ranks
 
 
