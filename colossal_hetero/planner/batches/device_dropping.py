@@ -1,10 +1,10 @@
 """Choose which devices take part, in which ring, with which batches (ADAPT, chapter 5; docs/algorithms.md 2.4).
 
 If a device is dropped, the others run its samples. Dropping a device is an advantage if it costs more communication
-time than it saves compute time, for example if it is the only one without NCCL. The cost of a configuration in the paper,
-``max_d B_d·S_d + max_d Comm(d, next(d))`` (Eq. 5.3), corresponds here to the wall time of :mod:`.allocation`, with the
-longest edge of the ring as the time of one synchronization. The paper has no gradient accumulation, so it synchronizes
-once per global batch.
+time than it saves compute time, for example if it is the only one without NCCL. The cost of a configuration in the
+paper, ``max_d B_d·S_d + max_d Comm(d, next(d))`` (Eq. 5.3), corresponds here to the wall time of :mod:`.allocation`,
+with the longest edge of the ring as the time of one synchronization. The paper has no gradient accumulation, so it
+synchronizes once per global batch.
 """
 
 from __future__ import annotations

@@ -147,7 +147,9 @@ def test_a_device_without_room_at_this_stage_may_have_some_at_the_next() -> None
     small = device("small", max_batch=0, memory_bytes=10 * GIB)
     one = profile(kinds=[device(), small], ranks=[0, 1, 1, 1], links=[])
     assert [one.kind_max_batches(stage)[1] for stage in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"ranks 1-3 \(small\) cannot hold one sample at stage 0.*at stage 1 one sample fits"):
+    with pytest.raises(
+        ValueError, match=r"ranks 1-3 \(small\) cannot hold one sample at stage 0.*at stage 1 one sample fits"
+    ):
         one.curves()
     assert one.curves(1)[1].max_batch == 1
     tiny = profile(kinds=[device(), device("tiny", max_batch=0, memory_bytes=GIB, points=[])], ranks=[0, 1], links=[])

@@ -69,7 +69,9 @@ def test_before_the_first_point_no_sample_is_faster() -> None:
 def test_noise_is_pooled_and_more_is_an_error() -> None:
     curve = Curve.through({1: 1.0, 2: 2.0, 4: 1.9, 8: 4.0}, 8)
     assert curve.seconds[[2, 3, 4]].tolist() == pytest.approx([1.95] * 3)
-    with pytest.raises(ValueError, match=r"batch 4 takes 1.7 s, less than batch 2 with 2 s, and the difference is more than noise"):
+    with pytest.raises(
+        ValueError, match=r"batch 4 takes 1.7 s, less than batch 2 with 2 s, and the difference is more than noise"
+    ):
         Curve.through({1: 1.0, 2: 2.0, 4: 1.7, 8: 4.0}, 8)
 
 
