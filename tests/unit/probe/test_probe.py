@@ -126,7 +126,7 @@ def test_clusters_by_name() -> None:
     assert found.clusters == ("new", "old")
     reached = topology.channel(0, 4).bytes_per_second
     assert found.channel(0, 4).bytes_per_second == pytest.approx(reached, rel=0.01)
-    with pytest.raises(ValueError, match="no host fits h100; there are a100, v100-0, v100-1"):
+    with pytest.raises(ValueError, match="no host matches h100; the hosts are a100, v100-0, v100-1"):
         make_topology(facts, links, [("h100", "new")])
 
 
