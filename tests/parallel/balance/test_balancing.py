@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.column_selection import NormProduct, RandomColumns
 from colossal_hetero.balance.measure import clock as clocks
 from colossal_hetero.layers import hetero_layers
-from colossal_hetero.testing.stragglers import Stragglers, inject_stragglers
+from colossal_hetero.testing import Stragglers, inject_stragglers, stragglers
 from tests.support.harness import run_ranks
 from tests.support.training import (
     Trained,
@@ -39,7 +40,7 @@ SETTLED = 5
 
 
 def slow_in_turn(rank: int, iteration: int) -> float:
-    """Nobody is slow for a phase, then rank 0 is, then nobody, then rank 1, and so on."""
+    """No rank is slow in the first phase, then rank 0, then none, then rank 1, and so on."""
     phase = iteration // PHASE
     return SLOWDOWN if phase % 2 == 1 and phase // 2 == rank else 1.0
 
@@ -256,7 +257,8 @@ def test_activation_checkpointing_changes_nothing(world: int) -> None:
     run_ranks(world, check_checkpointing)
 
 
-# What must not upset the balancer ------------------------------------------------------------------------------------
+# What must not disturb the balancer
+# ------------------------------------------------------------------------------------
 
 
 def check_overflow() -> None:
@@ -282,7 +284,7 @@ def test_steps_skipped_by_an_overflow_count_like_others() -> None:
 
 
 class Seconds:
-    """A clock that moves by a hundredth of a second each time it is read, and by what it is told to."""
+    """A clock that advances by a hundredth of a second each time it is read; tests advance it further."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -358,17 +360,32 @@ def test_waiting_for_other_stages_is_not_work() -> None:
     run_ranks(4, check_pipeline_waiting)
 
 
-# For real ------------------------------------------------------------------------------------------------------------
+# Real work -----------------------------------------------------------------------------------------------------------
+
+
+class CpuSeconds:
+    """A clock of the CPU time of this process, which other processes do not change, and of its pauses."""
+
+    def __init__(self) -> None:
+        self.paused = 0.0
+
+    def perf_counter(self) -> float:
+        return time.process_time() + self.paused
+
+    def sleep(self, seconds: float) -> None:
+        self.paused += seconds
 
 
 def check_found(means: str) -> list[tuple[float, ...]]:
     sizes = dict(embed_dim=192, num_heads=6, mlp_ratio=4, patch_size=2)
-    run = boost(ours(RESIZE, tp_size=2), tiny_vit(**sizes))
-    inject_stragglers(run.model, run.optimizer, Stragglers(slowdowns={1: 12.0}, means=means))
-    return train(run, 12, same_batch=True).plans
+    seconds = CpuSeconds()
+    with patch.object(clocks, "time", seconds), patch.object(stragglers, "time", seconds):
+        run = boost(ours(RESIZE, tp_size=2), tiny_vit(**sizes))
+        inject_stragglers(run.model, run.optimizer, Stragglers(slowdowns={1: 12.0}, means=means))
+        return train(run, 12, same_batch=True).plans
 
 
 @pytest.mark.parametrize("means", ["repeat", "sleep"])
-def test_a_straggler_to_order_is_found(means: str) -> None:
+def test_an_injected_straggler_is_found(means: str) -> None:
     plans = run_ranks(2, check_found, means)[0]
     assert max(plan[1] for plan in plans) > 0.3, plans

@@ -222,8 +222,8 @@ def test_loads() -> None:
         ((0.0,), (0.0, 0.0), (0.0, 0.0), "1, 2 and 2 ranks"),
         ((-0.1, 0.0), (0.0, 0.0), (0.0, 0.0), "resize=-0.1 of rank 0"),
         ((0.0, 0.0), (0.0, 0.0), (0.0, float("nan")), "receive=nan of rank 1"),
-        ((0.6, 0.0), (0.5, 0.0), (0.0, 0.5), "more than all"),
-        ((0.0, 0.0), (0.5, 0.0), (0.25, 0.25), "only one makes sense"),
+        ((0.6, 0.0), (0.5, 0.0), (0.0, 0.5), "the sum must not exceed 1"),
+        ((0.0, 0.0), (0.5, 0.0), (0.25, 0.25), "can only do one of the two"),
         ((0.0, 0.0), (0.5, 0.0), (0.0, 0.25), "give away 0.5 and receive 0.25"),
     ],
 )
