@@ -1,6 +1,6 @@
 """How much a migration sends, by formula: tests compare it with counts, the pre-test computes times from it.
 
-Notation: ``M`` rows (of all micro-batchs of an iteration), ``N`` outputs of a rank's weight, ``c`` columns that a
+Notation: ``M`` rows (of all micro-batches of an iteration), ``N`` outputs of a rank's weight, ``c`` columns that a
 sender migrates to ``q`` receivers, in a group of ``e`` ranks. Elements, for every sender and layer:
 
 ==================  =============================================  ==================================================
@@ -11,8 +11,9 @@ broadcast-reduce    broadcast (e−1)(Nc + MN), reduce (e−1)MN,      broadcast
 scatter-gather      point to point 2Nc + 2qMN + Mc                 point to point 2Nc + 2Mc + qMN
 ==================  =============================================  ==================================================
 
-Weights travel anew for every micro-batch: ``M`` counts all rows, ``Nc`` has to be multiplied by the micro-batchs. A
-``block`` sends twice the elements of its migrated units, weights out and gradients back, per optimizer step.
+Weights are sent for every micro-batch: ``M`` counts all rows, and ``Nc`` must be multiplied by the number of
+micro-batches. A ``block`` sends twice the elements of its migrated units per optimizer step: weights to the receiver
+and gradients back.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class BlockShape:
 def column_traffic(
     layer: LayerShape, moves: Sequence[Move], rows: int, passes: int, ranks: int, method: str, bytes_per_element: int
 ) -> Traffic:
-    """One layer's traffic in an iteration of ``passes`` micro-batchs of ``rows`` rows each, over the whole group."""
+    """One layer's traffic in an iteration of ``passes`` micro-batches of ``rows`` rows each, over the whole group."""
     broadcast, reduce, direct = _Count(), _Count(), _Count()
     n, others = layer.outputs, ranks - 1
     for sender in sorted({move.sender for move in moves}):

@@ -170,7 +170,7 @@ def fit_resize(shares: Sequence[float], ratios: Sequence[float] | np.ndarray) ->
 
 
 def fit_receive_factor(shares: Sequence[float], ratios: Sequence[float] | np.ndarray) -> float:
-    """The factor of Φ2 from the times of products of ``shares``; ``ratios`` are relative to the whole product's time."""
+    """The factor of Φ2 from the times of products of ``shares``, in ``ratios`` to the whole product's time."""
     x, y = np.asarray(shares), np.asarray(ratios)
     return float(x @ y) / float(x @ x)
 
@@ -305,7 +305,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _message_kinds(group: dist.ProcessGroup) -> dict[str, Callable[[Tensor], None]]:
-    """Functions that send a tensor, by the field names of :class:`Traffic`; point to point, even ranks send to odd ones."""
+    """Functions that send a tensor, by the field names of :class:`Traffic`; even ranks send to odd ones."""
     root = dist.get_global_rank(group, 0)
     peer = group.rank() ^ 1
 

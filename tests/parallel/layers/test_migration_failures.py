@@ -45,7 +45,7 @@ def check_different_decisions(culprit: int) -> None:
     for method in METHODS:
         with scripted(slow(1)), patch.object(balancers, "decide", decide_otherwise):
             run = boost(ours(migrate(method), tp_size=dist.get_world_size()), None, sgd)
-            with pytest.raises(RuntimeError, match=r"hold different balancing plans, .* training stops here"):
+            with pytest.raises(RuntimeError, match=r"have different balancing plans, .* training is stopped"):
                 train(run, ITERATIONS)
             # Before anything was done by it.
             assert sum(run.plugin.balancer.plan.migrate) == 0, method
@@ -64,7 +64,7 @@ def check_changed_plan() -> None:
         train(run, ITERATIONS)
         if dist.get_rank() == 0:
             run.plugin.balancer._plan = _other(run.plugin.balancer.plan)
-        with pytest.raises(RuntimeError, match="hold different balancing plans"):
+        with pytest.raises(RuntimeError, match="have different balancing plans"):
             train(run, 2)
 
 
