@@ -126,7 +126,7 @@ class BalanceConfig:
             _check_share("resize_ratio", self.resize_ratio)
             if self.resize_ratio > self.max_resize:
                 raise ValueError(
-                    f"resize_ratio={self.resize_ratio} is above max_resize={self.max_resize}; lower it or raise the other"
+                    f"resize_ratio={self.resize_ratio} is above max_resize={self.max_resize}; lower it or raise that"
                 )
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(f"decay={self.decay} is outside [0, 1]")

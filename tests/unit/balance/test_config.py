@@ -54,7 +54,7 @@ def test_resize_ratio_that_is_no_number() -> None:
 
 def test_resize_ratio_above_the_cap() -> None:
     assert_refused(
-        "resize_ratio=0.8", "max_resize=0.5", "lower it or raise the other", resize_ratio=0.8, max_resize=0.5
+        "resize_ratio=0.8", "max_resize=0.5", "lower it or raise that", resize_ratio=0.8, max_resize=0.5
     )
     assert BalanceConfig(resize_ratio=0.5, max_resize=0.5).resize_ratio == 0.5
 
