@@ -43,7 +43,7 @@ def test_ratios_stay_within_the_cap(group: list[RankTimes], cap: float, referenc
 
 
 @given(st.floats(1e-3, 10), st.integers(2, 8), st.sampled_from(MODES), st.data())
-def test_nothing_is_done_when_nobody_is_slow(work: float, ranks: int, mode: str, data: st.DataObject) -> None:
+def test_nothing_is_done_when_no_rank_is_slow(work: float, ranks: int, mode: str, data: st.DataObject) -> None:
     noise = st.floats(1.0, 1.0 + RESIZE.margin)
     group = [RankTimes(work * data.draw(noise), work / 2) for _ in range(ranks)]
     config = BalanceConfig(mode=mode, max_resize=0.9)

@@ -111,7 +111,7 @@ def test_drawing_takes_no_matplotlib_until_something_is_drawn() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_colours_differ_in_lightness() -> None:
+def test_colors_differ_in_lightness() -> None:
     """A reader who sees no colors tells the kinds apart; waiting is hatched besides."""
 
     def luminance(color: str) -> float:
