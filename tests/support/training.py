@@ -34,7 +34,7 @@ def tiny_vit(seed: int = 0, **options: Any) -> VisionTransformer:
 
 
 def batch(number: int = 0, replica: int = 0, size: int = BATCH) -> tuple[Tensor, Tensor]:
-    """Images ``[size, 3, 8, 8]`` and labels of the batch with the given number; every data-parallel replica has others."""
+    """Images ``[size, 3, 8, 8]`` and labels of the batch with this number; each data-parallel replica has its own."""
     generator = torch.Generator().manual_seed(1000 * replica + number)
     return torch.randn(size, 3, 8, 8, generator=generator), torch.arange(size) % CLASSES
 

@@ -1,4 +1,4 @@
-"""Balancing through the plugin: who is found slow prunes, everyone agrees, and training goes on."""
+"""Balancing through the plugin: ranks that are detected as slow prune, all ranks agree, and training continues."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def assert_follows(plans: list[tuple[float, ...]], ranks: list[int], world: int,
         if now == before:
             expected = [capped if slowdown > 1 else 0.0 for slowdown in now]
             assert plan == pytest.approx(expected), f"iteration {iteration}: {plan}"
-        # While the plan is about to follow, whoever prunes is or was the straggler.
+        # Until the plan has followed a change, only the present or the former straggler may prune.
         assert all(ratio == 0 or max(now[i], before[i]) > 1 for i, ratio in enumerate(plan)), f"{iteration}: {plan}"
 
 
@@ -132,7 +132,7 @@ def test_every_rank_as_the_straggler_in_turn(world: int) -> None:
     assert_follows(plans, list(range(world)), world)
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < 0.5 * losses[0], losses
-    # One exchange to begin with, and one for each time that somebody's speed moved.
+    # One exchange to begin with, and one for each time that a rank's speed changed.
     assert len(exchanges) == 1 + 2 * world, exchanges
     assert len(changes) == 2 * world, changes
     assert set(changes) < set(exchanges)
@@ -207,7 +207,7 @@ def check_never() -> None:
         assert_same_parameters(run.parameters, expected.parameters, str(balance))
         records = run.plugin.balancer.collect()
         if records is not None:
-            # Off still measures, so that a report can tell what balancing would have brought.
+            # Mode off still measures, so that a report can show what balancing would have saved.
             assert all(r.ranks[1].work_seconds > 3 * r.ranks[0].work_seconds for r in records)
             assert any(r.exchanged for r in records) == (balance.mode != "off")
 

@@ -1,4 +1,4 @@
-"""The clocks: what goes to which part, and, on a GPU (here a pretended one), that the host never waits for the device."""
+"""The clocks: which time counts as which part, and that on a GPU (here a fake one) the host never waits for it."""
 
 from __future__ import annotations
 
