@@ -252,7 +252,7 @@ def check_last_backward_under_no_sync() -> None:
     images, labels = batch()
     with run.booster.no_sync(run.model, run.optimizer):
         run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
-    with pytest.raises(RuntimeError, match=r"have not returned to their owner: .* outside of no_sync\(\)"):
+    with pytest.raises(RuntimeError, match=r"have not returned to their owner: .* outside no_sync\(\)"):
         run.optimizer.step()
     for name, parameter in run.parameters.items():
         assert torch.equal(parameter, before[name]), f"{name} was changed by a step without all gradients"
