@@ -1,4 +1,4 @@
-"""What a planned run says at the end of an epoch about stages that take another time than planned."""
+"""What a planned run reports at the end of an epoch about stages whose times differ from the plan."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_says_which_stage_drifts() -> None:
     (heard, report), (other_heard, other_report) = results
     assert report == other_report and other_heard == []
     # The second epoch brings nothing new.
-    assert len(heard) == 1 and heard[0].startswith("epoch 1: stages take another time than planned\nstage 1 (cpu, rank")
+    assert len(heard) == 1 and heard[0].startswith("epoch 1: stage times differ from the plan\nstage 1 (cpu, rank")
     assert "best split now: 5+1 layers" in heard[0]
     assert report.proposal.layers_per_stage == (5, 1) and report.proposal.basis == "profile"
 
