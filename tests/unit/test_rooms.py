@@ -28,7 +28,7 @@ RULES: dict[str, set[str]] = {
     "planner/stages": {"planner/cluster", "planner/profile"},
     "planner/layout": {"planner/cluster"},
     "planner/plans": {"io", "planner/cluster", "planner/profile", "planner/stages", "planner/layout"},
-    "planner/search": {"planner/cluster", "planner/profile", "planner/stages", "planner/layout", "planner/plans"},
+    "planner/search": {"io", "planner/cluster", "planner/profile", "planner/stages", "planner/layout", "planner/plans"},
     "planner/report": {
         "io",
         "planner/cluster",

@@ -9,19 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
-from ...io.text import spans
 from ...pipeline_parallel.config import PlanConfig
 from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
 from ...planner.plans.plan import Plan, load_plan
-from ...planner.profile.as_profiled import as_profiled
+from ...planner.plans.runnable import why_not_runnable
 from ...planner.profile.layer_profile import ModelProfile, load_model_profile
 
-__all__ = ["Agreement", "agree_on_plan", "runnable"]
-
-
-MAX_CANDIDATES = 64
-"""Plans among which one is looked for that can be run: the best may leave devices idle."""
+__all__ = ["Agreement", "agree_on_plan", "as_launched"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ def _make(
     tp_size: int | None,
     pp_size: int | None,
 ) -> Plan:
-    """The best plan that can be run here; with these sizes where they are given."""
+    """The best plan that can be run on the started ranks, with the given sizes if there are any."""
     from ...planner.report.plan_table import one_line
     from ...planner.search.make_plans import make_plans
 
@@ -107,84 +102,45 @@ def _make(
             f"the cluster has {len(topology.devices)} devices, but {world} ranks were started; start one rank per "
             "device, in the order of the cluster file, or describe the devices that are in use"
         )
-    candidates = make_plans(
-        as_profiled(topology, profile),
+    ranked = make_plans(
+        topology,
         profile,
         global_batch=global_batch,
         micro_batches=planning.micro_batch_sizes,
         tensor_parallel=None if tp_size is None else [tp_size],
         stages=None if pp_size is None else [pp_size],
         method=planning.method,
-        symmetric=True,
-        keep=MAX_CANDIDATES,
+        runnable=True,
+        all_devices=True,
+        keep=1,
     )
-    problems = []
-    for candidate in candidates:
-        problem = _why_not(candidate.plan, world)
-        if problem is None:
-            Console(stderr=True).print(one_line(candidate.plan), soft_wrap=True, highlight=False, markup=False)
-            return candidate.plan
-        problems.append(problem)
-    raise ValueError(
-        f"none of the {len(problems)} best plans can be run on these {world} ranks; as to the best: {problems[0]}"
-    )
+    plan = ranked[0].plan
+    Console(stderr=True).print(one_line(plan), soft_wrap=True, highlight=False, markup=False)
+    return plan
 
 
-def runnable(plan: Plan) -> Plan:
-    """``plan`` with ranks as launched, so ordered that rank 0 is in the first replica, and there first in its group.
+def as_launched(plan: Plan) -> Plan:
+    """``plan`` with ranks as launched, in an order with rank 0 in the first replica and first in its group.
 
-    Ranks are those that the plan uses, 0 … ``world_size`` − 1 in the order of the cluster file. Colossal-AI lets the
-    first replica and the first rank of groups write checkpoints, and rank 0 what belongs to no group; both must be the
-    same. Replicas that are cut alike may change places, and so may the ranks of a group.
+    The ranks are 0 … ``world_size`` − 1 for the devices that the plan uses, in the order of the cluster file. In
+    Colossal-AI the first replica and the first rank of each group write checkpoints, and rank 0 writes what belongs to
+    no group; both must be the same rank. Replicas with the same stages may change places, and so may the ranks of a
+    group.
 
     Raises:
-        ValueError: the plan is for another number of ranks or leaves devices idle, its replicas are not alike, or they
-            have fewer micro-batches than stages.
+        ValueError: the plan is for another number of ranks, leaves devices idle, has replicas with different stages, or
+            has fewer micro-batches than stages.
     """
-    problem = _why_not(plan, dist.get_world_size())
+    problem = why_not_runnable(plan, dist.get_world_size())
     if problem is not None:
         raise ValueError(problem)
     replicas = []
     for replica, order in zip(plan.replicas, plan.launched_order, strict=True):
         stages = (
-            # False sorts before True, and sorting moves nothing else.
+            # Puts rank 0 first: sorting by bool keeps the order of all other ranks.
             stage.model_copy(update={"ranks": tuple(sorted(ranks, key=bool))})
             for stage, ranks in zip(replica.stages, order, strict=True)
         )
         replicas.append(replica.model_copy(update={"stages": tuple(stages)}))
     replicas.sort(key=lambda replica: all(0 not in stage.ranks for stage in replica.stages))
     return plan.model_copy(update={"replicas": tuple(replicas)})
-
-
-def _why_not(plan: Plan, world: int) -> str | None:
-    """Why the plugin cannot run ``plan`` on ``world`` ranks; None if it can."""
-    if plan.world_size < world:
-        used = {rank for replica in plan.rank_order for group in replica for rank in group}
-        idle = [rank for rank in range(world) if rank not in used]
-        return (
-            f"the plan uses {plan.world_size} devices and leaves others idle (rank {spans(idle)}), but {world} ranks "
-            f"were started, and each needs a place; start {plan.world_size} on the devices that it uses, or plan for a "
-            "cluster file in which all devices are worth using, with --symmetric"
-        )
-    if plan.world_size > world:
-        return (
-            f"the plan is for {plan.world_size} ranks, but {world} were started; start {plan.world_size}, or plan for "
-            f"{world} devices"
-        )
-    if not plan.symmetric:
-        shapes = "; ".join(
-            f"{'+'.join(str(b - a) for a, b in (stage.blocks for stage in replica.stages))} blocks × "
-            f"{replica.micro_batches} micro-batches"
-            for replica in plan.replicas[:4]
-        )
-        return (
-            f"the plan's {len(plan.replicas)} replicas are not alike ({shapes}{'; …' if len(plan.replicas) > 4 else ''}"
-            "), and Colossal-AI sums the gradients of equal stages only; plan with --symmetric"
-        )
-    stages, micro_batches = len(plan.layers_per_stage), plan.replicas[0].micro_batches
-    if stages > 1 and micro_batches < stages:
-        return (
-            f"the plan has {micro_batches} micro-batches for {stages} stages, and Colossal-AI's 1F1B schedule needs at "
-            f"least one per stage; plan with smaller micro-batches or a larger global batch"
-        )
-    return None

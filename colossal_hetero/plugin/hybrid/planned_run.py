@@ -17,7 +17,7 @@ from ...pipeline_parallel.drift import DriftReport
 from ...planner.plans.plan import Plan
 from ..part import PluginPart, TrainingObjects
 from .drift_watch import DriftWatch
-from .plan_agreement import agree_on_plan, runnable
+from .plan_agreement import agree_on_plan, as_launched
 from .plan_checks import (
     check_batch_size,
     check_global_batch,
@@ -44,7 +44,7 @@ class PlannedRun(PluginPart):
         batches: how global batches are divided unevenly; None if they are not.
 
     Raises:
-        TypeError, ValueError: see :func:`~.plan_agreement.agree_on_plan` and :func:`~.plan_agreement.runnable`.
+        TypeError, ValueError: see :func:`~.plan_agreement.agree_on_plan` and :func:`~.plan_agreement.as_launched`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PlannedRun(PluginPart):
     ) -> None:
         set_adapter_variables(planning.adapters)
         agreed = agree_on_plan(plan, planning, tp_size, pp_size)
-        self.plan = runnable(agreed.plan)
+        self.plan = as_launched(agreed.plan)
         """With ranks as they were launched."""
         self._planning = planning
         self._profile = agreed.profile

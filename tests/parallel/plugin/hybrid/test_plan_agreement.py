@@ -12,13 +12,10 @@ from colossal_hetero import PlanConfig
 from colossal_hetero.planner.cluster.cluster_file import save_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, save_model_profile
-from colossal_hetero.planner.search import make_plans as planning_module
-from colossal_hetero.planner.search.make_plans import Candidate
 from colossal_hetero.plugin.hybrid import plan_agreement as planned_module
-from tests.parallel.plugin.hybrid.test_plan_checks import unequal
 from tests.parallel.plugin.hybrid.test_planned_run import train_alone, train_planned
 from tests.support.harness import run_ranks
-from tests.support.planning import make_plan, planned
+from tests.support.planning import planned
 from tests.support.training import boost, sgd, tiny_vit
 
 BLOCKS, GLOBAL_BATCH = 6, 16
@@ -132,20 +129,12 @@ def check_refused() -> None:
     missing = PlanConfig(cluster="no-such.toml", profile=profile(), global_batch_size=GLOBAL_BATCH)
     with pytest.raises(ValueError, match=r"no-such\.toml"):
         planned("auto", planning=missing)
-    # The best plan leaves a rank out, and the next has replicas that differ; what is left runs.
-    idle, different = make_plan([[[0]]], (BLOCKS,)), unequal()
-    fitting = make_plan([[[0], [1]]], (4, 2))
-    planning = PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile(), global_batch_size=GLOBAL_BATCH)
-    for plans, result in (([idle, different, fitting], fitting), ([idle, different], None)):
-        candidates = [Candidate(plan, "") for plan in plans]
-        with patch.object(planning_module, "make_plans", lambda *args, found=candidates, **kwargs: found):
-            if result is not None:
-                assert planned("auto", planning=planning).plan == result
-                continue
-            with pytest.raises(
-                ValueError, match=r"none of the 2 best plans can be run on these 2 ranks; as to the best: .*idle"
-            ):
-                planned("auto", planning=planning)
+    # The best plan leaves the slow rank idle, but every rank that was started needs a place.
+    speeds = PlanConfig(cluster=cluster((1.0, 0.01)), profile=profile(), global_batch_size=GLOBAL_BATCH)
+    assert planned("auto", planning=speeds).plan.world_size == 2
+    single = PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile(), global_batch_size=1)
+    with pytest.raises(ValueError, match="no plan uses all 2 devices; the fastest plan uses 1"):
+        planned("auto", planning=single, pp_size=1)
 
 
 def test_refuses_what_cannot_be_planned() -> None:

@@ -36,9 +36,9 @@ def check_refused(folder: Path) -> None:
         (r"pp_style='interleaved' contradicts the plan, which has '1f1b'", plan, dict(pp_style="interleaved")),
         (r"batches cannot be combined with pp_size=2", plan, dict(batches=BatchConfig(global_batch_size=8))),
         (r"the plan is for 4 ranks, but 2 were started; start 4", make_plan([[[0, 1], [2, 3]]], (1, 3)), {}),
-        (r"uses 1 devices and leaves others idle \(rank 1\).*start 1 on .*--symmetric", make_plan([[[0]]], (4,)), {}),
-        (r"replicas are not alike \(4 blocks × 4 micro-batches; 4 blocks × 2 .*plan with --symmetric", unequal(), {}),
-        (r"1 micro-batches for 2 stages.*1F1B schedule needs", make_plan([[[0], [1]]], (1, 3), 2, 1), {}),
+        (r"uses 1 device and leaves others idle \(rank 1\).*start 1 on .*--runnable", make_plan([[[0]]], (4,)), {}),
+        (r"replicas are not alike \(replica 0 has 4 layers and 4 micro-batches; .*plan with --runnable", unequal(), {}),
+        (r"1 micro-batch for 2 stages.*1F1B schedule needs", make_plan([[[0], [1]]], (1, 3), 2, 1), {}),
         (r"no-such-plan\.json", folder / "no-such-plan.json", {}),
         (r'plan="auto" needs planning=PlanConfig\(cluster=…, profile=…, global_batch_size=…\)', "auto", {}),
     ]

@@ -1,4 +1,4 @@
-"""A module seen with some of its names replaced."""
+"""A module with some of its names replaced."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from types import ModuleType
 from typing import Any
 
 
-class StandIn:
-    """Looks like ``module`` but for ``replaced``.
+class ModuleProxy:
+    """Behaves like ``module``, except for the names in ``replaced``.
 
-    Bound to a name in one module of Colossal-AI, it changes what that module sees of torch and nothing else's view.
+    If it is assigned to a name in one module of Colossal-AI, only that module sees the replacements.
     """
 
     def __init__(self, module: ModuleType, **replaced: Any) -> None:
