@@ -31,7 +31,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
 import colossal_hetero.accelerator  # noqa: F401  (before colossalai: lets it work on a CPU, and quietly)
@@ -81,8 +80,7 @@ def train(options: LanguageOptions, quiet: bool = False) -> dict[str, Any] | Non
     """Train on all ranks of ``torch.distributed``; returns the summary on rank 0, None elsewhere."""
     layout = check_options(options, dist.get_world_size())
     device = get_accelerator().get_current_device()
-    # parallel_output: each rank gets the logits of all tokens, not of its share of the vocabulary.
-    arguments: dict[str, Any] = dict(tp_size=layout.tp, pp_size=1, precision=options.precision, parallel_output=False)
+    arguments: dict[str, Any] = {"tp_size": layout.tp, "pp_size": 1, "precision": options.precision}
     if options.plugin == "hetero":
         plugin = HeteroHybridParallelPlugin(balance=options.balance_config(), **arguments)
     else:
@@ -111,7 +109,7 @@ def train(options: LanguageOptions, quiet: bool = False) -> dict[str, Any] | Non
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(warm_up_and_decay, total=iterations))
     booster = Booster(plugin=plugin)
-    model, optimizer, _, loader, schedule = booster.boost(model, optimizer, loss_of, loader, schedule)
+    model, optimizer, _, loader, schedule = booster.boost(model, optimizer, dataloader=loader, lr_scheduler=schedule)
     stragglers = options.stragglers(layout.world_size)
     if stragglers is not None:  # for the experiment only: makes ranks slow
         inject_stragglers(model, optimizer, stragglers, len(loader))
@@ -124,7 +122,7 @@ def train(options: LanguageOptions, quiet: bool = False) -> dict[str, Any] | Non
             report.begin_epoch()
             for tokens in itertools.islice(loader, iterations - epoch * len(loader)):
                 tokens = tokens.to(device)
-                loss = loss_of(model(tokens).logits, tokens)
+                loss = model(tokens, labels=tokens).loss  # of the next token, averaged over all of them
                 booster.backward(loss, optimizer)
                 optimizer.step()
                 schedule.step()
@@ -133,24 +131,24 @@ def train(options: LanguageOptions, quiet: bool = False) -> dict[str, Any] | Non
                 report.iteration(epoch, losses)
             mean_losses = torch.stack(losses)
             dist.all_reduce(mean_losses, group=plugin.dp_group)
-            report.epoch(epoch, (mean_losses / layout.dp).tolist(), evaluate(model, test_text, layout.local_batch))
+            report.epoch(
+                epoch, (mean_losses / layout.dp).tolist(), evaluate(model, test_text, 2 * layout.local_batch, plugin)
+            )
         if options.checkpoint is not None:
             booster.save_model(model, str(options.checkpoint / "model.pt"))
     return report.finish()
 
 
-def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The mean cross-entropy of ``logits [B, T, 256]`` for the next of ``tokens [B, T]``."""
-    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
 @torch.no_grad()
-def evaluate(model: Any, text: TextPieces, batch_size: int) -> float:
+def evaluate(model: Any, text: TextPieces, batch_size: int, plugin: HybridParallelPlugin) -> float:
     """The share of bytes of ``text`` that the model predicts from those before. Collective over all ranks."""
     model.eval()
-    device = get_accelerator().get_current_device()
-    correct = torch.zeros((), device=device)
+    correct = 0
     for tokens in text.tokens.split(batch_size):
-        tokens = tokens.to(device)
-        correct += (model(tokens).logits[:, :-1].argmax(-1) == tokens[:, 1:]).sum()
-    return float(correct) / text.tokens[:, 1:].numel()
+        tokens = tokens.to(get_accelerator().get_current_device())
+        logits = model(tokens).logits.contiguous()  # [B, T, 256 / tp]: of this rank's part of the vocabulary
+        parts = [torch.empty_like(logits) for _ in range(plugin.tp_size)]
+        dist.all_gather(parts, logits, group=plugin.tp_group)
+        predicted = torch.cat(parts, dim=-1)[:, :-1, :BYTES].argmax(-1)
+        correct += int((predicted == tokens[:, 1:]).sum())
+    return correct / text.tokens[:, 1:].numel()

@@ -42,7 +42,7 @@ from colossalai.booster import Booster
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.predict import priced_plan
+from colossal_hetero.planner.plans.predict import predict_plan
 from colossal_hetero.planner.profile.as_profiled import as_profiled
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile, save_model_profile
 from colossal_hetero.planner.report.plan_table import one_line
@@ -127,7 +127,7 @@ def make_plan(options: PipelineOptions, way: str, profile: ModelProfile, topolog
     if way == "uniform":
         in_order = [[[rank] for rank in range(ranks)]]
         sizes = {"micro_batch": options.micro_batch, "global_batch": options.global_batch}
-        return priced_plan(topology, profile, in_order, method="uniform", **sizes)
+        return predict_plan(topology, profile, in_order, method="uniform", **sizes)
     return make_plans(
         topology,
         profile,
@@ -136,7 +136,7 @@ def make_plan(options: PipelineOptions, way: str, profile: ModelProfile, topolog
         tensor_parallel=[1],
         stages=[ranks],
         method=options.method,
-        symmetric=True,
+        runnable=True,
         keep=1,
     )[0].plan
 
