@@ -122,7 +122,7 @@ def train(options: LanguageOptions, quiet: bool = False) -> dict[str, Any] | Non
             report.begin_epoch()
             for tokens in itertools.islice(loader, iterations - epoch * len(loader)):
                 tokens = tokens.to(device)
-                loss = model(tokens, labels=tokens).loss  # of the next token, averaged over all of them
+                loss = model(**inputs(tokens)).loss
                 booster.backward(loss, optimizer)
                 optimizer.step()
                 schedule.step()
@@ -139,6 +139,14 @@ def train(options: LanguageOptions, quiet: bool = False) -> dict[str, Any] | Non
     return report.finish()
 
 
+def inputs(tokens: Tensor) -> dict[str, Tensor]:
+    """Arguments of the model, which then computes the loss of the next token.
+
+    Colossal-AI needs the mask, although it hides no token, and the labels, also where only logits are wanted.
+    """
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+
+
 @torch.no_grad()
 def evaluate(model: Any, text: TextPieces, batch_size: int, plugin: HybridParallelPlugin) -> float:
     """The share of bytes of ``text`` that the model predicts from those before. Collective over all ranks."""
@@ -146,7 +154,8 @@ def evaluate(model: Any, text: TextPieces, batch_size: int, plugin: HybridParall
     correct = 0
     for tokens in text.tokens.split(batch_size):
         tokens = tokens.to(get_accelerator().get_current_device())
-        logits = model(tokens).logits.contiguous()  # [B, T, 256 / tp]: of this rank's part of the vocabulary
+        # [B, T, 256 / tp]: each rank has the logits of its part of the vocabulary.
+        logits = model(**inputs(tokens)).logits.contiguous()
         parts = [torch.empty_like(logits) for _ in range(plugin.tp_size)]
         dist.all_gather(parts, logits, group=plugin.tp_group)
         predicted = torch.cat(parts, dim=-1)[:, :-1, :BYTES].argmax(-1)
