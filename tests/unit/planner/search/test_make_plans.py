@@ -17,6 +17,7 @@ from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes
 from colossal_hetero.planner.search.draft import deal
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+from tests.support.random_examples import examples
 
 FAST_LINK, SLOW_LINK = Channel("NVLink", 300e9, 1e-5), Channel("RoCE", 25e9, 2e-5)
 
@@ -178,7 +179,7 @@ def exhaustive(topology: Topology, model: ModelProfile, global_batch: int) -> fl
     return float(best)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(ordinary=25, thorough=60)
 @given(
     fast=st.integers(0, 3),
     slow=st.integers(0, 3),
