@@ -30,7 +30,7 @@ from colossalai.booster import Booster
 
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.predict import priced_plan
+from colossal_hetero.planner.plans.predict import predict_plan
 from colossal_hetero.planner.plans.simulate import simulate_plan
 from colossal_hetero.planner.profile.as_profiled import as_profiled
 from colossal_hetero.planner.search.make_plans import make_plans
@@ -128,7 +128,7 @@ def compare(quota: float, arguments: argparse.Namespace) -> None:
     orders = [(0, 1), (1, 0)] if arguments.orders else [(0, 1)]
     variants = [
         Trained(
-            priced_plan(
+            predict_plan(
                 topology,
                 profile,
                 [[[rank] for rank in order]],
@@ -170,7 +170,7 @@ def compare(quota: float, arguments: argparse.Namespace) -> None:
         global_batch=arguments.global_batch,
         micro_batches=[arguments.micro_batch],
         stages=[2],
-        symmetric=True,
+        runnable=True,
         keep=1,
     )[0].plan
     notes = []

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.predict import priced_plan
+from colossal_hetero.planner.plans.predict import predict_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, save_model_profile
 from colossal_hetero.planner.published.estimated_times import estimate_times
 from colossal_hetero.planner.published.sailor_tables import (
@@ -81,7 +81,7 @@ def uniform_for(topology: Topology, profile: ModelProfile, global_batch: int) ->
             by_stage = grid.reshape(stages, replicas, degree).transpose(1, 0, 2)
             for ranks in (by_pipeline, by_stage):
                 try:
-                    plan = priced_plan(
+                    plan = predict_plan(
                         topology, profile, ranks.tolist(), micro_batch=micro_batch, global_batch=global_batch
                     )
                 except ValueError as error:  # not timed, not divisible, or too large

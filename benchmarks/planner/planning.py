@@ -190,15 +190,15 @@ def main() -> None:
     for gpus in arguments.gpus:
         topology = cluster(CLUSTERS[gpus])
         cells: list[object] = []
-        for symmetric in (False, True):
+        for runnable in (False, True):
             seconds, found = seconds_of(
-                lambda topology=topology, symmetric=symmetric: make_plans(
-                    topology, model, global_batch=arguments.global_batch, symmetric=symmetric
+                lambda topology=topology, runnable=runnable: make_plans(
+                    topology, model, global_batch=arguments.global_batch, runnable=runnable
                 ),
                 arguments.repeats,
             )
             cells += [seconds, found[0].plan.iteration_seconds]
-        uniform = make_plans(topology, model, global_batch=arguments.global_batch, method="uniform", symmetric=True)
+        uniform = make_plans(topology, model, global_batch=arguments.global_batch, method="uniform", runnable=True)
         theirs_seconds = autohet_iteration(topology, model, arguments.global_batch)
         plans.append((f"{gpus:,}", *cells, uniform[0].plan.iteration_seconds, theirs_seconds))
 

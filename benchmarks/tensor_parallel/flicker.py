@@ -42,11 +42,11 @@ def main() -> None:
     changes = dict.fromkeys(arguments.modes, 0)
     for _ in range(arguments.rounds):
         for variant in variants:
-            brake = next(iter(hetero_layers(variant.model).values())).brake
+            slow_down = next(iter(hetero_layers(variant.model).values())).slow_down
             dist.barrier()
             for number in range(8 * arguments.every):
                 slow = dist.get_rank() == 1 and number // arguments.every % 2 == 0
-                brake.slowdown = arguments.slowdown if slow else 1.0
+                slow_down.factor = arguments.slowdown if slow else 1.0
                 plan = variant.plugin.balancer.plan
                 variant.seconds.append(variant.iterate())
                 changes[variant.name] += variant.plugin.balancer.plan != plan

@@ -21,13 +21,13 @@ from colossal_hetero.testing.stragglers import Stragglers
 
 def iterations_to_settle(variant: Variant, before: float, after: float) -> int:
     """Iterations from rank 1's slowdown going from ``before`` to ``after`` until the plan changes for the last time."""
-    brake = next(iter(hetero_layers(variant.model).values())).brake
+    slow_down = next(iter(hetero_layers(variant.model).values())).slow_down
 
     def iterate(slowdown: float) -> bool:
         """One iteration; whether the plan changed at its end."""
         plan = variant.plugin.balancer.plan
         if dist.get_rank() == 1:
-            brake.slowdown = slowdown
+            slow_down.factor = slowdown
         variant.iterate()
         return variant.plugin.balancer.plan != plan
 

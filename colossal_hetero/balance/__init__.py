@@ -9,11 +9,15 @@ from .config import BalanceConfig
 from .decide.costs import Costs, predicted_seconds
 from .decide.divide import Division, Move, divide
 from .decide.modes import decide
-from .decide.plan import Plan, RankTimes
+from .decide.plan import BalancePlan, RankTimes
 from .decide.ratios import layer_ratios, resize_ratios
+
+Plan = BalancePlan
+"""The name of :class:`BalancePlan` in version 0.1."""
 
 __all__ = [
     "BalanceConfig",
+    "BalancePlan",
     "Costs",
     "Division",
     "Move",

@@ -10,16 +10,16 @@ import numpy as np
 from torch import Tensor
 
 from ..layers.block import Block
-from ..layers.column_migration import COURIERS, ColumnMigration, Courier
+from ..layers.column_migration import COLUMN_EXCHANGES, ColumnExchange, ColumnMigration
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport
-from ..layers.unit_exchange import UnitMail, batch_numbers
+from ..layers.unit_exchange import UnitExchange, bucket_numbers
 from ..layers.workload import Workload, kept_count
 from .column_selection import ColumnSelector, make_selector
 from .config import BalanceConfig
 from .decide.costs import Traffic
 from .decide.divide import Division, divide
-from .decide.plan import Plan
+from .decide.plan import BalancePlan
 from .decide.ratios import layer_ratios
 from .decide.traffic import BlockShape, LayerShape, block_traffic, column_traffic
 
@@ -140,7 +140,7 @@ class Applier:
         layers: the tensor-parallel layers, by name.
         blocks: the blocks to balance as a whole; layers in none of them are balanced by their columns.
         transport: of the tensor-parallel group; without it (a rank by itself, no blocks) nothing can migrate.
-        is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.UnitMail`.
+        is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.UnitExchange`.
     """
 
     def __init__(
@@ -162,13 +162,13 @@ class Applier:
         self._pruning = Pruning(self._targets, config, iterations_per_interval)
         self._transport = transport
         # Layers in no block migrate as the paper has it.
-        self._column_way = "broadcast-reduce" if config.migration == "block" else config.migration
-        self._courier: Courier | None = None
-        self._mail: UnitMail | None = None
+        self._column_method = "broadcast-reduce" if config.migration == "block" else config.migration
+        self._column_exchange: ColumnExchange | None = None
+        self._unit_exchange: UnitExchange | None = None
         if transport is not None:
-            self._courier = COURIERS[self._column_way](transport)
-            self._mail = UnitMail(transport, is_last_pass)
-        self._plan: Plan | None = None
+            self._column_exchange = COLUMN_EXCHANGES[self._column_method](transport)
+            self._unit_exchange = UnitExchange(transport, is_last_pass)
+        self._plan: BalancePlan | None = None
         self._shares = Shares()
 
     @property
@@ -178,9 +178,9 @@ class Applier:
 
     def prune(self, ratio: float) -> None:
         """From the next forward on leave out ``ratio`` of the work of a rank by itself."""
-        self.apply(Plan(resize=(ratio,), migrate=(0.0,), receive=(0.0,)))
+        self.apply(BalancePlan(resize=(ratio,), migrate=(0.0,), receive=(0.0,)))
 
-    def apply(self, plan: Plan) -> None:
+    def apply(self, plan: BalancePlan) -> None:
         """Take on this rank's part of ``plan`` from the next iteration on. To all ranks of the group at once.
 
         Raises:
@@ -190,7 +190,7 @@ class Applier:
         self._pruning.start(plan.resize[self._rank])
         self._assign()
 
-    def traffic(self, plan: Plan, bytes_per_element: int) -> Traffic:
+    def traffic(self, plan: BalancePlan, bytes_per_element: int) -> Traffic:
         """What migrating by ``plan`` would send in an iteration like those so far, over the whole group."""
         assert self._transport is not None
         total = Traffic()
@@ -202,27 +202,27 @@ class Applier:
                 layer.rows // max(1, layer.passes),
                 layer.passes,
                 self._transport.size,
-                self._column_way,
+                self._column_method,
                 bytes_per_element,
             )
         moves = [divide(block.units, plan, self._config.grain).moves for block in self._blocks]
         shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
-        return total + block_traffic(shapes, moves, batch_numbers(self._blocks, moves), bytes_per_element)
+        return total + block_traffic(shapes, moves, bucket_numbers(self._blocks, moves), bytes_per_element)
 
     def begin_iteration(self) -> None:
         """The weights are those of a new iteration. Collective over the group where units migrate."""
-        if self._mail is not None:
-            self._mail.begin_iteration()
+        if self._unit_exchange is not None:
+            self._unit_exchange.begin_iteration()
 
     def drop_gradients(self) -> None:
         """Gradients of this iteration are thrown away."""
-        if self._mail is not None:
-            self._mail.drop_gradients()
+        if self._unit_exchange is not None:
+            self._unit_exchange.drop_gradients()
 
     def weights_changed(self) -> None:
         """Weights are others than at the beginning of the iteration, and not by an optimizer step."""
-        if self._mail is not None:
-            self._mail.weights_changed()
+        if self._unit_exchange is not None:
+            self._unit_exchange.weights_changed()
 
     def before_step(self) -> None:
         """Gradients are about to be used.
@@ -230,8 +230,8 @@ class Applier:
         Raises:
             RuntimeError: those of units that are computed elsewhere have not come back.
         """
-        if self._mail is not None:
-            self._mail.finish()
+        if self._unit_exchange is not None:
+            self._unit_exchange.finish()
 
     def end_iteration(self) -> None:
         """Let layers choose columns anew; at the end of an interval update the priorities."""
@@ -262,15 +262,17 @@ class Applier:
             if selector is not None and ratio > 0:
                 workload = Workload(prune=float(ratio), select=selector, imputation=self._config.imputation)
             if division.moves:
-                assert self._courier is not None
-                migration = ColumnMigration(self._courier, division.moves)
+                assert self._column_exchange is not None
+                migration = ColumnMigration(self._column_exchange, division.moves)
             layer.assign(workload, migration)
 
     def _assign_blocks(self, kept: Sequence[int], divisions: Sequence[Division]) -> None:
         first = len(self._layers)
         selectors: Sequence[ColumnSelector | None] = self._pruning.selectors[first:] or [None] * len(self._blocks)
-        if self._mail is not None:
-            self._mail.assign(self._blocks, [division.moves for division in divisions[first:]], kept[first:], selectors)
+        if self._unit_exchange is not None:
+            self._unit_exchange.assign(
+                self._blocks, [division.moves for division in divisions[first:]], kept[first:], selectors
+            )
 
     def _measure(self, kept: Sequence[int], divisions: Sequence[Division]) -> Shares:
         resized = migrated = received = 0.0

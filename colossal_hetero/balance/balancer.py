@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..layers.block import Block, find_blocks
+from ..layers.block import Block, attach_blocks
 from ..layers.linear import HeteroLinear, hetero_layers
 from ..layers.transport import Transport
 from .apply import Applier, Shares
 from .config import BalanceConfig
 from .decide.costs import Costs, Traffic
 from .decide.modes import decide
-from .decide.plan import Plan, RankTimes
+from .decide.plan import BalancePlan, RankTimes
 from .host_messages import Groups, make_groups
 from .measure.clock import IterationClock, IterationTimes
 from .measure.pretest import ProductShape, prepare_costs
@@ -69,7 +69,7 @@ class Balancer:
         self._groups = groups
         self._exchange = groups.exchange
         self._transport = Transport(groups.migration)
-        self._plan = Plan.idle(self._exchange.size)
+        self._plan = BalancePlan.idle(self._exchange.size)
         self._costs = Costs()
         self._applier = Applier(layers, blocks, config, iterations_per_interval, self._transport, is_last_pass)
         self._equal_work = EqualWork(config.patience)
@@ -87,7 +87,7 @@ class Balancer:
             layer.clock = clock
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> BalancePlan:
         """What the ranks of this tensor-parallel group do in the coming iterations."""
         return self._plan
 
@@ -106,7 +106,7 @@ class Balancer:
         """Whether the balancer may change anything."""
         return self.config.mode != "off" and self._exchange.size > 1 and bool(self._layers)
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: BalancePlan) -> None:
         """Take on ``plan`` from the next iteration on, until times say otherwise. Collective over the group.
 
         For studies, with a ``warmup_iterations`` that is never over.
@@ -200,7 +200,7 @@ class Balancer:
 
         def traffic(share: float) -> Traffic:
             others = (share / (ranks - 1),) * (ranks - 1)
-            plan = Plan(resize=(0.0,) * ranks, migrate=(share,) + (0.0,) * (ranks - 1), receive=(0.0, *others))
+            plan = BalancePlan(resize=(0.0,) * ranks, migrate=(share,) + (0.0,) * (ranks - 1), receive=(0.0, *others))
             return self._applier.traffic(plan, dtype.itemsize)
 
         return prepare_costs(
@@ -245,7 +245,7 @@ class Balancer:
         elif self._unmigrated_seconds is not None:
             self._costs = self._costs.corrected(self._costs.phi1(migrated), seconds - self._unmigrated_seconds)
 
-    def _adopt(self, plan: Plan) -> Plan:
+    def _adopt(self, plan: BalancePlan) -> BalancePlan:
         """Apply ``plan``, or as much of it as all receivers have memory for."""
         if sum(plan.migrate) > 0:
             self._transport.connect(next(iter(self._layers.values())).matrix.device)
@@ -261,7 +261,7 @@ class Balancer:
             if self._exchange.all_agree(fits):
                 return limited
             # Released before the others' share of the next attempt is taken.
-            self._applier.apply(Plan.idle(self._exchange.size))
+            self._applier.apply(BalancePlan.idle(self._exchange.size))
             self._most_received = max(limited.receive) / 2
             if self._most_received < MIN_RECEIVED:
                 self._most_received = 0.0
@@ -321,7 +321,7 @@ def attach_balancer(
                 raise ValueError(f"balance mode {config.mode!r} cannot be combined with {obstacle} (layer {name})")
     groups = make_groups(tp_group)
     _check_same_on_all_ranks(config, groups.world)
-    blocks = find_blocks(model) if config.moves_blocks else []
+    blocks = attach_blocks(model) if config.moves_blocks else []
     return Balancer(layers, blocks, config, clock, groups, iterations_per_interval, is_last_pass)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from .common import check_outputs, make_console, mended_by_user
+from .common import check_outputs, errors_on_one_line, make_console
 
 __all__ = ["batches"]
 
@@ -50,7 +50,7 @@ def batches(
     from ..planner.batches.comparison import compare
     from ..planner.report.batch_table import render, save_report
 
-    with mended_by_user():
+    with errors_on_one_line():
         check_outputs(out, picture=plot)
         report = compare(load_profile(profile), global_batch, stage=stage, accumulation=accumulation, method=method)
         if out is not None:

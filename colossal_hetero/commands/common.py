@@ -1,7 +1,8 @@
-"""What the subcommands share: errors in one line, a console, and paths that are checked before the work."""
+"""Shared by the subcommands: errors on one line, a console, checks of output files, and options of older versions."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,18 +13,18 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["check_outputs", "make_console", "mended_by_user"]
+__all__ = ["check_outputs", "errors_on_one_line", "make_console", "warn_old_option"]
 
 
 class CommandError(click.ClickException):
-    """What a user can mend; one line, no traceback."""
+    """An error that the user can correct: one line, no traceback, exit code 2."""
 
     exit_code = 2
 
 
 @contextmanager
-def mended_by_user() -> Iterator[None]:
-    """Show errors that the user can mend without a traceback."""
+def errors_on_one_line() -> Iterator[None]:
+    """Turn errors that the user can correct into one line without a traceback."""
     try:
         yield
     except (ValueError, ImportError, OSError) as error:
@@ -31,7 +32,7 @@ def mended_by_user() -> Iterator[None]:
 
 
 def make_console() -> Console:
-    """A console whose tables keep their width in a file."""
+    """The console for tables; 140 characters wide if the output is not a terminal."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -41,7 +42,12 @@ def make_console() -> Console:
 
 
 def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:
-    """Raise unless these files can be written; ``picture`` must have a format that can be drawn."""
+    """Check output files before the work starts.
+
+    Raises:
+        ValueError: A folder does not exist, or the name of ``picture`` has none of the known endings.
+        ImportError: There is a ``picture`` to draw, but matplotlib is missing.
+    """
     for path in (*paths, picture):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
@@ -50,3 +56,8 @@ def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:
 
         check_name(picture)
         check_matplotlib()
+
+
+def warn_old_option(old: str, new: str) -> None:
+    """Warn that an option is called something else since version 0.1."""
+    warnings.warn(f"{old} is deprecated and will be removed; use {new}", FutureWarning, stacklevel=2)

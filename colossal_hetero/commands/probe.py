@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from .common import check_outputs, make_console, mended_by_user
+from .common import check_outputs, errors_on_one_line, make_console
 
 __all__ = ["probe"]
 
@@ -56,7 +56,7 @@ def probe(out: Path, nproc: int | None, cluster_of: list[tuple[str, str]], timeo
     from ..probe.probe_command import probe_as_rank
     from ..processes.launch import is_rank, local_devices, start_ranks
 
-    with mended_by_user():
+    with errors_on_one_line():
         check_outputs(out)
         if is_rank():
             if nproc is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .common import check_outputs, make_console, mended_by_user
+from .common import check_outputs, errors_on_one_line, make_console
 
 if TYPE_CHECKING:
     from ..planner.profile.layer_profile import ModelProfile
@@ -100,7 +100,7 @@ def profile(context: click.Context, model: str | None, out: Path, nproc: int | N
 
     torchrun --nnodes ... --nproc-per-node ... -m colossal_hetero.cli profile --model ...
     """
-    with mended_by_user():
+    with errors_on_one_line():
         check_outputs(out)
         sizes = {name: given.pop(name) for name in SIZES}
         estimates = {name: given.pop(name) for name in ("devices", "tensor_parallel", "efficiency")}

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import click
 
-from .common import check_outputs, make_console, mended_by_user
+from .common import check_outputs, errors_on_one_line, make_console
 
 __all__ = ["simulate"]
 
@@ -55,7 +55,7 @@ def simulate(plan: Path, slow: dict[int, float] | None, transfers: str, plot: Pa
     from ..planner.plans.simulate import simulate_plan
     from ..planner.report.simulation_table import render_simulation
 
-    with mended_by_user():
+    with errors_on_one_line():
         check_outputs(picture=plot)
         planned, way = load_plan(plan), cast(Any, transfers)
         simulation = simulate_plan(planned, slow, way)

@@ -31,7 +31,7 @@ from colossalai.booster import Booster
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.plans.plan import Plan, save_plan
-from colossal_hetero.planner.plans.predict import priced_plan
+from colossal_hetero.planner.plans.predict import predict_plan
 from colossal_hetero.planner.profile.as_profiled import as_profiled
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile, save_model_profile
 from colossal_hetero.planner.search.make_plans import make_plans
@@ -116,7 +116,7 @@ def _measure(settings: Settings, times: int, classes: int, images: ImageSet) -> 
 def _plan(settings: Settings, way: str, profile: ModelProfile, topology: Topology) -> Plan:
     """Stages for all ranks."""
     if way == "uniform":
-        return priced_plan(
+        return predict_plan(
             topology,
             profile,
             [[[rank] for rank in range(dist.get_world_size())]],
@@ -132,7 +132,7 @@ def _plan(settings: Settings, way: str, profile: ModelProfile, topology: Topolog
         tensor_parallel=[1],
         stages=[dist.get_world_size()],
         method=settings.method,
-        symmetric=True,
+        runnable=True,
         keep=1,
     )[0].plan
 

@@ -146,5 +146,5 @@ def test_leaves_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(accelerator_module, "get_accelerator", CudaAccelerator)
     monkeypatch.setattr(accelerator_module, "set_accelerator", must_not_be_called)
-    monkeypatch.setattr(colossal_hetero.cpu, "mend_colossalai", must_not_be_called)
+    monkeypatch.setattr(colossal_hetero.cpu, "patch_colossalai", must_not_be_called)
     accelerator_module._take_the_cpu()

@@ -28,7 +28,7 @@ RULES: dict[str, set[str]] = {
     "planner/stages": {"planner/cluster", "planner/profile"},
     "planner/layout": {"planner/cluster"},
     "planner/plans": {"io", "planner/cluster", "planner/profile", "planner/stages", "planner/layout"},
-    "planner/search": {"planner/cluster", "planner/profile", "planner/stages", "planner/layout", "planner/plans"},
+    "planner/search": {"io", "planner/cluster", "planner/profile", "planner/stages", "planner/layout", "planner/plans"},
     "planner/report": {
         "io",
         "planner/cluster",
@@ -52,9 +52,19 @@ RULES: dict[str, set[str]] = {
     "data_parallel": {"accelerator", "planner/*", "profiling", "profiling/*"},
     "pipeline_parallel": {"io", "planner/*", "profiling", "profiling/*"},
     "probe": {"processes", "planner/cluster", "profiling"},
-    "plugin": {
-        *("io", "processes", "accelerator", "layers", "planner/*", "balance", "balance/*"),
-        *("profiling", "profiling/*", "data_parallel", "pipeline_parallel"),
+    "plugin": {"accelerator", "data_parallel", "profiling/batches"},
+    "plugin/hybrid": {
+        *("io", "accelerator", "layers", "planner/*", "balance", "balance/*"),
+        *("profiling", "profiling/*", "data_parallel", "pipeline_parallel", "plugin"),
+    },
+    "plugin/zero": {
+        "processes",
+        "accelerator",
+        "planner/batches",
+        "profiling",
+        "profiling/*",
+        "data_parallel",
+        "plugin",
     },
     "testing": {"layers"},
     "commands": {"io", "processes", "planner/*", "probe", "profiling", "profiling/*"},

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .plan import Plan, RankTimes
+from .plan import BalancePlan, RankTimes
 
 __all__ = ["Costs", "Traffic", "Volume", "fit_affine", "predicted_seconds"]
 
@@ -127,7 +127,7 @@ def fit_affine(xs: ArrayLike, ys: ArrayLike) -> tuple[float, float]:
     return 0.0, max(float(x @ y) / float(x @ x), 0.0)
 
 
-def predicted_seconds(times: Sequence[RankTimes], costs: Costs, plan: Plan) -> float:
+def predicted_seconds(times: Sequence[RankTimes], costs: Costs, plan: BalancePlan) -> float:
     """Seconds of an iteration under ``plan``: the longest work of any rank, and the communication.
 
     Of the communication in ``times`` the least counts: what another rank spends beyond it is waiting.

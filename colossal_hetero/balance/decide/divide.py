@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .plan import Plan
+from .plan import BalancePlan
 
 __all__ = ["Division", "Move", "divide", "effective_grain"]
 
@@ -77,7 +77,7 @@ def effective_grain(units: int, grain: int) -> int:
     return 1 << (max(min(grain, units // GRAINS), 1).bit_length() - 1)
 
 
-def divide(units: int, plan: Plan, grain: int = 64) -> Division:
+def divide(units: int, plan: BalancePlan, grain: int = 64) -> Division:
     """The plan's shares of ``units`` units per rank in whole units.
 
     What a rank keeps is a multiple of the :func:`effective_grain`, at least one, unless it keeps everything. Pruning is

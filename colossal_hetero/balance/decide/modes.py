@@ -10,18 +10,18 @@ import numpy as np
 from ..config import BalanceConfig
 from .costs import Costs, predicted_seconds
 from .optimum import optimal_plan
-from .plan import Plan, RankTimes
-from .ratios import layer_ratios, resize_ratios
+from .plan import BalancePlan, RankTimes
+from .ratios import resize_ratios
 from .semi import semi_plan
 
-__all__ = ["Plan", "RankTimes", "decide", "layer_ratios", "predicted_seconds", "resize_ratios"]
+__all__ = ["decide"]
 
 STEPS = 2**20
 """Shares of modes that migrate are whole multiples of 1/STEPS: then processors that round differently agree on them,
 and what is given and taken is the same to the last bit."""
 
 
-def decide(times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, current: Plan) -> Plan:
+def decide(times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, current: BalancePlan) -> BalancePlan:
     """The plan for the group's equal-work ``times``, which keeps to ``current`` where a change would not pay.
 
     A rank is told to do less only if it is slower than the fastest (in mode ``resize``, than T_ref) by more than the
@@ -29,7 +29,7 @@ def decide(times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, curr
     enough. Together with the threshold below which times are not even exchanged, that keeps noise from moving the plan.
     """
     if config.mode == "off":
-        return Plan.idle(len(times))
+        return BalancePlan.idle(len(times))
     if config.mode == "resize":
         return _decide_resize(times, config, current)
     if config.mode == "migrate":
@@ -43,7 +43,7 @@ def decide(times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, curr
     return _worth_changing(times, costs, config, current, _in_steps(wanted))
 
 
-def _decide_resize(times: Sequence[RankTimes], config: BalanceConfig, current: Plan) -> Plan:
+def _decide_resize(times: Sequence[RankTimes], config: BalanceConfig, current: BalancePlan) -> BalancePlan:
     """Slow ranks prune down to T_ref (SEMI, Sec. III); each keeps its ratio until its time moves by the margin."""
     work = np.array([rank.work_seconds for rank in times])
     matmul = np.array([rank.matmul_seconds for rank in times])
@@ -57,15 +57,15 @@ def _decide_resize(times: Sequence[RankTimes], config: BalanceConfig, current: P
         wanted = np.full(len(times), float(config.resize_ratio))
     wanted = np.where(slow, wanted, 0.0)
     close_enough = (now > 0) & (wanted > 0) & (np.abs(wanted - now) * matmul <= config.margin * reference)
-    return Plan.resizing(tuple(float(ratio) for ratio in np.where(close_enough, now, wanted)))
+    return BalancePlan.resizing(tuple(float(ratio) for ratio in np.where(close_enough, now, wanted)))
 
 
 def _worth_changing(
-    times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, current: Plan, wanted: Plan
-) -> Plan:
+    times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, current: BalancePlan, wanted: BalancePlan
+) -> BalancePlan:
     """``wanted`` if it gains enough over ``current``; that one is out if it relieves a rank that is not slow."""
     slow_from = (1 + config.margin) * min(time.work_seconds for time in times)
-    idle = Plan.idle(len(times))
+    idle = BalancePlan.idle(len(times))
     relief = zip(times, current.resize, current.migrate, strict=True)
     if any(resize + migrate > 0 and time.work_seconds <= slow_from for time, resize, migrate in relief):
         current = idle
@@ -77,10 +77,10 @@ def _worth_changing(
         return wanted
     if current != idle:
         return current
-    return Plan.idle(len(times), f"balancing would gain too little: {after:.3g} s with, {before:.3g} s without")
+    return BalancePlan.idle(len(times), f"balancing would gain too little: {after:.3g} s with, {before:.3g} s without")
 
 
-def _in_steps(plan: Plan) -> Plan:
+def _in_steps(plan: BalancePlan) -> BalancePlan:
     """``plan`` with its shares rounded to :data:`STEPS`; as much is taken as is given."""
     given = np.floor(np.array(plan.migrate) * STEPS + 0.5)
     taken = np.cumsum(plan.receive)
@@ -90,4 +90,4 @@ def _in_steps(plan: Plan) -> Plan:
     resize, migrate, receive = (
         tuple((steps / STEPS).tolist()) for steps in (resized, given, np.diff(taken, prepend=0.0))
     )
-    return Plan(resize, migrate, receive, plan.note)
+    return BalancePlan(resize, migrate, receive, plan.note)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .costs import Costs
-from .plan import Plan, RankTimes
+from .plan import BalancePlan, RankTimes
 
 __all__ = ["RESERVE", "optimal_plan"]
 
@@ -45,7 +45,7 @@ def optimal_plan(
     costs: Costs,
     max_resize: float,
     straggler_margin: float = 0.0,
-) -> Plan:
+) -> BalancePlan:
     """The plan with the least predicted iteration time, and the least pruning that reaches it.
 
     Args:
@@ -198,7 +198,7 @@ class _Problem:
         sums = [np.concatenate([[0.0], np.cumsum(each)]) for each in (weights, weights * corners, falls)]
         return sums[1][count] - deadlines * sums[0][count] + sums[2][count]
 
-    def plan(self, deadline: float, share: float, note: str) -> Plan:
+    def plan(self, deadline: float, share: float, note: str) -> BalancePlan:
         """The plan that keeps ``deadline`` by giving away ``share`` in all, with as little pruning as that allows."""
         resize, migrate = np.zeros(len(self.work)), np.zeros(len(self.work))
         late = self.slow & (self.work > deadline)
@@ -220,7 +220,7 @@ class _Problem:
             if early.sum() < share * (1.0 - 1e-12):
                 early, resize = self._make_room(deadline, share, early, resize, migrate)
             receive = early * (migrate.sum() / early.sum())
-        return Plan(tuple(resize.tolist()), tuple(migrate.tolist()), tuple(receive.tolist()), note)
+        return BalancePlan(tuple(resize.tolist()), tuple(migrate.tolist()), tuple(receive.tolist()), note)
 
     def _make_room(
         self, deadline: float, share: float, early: np.ndarray, resize: np.ndarray, migrate: np.ndarray

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Plan", "RankTimes"]
+__all__ = ["BalancePlan", "RankTimes"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BalancePlan:
     """What every rank of a tensor-parallel group does in the coming iterations. Shares of one rank's full work."""
 
     resize: tuple[float, ...]
@@ -70,23 +70,23 @@ class Plan:
             raise ValueError(f"ranks give away {given} and receive {taken}; both must be the same")
 
     @classmethod
-    def idle(cls, ranks: int, note: str = "") -> Plan:
+    def idle(cls, ranks: int, note: str = "") -> BalancePlan:
         """Everyone does the full share."""
         return cls.resizing((0.0,) * ranks, note)
 
     @classmethod
-    def resizing(cls, resize: Sequence[float], note: str = "") -> Plan:
+    def resizing(cls, resize: Sequence[float], note: str = "") -> BalancePlan:
         """A plan by which nothing is migrated."""
         nothing = (0.0,) * len(resize)
         return cls(tuple(resize), nothing, nothing, note)
 
-    def limited(self, most: float) -> Plan:
+    def limited(self, most: float) -> BalancePlan:
         """This plan with all that migrates scaled down, so that no rank receives more than the share ``most``."""
         largest = max(self.receive)
         if largest <= most:
             return self
         scale = most / largest
-        return Plan(
+        return BalancePlan(
             self.resize,
             tuple(scale * share for share in self.migrate),
             tuple(scale * share for share in self.receive),

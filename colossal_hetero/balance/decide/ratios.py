@@ -20,7 +20,7 @@ def resize_ratios(
     A rank without products to prune (``M_i = 0``) gets 0.
     """
     work, matmul = np.asarray(work_seconds, dtype=float), np.asarray(matmul_seconds, dtype=float)
-    excess = np.maximum(work - reference_seconds, 0.0)
+    excess: np.ndarray = np.maximum(work - reference_seconds, 0.0)
     # Compared as products: a quotient by a tiny M overflows.
     beyond = excess >= max_resize * matmul
     ratios = np.divide(excess, matmul, out=np.full_like(excess, max_resize), where=~beyond)

@@ -8,13 +8,15 @@ import numpy as np
 
 from .costs import Costs
 from .optimum import RESERVE
-from .plan import Plan, RankTimes
+from .plan import BalancePlan, RankTimes
 from .ratios import resize_ratios
 
 __all__ = ["divide_stragglers", "fastest_division", "migrating_stragglers", "resize_and_migrate", "semi_plan"]
 
 
-def semi_plan(times: Sequence[RankTimes], costs: Costs, max_resize: float, straggler_margin: float = 0.0) -> Plan:
+def semi_plan(
+    times: Sequence[RankTimes], costs: Costs, max_resize: float, straggler_margin: float = 0.0
+) -> BalancePlan:
     """The plan of Algorithm 2.
 
     One straggler splits its excess by Eq. 2. Of several the slowest migrate and the others resize: at most as many
@@ -30,7 +32,7 @@ def semi_plan(times: Sequence[RankTimes], costs: Costs, max_resize: float, strag
     """
     slowest = _stragglers(times, straggler_margin)
     if not slowest:
-        return Plan.idle(len(times), "nobody is slow")
+        return BalancePlan.idle(len(times), "nobody is slow")
     if len(slowest) > 1:
         most = migrating_stragglers(times, costs, slowest)
         count = fastest_division(times, costs, slowest, most, max_resize)
@@ -38,7 +40,7 @@ def semi_plan(times: Sequence[RankTimes], costs: Costs, max_resize: float, strag
     (slow,) = slowest
     resized, migrated = resize_and_migrate(times, costs, slow, max_resize)
     taken = migrated / (len(times) - 1)
-    return Plan(
+    return BalancePlan(
         resize=tuple(resized if rank == slow else 0.0 for rank in range(len(times))),
         migrate=tuple(migrated if rank == slow else 0.0 for rank in range(len(times))),
         receive=tuple(0.0 if rank == slow else taken for rank in range(len(times))),
@@ -119,7 +121,7 @@ def fastest_division(
 
 def divide_stragglers(
     times: Sequence[RankTimes], migrating: Sequence[int], stragglers: Sequence[int], max_resize: float
-) -> Plan:
+) -> BalancePlan:
     """The ranks ``migrating`` give away what makes them late, the other ``stragglers`` prune it up to ``max_resize``.
 
     Those that do not straggle receive equal shares (Algorithm 2, lines 20 to 24).
@@ -131,7 +133,7 @@ def divide_stragglers(
     resize[resizing] = np.minimum(excess[resizing], max_resize)
     migrate[list(migrating)] = excess[list(migrating)]
     receive[receivers] = migrate.sum() / len(receivers)
-    return Plan(
+    return BalancePlan(
         resize=tuple(resize.tolist()),
         migrate=tuple(migrate.tolist()),
         receive=tuple(receive.tolist()),

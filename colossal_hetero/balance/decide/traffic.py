@@ -1,17 +1,17 @@
 """What a migration sends, by formula: the volumes that are documented, counted in tests, and priced before training.
 
-Notation: ``M`` rows (of all micro-batches of an iteration), ``N`` outputs of a rank's weight, ``c`` columns that a
+Notation: ``M`` rows (of all micro-buckets of an iteration), ``N`` outputs of a rank's weight, ``c`` columns that a
 sender migrates to ``q`` receivers, in a group of ``e`` ranks. Elements, for every sender and layer:
 
 ==================  =============================================  ==================================================
-way                 column-parallel layer                          row-parallel layer
+method                 column-parallel layer                          row-parallel layer
 ==================  =============================================  ==================================================
 broadcast-reduce    broadcast (e−1)(Nc + MN), reduce (e−1)MN,      broadcast (e−1)(Nc + Mc),
                     point to point Nc                              point to point Mc + Nc
 scatter-gather      point to point 2Nc + 2qMN + Mc                 point to point 2Nc + 2Mc + qMN
 ==================  =============================================  ==================================================
 
-Weights travel anew for every micro-batch: ``M`` counts all rows, ``Nc`` has to be multiplied by the micro-batches. A
+Weights travel anew for every micro-bucket: ``M`` counts all rows, ``Nc`` has to be multiplied by the micro-buckets. A
 ``block`` sends twice the elements of its migrated units, weights out and gradients back, per optimizer step.
 """
 
@@ -46,15 +46,15 @@ class BlockShape:
 
 
 def column_traffic(
-    layer: LayerShape, moves: Sequence[Move], rows: int, passes: int, ranks: int, way: str, bytes_per_element: int
+    layer: LayerShape, moves: Sequence[Move], rows: int, passes: int, ranks: int, method: str, bytes_per_element: int
 ) -> Traffic:
-    """One layer's traffic in an iteration of ``passes`` micro-batches of ``rows`` rows each, over the whole group."""
+    """One layer's traffic in an iteration of ``passes`` micro-buckets of ``rows`` rows each, over the whole group."""
     broadcast, reduce, direct = _Count(), _Count(), _Count()
     n, others = layer.outputs, ranks - 1
     for sender in sorted({move.sender for move in moves}):
         parts = [move.stop - move.start for move in moves if move.sender == sender]
         c, q = sum(parts), len(parts)
-        if way == "broadcast-reduce":
+        if method == "broadcast-reduce":
             broadcast.add(others, n * c)
             if layer.column_parallel:
                 reduce.add(others, rows * n)
@@ -80,11 +80,11 @@ def column_traffic(
 
 
 def block_traffic(
-    blocks: Sequence[BlockShape], moves: Sequence[Sequence[Move]], batches: Sequence[int], bytes_per_element: int
+    blocks: Sequence[BlockShape], moves: Sequence[Sequence[Move]], buckets: Sequence[int], bytes_per_element: int
 ) -> Traffic:
-    """All blocks' traffic in an optimizer step; ``batches`` tells which blocks' weights travel together."""
-    letters = {
-        (batch, move.sender, move.receiver) for batch, moved in zip(batches, moves, strict=True) for move in moved
+    """All blocks' traffic in an optimizer step; ``buckets`` tells which blocks' weights travel together."""
+    weight_messages = {
+        (bucket, move.sender, move.receiver) for bucket, moved in zip(buckets, moves, strict=True) for move in moved
     }
     returns = sum(block.layers * len(moved) for block, moved in zip(blocks, moves, strict=True))
     elements = sum(
@@ -92,7 +92,7 @@ def block_traffic(
         for block, moved in zip(blocks, moves, strict=True)
         for move in moved
     )
-    volume = Volume(messages=len(letters) + returns, bytes=2 * elements * bytes_per_element)
+    volume = Volume(messages=len(weight_messages) + returns, bytes=2 * elements * bytes_per_element)
     return Traffic(point_to_point=volume, broadcast=Volume(), reduce=Volume())
 
 

@@ -28,36 +28,36 @@ def default_folder() -> Path:
 
 
 class CostCache:
-    """A file per set of circumstances in one folder; ``None`` is the default folder, ``""`` keeps nothing."""
+    """A file per set of context in one folder; ``None`` is the default folder, ``""`` keeps nothing."""
 
     def __init__(self, folder: str | None) -> None:
         self._folder = default_folder() if folder is None else Path(folder) if folder else None
 
-    def path(self, circumstances: Mapping[str, Any]) -> Path | None:
-        """Where costs measured under these circumstances are kept; they must be what JSON can hold."""
+    def path(self, context: Mapping[str, Any]) -> Path | None:
+        """Where costs measured under these context are kept; they must be what JSON can hold."""
         if self._folder is None:
             return None
-        key = hashlib.sha256(json.dumps(circumstances, sort_keys=True).encode()).hexdigest()[:16]
+        key = hashlib.sha256(json.dumps(context, sort_keys=True).encode()).hexdigest()[:16]
         return self._folder / f"costs-{key}.json"
 
-    def read(self, circumstances: Mapping[str, Any]) -> Costs | None:
+    def read(self, context: Mapping[str, Any]) -> Costs | None:
         """The costs, or None if there are none that can be used: no file, a damaged one, another schema."""
-        path = self.path(circumstances)
+        path = self.path(context)
         if path is None:
             return None
         with suppress(OSError, ValueError, TypeError, KeyError):
             content = json.loads(path.read_text(encoding="utf-8"))
             # As JSON has it: what was a tuple is a list.
-            if content["schema"] == SCHEMA and content["circumstances"] == json.loads(json.dumps(circumstances)):
+            if content["schema"] == SCHEMA and content["circumstances"] == json.loads(json.dumps(context)):
                 return Costs(**content["costs"])
         return None
 
-    def write(self, circumstances: Mapping[str, Any], costs: Costs) -> None:
+    def write(self, context: Mapping[str, Any], costs: Costs) -> None:
         """Keep the costs. A folder that cannot be written to is warned of, and nothing is kept."""
-        path = self.path(circumstances)
+        path = self.path(context)
         if path is None:
             return
-        content = {"schema": SCHEMA, "circumstances": circumstances, "costs": asdict(costs)}
+        content = {"schema": SCHEMA, "circumstances": context, "costs": asdict(costs)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as draft:

@@ -29,7 +29,15 @@ from ..config import BalanceConfig
 from ..decide.costs import Costs, Traffic, Volume, fit_affine
 from .cost_cache import CostCache
 
-__all__ = ["Link", "ProductShape", "fit_link", "fit_receive_factor", "fit_resize", "measure_costs", "prepare_costs"]
+__all__ = [
+    "FittedLink",
+    "ProductShape",
+    "fit_link",
+    "fit_receive_factor",
+    "fit_resize",
+    "measure_costs",
+    "prepare_costs",
+]
 
 RESIZED_SHARES = (0.25, 0.5, 0.75, 0.9)
 """Shares pruned in the products that are timed."""
@@ -54,7 +62,7 @@ MESSAGE_SECONDS = 0.1
 SILENT_SECONDS = 1.0
 """How long nothing is shown."""
 
-Way = Literal["column", "block"]
+Form = Literal["column", "block"]
 Show = Callable[[str], None]
 
 
@@ -69,7 +77,7 @@ class ProductShape:
 
 
 @dataclass(frozen=True)
-class Link:
+class FittedLink:
     """What messages of a kind take: ``latency + bytes · seconds_per_byte`` each."""
 
     latency_seconds: float
@@ -88,7 +96,7 @@ def prepare_costs(
     dtype: torch.dtype,
     device: torch.device,
     traffic: Callable[[float], Traffic],
-    way: Way,
+    form: Form,
 ) -> Costs:
     """The costs that the configuration asks for: none, those kept from an earlier run, or measured ones.
 
@@ -98,15 +106,15 @@ def prepare_costs(
         return Costs()
     cache = CostCache(config.cost_cache)
     # Known to all ranks, since it takes all of them; but only one looks, so that all find the same.
-    circumstances = _circumstances(group, shapes, rows, dtype, device, traffic, way)
+    context = _measurement_context(group, shapes, rows, dtype, device, traffic, form)
     first = group.rank() == 0
-    kept = _broadcast_costs(cache.read(circumstances) if first else None, group, device)
+    kept = _broadcast_costs(cache.read(context) if first else None, group, device)
     if kept is not None:
         return kept
     with _Display(enabled=dist.get_rank() == 0) as display:
-        costs = measure_costs(group, shapes, rows, dtype, device, traffic, way, display.show)
+        costs = measure_costs(group, shapes, rows, dtype, device, traffic, form, display.show)
     if first:
-        cache.write(circumstances, costs)
+        cache.write(context, costs)
     return costs
 
 
@@ -117,7 +125,7 @@ def measure_costs(
     dtype: torch.dtype,
     device: torch.device,
     traffic: Callable[[float], Traffic],
-    way: Way,
+    form: Form,
     show: Show | None = None,
 ) -> Costs:
     """Measure Ω1, Ω2, Φ1 and Φ2 on this device and network; the same on all ranks. Collective over ``group``.
@@ -129,13 +137,13 @@ def measure_costs(
         dtype: of the products.
         device: on which they run; messages travel between memories of this kind.
         traffic: what migrating a share of one rank's work sends in an iteration.
-        way: what is pruned and given away, contraction columns of each product or whole units of a ``block``.
+        form: what is pruned and given away, contraction columns of each product or whole units of a ``block``.
         show: is told what is being measured.
     """
     if group.size() == 1:
         return Costs()
     tell = show or (lambda _: None)
-    resized, received = _time_products(shapes, rows, dtype, device, way, tell)
+    resized, received = _time_products(shapes, rows, dtype, device, form, tell)
     everyone = np.median(_gather([*resized, *received], group, device), axis=0)
     resize_fixed, resize_per_share = fit_resize(RESIZED_SHARES, everyone[: len(resized)])
     receive_factor = fit_receive_factor(RECEIVED_SHARES, everyone[len(resized) :])
@@ -166,19 +174,19 @@ def fit_receive_factor(shares: Sequence[float], ratios: Sequence[float] | np.nda
     return float(x @ y) / float(x @ x)
 
 
-def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
+def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> FittedLink:
     """The smallest message tells the latency, those beyond it the time per byte."""
     extra_bytes, extra = np.asarray(sizes[1:]) - sizes[0], np.asarray(seconds[1:]) - seconds[0]
     slope = float(extra_bytes @ extra) / float(extra_bytes @ extra_bytes) if len(extra) else seconds[0] / sizes[0]
     slope = max(slope, 0.0)
-    return Link(max(seconds[0] - slope * sizes[0], 0.0), slope)
+    return FittedLink(max(seconds[0] - slope * sizes[0], 0.0), slope)
 
 
 # Products ---------------------------------------------------------------------------------------------------------
 
 
 def _time_products(
-    shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, device: torch.device, way: Way, tell: Show
+    shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, device: torch.device, form: Form, tell: Show
 ) -> tuple[list[float], list[float]]:
     """Times of resized products and of a receiver's, in ratio to the dense one's; means over shapes, by their work."""
     largest = sorted(set(shapes), key=lambda shape: (-shape.outputs * shape.columns, shape.outputs))[:SHAPES]
@@ -191,21 +199,21 @@ def _time_products(
         if time.perf_counter() - start > PRODUCT_SECONDS / 2:
             break
         tell(f"timing products of {rows} × {shape.columns} × {shape.outputs}")
-        ratios.append(_time_shape(shape, rows, dtype, device, way, PRODUCT_SECONDS / len(largest)))
+        ratios.append(_time_shape(shape, rows, dtype, device, form, PRODUCT_SECONDS / len(largest)))
         weights.append(shape.outputs * shape.columns)
     mean = np.average(ratios, axis=0, weights=weights).tolist()
     return mean[: len(RESIZED_SHARES)], mean[len(RESIZED_SHARES) :]
 
 
 def _time_shape(
-    shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, way: Way, budget_seconds: float
+    shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, form: Form, budget_seconds: float
 ) -> list[float]:
     """The same for one shape, from the fastest of several rounds: other work on the machine only ever adds."""
     # A generator of its own: measuring is not to change what training draws.
     generator = torch.Generator(device).manual_seed(0)
     rows, shape = _affordable(shape, rows, dtype, device, generator)
     products = _Products(shape, rows, dtype, device, generator)
-    along = 1 if way == "column" else 0
+    along = 1 if form == "column" else 0
     size = shape.columns if along else shape.outputs
     runs = [products.dense]
     runs += [products.part(along, size - round(share * size), whole_gradients=True) for share in RESIZED_SHARES]
@@ -356,14 +364,14 @@ def _broadcast_costs(costs: Costs | None, group: dist.ProcessGroup, device: torc
     return None if np.isnan(values).any() else Costs(**dict(zip(names, values, strict=True)))
 
 
-def _circumstances(
+def _measurement_context(
     group: dist.ProcessGroup,
     shapes: Sequence[ProductShape],
     rows: int,
     dtype: torch.dtype,
     device: torch.device,
     traffic: Callable[[float], Traffic],
-    way: Way,
+    form: Form,
 ) -> dict[str, Any]:
     """All that the costs depend on, in what JSON can hold. Collective; complete on all ranks."""
     devices: list[Any] = [None] * group.size()
@@ -380,7 +388,7 @@ def _circumstances(
         "shapes": sorted({(shape.outputs, shape.columns) for shape in shapes}),
         "rows": rows,
         "dtype": str(dtype),
-        "way": way,
+        "way": form,
         "traffic": [asdict(traffic(share)) for share in MIGRATED_SHARES],
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...io.pictures import BLUE, FORMATS, GRAY, LIGHT_BLUE, ORANGE, RED, check_matplotlib, check_name, save_figure
 from ..measure.timeline_sampler import Kind
-from .timeline import KIND_NAMES, Timeline
+from .timeline import KIND_NAMES, IterationTimeline
 
 __all__ = ["FORMATS", "check_matplotlib", "plot_timelines"]
 
@@ -27,7 +27,7 @@ WAITING_EDGE = RED
 """Of the hatching: waiting is what balancing is about."""
 
 
-def plot_timelines(before: Timeline, after: Timeline | None, path: Path | str) -> None:
+def plot_timelines(before: IterationTimeline, after: IterationTimeline | None, path: Path | str) -> None:
     """Draw a bar per rank for each iteration, one above the other on the same axis of time, into the file ``path``.
 
     The file is written as a whole. Without ``after`` the iteration ``before`` is drawn alone.
@@ -59,7 +59,7 @@ def plot_timelines(before: Timeline, after: Timeline | None, path: Path | str) -
     save_figure(figure, path)
 
 
-def _draw(axis: Any, timeline: Timeline) -> None:
+def _draw(axis: Any, timeline: IterationTimeline) -> None:
     for rank, segments in enumerate(timeline.ranks):
         for kind in KIND_NAMES:
             bars = [(start * 1e3, (end - start) * 1e3) for own, start, end in segments if own == kind]

@@ -10,7 +10,7 @@ from ..measure.timeline_sampler import Kind, RankSegments, SampledIterations, Se
 
 __all__ = [
     "KIND_NAMES",
-    "Timeline",
+    "IterationTimeline",
     "Timelines",
     "choose_timelines",
     "chrome_trace",
@@ -33,7 +33,7 @@ SHORTEST_SECONDS = 1e-9
 
 
 @dataclass(frozen=True)
-class Timeline:
+class IterationTimeline:
     """One iteration on all ranks, from 0 seconds on."""
 
     iteration: int
@@ -49,8 +49,8 @@ class Timeline:
 class Timelines(NamedTuple):
     """An iteration before the plan first changed, and the latest one after it."""
 
-    before: Timeline
-    after: Timeline | None
+    before: IterationTimeline
+    after: IterationTimeline | None
     """None if the plan never changed; ``before`` is then the latest iteration."""
 
 
@@ -73,13 +73,13 @@ def choose_timelines(per_rank: Sequence[SampledIterations], groups: Sequence[Seq
     if not before:
         return None
 
-    def merged(iteration: int) -> Timeline:
+    def merged(iteration: int) -> IterationTimeline:
         return merge_segments([rank[iteration] for rank in by_iteration], groups)
 
     return Timelines(merged(max(before)), merged(max(after)) if after else None)
 
 
-def merge_segments(per_rank: Sequence[RankSegments], groups: Sequence[Sequence[int]]) -> Timeline:
+def merge_segments(per_rank: Sequence[RankSegments], groups: Sequence[Sequence[int]]) -> IterationTimeline:
     """All ranks' views of one iteration on one axis of time, with waiting told from communication.
 
     Within a tensor-parallel group a rank waits in a collective until the last rank of the group arrives at it.
@@ -99,7 +99,7 @@ def merge_segments(per_rank: Sequence[RankSegments], groups: Sequence[Sequence[i
         for rank, split in zip(group, _split_waiting([ranks[rank] for rank in group]), strict=True):
             ranks[rank] = split
     start = min((segments[0].start_seconds for segments in ranks if segments), default=0.0)
-    return Timeline(per_rank[0].iteration, tuple(tuple(_shifted(segments, -start)) for segments in ranks))
+    return IterationTimeline(per_rank[0].iteration, tuple(tuple(_shifted(segments, -start)) for segments in ranks))
 
 
 def _same_base(per_rank: Sequence[RankSegments]) -> bool:
@@ -160,7 +160,7 @@ def _split(segments: Sequence[Segment], arrivals: Sequence[float]) -> list[Segme
 # Chrome trace ---------------------------------------------------------------------------------------------------------
 
 
-def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+def chrome_trace(timelines: Mapping[str, IterationTimeline]) -> dict[str, Any]:
     """``timelines`` by title in the Chrome trace event format, which Perfetto opens: a process each, a thread per rank.
 
     Timestamps and durations are in microseconds. The numbers of processes and threads start at 1, as 0 is taken for

@@ -1,4 +1,4 @@
-"""What a plan's degrees of parallelism would take if ranks were laid out as they are launched."""
+"""A plan compared with Colossal-AI's own order of ranks: the same degrees, with ranks placed as they are launched."""
 
 from __future__ import annotations
 
@@ -6,37 +6,38 @@ from ..cluster.topology import Topology
 from ..layout.layout import naive_layout
 from ..profile.layer_profile import ModelProfile
 from .plan import Plan
-from .predict import priced_plan
+from .predict import predict_plan
 
-__all__ = ["as_launched"]
+__all__ = ["compare_with_launch_order"]
 
 
-def as_launched(topology: Topology, profile: ModelProfile, plan: Plan) -> str | None:
-    """What Colossal-AI's own order of ranks would take: with equal stages, and with those of ``plan``; in words.
+def compare_with_launch_order(topology: Topology, profile: ModelProfile, plan: Plan) -> str | None:
+    """What an iteration would take in Colossal-AI's own order of ranks, with equal stages and with the plan's stages.
 
-    None if there is nothing to compare: the plan is in that order with equal stages, leaves devices out, or its
-    replicas are not alike.
+    Returns:
+        One line of text for the plan's notes. None if there is nothing to compare: the plan is in that order and has
+        equal stages, leaves devices idle, or its replicas are not alike.
     """
     degrees = (plan.tensor_parallel, len(plan.layers_per_stage), len(plan.replicas))
     if not plan.symmetric or plan.world_size != len(topology.devices):
         return None
     ranks = naive_layout(topology, *degrees).ranks
-    bounds = (0, *(stage.blocks[1] for stage in plan.replicas[0].stages))
-    told: dict[tuple[int, ...], str] = {}
-    for name, cut in (("equal stages", None), ("these stages", bounds)):
+    planned_bounds = (0, *(stage.blocks[1] for stage in plan.replicas[0].stages))
+    comparisons: dict[tuple[int, ...], str] = {}
+    for name, bounds in (("equal stages", None), ("these stages", planned_bounds)):
         try:
-            other = priced_plan(
-                topology, profile, ranks, micro_batch=plan.micro_batch, global_batch=plan.global_batch, bounds=cut
+            other = predict_plan(
+                topology, profile, ranks, micro_batch=plan.micro_batch, global_batch=plan.global_batch, bounds=bounds
             )
         except ValueError as error:
-            return f"ranks as they are launched could not be laid out like this: {error}"
+            return f"with ranks in the order of launch this plan is not possible: {error}"
         if (other.rank_order, other.layers_per_stage) != (plan.rank_order, plan.layers_per_stage):
-            told.setdefault(other.layers_per_stage, f"{_in_words(other, plan)} with {name}")
-    return f"with ranks as they are launched: {'; '.join(told.values())}" if told else None
+            comparisons.setdefault(other.layers_per_stage, f"{_in_words(other, plan)} with {name}")
+    return f"with ranks in the order of launch: {'; '.join(comparisons.values())}" if comparisons else None
 
 
 def _in_words(other: Plan, plan: Plan) -> str:
-    full = next(
+    too_large = next(
         (
             stage
             for replica in other.replicas
@@ -45,11 +46,11 @@ def _in_words(other: Plan, plan: Plan) -> str:
         ),
         None,
     )
-    if full is not None:
-        used, available = full.memory_bytes / 2**30, full.memory_available_bytes / 2**30
-        return f"too much for memory ({used:.1f} of {available:.1f} GiB)"
+    if too_large is not None:
+        used, available = too_large.memory_bytes / 2**30, too_large.memory_available_bytes / 2**30
+        return f"too much memory ({used:.1f} GiB of {available:.1f} GiB)"
     ratio = other.iteration_seconds / plan.iteration_seconds
     return (
-        f"{other.iteration_seconds:.4g} s ({ratio:.2f} × as long, of it {other.synchronization_seconds:.3g} s for "
+        f"{other.iteration_seconds:.4g} s ({ratio:.2f} × as long, including {other.synchronization_seconds:.3g} s for "
         "gradients)"
     )

@@ -1,4 +1,4 @@
-"""A plan for a given layout and a given split: nothing is chosen, only what it would take is predicted."""
+"""The predicted times of a plan whose ranks and stages are given: nothing is searched."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from ..cluster.all_reduce import concurrent_seconds
 from ..cluster.topology import Topology
 from ..profile.layer_profile import ModelProfile
-from ..stages.pipeline import Pipeline, Slot, Split, evaluate
+from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
 from ..stages.split_methods import split
 from .plan import Plan, Replica, StagePlan
 
-__all__ = ["priced_plan"]
+__all__ = ["StageGroup", "finished_plan", "finished_replica", "predict_plan"]
+
+StageGroup = tuple[tuple[int, ...], str, float]
+"""The tensor-parallel group that runs a stage: ranks, kind of device, and bytes of memory that each device has."""
 
 
-def priced_plan(
+def predict_plan(
     topology: Topology,
     profile: ModelProfile,
     ranks: Sequence[Sequence[Sequence[int]]],
@@ -25,23 +28,24 @@ def priced_plan(
     method: str = "uniform",
     notes: Sequence[str] = (),
 ) -> Plan:
-    """What it takes to train with these ranks in these places.
+    """The plan with these ranks in these places, with its predicted times and memory.
 
     Args:
         topology: Machines.
-        profile: The model's layers on their kinds of devices.
+        profile: Times and sizes of the model's layers on the kinds of devices in ``topology``.
         ranks: By replica, stage and place in the tensor-parallel group, ``[replicas][stages][tensor parallel]``.
-        micro_batch: Samples.
-        global_batch: Samples per iteration, equally many for each replica.
-        bounds: Stage s of every replica runs blocks ``[bounds[s], bounds[s + 1])``; None: as ``method`` splits the
-            first replica, with its stages in this order.
-        method: One of :data:`~colossal_hetero.planner.stages.split_methods.METHODS`; with ``bounds``, a name
-            for the record.
-        notes: For readers of the plan.
+        micro_batch: Samples per micro-batch.
+        global_batch: Samples per iteration; each replica gets equally many.
+        bounds: Stage s of every replica runs blocks ``[bounds[s], bounds[s + 1])``. None: the first replica is split
+            by ``method``, with its stages in the given order, and the other replicas are split alike.
+        method: One of :data:`~colossal_hetero.planner.stages.split_methods.METHODS`. If ``bounds`` are given, it is
+            only written into the plan.
+        notes: Written into the plan, for its readers.
 
     Raises:
-        ValueError: The batch cannot be divided into these micro-batches, the bounds do not fit, a tensor-parallel group
-            is of several kinds, a kind was not measured like that, or devices cannot reach each other.
+        ValueError: The global batch cannot be divided into these micro-batches, the bounds do not fit the model, a
+            tensor-parallel group has devices of several kinds, the profile lacks a kind, degree or micro-batch, or
+            devices cannot reach each other.
     """
     replicas, stages, degree = len(ranks), len(ranks[0]), len(ranks[0][0])
     micro_batches, left = divmod(global_batch, micro_batch * replicas)
@@ -61,40 +65,70 @@ def priced_plan(
         or list(bounds) != sorted(set(bounds))
     ):
         raise ValueError(
-            f"bounds={list(bounds)} do not cut {profile.blocks} blocks into {stages} stages; they rise from 0 to "
-            f"{profile.blocks}, {stages + 1} numbers in all"
+            f"bounds={list(bounds)} do not cut {profile.blocks} blocks into {stages} stages; give {stages + 1} numbers "
+            f"that rise from 0 to {profile.blocks}"
         )
     cut = Split(order, tuple(bounds))
-    costs = [evaluate(pipeline, cut) for pipeline in pipelines]
     written = []
-    for groups, pipeline, cost in zip(ranks, pipelines, costs, strict=True):
-        parts = tuple(
-            StagePlan(
-                blocks=(bounds[stage], bounds[stage + 1]),
-                device=pipeline.slots[stage].name,
-                ranks=tuple(group),
-                node=topology.nodes[topology.devices[group[0]].node].name,
-                forward_seconds=cost.forward_seconds[stage],
-                backward_seconds=cost.backward_seconds[stage],
-                transfer_seconds=cost.transfer_seconds[stage],
-                update_seconds=cost.update_seconds[stage],
-                memory_bytes=cost.memory_bytes[stage],
-                memory_available_bytes=pipeline.slots[stage].memory_bytes,
-            )
-            for stage, group in enumerate(groups)
-        )
-        written.append(Replica(stages=parts, micro_batches=micro_batches, pipeline_seconds=cost.seconds))
+    for groups, pipeline in zip(ranks, pipelines, strict=True):
+        members: list[StageGroup] = [
+            (tuple(group), slot.name, slot.memory_bytes) for group, slot in zip(groups, pipeline.slots, strict=True)
+        ]
+        written.append(finished_replica(topology, members, cut.bounds, evaluate(pipeline, cut), micro_batches))
     synchronization = _synchronization(topology, pipelines[0], ranks, bounds)
+    return finished_plan(profile, written, method, degree, micro_batch, synchronization, notes)
+
+
+def finished_replica(
+    topology: Topology, groups: Sequence[StageGroup], bounds: Sequence[int], cost: PipelineCost, micro_batches: int
+) -> Replica:
+    """One pipeline of a plan.
+
+    Args:
+        groups: By stage.
+        bounds: Stage s runs blocks ``[bounds[s], bounds[s + 1])``.
+        cost: What was predicted, by stage.
+        micro_batches: K, per iteration.
+    """
+    stages = tuple(
+        StagePlan(
+            blocks=(bounds[stage], bounds[stage + 1]),
+            device=device,
+            ranks=ranks,
+            node=topology.nodes[topology.devices[ranks[0]].node].name,
+            forward_seconds=cost.forward_seconds[stage],
+            backward_seconds=cost.backward_seconds[stage],
+            transfer_seconds=cost.transfer_seconds[stage],
+            update_seconds=cost.update_seconds[stage],
+            memory_bytes=cost.memory_bytes[stage],
+            memory_available_bytes=memory_bytes,
+        )
+        for stage, (ranks, device, memory_bytes) in enumerate(groups)
+    )
+    return Replica(stages=stages, micro_batches=micro_batches, pipeline_seconds=cost.seconds)
+
+
+def finished_plan(
+    profile: ModelProfile,
+    replicas: Sequence[Replica],
+    method: str,
+    tensor_parallel: int,
+    micro_batch: int,
+    synchronization_seconds: float,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """The plan of these replicas. Its iteration takes as long as the slowest pipeline and the synchronization."""
     return Plan(
         model=profile.name,
+        precision=profile.precision,
         blocks=profile.blocks,
         method=method,
-        tensor_parallel=degree,
+        tensor_parallel=tensor_parallel,
         micro_batch=micro_batch,
-        global_batch=global_batch,
-        replicas=tuple(written),
-        synchronization_seconds=synchronization,
-        iteration_seconds=max(cost.seconds for cost in costs) + synchronization,
+        global_batch=micro_batch * sum(replica.micro_batches for replica in replicas),
+        replicas=tuple(replicas),
+        synchronization_seconds=synchronization_seconds,
+        iteration_seconds=max(replica.pipeline_seconds for replica in replicas) + synchronization_seconds,
         notes=tuple(notes),
     )
 
@@ -113,11 +147,12 @@ def _pipeline(
         kinds = sorted({device.kind.name for device in devices})
         if len(kinds) > 1 or len(group) != degree:
             raise ValueError(
-                f"ranks {tuple(group)} ({', '.join(kinds)}) are no tensor-parallel group of {degree} alike"
+                f"ranks {tuple(group)} ({', '.join(kinds)}) are not a tensor-parallel group of {degree} devices of one "
+                "kind"
             )
         speed = min(device.speed for device in devices)
         costs = profile.costs(kinds[0], degree, micro_batch, speed)
-        slots.append(Slot(kinds[0], costs, devices[0].kind.memory_bytes, tuple(group)))
+        slots.append(Slot(kinds[0], costs, devices[0].kind.memory_bytes))
     channels = tuple(tuple(topology.channel(one[0], other[0]) for other in groups) for one in groups)
     return Pipeline(tuple(slots), channels, micro_batches)
 
@@ -125,7 +160,7 @@ def _pipeline(
 def _synchronization(
     topology: Topology, pipeline: Pipeline, ranks: Sequence[Sequence[Sequence[int]]], bounds: Sequence[int]
 ) -> float:
-    """All stages at once; the slowest counts."""
+    """Seconds until all stages have summed their gradients over the replicas, all at the same time."""
     groups, sizes = [], []
     for stage in range(len(bounds) - 1):
         gradient_bytes = float(pipeline.slots[stage].costs.gradient_bytes[bounds[stage] : bounds[stage + 1]].sum())

@@ -1,4 +1,4 @@
-"""How a plan is run: how many ranks to launch where, and the plugin to make in the training script."""
+"""How to run a plan: the commands that launch its ranks, and the lines of the training script that make the plugin."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ import numpy as np
 
 from ...io.text import count, spans
 from ..plans.plan import Plan
+from ..plans.runnable import why_not_runnable
 
 __all__ = ["colossal_order", "launch_lines", "training_call"]
 
 MAX_NODES = 4
-"""Nodes whose commands are written one by one."""
+"""Up to so many nodes, each node's command is written."""
 
 MAX_NUMBERS = 12
-"""Numbers that are written one by one; longer rows are written in runs."""
+"""Up to so many numbers, a list is written out; longer lists are written as sums of repeated numbers."""
 
 
 def training_call(plan: Plan, path: str = "plan.json") -> str:
-    """The commands that launch the plan and the Python that makes its plugin: ours, and Colossal-AI's own where that
-    can run it too. For a plan that cannot be run, why, and what can be done.
+    """The commands that launch the plan, and the Python that makes the plugin for it.
+
+    If Colossal-AI's own plugin can run the plan too, the Python for that follows. If the plan cannot be run, the text
+    says why and what to do.
 
     Args:
-        path: of the plan's file.
+        plan: The plan.
+        path: Path of the plan's file.
     """
-    problem = _why_not(plan)
-    if problem:
-        return "\n".join([*problem, f"# It can be simulated: colossal-hetero simulate {path}"])
+    problem = why_not_runnable(plan)
+    if problem is not None:
+        return f"# It cannot be run: {problem}.\n# It can be simulated: colossal-hetero simulate {path}"
     (micro_batches,) = {replica.micro_batches for replica in plan.replicas}
     samples = micro_batches * plan.micro_batch
     stages = len(plan.layers_per_stage)
@@ -37,13 +41,12 @@ def training_call(plan: Plan, path: str = "plan.json") -> str:
         "",
         "from colossal_hetero import HeteroHybridParallelPlugin",
         f'plugin = HeteroHybridParallelPlugin(plan="{path}", precision="{plan.precision}")',
-        f"# every replica's loader gives {count(samples, 'sample')} per step: "
+        f"# the data loader of every replica gives {count(samples, 'sample')} per step: "
         f"{count(micro_batches, 'micro-batch')} of {plan.micro_batch}",
     ]
     if stages == 1 and micro_batches > 1:
-        lines.append(f"# without a pipeline nothing divides them: accumulate {micro_batches} backwards per step")
-    own = _colossal_call(plan, stages)
-    return "\n".join([*lines, "", *own])
+        lines.append(f"# without a pipeline nothing divides them: accumulate {micro_batches} backward passes per step")
+    return "\n".join([*lines, "", *_colossal_call(plan, stages)])
 
 
 def _colossal_call(plan: Plan, stages: int) -> list[str]:
@@ -51,9 +54,8 @@ def _colossal_call(plan: Plan, stages: int) -> list[str]:
     if order is None:
         place, wanted, given = _first_difference(plan)
         return [
-            "# Colossal-AI's own HybridParallelPlugin cannot run it: it takes the ranks as they are launched, which "
-            f"makes {place} {_ranks(given)};",
-            f"# the plan has {_ranks(wanted)} there",
+            "# Colossal-AI's own HybridParallelPlugin cannot run this plan: it places ranks in the order of launch,",
+            f"# so {place} would be {_ranks(given)}, but the plan has {_ranks(wanted)} there",
         ]
     arguments = [f"tp_size={plan.tensor_parallel}", f"pp_size={stages}"]
     if stages > 1:
@@ -63,14 +65,14 @@ def _colossal_call(plan: Plan, stages: int) -> list[str]:
         arguments.append("dp_outside=False")
     arguments.append(f'precision="{plan.precision}"')
     return [
-        "# the same without balancing, by Colossal-AI alone",
+        "# the same with Colossal-AI alone, without balancing",
         "from colossalai.booster.plugin import HybridParallelPlugin",
         f"plugin = HybridParallelPlugin({', '.join(arguments)})",
     ]
 
 
 def colossal_order(plan: Plan) -> str | None:
-    """Which of the two orders of Colossal-AI's ``ProcessGroupMesh`` has the plan's ranks as they are launched.
+    """Which of the two orders of Colossal-AI's ``ProcessGroupMesh`` places the ranks as the plan does.
 
     Returns:
         "replicas outside" for (dp, pp, tp), its default; "stages outside" for (pp, dp, tp), ``dp_outside=False``;
@@ -89,18 +91,25 @@ def colossal_order(plan: Plan) -> str | None:
 
 
 def _first_difference(plan: Plan) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Where the plan's ranks differ from Colossal-AI's default order: what is there, and what would be."""
+    """The first stage whose ranks differ from Colossal-AI's default order.
+
+    Returns:
+        The stage in words, its ranks in the plan, and its ranks in the default order.
+    """
     order = plan.launched_order
     launched = np.arange(plan.world_size).reshape(np.array(order).shape)
     for replica, stage in itertools.product(range(len(order)), range(len(order[0]))):
         given = tuple(int(rank) for rank in launched[replica, stage])
         if order[replica][stage] != given:
             return f"stage {stage} of replica {replica}", order[replica][stage], given
-    raise AssertionError("called for a plan in default order")
+    raise AssertionError("the plan is in the default order")
 
 
 def launch_lines(plan: Plan) -> list[str]:
-    """One ``torchrun`` per node in the order of ranks; of many nodes those that run equally many share a line."""
+    """One ``torchrun`` command per node, in the order of ranks.
+
+    If there are more than :data:`MAX_NODES`, consecutive nodes with equally many ranks share a line.
+    """
     node_of = {rank: stage.node for replica in plan.replicas for stage in replica.stages for rank in stage.ranks}
     used = sorted(node_of)
     nodes = [(name, len(list(ranks))) for name, ranks in itertools.groupby(used, key=node_of.__getitem__)]
@@ -108,8 +117,8 @@ def launch_lines(plan: Plan) -> list[str]:
     lines = []
     if used != list(range(len(used))):
         lines.append(
-            f"# of the cluster's devices only {spans(used)} are used: let these alone be visible "
-            f"(CUDA_VISIBLE_DEVICES); they are launched as ranks 0-{len(used) - 1}"
+            f"# only the cluster's devices {spans(used)} are used: make only these visible (CUDA_VISIBLE_DEVICES); "
+            f"they are launched as ranks 0-{len(used) - 1}"
         )
     if len(nodes) == 1:
         return [*lines, f"torchrun --nproc-per-node {nodes[0][1]} train.py"]
@@ -131,44 +140,8 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(sorted(ranks))}"
 
 
-def _why_not(plan: Plan) -> list[str]:
-    """Why the plan cannot be run, and what can be done; nothing if it can."""
-    if not plan.symmetric:
-        kinds: dict[tuple[tuple[int, ...], int], int] = {}
-        for number, replica in enumerate(plan.replicas):
-            layers = tuple(b - a for a, b in (stage.blocks for stage in replica.stages))
-            kinds.setdefault((layers, replica.micro_batches), number)
-        shown = [
-            f"replica {number} has {' + '.join(_runs(layers))} layers and {count(micro_batches, 'micro-batch')}"
-            for (layers, micro_batches), number in list(kinds.items())[:3]
-        ]
-        more = f", and {len(kinds) - 3} more kinds" if len(kinds) > 3 else ""
-        return [
-            "# It cannot be run yet: its replicas are not alike, and Colossal-AI's process mesh gives all of them the "
-            "same stages.",
-            f"# {'; '.join(shown)}{more}.",
-            "# With --symmetric only plans are made that run.",
-        ]
-    stages, micro_batches = len(plan.layers_per_stage), plan.replicas[0].micro_batches
-    if stages > 1 and micro_batches < stages:
-        return [
-            f"# It cannot be run: it has {count(micro_batches, 'micro-batch')} for {stages} stages, and Colossal-AI's "
-            "1F1B schedule needs at least one per stage.",
-            "# Plan with smaller micro-batches or a larger global batch.",
-        ]
-    return []
-
-
-def _runs(numbers: Sequence[int]) -> list[str]:
-    """Few numbers one by one, many by how often they follow each other: "2", "4 × 3"."""
-    if len(numbers) <= MAX_NUMBERS:
-        return [str(number) for number in numbers]
-    runs = [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
-    return [f"{times} × {number}" if times > 1 else str(number) for number, times in runs]
-
-
 def _python_list(numbers: Sequence[int]) -> str:
-    """As one writes it: ``[9, 9, 6]``, of many numbers ``[2] * 31 + [1]``."""
+    """The numbers as a Python list: ``[9, 9, 6]``; if there are many, ``[2] * 31 + [1]``."""
     if len(numbers) <= MAX_NUMBERS:
         return f"[{', '.join(map(str, numbers))}]"
     parts = []

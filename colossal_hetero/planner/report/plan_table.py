@@ -1,4 +1,4 @@
-"""What a plan says, for people: a table of its stages, the plans that came next, and a layout on one line."""
+"""A plan as text: a table of its stages, a table of the next best plans, and the layout on one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from ...io.text import aligned, byte_unit, count, spans, times
 from ..plans.plan import Plan, Replica, StagePlan
-from .launch_commands import training_call
+from ..plans.ranked_plan import RankedPlan
 
 __all__ = [
     "ReplicaGroup",
@@ -26,51 +25,44 @@ __all__ = [
     "replica_groups",
     "rows",
     "short_ranks",
-    "training_call",
 ]
 
 MAX_PARTS = 8
-"""Parts of a pipeline that a one-line layout has, at the most."""
+"""Parts of a pipeline, or different pipelines, that a one-line layout shows at most."""
 
 MAX_ROWS = 16
-"""Stages that a table has before alike ones share a row."""
-
-
-class Ranked(Protocol):
-    """A plan among others, and why it is not the best."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def reason(self) -> str: ...
+"""With more stages than this, consecutive stages of one kind with equally many layers share a row."""
 
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """Replicas that are alike but for their ranks and nodes."""
+    """Replicas that differ only in their ranks and nodes."""
 
     numbers: tuple[int, ...]
+    """Their numbers in the plan."""
     replicas: tuple[Replica, ...]
 
     @property
     def first(self) -> Replica:
-        """One of them."""
+        """The first of them; it stands for all."""
         return self.replicas[0]
 
 
 def replica_groups(plan: Plan) -> list[ReplicaGroup]:
-    """Replicas by what they do, in the order of their first ones; numbers that agree in three digits are equal."""
+    """Groups of replicas that are alike, in the order of their first members.
+
+    Times and sizes that agree in three digits count as equal.
+    """
     groups: dict[object, list[int]] = {}
     for number, replica in enumerate(plan.replicas):
-        key = (replica.micro_batches, tuple(_looks(stage) for stage in replica.stages))
+        key = (replica.micro_batches, tuple(_shown(stage) for stage in replica.stages))
         groups.setdefault(key, []).append(number)
     return [
         ReplicaGroup(tuple(numbers), tuple(plan.replicas[number] for number in numbers)) for numbers in groups.values()
     ]
 
 
-def _looks(stage: StagePlan) -> tuple[object, ...]:
+def _shown(stage: StagePlan) -> tuple[object, ...]:
     numbers = (stage.forward_seconds, stage.backward_seconds, stage.transfer_seconds, stage.update_seconds)
     return (
         stage.device,
@@ -80,14 +72,17 @@ def _looks(stage: StagePlan) -> tuple[object, ...]:
 
 
 def one_line(plan: Plan) -> str:
-    """The layout and what it is predicted to reach, e.g. ``tp 4 · dp 2 × pp [A100-40 0-15 | V100-16 16-23] ·
-    micro-batch 4 × 16 · 1.230 s (104.1 samples/s)``; layers are numbered, first and last."""
+    """The layout, the predicted iteration time and samples per second.
+
+    For example: ``tp 4 · dp 2 × pp [A100-40 0-15 | V100-16 16-23] · micro-batch 4 × 16 · 1.230 s (104.1 samples/s)``.
+    Each part of a pipeline has the numbers of its first and its last layer.
+    """
     unit, (seconds,) = times([plan.iteration_seconds])
     return f"{layout(plan)} · {seconds} {unit} ({aligned([plan.samples_per_second])[0]} samples/s)"
 
 
 def layout(plan: Plan) -> str:
-    """:func:`one_line` without what is predicted."""
+    """:func:`one_line` without the predicted times."""
     shapes: dict[tuple[str, int], int] = {}
     for replica in plan.replicas:
         shape = (_pipeline(replica), replica.micro_batches)
@@ -106,7 +101,7 @@ def layout(plan: Plan) -> str:
 
 
 def _pipeline(replica: Replica) -> str:
-    """``pp [A100-40 0-15 | V100-16 16-23]``; "4 × T4 0-7" for four stages of one kind that hold two layers each."""
+    """``pp [A100-40 0-15 | V100-16 16-23]``; "4 × T4 0-7" are four stages of one kind that hold two layers each."""
     parts = []
     for (device, _), run in itertools.groupby(replica.stages, key=lambda stage: (stage.device, _layers(stage))):
         stages = list(run)
@@ -124,26 +119,35 @@ def _layers(stage: StagePlan) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a stage, or several that are alike, of alike replicas."""
+    """A row of the table: a stage, or several similar stages, of replicas that are alike."""
 
     replicas: tuple[int, ...]
+    """Numbers of the replicas."""
     micro_batches: int
+    """Per replica and iteration."""
     stages: tuple[int, ...]
+    """Numbers of the stages."""
     device: str
+    """Kind."""
     nodes: tuple[str, ...]
     ranks: tuple[int, ...]
+    """Of all these stages and replicas, ascending."""
     blocks: tuple[int, int]
+    """``[a, b)``: all blocks of these stages."""
     memory_bytes: tuple[float, float]
-    """Least and most of its stages."""
+    """Per device: the smallest and the largest of these stages."""
     available_bytes: float
+    """Per device: the smallest of these stages."""
     compute_seconds: float
-    """Forward and backward of a micro-batch, the longest of its stages."""
+    """Forward and backward of a micro-batch: the longest of these stages."""
     transfer_seconds: float
+    """Of a micro-batch: the longest of these stages."""
     bubble_shares: tuple[float, float]
+    """Share of the iteration in which a stage waits: the smallest and the largest of these stages."""
 
 
 def rows(plan: Plan) -> list[Row]:
-    """What the table shows; stages of a kind that hold equally many layers share a row only in large plans."""
+    """The rows of the table, see :data:`MAX_ROWS`."""
     groups = replica_groups(plan)
     fold = sum(len(group.first.stages) for group in groups) > MAX_ROWS
     lines = []
@@ -180,17 +184,17 @@ def rows(plan: Plan) -> list[Row]:
     return lines
 
 
-def render(candidates: Sequence[Ranked]) -> RenderableType:
-    """The first plan's stages and totals, and those that came next with the reasons.
+def render(plans: Sequence[RankedPlan]) -> RenderableType:
+    """The best plan's stages and totals, and a table of all plans with the reasons for their places.
 
     Args:
-        candidates: best first, at least one.
+        plans: At least one, best first.
     """
-    plan = candidates[0].plan
+    plan = plans[0].plan
     parts: list[RenderableType] = [_title(plan), _stages(plan)]
     parts += [Text(line) for line in (*_totals(plan), *plan.notes)]
-    if len(candidates) > 1:
-        parts += [Text(""), _runners_up(candidates)]
+    if len(plans) > 1:
+        parts += [Text(""), _ranking(plans)]
     return Group(*parts)
 
 
@@ -222,7 +226,7 @@ def _stages(plan: Plan) -> Table:
     table.add_column("\ndevice", overflow="fold", min_width=min(max(len(_kind(line)) for line in lines), 18))
     table.add_column("\nnode", overflow="fold", min_width=4)
     table.add_column("\nranks", overflow="fold", min_width=5)
-    # As texts: what is in brackets would be taken for markup in a string.
+    # As Text objects: in a string, brackets would be markup.
     for name in ("layers\n[a, b)", f"memory\n[{unit}]", f"fwd+bwd\n[{second}]", f"transfer\n[{second}]", "\nbubble"):
         table.add_column(Text(name), justify="right", no_wrap=True)
     for index, line in enumerate(lines):
@@ -262,7 +266,7 @@ def _nodes(names: Sequence[str]) -> str:
 
 
 def short_ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks in few characters: "0-3", "0-3, 8-11", of more stretches "0-3 … 59 (16)"."""
+    """Ascending ranks in few characters: "0-3", "0-3, 8-11", and with more than two ranges "0-3 … 59 (16)"."""
     text = spans(ranks)
     parts = text.split(", ")
     return text if len(parts) <= 2 else f"{parts[0]} … {ranks[-1]} ({len(ranks)})"
@@ -303,18 +307,18 @@ def _totals(plan: Plan) -> list[str]:
     return lines
 
 
-def _runners_up(candidates: Sequence[Ranked]) -> Table:
-    plans = [each.plan for each in candidates]
+def _ranking(ranked: Sequence[RankedPlan]) -> Table:
+    plans = [each.plan for each in ranked]
     unit, seconds = times([plan.iteration_seconds for plan in plans])
     best = plans[0].iteration_seconds
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("\nlayout", overflow="fold", ratio=3)
     table.add_column(Text(f"iteration\n[{unit}]"), justify="right", no_wrap=True)
-    table.add_column("\n× best", justify="right", no_wrap=True)
+    table.add_column("× best\ntime", justify="right", no_wrap=True)
     table.add_column("\nreason", overflow="fold", ratio=2)
-    for index, each in enumerate(candidates):
-        # Differences that the digits do not show are told as such.
+    for index, each in enumerate(ranked):
+        # Two decimals, or four if the difference would not be visible.
         ratio = each.plan.iteration_seconds / best
         shown = f"{ratio:.2f}" if index == 0 or round(ratio, 2) > 1 or math.isclose(ratio, 1.0) else f"{ratio:.4f}"
         table.add_row(

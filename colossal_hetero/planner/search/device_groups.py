@@ -1,8 +1,8 @@
 """Data-parallel groups of unequal devices: which devices hold a replica of the model together.
 
-AutoHet, Eq. 2 and 3: the number of groups times the least *effective computing power* of a group is made as large as it
-can be. Devices (or tensor-parallel groups of them) of one kind are interchangeable, so they are counted, and groups are
-patterns of counts. Solved exactly, by SciPy's HiGHS.
+AutoHet, Eq. 2 and 3: maximizes the number of groups times the smallest *effective computing power* of a group. Members
+(devices, or tensor-parallel groups of them) of one kind are interchangeable, so a group is described by its count of
+each kind. Solved exactly, with SciPy's integer programming solver (HiGHS).
 """
 
 from __future__ import annotations
@@ -19,100 +19,111 @@ from scipy.sparse import csr_array
 
 from .tp_groups import compositions
 
-__all__ = ["Grouping", "GroupingKind", "effective_power", "find_grouping"]
+__all__ = ["Grouping", "MemberKind", "effective_power", "find_grouping"]
 
 TOLERANCE = 1e-9
-"""Powers that differ by less than this share are equal."""
+"""Powers that differ by less than this share count as equal."""
 MAX_VALUES = 20_000
-"""Compositions up to which the powers that a group can have are listed, rather than bisected."""
+"""Up to so many compositions, all powers that a group can have are listed. With more, any power is tried."""
 
-MAX_DEALT = 64
-"""Numbers of groups for which members are dealt in turn first."""
+MAX_ROUND_ROBIN = 64
+"""Numbers of groups for which a first solution is found by giving out the members in turn."""
 
 # [Note: the covering problem]
-# For a given number of groups D, let z be the power that each group is to reach. With K micro-batches and P members,
-# G = (Σ g n)·K / (K + P − 1) ≥ z reads Σ (g − z/K)·n ≥ z·(K − 1)/K: linear in the counts n. A member with g ≥ z/K never
-# hurts ("good"), one with less does ("bad"): its group grows longer by more than it brings. So a group needs no more
-# good members than make it reach z and the memory; whatever is left over can join any group. That leaves few patterns,
-# and D groups that reach z exist if and only if Σ x = D, Σ pattern·x ≤ available (= available for bad members, which
-# must go somewhere) has a solution in whole numbers x. The largest such z is found by bisection, over the powers that
-# a group can have at all where these are not too many.
+# For a given number of groups D, let z be the power that each group has to reach. With K micro-batches and P members,
+# G = (Σ g n)·K / (K + P − 1) ≥ z is equivalent to Σ (g − z/K)·n ≥ z·(K − 1)/K, which is linear in the counts n. A
+# member with g ≥ z/K never lowers a group's G ("good"). A member with less does ("bad"): it lengthens the pipeline by
+# more than the power it adds. So a group needs no more good members than it takes to reach z and the memory, and all
+# that are left over can join any group. Only few patterns remain. D groups that reach z exist if and only if Σ x = D
+# and Σ pattern·x ≤ available (= available for bad members, which have to be in some group) has a solution in whole
+# numbers x. The largest such z is found by bisection, over the powers that a group can have if there are only few.
 
 
 @dataclass(frozen=True)
-class GroupingKind:
-    """Interchangeable members."""
+class MemberKind:
+    """Interchangeable members: devices or tensor-parallel groups."""
 
     power: float
-    """g: computing power, in any unit."""
+    """g: computing power of one member, in any unit."""
     memory_bytes: float
+    """Memory of one member."""
     count: int
+    """How many there are."""
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """The best groups."""
+    """Groups of members, and the power that each of them reaches."""
 
     groups: tuple[tuple[int, ...], ...]
-    """Members by kind of each group, the largest first: ``[groups][kinds]``."""
+    """Members by kind of each group, ``[groups][kinds]``; in descending order of counts."""
     power: float
-    """min_j G_j."""
+    """min_j G_j: the effective computing power of the weakest group."""
 
     @property
     def objective(self) -> float:
-        """Eq. 3a."""
+        """The number of groups times :attr:`power`, AutoHet's Eq. 3a."""
         return len(self.groups) * self.power
 
 
 def effective_power(
     counts: NDArray[np.int64], powers: Sequence[float] | NDArray[np.float64], micro_batches: float
 ) -> NDArray[np.float64]:
-    """G of groups, Eq. 2, ``[…]`` from counts ``[…, kinds]``: the sum of powers, less the share of pipeline bubbles."""
+    """G of groups, AutoHet's Eq. 2: the sum of the members' powers, reduced by the share of pipeline bubbles.
+
+    Args:
+        counts: Members by kind, ``[…, kinds]``.
+        powers: g by kind.
+        micro_batches: K of each group.
+
+    Returns:
+        ``[…]``.
+    """
     members = np.maximum(counts.sum(axis=-1), 1)
-    return (counts @ np.asarray(powers)) * micro_batches / (micro_batches + members - 1)
+    return np.asarray((counts @ np.asarray(powers)) * micro_batches / (micro_batches + members - 1))
 
 
 def find_grouping(
-    kinds: Sequence[GroupingKind],
+    kinds: Sequence[MemberKind],
     model_bytes: float,
     micro_batches: float | Callable[[int], float],
     *,
     groups: int | None = None,
-    idle: bool = False,
-    most_members: int | None = None,
-    most_groups: int | None = None,
-    least: float = 0.0,
+    allow_idle: bool = False,
+    max_members: int | None = None,
+    max_groups: int | None = None,
+    above: float = 0.0,
 ) -> Grouping | None:
-    """The groups with the largest Eq. 3a, or None if there are none.
+    """The groups with the largest objective (AutoHet, Eq. 3a); None if there are none.
 
     Args:
-        kinds: What there is.
-        model_bytes: MIN_mem, what a group's members must hold together.
-        micro_batches: K of each group, or K by the number of groups.
-        groups: How many; None for the best number.
-        idle: Whether members may be left out. AutoHet's Eq. 3e assigns all.
-        most_members: Of a group: as many as the model has blocks.
-        most_groups: As many as there are micro-batches in all.
-        least: Only groupings with an objective above this.
+        kinds: The members there are.
+        model_bytes: MIN_mem, bytes that the members of a group must hold together.
+        micro_batches: K of each group, or a function that gives K for a number of groups.
+        groups: The number of groups; None for the best number.
+        allow_idle: Whether members may be left out. AutoHet's Eq. 3e assigns all.
+        max_members: Of a group; usually as many as the model has blocks. None: no limit.
+        max_groups: Usually as many as there are micro-batches in all. None: no limit.
+        above: Only groupings with an objective above this.
     """
     members = sum(kind.count for kind in kinds)
-    most_members = most_members or members
+    max_members = max_members or members
     memory = sum(kind.memory_bytes * kind.count for kind in kinds)
     at = micro_batches if callable(micro_batches) else lambda _: micro_batches
     problems = []
-    for number in range(1, min(members, most_groups or members) + 1) if groups is None else (groups,):
+    for number in range(1, min(members, max_groups or members) + 1) if groups is None else (groups,):
         if number * model_bytes > memory * (1 + TOLERANCE) or number > members:
             continue
-        if not idle and members > number * most_members:
+        if not allow_idle and members > number * max_members:
             continue
-        problem = _Covering(kinds, model_bytes, number, at(number), idle, most_members)
+        problem = _Covering(kinds, model_bytes, number, at(number), allow_idle, max_members)
         problems.append((-number * problem.bound, -number, problem))
-    # Something to compare with from the start; the exact search does not depend on it.
-    some = problems[:: math.ceil(len(problems) / MAX_DEALT)] if problems else []
-    dealt = [grouping for _, _, problem in some if (grouping := problem.deal()) and grouping.objective > least]
-    best = max(dealt, key=lambda grouping: grouping.objective, default=None)
+    # A first solution to compare with; it saves time and does not change the result.
+    some = problems[:: math.ceil(len(problems) / MAX_ROUND_ROBIN)] if problems else []
+    found = [grouping for _, _, problem in some if (grouping := problem.round_robin()) and grouping.objective > above]
+    best = max(found, key=lambda grouping: grouping.objective, default=None)
     for bound, negative, problem in sorted(problems, key=lambda each: each[:2]):
-        reached = max(best.objective if best else 0.0, least)
+        reached = max(best.objective if best else 0.0, above)
         if -bound <= reached * (1 + TOLERANCE):
             break
         best = problem.solve(reached / -negative) or best
@@ -120,16 +131,16 @@ def find_grouping(
 
 
 class _Covering:
-    """D groups, see [Note: the covering problem]."""
+    """The problem for a given number of groups D, see [Note: the covering problem]."""
 
     def __init__(
         self,
-        kinds: Sequence[GroupingKind],
+        kinds: Sequence[MemberKind],
         model_bytes: float,
         groups: int,
         micro_batches: float,
-        idle: bool,
-        most_members: int,
+        allow_idle: bool,
+        max_members: int,
     ) -> None:
         self.powers = np.array([kind.power for kind in kinds], dtype=float)
         self.memory = np.array([kind.memory_bytes for kind in kinds], dtype=float)
@@ -137,19 +148,19 @@ class _Covering:
         self.model_bytes = model_bytes * (1 - TOLERANCE)
         self.groups = groups
         self.micro_batches = micro_batches
-        self.idle = idle
-        self.most_members = most_members
+        self.allow_idle = allow_idle
+        self.max_members = max_members
         self.bound = self._bound()
 
     def _bound(self) -> float:
-        """No grouping has a larger least power: all groups would be equal, in fractions of members."""
+        """An upper bound on the power of the weakest group: all groups would be equal, with fractions of members."""
         order = np.argsort(-self.powers)
         members, power = np.cumsum(self.available[order]), np.cumsum((self.available * self.powers)[order])
         best = power * self.micro_batches / (self.groups * (self.micro_batches - 1) + np.maximum(members, self.groups))
-        return float(best.max() if self.idle else best[-1])
+        return float(best.max() if self.allow_idle else best[-1])
 
     def solve(self, above: float) -> Grouping | None:
-        """The best grouping whose least power is above ``above``; None if there is none."""
+        """The best grouping whose weakest group has a power above ``above``; None if there is none."""
         best = self._cover(max(above, self.bound * TOLERANCE) * (1 + 2 * TOLERANCE))
         if best is None:
             return None
@@ -168,11 +179,11 @@ class _Covering:
 
     def _values(self, low: float, high: float) -> NDArray[np.float64] | None:
         """The powers that a group can have in this range, ascending; None if there are too many compositions."""
-        most = min(self.most_members, int(self.available.sum()) - self.groups + 1)
-        caps = np.minimum(self.available, most)
+        max_members = min(self.max_members, int(self.available.sum()) - self.groups + 1)
+        caps = np.minimum(self.available, max_members)
         if np.prod(caps + 1.0) > MAX_VALUES:
             return None
-        counts = compositions(caps.tolist(), most)
+        counts = compositions(caps.tolist(), max_members)
         counts = counts[counts @ self.memory >= self.model_bytes]
         power = effective_power(counts, self.powers, self.micro_batches)
         return np.unique(power[(power > low * (1 + TOLERANCE)) & (power <= high * (1 + TOLERANCE))])
@@ -181,8 +192,8 @@ class _Covering:
         power = float(effective_power(counts, self.powers, self.micro_batches).min())
         return Grouping(tuple(sorted((tuple(row) for row in counts.tolist()), reverse=True)), power)
 
-    def deal(self) -> Grouping | None:
-        """Everybody in turn to the group that has least, the largest first; None if a group's memory falls short."""
+    def round_robin(self) -> Grouping | None:
+        """Members in descending order of power, each to the weakest group; None if a group then lacks memory."""
         counts = np.tile(self.available // self.groups, (self.groups, 1))
         rest = self.available % self.groups
         have = [(0.0, group) for group in range(self.groups)]
@@ -192,20 +203,20 @@ class _Covering:
                 counts[group, kind] += 1
                 heapq.heapreplace(have, (power + float(self.powers[kind]), group))
         members = counts.sum(axis=1)
-        if members.min() < 1 or members.max() > self.most_members or (counts @ self.memory).min() < self.model_bytes:
+        if members.min() < 1 or members.max() > self.max_members or (counts @ self.memory).min() < self.model_bytes:
             return None
         return self._grouping(counts)
 
     def _cover(self, power: float) -> Grouping | None:
-        """Groups of at least this power, if there are any."""
+        """Groups of at least this power; None if there are none."""
         patterns, good = self._patterns(power)
         if not len(patterns) or not self._may_cover(patterns):
             return None
         upper = self.available.astype(float)
-        lower = np.where(good | self.idle, 0.0, upper)
+        lower = np.where(good | self.allow_idle, 0.0, upper)
         rows = np.concatenate([patterns.T, np.ones((1, len(patterns)))])
         limits = LinearConstraint(csr_array(rows), np.append(lower, self.groups), np.append(upper, self.groups))
-        # Few members leave most for others; it also gives the solver a direction.
+        # Any solution will do. Minimizing the members in use gives the solver a direction.
         found = milp(
             patterns.sum(axis=1), integrality=np.ones(len(patterns)), bounds=Bounds(0, np.inf), constraints=limits
         )
@@ -213,42 +224,42 @@ class _Covering:
             return None
         times = np.rint(found.x).astype(np.int64)
         counts = np.repeat(patterns, times, axis=0)
-        if not self.idle:
+        if not self.allow_idle:
             self._add_left_over(counts)
         return self._grouping(counts)
 
     def _may_cover(self, patterns: NDArray[np.int64]) -> bool:
-        """Whether there is enough of everything: each group takes at least what the most modest pattern takes."""
+        """Whether there are enough members, power and memory if each group takes the smallest amount of any pattern."""
         scales = np.stack([np.ones_like(self.powers), self.powers, self.memory, *np.eye(len(self.powers))])
-        least = (patterns @ scales.T).min(axis=0) * self.groups
-        return bool((least <= scales @ self.available * (1 + TOLERANCE)).all())
+        needed = (patterns @ scales.T).min(axis=0) * self.groups
+        return bool((needed <= scales @ self.available * (1 + TOLERANCE)).all())
 
     def _add_left_over(self, counts: NDArray[np.int64]) -> None:
-        """Who is left over joins the group with the least power that has room, the strongest first."""
+        """Adds each member that is left over, in descending order of power, to the weakest group that has room."""
         left = self.available - counts.sum(axis=0)
         for kind in np.argsort(-self.powers):
             for _ in range(left[kind]):
                 power = effective_power(counts, self.powers, self.micro_batches)
-                counts[np.where(counts.sum(axis=1) < self.most_members, power, np.inf).argmin(), kind] += 1
+                counts[np.where(counts.sum(axis=1) < self.max_members, power, np.inf).argmin(), kind] += 1
 
     def _patterns(self, power: float) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Groups that reach ``power`` and the memory with no good member too many, and which kinds are good."""
+        """The groups that reach ``power`` and the memory with the fewest good members, and which kinds are good."""
         worth = self.powers - power / self.micro_batches
         needed = power * (self.micro_batches - 1) / self.micro_batches
         good = worth >= -1e-12 * self.powers
         if not good.any():
             return np.zeros((0, len(worth)), dtype=np.int64), good
-        most = min(self.most_members, int(self.available.sum()) - self.groups + 1)
-        caps = np.minimum(self.available, most)
+        max_members = min(self.max_members, int(self.available.sum()) - self.groups + 1)
+        caps = np.minimum(self.available, max_members)
         for kind in np.flatnonzero(good):
-            # Of one kind alone no more are needed than make up a group.
+            # No more members of a kind are needed than would make up a group alone.
             with np.errstate(divide="ignore"):
                 alone = max(needed / max(worth[kind], 1e-300), self.model_bytes / max(self.memory[kind], 1e-300), 1.0)
             if not (~good).any() and alone < caps[kind]:
                 caps[kind] = int(np.ceil(alone * (1 + TOLERANCE)))
         last = int(np.where(good, caps, -1).argmax())
         others = [kind for kind in range(len(caps)) if kind != last]
-        grid = _grid(caps[others].tolist(), most)
+        grid = _grid(caps[others].tolist(), max_members)
         counts = np.zeros((len(grid), len(caps)), dtype=np.int64)
         counts[:, others] = grid
         lacking_memory = (self.model_bytes - counts @ self.memory) / max(self.memory[last], 1e-300)
@@ -270,14 +281,16 @@ class _Covering:
     def _reaches(self, counts: NDArray[np.int64], power: float) -> NDArray[np.bool_]:
         members = counts.sum(axis=1)
         enough = effective_power(counts, self.powers, self.micro_batches) >= power * (1 - TOLERANCE)
-        return enough & (members >= 1) & (members <= self.most_members) & (counts @ self.memory >= self.model_bytes)
+        return np.asarray(
+            enough & (members >= 1) & (members <= self.max_members) & (counts @ self.memory >= self.model_bytes)
+        )
 
 
-def _grid(caps: Sequence[int], most: int) -> NDArray[np.int64]:
-    """All counts up to ``caps`` with at most ``most`` in all, none included: ``[rows, kinds]``."""
+def _grid(caps: Sequence[int], max_sum: int) -> NDArray[np.int64]:
+    """All counts from 0 up to ``caps`` whose sum is at most ``max_sum``, ``[rows, kinds]``."""
     rows = np.zeros((1, 0), dtype=np.int64)
     for cap in caps:
         choice = np.arange(cap + 1)
         rows = np.concatenate([np.repeat(rows, len(choice), axis=0), np.tile(choice, len(rows))[:, None]], axis=1)
-        rows = rows[rows.sum(axis=1) <= most]
+        rows = rows[rows.sum(axis=1) <= max_sum]
     return rows

@@ -1,4 +1,4 @@
-"""From groups of slots to a whole plan: where they stand, which blocks each runs, who runs how many micro-batches."""
+"""Builds one candidate of the search: places the slots, splits the model, divides the micro-batches, predicts times."""
 
 from __future__ import annotations
 
@@ -13,75 +13,89 @@ from numpy.typing import NDArray
 
 from ..cluster.all_reduce import concurrent_seconds, synchronization_seconds
 from ..cluster.topology import Channel, Topology
-from ..plans.plan import Plan, Replica, StagePlan
+from ..plans.plan import Plan
+from ..plans.predict import StageGroup, finished_plan, finished_replica
 from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
-from ..stages.fixed_order import quick_split
+from ..stages.fixed_order import split_in_order
 from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
 from ..stages.split_methods import split
-from .placement import Links, Place, place
-from .tp_groups import SlotKind, boundaries
+from .placement import NodeLinks, Place, place
+from .tp_groups import SlotKind, cut_points
 
-__all__ = ["Assembler", "Draft", "Offer", "deal"]
+__all__ = ["Draft", "DraftBuilder", "SlotPool", "divide_micro_batches"]
 
-NO_WAY = Channel("none", 1e-6)
-"""Between nodes that cannot reach each other: a plan in which a stage sends this way is no plan."""
+NO_LINK = Channel("none", 1e-6)
+"""Between nodes that cannot reach each other. A draft in which stages send over it is rejected."""
 
 
 Kinds = tuple[tuple[int, ...], ...]
-"""By slot of a pipeline: its kind, or all that it is in several pipelines that are cut alike."""
+"""By slot of a pipeline: its kind. If several pipelines are cut alike: the kinds that it has in any of them."""
 
 
 @dataclass(frozen=True, eq=False)
-class Offer:
-    """What one tensor-parallel degree and micro-batch have to offer."""
+class SlotPool:
+    """The slots that the devices form with one tensor-parallel degree, timed for one size of micro-batch."""
 
     tensor_parallel: int
+    """Devices per slot."""
     micro_batch: int
+    """Samples per micro-batch."""
     kinds: tuple[SlotKind, ...]
-    """The weakest first."""
+    """In ascending order of computing power."""
     total_micro_batches: int
     """Per iteration, over all pipelines."""
-    links: Links
+    links: NodeLinks
 
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """All that a plan says, before it is written down."""
+    """A complete candidate of the search, in terms of slots; :func:`write_plan` makes it a plan."""
 
-    offer: Offer
+    pool: SlotPool
     groups: list[tuple[int, ...]]
-    """Slots by kind of each pipeline."""
+    """How many slots of each kind each pipeline has, ``[pipelines][kinds]``."""
     places: list[list[Place]]
-    """``[pipelines][stages]``, by slot of the pipeline, not by stage."""
+    """The slots of each pipeline, ``[pipelines][slots]``; ``splits[p].order`` says which of them runs which stage."""
     splits: list[Split]
+    """By pipeline."""
     micro_batches: list[int]
+    """By pipeline, per iteration."""
     costs: list[PipelineCost]
+    """By pipeline."""
     synchronization_seconds: float
+    """Of gradients over the pipelines, per iteration."""
+
+    @property
+    def devices(self) -> int:
+        """Devices in use."""
+        return self.pool.tensor_parallel * sum(len(slots) for slots in self.places)
 
     @property
     def pipeline_seconds(self) -> float:
-        """Of the slowest pipeline."""
+        """Time of the slowest pipeline, without synchronization."""
         return max(cost.seconds for cost in self.costs)
 
     @property
     def seconds(self) -> float:
-        """Of an iteration."""
+        """Time of an iteration."""
         return self.pipeline_seconds + self.synchronization_seconds
 
 
-def deal(fill: Sequence[float], longest: Sequence[float], micro_batches: int) -> list[int]:
-    """How many micro-batches each pipeline runs, so that the last one is done as early as can be.
+def divide_micro_batches(fill: Sequence[float], longest: Sequence[float], micro_batches: int) -> list[int]:
+    """How many micro-batches each pipeline runs so that the last pipeline ends as early as possible.
 
     Args:
-        fill: Seconds of one micro-batch through each pipeline.
-        longest: Seconds that each further micro-batch adds.
-        micro_batches: In all, at least one for each pipeline.
+        fill: By pipeline, seconds of one micro-batch through the empty pipeline.
+        longest: By pipeline, seconds that each further micro-batch adds: the time of its longest stage.
+        micro_batches: How many to divide; at least one for each pipeline.
     """
     first, step = np.asarray(fill), np.maximum(np.asarray(longest), 1e-15)
 
     def done(seconds: float) -> NDArray[np.int64]:
-        return np.minimum(np.maximum((seconds - first) // step + 1, 1), micro_batches).astype(np.int64)
+        """Micro-batches that each pipeline finishes in this time; at least one."""
+        counts: NDArray[np.float64] = np.minimum(np.maximum((seconds - first) // step + 1, 1), micro_batches)
+        return counts.astype(np.int64)
 
     low, high = float(first.max()), float((first + (micro_batches - 1) * step).max()) * (1 + 1e-12)
     if done(low).sum() < micro_batches:
@@ -91,20 +105,20 @@ def deal(fill: Sequence[float], longest: Sequence[float], micro_batches: int) ->
             low, high = (low, middle) if count >= micro_batches else (middle, high)
             if count == micro_batches:
                 break
-        counts, most = done(low), done(high)
+        counts, max_counts = done(low), done(high)
     else:
-        # The one pipeline that takes longest for a single micro-batch decides; the others share the rest.
-        counts, most = np.ones(len(first), dtype=np.int64), done(low)
+        # The pipeline that takes longest for a single micro-batch decides the time; the others share the rest.
+        counts, max_counts = np.ones(len(first), dtype=np.int64), done(low)
     rest = micro_batches - int(counts.sum())
     for pipeline in np.lexsort((np.arange(len(first)), first + counts * step)):
-        more = min(rest, int(most[pipeline] - counts[pipeline]))
+        more = min(rest, int(max_counts[pipeline] - counts[pipeline]))
         counts[pipeline] += more
         rest -= more
-    return counts.tolist()
+    return [int(count) for count in counts]
 
 
-class Assembler:
-    """Makes drafts; what was found once for slots that are alike is found again at once."""
+class DraftBuilder:
+    """Builds drafts. Results for slots that are alike are computed once and then looked up."""
 
     def __init__(self, topology: Topology, method: str) -> None:
         self.topology = topology
@@ -115,67 +129,65 @@ class Assembler:
         self._costs: dict[object, PipelineCost] = {}
         self._rings: dict[object, float] = {}
         self._slots: dict[object, Slot] = {}
-        self._offers: list[Offer] = []
 
-    def assemble(
-        self, offer: Offer, groups: Sequence[Sequence[int]], *, symmetric: bool = False, thorough: bool = False
+    def build(
+        self, pool: SlotPool, groups: Sequence[Sequence[int]], *, symmetric: bool = False, thorough: bool = False
     ) -> Draft | str:
-        """A draft of the plan with these groups, or why there is none.
+        """The draft with these groups, or in words why there is none.
 
         Args:
+            pool: The slots there are.
             groups: Slots by kind of each pipeline, ``[pipelines][kinds]``.
-            symmetric: All pipelines are cut alike and run equally many micro-batches; the groups are all alike then.
-            thorough: Split by the method itself; else, if that looks for the best order of the stages as well, the
-                weakest come first where that fits, which is found in a fraction of the time.
+            symmetric: All pipelines are cut alike and run equally many micro-batches. The groups must be equal.
+            thorough: Whether the method also chooses the order of the stages, if it can. If not, the stages are in
+                ascending order of computing power where that fits in memory, which takes a fraction of the time.
         """
-        places = place(groups, offer.kinds, self._node_of, self._cluster_of)
-        return self.assemble_places(offer, places, symmetric=symmetric, thorough=thorough)
+        places = place(groups, pool.kinds, self._node_of, self._cluster_of)
+        return self.build_placed(pool, places, symmetric=symmetric, thorough=thorough)
 
-    def assemble_places(
-        self, offer: Offer, places: Sequence[Sequence[Place]], *, symmetric: bool = False, thorough: bool = False
+    def build_placed(
+        self, pool: SlotPool, places: Sequence[Sequence[Place]], *, symmetric: bool = False, thorough: bool = False
     ) -> Draft | str:
-        """A draft with these slots, or why there is none.
+        """The draft with these slots, or in words why there is none; further arguments as in :meth:`build`.
 
         Args:
-            places: ``[pipelines][stages]``. Where all are cut alike, slots that are first in their pipelines run the
-                same blocks, and so on; they need not be of one kind.
+            places: The slots of each pipeline, ``[pipelines][slots]``. If the pipelines are cut alike, the first slots
+                of all pipelines run the same blocks, and so on; they need not be of one kind.
         """
-        self._offers.append(offer)  # its id stays its own
-        groups = [tuple(Counter(kind for kind, _ in each)[kind] for kind in range(len(offer.kinds))) for each in places]
+        groups = [tuple(Counter(kind for kind, _ in each)[kind] for kind in range(len(pool.kinds))) for each in places]
         nodes = [
-            np.array([self._node_of[offer.kinds[kind].slots[slot][0]] for kind, slot in pipeline])
-            for pipeline in places
+            np.array([self._node_of[pool.kinds[kind].slots[slot][0]] for kind, slot in pipeline]) for pipeline in places
         ]
         sequences: list[Kinds] = [tuple((kind,) for kind, _ in pipeline) for pipeline in places]
-        numbers = [offer.links.numbers(row[:, None], row[None, :]) for row in nodes]
-        total = offer.total_micro_batches
+        numbers = [pool.links.numbers(row[:, None], row[None, :]) for row in nodes]
+        total = pool.total_micro_batches
         counts = [total // len(groups) if symmetric else max(1, round(total / len(groups)))] * len(groups)
-        shared, divided = numbers, sequences
+        shared_numbers, shared_kinds = numbers, sequences
         if symmetric:
-            # One cut for all: made for the slowest of the ways between two stages, and of the slots of each.
+            # One split for all pipelines, made for the slowest link between two stages and the slowest slot of each.
             stack = np.stack(nodes)
-            shared = [offer.links.slowest(stack[:, :, None], stack[:, None, :], axis=0)] * len(groups)
+            shared_numbers = [pool.links.slowest(stack[:, :, None], stack[:, None, :], axis=0)] * len(groups)
             if len(set(sequences)) > 1:
-                divided = [tuple(tuple(sorted(set().union(*stage))) for stage in zip(*sequences, strict=True))] * len(
-                    groups
-                )
+                shared_kinds = [
+                    tuple(tuple(sorted(set().union(*stage))) for stage in zip(*sequences, strict=True))
+                ] * len(groups)
         while True:
             splits = []
-            for sequence, matrix, count in zip(divided, shared, counts, strict=True):
-                found = self._split(offer, sequence, matrix, count, thorough)
+            for sequence, matrix, count in zip(shared_kinds, shared_numbers, counts, strict=True):
+                found = self._split(pool, sequence, matrix, count, thorough)
                 if isinstance(found, str):
                     return found
                 splits.append(found)
-            costs = self._evaluate(offer, sequences, numbers, counts, splits)
+            costs = self._evaluate(pool, sequences, numbers, counts, splits)
             if symmetric:
                 break
-            steps = [_longest(cost) for cost in costs]
+            steps = [max(cost.stage_seconds) for cost in costs]
             fill = [cost.seconds - (count - 1) * step for cost, count, step in zip(costs, counts, steps, strict=True)]
-            dealt = deal(fill, steps, total)
-            # More micro-batches than a split was made for can need more memory; then it is made again for more.
-            again = self._evaluate(offer, sequences, numbers, dealt, splits)
+            divided_counts = divide_micro_batches(fill, steps, total)
+            # With more micro-batches than a split was made for, more memory may be needed. Then split again for more.
+            again = self._evaluate(pool, sequences, numbers, divided_counts, splits)
             if all(cost.fits for cost in again):
-                counts, costs = dealt, again
+                counts, costs = divided_counts, again
                 break
             if all(count >= len(sequence) for count, sequence in zip(counts, sequences, strict=True)):
                 break
@@ -183,25 +195,25 @@ class Assembler:
         if not all(cost.fits for cost in costs):
             return f"the split by {self.method} does not fit into memory"
         if not symmetric and sum(counts) != total:
-            return "the memory of a stage does not suffice for its micro-batches in flight"
-        if any(max(cost.transfer_seconds) >= 1.0 / NO_WAY.bytes_per_second for cost in costs):
-            return "stages that follow each other have no link"
+            return "a stage has too little memory for its micro-batches in flight"
+        if any(max(cost.transfer_seconds) >= 1.0 / NO_LINK.bytes_per_second for cost in costs):
+            return "consecutive stages have no link"
         try:
-            synchronization = self._synchronize(offer, places, splits)
+            synchronization = self._synchronize(pool, places, splits)
         except ValueError as error:
             return str(error)
-        return Draft(offer, groups, [list(each) for each in places], splits, counts, costs, synchronization)
+        return Draft(pool, groups, [list(each) for each in places], splits, counts, costs, synchronization)
 
-    def _pipeline(self, offer: Offer, sequence: Kinds, matrix: NDArray[np.int64], micro_batches: int) -> Pipeline:
-        channels = [*offer.links.channels, NO_WAY]
-        slots = tuple(self._slot(offer, kinds) for kinds in sequence)
+    def _pipeline(self, pool: SlotPool, sequence: Kinds, matrix: NDArray[np.int64], micro_batches: int) -> Pipeline:
+        channels = [*pool.links.channels, NO_LINK]
+        slots = tuple(self._slot(pool, kinds) for kinds in sequence)
         return Pipeline(slots, tuple(tuple(channels[number] for number in row) for row in matrix), micro_batches)
 
-    def _slot(self, offer: Offer, kinds: tuple[int, ...]) -> Slot:
-        """One that is nowhere better than the worst of these kinds, for a stage that runs on all of them."""
-        key = (id(offer), kinds)
+    def _slot(self, pool: SlotPool, kinds: tuple[int, ...]) -> Slot:
+        """A slot that takes as long and needs as much memory, per block, as the worst of these kinds."""
+        key = (pool, kinds)
         if key not in self._slots:
-            worst = [offer.kinds[kind] for kind in kinds]
+            worst = [pool.kinds[kind] for kind in kinds]
             costs = worst[0].costs
             if len(worst) > 1:
                 each = [vars(kind.costs) for kind in worst]
@@ -212,28 +224,28 @@ class Assembler:
         return self._slots[key]
 
     def _split(
-        self, offer: Offer, sequence: Kinds, matrix: NDArray[np.int64], micro_batches: int, thorough: bool
+        self, pool: SlotPool, sequence: Kinds, matrix: NDArray[np.int64], micro_batches: int, thorough: bool
     ) -> Split | str:
-        key = (id(offer), sequence, matrix.tobytes(), micro_batches, thorough)
+        key = (pool, sequence, matrix.tobytes(), micro_batches, thorough)
         if key not in self._splits:
-            pipeline = self._pipeline(offer, sequence, matrix, micro_batches)
-            self._splits[key] = self._split_anew(pipeline, thorough)
+            pipeline = self._pipeline(pool, sequence, matrix, micro_batches)
+            self._splits[key] = self._compute_split(pipeline, thorough)
         return self._splits[key]
 
-    def _split_anew(self, pipeline: Pipeline, thorough: bool) -> Split | str:
-        orders_itself = self.method in ("exact", "simulated", "adapt")
-        if orders_itself and not thorough:
-            found = quick_split(pipeline)
+    def _compute_split(self, pipeline: Pipeline, thorough: bool) -> Split | str:
+        method_orders = self.method in ("exact", "simulated", "adapt")
+        if method_orders and not thorough:
+            found = split_in_order(pipeline)
             if found is not None:
                 return found
         try:
-            return split(pipeline, self.method, order=None if orders_itself else range(len(pipeline.slots)))
+            return split(pipeline, self.method, order=None if method_orders else range(len(pipeline.slots)))
         except ValueError as error:
             return str(error)
 
     def _evaluate(
         self,
-        offer: Offer,
+        pool: SlotPool,
         sequences: Sequence[Kinds],
         numbers: Sequence[NDArray[np.int64]],
         micro_batches: Sequence[int],
@@ -241,100 +253,81 @@ class Assembler:
     ) -> list[PipelineCost]:
         costs = []
         for sequence, matrix, count, cut in zip(sequences, numbers, micro_batches, splits, strict=True):
-            key = (id(offer), sequence, matrix.tobytes(), count, cut)
+            key = (pool, sequence, matrix.tobytes(), count, cut)
             if key not in self._costs:
-                self._costs[key] = evaluate(self._pipeline(offer, sequence, matrix, count), cut)
+                self._costs[key] = evaluate(self._pipeline(pool, sequence, matrix, count), cut)
             costs.append(self._costs[key])
         return costs
 
-    def _synchronize_alike(self, offer: Offer, places: Sequence[Sequence[Place]], splits: Sequence[Split]) -> float:
-        """Seconds until every stage of pipelines that are cut alike has summed its gradients, all at the same time."""
+    def _synchronize_equal_splits(
+        self, pool: SlotPool, places: Sequence[Sequence[Place]], splits: Sequence[Split]
+    ) -> float:
+        """Seconds until every stage has summed its gradients, all stages at once; for pipelines that are cut alike."""
         groups, sizes = [], []
-        gradient = offer.kinds[0].costs.gradient_bytes
+        gradient = pool.kinds[0].costs.gradient_bytes
         for stage, (start, stop) in enumerate(itertools.pairwise(splits[0].bounds)):
             slots = [pipeline[cut.order[stage]] for pipeline, cut in zip(places, splits, strict=True)]
-            groups += list(zip(*(offer.kinds[kind].slots[slot] for kind, slot in slots), strict=True))
-            sizes += [float(gradient[start:stop].sum())] * offer.tensor_parallel
+            groups += list(zip(*(pool.kinds[kind].slots[slot] for kind, slot in slots), strict=True))
+            sizes += [float(gradient[start:stop].sum())] * pool.tensor_parallel
         return max(concurrent_seconds(self.topology, groups, sizes))
 
-    def _synchronize(self, offer: Offer, places: Sequence[Sequence[Place]], splits: Sequence[Split]) -> float:
-        """Seconds until every slot has summed its blocks' gradients, block by block among those that hold a block.
+    def _synchronize(self, pool: SlotPool, places: Sequence[Sequence[Place]], splits: Sequence[Split]) -> float:
+        """Seconds until every slot has summed the gradients of its blocks.
 
-        Blocks that the same slots hold go together.
+        A block's gradients are summed over the slots that hold it; blocks that the same slots hold are summed together.
         """
         if len(places) == 1:
             return 0.0
         if len({cut.bounds for cut in splits}) == 1:
-            return self._synchronize_alike(offer, places, splits)
+            return self._synchronize_equal_splits(pool, places, splits)
         slots_on = Counter(
-            self._node_of[offer.kinds[kind].slots[slot][0]] for pipeline in places for kind, slot in pipeline
+            self._node_of[pool.kinds[kind].slots[slot][0]] for pipeline in places for kind, slot in pipeline
         )
-        cuts = boundaries([cut.bounds for cut in splits])
-        gradient = np.concatenate([[0.0], np.cumsum(offer.kinds[0].costs.gradient_bytes)])
+        cuts = cut_points([cut.bounds for cut in splits])
+        gradient = np.concatenate([[0.0], np.cumsum(pool.kinds[0].costs.gradient_bytes)])
         spent = [0.0] * sum(len(pipeline) for pipeline in places)
         offset = np.cumsum([0, *(len(pipeline) for pipeline in places)]).tolist()
         stage_of = [np.searchsorted(cut.bounds, cuts[:-1], side="right").tolist() for cut in splits]
-        ranks = [[offer.kinds[kind].slots[slot][0] for kind, slot in pipeline] for pipeline in places]
+        ranks = [[pool.kinds[kind].slots[slot][0] for kind, slot in pipeline] for pipeline in places]
         for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
             slots = [cut.order[stages[number] - 1] for cut, stages in zip(splits, stage_of, strict=True)]
             group = [pipeline[slot] for pipeline, slot in zip(ranks, slots, strict=True)]
-            seconds = self._ring(offer, group, float(gradient[stop] - gradient[start]), slots_on)
+            seconds = self._ring(pool, group, float(gradient[stop] - gradient[start]), slots_on)
             for first, slot in zip(offset, slots, strict=False):
                 spent[first + slot] += seconds
         return max(spent)
 
-    def _ring(self, offer: Offer, group: Sequence[int], size: float, slots_on: Counter[int]) -> float:
-        """One sum over replicas, while the other slots of its nodes sum theirs."""
+    def _ring(self, pool: SlotPool, group: Sequence[int], size: float, slots_on: Counter[int]) -> float:
+        """Seconds of an all-reduce over ranks of all pipelines, while the other slots of their nodes run theirs."""
         nodes = Counter(self._node_of[rank] for rank in group)
-        sharing = offer.tensor_parallel
+        sharing = pool.tensor_parallel
         if len(nodes) > 1:
-            # A ring leaves a node once, however many of its members are there.
+            # A ring leaves a node once, no matter how many of its members are in the node.
             sharing *= max(math.ceil(slots_on[node] / count) for node, count in nodes.items())
-        alike = Counter((int(offer.links.node_kind[node]), count) for node, count in nodes.items())
+        alike = Counter((int(pool.links.node_kind[node]), count) for node, count in nodes.items())
         key = (len(nodes) == 1, frozenset(alike.items()), size, sharing)
         if key not in self._rings:
             self._rings[key] = synchronization_seconds(self.topology, group, size, sharing)
         return self._rings[key]
 
 
-def _longest(cost: PipelineCost) -> float:
-    times = zip(cost.forward_seconds, cost.backward_seconds, cost.transfer_seconds, strict=True)
-    return max(sum(each) for each in times)
-
-
 def write_plan(draft: Draft, topology: Topology, profile: ModelProfile, method: str, notes: Sequence[str]) -> Plan:
     """The draft as a plan."""
-    offer = draft.offer
+    pool = draft.pool
     replicas = []
     for pipeline, cut, cost, count in zip(draft.places, draft.splits, draft.costs, draft.micro_batches, strict=True):
-        stages = []
-        for number, slot in enumerate(cut.order):
+        groups: list[StageGroup] = []
+        for slot in cut.order:
             kind, index = pipeline[slot]
-            ranks = offer.kinds[kind].slots[index]
-            stages.append(
-                StagePlan(
-                    blocks=(cut.bounds[number], cut.bounds[number + 1]),
-                    device=offer.kinds[kind].device,
-                    ranks=ranks,
-                    node=topology.nodes[topology.devices[ranks[0]].node].name,
-                    forward_seconds=cost.forward_seconds[number],
-                    backward_seconds=cost.backward_seconds[number],
-                    transfer_seconds=cost.transfer_seconds[number],
-                    update_seconds=cost.update_seconds[number],
-                    memory_bytes=cost.memory_bytes[number],
-                    memory_available_bytes=offer.kinds[kind].memory_bytes,
-                )
-            )
-        replicas.append(Replica(stages=tuple(stages), micro_batches=count, pipeline_seconds=cost.seconds))
-    return Plan(
-        model=profile.name,
-        blocks=profile.blocks,
-        method=method,
-        tensor_parallel=offer.tensor_parallel,
-        micro_batch=offer.micro_batch,
-        global_batch=offer.micro_batch * offer.total_micro_batches,
-        replicas=tuple(replicas),
-        synchronization_seconds=draft.synchronization_seconds,
-        iteration_seconds=draft.seconds,
-        notes=tuple(notes),
+            slots = pool.kinds[kind]
+            groups.append((slots.slots[index], slots.device, slots.memory_bytes))
+        replicas.append(finished_replica(topology, groups, cut.bounds, cost, count))
+    return finished_plan(
+        profile,
+        replicas,
+        method,
+        pool.tensor_parallel,
+        pool.micro_batch,
+        draft.synchronization_seconds,
+        notes,
     )

@@ -1,40 +1,36 @@
-"""3D plans: how much of each kind of parallelism, which devices in which pipeline, which layers on which device.
+"""Makes 3D plans: how much of each kind of parallelism, which devices in which pipeline, which layers on which device.
 
-AutoHet, Algorithm 1, and beyond it: all tensor-parallel degrees, micro-batches and numbers of pipelines are looked at,
-in the order of a lower bound on their time, until what is left cannot be better.
+AutoHet, Algorithm 1, extended: all tensor-parallel degrees, micro-batches and numbers of pipelines are tried in the
+order of a lower bound on their time, until the rest cannot be better.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from ...io.text import count
 from ..cluster.topology import Topology
+from ..plans.launch_order import compare_with_launch_order
 from ..plans.plan import Plan
+from ..plans.ranked_plan import RankedPlan
+from ..profile.as_profiled import as_profiled
 from ..profile.layer_profile import ModelProfile
-from ..stages.pipeline import PipelineCost
+from ..stages.rules import uniform_bounds
 from ..stages.split_methods import METHODS
-from .draft import Assembler, Draft, Offer, write_plan
-from .placement import Links
+from .draft import Draft, DraftBuilder, SlotPool, write_plan
+from .placement import NodeLinks
 from .plan_search import PlanSearch
 from .tp_groups import divisors, slot_kinds, tensor_parallel_degrees
 
-__all__ = ["Candidate", "make_plans"]
+__all__ = ["make_plans"]
 
 
 MAX_SAMPLES = 10**9
 """In a global batch: its divisors are looked for one by one."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan, and what is to be said about it."""
-
-    plan: Plan
-    reason: str
-    """Why it is the best, or what it would take."""
 
 
 def make_plans(
@@ -46,63 +42,88 @@ def make_plans(
     tensor_parallel: Sequence[int] | None = None,
     stages: Sequence[int] | None = None,
     method: str = "exact",
-    symmetric: bool = False,
+    runnable: bool = False,
+    all_devices: bool = False,
     keep: int = 5,
-) -> list[Candidate]:
-    """The plans with the least predicted iteration time, best first.
+    compare: bool = False,
+    cluster_file: str = "",
+    profile_file: str = "",
+) -> list[RankedPlan]:
+    """The plans with the shortest predicted iteration, best first.
 
     Args:
-        topology: Machines.
-        profile: The model's layers on the kinds of devices there are.
+        topology: Machines. If the profile was taken on them, each device has the times that were measured on it.
+        profile: Times and sizes of the model's layers on the kinds of devices in ``topology``.
         global_batch: Samples per iteration.
-        micro_batches: Sizes to try, in samples; None for all that were measured and divide the global batch.
-        tensor_parallel: Degrees to try; None for all that were measured.
-        stages: Numbers of stages to try; None for all.
-        method: How stages are split, one of :data:`~colossal_hetero.planner.stages.split_methods.METHODS`.
-        symmetric: Only plans whose pipelines are all alike, which is what the plugin can run.
-        keep: How many plans.
+        micro_batches: Sizes to try, in samples. None: all sizes in the profile that divide the global batch.
+        tensor_parallel: Degrees to try. None: all degrees in the profile.
+        stages: Numbers of stages to try. None: all.
+        method: How the layers of a pipeline are split into stages, one of
+            :data:`~colossal_hetero.planner.stages.split_methods.METHODS`.
+        runnable: Only plans that the plugin can run, see :mod:`~colossal_hetero.planner.plans.runnable`.
+        all_devices: Only plans that use every device. Needed if one rank is started per device of ``topology``.
+        keep: How many plans to return, at most.
+        compare: Whether the best plan also says what uniform stages would take (``uniform_seconds``), which takes a
+            second search, and what Colossal-AI's own order of ranks would take (``notes``).
+        cluster_file: Name of the cluster file, for the plans' ``cluster`` field.
+        profile_file: Name of the profile file, for the plans' ``profile`` field.
 
     Raises:
-        ValueError: there is no plan; the message says why, and what would help.
+        ValueError: There is no such plan. The message says why, and what to change.
     """
+    topology = as_profiled(topology, profile)
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: valid are {', '.join(METHODS)}")
     if keep < 1:
-        raise ValueError(f"keep={keep}: at least one plan is to be kept")
-    for count in stages or ():
-        if not 1 <= count <= profile.blocks:
+        raise ValueError(f"keep={keep}: must be at least 1")
+    for number in stages or ():
+        if not 1 <= number <= profile.blocks:
             raise ValueError(
-                f"stages={count}: {profile.name} has {profile.blocks} blocks and each stage holds at least one; "
+                f"stages={number}: {profile.name} has {profile.blocks} blocks and each stage holds at least one; "
                 f"use 1 to {profile.blocks} stages"
             )
     sizes = _micro_batches(profile, global_batch, micro_batches)
-    offers = _offers(topology, profile, global_batch, sizes, _degrees(topology, profile, tensor_parallel))
-    search = PlanSearch(topology, offers, Assembler(topology, method), symmetric, stages)
-    drafts = search.run(keep)
-    if not drafts:
-        most = max(sum(len(kind.slots) for kind in offer.kinds) for offer in offers)
-        if stages and min(stages) > most:
-            raise ValueError(
-                f"stages={', '.join(map(str, stages))}: the devices make at most {most} tensor-parallel groups, one "
-                f"per stage; use at most {min(most, profile.blocks)} stages"
+    pools = _pools(topology, profile, global_batch, sizes, _degrees(topology, profile, tensor_parallel))
+
+    def plans_by(method: str, keep: int) -> list[RankedPlan]:
+        builder = DraftBuilder(topology, method)
+        search = PlanSearch(topology, pools, builder, stages, runnable=runnable, all_devices=all_devices)
+        drafts = search.run(keep)
+        if not drafts:
+            raise ValueError(_why_nothing(topology, profile, search))
+        return [
+            RankedPlan(
+                write_plan(draft, topology, profile, method, _notes(search) if draft is drafts[0] else ()),
+                _reason(draft, drafts[0], search),
             )
-        raise ValueError(_why_nothing(offers, search.problems))
-    best = drafts[0]
-    # Degrees with neither a draft nor a problem were left because of a bound on their time.
-    problems = search.problems | dict.fromkeys(search.too_large, "the model does not fit")
-    notes = [
-        f"tensor parallelism {degree} is no way: {problem}"
-        for degree, problem in sorted(problems.items())
-        if degree not in _degrees_of(search.drafts)
-    ]
-    first = f"the least predicted time of {len(search.drafts)} plans that were worked out"
-    return [
-        Candidate(
-            write_plan(draft, topology, profile, method, notes if draft is best else ()),
-            first if draft is best else _compared(draft, best),
-        )
-        for draft in drafts
-    ]
+            for draft in drafts
+        ]
+
+    ranked = plans_by(method, keep)
+    changes: dict[str, Any] = {"cluster": cluster_file, "profile": profile_file}
+    best = ranked[0].plan
+    if compare:
+        notes = list(best.notes)
+        if method != "uniform":
+            # A plan in the list can have uniform stages in an order that the method "uniform" does not try.
+            seconds = [each.plan.iteration_seconds for each in ranked if _has_uniform_stages(each.plan)]
+            try:
+                seconds.append(plans_by("uniform", 1)[0].plan.iteration_seconds)
+            except ValueError as error:
+                if not seconds:
+                    notes.append(f"no plan with uniform stages: {error}")
+            best = best.model_copy(update={"uniform_seconds": min(seconds, default=None)})
+        launch_order = compare_with_launch_order(topology, profile, best)
+        best = best.model_copy(update={"notes": (*notes, launch_order) if launch_order else tuple(notes)})
+    plans = [best, *(each.plan for each in ranked[1:])]
+    return [RankedPlan(plan.model_copy(update=changes), each.reason) for plan, each in zip(plans, ranked, strict=True)]
+
+
+def _has_uniform_stages(plan: Plan) -> bool:
+    return all(
+        [stage.blocks for stage in replica.stages] == list(pairwise(uniform_bounds(plan.blocks, len(replica.stages))))
+        for replica in plan.replicas
+    )
 
 
 def _micro_batches(profile: ModelProfile, global_batch: int, sizes: Sequence[int] | None) -> list[int]:
@@ -137,41 +158,51 @@ def _degrees(topology: Topology, profile: ModelProfile, wanted: Sequence[int] | 
     for degree in wanted or ():
         if degree not in degrees:
             raise ValueError(
-                f"tensor_parallel={degree} cannot be: the degrees that were measured and fit into a node are "
+                f"tensor_parallel={degree} is not possible: the degrees that were measured and fit into a node are "
                 f"{', '.join(map(str, degrees))}"
             )
     return sorted(set(wanted)) if wanted else degrees
 
 
-def _offers(
+def _pools(
     topology: Topology, profile: ModelProfile, global_batch: int, sizes: Sequence[int], degrees: Sequence[int]
-) -> list[Offer]:
-    offers = []
+) -> list[SlotPool]:
+    pools = []
     for degree in degrees:
         for size in sizes:
             kinds = slot_kinds(topology, profile, degree, size)
             if kinds:
                 message = float(np.max(kinds[0].costs.output_bytes))
-                offers.append(Offer(degree, size, tuple(kinds), global_batch // size, Links(topology, message)))
-    if not offers:
+                pools.append(SlotPool(degree, size, tuple(kinds), global_batch // size, NodeLinks(topology, message)))
+    if not pools:
         measured = ", ".join(
             f"{device} with tensor parallelism {degree}: {', '.join(map(str, profile.micro_batches(device, degree)))}"
             for device in profile.devices
             for degree in profile.tensor_parallel_degrees(device)
         )
         raise ValueError(f"micro_batch={', '.join(map(str, sizes))} was not measured on any device; {measured} were")
-    return offers
+    return pools
 
 
 # In words ---------------------------------------------------------------------------------------------------------
 
 
-def _degrees_of(drafts: Mapping[object, Draft]) -> set[int]:
-    return {draft.offer.tensor_parallel for draft in drafts.values()}
+def _notes(search: PlanSearch) -> list[str]:
+    """The tensor-parallel degrees that are not possible, and why."""
+    # A degree with neither a draft nor a problem was skipped because of a lower bound on its time.
+    problems = search.problems | dict.fromkeys(search.too_large, "the model does not fit")
+    possible = {draft.pool.tensor_parallel for draft in search.drafts.values()}
+    return [
+        f"tensor parallelism {degree} is not possible: {problem}"
+        for degree, problem in sorted(problems.items())
+        if degree not in possible
+    ]
 
 
-def _compared(draft: Draft, best: Draft) -> str:
-    """How much slower a plan is, and what most of that comes from."""
+def _reason(draft: Draft, best: Draft, search: PlanSearch) -> str:
+    """Why the best plan is the best; of another plan, how much slower it is and what most of that comes from."""
+    if draft is best:
+        return f"the shortest predicted iteration of the {count(len(search.drafts), 'plan')} that were worked out"
     slower = f"{100 * (draft.seconds / best.seconds - 1):.1f} % slower"
     steady, fill, _ = _parts(draft)
     more = [here - there for here, there in zip(_parts(draft), _parts(best), strict=True)]
@@ -179,30 +210,30 @@ def _compared(draft: Draft, best: Draft) -> str:
     if more[cause] <= 0:
         return slower
     if cause == 2:
-        return f"{slower}: summing gradients takes {draft.synchronization_seconds:.3g} s"
+        return f"{slower}: synchronizing gradients takes {draft.synchronization_seconds:.3g} s"
     number = _slowest(draft)
     cost, cut = draft.costs[number], draft.splits[number]
     if cause == 1:
         return f"{slower}: filling a pipeline of {len(cut.order)} stages takes {fill:.3g} s"
-    times = _stage_seconds(cost)
+    times = cost.stage_seconds
     stage = int(np.argmax(times))
     kind, _ = draft.places[number][cut.order[stage]]
     start, stop = cut.bounds[stage], cut.bounds[stage + 1]
-    text = f"stage {stage} ({draft.offer.kinds[kind].device}, blocks {start} to {stop - 1})"
+    text = f"stage {stage} ({draft.pool.kinds[kind].device}, blocks {start} to {stop - 1})"
     waits = 1 - float(np.mean(times)) / times[stage]
     if len(times) > 1 and waits > 0.01:
         return f"{slower}: the others wait for {text}, {100 * waits:.0f} % of the time on average"
-    idle = sum(len(kind.slots) for kind in draft.offer.kinds) - sum(len(places) for places in draft.places)
+    idle = sum(len(kind.slots) for kind in draft.pool.kinds) - sum(len(places) for places in draft.places)
     if idle:
-        return f"{slower}: {idle * draft.offer.tensor_parallel} devices are idle"
+        return f"{slower}: {idle * draft.pool.tensor_parallel} devices are idle"
     return f"{slower}: {draft.micro_batches[number]} micro-batches take {steady:.3g} s in {text}"
 
 
 def _parts(draft: Draft) -> tuple[float, float, float]:
-    """Seconds of the slowest pipeline in steady state, of filling it, and of synchronization."""
+    """Seconds of the slowest pipeline in steady state, of filling and emptying it, and of synchronization."""
     number = _slowest(draft)
     cost = draft.costs[number]
-    steady = draft.micro_batches[number] * max(_stage_seconds(cost))
+    steady = draft.micro_batches[number] * max(cost.stage_seconds)
     return steady, cost.seconds - steady, draft.synchronization_seconds
 
 
@@ -210,44 +241,56 @@ def _slowest(draft: Draft) -> int:
     return int(np.argmax([cost.seconds for cost in draft.costs]))
 
 
-def _stage_seconds(cost: PipelineCost) -> list[float]:
-    return [sum(each) for each in zip(cost.forward_seconds, cost.backward_seconds, cost.transfer_seconds, strict=True)]
-
-
-def _why_nothing(offers: Sequence[Offer], problems: Mapping[int, str]) -> str:
-    """Why no plan fits, and what would help."""
+def _why_nothing(topology: Topology, profile: ModelProfile, search: PlanSearch) -> str:
+    """Why there is no plan, and what to change."""
+    pools, problems = search.pools, search.problems
+    max_slots = max(sum(len(kind.slots) for kind in pool.kinds) for pool in pools)
+    if search.stages and min(search.stages) > max_slots:
+        return (
+            f"stages={', '.join(map(str, search.stages))}: the devices make at most {max_slots} tensor-parallel "
+            f"groups, one per stage; use at most {min(max_slots, profile.blocks)} stages"
+        )
+    if search.drafts:
+        fastest = min(search.drafts.values(), key=lambda draft: draft.seconds)
+        return (
+            f"no plan uses all {count(len(topology.devices), 'device')}; the fastest plan uses {fastest.devices}; "
+            "change the global batch or the micro-batches, or plan for fewer devices"
+        )
     needs = []
-    for offer in offers:
-        costs = offer.kinds[0].costs
+    for pool in pools:
+        costs = pool.kinds[0].costs
         needed = costs.state_bytes + costs.activation_bytes
         block = int(np.argmax(needed))
-        roomiest = max(offer.kinds, key=lambda kind: kind.memory_bytes)
-        needs.append((needed[block] - roomiest.memory_bytes, needed[block], block, roomiest, offer))
-    over, needed, block, roomiest, offer = min(needs, key=lambda each: each[0])
+        roomiest = max(pool.kinds, key=lambda kind: kind.memory_bytes)
+        needs.append((needed[block] - roomiest.memory_bytes, needed[block], block, roomiest, pool))
+    over, needed, block, roomiest, pool = min(needs, key=lambda each: each[0])
     remedy = "use smaller micro-batches, more tensor parallelism, or devices with more memory"
     if over > 0:
         return (
             f"no device can hold block {block}: it needs {needed / 1e9:.3g} GB with tensor parallelism "
-            f"{offer.tensor_parallel} and micro-batches of {offer.micro_batch}, and {roomiest.device} has "
+            f"{pool.tensor_parallel} and micro-batches of {pool.micro_batch}, and {roomiest.device} has "
             f"{roomiest.memory_bytes / 1e9:.3g} GB; {remedy}"
         )
 
-    def share(offer: Offer) -> tuple[float, float, float]:
-        costs = offer.kinds[0].costs
-        there = sum(kind.memory_bytes * len(kind.slots) for kind in offer.kinds) * offer.tensor_parallel
-        whole = float(costs.state_bytes.sum() + costs.activation_bytes.sum()) * offer.tensor_parallel
-        return whole / there, whole, there
+    def share(pool: SlotPool) -> tuple[float, float, float]:
+        """Bytes that the model needs by bytes that the devices have, and both."""
+        costs = pool.kinds[0].costs
+        available = sum(kind.memory_bytes * len(kind.slots) for kind in pool.kinds) * pool.tensor_parallel
+        whole = float(costs.state_bytes.sum() + costs.activation_bytes.sum()) * pool.tensor_parallel
+        return whole / available, whole, available
 
-    offer = min(offers, key=share)
-    part, whole, there = share(offer)
-    blocks, slots = len(offer.kinds[0].costs.state_bytes), max(sum(len(k.slots) for k in each.kinds) for each in offers)
+    pool = min(pools, key=share)
+    part, whole, available = share(pool)
+    blocks = profile.blocks
     text = (
-        f"no plan fits into memory: with tensor parallelism {offer.tensor_parallel} and micro-batches of "
-        f"{offer.micro_batch} the model needs at least {whole / 1e9:.4g} GB, the devices have {there / 1e9:.4g} GB"
+        f"no plan fits into memory: with tensor parallelism {pool.tensor_parallel} and micro-batches of "
+        f"{pool.micro_batch} the model needs at least {whole / 1e9:.4g} GB, the devices have {available / 1e9:.4g} GB"
     )
-    if part <= 1 and slots > blocks:
+    if part <= 1 and max_slots > blocks:
         text += f", but a pipeline of {blocks} blocks has at most {blocks} stages"
     elif part <= 1:
         text += ", but the first stages of a pipeline need more: they keep several micro-batches in flight"
-    told = [f"with tensor parallelism {degree}, {problem}" for degree, problem in sorted(problems.items())]
-    return "; ".join([text, *told, remedy])
+    parts = [text, *(f"with tensor parallelism {degree}, {problem}" for degree, problem in sorted(problems.items()))]
+    if search.runnable:
+        parts.append("a plan that can be run has no more stages than a replica has micro-batches")
+    return "; ".join([*parts, remedy])

@@ -1,7 +1,7 @@
-"""Where a plan's slots stand: which node each comes from, and in which stage of which pipeline it is.
+"""Which slots a plan uses: from which node each is taken, and for which stage of which pipeline.
 
-AutoHet, section III-C: tensor parallelism on the links inside a node, then data parallelism, then pipelines; kinds with
-less computing power go to the earlier stages, which have less work and keep more micro-batches in flight.
+AutoHet, section III-C: the fastest links are for tensor parallelism, inside a node, the next for data parallelism, and
+the slowest for pipelines. Kinds with less computing power get the earlier stages.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 from ..cluster.topology import Channel, Topology
 from .tp_groups import SlotKind
 
-__all__ = ["Links", "place"]
+__all__ = ["NodeLinks", "Place", "place"]
 
 Place = tuple[int, int]
 """A slot: its kind, and which of that kind's slots."""
 
 
-class Links:
-    """How nodes reach each other, where nodes that are linked alike are looked up once.
+class NodeLinks:
+    """The channel between each two nodes. Nodes with equal links are looked up once.
 
-    A cluster's nodes have few kinds of links, while asking for each pair of a thousand devices takes long.
+    A cluster has few different kinds of nodes, and looking up each pair of a thousand devices would take long.
     """
 
     def __init__(self, topology: Topology, message_bytes: float) -> None:
-        """Channels are compared at ``message_bytes``."""
+        """Channels are compared by their time for a message of ``message_bytes``."""
         kinds: dict[object, int] = {}
         self.node_kind = np.array(
             [kinds.setdefault((node.cluster, node.inside, node.nics), len(kinds)) for node in topology.nodes]
@@ -37,7 +37,7 @@ class Links:
         self.message_bytes = message_bytes
         size = len(kinds)
         examples = [np.flatnonzero(self.node_kind == kind) for kind in range(size)]
-        # Channel number by (kind of node, kind of node, whether it is the same node); −1 where there is no way.
+        # Channel number by (kind of node, kind of node, whether it is the same node); −1 without a link.
         self._number = np.full((size, size, 2), -1)
         self.channels: list[Channel] = []
         numbers: dict[Channel, int] = {}
@@ -59,21 +59,22 @@ class Links:
                 continue
             self._number[a, b, 0] = self._number[b, a, 0] = number(channel)
         self.seconds = np.array([channel.seconds(message_bytes) for channel in self.channels] + [np.inf])
-        """By channel number; infinite for "no way", which is the last."""
+        """Seconds of a message by channel number; the last is "no link", infinite."""
 
     def numbers(self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Channel numbers between nodes, by element."""
-        return self._number[self.node_kind[nodes_a], self.node_kind[nodes_b], (nodes_a == nodes_b).astype(int)]
+        """Channel numbers between nodes, element by element; -1 where there is no link."""
+        same_node = np.asarray(nodes_a == nodes_b).astype(int)
+        return np.asarray(self._number[self.node_kind[nodes_a], self.node_kind[nodes_b], same_node])
 
     def slowest(self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64], axis: int) -> NDArray[np.int64]:
-        """Of the channels along an axis, the one that takes longest."""
+        """The number of the slowest channel along an axis."""
         numbers = self.numbers(nodes_a, nodes_b)
         chosen = np.expand_dims(self.seconds[numbers].argmax(axis=axis), axis)
         return np.take_along_axis(numbers, chosen, axis).squeeze(axis)
 
     @property
-    def least_seconds(self) -> float:
-        """Of a message over any of them."""
+    def min_seconds(self) -> float:
+        """Seconds of a message over the fastest channel."""
         return float(self.seconds.min())
 
 
@@ -83,39 +84,46 @@ def place(
     node_of: Sequence[int],
     cluster_of: Sequence[int],
 ) -> list[list[Place]]:
-    """Each pipeline's slots by stage.
+    """The slots of each pipeline in the order of its stages, ``[pipelines][stages]``.
 
-    Kind by kind, as ``kinds`` are given (the weakest first): while every pipeline still lacks a slot of this kind, one
-    stage of all pipelines is put into one node if some node has enough, else into one cluster, else into nodes in
-    sequence; what only some pipelines have comes after, from as few nodes as possible.
+    Kinds are placed one after the other. As long as every pipeline still needs a slot of the kind, one stage of all
+    pipelines is taken from one node if a node has enough slots, else from one cluster, else from nodes in sequence.
+    Slots that only some of the pipelines need are taken afterwards, from as few nodes as possible.
 
     Args:
         groups: Slots by kind of each pipeline, ``[pipelines][kinds]``.
+        kinds: In ascending order of computing power, so that the weakest get the first stages.
         node_of: Node by rank.
         cluster_of: Cluster by node.
 
     Raises:
-        ValueError: the groups need more slots of a kind than there are.
+        ValueError: The groups need more slots of a kind than there are.
     """
     pipelines: list[list[Place]] = [[] for _ in groups]
-    for kind, offer in enumerate(kinds):
-        lacking = [int(group[kind]) for group in groups]
-        if sum(lacking) > len(offer.slots):
-            raise ValueError(f"{sum(lacking)} slots of {offer.device} are needed, there are {len(offer.slots)}")
+    for kind, available in enumerate(kinds):
+        needed = [int(group[kind]) for group in groups]
+        if sum(needed) > len(available.slots):
+            raise ValueError(
+                f"{sum(needed)} slots of {available.device} are needed, but there are {len(available.slots)}"
+            )
         free: dict[int, list[int]] = {}
-        for slot, ranks in enumerate(offer.slots):
+        for slot, ranks in enumerate(available.slots):
             free.setdefault(node_of[ranks[0]], []).append(slot)
-        while lacking and min(lacking) > 0:
+        while needed and min(needed) > 0:
             for pipeline, slot in zip(pipelines, _take(free, len(groups), cluster_of), strict=True):
                 pipeline.append((kind, slot))
-            lacking = [count - 1 for count in lacking]
-        for pipeline, count in zip(pipelines, lacking, strict=True):
+            needed = [count - 1 for count in needed]
+        for pipeline, count in zip(pipelines, needed, strict=True):
             pipeline.extend((kind, slot) for slot in (_take(free, count, cluster_of) if count else []))
     return pipelines
 
 
 def _take(free: dict[int, list[int]], count: int, cluster_of: Sequence[int]) -> list[int]:
-    """``count`` slots out of ``free``: from the fullest node that has just enough, else from one cluster, else any."""
+    """Takes ``count`` slots out of ``free``, which maps nodes to slots.
+
+    They come from the node with the fewest free slots that has enough, else from the cluster with the fewest free slots
+    that has enough, else from nodes in sequence.
+    """
     enough = [node for node, slots in free.items() if len(slots) >= count]
     if enough:
         nodes = [min(enough, key=lambda node: (len(free[node]), node))]

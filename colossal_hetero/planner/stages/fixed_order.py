@@ -1,9 +1,9 @@
-"""The best split for a given order of the slots, within milliseconds: to compare thousands of possible pipelines.
+"""The best split for a given order of the slots, in milliseconds: for comparing thousands of possible pipelines.
 
-Wanted is the least ``Σ t + (K − 1)·max t``, t a stage's time per micro-batch (updates of the optimizer are left out).
-For a limit τ on ``max t`` a dynamic program over stages and blocks finds the least Σ t, for several τ at once. The
-sum never rises with τ, so between two limits no split takes less than the sum at the upper one and the max at the lower
-one: ranges of τ that cannot be better are dropped, others are looked at more closely.
+Minimizes ``Σ t + (K − 1)·max t``, with t a stage's time per micro-batch (optimizer updates are left out). For a limit τ
+on ``max t``, a dynamic program over stages and blocks finds the smallest Σ t, for several limits at once. The sum never
+rises with τ, so between two limits no split takes less than the sum at the upper limit and the max at the lower limit.
+Ranges of τ that cannot be better are dropped; the others are divided further.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ from numpy.typing import NDArray
 
 from .pipeline import Pipeline, Split
 
-__all__ = ["quick_split"]
+__all__ = ["split_in_order"]
 
 LIMITS = 16
-"""Limits that are tried at once."""
+"""How many limits are tried at once."""
 
 _Floats = NDArray[np.float64]
 
 
-def quick_split(pipeline: Pipeline) -> Split | None:
-    """The split with the least time of all that keep this order and fit in memory; None if none fits."""
+def split_in_order(pipeline: Pipeline) -> Split | None:
+    """The fastest split that keeps the slots in this order and fits in memory; None if none fits."""
     stages, blocks = len(pipeline.slots), pipeline.blocks
     if stages > blocks:
         return None
     seconds = _stage_seconds(pipeline)
     if stages == 1:
         return Split((0,), (0, blocks)) if np.isfinite(seconds[0, 0, blocks]) else None
-    turns = pipeline.micro_batches - 1
-    least = _least_longest(seconds)
-    if not np.isfinite(least):
+    repetitions = pipeline.micro_batches - 1
+    shortest = _min_longest(seconds)
+    if not np.isfinite(shortest):
         return None
-    sums, cuts = _least_sums(seconds, np.array([least, np.inf]))
-    best, bounds = sums[0] + turns * least, cuts[0]
-    # Only limits at which even the least sum of all would be better.
-    limits = np.unique(seconds[np.isfinite(seconds) & (seconds > least)])
-    limits = limits[limits * turns + sums[1] < best]
+    sums, cuts = _min_sums(seconds, np.array([shortest, np.inf]))
+    best, bounds = sums[0] + repetitions * shortest, cuts[0]
+    # A limit is worth trying if it would be better with the smallest possible sum.
+    limits = np.unique(seconds[np.isfinite(seconds) & (seconds > shortest)])
+    limits = limits[limits * repetitions + sums[1] < best]
     sum_above = np.full(len(limits), sums[1])
     while len(limits):
-        hopeful = np.flatnonzero(turns * limits + sum_above < best * (1 - 1e-12))
+        hopeful = np.flatnonzero(repetitions * limits + sum_above < best * (1 - 1e-12))
         if not len(hopeful):
             break
         tried = hopeful[np.unique(np.linspace(0, len(hopeful) - 1, LIMITS).astype(int))]
-        found, cuts = _least_sums(seconds, limits[tried])
-        totals = found + turns * limits[tried]
+        found, cuts = _min_sums(seconds, limits[tried])
+        totals = found + repetitions * limits[tried]
         if totals.min() < best:
             best, bounds = totals.min(), cuts[int(totals.argmin())]
-        # Below a limit that was tried, no sum is less than the one there.
+        # Below a limit that was tried, no sum is smaller than the sum at that limit.
         above = np.searchsorted(tried, np.arange(len(limits)))
         known = np.append(found, sums[1])[above]
         sum_above = np.maximum(sum_above, known)
@@ -59,7 +59,7 @@ def quick_split(pipeline: Pipeline) -> Split | None:
 
 
 def _stage_seconds(pipeline: Pipeline) -> _Floats:
-    """A stage's time per micro-batch with blocks ``[a, b)``, infinite where it cannot be: ``[stages, a, b]``."""
+    """Each stage's time per micro-batch with blocks ``[a, b)``, ``[stages, a, b]``; infinite if it does not fit."""
     stages, blocks = len(pipeline.slots), pipeline.blocks
     seconds = np.full((stages, blocks + 1, blocks + 1), np.inf)
     possible = np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1)
@@ -82,16 +82,16 @@ def _stage_seconds(pipeline: Pipeline) -> _Floats:
     return seconds
 
 
-def _least_longest(seconds: _Floats) -> float:
-    """The least ``max t`` there is."""
+def _min_longest(seconds: _Floats) -> float:
+    """The smallest possible ``max t``."""
     reached = seconds[0, 0]
     for stage in seconds[1:]:
         reached = np.maximum(reached[:, None], stage).min(axis=0)
     return float(reached[-1])
 
 
-def _least_sums(seconds: _Floats, limits: _Floats) -> tuple[_Floats, list[list[int]]]:
-    """The least Σ t with no stage above each limit, and where it cuts."""
+def _min_sums(seconds: _Floats, limits: _Floats) -> tuple[_Floats, list[list[int]]]:
+    """For each limit, the smallest Σ t with no stage above it, ``[limits]``, and the bounds of that split."""
     chosen = []
     sums = np.where(seconds[0, 0] <= limits[:, None], seconds[0, 0], np.inf)
     for stage in seconds[1:]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import apply
-from colossal_hetero.balance.decide.plan import Plan
+from colossal_hetero.balance.decide.plan import BalancePlan
 from colossal_hetero.layers import hetero_layers
 from tests.parallel.layers.test_checkpoints import load, save
 from tests.support.harness import run_ranks
@@ -42,7 +42,7 @@ from tests.support.training import (
     train,
 )
 
-WAYS = ("block", "broadcast-reduce", "scatter-gather")
+METHODS = ("block", "broadcast-reduce", "scatter-gather")
 ITERATIONS = 4
 IN_FORCE = 2
 """The first iteration that runs by the plan."""
@@ -50,9 +50,9 @@ IN_FORCE = 2
 PIPELINE = dict(tp_size=2, pp_size=2, num_microbatches=3)
 
 
-def migrate(way: str, **choices: Any) -> BalanceConfig:
+def migrate(method: str, **choices: Any) -> BalanceConfig:
     choices = dict(mode="migrate", warmup_iterations=0, patience=1, measure_costs=False) | choices
-    return BalanceConfig(migration=way, **choices)  # type: ignore[arg-type]
+    return BalanceConfig(migration=method, **choices)  # type: ignore[arg-type]
 
 
 def slow(*ranks: int) -> Slowdown:
@@ -65,7 +65,7 @@ class Watch:
     """What one rank's balancer did in each iteration; to be called as ``each`` of ``train``."""
 
     run: Trained
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[BalancePlan] = field(default_factory=list)
     """That hold after each iteration."""
     messages: list[int] = field(default_factory=list)
     """That this rank sent in each."""
@@ -182,21 +182,21 @@ CASES: dict[int, dict[str, Case]] = {
 }
 
 
-def run_case(case: Case, way: str | None, what: str = "") -> Trained:
-    """Train by Colossal-AI's plugin or, with a ``way``, by ours with the straggler."""
+def run_case(case: Case, method: str | None, what: str = "") -> Trained:
+    """Train by Colossal-AI's plugin or, with a ``method``, by ours with the straggler."""
     with seeded():
-        if way is None:
+        if method is None:
             run = train(boost(theirs(**case.options), case.model(), sgd), ITERATIONS, case.accumulation)
             run.model._force_wait_all_gather()
             return run
         with scripted(slow(case.sender)):
-            run = boost(ours(migrate(way), **case.options), case.model(), sgd)
+            run = boost(ours(migrate(method), **case.options), case.model(), sgd)
         watch = Watch(run)
         train(run, ITERATIONS, case.accumulation, each=watch)
         run.model._force_wait_all_gather()
-    if way == "block" and case.in_blocks is not None:
+    if method == "block" and case.in_blocks is not None:
         assert 0 < len(blocks_of(run)) == case.in_blocks < len(hetero_layers(run.model)), what
-    elif way == "block":
+    elif method == "block":
         assert len(blocks_of(run)) == len(hetero_layers(run.model)), what
     group = dist.get_process_group_ranks(run.plugin.tp_group)
     if case.sender in group:
@@ -209,8 +209,8 @@ def run_case(case: Case, way: str | None, what: str = "") -> Trained:
 def check_cases() -> None:
     for name, case in CASES[dist.get_world_size()].items():
         expected = run_case(case, None)
-        for way in WAYS:
-            assert_equal(run_case(case, way, f"{name}, {way}"), expected, f"{name}, {way}")
+        for method in METHODS:
+            assert_equal(run_case(case, method, f"{name}, {method}"), expected, f"{name}, {method}")
 
 
 @pytest.mark.parametrize("world", CASES)
@@ -225,15 +225,15 @@ def check_messages() -> None:
     micro_batches, layers = 3, 8
     for no_sync in (True, False):
         expected = train(boost(theirs(tp_size=2), None, sgd), ITERATIONS, micro_batches, no_sync=no_sync)
-        for sender, way in ((0, "block"), (1, "block"), (1, "broadcast-reduce"), (0, "scatter-gather")):
+        for sender, method in ((0, "block"), (1, "block"), (1, "broadcast-reduce"), (0, "scatter-gather")):
             with scripted(slow(sender)):
-                run = boost(ours(migrate(way), tp_size=2), None, sgd)
+                run = boost(ours(migrate(method), tp_size=2), None, sgd)
             watch = Watch(run)
             train(run, ITERATIONS, micro_batches, each=watch, no_sync=no_sync)
-            what = f"{way}, sender {sender}, no_sync={no_sync}"
+            what = f"{method}, sender {sender}, no_sync={no_sync}"
             watch.assert_migrated(sender, what)
             assert_equal(run, expected, what)
-            if way == "block":
+            if method == "block":
                 # All blocks' weights leave in one message; each layer's gradients return in one of their own.
                 returns = layers * (1 if no_sync else micro_batches)
                 sent = 1 if dist.get_rank() == sender else returns
@@ -270,18 +270,18 @@ def test_a_step_without_all_gradients_is_refused() -> None:
 def check_abandoned() -> None:
     """An iteration is given up half way, as after a loss that is not a number, and begun anew."""
     runs = []
-    for way in (None, *WAYS):
+    for method in (None, *METHODS):
         with scripted(slow(1)):
-            run = boost(theirs(tp_size=2) if way is None else ours(migrate(way), tp_size=2), None, sgd)
+            run = boost(theirs(tp_size=2) if method is None else ours(migrate(method), tp_size=2), None, sgd)
         train(run, IN_FORCE)
         images, labels = batch(40)
         with run.booster.no_sync(run.model, run.optimizer):
             run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
         run.optimizer.zero_grad()
         runs.append(train(run, 2, accumulation=2))
-        if way is not None:
-            assert run.plugin.balancer.plan.migrate[1] > 0, way
-            assert_equal(run, runs[0], way)
+        if method is not None:
+            assert run.plugin.balancer.plan.migrate[1] > 0, method
+            assert_equal(run, runs[0], method)
 
 
 def test_gradients_thrown_away_half_way_leave_no_trace() -> None:
@@ -324,10 +324,10 @@ def check_half() -> None:
             off = sum(float((parameters[name].float() - exact[name]).square().sum()) for name in exact)
             return math.sqrt(off / sum(float(change.square().sum()) for change in moved.values()))
 
-        for way in WAYS[:2]:
-            migrated = run_case(case, way, f"{name}, {way}").parameters
+        for method in METHODS[:2]:
+            migrated = run_case(case, method, f"{name}, {method}").parameters
             # Another order of summation rounds otherwise, no worse.
-            assert error(migrated) <= 1.1 * error(plain) < 0.1, f"{name}, {way}"
+            assert error(migrated) <= 1.1 * error(plain) < 0.1, f"{name}, {method}"
 
 
 @pytest.mark.parametrize("world", HALF)
@@ -363,12 +363,12 @@ def loop_freely(run: Trained, iterations: int) -> Trained:
 def check_free_loops() -> None:
     for sender in (0, 1):
         expected = loop_freely(boost(theirs(tp_size=2), None, sgd), ITERATIONS)
-        for way in WAYS:
+        for method in METHODS:
             with scripted(slow(sender)):
-                run = boost(ours(migrate(way), tp_size=2), None, sgd)
+                run = boost(ours(migrate(method), tp_size=2), None, sgd)
             loop_freely(run, ITERATIONS)
-            assert run.plugin.balancer.plan.migrate[sender] > 0.1, way
-            assert_equal(run, expected, f"{way}, sender {sender}")
+            assert run.plugin.balancer.plan.migrate[sender] > 0.1, method
+            assert_equal(run, expected, f"{method}, sender {sender}")
 
 
 def test_whatever_the_training_loop_does_in_between() -> None:
@@ -392,12 +392,12 @@ def check_calls_beside_the_boosted_model() -> None:
         return run
 
     expected = loop(boost(theirs(tp_size=2), None, sgd))
-    for way in WAYS:
+    for method in METHODS:
         with scripted(slow(1)):
-            run = boost(ours(migrate(way), tp_size=2), None, sgd)
+            run = boost(ours(migrate(method), tp_size=2), None, sgd)
         loop(run)
-        assert run.plugin.balancer.plan.migrate[1] > 0.1, way
-        assert_equal(run, expected, way)
+        assert run.plugin.balancer.plan.migrate[1] > 0.1, method
+        assert_equal(run, expected, method)
 
 
 def test_the_model_inside_the_boosted_one_can_be_called() -> None:
@@ -419,19 +419,19 @@ def check_evaluation(world: int) -> None:
     expected: list[Tensor] = []
     plain = boost(theirs(tp_size=world), None, sgd)
     train(plain, ITERATIONS, each=evaluate(plain, expected))
-    for way in WAYS:
+    for method in METHODS:
         with scripted(slow(world - 1)):
-            run = boost(ours(migrate(way), tp_size=world), None, sgd)
+            run = boost(ours(migrate(method), tp_size=world), None, sgd)
         logits: list[Tensor] = []
         train(run, ITERATIONS, each=evaluate(run, logits))
-        assert sum(run.plugin.balancer.plan.migrate) > 0.1, way
+        assert sum(run.plugin.balancer.plan.migrate) > 0.1, method
         for iteration, (actual, wanted) in enumerate(zip(logits, expected, strict=True)):
             torch.testing.assert_close(
                 actual,
                 wanted,
                 rtol=1e-5,
                 atol=1e-5 * float(wanted.abs().max()),
-                msg=lambda text, way=way, iteration=iteration: f"{way}, iteration {iteration}: {text}",
+                msg=lambda text, method=method, iteration=iteration: f"{method}, iteration {iteration}: {text}",
             )
 
 
@@ -458,15 +458,15 @@ def slow_one_after_the_other(rank: int, iteration: int) -> float:
 
 def check_changing_plans(slowdown: Slowdown, phases: int) -> None:
     expected = train(boost(theirs(tp_size=dist.get_world_size()), None, sgd), PHASE * phases)
-    for way in WAYS:
+    for method in METHODS:
         with scripted(slowdown):
-            run = boost(ours(migrate(way), tp_size=dist.get_world_size()), None, sgd)
+            run = boost(ours(migrate(method), tp_size=dist.get_world_size()), None, sgd)
         watch = Watch(run)
         train(run, PHASE * phases, each=watch)
         senders = [tuple(rank for rank, share in enumerate(plan.migrate) if share > 0) for plan in watch.plans]
         turns = [pair[1] for pair in zip([(), *senders], senders, strict=False) if pair[0] != pair[1] and pair[1]]
-        assert turns == [(rank,) for rank in range(dist.get_world_size())], f"{way}: {senders}"
-        assert_equal(run, expected, way)
+        assert turns == [(rank,) for rank in range(dist.get_world_size())], f"{method}: {senders}"
+        assert_equal(run, expected, method)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -539,11 +539,11 @@ def _train_without(run: Trained, iterations: int, left_out: dict[str, tuple[int,
 
 def check_semi() -> None:
     for sender in (0, 1):
-        for way in WAYS:
-            what = f"{way}, sender {sender}"
+        for method in METHODS:
+            what = f"{method}, sender {sender}"
             with scripted(slow(sender)), patch.object(apply, "make_selector", First):
                 # What may not be pruned is migrated.
-                run = boost(ours(migrate(way, mode="semi", max_resize=0.3), tp_size=2), None, sgd)
+                run = boost(ours(migrate(method, mode="semi", max_resize=0.3), tp_size=2), None, sgd)
                 train(run, IN_FORCE)
                 plan = run.plugin.balancer.plan
                 assert plan.resize[sender] > 0.1 and plan.migrate[sender] > 0.1, f"{what}: {plan}"
@@ -563,42 +563,42 @@ def test_a_rank_that_prunes_and_migrates_trains_the_rest_exactly() -> None:
 
 def check_checkpoints(folder: Path, options: dict[str, Any], sharded: bool) -> None:
     sender = dist.get_world_size() - 1
-    for way in WAYS:
+    for method in METHODS:
         with scripted(slow(sender)):
-            run = boost(ours(migrate(way), **options), None, sgd)
+            run = boost(ours(migrate(method), **options), None, sgd)
         watch = Watch(run)
         train(run, 4, each=watch)
         if sender in dist.get_process_group_ranks(run.plugin.tp_group):
-            watch.assert_migrated(1, way)
+            watch.assert_migrated(1, method)
         saved = run.parameters
-        save(run, folder / way, sharded)
+        save(run, folder / method, sharded)
 
         # Into Colossal-AI's plugin, on a model that starts from other weights.
-        plain = load(boost(theirs(**options), tiny_vit(seed=5), sgd), folder / way, sharded)
-        assert_same_parameters(plain.parameters, saved, f"{way}, Colossal-AI's plugin with our checkpoint")
+        plain = load(boost(theirs(**options), tiny_vit(seed=5), sgd), folder / method, sharded)
+        assert_same_parameters(plain.parameters, saved, f"{method}, Colossal-AI's plugin with our checkpoint")
         train(plain, 3)
         # Saving disturbed nothing: the run goes on migrating, and the same way.
         run.losses.clear()
         train(run, 3, each=watch)
-        assert_equal(run, plain, f"{way}, after saving")
+        assert_equal(run, plain, f"{method}, after saving")
 
         # Back again, while the plan is in force and in the middle of an iteration.
         if run.plugin.pp_size == 1:
             loss_of(run.model(batch(77)[0]), batch(77)[1])
-        load(run, folder / way, sharded)
-        assert_same_parameters(run.parameters, saved, f"{way}, loaded while migrating")
+        load(run, folder / method, sharded)
+        assert_same_parameters(run.parameters, saved, f"{method}, loaded while migrating")
         run.losses.clear()
         train(run, 3, each=watch)
-        assert_equal(run, plain, f"{way}, after loading while migrating")
+        assert_equal(run, plain, f"{method}, after loading while migrating")
 
         # And what the others save is taken while migrating.
-        save(plain, folder / f"{way}, theirs", sharded)
-        load(run, folder / f"{way}, theirs", sharded)
+        save(plain, folder / f"{method}, theirs", sharded)
+        load(run, folder / f"{method}, theirs", sharded)
         run.losses.clear()
         plain.losses.clear()
-        assert_equal(train(run, 2, each=watch), train(plain, 2), f"{way}, with Colossal-AI's checkpoint")
+        assert_equal(train(run, 2, each=watch), train(plain, 2), f"{method}, with Colossal-AI's checkpoint")
         if sender in dist.get_process_group_ranks(run.plugin.tp_group):
-            assert watch.plans[-1].migrate[1] > 0.1 and all(watch.messages[IN_FORCE:]), way
+            assert watch.plans[-1].migrate[1] > 0.1 and all(watch.messages[IN_FORCE:]), method
 
 
 @pytest.mark.parametrize(

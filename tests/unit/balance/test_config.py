@@ -108,14 +108,14 @@ def test_deciding_needs_neither_torch_nor_colossalai(imported: str) -> None:
     script = (
         f"import {imported}, sys\n"
         "from colossal_hetero import BalanceConfig\n"
-        "from colossal_hetero.balance import Plan, RankTimes, decide\n"
+        "from colossal_hetero.balance import BalancePlan, RankTimes, decide\n"
         "from colossal_hetero.balance.decide.costs import Costs\n"
         "import colossal_hetero.balance.measure.damping, colossal_hetero.balance.decide.divide\n"
         "import colossal_hetero.balance.report.records\n"
         "import colossal_hetero.balance.report.summary, colossal_hetero.balance.measure.speed\n"
         "times = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)]\n"
         "for mode in ('off', 'resize', 'migrate', 'semi', 'auto'):\n"
-        "    decide(times, Costs(), BalanceConfig(mode=mode), Plan.idle(2))\n"
+        "    decide(times, Costs(), BalanceConfig(mode=mode), BalancePlan.idle(2))\n"
         "print([name for name in ('torch', 'colossalai', 'timm', 'transformers') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

@@ -7,6 +7,7 @@ import ast
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def test_a_plan_is_printed_and_written(files: tuple[Path, Path], tmp_path: Path)
     )
     assert made.uniform_seconds is not None and made.uniform_seconds >= made.iteration_seconds
     assert one_line(made) in text and "as fast as the best plan with uniform stages" in text
-    assert f'plan="{out}", precision="bf16"' in text or "cannot be run yet" in text
+    assert f'plan="{out}", precision="bf16"' in text or "It cannot be run:" in text
     assert sorted(tmp_path.iterdir()) == sorted([*files, out])
     table = text[: text.index(one_line(made))]
     assert max(map(len, table.splitlines())) <= 140
@@ -125,7 +126,7 @@ def test_a_plan_is_printed_and_written(files: tuple[Path, Path], tmp_path: Path)
 
 def test_fast_devices_get_more_layers_and_the_call_is_python(files: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    text = output("plan", *files, "--global-batch", 16, "--micro-batch", "1", "--symmetric", "--out", out)
+    text = output("plan", *files, "--global-batch", 16, "--micro-batch", "1", "--runnable", "--out", out)
     made = load_plan(out)
     assert made.symmetric and made.micro_batch == 1
     for each in made.replicas:
@@ -173,10 +174,21 @@ def test_uniform_stages_in_the_best_order(tmp_path: Path) -> None:
     )
     save_model_profile(made, profile)
     out = tmp_path / "plan.json"
-    output("plan", cluster, profile, "--global-batch", 8, "--symmetric", "--out", out)
+    output("plan", cluster, profile, "--global-batch", 8, "--runnable", "--out", out)
     best = load_plan(out)
     assert best.layers_per_stage == (3, 3) and best.replicas[0].stages[0].device == "A100-40"
     assert best.uniform_seconds == best.iteration_seconds
+
+
+def test_the_old_spelling_of_runnable(files: tuple[Path, Path], tmp_path: Path) -> None:
+    made = []
+    for option in ("--runnable", "--symmetric"):
+        arguments = ["plan", *files, "--global-batch", 16, option, "--out", tmp_path / "plan.json"]
+        with pytest.warns(FutureWarning, match="use --runnable") if option == "--symmetric" else nullcontext():
+            output(*arguments)
+        made.append(load_plan(tmp_path / "plan.json"))
+    assert made[0] == made[1]
+    assert "--symmetric" not in output("plan", "--help")
 
 
 def test_plans_that_come_next_are_listed(files: tuple[Path, Path]) -> None:
@@ -185,7 +197,7 @@ def test_plans_that_come_next_are_listed(files: tuple[Path, Path]) -> None:
     assert ("× best" in text) == (len(candidates) > 1)
     assert one_line(candidates[0].plan) in text
     assert "× best" not in output("plan", *files, "--global-batch", 16, "--top", 1)
-    assert "with --out plan.json" in text
+    assert "--out plan.json writes this plan" in text
 
 
 def test_pictures_are_drawn(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -201,7 +213,10 @@ def test_pictures_are_drawn(files: tuple[Path, Path], tmp_path: Path) -> None:
     [
         ([], "Missing option '--global-batch'"),
         (["--global-batch", 0], "0 is not in the range x>=1"),
-        (["--global-batch", 16, "--micro-batch", "1,two"], "'1,two' is no list of whole numbers; write them as 1,2,4"),
+        (
+            ["--global-batch", 16, "--micro-batch", "1,two"],
+            "'1,two' is not a list of whole numbers; write it like 1,2,4",
+        ),
         (["--global-batch", 16, "--micro-batch", "0,2"], "0 is below 1"),
         (["--global-batch", 16, "--micro-batch", "3"], "3"),
         (["--global-batch", 16, "--tp", "2"], "2"),
@@ -297,7 +312,7 @@ def test_neither_torch_nor_what_is_not_drawn_is_loaded(files: tuple[Path, Path],
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("plan", ["--global-batch", "--micro-batch", "--tp", "--method", "--symmetric", "--out", "--plot", "--top"]),
+        ("plan", ["--global-batch", "--micro-batch", "--tp", "--method", "--runnable", "--out", "--plot", "--top"]),
         ("simulate", ["--slow", "--transfers", "--plot"]),
     ],
 )

@@ -119,13 +119,13 @@ def test_gradients_come_back_to_their_units(name: str) -> None:
     ):
         handed: list[list[Tensor]] = []
 
-        def hand_over(
+        def return_gradients(
             gradients: list[Tensor], handed: list = handed, own: int = own, returns: bool = returns
         ) -> list[Tensor] | None:
             handed.append(gradients)
             return [view.narrow(place.unit_dim, 0, UNITS - own) + 50] if returns else None
 
-        share = UnitShare([place], own, taken, hand_over)
+        share = UnitShare([place], own, taken, return_gradients)
         share.reserve([gradient])
         share.begin(
             [gradient],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossal_hetero.balance import Costs, Plan, RankTimes, predicted_seconds
+from colossal_hetero.balance import BalancePlan, Costs, RankTimes, predicted_seconds
 from colossal_hetero.balance.decide.optimum import RESERVE, optimal_plan
 from colossal_hetero.balance.report.summary import lossless_seconds
 from tests.support.random_examples import examples
@@ -45,7 +45,7 @@ def pruning_limits(times: list[RankTimes], costs: Costs, cap: float) -> np.ndarr
 
 
 def random_seconds(
-    times: list[RankTimes], costs: Costs, cap: float, start: Plan, random: np.random.Generator, count: int
+    times: list[RankTimes], costs: Costs, cap: float, start: BalancePlan, random: np.random.Generator, count: int
 ) -> np.ndarray:
     """Predicted seconds of ``count`` allowed plans, many of them near ``start``."""
     ranks = len(times)
@@ -81,7 +81,7 @@ def test_no_allowed_plan_is_better(times: list[RankTimes], costs: Costs, cap: fl
     found = predicted_seconds(times, costs, plan)
     others = random_seconds(times, costs, cap, plan, np.random.default_rng(seed), 3000)
     assert found <= others.min() * (1 + 1e-9)
-    assert found <= predicted_seconds(times, costs, Plan.idle(len(times))) * (1 + 1e-9)
+    assert found <= predicted_seconds(times, costs, BalancePlan.idle(len(times))) * (1 + 1e-9)
 
 
 @settings(deadline=None)
@@ -174,7 +174,7 @@ def test_stragglers_begin_at_the_margin() -> None:
     times = [RankTimes(1.0, 1.0), RankTimes(1.09, 1.09), RankTimes(3.0, 3.0)]
     plan = optimal_plan(times, FREE, 0.0, straggler_margin=0.1)
     assert plan.migrate[1] == 0.0 and plan.migrate[2] > 0
-    assert optimal_plan(times[:2], FREE, 0.9, straggler_margin=0.1) == Plan.idle(2)
+    assert optimal_plan(times[:2], FREE, 0.9, straggler_margin=0.1) == BalancePlan.idle(2)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from colossal_hetero.balance.report.picture import COLOURS, check_matplotlib, plot_timelines
-from colossal_hetero.balance.report.timeline import KIND_NAMES, Segment, Timeline
+from colossal_hetero.balance.report.timeline import KIND_NAMES, IterationTimeline, Segment
 
 SLOW = (Segment("matmul", 0.0, 0.2), Segment("communication", 0.2, 0.25))
 FAST = (Segment("matmul", 0.0, 0.05), Segment("waiting", 0.05, 0.2), Segment("communication", 0.2, 0.25))
-BEFORE = Timeline(4, (FAST, SLOW))
-AFTER = Timeline(16, (SLOW[:1], SLOW[:1]))
+BEFORE = IterationTimeline(4, (FAST, SLOW))
+AFTER = IterationTimeline(16, (SLOW[:1], SLOW[:1]))
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_an_iteration_without_a_plan_stands_alone(tmp_path: Path, drawn: list[Fi
 
 
 def test_an_iteration_in_which_nothing_was_marked_can_be_drawn(tmp_path: Path) -> None:
-    plot_timelines(Timeline(0, ((), ())), None, tmp_path / "timeline.png")
+    plot_timelines(IterationTimeline(0, ((), ())), None, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").exists()
 
 

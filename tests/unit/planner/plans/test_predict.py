@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.plans.launch_order import as_launched
-from colossal_hetero.planner.plans.predict import priced_plan
+from colossal_hetero.planner.plans.launch_order import compare_with_launch_order
+from colossal_hetero.planner.plans.predict import predict_plan
 from colossal_hetero.planner.profile.as_profiled import as_profiled
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
@@ -67,7 +67,7 @@ def machines(*kinds: str, devices_per_node: int = 2, memory: int = 10**10, bandw
 
 
 def test_a_pipeline_costs_what_the_formula_says():
-    plan = priced_plan(
+    plan = predict_plan(
         machines("slow", "fast", devices_per_node=1),
         profile(),
         [[[0], [1]]],
@@ -88,8 +88,8 @@ def test_a_pipeline_costs_what_the_formula_says():
 
 def test_replicas_wait_for_the_slowest_sum_of_gradients():
     topology = machines("fast", "fast", devices_per_node=2, bandwidth=1e8)
-    inside = priced_plan(topology, profile(), [[[0], [2]], [[1], [3]]], micro_batch=1, global_batch=8)
-    across = priced_plan(topology, profile(), [[[0], [1]], [[2], [3]]], micro_batch=1, global_batch=8)
+    inside = predict_plan(topology, profile(), [[[0], [2]], [[1], [3]]], micro_batch=1, global_batch=8)
+    across = predict_plan(topology, profile(), [[[0], [1]], [[2], [3]]], micro_batch=1, global_batch=8)
     largest = 4 * 8 * MB
     assert inside.synchronization_seconds == pytest.approx(largest / 1e11)
     # Two rings share each node's NIC.
@@ -100,9 +100,9 @@ def test_replicas_wait_for_the_slowest_sum_of_gradients():
 @pytest.mark.parametrize("degree", [1, 2])
 def test_the_planners_plans_are_priced_alike(kinds, degree):
     topology = machines(*kinds)
-    for candidate in make_plans(topology, profile(), global_batch=16, symmetric=True, tensor_parallel=[degree]):
+    for candidate in make_plans(topology, profile(), global_batch=16, runnable=True, tensor_parallel=[degree]):
         plan = candidate.plan
-        again = priced_plan(
+        again = predict_plan(
             topology,
             profile(),
             plan.rank_order,
@@ -122,28 +122,31 @@ def test_the_planners_plans_are_priced_alike(kinds, degree):
         ({"bounds": (0, 0, 6)}, ["rise from 0 to 6"]),
         ({"bounds": (0, 3, 7)}, ["6 blocks"]),
         ({"micro_batch": 4}, ["micro-batch 4", "1, 2"]),
-        ({"ranks": [[[0, 2], [1, 3]]]}, ["(0, 2)", "fast, slow", "of 2 alike"]),
+        (
+            {"ranks": [[[0, 2], [1, 3]]]},
+            ["(0, 2)", "fast, slow", "not a tensor-parallel group of 2 devices of one kind"],
+        ),
     ],
 )
 def test_what_cannot_be_priced_is_said(changes, says):
     arguments = {"ranks": [[[0], [2]], [[1], [3]]], "bounds": (0, 3, 6), "micro_batch": 2, "global_batch": 16}
     arguments |= changes
     with pytest.raises(ValueError) as error:
-        priced_plan(machines("slow", "fast"), profile(), **arguments)
+        predict_plan(machines("slow", "fast"), profile(), **arguments)
     for text in says:
         assert text in str(error.value)
 
 
 def test_what_ranks_as_launched_would_take_is_told():
     topology = machines("slow", "fast", bandwidth=1e8)
-    plan = make_plans(topology, profile(), global_batch=16, symmetric=True, stages=[2], tensor_parallel=[1], keep=1)[
+    plan = make_plans(topology, profile(), global_batch=16, runnable=True, stages=[2], tensor_parallel=[1], keep=1)[
         0
     ].plan
     assert plan.world_size == 4
-    told = as_launched(topology, profile(), plan)
+    told = compare_with_launch_order(topology, profile(), plan)
     launched = [[[0], [1]], [[2], [3]]]
     equal, same = (
-        priced_plan(topology, profile(), launched, micro_batch=plan.micro_batch, global_batch=16, bounds=bounds)
+        predict_plan(topology, profile(), launched, micro_batch=plan.micro_batch, global_batch=16, bounds=bounds)
         for bounds in (None, (0, *(stage.blocks[1] for stage in plan.replicas[0].stages)))
     )
     assert equal.iteration_seconds > plan.iteration_seconds
@@ -151,21 +154,21 @@ def test_what_ranks_as_launched_would_take_is_told():
     assert f"{same.iteration_seconds:.4g} s" in told and "with these stages" in told
     assert f"{equal.synchronization_seconds:.3g} s for gradients" in told
     # Nothing else to be compared with.
-    assert as_launched(topology, profile(), equal) is None
-    alone = make_plans(topology, profile(), global_batch=16, symmetric=True, stages=[1], tensor_parallel=[2])
+    assert compare_with_launch_order(topology, profile(), equal) is None
+    alone = make_plans(topology, profile(), global_batch=16, runnable=True, stages=[1], tensor_parallel=[2])
     for candidate in alone:
         if candidate.plan.world_size < 4:
-            assert as_launched(topology, profile(), candidate.plan) is None
+            assert compare_with_launch_order(topology, profile(), candidate.plan) is None
 
 
 def test_what_would_not_fit_is_told():
     topology = machines("slow", "fast", memory=190 * MB)
-    plan = priced_plan(topology, profile(), [[[0], [2]], [[1], [3]]], micro_batch=1, global_batch=8, bounds=(0, 3, 6))
+    plan = predict_plan(topology, profile(), [[[0], [2]], [[1], [3]]], micro_batch=1, global_batch=8, bounds=(0, 3, 6))
     small = tuple(
         dataclasses.replace(device, kind=dataclasses.replace(device.kind, memory_bytes=50 * MB))
         for device in topology.devices
     )
-    assert "too much for memory" in as_launched(dataclasses.replace(topology, devices=small), profile(), plan)
+    assert "too much memory" in compare_with_launch_order(dataclasses.replace(topology, devices=small), profile(), plan)
 
 
 def test_devices_are_called_as_they_were_profiled():

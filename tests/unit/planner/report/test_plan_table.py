@@ -1,26 +1,22 @@
-"""What is said of a plan: rows, a layout on one line, the calls that run it."""
+"""A plan as text: the rows of its table, its layout on one line, the commands that run it."""
 
 from __future__ import annotations
 
 import ast
 import io
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.report.launch_commands import colossal_order, launch_lines
-from colossal_hetero.planner.report.plan_table import layout, one_line, render, rows, short_ranks, training_call
+from colossal_hetero.planner.plans.ranked_plan import RankedPlan
+from colossal_hetero.planner.report.launch_commands import colossal_order, launch_lines, training_call
+from colossal_hetero.planner.report.plan_table import layout, one_line, render, rows, short_ranks
 from tests.unit.planner.plans.test_plan import plan, replica, stage
 
 
-class Ranked(NamedTuple):
-    plan: Plan
-    reason: str
-
-
-def printed(*candidates: Ranked, width: int = 140) -> str:
+def printed(*candidates: RankedPlan, width: int = 140) -> str:
     stream = io.StringIO()
     Console(file=stream, width=width).print(render(candidates))
     return stream.getvalue()
@@ -88,7 +84,7 @@ def test_every_rank_is_in_one_row_of_a_large_plan() -> None:
 @pytest.mark.parametrize("width", [80, 100, 140])
 @pytest.mark.parametrize("made", [plan(), unequal(), large(), large(4, 8)], ids=["two", "unequal", "large", "eight"])
 def test_tables_keep_their_width_and_their_numbers_whole(made: Plan, width: int) -> None:
-    text = printed(Ranked(made, "the least predicted time"), Ranked(unequal(), "1 % slower: why"), width=width)
+    text = printed(RankedPlan(made, "the least predicted time"), RankedPlan(unequal(), "1 % slower: why"), width=width)
     assert max(map(len, text.splitlines())) <= width
     for row in rows(made):
         assert f"[{row.blocks[0]}, {row.blocks[1]})" in text
@@ -98,18 +94,18 @@ def test_tables_keep_their_width_and_their_numbers_whole(made: Plan, width: int)
 
 def test_the_totals_say_where_the_time_goes() -> None:
     made = plan(uniform_seconds=2 * plan().iteration_seconds)
-    text = " ".join(printed(Ranked(made, "")).split())
+    text = " ".join(printed(RankedPlan(made, "")).split())
     total = made.iteration_seconds
     assert f"an iteration of {total:.3f} s, {32 / total:.2f} samples/s" in text
     assert f"(pipeline {total - 0.05:.3f} s + synchronization 0.050 s; bubble" in text
     assert "2.00 × as fast as the best plan with uniform stages" in text
-    alone = printed(Ranked(plan(replica(stage(0, 6, (0,)))), ""))
+    alone = printed(RankedPlan(plan(replica(stage(0, 6, (0,)))), ""))
     assert "synchronization" not in alone and "replica" not in alone.splitlines()[2]
 
 
 def test_runners_up_are_told_with_reasons_and_names_are_no_markup() -> None:
     odd = plan(replica(stage(0, 6, (0,), "[bold]T4[/x]")), notes=("[red]note[/q]",))
-    text = printed(Ranked(odd, "first [b]"), Ranked(plan(), "because [c]"))
+    text = printed(RankedPlan(odd, "first [b]"), RankedPlan(plan(), "because [c]"))
     for words in ("[bold]T4[/x]", "[red]note[/q]", "because [c]", "first [b]"):
         assert words in text
 
@@ -139,7 +135,7 @@ def test_the_calls_that_run_a_plan() -> None:
         "microbatch_size": 2,
         "precision": "bf16",
     }
-    assert "every replica's loader gives 16 samples per step: 8 micro-batches of 2" in text
+    assert "the data loader of every replica gives 16 samples per step: 8 micro-batches of 2" in text
     assert "torchrun --nproc-per-node 4 train.py" in text
 
 
@@ -178,8 +174,8 @@ def test_orders_that_colossal_ai_has_and_one_that_only_ours_has() -> None:
 
 def test_plans_that_cannot_be_run_say_why() -> None:
     text = training_call(unequal(), "u.json")
-    assert "cannot be run yet" in text and "replica 0 has 4 + 2 layers and 12 micro-batches" in text
-    assert "replica 1 has 2 + 2 + 2 layers and 4 micro-batches" in text and "--symmetric" in text
+    assert "It cannot be run:" in text and "replica 0 has 4 + 2 layers and 12 micro-batches" in text
+    assert "replica 1 has 2 + 2 + 2 layers and 4 micro-batches" in text and "--runnable" in text
     assert "colossal-hetero simulate u.json" in text
     few = training_call(plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,)), micro_batches=1)))
     assert "1 micro-batch for 2 stages" in few and "smaller micro-batches or a larger global batch" in few
@@ -191,7 +187,7 @@ def test_without_a_pipeline_the_loop_accumulates() -> None:
     text = training_call(plan(replica(stage(0, 6, (0,)))))
     arguments = plugin_arguments(text, "HybridParallelPlugin")
     assert arguments == {"tp_size": 1, "pp_size": 1, "precision": "fp32"}
-    assert "accumulate 8 backwards per step" in text
+    assert "accumulate 8 backward passes per step" in text
 
 
 def test_every_node_is_told_how_many_ranks_it_starts() -> None:
@@ -216,5 +212,5 @@ def on_nodes(*nodes: tuple[str, int]) -> Plan:
 
 def test_devices_that_are_left_out_are_not_launched() -> None:
     line, command = launch_lines(plan(replica(stage(0, 3, (4,)), stage(3, 6, (6,)))))
-    assert line.startswith("# of the cluster's devices only 4, 6 are used") and "as ranks 0-1" in line
+    assert line.startswith("# only the cluster's devices 4, 6 are used") and "as ranks 0-1" in line
     assert command == "torchrun --nproc-per-node 2 train.py"

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner.search.device_groups import GroupingKind, effective_power, find_grouping
+from colossal_hetero.planner.search.device_groups import MemberKind, effective_power, find_grouping
 from tests.support.random_examples import examples
 
 
-def power_of(group: Sequence[int], kinds: Sequence[GroupingKind], micro_batches: float) -> float:
+def power_of(group: Sequence[int], kinds: Sequence[MemberKind], micro_batches: float) -> float:
     """Eq. 2, as it is printed."""
     stages = sum(group)
     bubbles = (stages - 1) / (micro_batches + stages - 1)
@@ -32,7 +32,7 @@ def partitions(left: tuple[int, ...], at_most: tuple[int, ...], idle: bool) -> I
 
 
 def exhaustive(
-    kinds: Sequence[GroupingKind], model_bytes: float, micro_batches: float, most: int, idle: bool, groups: int | None
+    kinds: Sequence[MemberKind], model_bytes: float, micro_batches: float, most: int, idle: bool, groups: int | None
 ) -> float:
     counts = tuple(kind.count for kind in kinds)
     best = 0.0
@@ -68,8 +68,8 @@ def test_as_good_as_exhaustive_search(
     idle: bool,
     groups: int | None,
 ) -> None:
-    kinds = [GroupingKind(*each) for each in zip(powers, memory, counts, strict=False)]
-    found = find_grouping(kinds, model_bytes, micro_batches, idle=idle, most_members=most, groups=groups)
+    kinds = [MemberKind(*each) for each in zip(powers, memory, counts, strict=False)]
+    found = find_grouping(kinds, model_bytes, micro_batches, allow_idle=idle, max_members=most, groups=groups)
     best = exhaustive(kinds, model_bytes, micro_batches, most, idle, groups)
     assert (found.objective if found else 0.0) == pytest.approx(best, rel=1e-8)
     if found is None:
@@ -89,20 +89,20 @@ def test_power_is_eq_2() -> None:
 
 def test_the_paper_s_example() -> None:
     # AutoHet, section V-A: one A100 and four H20 make two groups, A100 + H20 and three H20.
-    kinds = [GroupingKind(312.0, 80.0, 1), GroupingKind(148.0, 96.0, 4)]
+    kinds = [MemberKind(312.0, 80.0, 1), MemberKind(148.0, 96.0, 4)]
     found = find_grouping(kinds, 160.0, 16)
     assert found is not None and found.groups == ((1, 1), (0, 3))
 
 
 def test_weak_members_may_stay_idle() -> None:
-    kinds = [GroupingKind(1.0, 1.0, 2), GroupingKind(0.01, 1.0, 4)]
-    everybody, some = find_grouping(kinds, 1.0, 2), find_grouping(kinds, 1.0, 2, idle=True)
+    kinds = [MemberKind(1.0, 1.0, 2), MemberKind(0.01, 1.0, 4)]
+    everybody, some = find_grouping(kinds, 1.0, 2), find_grouping(kinds, 1.0, 2, allow_idle=True)
     assert everybody is not None and some is not None
     assert some.groups == ((1, 0), (1, 0)) and some.objective > 1.5 * everybody.objective
 
 
 def test_micro_batches_by_number_of_groups() -> None:
-    kinds = [GroupingKind(1.0, 1.0, 4)]
+    kinds = [MemberKind(1.0, 1.0, 4)]
     found = find_grouping(kinds, 1.0, lambda groups: 8 / groups)
     assert found is not None
     best = max((8 / d) * (4 / d) / (8 / d + 4 / d - 1) * d for d in (1, 2, 4))
@@ -111,6 +111,6 @@ def test_micro_batches_by_number_of_groups() -> None:
 
 def test_large_clusters_reach_the_bound() -> None:
     # Groups that are all alike are the best there can be; 1,024 members of three kinds are no obstacle.
-    kinds = [GroupingKind(312.0, 80.0, 352), GroupingKind(990.0, 80.0, 352), GroupingKind(148.0, 96.0, 320)]
+    kinds = [MemberKind(312.0, 80.0, 352), MemberKind(990.0, 80.0, 352), MemberKind(148.0, 96.0, 320)]
     found = find_grouping(kinds, 1000.0, 64, groups=32)
     assert found is not None and set(found.groups) == {(11, 11, 10)}

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.plans.launch_order import compare_with_launch_order
 from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.predict import priced_plan
+from colossal_hetero.planner.plans.predict import predict_plan
+from colossal_hetero.planner.plans.runnable import enough_micro_batches, why_not_runnable
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
-from colossal_hetero.planner.search.draft import deal
+from colossal_hetero.planner.search.draft import divide_micro_batches
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from tests.support.random_examples import examples
@@ -106,28 +108,28 @@ CLUSTERS = [
 ]
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("runnable", [False, True])
 @pytest.mark.parametrize("method", ["exact", "uniform", "autohet"])
 @pytest.mark.parametrize("topology", CLUSTERS)
-def test_plans_are_valid(topology: Topology, method: str, symmetric: bool) -> None:
+def test_plans_are_valid(topology: Topology, method: str, runnable: bool) -> None:
     model = profile()
-    found = make_plans(topology, model, global_batch=24, method=method, symmetric=symmetric, keep=8)
+    found = make_plans(topology, model, global_batch=24, method=method, runnable=runnable, keep=8)
     assert 1 <= len(found) <= 8
     times = [candidate.plan.iteration_seconds for candidate in found]
     assert times == sorted(times)
     for candidate in found:
         check(candidate.plan, topology, model, 24)
-        assert candidate.plan.symmetric or not symmetric
+        assert not runnable or why_not_runnable(candidate.plan) is None
         assert candidate.reason
-    again = make_plans(topology, model, global_batch=24, method=method, symmetric=symmetric, keep=8)
+    again = make_plans(topology, model, global_batch=24, method=method, runnable=runnable, keep=8)
     assert again == found
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("runnable", [False, True])
 @pytest.mark.parametrize("topology", [each for each in CLUSTERS if len({d.kind.name for d in each.devices}) > 1])
-def test_never_slower_than_one_kind_alone(topology: Topology, symmetric: bool) -> None:
+def test_never_slower_than_one_kind_alone(topology: Topology, runnable: bool) -> None:
     model = profile()
-    together = make_plans(topology, model, global_batch=24, symmetric=symmetric)[0].plan
+    together = make_plans(topology, model, global_batch=24, runnable=runnable)[0].plan
     for name in ("fast", "slow"):
         ranks = [rank for rank, device in enumerate(topology.devices) if device.kind.name == name]
         nodes = [
@@ -138,14 +140,14 @@ def test_never_slower_than_one_kind_alone(topology: Topology, symmetric: bool) -
         ]
         alone = Topology(tuple(topology.devices[rank] for rank in ranks), tuple(nodes), topology.clusters)
         try:
-            best = make_plans(alone, model, global_batch=24, symmetric=symmetric)[0].plan
+            best = make_plans(alone, model, global_batch=24, runnable=runnable)[0].plan
         except ValueError:
             continue
         assert together.iteration_seconds <= best.iteration_seconds * (1 + 1e-12)
 
 
 def exhaustive(topology: Topology, model: ModelProfile, global_batch: int) -> float:
-    """The best plan of one node whose pipelines are cut alike, on like devices or not, by trying everything."""
+    """The best plan of one node that can be run (all pipelines cut alike), by trying everything."""
     counts = Counter(device.kind.name for device in topology.devices)
     memory = {device.kind.name: device.kind.memory_bytes for device in topology.devices}
     link = topology.nodes[0].inside
@@ -160,6 +162,8 @@ def exhaustive(topology: Topology, model: ModelProfile, global_batch: int) -> fl
             if total % replicas:
                 continue
             for stages in range(1, min(len(available) // replicas, model.blocks) + 1):
+                if not enough_micro_batches(stages, total // replicas):
+                    continue
                 rows = set(itertools.permutations(available, replicas * stages))
                 layouts = {tuple(sorted(row[at : at + stages] for at in range(0, len(row), stages))) for row in rows}
                 for inner in itertools.combinations(range(1, model.blocks), stages - 1):
@@ -189,7 +193,7 @@ def exhaustive(topology: Topology, model: ModelProfile, global_batch: int) -> fl
     link=st.sampled_from([FAST_LINK, Channel("PCIe", 2e9, 0.05)]),
     seed=st.integers(0, 1000),
 )
-def test_best_of_all_symmetric_plans(
+def test_best_of_all_plans_that_can_be_run(
     fast: int,
     slow: int,
     ratio: float,
@@ -206,9 +210,9 @@ def test_best_of_all_symmetric_plans(
     best = exhaustive(topology, model, global_batch)
     if not np.isfinite(best):
         with pytest.raises(ValueError, match=r"memory|hold"):
-            make_plans(topology, model, global_batch=global_batch, symmetric=True)
+            make_plans(topology, model, global_batch=global_batch, runnable=True)
         return
-    found = make_plans(topology, model, global_batch=global_batch, symmetric=True)[0].plan
+    found = make_plans(topology, model, global_batch=global_batch, runnable=True)[0].plan
     assert found.iteration_seconds == pytest.approx(best, rel=1e-9)
     free = make_plans(topology, model, global_batch=global_batch)[0].plan
     assert free.iteration_seconds <= best * (1 + 1e-9)
@@ -219,15 +223,15 @@ def test_best_of_all_symmetric_plans(
     pipelines=st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 4)), min_size=1, max_size=3),
     micro_batches=st.integers(3, 9),
 )
-def test_micro_batches_are_dealt_best(pipelines: list[tuple[float, float]], micro_batches: int) -> None:
+def test_micro_batches_are_divided_best(pipelines: list[tuple[float, float]], micro_batches: int) -> None:
     def last(counts: tuple[int, ...] | list[int]) -> float:
         return max(fill + (count - 1) * step for (fill, step), count in zip(pipelines, counts, strict=True))
 
-    dealt = deal([fill for fill, _ in pipelines], [step for _, step in pipelines], micro_batches)
-    assert sum(dealt) == micro_batches and min(dealt) >= 1
+    divided = divide_micro_batches([fill for fill, _ in pipelines], [step for _, step in pipelines], micro_batches)
+    assert sum(divided) == micro_batches and min(divided) >= 1
     ways = itertools.product(range(1, micro_batches + 1), repeat=len(pipelines))
     best = min(last(counts) for counts in ways if sum(counts) == micro_batches)
-    assert last(dealt) == pytest.approx(best, rel=1e-9)
+    assert last(divided) == pytest.approx(best, rel=1e-9)
 
 
 def test_unequal_pipelines_where_they_are_better() -> None:
@@ -235,7 +239,7 @@ def test_unequal_pipelines_where_they_are_better() -> None:
     topology = cluster({"fast": 2}, {"slow": 1})
     model = profile(degrees=(1,), micro_batches=(1,))
     free = make_plans(topology, model, global_batch=14)[0].plan
-    alike = make_plans(topology, model, global_batch=14, symmetric=True)[0].plan
+    alike = make_plans(topology, model, global_batch=14, runnable=True)[0].plan
     assert not free.symmetric and free.iteration_seconds < alike.iteration_seconds
     assert sorted((r.stages[0].device, r.micro_batches) for r in free.replicas) == [
         ("fast", 6),
@@ -249,14 +253,14 @@ def test_replicas_alike_on_devices_that_are_not() -> None:
     topology = cluster({"fast": 1, "slow": 1}, inside=Channel("PCIe", 2e9))
     model = profile(4, {"fast": 1.0, "slow": 1.1}, degrees=(1,), micro_batches=(1,))
     model = model.model_copy(update={"gradient_factor": 1.0})
-    plan = make_plans(topology, model, global_batch=8, symmetric=True)[0].plan
+    plan = make_plans(topology, model, global_batch=8, runnable=True)[0].plan
     assert [[stage.device for stage in replica.stages] for replica in plan.replicas] == [["slow"], ["fast"]]
     assert plan.symmetric and len(plan.replicas) == 2
     check(plan, topology, model, 8)
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_slots_where_links_are_fast(symmetric: bool) -> None:
+@pytest.mark.parametrize("runnable", [False, True])
+def test_slots_where_links_are_fast(runnable: bool) -> None:
     # Memory takes two devices; the first node has a slow way out, only the last has two in one place.
     kind = DeviceKind("fast", 30, 1e12)
     nics = [Channel("RoCE", rate) for rate in (1e8, 2e9, 4e9)]
@@ -264,7 +268,7 @@ def test_slots_where_links_are_fast(symmetric: bool) -> None:
     nodes.append(Node("n2", 0, (2, 3), FAST_LINK, (nics[2],)))
     topology = Topology(tuple(Device(kind, node, 0) for node in (0, 1, 2, 2)), tuple(nodes), ("here",))
     model = profile(4, {"fast": 1.0}, degrees=(1,), micro_batches=(1,))
-    plan = make_plans(topology, model, global_batch=4, symmetric=symmetric, stages=[2])[0].plan
+    plan = make_plans(topology, model, global_batch=4, runnable=runnable, stages=[2])[0].plan
     assert {rank for replica in plan.replicas for stage in replica.stages for rank in stage.ranks} == {2, 3}
 
 
@@ -272,21 +276,21 @@ def test_predicted_as_priced_again() -> None:
     # Replicas over several nodes of different size, whose rings share NICs or stay inside.
     topology = cluster({"fast": 3}, {"fast": 1}, {"slow": 1, "fast": 2}, {"slow": 1})
     model = profile(4)
-    for symmetric in (False, True):
-        found = [each.plan for each in make_plans(topology, model, global_batch=24, symmetric=symmetric, keep=20)]
+    for runnable in (False, True):
+        found = [each.plan for each in make_plans(topology, model, global_batch=24, runnable=runnable, keep=20)]
         alike = [plan for plan in found if plan.symmetric]
         assert any(len(plan.replicas) > 1 for plan in alike)
         for plan in alike:
             bounds = [0, *(stage.blocks[1] for stage in plan.replicas[0].stages)]
-            again = priced_plan(
+            again = predict_plan(
                 topology, model, plan.rank_order, micro_batch=plan.micro_batch, global_batch=24, bounds=bounds
             )
             assert plan.iteration_seconds == pytest.approx(again.iteration_seconds, rel=1e-9)
 
 
 def test_held_to_numbers_of_stages() -> None:
-    for symmetric in (False, True):
-        found = make_plans(CLUSTERS[2], profile(), global_batch=24, stages=[2, 3], symmetric=symmetric, keep=20)
+    for runnable in (False, True):
+        found = make_plans(CLUSTERS[2], profile(), global_batch=24, stages=[2, 3], runnable=runnable, keep=20)
         assert {len(replica.stages) for each in found for replica in each.plan.replicas} <= {2, 3}
 
 
@@ -299,13 +303,57 @@ def test_tensor_parallel_groups_keep_speeds_together() -> None:
     assert (1, 2) in groups and groups <= {(1, 2), (0, 3)}
 
 
-def test_a_plan_for_everybody_is_among_the_symmetric_ones() -> None:
+def test_a_plan_for_all_devices_is_among_those_that_can_be_run() -> None:
     # The slow one is best left out, but a run on all ranks needs a plan that uses it.
     topology = cluster({"fast": 3, "slow": 1})
     model = profile(seconds={"fast": 1.0, "slow": 30.0}, degrees=(1,))
-    found = make_plans(topology, model, global_batch=24, symmetric=True, keep=6)
+    found = make_plans(topology, model, global_batch=24, runnable=True, keep=6)
     assert found[0].plan.world_size == 3
-    assert any(candidate.plan.world_size == 4 for candidate in found)
+    fastest = next(candidate.plan for candidate in found if candidate.plan.world_size == 4)
+    (only,) = make_plans(topology, model, global_batch=24, runnable=True, all_devices=True, keep=1)
+    assert only.plan.model_copy(update={"notes": ()}) == fastest.model_copy(update={"notes": ()})
+
+
+def test_no_plan_for_all_devices() -> None:
+    # One sample in one micro-batch on one stage uses one device.
+    with pytest.raises(ValueError, match="no plan uses all 4 devices; the fastest plan uses 2"):
+        make_plans(CLUSTERS[0], profile(), global_batch=1, stages=[1], runnable=True, all_devices=True)
+
+
+def test_no_more_stages_than_micro_batches_in_a_plan_that_is_run() -> None:
+    topology = cluster({"fast": 3}, memory={"fast": 30})
+    model = profile(6, degrees=(1,), micro_batches=(1,))
+    free = make_plans(topology, model, global_batch=2)[0].plan
+    assert len(free.layers_per_stage) == 3 and why_not_runnable(free) is not None
+    with pytest.raises(ValueError, match=r"no plan fits.*no more stages than a replica has micro-batches"):
+        make_plans(topology, model, global_batch=2, runnable=True)
+    assert len(make_plans(topology, model, global_batch=3, runnable=True)[0].plan.layers_per_stage) == 3
+
+
+def test_the_best_plan_is_compared() -> None:
+    topology, model = CLUSTERS[2], profile()
+    plain = make_plans(topology, model, global_batch=24, runnable=True)
+    compared = make_plans(
+        topology, model, global_batch=24, runnable=True, compare=True, cluster_file="c.toml", profile_file="p.json"
+    )
+    assert [each.reason for each in plain] == [each.reason for each in compared]
+    uniform = make_plans(topology, model, global_batch=24, runnable=True, method="uniform", keep=1)[0].plan
+    best = compared[0].plan
+    assert best.uniform_seconds is not None
+    assert best.iteration_seconds <= best.uniform_seconds <= uniform.iteration_seconds
+    assert {each.plan.uniform_seconds for each in (*plain, *compared[1:])} == {None}
+    assert {(each.plan.cluster, each.plan.profile) for each in compared} == {("c.toml", "p.json")}
+    note = compare_with_launch_order(topology, model, best)
+    assert best.notes == (*plain[0].plan.notes, *([note] if note else []))
+
+
+def test_devices_are_called_as_they_were_profiled() -> None:
+    # The profile was taken on these two devices and has a slow one, which the cluster file does not know.
+    topology = cluster({"fast": 2})
+    model = profile(seconds={"fast": 1.0, "fast-2": 3.0}, degrees=(1,))
+    model = model.model_copy(update={"rank_devices": ("fast", "fast-2")})
+    plan = make_plans(topology, model, global_batch=24, stages=[2])[0].plan
+    assert {stage.ranks: stage.device for stage in plan.replicas[0].stages} == {(0,): "fast", (1,): "fast-2"}
 
 
 @pytest.mark.parametrize(
@@ -353,7 +401,7 @@ def test_more_stages_than_blocks_would_be_needed() -> None:
 def test_no_word_on_degrees_that_are_only_slower() -> None:
     # Two slow devices make one group of two, which nobody looks at with a fast one there.
     topology = cluster({"fast": 1, "slow": 2}, inside=Channel("PCIe", 1e6))
-    plan = make_plans(topology, profile(seconds={"fast": 1.0, "slow": 50.0}), global_batch=4, symmetric=True)[0].plan
+    plan = make_plans(topology, profile(seconds={"fast": 1.0, "slow": 50.0}), global_batch=4, runnable=True)[0].plan
     assert plan.tensor_parallel == 1 and not plan.notes
 
 

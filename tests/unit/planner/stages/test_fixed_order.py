@@ -1,4 +1,4 @@
-"""The quick split against all splits of the same order."""
+"""The best split in a given order, compared with all splits in that order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
-from colossal_hetero.planner.stages.fixed_order import quick_split
+from colossal_hetero.planner.stages.fixed_order import split_in_order
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 
 
@@ -58,7 +58,7 @@ def test_best_of_all_splits_of_this_order(
         for inner in itertools.combinations(range(1, blocks), stages - 1)
     ]
     best = min((cost.seconds for cost in costs if cost.fits), default=None)
-    found = quick_split(pipeline)
+    found = split_in_order(pipeline)
     if best is None:
         assert found is None
     else:

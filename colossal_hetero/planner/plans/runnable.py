@@ -1,0 +1,81 @@
+"""Which plans can be run: the one rule that the search, the command, the reports and the plugin go by.
+
+Colossal-AI has one process mesh, ``(replicas, stages, tensor parallel)``, so all replicas have the same stages, and its
+1F1B schedule needs at least one micro-batch per stage.
+"""
+
+from __future__ import annotations
+
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...io.text import count, spans
+from .plan import Plan
+
+__all__ = ["enough_micro_batches", "why_not_runnable"]
+
+MAX_REPLICAS_SHOWN = 4
+MAX_STAGES_SHOWN = 12
+
+
+@overload
+def enough_micro_batches(stages: int, micro_batches: int) -> bool: ...
+@overload
+def enough_micro_batches(stages: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]: ...
+def enough_micro_batches(
+    stages: int | NDArray[np.int64], micro_batches: int | NDArray[np.int64]
+) -> bool | NDArray[np.bool_]:
+    """Whether a replica with this many micro-batches per iteration can have this many stages; element by element."""
+    return (stages <= micro_batches) | (stages == 1)
+
+
+def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
+    """Why :class:`~colossal_hetero.HeteroHybridParallelPlugin` cannot run ``plan``; None if it can.
+
+    Args:
+        ranks: How many ranks were started. Each of them needs a place in the plan. None: as many as the plan uses.
+    """
+    if ranks is not None and plan.world_size < ranks:
+        used = {rank for replica in plan.rank_order for group in replica for rank in group}
+        idle = [rank for rank in range(ranks) if rank not in used]
+        return (
+            f"the plan uses {count(plan.world_size, 'device')} and leaves others idle (rank {spans(idle)}), but "
+            f"{ranks} ranks were started, and each needs a place; start {plan.world_size} on the devices that it uses, "
+            "or plan with --runnable for a cluster file in which all devices are worth using"
+        )
+    if ranks is not None and plan.world_size > ranks:
+        return (
+            f"the plan is for {plan.world_size} ranks, but {ranks} were started; start {plan.world_size}, or plan for "
+            f"{count(ranks, 'device')}"
+        )
+    if not plan.symmetric:
+        return (
+            f"the plan's {len(plan.replicas)} replicas are not alike ({_shapes(plan)}), but Colossal-AI sums the "
+            "gradients of equal stages only; plan with --runnable"
+        )
+    stages, micro_batches = len(plan.layers_per_stage), plan.replicas[0].micro_batches
+    if not enough_micro_batches(stages, micro_batches):
+        return (
+            f"the plan has {count(micro_batches, 'micro-batch')} for {stages} stages, but Colossal-AI's 1F1B schedule "
+            "needs at least one per stage; plan with smaller micro-batches or a larger global batch"
+        )
+    return None
+
+
+def _shapes(plan: Plan) -> str:
+    """The different kinds of replicas, e.g. "replica 0 has 4 + 2 layers and 2 micro-batches; replica 1 …"."""
+    shapes: dict[tuple[tuple[int, ...], int], int] = {}
+    for number, replica in enumerate(plan.replicas):
+        layers = tuple(stop - start for start, stop in (stage.blocks for stage in replica.stages))
+        shapes.setdefault((layers, replica.micro_batches), number)
+    shown = []
+    for (layers, micro_batches), number in list(shapes.items())[:MAX_REPLICAS_SHOWN]:
+        sizes = [str(size) for size in layers]
+        if len(sizes) > MAX_STAGES_SHOWN:
+            sizes = [*sizes[: MAX_STAGES_SHOWN - 2], "…", sizes[-1]]
+        shown.append(f"replica {number} has {' + '.join(sizes)} layers and {count(micro_batches, 'micro-batch')}")
+    if len(shapes) > len(shown):
+        shown.append("…")
+    return "; ".join(shown)

@@ -1,0 +1,23 @@
+"""RANK:FACTOR options."""
+
+from __future__ import annotations
+
+import pytest
+
+from colossal_hetero.io.rank_factors import parse_rank_factors
+
+
+def test_factors_by_rank() -> None:
+    assert parse_rank_factors("1:4") == {1: 4.0}
+    assert parse_rank_factors("3:2.5,0:8") == {3: 2.5, 0: 8.0}
+
+
+@pytest.mark.parametrize("text", ["", "2", "0:x", "x:2", "1:2,", "1:2:3", "1.5:2"])
+def test_a_part_of_another_form_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="is not RANK:FACTOR; for example, 3:2"):
+        parse_rank_factors(text)
+
+
+def test_a_rank_is_given_once() -> None:
+    with pytest.raises(ValueError, match="rank 0 is given twice in '0:2,1:3,0:4'"):
+        parse_rank_factors("0:2,1:3,0:4")
