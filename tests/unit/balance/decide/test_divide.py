@@ -6,11 +6,12 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalancePlan, Division, Move, divide
 from colossal_hetero.balance.decide.divide import effective_grain
+from tests.support.random_examples import examples
 
 
 @st.composite
@@ -31,7 +32,7 @@ units_counts = st.one_of(st.integers(1, 100), st.integers(1, 5000), st.sampled_f
 grains = st.sampled_from([1, 2, 16, 64, 100])
 
 
-@settings(max_examples=500)
+@examples(ordinary=150, thorough=500)
 @given(units_counts, plans(), grains)
 def test_every_unit_is_somewhere_once(units: int, plan: BalancePlan, grain: int) -> None:
     division = divide(units, plan, grain)
@@ -98,7 +99,7 @@ def one_straggler(ranks: int, slow: int, share: float) -> BalancePlan:
 
 
 @given(st.integers(2, 8), st.integers(0, 7), st.integers(1, 90))
-def test_one_straggler_deals_as_the_paper_does(ranks: int, slow: int, given_units: int) -> None:
+def test_one_straggler_gives_ranges_as_in_the_paper(ranks: int, slow: int, given_units: int) -> None:
     """``P_r = P[m(r′ − 1) : m r′]`` with ``r′ = (r + e − s) mod e``, remainders to the first receivers."""
     slow %= ranks
     division = divide(100, one_straggler(ranks, slow, given_units / 100), grain=1)

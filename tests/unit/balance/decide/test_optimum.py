@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from colossal_hetero.balance import BalancePlan, Costs, RankTimes, predicted_seconds
 from colossal_hetero.balance.decide.optimum import RESERVE, optimal_plan
 from colossal_hetero.balance.report.summary import lossless_seconds
+from tests.support.random_examples import examples
 
 FREE = Costs()
 cost = st.one_of(st.just(0.0), st.floats(0.01, 0.5))
@@ -73,7 +74,7 @@ def random_seconds(
     return np.where(possible[:, 0], own.max(1) + np.where(total > 0, sending, 0.0), np.inf)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(ordinary=100, thorough=300)
 @given(groups(), all_costs, caps, st.integers(0, 2**32 - 1))
 def test_no_allowed_plan_is_better(times: list[RankTimes], costs: Costs, cap: float, seed: int) -> None:
     plan = optimal_plan(times, costs, cap)
@@ -179,14 +180,14 @@ def test_stragglers_begin_at_the_margin() -> None:
 @pytest.mark.parametrize(
     "times, costs, note",
     [
-        ([RankTimes(1.0, 1.0)] * 2, FREE, "nothing migrated: nobody is slow"),
+        ([RankTimes(1.0, 1.0)] * 2, FREE, "nothing migrated: no rank is slow"),
         ([RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)], FREE, "migration pays: 1.6 s with, 4 s without"),
         (
             [RankTimes(0.1, 0.1, 0.012), RankTimes(0.12, 0.12, 0.05)],
             Costs(migrate_fixed_seconds=0.1),
             "migration cannot pay: 0.221 s with, 0.132 s without",
         ),
-        ([RankTimes(1.0, 0.0), RankTimes(4.0, 0.0)], FREE, "nothing migrated: nobody is slow"),
+        ([RankTimes(1.0, 0.0), RankTimes(4.0, 0.0)], FREE, "nothing migrated: no rank is slow"),
     ],
 )
 def test_notes_say_why(times: list[RankTimes], costs: Costs, note: str) -> None:
