@@ -105,7 +105,7 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> list[str]:
 
 
 def timed(model: nn.Module, optimizer: Any, batch: int) -> tuple[float, float]:
-    """Run a batch for real, and return times that are long enough that the profiler does not repeat it for precision."""
+    """Run a batch for real, and return times so long that the profiler does not repeat it for precision."""
     forward_backward(model, optimizer, batch)
     seconds = 1 + 0.1 * batch
     return seconds, seconds / 2
