@@ -153,7 +153,7 @@ class Trainer:
             training.loss.extend(losses.tolist())
             training.accuracy.append(self._evaluate())
             display.epoch(epoch, training)
-        balancer = self.plugin.balancer
+        balancer = self.plugin.batch_balancer
         assert balancer is not None
         training.reallocations = balancer.reallocations
         training.peak_memory_bytes = _gather(int(get_accelerator().max_memory_allocated()))
