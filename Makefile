@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install vit zero pipeline test test-thorough check lint
+.PHONY: help install vit zero pipeline language test test-thorough check lint
 help:
 	@echo "make vit       train the ViT example on two ranks, one of them slowed, balancing on"
 	@echo "make zero      train with ZeRO on two ranks, one of them slowed, with equal and with fitted batches"
 	@echo "make pipeline  train in a pipeline on two ranks, one of them slowed, with equal and with fitted stages"
+	@echo "make language  train a GPT-2 on two ranks, one of them slowed, balancing on"
 	@echo "make test      run all tests (about 7 minutes on 2 cores)"
 	@echo "make check     lint and run the unit tests, before a commit (about 90 seconds)"
 	@echo "make lint      ruff and mypy"
@@ -28,6 +29,9 @@ zero: install
 
 pipeline: install
 	$(BIN)/python examples/pipeline/train.py
+
+language: install
+	$(BIN)/python examples/language/train.py --balance auto --straggler 1:4
 
 # Two tests at a time; a process that has run its share takes over tests of the other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal

@@ -1,4 +1,4 @@
-"""How fast plans are decided, and how good they are in the setting of the paper's Fig. 11. Nothing is trained.
+"""The time of a decision, and the quality of plans in the setting of the paper's Fig. 11; nothing is trained.
 
 Half of eight ranks straggle, 8, 6, 4 and 2 times slower. By hand, every subset of the four may migrate while the others
 resize; the paper tries the λ slowest. All are compared by predicted iteration time, as are modes `semi` and `auto`.
@@ -33,7 +33,7 @@ MODES = ("off", "resize", "migrate", "semi", "auto")
 
 
 def decision_seconds(mode: str, ranks: int, repeats: int) -> float:
-    """Median seconds of a decision about random times, a third of the ranks slow, each time other ones."""
+    """Median seconds of a decision about random times, a third of the ranks slow, with new times for each decision."""
     random = np.random.default_rng(ranks)
     config = BalanceConfig(mode=mode, max_resize=0.5)
     seconds = []

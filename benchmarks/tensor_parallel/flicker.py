@@ -2,9 +2,9 @@
 
 python -m benchmarks.tensor_parallel.flicker [--slowdown 4] [--every 3] [--rounds 6]
 
-Rank 1 of 2 does its products ``slowdown`` times for ``every`` iterations, then once for as many. Aim: never more than
-1.02 of ``off``. Models take turns in blocks of whole periods; the times are sums over all iterations, the first ones,
-in which a mode may still believe in the straggler, included.
+Rank 1 of 2 computes its products ``slowdown`` times for ``every`` iterations, then once for as many. Aim: never more
+than 1.02 of ``off``. Models take turns in blocks of whole periods; the times are sums over all iterations, the first
+ones, in which a mode may still count the rank as slow, included.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The fastest exact training with a straggler: mode ``auto`` without resizing, against the bound, by migration method.
+"""The fastest exact training with a straggler: mode ``auto`` without resizing, and the bound, by migration method.
 
 python -m benchmarks.tensor_parallel.lossless [--slowdown 8] [--rounds 8] [--hidden 512] [--methods METHOD …]
 
-Rank 1 of 2 does every product ``slowdown`` times. The bound is what the products take with nobody slow, spread in the
-best way over a whole and 1/χ of a rank, ``e/(e − 1 + 1/χ)`` times the homogeneous time, plus the rest of an iteration.
+Rank 1 of 2 computes every product ``slowdown`` times. The bound is the products' time with no rank slow, divided
+optimally over one and 1/χ ranks, ``e/(e − 1 + 1/χ)`` times the homogeneous time, plus the rest of an iteration.
 ``migrate`` always migrates what would make ranks equally late; ``auto`` only if that pays. All models take turns in the
 same two processes.
 """

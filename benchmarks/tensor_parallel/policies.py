@@ -1,9 +1,9 @@
-"""What migrating costs where nobody is slow: SEMI's Table I, by migration method.
+"""The cost of migrating when no rank is slow: SEMI's Table I, by migration method.
 
 python -m benchmarks.tensor_parallel.policies [--ranks 4] [--rounds 4] [--senders 1 3]
 
-The first ``senders`` ranks give a share γ of their work to the others, which take equal parts. Nobody is slow, so
-all of the difference to γ = 0 is what migrating costs, and what the receivers do more. All methods and shares take
+The first ``senders`` ranks give a share γ of their work to the others, which take equal parts. No rank is slow, so
+the difference to γ = 0 is the cost of migrating plus the additional work of the receivers. All methods and shares take
 turns in the same processes. More ranks than cores share them; then the work of all ranks counts, not that of the
 latest.
 """

@@ -1,8 +1,8 @@
-"""What changes between iterations: measure who is slow, decide what to do about it, apply the plan.
+"""Balancing between iterations: measure which ranks are slow, decide on a plan, apply the plan.
 
-:mod:`.decide` is pure and free of torch. :mod:`.measure` reads clocks and measures costs, :mod:`.report` describes what
-happened. The modules of this folder have the effects: :mod:`.balancer` runs once per optimizer step, :mod:`.apply`
-gives layers their workloads, :mod:`.host_messages` exchanges numbers between ranks.
+:mod:`.decide` has pure functions without torch. :mod:`.measure` reads clocks and measures costs. :mod:`.report`
+describes what happened. The modules of this folder apply plans: :mod:`.balancer` runs once per optimizer step,
+:mod:`.apply` gives layers their workloads, :mod:`.host_messages` exchanges numbers between ranks.
 """
 
 from .config import BalanceConfig

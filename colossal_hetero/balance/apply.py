@@ -1,4 +1,4 @@
-"""Carry a plan into this rank's layers and blocks."""
+"""Apply a plan to this rank's layers and blocks."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Prunable(Protocol):
     def columns(self) -> int: ...
     @property
     def cost(self) -> int:
-        """What its products take, in any unit."""
+        """The work of its products, in any unit."""
 
     @property
     def matrix(self) -> Tensor:
-        """Weights by column (or unit), ``[N, L]``."""
+        """The weights, ``[N, L]`` with one column per contraction column (or unit)."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _Units:
 
 
 class Pruning:
-    """How much of each layer or block a rank prunes, and by which rule it chooses."""
+    """How much of each layer or block a rank prunes, and the selectors that choose the columns."""
 
     def __init__(self, targets: Sequence[Prunable], config: BalanceConfig, iterations_per_interval: int) -> None:
         self._targets = targets
@@ -84,15 +84,15 @@ class Pruning:
         self._ratio = 0.0
         self._iterations = 0
         self.selectors: list[ColumnSelector] = []
-        """One for each target while the rank prunes at all."""
+        """One selector for each target while the rank prunes, else none."""
 
     def start(self, ratio: float) -> None:
-        """From now on prune ``ratio`` of the work; 0 forgets all priorities."""
+        """Prune ``ratio`` of the work from now on; 0 discards all priorities."""
         self._ratio = ratio
         if ratio == 0.0:
             self.selectors = []
         elif not self.selectors:
-            # Counted from here, so that the first interval is a whole one.
+            # Counting starts here, so that the first interval has full length.
             self._iterations = 0
             self.selectors = [
                 make_selector(self._config.priority, target.matrix, self._config.seed + number)
@@ -100,7 +100,7 @@ class Pruning:
             ]
 
     def ratios(self) -> np.ndarray:
-        """γ of every target."""
+        """γ of every target, float64 ``[targets]``."""
         if self._ratio == 0.0 or self._config.priority != "priority-diff":
             return np.full(len(self._targets), self._ratio)
         threshold = self._interval * self._config.variation_threshold
@@ -108,7 +108,7 @@ class Pruning:
         return layer_ratios(self._ratio, shares, [target.cost for target in self._targets], self._config)
 
     def end_iteration(self) -> bool:
-        """Count an iteration; True if an interval of the priorities is over and with it the ratios may be others."""
+        """Count an iteration; returns whether ratios may have changed because an interval of priorities has ended."""
         if not self.selectors:
             return False
         self._iterations += 1
@@ -121,7 +121,7 @@ class Pruning:
 
 @dataclass(frozen=True)
 class Shares:
-    """What a rank really prunes, gives and takes, of the cost of its products; whole columns and units."""
+    """What a rank prunes, gives and takes in whole columns and units, as shares of the cost of its products."""
 
     resized: float = 0.0
     migrated: float = 0.0
@@ -129,18 +129,20 @@ class Shares:
 
     @property
     def load(self) -> float:
-        """What is left to compute: 1 is the full share."""
+        """How much the rank computes; 1 is its full share."""
         return 1.0 - self.resized - self.migrated + self.received
 
 
 class Applier:
-    """Tells this rank's layers and blocks what they do, and keeps what they need for it.
+    """Assigns workloads to this rank's layers and blocks, and keeps the objects that these need.
 
     Args:
         layers: the tensor-parallel layers, by name.
-        blocks: the blocks to balance as a whole; layers in none of them are balanced by their columns.
-        transport: of the tensor-parallel group; without it (a rank by itself, no blocks) nothing can migrate.
-        is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.UnitExchange`.
+        blocks: the blocks to balance in units; layers that are in no block are balanced by their columns.
+        config: how to balance.
+        iterations_per_interval: the length of an interval of the priorities.
+        transport: the tensor-parallel group's transport; without it (for a single rank without blocks) nothing
+        migrates. is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.UnitExchange`.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class Applier:
         self._costs = [target.cost for target in self._targets]
         self._pruning = Pruning(self._targets, config, iterations_per_interval)
         self._transport = transport
-        # Layers in no block migrate as the paper has it.
+        # Layers that are in no block migrate by the paper's method.
         self._column_method = "broadcast-reduce" if config.migration == "block" else config.migration
         self._column_exchange: ColumnExchange | None = None
         self._unit_exchange: UnitExchange | None = None
@@ -177,21 +179,21 @@ class Applier:
         return self._shares
 
     def prune(self, ratio: float) -> None:
-        """From the next forward on leave out ``ratio`` of the work of a rank by itself."""
+        """For a single rank: prune ``ratio`` of its work from the next forward pass on."""
         self.apply(BalancePlan(resize=(ratio,), migrate=(0.0,), receive=(0.0,)))
 
     def apply(self, plan: BalancePlan) -> None:
-        """Take on this rank's part of ``plan`` from the next iteration on. To all ranks of the group at once.
+        """Apply this rank's part of ``plan`` from the next iteration on. Call it on all ranks of the group.
 
         Raises:
-            RuntimeError: there is no memory for the units that this rank takes.
+            RuntimeError: there is not enough memory for the units that this rank takes.
         """
         self._plan = plan
         self._pruning.start(plan.resize[self._rank])
         self._assign()
 
     def traffic(self, plan: BalancePlan, bytes_per_element: int) -> Traffic:
-        """What migrating by ``plan`` would send in an iteration like those so far, over the whole group."""
+        """What ``plan`` would send in an iteration like those so far, over the whole group."""
         assert self._transport is not None
         total = Traffic()
         for layer in self._layers:
@@ -210,31 +212,31 @@ class Applier:
         return total + block_traffic(shapes, moves, bucket_numbers(self._blocks, moves), bytes_per_element)
 
     def begin_iteration(self) -> None:
-        """The weights are those of a new iteration. Collective over the group where units migrate."""
+        """Begin an iteration with new weights. Collective over the group if units migrate."""
         if self._unit_exchange is not None:
             self._unit_exchange.begin_iteration()
 
     def drop_gradients(self) -> None:
-        """Gradients of this iteration are thrown away."""
+        """Discard this iteration's gradients."""
         if self._unit_exchange is not None:
             self._unit_exchange.drop_gradients()
 
     def weights_changed(self) -> None:
-        """Weights are others than at the beginning of the iteration, and not by an optimizer step."""
+        """Call this when weights were changed during an iteration other than by an optimizer step."""
         if self._unit_exchange is not None:
             self._unit_exchange.weights_changed()
 
     def before_step(self) -> None:
-        """Gradients are about to be used.
+        """Call this when all backward passes are done, before gradients are used.
 
         Raises:
-            RuntimeError: those of units that are computed elsewhere have not come back.
+            RuntimeError: gradients of migrated units have not returned.
         """
         if self._unit_exchange is not None:
             self._unit_exchange.finish()
 
     def end_iteration(self) -> None:
-        """Let layers choose columns anew; at the end of an interval update the priorities."""
+        """Let layers choose columns again; at the end of an interval update the priorities."""
         for layer in self._layers:
             layer.begin_iteration()
         if self._pruning.end_iteration():
@@ -276,9 +278,9 @@ class Applier:
 
     def _measure(self, kept: Sequence[int], divisions: Sequence[Division]) -> Shares:
         resized = migrated = received = 0.0
-        for target, cost, own, division in zip(self._targets, self._costs, kept, divisions, strict=True):
+        for target, cost, kept_units, division in zip(self._targets, self._costs, kept, divisions, strict=True):
             given, taken = division.given(self._rank), division.taken(self._rank)
-            resized += cost * (target.columns - given - own) / target.columns
+            resized += cost * (target.columns - given - kept_units) / target.columns
             migrated += cost * given / target.columns
             received += cost * taken / target.columns
         total = sum(self._costs) or 1

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..io.rank_factors import parse_rank_factors
+
 __all__ = ["Schedule", "Stragglers", "inject_stragglers", "parse_slowdowns"]
 
 Schedule = Literal["constant", "round-robin", "random"]
@@ -26,18 +28,12 @@ Means = Literal["repeat", "sleep"]
 
 
 def parse_slowdowns(text: str) -> dict[int, float]:
-    """``"RANK:SLOWDOWN[,RANK:SLOWDOWN…]"`` as a dictionary, for example ``"1:4"`` or ``"0:8,3:2.5"``."""
-    slowdowns: dict[int, float] = {}
-    for item in text.split(","):
-        try:
-            rank_text, slowdown_text = item.split(":")
-            rank, slowdown = int(rank_text), float(slowdown_text)
-        except ValueError:
-            raise ValueError(f"straggler {item!r} is not of the form RANK:SLOWDOWN, for example 1:4") from None
-        if rank in slowdowns:
-            raise ValueError(f"straggler rank {rank} is given twice in {text!r}")
-        slowdowns[rank] = slowdown
-    return slowdowns
+    """``"RANK:SLOWDOWN[,RANK:SLOWDOWN…]"`` as a dictionary, for example ``"1:4"`` or ``"0:8,3:2.5"``.
+
+    Raises:
+        ValueError: see :func:`~colossal_hetero.io.rank_factors.parse_rank_factors`.
+    """
+    return parse_rank_factors(text)
 
 
 @dataclass(frozen=True, kw_only=True)

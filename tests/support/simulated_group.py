@@ -31,7 +31,7 @@ class SimulatedGroup:
         """What all iterations took together."""
 
     def iterate(self, slowdowns: Sequence[float]) -> None:
-        """One iteration; what is decided at its end holds from the next one on."""
+        """Run one iteration; a plan that is decided at its end applies from the next one on."""
         moved, works = [], []
         for rank, slowdown in enumerate(slowdowns):
             load = self.plan.load(rank)

@@ -66,7 +66,7 @@ RULES: dict[str, set[str]] = {
         "data_parallel",
         "plugin",
     },
-    "testing": {"layers"},
+    "testing": {"io", "layers"},
     "commands": {"io", "processes", "planner/*", "probe", "profiling", "profiling/*"},
     "cli": {"commands"},
 }

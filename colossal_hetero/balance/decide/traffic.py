@@ -1,18 +1,19 @@
-"""What a migration sends, by formula: the volumes that are documented, counted in tests, and priced before training.
+"""How much a migration sends, by formula: tests compare it with counts, the pre-test computes times from it.
 
-Notation: ``M`` rows (of all micro-buckets of an iteration), ``N`` outputs of a rank's weight, ``c`` columns that a
+Notation: ``M`` rows (of all micro-batches of an iteration), ``N`` outputs of a rank's weight, ``c`` columns that a
 sender migrates to ``q`` receivers, in a group of ``e`` ranks. Elements, for every sender and layer:
 
 ==================  =============================================  ==================================================
-method                 column-parallel layer                          row-parallel layer
+method              column-parallel layer                          row-parallel layer
 ==================  =============================================  ==================================================
 broadcast-reduce    broadcast (e−1)(Nc + MN), reduce (e−1)MN,      broadcast (e−1)(Nc + Mc),
                     point to point Nc                              point to point Mc + Nc
 scatter-gather      point to point 2Nc + 2qMN + Mc                 point to point 2Nc + 2Mc + qMN
 ==================  =============================================  ==================================================
 
-Weights travel anew for every micro-bucket: ``M`` counts all rows, ``Nc`` has to be multiplied by the micro-buckets. A
-``block`` sends twice the elements of its migrated units, weights out and gradients back, per optimizer step.
+Weights are sent for every micro-batch: ``M`` counts all rows, and ``Nc`` must be multiplied by the number of
+micro-batches. A ``block`` sends twice the elements of its migrated units per optimizer step: weights to the receiver
+and gradients back.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ class BlockShape:
 
     units: int
     elements_per_unit: int
-    """Of all its layers' weights and biases."""
+    """The number of weights and biases of one unit in all layers."""
     layers: int
 
 
 def column_traffic(
     layer: LayerShape, moves: Sequence[Move], rows: int, passes: int, ranks: int, method: str, bytes_per_element: int
 ) -> Traffic:
-    """One layer's traffic in an iteration of ``passes`` micro-buckets of ``rows`` rows each, over the whole group."""
+    """One layer's traffic in an iteration of ``passes`` micro-batches of ``rows`` rows each, over the whole group."""
     broadcast, reduce, direct = _Count(), _Count(), _Count()
     n, others = layer.outputs, ranks - 1
     for sender in sorted({move.sender for move in moves}):
@@ -82,7 +83,7 @@ def column_traffic(
 def block_traffic(
     blocks: Sequence[BlockShape], moves: Sequence[Sequence[Move]], buckets: Sequence[int], bytes_per_element: int
 ) -> Traffic:
-    """All blocks' traffic in an optimizer step; ``buckets`` tells which blocks' weights travel together."""
+    """All blocks' traffic in an optimizer step; ``buckets`` has the number of each block's bucket."""
     weight_messages = {
         (bucket, move.sender, move.receiver) for bucket, moved in zip(buckets, moves, strict=True) for move in moved
     }
@@ -97,7 +98,7 @@ def block_traffic(
 
 
 class _Count:
-    """Messages and elements as they add up."""
+    """A running count of messages and elements."""
 
     def __init__(self) -> None:
         self._messages = self._elements = 0

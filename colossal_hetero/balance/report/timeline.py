@@ -1,4 +1,4 @@
-"""What every rank did when in an iteration: merged from the ranks' clocks, and as a Chrome trace."""
+"""Timelines of an iteration on all ranks: merged from the ranks' clocks, and as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ KIND_NAMES: dict[Kind, str] = {
     "communication": "communication",
     "waiting": "waiting for stragglers",
 }
-"""How a reader is told the kinds, in the order of a legend."""
+"""The names of the kinds in legends and traces, in the order of a legend."""
 
 
 SHORTEST_SECONDS = 1e-9
-"""What is left of a collective below this is rounding."""
+"""Shorter parts of a collective are rounding errors and are left out."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,11 @@ class Timelines(NamedTuple):
     """None if the plan never changed; ``before`` is then the latest iteration."""
 
 
-# On a rank ----------------------------------------------------------------------------------------------------------
-
-
-# Of all ranks -------------------------------------------------------------------------------------------------------
+# Merging ranks ------------------------------------------------------------------------------------------------------
 
 
 def choose_timelines(per_rank: Sequence[SampledIterations], groups: Sequence[Sequence[int]]) -> Timelines | None:
-    """The latest iterations before and after the first change of a plan that all ranks kept; None if there are none.
+    """The latest iterations before and after the first change of a plan that all ranks kept; None without any.
 
     ``per_rank`` is by global rank, ``groups`` the tensor-parallel groups as lists of global ranks.
     """
@@ -80,7 +77,7 @@ def choose_timelines(per_rank: Sequence[SampledIterations], groups: Sequence[Seq
 
 
 def merge_segments(per_rank: Sequence[RankSegments], groups: Sequence[Sequence[int]]) -> IterationTimeline:
-    """All ranks' views of one iteration on one axis of time, with waiting told from communication.
+    """All ranks' segments of one iteration on one time axis, with waiting separated from communication.
 
     Within a tensor-parallel group a rank waits in a collective until the last rank of the group arrives at it.
     """
@@ -90,7 +87,7 @@ def merge_segments(per_rank: Sequence[RankSegments], groups: Sequence[Sequence[i
             for rank, aligned in zip(group, _align_ranks([ranks[rank] for rank in group]), strict=True):
                 ranks[rank] = aligned
     if not _same_base(per_rank):
-        # An iteration ends with the optimizer step, after all groups have waited for each other.
+        # All groups wait for each other before the optimizer step, which ends the iteration.
         for group in groups:
             end = max((ranks[rank][-1].end_seconds for rank in group if ranks[rank]), default=0.0)
             for rank in group:
@@ -115,7 +112,7 @@ def _collectives(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def _align_ranks(group: Sequence[Sequence[Segment]]) -> list[list[Segment]]:
-    """Count the ranks' times from the end of the first collective, which they leave together."""
+    """Shift the ranks' times so that they are zero at the end of the first collective, which all leave together."""
     aligned = []
     for segments in group:
         collectives = _collectives(segments)
@@ -125,10 +122,11 @@ def _align_ranks(group: Sequence[Sequence[Segment]]) -> list[list[Segment]]:
 
 
 def _split_waiting(group: Sequence[Sequence[Segment]]) -> list[list[Segment]]:
-    """The segments of a group's ranks with the first part of each collective as waiting.
+    """The segments of a group's ranks, with the first part of each collective as waiting.
 
-    The k-th collectives of the ranks are the same one. Where ranks took part in different numbers of them (some talk
-    to each other alone) each rank's share of waiting is what it spent in all of them beyond the rank that spent least.
+    The k-th collective is the same one on all ranks. If ranks took part in different numbers of collectives (because
+    some ranks also communicate in pairs), a rank's waiting is its total time in them beyond that of the rank with the
+    shortest total.
     """
     collectives = [_collectives(segments) for segments in group]
     if len({len(of_rank) for of_rank in collectives}) == 1:
@@ -161,10 +159,10 @@ def _split(segments: Sequence[Segment], arrivals: Sequence[float]) -> list[Segme
 
 
 def chrome_trace(timelines: Mapping[str, IterationTimeline]) -> dict[str, Any]:
-    """``timelines`` by title in the Chrome trace event format, which Perfetto opens: a process each, a thread per rank.
+    """``timelines`` by title in the Chrome trace event format, for Perfetto: one process each, one thread per rank.
 
-    Timestamps and durations are in microseconds. The numbers of processes and threads start at 1, as 0 is taken for
-    the system's idle process.
+    Timestamps and durations are in microseconds. Processes and threads are numbered from 1, because 0 means the
+    system's idle process.
     """
     events: list[dict[str, Any]] = []
     thread = 0

@@ -1,4 +1,4 @@
-"""A link between two ranks, as measured."""
+"""The measured speed of the connection between two ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from pydantic import Field, field_validator
 
 from ...io.schema import FilePart
 
-__all__ = ["Link"]
+__all__ = ["MeasuredLink"]
 
 
-class Link(FilePart):
-    """What it costs two ranks to send each other a message: ``latency + bytes / bytes_per_second``."""
+class MeasuredLink(FilePart):
+    """How long a message between two ranks takes in one protocol: ``latency_seconds + bytes / bytes_per_second``.
+
+    It holds for both directions, unless the opposite direction has a link of its own.
+    """
 
     ranks: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+    """The sending and the receiving rank."""
     protocol: Annotated[str, Field(min_length=1)]
+    """"gloo" or "nccl"."""
     latency_seconds: Annotated[float, Field(ge=0)]
     bytes_per_second: Annotated[float, Field(gt=0)]
 
@@ -23,5 +28,5 @@ class Link(FilePart):
     @classmethod
     def _two_ranks(cls, ranks: tuple[int, int]) -> tuple[int, int]:
         if ranks[0] == ranks[1]:
-            raise ValueError(f"a link joins two ranks, not rank {ranks[0]} with itself")
+            raise ValueError(f"a link joins two different ranks, but both are rank {ranks[0]}")
         return ranks

@@ -1,4 +1,4 @@
-"""Measuring costs before training: the same on all ranks, kept on disk, and sound whatever the disk does."""
+"""Measuring costs before training: the same on all ranks, kept on disk, and correct if files are missing or damaged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prepare(group: dist.ProcessGroup, form: str = "block", **options: object) ->
 
 
 def measure_quickly(ranks: int) -> None:
-    """Fewer and smaller: what is measured is another test's subject."""
+    """Fewer and smaller measurements, for tests that do not check them."""
     assert dist.get_world_size() == ranks
     pretest.PRODUCT_SECONDS = 0.01
     pretest.MESSAGES = {2**12: 3, 2**14: 3}
@@ -82,7 +82,7 @@ def prepare_again_and_again(folder: str) -> list[PREPARED]:
 def test_costs_are_measured_once(tmp_path: Path) -> None:
     first, second = run_ranks(2, prepare_again_and_again, str(tmp_path))
     assert first == second
-    assert [measured for _, measured, _ in first] == [1, 0, 1, 1, 0]  # anew for another form, and after damage
+    assert [measured for _, measured, _ in first] == [1, 0, 1, 1, 0]  # again for another form, and after damage
     assert first[0][0] == first[1][0] and first[3][0] == first[4][0]
     contents = [json.loads(path.read_text()) for path in tmp_path.iterdir() if path.read_text().endswith("}\n")]
     (content,) = contents  # the other one is still damaged
@@ -97,7 +97,7 @@ def prepare_on_one_disk_only(folder: str) -> list[PREPARED]:
     return [prepare(dist.group.WORLD, cost_cache=own) for _ in range(2)]
 
 
-def test_one_rank_looks_for_all(tmp_path: Path) -> None:
+def test_one_rank_reads_the_cache_for_all(tmp_path: Path) -> None:
     first, second = run_ranks(2, prepare_on_one_disk_only, str(tmp_path / "cache"))
     assert first == second and [measured for _, measured, _ in first] == [1, 0]
     assert not (tmp_path / "cache-elsewhere").exists()

@@ -1,4 +1,4 @@
-"""A resized block trains an exact sub-network: the model without the units that were left out."""
+"""A resized block trains an exact sub-network: the model without the pruned units."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.training import batch, loss_of, tiny_vit
 
 
 def _compare_with_sub_network(slow: int, priority: str) -> dict[str, float]:
-    """The differences of loss and gradients from those of a model whose dropped units have no way out."""
+    """The differences of loss and gradients from those of a model whose dropped units have zero output weights."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     training = Training("block", priority=priority)
     training.applier.apply(BalancePlan.resizing([0.5 if other == slow else 0.0 for other in range(ranks)]))

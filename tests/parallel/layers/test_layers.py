@@ -1,4 +1,4 @@
-"""The six layers against Colossal-AI's own (idle) and against dense products masked by hand (resized)."""
+"""The six layers compared with Colossal-AI's (without a workload) and with masked dense products (resized)."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def check_idle() -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_idle_is_colossalai_bit_for_bit(world: int) -> None:
+def test_without_a_workload_a_layer_is_bit_for_bit_colossalais(world: int) -> None:
     run_ranks(world, check_idle)
 
 
@@ -296,7 +296,7 @@ def test_resizes_in_half_precision() -> None:
 
 
 def drawing_anew(seed: int) -> Any:
-    """A selector that would choose other columns at every call."""
+    """A selector that chooses different columns in every call."""
     generator = torch.Generator().manual_seed(seed)
     return lambda x, weight, count: torch.randperm(weight.shape[1], generator=generator)[:count].sort().values
 

@@ -1,4 +1,4 @@
-"""Migrated work is not lost: training with it equals training without, up to the order of summation."""
+"""Migration is exact: training with it equals training without it, up to the order of summation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENS = 5  # four patches and the class token
 
 
 def plan_for(senders: dict[int, float], ranks: int) -> BalancePlan:
-    """Some ranks give these shares, the others take them equally."""
+    """A plan in which some ranks give these shares and the others take equal parts."""
     share = sum(senders.values()) / (ranks - len(senders))
     return BalancePlan(
         resize=(0.0,) * ranks,
@@ -59,7 +59,7 @@ class Training:
         self.applier = Applier(self.layers, self.blocks, config, 100, self.transport)
 
     def steps(self, count: int) -> list[float]:
-        """Train; the loss of every step."""
+        """Train; returns the loss of every step."""
         losses = []
         for number in range(count):
             self.applier.begin_iteration()
@@ -125,7 +125,7 @@ def _losses_with_adamw() -> tuple[list[float], list[float], dict[str, list[float
 
     steps = 200
     plain = Training(make_optimizer=adamw).steps(steps)
-    # The control: the same sums in another order. Units of a block may stand in any.
+    # The control: the same sums in another order, because a block's units may have any order.
     control = Training(make_optimizer=adamw)
     for block in control.blocks:
         order = torch.arange(block.units - 1, -1, -1)
@@ -151,7 +151,7 @@ def test_losses_with_adamw_differ_no_more_than_with_another_order_of_summation()
     control = apart(reordered)
     assert control > 0
     for method, losses in migrated.items():
-        # Both are chaotic: rounding grows until it is as large as it gets. Their scale is what can be compared.
+        # In both trainings rounding errors grow chaotically up to some scale; only these scales can be compared.
         assert apart(losses) <= 3 * control, method
 
 
@@ -281,7 +281,7 @@ def _differences_of_layers(steps: int) -> dict[str, float]:
                 if checkpointed and options:
                     continue
                 expected = _train_layer(build(their_class, kind, **options), kind, options, checkpointed, steps)
-                # What a layer's options do has nothing to do with who gives.
+                # The effect of a layer's options does not depend on the sender.
                 every = list(plans(ranks))[: None if not (options or checkpointed) else 1]
                 for method, column_exchange in COLUMN_EXCHANGES.items():
                     for plan in every:

@@ -1,4 +1,4 @@
-"""What goes wrong while work migrates ends in clear words on all ranks, or in a smaller plan; never in a hang."""
+"""Failures during migration end with a clear message on all ranks, or in a smaller plan; never in a hang."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_different_decisions(culprit: int) -> None:
     for method in METHODS:
         with scripted(slow(1)), patch.object(balancers, "decide", decide_otherwise):
             run = boost(ours(migrate(method), tp_size=dist.get_world_size()), None, sgd)
-            with pytest.raises(RuntimeError, match=r"hold different balancing plans, .* training stops here"):
+            with pytest.raises(RuntimeError, match=r"have different balancing plans, .* training is stopped"):
                 train(run, ITERATIONS)
             # Before anything was done by it.
             assert sum(run.plugin.balancer.plan.migrate) == 0, method
@@ -64,11 +64,11 @@ def check_changed_plan() -> None:
         train(run, ITERATIONS)
         if dist.get_rank() == 0:
             run.plugin.balancer._plan = _other(run.plugin.balancer.plan)
-        with pytest.raises(RuntimeError, match="hold different balancing plans"):
+        with pytest.raises(RuntimeError, match="have different balancing plans"):
             train(run, 2)
 
 
-def test_ranks_whose_plans_come_apart_later_stop_at_the_next_iteration() -> None:
+def test_ranks_whose_plans_differ_later_stop_at_the_next_iteration() -> None:
     run_ranks(2, check_changed_plan, timeout_seconds=60)
 
 
@@ -85,7 +85,7 @@ def wide_vit() -> torch.nn.Module:
 
 
 def _limit_address_space(spare_megabytes: int) -> list[torch.Tensor]:
-    """Leave this process so much to allocate; what is returned fills all else that its allocator has in store."""
+    """Limit what this process can allocate; the returned tensors fill the free memory that its allocator holds."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (2 * spare_megabytes << 20), resource.RLIM_INFINITY))
     ballast = []
@@ -234,7 +234,7 @@ def test_a_rank_that_dies_ends_the_others_with_the_reason(world: int, method: st
             errors.append(error)
             process.join(max(0.0, deadline - time.monotonic()))
             assert process.exitcode == 1, f"rank {rank} does not end"
-        # A rank that has nothing of migration to wait for hears of it in the next collective of the model.
+        # A rank that waits for no migrated work fails in the next collective of the model.
         assert any(
             "a rank of this tensor-parallel group stopped responding while migrated work" in error for error in errors
         ), errors

@@ -1,6 +1,6 @@
 """Every model family of Colossal-AI equals its unsharded self while one of two ranks gives work to the other.
 
-In column form all layers of all families migrate; in block form the blocks that are found do, and the rest by columns.
+In column form all layers migrate; in block form the blocks that are found migrate, and other layers by their columns.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _prepare(model: nn.Module, method: str, sender: int, found: dict[str, int]) 
 
 
 def _check(cases: list[Case]) -> dict[Case, Any]:
-    """For every case what was found in the model, or what went wrong."""
+    """For every case what was found in the model, or the traceback of a failure."""
     results: dict[Case, Any] = {}
     _help_on_a_cpu()
     for name, method, sender in cases:

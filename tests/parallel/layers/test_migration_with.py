@@ -1,7 +1,7 @@
-"""Migration through the plugin is exact together with whatever else a training run uses.
+"""Migration through the plugin is exact together with other features that a training run uses.
 
-A straggler to order appears in the first iteration, the balancer finds it and makes the plan, which holds from the
-third iteration on; the reference is Colossal-AI's own plugin.
+An injected straggler appears in the first iteration. The balancer detects it, and its plan applies from the third
+iteration on. The reference is Colossal-AI's own plugin.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from colossal_hetero.layers import hetero_layers
 from tests.parallel.layers.test_checkpoints import load, save
 from tests.support.harness import run_ranks
 from tests.support.training import (
-    Slowdown,
+    SlowdownScript,
     Trained,
     assert_same_parameters,
     batch,
@@ -55,14 +55,14 @@ def migrate(method: str, **choices: Any) -> BalanceConfig:
     return BalanceConfig(migration=method, **choices)  # type: ignore[arg-type]
 
 
-def slow(*ranks: int) -> Slowdown:
+def slow(*ranks: int) -> SlowdownScript:
     """These global ranks take four times as long for their products: on two ranks, 0.6 of the work moves."""
     return lambda rank, iteration: 4.0 if rank in ranks else 1.0
 
 
 @dataclass
 class Watch:
-    """What one rank's balancer did in each iteration; to be called as ``each`` of ``train``."""
+    """Records what one rank's balancer did in each iteration; pass it to ``train`` as ``each``."""
 
     run: Trained
     plans: list[BalancePlan] = field(default_factory=list)
@@ -123,7 +123,7 @@ def seeded() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train, in which a straggler in one group is relieved."""
+    """Options and model of a training run in which a straggler in one group is relieved."""
 
     options: dict[str, Any]
     """The plugin's."""
@@ -234,13 +234,13 @@ def check_messages() -> None:
             watch.assert_migrated(sender, what)
             assert_equal(run, expected, what)
             if method == "block":
-                # All blocks' weights leave in one message; each layer's gradients return in one of their own.
+                # All blocks' weights are sent in one message; each layer's gradients return in a separate message.
                 returns = layers * (1 if no_sync else micro_batches)
                 sent = 1 if dist.get_rank() == sender else returns
                 assert watch.messages[IN_FORCE:] == [sent] * (ITERATIONS - IN_FORCE), f"{what}: {watch.messages}"
 
 
-def test_blocks_travel_once_per_step_and_back_once_where_gradients_are_summed_once() -> None:
+def test_blocks_are_sent_once_per_step_and_gradients_return_once_if_they_are_summed_once() -> None:
     run_ranks(2, check_messages)
 
 
@@ -252,11 +252,11 @@ def check_last_backward_under_no_sync() -> None:
     images, labels = batch()
     with run.booster.no_sync(run.model, run.optimizer):
         run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
-    with pytest.raises(RuntimeError, match=r"have not returned to their owner: .* outside of no_sync\(\)"):
+    with pytest.raises(RuntimeError, match=r"have not returned to their owner: .* outside no_sync\(\)"):
         run.optimizer.step()
     for name, parameter in run.parameters.items():
         assert torch.equal(parameter, before[name]), f"{name} was changed by a step without all gradients"
-    # Done properly it goes on, and what had not returned is as good as never computed.
+    # Training can continue correctly; gradients that had not returned are discarded.
     run.optimizer.zero_grad()
     train(run, 2)
     expected = train(train(boost(theirs(tp_size=2), None, sgd), IN_FORCE), 2)
@@ -268,7 +268,7 @@ def test_a_step_without_all_gradients_is_refused() -> None:
 
 
 def check_abandoned() -> None:
-    """An iteration is given up half way, as after a loss that is not a number, and begun anew."""
+    """An iteration is abandoned half way, as after a loss that is not a number, and started again."""
     runs = []
     for method in (None, *METHODS):
         with scripted(slow(1)):
@@ -284,7 +284,7 @@ def check_abandoned() -> None:
             assert_equal(run, runs[0], method)
 
 
-def test_gradients_thrown_away_half_way_leave_no_trace() -> None:
+def test_discarded_gradients_leave_no_trace() -> None:
     run_ranks(2, check_abandoned)
 
 
@@ -320,13 +320,13 @@ def check_half() -> None:
         moved = {name: exact[name] - start[name] for name in exact}
 
         def error(parameters: dict[str, Tensor], exact: Any = exact, moved: Any = moved) -> float:
-            """How far off half precision leads, relative to how far training has gone."""
+            """The error of half precision, relative to the change of the parameters by training."""
             off = sum(float((parameters[name].float() - exact[name]).square().sum()) for name in exact)
             return math.sqrt(off / sum(float(change.square().sum()) for change in moved.values()))
 
         for method in METHODS[:2]:
             migrated = run_case(case, method, f"{name}, {method}").parameters
-            # Another order of summation rounds otherwise, no worse.
+            # Another order of summation rounds differently, but not worse.
             assert error(migrated) <= 1.1 * error(plain) < 0.1, f"{name}, {method}"
 
 
@@ -339,7 +339,7 @@ def test_half_precision_is_no_further_from_fp32_than_without_migration(world: in
 
 
 def loop_freely(run: Trained, iterations: int) -> Trained:
-    """Batches of changing size, two forwards per backward, forwards that nothing comes of, evaluation in between."""
+    """Batches of changing size, two forwards per backward, unused forward passes, evaluation in between."""
     model = run.model
     for iteration in range(iterations):
         images, labels = batch(iteration, size=3 + iteration)
@@ -446,7 +446,7 @@ PHASE = 5
 
 
 def slow_in_turn(rank: int, iteration: int) -> float:
-    """Nobody is slow for a phase, then rank 0 is, then nobody, then rank 1, and so on."""
+    """No rank is slow in the first phase, then rank 0, then none, then rank 1, and so on."""
     phase = iteration // PHASE
     return 4.0 if phase % 2 == 1 and phase // 2 == rank else 1.0
 
@@ -456,7 +456,7 @@ def slow_one_after_the_other(rank: int, iteration: int) -> float:
     return 4.0 if iteration // PHASE == rank else 1.0
 
 
-def check_changing_plans(slowdown: Slowdown, phases: int) -> None:
+def check_changing_plans(slowdown: SlowdownScript, phases: int) -> None:
     expected = train(boost(theirs(tp_size=dist.get_world_size()), None, sgd), PHASE * phases)
     for method in METHODS:
         with scripted(slowdown):
@@ -496,7 +496,7 @@ class First:
 def _left_out(run: Trained) -> dict[str, tuple[int, int]]:
     """By layer the contraction columns ``[start, stop)`` that this rank prunes.
 
-    In a block it is enough to say so for the row-parallel weight: what has no way out has no gradient.
+    For a block it is enough to list them for the row-parallel weight: units with zero output weights have no gradient.
     """
     found = {}
     for name, layer in hetero_layers(run.model.unwrap()).items():
@@ -577,7 +577,7 @@ def check_checkpoints(folder: Path, options: dict[str, Any], sharded: bool) -> N
         plain = load(boost(theirs(**options), tiny_vit(seed=5), sgd), folder / method, sharded)
         assert_same_parameters(plain.parameters, saved, f"{method}, Colossal-AI's plugin with our checkpoint")
         train(plain, 3)
-        # Saving disturbed nothing: the run goes on migrating, and the same way.
+        # Saving changes nothing: the run continues to migrate in the same way.
         run.losses.clear()
         train(run, 3, each=watch)
         assert_equal(run, plain, f"{method}, after saving")

@@ -53,7 +53,7 @@ def test_resize_ratio_that_is_no_number() -> None:
 
 
 def test_resize_ratio_above_the_cap() -> None:
-    assert_refused("resize_ratio=0.8", "max_resize=0.5", "lower it, or raise that", resize_ratio=0.8, max_resize=0.5)
+    assert_refused("resize_ratio=0.8", "max_resize=0.5", "lower it or raise that", resize_ratio=0.8, max_resize=0.5)
     assert BalanceConfig(resize_ratio=0.5, max_resize=0.5).resize_ratio == 0.5
 
 
@@ -81,7 +81,7 @@ def test_counts(name: str, bad: int, least: int) -> None:
 
 
 @pytest.mark.parametrize("mode, most", [("off", 0.9), ("resize", 0.9), ("migrate", 0.9), ("semi", 0.9), ("auto", 0.0)])
-def test_auto_loses_nothing_unless_asked_to(mode: Any, most: float) -> None:
+def test_auto_is_exact_by_default(mode: Any, most: float) -> None:
     assert BalanceConfig(mode=mode).max_resize == most
     assert BalanceConfig(mode=mode, max_resize=0.5).max_resize == 0.5
     assert BalanceConfig(mode=mode) == BalanceConfig(mode=mode, max_resize=most)

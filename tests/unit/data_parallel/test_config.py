@@ -19,7 +19,7 @@ from colossal_hetero import BatchConfig
         ({"max_micro_batch": 0}, ValueError, "max_micro_batch=0 must be at least 1"),
         ({"check_every": 0}, ValueError, "check_every=0 must be at least 1"),
         ({"method": "fastest"}, ValueError, "method='fastest' is not one of exact, uniform, flops"),
-        ({"accumulation": "mine"}, ValueError, "accumulation='mine' is not one of shared, own"),
+        ({"accumulation": "mine"}, ValueError, "accumulation='mine' is not one of shared, per_rank"),
         ({"reallocate_above": 0}, ValueError, "reallocate_above=0 must be above 0"),
         ({"reallocate_above": float("nan")}, ValueError, "reallocate_above=nan must be above 0"),
     ],
@@ -27,3 +27,9 @@ from colossal_hetero import BatchConfig
 def test_impossible_values(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         BatchConfig(**{"global_batch_size": 8, **arguments})
+
+
+def test_the_old_spelling_of_per_rank_is_accepted_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match='"own" is now spelled "per_rank"') as caught:
+        config = BatchConfig(global_batch_size=8, accumulation="own")
+    assert config.accumulation == "per_rank" and caught[0].filename == __file__

@@ -1,4 +1,4 @@
-"""Where the units of a block lie in a weight, and what a rank multiplies by that prunes, gives away or takes some."""
+"""Where a block's units are in a weight, and the operands of a rank that prunes, gives away or takes units."""
 
 from __future__ import annotations
 

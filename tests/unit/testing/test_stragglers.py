@@ -1,4 +1,4 @@
-"""Stragglers to order: what is parsed and refused, whom a schedule slows when, and how the slowdowns slow."""
+"""Injected stragglers: which texts are parsed, which ranks a schedule slows and when, and how products are slowed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_parses(text: str, slowdowns: dict[int, float]) -> None:
     [("", ""), ("1", "1"), ("1:", "1:"), (":4", ":4"), ("1:4,", ""), ("1.5:2", "1.5:2"), ("0:2,1:4:8", "1:4:8")],
 )
 def test_refuses_what_is_no_straggler(text: str, bad: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"straggler {bad!r} is not of the form RANK:SLOWDOWN")):
+    with pytest.raises(ValueError, match=re.escape(f"{bad!r} is not RANK:FACTOR")):
         parse_slowdowns(text)
 
 
@@ -88,11 +88,11 @@ def test_random_draws_ranks_anew() -> None:
     assert set(places) == {0, 1, 2, 3} and max(places.values()) < 30
 
 
-# Brakes ----------------------------------------------------------------------------------------------------------
+# Slowdowns ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slowdown, products", [(1.0, 100), (4.0, 400), (1.25, 125), (2.5, 250), (1.01, 101)])
-def test_repeat_brake_does_the_product_slowdown_times_on_average(slowdown: float, products: int) -> None:
+def test_repeating_computes_a_product_factor_times_on_average(slowdown: float, products: int) -> None:
     slow_down, runs = module._RepeatSlowdown(), []
     slow_down.factor = slowdown
     for number in range(100):
@@ -103,13 +103,13 @@ def test_repeat_brake_does_the_product_slowdown_times_on_average(slowdown: float
             return torch.tensor(float(number))
 
         assert slow_down(product) == number
-        assert int(slowdown) <= len(runs) - before <= int(slowdown) + 1, "the debt is paid in one lump"
+        assert int(slowdown) <= len(runs) - before <= int(slowdown) + 1, "repetitions are not spread evenly"
         if number % 10 == 0:
             slow_down.begin_iteration()
     assert len(runs) == pytest.approx(products, abs=1)
 
 
-def test_repeat_brake_returns_the_first_result_though_products_repeat() -> None:
+def test_repeating_returns_the_first_result_though_products_repeat() -> None:
     slow_down = module._RepeatSlowdown()
     slow_down.factor = 3.0
     results = [torch.randn(2) for _ in range(3)]
@@ -118,7 +118,7 @@ def test_repeat_brake_returns_the_first_result_though_products_repeat() -> None:
 
 
 @pytest.mark.parametrize("slowdown", [1.0, 1.5, 8.0])
-def test_sleep_brake_sleeps_in_proportion(slowdown: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleeping_is_in_proportion_to_the_product(slowdown: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now, slept = 100.0, []
     monkeypatch.setattr(module.time, "perf_counter", lambda: now)
     monkeypatch.setattr(module.time, "sleep", slept.append)
@@ -149,7 +149,7 @@ class Optimizer:
 def slowdowns_by_iteration(
     monkeypatch: pytest.MonkeyPatch, rank: int, iterations: int, per_epoch: int | None = None, **options: Any
 ) -> list[float]:
-    """χ that the one layer of a model is braked by on ``rank``, through the optimizer's steps."""
+    """χ by which a model's only layer is slowed on ``rank``, through the optimizer's steps."""
 
     class Layer:
         slow_down: Any = None

@@ -21,7 +21,7 @@ from colossal_hetero.planner.batches.batch_profile import (
     BatchProfile,
     DeviceProfile,
     ModelIdentity,
-    Point,
+    TimedBatch,
     save_profile,
 )
 from colossal_hetero.profiling.batches.rank_profiler import describe
@@ -124,7 +124,7 @@ def test_a_profile_is_written_and_used_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"devices": "NVIDIA A100"}, "profile is of other devices: rank 0 was NVIDIA A100, is cpu"),
+        ({"devices": "NVIDIA A100"}, "profile is of other devices: rank 0 was NVIDIA A100, now it is cpu"),
         ({"digest": "0123"}, "profile is of another model"),
         ({"stage": 2}, "made at stage 2, not 1"),
         ({"precision": "bf16"}, "made at precision bf16, not fp32"),
@@ -155,7 +155,7 @@ def test_a_profile_of_fewer_ranks_is_refused(tmp_path: Path) -> None:
 
 def profile_of(ranks: int, stage: int, path: Path) -> None:
     """A file that says that each rank takes a second per sample, a quarter of it for forward."""
-    points = tuple(Point(batch=batch, seconds=batch, forward_seconds=batch / 4) for batch in (1, 2, 4, 8))
+    points = tuple(TimedBatch(batch=batch, seconds=batch, forward_seconds=batch / 4) for batch in (1, 2, 4, 8))
     kind = DeviceProfile(
         device="cpu",
         memory_bytes=2**30,
@@ -185,9 +185,9 @@ def change_speed(stage: int, slow: int, path: str, check_every: int | None, bias
     sixth."""
     plugin = HeteroZeroPlugin(stage, 8, profile=path, check_every=check_every)
     model, optimizer, criterion, loader = boost(plugin, make_model(), shuffle=True)
-    assert plugin.balancer is not None
+    assert plugin.batch_balancer is not None
     slowdown = 1.0
-    plugin.balancer._watch.take = lambda: [(1, slowdown / 4)] * 3
+    plugin.batch_balancer._watch.take = lambda: [(1, slowdown / 4)] * 3
     seen, samples = [], []
     for epoch in range(8):
         is_slow = torch.distributed.get_rank() == slow
@@ -200,7 +200,7 @@ def change_speed(stage: int, slow: int, path: str, check_every: int | None, bias
             optimizer.zero_grad()
         seen.append(ids)
         samples.append([share.samples for share in plugin.allocation.shares])
-    return {"seen": seen, "samples": samples, "reallocations": plugin.balancer.reallocations}
+    return {"seen": seen, "samples": samples, "reallocations": plugin.batch_balancer.reallocations}
 
 
 @pytest.mark.parametrize("check_every", [1, 3])
@@ -327,7 +327,9 @@ def test_auto_takes_the_first_stage_that_fits_on_all(highest: int, expected: int
 
 
 def test_a_model_that_fits_nowhere_says_so_on_all_ranks() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 1 \(cpu.*no memory for one sample at any of the stages 0, 1, 2, 3"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 \(cpu.*not enough memory for one sample at any of the stages 0, 1, 2, 3"
+    ):
         run_ranks(2, climb, [2000, 80], "auto", timeout_seconds=60)
     with pytest.raises(RuntimeError, match=r'rank 0 \(cpu.*at stage 1; try stage="auto"'):
         run_ranks(2, climb, [150, 2000], 1, timeout_seconds=60)

@@ -279,7 +279,7 @@ def refuse_unequal_collectives() -> None:
             return self.net(inputs)
 
     with pytest.raises(ValueError, match="SyncBatchNorm"):
-        boosted(1, Synced(), accumulation="own")
+        boosted(1, Synced(), accumulation="per_rank")
 
 
 def test_batch_norm_over_ranks_needs_equally_many_micro_batches() -> None:
@@ -299,7 +299,7 @@ def train_with_a_plain_loader(stage: int) -> None:
         )
     (warning,) = (each for each in caught if "batch_size=4 is not used" in str(each.message))
     assert warning.filename == __file__  # where the user's mistake is
-    with pytest.raises(RuntimeError, match="did not come from the loader"):
+    with pytest.raises(RuntimeError, match="is not from the loader"):
         model(next(iter(DataLoader(Numbered(), 4)))[0])
     for inputs, targets in loader:
         optimizer.backward(criterion(model(inputs), targets))

@@ -206,8 +206,8 @@ def test_clipping_is_that_of_the_whole_gradient(stage: int, by_script: bool) -> 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_each_rank_with_its_own_number_of_micro_batches(stage: int) -> None:
     division = [[2, 2, 2, 1], [1]]
-    check(run_ranks(2, train, stage, 8, division, "sgd", {"accumulation": "own"}), 8)
-    check(run_ranks(2, train, stage, 8, division[::-1], "sgd", {"accumulation": "own"}), 8)
+    check(run_ranks(2, train, stage, 8, division, "sgd", {"accumulation": "per_rank"}), 8)
+    check(run_ranks(2, train, stage, 8, division[::-1], "sgd", {"accumulation": "per_rank"}), 8)
 
 
 @pytest.mark.parametrize(

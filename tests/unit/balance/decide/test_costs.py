@@ -51,7 +51,7 @@ def test_fits_by_hand() -> None:
     assert fit_affine([0.5], [2.0]) == (2.0, 0.0)
     with pytest.raises(ValueError, match="at least one"):
         fit_affine([], [])
-    with pytest.raises(ValueError, match="as many"):
+    with pytest.raises(ValueError, match="must have the same length"):
         fit_affine([1.0, 2.0], [1.0])
 
 

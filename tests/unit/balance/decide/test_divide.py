@@ -99,7 +99,7 @@ def one_straggler(ranks: int, slow: int, share: float) -> BalancePlan:
 
 
 @given(st.integers(2, 8), st.integers(0, 7), st.integers(1, 90))
-def test_one_straggler_deals_as_the_paper_does(ranks: int, slow: int, given_units: int) -> None:
+def test_one_straggler_gives_ranges_as_in_the_paper(ranks: int, slow: int, given_units: int) -> None:
     """``P_r = P[m(r′ − 1) : m r′]`` with ``r′ = (r + e − s) mod e``, remainders to the first receivers."""
     slow %= ranks
     division = divide(100, one_straggler(ranks, slow, given_units / 100), grain=1)

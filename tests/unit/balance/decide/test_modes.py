@@ -43,7 +43,7 @@ def test_ratios_stay_within_the_cap(group: list[RankTimes], cap: float, referenc
 
 
 @given(st.floats(1e-3, 10), st.integers(2, 8), st.sampled_from(MODES), st.data())
-def test_nothing_is_done_when_nobody_is_slow(work: float, ranks: int, mode: str, data: st.DataObject) -> None:
+def test_nothing_is_done_when_no_rank_is_slow(work: float, ranks: int, mode: str, data: st.DataObject) -> None:
     noise = st.floats(1.0, 1.0 + RESIZE.margin)
     group = [RankTimes(work * data.draw(noise), work / 2) for _ in range(ranks)]
     config = BalanceConfig(mode=mode, max_resize=0.9)
@@ -222,8 +222,8 @@ def test_loads() -> None:
         ((0.0,), (0.0, 0.0), (0.0, 0.0), "1, 2 and 2 ranks"),
         ((-0.1, 0.0), (0.0, 0.0), (0.0, 0.0), "resize=-0.1 of rank 0"),
         ((0.0, 0.0), (0.0, 0.0), (0.0, float("nan")), "receive=nan of rank 1"),
-        ((0.6, 0.0), (0.5, 0.0), (0.0, 0.5), "more than all"),
-        ((0.0, 0.0), (0.5, 0.0), (0.25, 0.25), "only one makes sense"),
+        ((0.6, 0.0), (0.5, 0.0), (0.0, 0.5), "the sum must not exceed 1"),
+        ((0.0, 0.0), (0.5, 0.0), (0.25, 0.25), "can only do one of the two"),
         ((0.0, 0.0), (0.5, 0.0), (0.0, 0.25), "give away 0.5 and receive 0.25"),
     ],
 )

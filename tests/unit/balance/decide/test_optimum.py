@@ -180,14 +180,14 @@ def test_stragglers_begin_at_the_margin() -> None:
 @pytest.mark.parametrize(
     "times, costs, note",
     [
-        ([RankTimes(1.0, 1.0)] * 2, FREE, "nothing migrated: nobody is slow"),
+        ([RankTimes(1.0, 1.0)] * 2, FREE, "nothing migrated: no rank is slow"),
         ([RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)], FREE, "migration pays: 1.6 s with, 4 s without"),
         (
             [RankTimes(0.1, 0.1, 0.012), RankTimes(0.12, 0.12, 0.05)],
             Costs(migrate_fixed_seconds=0.1),
             "migration cannot pay: 0.221 s with, 0.132 s without",
         ),
-        ([RankTimes(1.0, 0.0), RankTimes(4.0, 0.0)], FREE, "nothing migrated: nobody is slow"),
+        ([RankTimes(1.0, 0.0), RankTimes(4.0, 0.0)], FREE, "nothing migrated: no rank is slow"),
     ],
 )
 def test_notes_say_why(times: list[RankTimes], costs: Costs, note: str) -> None:

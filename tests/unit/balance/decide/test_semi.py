@@ -145,5 +145,5 @@ def test_work_that_cannot_be_moved_is_allowed_for() -> None:
 
 
 @pytest.mark.parametrize("times", [group(1.0, 1.0), group(1.0, 1.05), [RankTimes(1.0, 0.0), RankTimes(2.0, 0.0)]])
-def test_nobody_is_slow(times: list[RankTimes]) -> None:
+def test_no_rank_is_slow(times: list[RankTimes]) -> None:
     assert semi_plan(times, FREE, 0.9, straggler_margin=0.1) == BalancePlan.idle(2)

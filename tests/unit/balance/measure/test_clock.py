@@ -1,4 +1,4 @@
-"""The clocks: what goes to which part, and, on a GPU (here a pretended one), that nobody waits for the device."""
+"""The clocks: which time counts as which part, and that on a GPU (here a fake one) the host never waits for it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_cuda_marks_outside_an_iteration_do_not_count(device: Device) -> None:
     assert second.communication_seconds == 0.0
 
 
-def test_cuda_sleep_brake_pauses_by_the_time_of_the_iteration_before(device: Device) -> None:
+def test_cuda_sleep_slowdown_pauses_by_the_time_of_the_iteration_before(device: Device) -> None:
     slow_down = _CudaSleepSlowdown()
     device.slept.clear()
     slow_down.factor = 4.0

@@ -11,7 +11,7 @@ from torch import nn
 
 from colossal_hetero.data_parallel.batch_balancer import damped, slowdown
 from colossal_hetero.planner.batches.time_curve import Curve
-from colossal_hetero.profiling.batches.forward_watch import ForwardWatch
+from colossal_hetero.profiling.batches.forward_timer import ForwardTimer
 
 LINEAR = Curve.from_seconds([1.0, 2.0, 3.0, 4.0])
 
@@ -33,7 +33,7 @@ def test_training_passes_are_measured_and_no_others() -> None:
     model, batch = Sleeper(), SimpleNamespace(samples=3)
     wrapped = nn.Module()
     wrapped.module = model
-    watch = ForwardWatch(wrapped, lambda: batch.samples)
+    watch = ForwardTimer(wrapped, lambda: batch.samples)
     model(torch.ones(3))
     batch.samples = 2
     model(torch.ones(2))

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from ...accelerator import get_accelerator
 
-__all__ = ["KEPT", "ForwardWatch"]
+__all__ = ["MAX_PASSES", "ForwardTimer"]
 
-KEPT = 1000
+MAX_PASSES = 1000
 """Passes that are remembered: enough to tell a speed, and few enough events to keep for an epoch of any length."""
 
 
@@ -38,7 +38,7 @@ class _Pass:
         return (self.begin.elapsed_time(self.end) - gaps) / 1e3
 
 
-class ForwardWatch:
+class ForwardTimer:
     """Measures the forward passes of a boosted model in training, at two events each.
 
     Args:
@@ -48,7 +48,7 @@ class ForwardWatch:
 
     def __init__(self, model: nn.Module, samples: Callable[[], int]) -> None:
         self._samples = samples
-        self._passes: deque[_Pass] = deque(maxlen=KEPT)
+        self._passes: deque[_Pass] = deque(maxlen=MAX_PASSES)
         self._running: _Pass | None = None
         shards = [module for module in model.modules() if isinstance(module, FSDP)]
         inner = shards[0].module if shards else _innermost(model)
@@ -61,7 +61,7 @@ class ForwardWatch:
             self._handles.append(shard.module.register_forward_pre_hook(self._end_gap))
 
     def take(self) -> list[tuple[int, float]]:
-        """``(samples, seconds)`` of the latest passes since the last call, at most ``KEPT``. Waits for the device."""
+        """Return ``(samples, seconds)`` of the latest passes, at most ``MAX_PASSES``; wait for the device."""
         get_accelerator().synchronize()
         taken = [(each.samples, each.seconds()) for each in self._passes]
         self._passes.clear()
