@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..planner.cluster.link import Link
+from ..planner.cluster.link import MeasuredLink
 
 __all__ = ["measure_links"]
 
@@ -28,13 +28,13 @@ def measure_links(
     device: torch.device,
     group: Any = None,
     on_progress: Callable[[int, int], None] | None = None,
-) -> list[Link]:
+) -> list[MeasuredLink]:
     """What it costs pairs of ranks to send each other a message: ``latency + bytes / bandwidth`` through a message of
     8 bytes and one of some milliseconds (the medians of several round trips, halved).
 
     Args:
         rounds: pairs of ranks; those of a round are disjoint and measured at the same time. The same on all ranks.
-        protocol: for :class:`Link`, "gloo" or "nccl".
+        protocol: for :class:`MeasuredLink`, "gloo" or "nccl".
         device: of the messages, this rank's GPU for NCCL.
         group: of all ranks, of that protocol; None is the default one, which must work on CPUs.
         on_progress: called with the number of the round and of all rounds.
@@ -55,10 +55,10 @@ def measure_links(
         dist.barrier()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    return [Link.model_validate(link) for links in everyone for link in links]
+    return [MeasuredLink.model_validate(link) for links in everyone for link in links]
 
 
-def _measure(rank: int, other: int, protocol: str, device: torch.device, group: Any) -> Link:
+def _measure(rank: int, other: int, protocol: str, device: torch.device, group: Any) -> MeasuredLink:
     small = _trips(other, SMALL_BYTES, SMALL_TRIPS, device, group)
     first = _trips(other, FIRST_BYTES, 2, device, group)
     size = min(max(FIRST_BYTES, int(FIRST_BYTES * AIM_SECONDS / first)), MAX_BYTES)
@@ -67,7 +67,7 @@ def _measure(rank: int, other: int, protocol: str, device: torch.device, group: 
     # Where noise hides the difference, the large message as a whole says what is reached at least.
     bandwidth = (size - SMALL_BYTES) / (large - small) if large > 2 * small else size / large
     latency = max(small - SMALL_BYTES / bandwidth, 0.0)
-    return Link(ranks=(rank, other), protocol=protocol, latency_seconds=latency, bytes_per_second=bandwidth)
+    return MeasuredLink(ranks=(rank, other), protocol=protocol, latency_seconds=latency, bytes_per_second=bandwidth)
 
 
 def _answer(other: int, device: torch.device, group: Any) -> None:

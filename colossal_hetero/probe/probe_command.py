@@ -16,7 +16,7 @@ from ..processes.launch import STARTED_HERE
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..planner.cluster.link import Link
+    from ..planner.cluster.link import MeasuredLink
 
 __all__ = ["probe_as_rank"]
 
@@ -103,7 +103,7 @@ def _probe(
         say(f"ranks are numbered cluster by cluster there: start the machines in the order {', '.join(hosts)}")
 
 
-def _head(links: Sequence[Link]) -> str:
+def _head(links: Sequence[MeasuredLink]) -> str:
     lines = [
         f"Written by colossal-hetero probe on {datetime.date.today().isoformat()}.",
         "A device's speed is its share of the fastest one's of its kind, in a matrix product.",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ..planner.cluster.link import Link
+from ..planner.cluster.link import MeasuredLink
 from ..planner.cluster.topology import Topology
 from ..processes.every_rank import on_every_rank
 from .links import measure_links
@@ -21,7 +21,7 @@ def probe_ranks(
     device: torch.device,
     cluster_of: Sequence[tuple[str, str]] = (),
     say: Callable[[str], None] = lambda _: None,
-) -> tuple[Topology, tuple[int, ...], list[Link]]:
+) -> tuple[Topology, tuple[int, ...], list[MeasuredLink]]:
     """What the ranks of ``torch.distributed`` run on. Collective over all ranks.
 
     Args:
@@ -43,7 +43,7 @@ def probe_ranks(
     groups = {"gloo": (torch.device("cpu"), own)}
     if all(fact.device != "cpu" for fact in facts):
         groups["nccl"] = (device, None if dist.get_backend() == "nccl" else dist.new_group(backend="nccl"))
-    links: list[Link] = []
+    links: list[MeasuredLink] = []
     for protocol, (at, group) in groups.items():
 
         def show(number: int, count: int, protocol: str = protocol) -> None:

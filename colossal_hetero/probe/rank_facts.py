@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
 from ..planner.cluster.gpu_catalog import GPUS, INSIDE, kind_name
-from ..planner.cluster.link import Link
+from ..planner.cluster.link import MeasuredLink
 from ..planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 
 __all__ = ["Nic", "RankFacts", "check_patterns", "make_topology", "pairs_to_measure"]
@@ -77,7 +77,7 @@ def check_patterns(facts: Sequence[RankFacts], cluster_of: Sequence[tuple[str, s
 
 
 def make_topology(
-    facts: Sequence[RankFacts], links: Sequence[Link], cluster_of: Sequence[tuple[str, str]] = ()
+    facts: Sequence[RankFacts], links: Sequence[MeasuredLink], cluster_of: Sequence[tuple[str, str]] = ()
 ) -> tuple[Topology, tuple[int, ...]]:
     """The machines as the planner knows them.
 
@@ -180,10 +180,12 @@ def _fastest_kinds(fact: RankFacts) -> list[str]:
     return [*remote_memory, ETHERNET]
 
 
-def _by_nodes(nodes: Sequence[Sequence[int]], links: Iterable[Link]) -> dict[tuple[int, int], list[Link]]:
+def _by_nodes(
+    nodes: Sequence[Sequence[int]], links: Iterable[MeasuredLink]
+) -> dict[tuple[int, int], list[MeasuredLink]]:
     """Links by the two machines, the lower number first."""
     node = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
-    found: dict[tuple[int, int], list[Link]] = {
+    found: dict[tuple[int, int], list[MeasuredLink]] = {
         (one, other): [] for one in range(len(nodes)) for other in range(one, len(nodes))
     }
     for link in links:
@@ -192,7 +194,7 @@ def _by_nodes(nodes: Sequence[Sequence[int]], links: Iterable[Link]) -> dict[tup
     return found
 
 
-def _best(links: Iterable[Link]) -> Link:
+def _best(links: Iterable[MeasuredLink]) -> MeasuredLink:
     return max(links, key=lambda link: link.bytes_per_second)
 
 
@@ -200,12 +202,12 @@ def _nics(
     number: int,
     nodes: Sequence[Sequence[int]],
     facts: Sequence[RankFacts],
-    neighbors: Mapping[int, Sequence[Link]],
+    neighbors: Mapping[int, Sequence[MeasuredLink]],
 ) -> tuple[Channel, ...]:
     """By descending bandwidth: what was measured with the other machines of the cluster, else what the system says."""
     fact = facts[nodes[number][0]]
     own = _fastest_kinds(fact)
-    by_kind: dict[str, list[Link]] = {}
+    by_kind: dict[str, list[MeasuredLink]] = {}
     for other, links in neighbors.items():
         common = [kind for kind in own if kind in _fastest_kinds(facts[nodes[other][0]])]
         for link in links:
@@ -220,11 +222,11 @@ def _nics(
     return tuple(sorted(nics, key=lambda nic: -nic.bytes_per_second))
 
 
-def _inside(kind: str, links: Sequence[Link]) -> Channel:
+def _inside(kind: str, links: Sequence[MeasuredLink]) -> Channel:
     """Between a machine's devices, as its middle pair reaches each other."""
     usual = INSIDE.get(kind)
     name = usual.kind if usual else "local" if kind.startswith("cpu") else "PCIe"
-    by_pair: dict[tuple[int, int], list[Link]] = {}
+    by_pair: dict[tuple[int, int], list[MeasuredLink]] = {}
     for link in links:
         by_pair.setdefault(link.ranks, []).append(link)
     if not by_pair:
@@ -232,12 +234,12 @@ def _inside(kind: str, links: Sequence[Link]) -> Channel:
     return _middle([_best(found) for found in by_pair.values()], name)
 
 
-def _middle(links: Sequence[Link], kind: str) -> Channel:
+def _middle(links: Sequence[MeasuredLink], kind: str) -> Channel:
     ordered = sorted(links, key=lambda link: link.bytes_per_second)
     return _channel(kind, ordered[(len(ordered) - 1) // 2], links)
 
 
-def _channel(kind: str, link: Link, alike: Sequence[Link]) -> Channel:
+def _channel(kind: str, link: MeasuredLink, alike: Sequence[MeasuredLink]) -> Channel:
     """The link's bandwidth with the middle latency of those alike, to three digits: more is noise."""
     latencies = sorted(each.latency_seconds for each in alike)
     latency = latencies[(len(latencies) - 1) // 2]

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from ...io.json_files import check_units, errors_in_words, read_json, write_json
-from ...io.schema import FilePart
+from ...io.json_files import check_units, write_json
+from ...io.schema import FilePart, load_json_file
 from ...io.text import spans
-from ..cluster.link import Link
+from ..cluster.link import MeasuredLink
 from .time_curve import Curve
 
 __all__ = [
@@ -149,7 +149,7 @@ class BatchProfile(FilePart):
     kinds: Annotated[tuple[DeviceProfile, ...], Field(min_length=1)]
     ranks: Annotated[tuple[int, ...], Field(min_length=1)]
     """Index into ``kinds``, by rank."""
-    links: tuple[Link, ...] = ()
+    links: tuple[MeasuredLink, ...] = ()
 
     @field_validator("units")
     @classmethod
@@ -333,19 +333,7 @@ def load_profile(path: Path | str) -> BatchProfile:
         ValueError: no such file, not JSON, of another schema, or fields that are wrong, missing or unknown; all of
             them are named.
     """
-    text, content = read_json(path)
-    if not isinstance(content, dict) or "schema" not in content:
-        raise ValueError(f'{path} is not a profile: it has no "schema"')
-    if content["schema"] != SCHEMA or isinstance(content["schema"], bool):
-        raise ValueError(
-            f"{path} has schema {content['schema']!r}, this version reads schema {SCHEMA}; make a new profile"
-        )
-    try:
-        return BatchProfile.model_validate_json(text, strict=True)
-    except ValidationError as error:
-        parts = (Point, DeviceProfile, Link, ModelIdentity, BatchProfile)
-        names = {name for part in parts for name in part.model_fields}
-        raise ValueError(f"{path}: {errors_in_words(error, sorted(names))}") from None
+    return load_json_file(path, BatchProfile, kind="profile", schema=SCHEMA, remedy="make a new profile")
 
 
 def save_profile(profile: BatchProfile, path: Path | str) -> None:

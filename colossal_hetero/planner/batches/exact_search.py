@@ -148,7 +148,7 @@ def exact_shared(curves: Sequence[Curve], samples: int) -> list[Runs]:
             whole = np.stack([np.searchsorted(times[1:], limits, side="right") for times in kinds.times])
         time = np.take_along_axis(table, whole, axis=1)
         extra = np.floor((ticks - steps * time) / (np.take_along_axis(table, whole + 1, axis=1) - time))
-        return np.minimum(steps * whole + extra, samples)
+        return np.asarray(np.minimum(steps * whole + extra, samples))
 
     def total(ticks: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
         return kinds.counts @ capacity(ticks, steps)
@@ -194,7 +194,7 @@ def exact_own(curves: Sequence[Curve], samples: int) -> list[Runs]:
         times = kinds.times[kind]
         full = np.floor(ticks / times[sizes])
         rest = np.searchsorted(times[1:], ticks - full * times[sizes], side="right")
-        return np.minimum(full * sizes + rest, samples)
+        return np.asarray(np.minimum(full * sizes + rest, samples))
 
     # Bisection on the time, until what is left is rounding. A size stays in the race while, at the time that suffices,
     # it does at least as much as the best one at the time that does not.

@@ -23,7 +23,7 @@ def largest_remainders(weights: Sequence[float] | NDArray[np.float64], samples: 
     shares = np.asarray(weights, dtype=np.float64)
     exact = shares / shares.sum() * samples
     # What is whole but for rounding is whole.
-    dealt = np.floor(exact + 1e-9).astype(np.int64)
+    dealt: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
     first = np.argsort(-(exact - dealt), kind="stable")
     dealt[first[: samples - int(dealt.sum())]] += 1
     return dealt

@@ -42,10 +42,10 @@ from typing import Any
 
 import tomlkit
 import tomlkit.exceptions
-from pydantic import ValidationError
 
 from ...io.atomic import replacing
-from ...io.json_files import errors_in_words
+from ...io.json_files import read_text
+from ...io.schema import check_file
 from .cluster_schema import (
     LATENCIES,
     NETWORKS,
@@ -54,7 +54,6 @@ from .cluster_schema import (
     ClusterFields,
     KindFields,
     NodeFields,
-    field_names,
     read_number,
     suggest,
 )
@@ -71,38 +70,23 @@ def load_cluster(path: Path | str) -> Topology:
         ValueError: no such file, not TOML (with the line), of another schema, fields that are wrong, missing or
             unknown, kinds that nobody describes, names that are there twice, or nodes that cannot reach each other.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        return parse_cluster(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return parse_cluster(read_text(path, "TOML"), str(path))
 
 
-def parse_cluster(text: str) -> Topology:
-    """:func:`load_cluster`, of a file's text."""
+def parse_cluster(text: str, name: str = "the cluster file") -> Topology:
+    """:func:`load_cluster` for the text of a file; ``name`` is used in messages."""
     try:
         content = tomlkit.parse(text).unwrap()
     except tomlkit.exceptions.TOMLKitError as error:
-        raise ValueError(f"not TOML: {error}") from None
-    if "schema" not in content:
-        raise ValueError("not a cluster file: it has no line schema = 1")
-    if content["schema"] != SCHEMA or isinstance(content["schema"], bool):
-        raise ValueError(f"schema is {content['schema']!r}, this version reads schema {SCHEMA}")
+        raise ValueError(f"{name} is not TOML: {error}") from None
+    # TOML's dates become text.
+    json_text = json.dumps(content, default=str)
+    file = check_file(name, content, json_text, ClusterFields, kind="cluster file", schema=SCHEMA)
     try:
-        # By way of JSON, because strictness there still takes a list for a tuple. TOML's dates become text.
-        file = ClusterFields.model_validate_json(json.dumps(content, default=str), strict=True)
-    except ValidationError as error:
-        raise ValueError(errors_in_words(error, field_names())) from None
-    topology = _build(file)
-    _check_reachable(topology)
+        topology = _build(file)
+        _check_reachable(topology)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     return topology
 
 

@@ -20,7 +20,6 @@ __all__ = [
     "ClusterFields",
     "KindFields",
     "NodeFields",
-    "field_names",
     "read_number",
     "suggest",
 ]
@@ -139,7 +138,7 @@ class _Cluster(FilePart):
     nodes: Annotated[tuple[NodeFields, ...], Field(min_length=1)]
 
 
-class _Link(_Network):
+class _ClusterLink(_Network):
     clusters: tuple[Name, Name]
 
     @field_validator("clusters")
@@ -156,7 +155,7 @@ class ClusterFields(FilePart):
     schema_version: Literal[1] = Field(alias="schema")
     kinds: dict[Name, KindFields] = Field(default_factory=dict)
     clusters: Annotated[tuple[_Cluster, ...], Field(min_length=1)]
-    links: tuple[_Link, ...] = ()
+    links: tuple[_ClusterLink, ...] = ()
 
     @model_validator(mode="after")
     def _names(self) -> ClusterFields:
@@ -177,12 +176,6 @@ class ClusterFields(FilePart):
         if (twice := _twice(" and ".join(sorted(link.clusters)) for link in self.links)) is not None:
             raise ValueError(f"two links join {twice}; give their bandwidth together")
         return self
-
-
-def field_names() -> list[str]:
-    """Of all parts of the file."""
-    parts = (KindFields, _Link, _Devices, NodeFields, _Cluster, ClusterFields)
-    return sorted({field.alias or name for part in parts for name, field in part.model_fields.items()})
 
 
 def suggest(name: str, names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""A link between two ranks, as measured."""
+"""The measured link between two ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pydantic import Field, field_validator
 
 from ...io.schema import FilePart
 
-__all__ = ["Link"]
+__all__ = ["MeasuredLink"]
 
 
-class Link(FilePart):
-    """What it costs two ranks to send each other a message: ``latency + bytes / bytes_per_second``."""
+class MeasuredLink(FilePart):
+    """Time of a message between two ranks: ``latency_seconds + bytes / bytes_per_second``."""
 
     ranks: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+    """The two ranks, in any order."""
     protocol: Annotated[str, Field(min_length=1)]
+    """E.g. the backend that was measured."""
     latency_seconds: Annotated[float, Field(ge=0)]
     bytes_per_second: Annotated[float, Field(gt=0)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -156,36 +155,6 @@ class Topology:
             found = _find_channel(self, min(a, b), max(a, b))
             self._channels[pair] = self._channels[pair[::-1]] = found
         return found
-
-    def slowest(self, devices: Iterable[int], message_bytes: float | None = None) -> Channel:
-        """The slowest channel among these devices, which sets the pace of a ring: of those between their nodes, and
-        of those inside the nodes that have several of them.
-
-        Args:
-            message_bytes: compare by the time of such a message; None compares bandwidths.
-
-        Raises:
-            ValueError: two of them cannot reach each other, or there are fewer than two.
-        """
-        count_by_node: dict[int, int] = {}
-        for device in set(devices):
-            node = self.devices[device].node
-            count_by_node[node] = count_by_node.get(node, 0) + 1
-        if sum(count_by_node.values()) < 2:
-            raise ValueError("the slowest channel is that among two devices or more")
-        nodes = sorted(count_by_node)
-        channels = [self.nodes[node].inside for node in nodes if count_by_node[node] > 1]
-        # Two nodes of a class stand for all pairs of that class.
-        nodes_by_class: dict[int, list[int]] = {}
-        for node in nodes:
-            alike = nodes_by_class.setdefault(self._node_classes[node], [])
-            if len(alike) < 2:
-                alike.append(node)
-        kept = sorted(node for alike in nodes_by_class.values() for node in alike)
-        channels += [self.node_channel(a, b) for i, a in enumerate(kept) for b in kept[i + 1 :]]
-        if message_bytes is not None:
-            return max(channels, key=lambda channel: channel.seconds(message_bytes))
-        return min(channels, key=lambda channel: (channel.bytes_per_second, -channel.latency_seconds))
 
     @cached_property
     def _hash(self) -> int:

@@ -11,10 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
-from .layer_costs import LayerCosts
-
 __all__ = ["Recompute", "Transformer"]
 
 Recompute = Literal["none", "selective", "full"]
@@ -95,16 +91,6 @@ class Transformer:
         block = self.block_forward_flop + self.block_backward_flop(recompute)
         return batch * (self.layers * block + 3 * self.head_forward_flop)
 
-    def samples_per_second(self, tflops_per_gpu: float, gpus: int, recompute: bool = True) -> float:
-        """Throughput of ``gpus`` that achieve ``tflops_per_gpu`` each, in 10¹² FLOP/s; it does not depend on the batch.
-
-        Raises:
-            ValueError: either is not positive.
-        """
-        if not tflops_per_gpu > 0 or gpus < 1:
-            raise ValueError(f"{gpus} GPUs at {tflops_per_gpu} TFLOP/s: both must be above 0")
-        return tflops_per_gpu * 1e12 * gpus / self.flop_per_iteration(1, recompute)
-
     def block_activation_bytes(
         self, tensor_parallel: int = 1, recompute: Recompute = "none", sequence_parallel: bool = False
     ) -> float:
@@ -141,49 +127,3 @@ class Transformer:
     def output_bytes(self) -> int:
         """What one sample sends from block to block in half precision: ``2 s h``."""
         return 2 * self.sequence * self.hidden
-
-    def costs(
-        self,
-        flops: float,
-        micro_batch: int,
-        *,
-        tensor_parallel: int = 1,
-        recompute: Recompute = "none",
-        update_seconds_per_parameter: float = 0.0,
-        state_bytes_per_parameter: float = 16.0,
-        gradient_bytes_per_parameter: float = 2.0,
-    ) -> LayerCosts:
-        """An estimate for a device nobody measured, which achieves ``flops`` FLOP/s.
-
-        Communication of tensor parallelism counts as far as ``flops`` was lowered for it. State is 16 bytes per
-        parameter with Adam in mixed precision: 2 of parameters, 2 of gradients, and 12 of the optimizer's single-
-        precision parameters and two moments (Rajbhandari et al., ZeRO, 2020, section 3.1). The head's copy of the
-        words is state of the last block; its gradients count with those of the embedding.
-
-        Raises:
-            ValueError: ``flops`` or ``micro_batch`` is not positive, or as :meth:`block_activation_bytes`.
-        """
-        if not flops > 0 or micro_batch < 1:
-            raise ValueError(f"flops={flops} and micro_batch={micro_batch} must be above 0")
-        forward = np.full(self.layers, float(self.block_forward_flop))
-        backward = np.full(self.layers, float(self.block_backward_flop(recompute == "full")))
-        forward[-1] += self.head_forward_flop
-        backward[-1] += 2 * self.head_forward_flop
-        parameters = np.full(self.layers, float(self.block_parameters))
-        parameters[0] += self.embedding_parameters
-        held = parameters.copy()
-        if self.layers > 1:
-            held[-1] += self.head_parameters
-        activations = np.full(self.layers, self.block_activation_bytes(tensor_parallel, recompute))
-        activations[0] += self.embedding_activation_bytes
-        activations[-1] += self.head_activation_bytes(tensor_parallel)
-        share = micro_batch / (flops * tensor_parallel)
-        return LayerCosts(
-            forward_seconds=forward * share,
-            backward_seconds=backward * share,
-            update_seconds=held / tensor_parallel * update_seconds_per_parameter,
-            state_bytes=held / tensor_parallel * state_bytes_per_parameter,
-            gradient_bytes=parameters / tensor_parallel * gradient_bytes_per_parameter,
-            activation_bytes=activations * micro_batch,
-            output_bytes=np.full(self.layers, float(self.output_bytes * micro_batch)),
-        )

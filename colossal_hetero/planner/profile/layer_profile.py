@@ -10,17 +10,17 @@ larger ones' (a running minimum from above). Where measured times rise with the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from ...io.json_files import check_units, errors_in_words, read_json, write_json
-from ...io.schema import FilePart
+from ...io.json_files import check_units, write_json
+from ...io.schema import FilePart, load_json_file
 from .layer_costs import LayerCosts
 
 __all__ = ["SCHEMA", "BlockRun", "LayerSizes", "LayerTimes", "ModelProfile", "load_model_profile", "save_model_profile"]
@@ -32,6 +32,7 @@ UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
 
 Seconds = Annotated[float, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]
+Part = TypeVar("Part", bound=FilePart)
 
 
 class BlockRun(FilePart):
@@ -275,7 +276,7 @@ class ModelProfile(FilePart):
                 return low
             if below < micro_batch < above:
                 share = (micro_batch - below) / (above - below)
-                return low + share * (high - low)
+                return np.asarray(low + share * (high - low))
         measured = [size for size, _ in table]
         valid = f"{measured[0]} to {measured[-1]}" if len(measured) > 1 else str(measured[0])
         raise ValueError(
@@ -315,7 +316,7 @@ class ModelProfile(FilePart):
         """Layers to blocks; what comes before and after is added to the first and the last."""
         array = np.asarray(values, dtype=float)
         stop = len(array) - self.after
-        blocks = array[self.before : stop].copy()
+        blocks: NDArray[np.float64] = array[self.before : stop].copy()
         if ends:
             blocks[0] += array[: self.before].sum()
             blocks[-1] += array[stop:].sum()
@@ -326,32 +327,31 @@ def load_model_profile(path: Path | str) -> ModelProfile:
     """Read a profile.
 
     Raises:
-        ValueError: no such file, not JSON, of another schema, or fields that are wrong, missing or unknown; all of
-            them are named.
+        ValueError: There is no such file, it is not JSON, has another schema version, or has fields that are wrong,
+            missing or unknown (all of them are named).
     """
-    text, content = read_json(path)
-    if not isinstance(content, dict) or "schema" not in content:
-        raise ValueError(f'{path} is not a profile of layers: it has no "schema"')
-    if content["schema"] != SCHEMA or isinstance(content["schema"], bool):
-        raise ValueError(
-            f"{path} has schema {content['schema']!r}, this version reads schema {SCHEMA}; make a new profile"
-        )
+    return load_json_file(
+        path,
+        ModelProfile,
+        kind="profile of layers",
+        schema=SCHEMA,
+        remedy="make a new profile",
+        other_kind=_other_kind,
+    )
+
+
+def _other_kind(content: Mapping[str, object]) -> str | None:
     if "kinds" in content and "times" not in content:
-        raise ValueError(f"{path} is a profile of batches, not of layers; make one with colossal-hetero profile")
-    try:
-        return ModelProfile.model_validate_json(text, strict=True)
-    except ValidationError as error:
-        parts = (BlockRun, LayerTimes, LayerSizes, ModelProfile)
-        names = {name for part in parts for name in part.model_fields}
-        raise ValueError(f"{path}: {errors_in_words(error, sorted(names))}") from None
+        return "it is a profile of batches; make a profile of layers with colossal-hetero profile"
+    return None
 
 
 def save_model_profile(profile: ModelProfile, path: Path | str) -> None:
-    """Write a profile; the file is there as a whole or not at all."""
+    """Write a profile, atomically."""
     write_json(profile.model_dump(mode="json", by_alias=True), path)
 
 
-def _check_equally_long(part: Any, names: Sequence[str]) -> Any:
+def _check_equally_long(part: Part, names: Sequence[str]) -> Part:
     lengths = {name: len(getattr(part, name)) for name in names}
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{length} {name}" for name, length in lengths.items())

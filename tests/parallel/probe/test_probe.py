@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
-from colossal_hetero.planner.cluster.link import Link
+from colossal_hetero.planner.cluster.link import MeasuredLink
 from tests.support.harness import free_port, run_ranks
 from tests.support.paths import REPOSITORY
 
@@ -42,7 +42,7 @@ def test_writes_the_file_of_this_machine(tmp_path: Path) -> None:
     assert "devices: 2, nodes: 1, clusters: 1" in " ".join(answer.stdout.split())
 
 
-def measure_as_rank(rounds: list[list[tuple[int, int]]]) -> list[Link]:
+def measure_as_rank(rounds: list[list[tuple[int, int]]]) -> list[MeasuredLink]:
     from colossal_hetero.probe.links import measure_links
 
     return measure_links(rounds, "gloo", torch.device("cpu"))

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from colossal_hetero.commands.probe import probe
 from colossal_hetero.planner.cluster.cluster_file import load_cluster, parse_cluster, save_cluster
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS, kind_name
-from colossal_hetero.planner.cluster.link import Link
+from colossal_hetero.planner.cluster.link import MeasuredLink
 from colossal_hetero.planner.cluster.topology import Channel, Topology
 from colossal_hetero.probe.rank_facts import Nic, RankFacts, make_topology, pairs_to_measure
 from tests.support.paths import CLUSTERS
@@ -58,7 +58,7 @@ def test_gpus_by_the_names_they_give_themselves(device: str, gibibytes: float, n
     assert kind_name(device, int(gibibytes * 2**30)) == name
 
 
-def probed(topology: Topology, flops: float = 1e12) -> tuple[list[RankFacts], list[Link]]:
+def probed(topology: Topology, flops: float = 1e12) -> tuple[list[RankFacts], list[MeasuredLink]]:
     """What would be measured on these machines."""
     facts = []
     for device in topology.devices:
@@ -76,7 +76,7 @@ def probed(topology: Topology, flops: float = 1e12) -> tuple[list[RankFacts], li
     return facts, measured(topology, facts)
 
 
-def measured(topology: Topology, facts: Sequence[RankFacts]) -> list[Link]:
+def measured(topology: Topology, facts: Sequence[RankFacts]) -> list[MeasuredLink]:
     """NCCL by the fastest way, Gloo by Ethernet, or inside a machine at a tenth of it."""
     links = []
     for a, b in itertools.chain.from_iterable(pairs_to_measure(facts)):
@@ -87,7 +87,9 @@ def measured(topology: Topology, facts: Sequence[RankFacts]) -> list[Link]:
         if nodes[0] is not nodes[1]:
             rate = min((nic.bytes_per_second for nic in plain), default=rate)
         for protocol, bytes_per_second in (("nccl", fast.bytes_per_second), ("gloo", rate)):
-            links.append(Link(ranks=(a, b), protocol=protocol, latency_seconds=1e-5, bytes_per_second=bytes_per_second))
+            links.append(
+                MeasuredLink(ranks=(a, b), protocol=protocol, latency_seconds=1e-5, bytes_per_second=bytes_per_second)
+            )
     return links
 
 
@@ -142,7 +144,7 @@ def test_slow_devices_and_little_memory(tmp_path: Path) -> None:
         for speed, memory in zip(speeds, gigabytes, strict=True)
     ]
     links = [
-        Link(ranks=(a, b), protocol="gloo", latency_seconds=1e-5, bytes_per_second=1e9 * (a + b))
+        MeasuredLink(ranks=(a, b), protocol="gloo", latency_seconds=1e-5, bytes_per_second=1e9 * (a + b))
         for a, b in itertools.combinations(range(4), 2)
     ]
     found, _ = make_topology(facts, links)
@@ -157,7 +159,7 @@ def test_slow_devices_and_little_memory(tmp_path: Path) -> None:
 
 def test_machines_that_call_themselves_alike() -> None:
     facts = [RankFacts("localhost", machine, "cpu", 10**9, 1e9) for machine in "aabb"]
-    link = Link(ranks=(0, 2), protocol="gloo", latency_seconds=0, bytes_per_second=1e9)
+    link = MeasuredLink(ranks=(0, 2), protocol="gloo", latency_seconds=0, bytes_per_second=1e9)
     found, _ = make_topology(facts, [link])
     assert [(node.name, node.devices) for node in found.nodes] == [("localhost", (0, 1)), ("localhost-2", (2, 3))]
     assert found.channel(0, 3) == Channel("Ethernet", 1e9)

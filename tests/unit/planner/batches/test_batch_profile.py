@@ -19,7 +19,7 @@ from colossal_hetero.planner.batches.batch_profile import (
     save_profile,
     state_bytes,
 )
-from colossal_hetero.planner.cluster.link import Link
+from colossal_hetero.planner.cluster.link import MeasuredLink
 
 GIB = 2**30
 MODEL = ModelIdentity(
@@ -49,7 +49,7 @@ def profile(**changes: Any) -> BatchProfile:
         "communication_seconds": 0.5,
         "kinds": [device(), device("slow", max_batch=2, memory_bytes=21 * GIB, protocols=["nccl", "gloo"])],
         "ranks": [0, 1, 0, 1],
-        "links": [Link(ranks=(0, 1), protocol="gloo", latency_seconds=1e-4, bytes_per_second=1e9)],
+        "links": [MeasuredLink(ranks=(0, 1), protocol="gloo", latency_seconds=1e-4, bytes_per_second=1e9)],
     }
     return BatchProfile(**{**values, **changes})
 

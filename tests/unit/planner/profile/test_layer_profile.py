@@ -247,7 +247,7 @@ def test_a_profile_of_batches_is_told_from_one_of_layers(tmp_path: Path) -> None
     path = tmp_path / "batches.json"
     path.write_text('{"schema": 1, "kinds": []}')
     with pytest.raises(
-        ValueError, match="is a profile of batches, not of layers; make one with colossal-hetero profile"
+        ValueError, match="is a profile of batches; make a profile of layers with colossal-hetero profile"
     ):
         load_model_profile(path)
     path.write_text("[]")

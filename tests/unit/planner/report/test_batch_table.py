@@ -13,13 +13,13 @@ from rich.console import Console
 from colossal_hetero.io.text import spans
 from colossal_hetero.planner.batches.allocation import Share
 from colossal_hetero.planner.batches.comparison import compare
-from colossal_hetero.planner.cluster.link import Link
+from colossal_hetero.planner.cluster.link import MeasuredLink
 from colossal_hetero.planner.report.batch_picture import plot_report, timelines
 from colossal_hetero.planner.report.batch_table import as_json, device_lines, render
 from tests.unit.planner.batches.test_batch_profile import GIB, device, profile
 
 PAIRS = [(a, b) for a in range(4) for b in range(a)]
-LINKS = [Link(ranks=pair, protocol="gloo", latency_seconds=1e-3, bytes_per_second=1e9) for pair in PAIRS]
+LINKS = [MeasuredLink(ranks=pair, protocol="gloo", latency_seconds=1e-3, bytes_per_second=1e9) for pair in PAIRS]
 SNAIL = device("snail", points=[{"batch": 1, "seconds": 50.0}, {"batch": 4, "seconds": 200.0}])
 
 
