@@ -1,4 +1,4 @@
-"""What the benchmarks share: starting ranks, a model to train, timing in alternating blocks, and a table.
+"""Common parts of the benchmarks: starting ranks, a model to train, timing in alternating blocks, and a table.
 
 Every benchmark is one command, ``python -m benchmarks.FOLDER.NAME``. It starts its own ranks with one thread each;
 variants are timed in alternating blocks of the same processes, so that all variants see the same load of the machine.
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from timm.models.vision_transformer import VisionTransformer
 
-import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, and quietly)
+import colossal_hetero.accelerator  # noqa: F401  (prepares Colossal-AI for a CPU)
 
 # isort: split
 import colossalai
@@ -40,10 +40,10 @@ MODEL = {"embed_dim": 512, "depth": 2, "num_heads": 8, "patch_size": 4, "img_siz
 
 
 def start_ranks(count: int) -> None:
-    """Become ``count`` ranks: the first call re-runs this script under torchrun, the ranks come through and connect."""
+    """Run this script as ``count`` ranks: the first process restarts it under torchrun; ranks connect and return."""
     if "RANK" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
-        # Large tensors on huge pages: page faults, not arithmetic, make up a good part of small products otherwise.
+        # Use huge pages for large tensors; otherwise page faults take a large part of the time of small products.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         os.execv(sys.executable, [*launcher, "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]])

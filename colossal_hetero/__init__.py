@@ -12,8 +12,8 @@ __all__ = ["BalanceConfig", "BatchConfig", "HeteroHybridParallelPlugin", "Hetero
 _HOMES = {
     "BalanceConfig": "colossal_hetero.balance.config",
     "BatchConfig": "colossal_hetero.data_parallel.config",
-    "HeteroHybridParallelPlugin": "colossal_hetero.plugin.hybrid",
-    "HeteroZeroPlugin": "colossal_hetero.plugin.zero",
+    "HeteroHybridParallelPlugin": "colossal_hetero.plugin.hybrid.hybrid_plugin",
+    "HeteroZeroPlugin": "colossal_hetero.plugin.zero.zero_plugin",
     "PlanConfig": "colossal_hetero.pipeline_parallel.config",
 }
 

@@ -1,9 +1,9 @@
-"""Colossal-AI on a CPU: a quiet import, and the parts of its CPU accelerator that are missing.
+"""Colossal-AI on a CPU: a quiet import, and the missing parts of its CPU accelerator.
 
-Importing this module imports Colossal-AI without its import-time noise and, where no GPU or NPU is present,
-registers :class:`HeteroCpuAccelerator` through ``colossalai.accelerator.set_accelerator`` and applies the mends of
-:mod:`colossal_hetero.cpu`. Every module of this package that needs Colossal-AI imports this one first; nothing else
-in the package knows that a CPU is special.
+Importing this module imports Colossal-AI without its import-time warnings. If there is no GPU or NPU, it also registers
+:class:`HeteroCpuAccelerator` through ``colossalai.accelerator.set_accelerator`` and applies the patches of
+:mod:`colossal_hetero.cpu`. Every module of this package that uses Colossal-AI must import this one first; no other
+module treats a CPU specially.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ __all__ = ["HeteroCpuAccelerator", "HostEvent", "HostStream", "quiet_import"]
 
 
 def _is_not_kernel_notice(record: logging.LogRecord) -> bool:
-    """Whether a log record of bitsandbytes is something else than its notice about a CPU kernel it did not find."""
+    """Whether a log record of bitsandbytes is not its notice about a missing CPU kernel."""
     return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """Hide what Colossal-AI and its dependencies print while they are imported, and nothing else.
+    """Hide the warnings that Colossal-AI and its dependencies print at import, and no others.
 
-    The noise is three ``UserWarning`` about optional packages (apex twice, tensornvme), four ``FutureWarning`` about
-    the spelling ``torch.cuda.amp.custom_fwd`` in Colossal-AI's MoE module, and a log record of bitsandbytes about its
-    missing 4-bit CPU kernel. ``DeprecationWarning`` is hidden by Python itself outside of tests; it is ignored here so
-    that a test run that turns warnings into errors can import Colossal-AI.
+    They are three ``UserWarning`` about optional packages (apex twice, tensornvme), four ``FutureWarning`` about the
+    spelling ``torch.cuda.amp.custom_fwd`` in Colossal-AI's MoE module, and a log record of bitsandbytes about its
+    missing 4-bit CPU kernel. ``DeprecationWarning``, which Python hides outside tests, is ignored so that a test run
+    that turns warnings into errors can import Colossal-AI.
     """
     bitsandbytes = logging.getLogger("bitsandbytes.backends.cpu.ops")
     bitsandbytes.addFilter(_is_not_kernel_notice)
@@ -52,15 +52,15 @@ def quiet_import() -> Iterator[None]:
         bitsandbytes.removeFilter(_is_not_kernel_notice)
 
 
-# Colossal-AI's fp8 module compiles functions as it is imported, for which torch would start a process per core in every
-# rank: seconds of work and half a gigabyte each, for compilations that may never come. They start on demand instead.
+# Colossal-AI's fp8 module compiles functions when it is imported. For that, torch would start one process per core in
+# every rank, which take seconds and half a gigabyte each even if nothing is compiled. Start them on demand instead.
 os.environ.setdefault("TORCH_WARM_POOL", "0")
 
 with quiet_import():
     import colossalai
     import colossalai.booster.plugin
     import colossalai.moe._operation
-    import colossalai.shardformer.policies.auto_policy  # noqa: F401  (policies load later, and then in silence)
+    import colossalai.shardformer.policies.auto_policy  # noqa: F401  (policies are imported later; their warnings are hidden here)
     from colossalai.accelerator import CpuAccelerator, get_accelerator, set_accelerator
 
 _PROCESS_STATUS = Path("/proc/self/status")
@@ -68,7 +68,7 @@ _PROCESS_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class HostStream(torch.cpu.Stream):
-    """The CPU's one stream of work, in program order: whatever came before has been done."""
+    """The CPU's only stream, in program order: all earlier work is done."""
 
     def synchronize(self) -> None:
         """Return at once: nothing is pending."""
@@ -80,7 +80,7 @@ class HostStream(torch.cpu.Stream):
         """Return at once: nothing is pending."""
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
-        """Record ``event`` (a new one without) and return it."""
+        """Record ``event``, or a new event if it is None, and return it."""
         event = HostEvent() if event is None else event
         event.record()
         return event
@@ -90,7 +90,7 @@ class HostStream(torch.cpu.Stream):
 
 
 class HostEvent:
-    """A mark in the CPU's program order, with the methods of ``torch.cuda.Event``."""
+    """A moment in the CPU's program order, with the methods of ``torch.cuda.Event``."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.enable_timing = enable_timing
@@ -109,14 +109,15 @@ class HostEvent:
         return True
 
     def elapsed_time(self, end_event: HostEvent) -> float:
-        """Milliseconds from this event's record to ``end_event``'s.
+        """Milliseconds from the recording of this event to that of ``end_event``.
 
-        Raises ``RuntimeError`` where either was made without ``enable_timing`` or is not recorded yet.
+        Raises:
+            RuntimeError: one of the events was made without ``enable_timing`` or is not recorded yet.
         """
         if not (self.enable_timing and end_event.enable_timing):
             raise RuntimeError("both events must be made with enable_timing=True to measure the time between them")
         if self._seconds is None or end_event._seconds is None:
-            raise RuntimeError("both events must be recorded before the time between them is asked for")
+            raise RuntimeError("both events must be recorded before the time between them can be read")
         return (end_event._seconds - self._seconds) * 1e3
 
 
@@ -124,13 +125,13 @@ _HOST_STREAM = HostStream()
 
 
 class HeteroCpuAccelerator(CpuAccelerator):
-    """Colossal-AI's CPU accelerator, completed: one device, program order, resident memory as device memory."""
+    """Colossal-AI's CPU accelerator, completed: one device, work in program order, resident memory as device memory."""
 
     def current_device(self) -> int:
         return 0
 
     def set_device(self, device: torch.device | int | None = None) -> None:
-        """There is one CPU device; choosing it changes nothing."""
+        """Do nothing: there is only one CPU device."""
 
     def device_count(self) -> int:
         return 1
@@ -139,7 +140,7 @@ class HeteroCpuAccelerator(CpuAccelerator):
         return "cpu"
 
     def synchronize(self, device: torch.device | int | None = None) -> None:
-        """CPU work is in program order; there is nothing to wait for."""
+        """Return at once: CPU work is in program order."""
 
     # Random state ---------------------------------------------------------------------------------------
 
@@ -170,15 +171,15 @@ class HeteroCpuAccelerator(CpuAccelerator):
     # Memory: bytes of this process's resident set ---------------------------------------------------------
 
     def empty_cache(self) -> None:
-        """The CPU allocator keeps no cache of its own."""
+        """Do nothing: the CPU allocator has no cache."""
 
     def memory_allocated(self, device: Any = None) -> int:
         return psutil.Process().memory_info().rss
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        """The resident set's peak in bytes, since the last :meth:`reset_peak_memory_stats` on Linux.
+        """The peak of the resident set in bytes: on Linux since the last :meth:`reset_peak_memory_stats`.
 
-        Elsewhere it is the peak since the process started.
+        On other systems it is the peak since the process started.
         """
         with suppress(OSError):
             for line in _PROCESS_STATUS.read_text().splitlines():
@@ -201,7 +202,7 @@ class HeteroCpuAccelerator(CpuAccelerator):
         }
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """Set the peak back to the current resident set, where the kernel has that and lets us."""
+        """Set the peak to the current resident set, if the kernel supports and permits it."""
         with suppress(OSError):
             _PROCESS_CLEAR_REFS.write_text("5")  # proc(5): 5 resets the peak resident set size, VmHWM
 
@@ -211,7 +212,7 @@ class HeteroCpuAccelerator(CpuAccelerator):
     def reset_max_memory_cached(self, device: Any = None) -> None:
         self.reset_peak_memory_stats(device)
 
-    # Streams and events: CPU work is in program order, so they are stand-ins ---------------------------------
+    # Streams and events: objects without effect, because CPU work is in program order ---------------------------------
 
     def Stream(self, device: Any = None, priority: int = 0, **kwargs: Any) -> HostStream:
         return HostStream()
@@ -226,7 +227,7 @@ class HeteroCpuAccelerator(CpuAccelerator):
         return _HOST_STREAM
 
     def set_stream(self, stream_: Any) -> None:
-        """There is one stream."""
+        """Do nothing: there is only one stream."""
 
     def stream(self, stream_: Any) -> AbstractContextManager[None]:
         return nullcontext()
@@ -239,19 +240,19 @@ class HeteroCpuAccelerator(CpuAccelerator):
         return torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
-def _take_the_cpu() -> None:
-    """Train on the CPU with what is missing for it, where there is nothing better.
+def _set_up_cpu() -> None:
+    """Register the CPU accelerator and patch Colossal-AI, if there is no GPU or NPU.
 
-    ``get_accelerator`` picks a GPU or an NPU wherever there is one, and this leaves those alone. A stock
-    ``CpuAccelerator`` that something else has had picked before is replaced: its users ask ``get_accelerator`` anew.
+    If there is one, ``get_accelerator`` chooses it and nothing is changed. A plain ``CpuAccelerator`` that was chosen
+    before is replaced; that is safe, because its users call ``get_accelerator`` each time.
     """
     if get_accelerator().name != "cpu":
         return
     if not isinstance(get_accelerator(), HeteroCpuAccelerator):
         set_accelerator(HeteroCpuAccelerator())
-    from .cpu import mend_colossalai
+    from .cpu import patch_colossalai
 
-    mend_colossalai()
+    patch_colossalai()
 
 
-_take_the_cpu()
+_set_up_cpu()

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.common import print_table
 from colossal_hetero.planner import Curve, allocate
 
-SETTINGS = ((0, "shared"), (1, "shared"), (2, "shared"), (3, "shared"), (0, "own"), (1, "own"))
+SETTINGS = ((0, "shared"), (1, "shared"), (2, "shared"), (3, "shared"), (0, "per_rank"), (1, "per_rank"))
 CLUSTERS = ((1024, 8, 64), (1024, 8, 512), (2, 2, 64), (2, 2, 512), (2, 2, 65536), (1024, 1024, 64))
 """Devices, kinds, largest micro-batch."""
 
@@ -47,7 +47,7 @@ def exhaustive_seconds(curves: list[Curve], samples: int, stage: int, accumulati
         ]
         return min(samples // size * step[size] + step[samples % size] for size in range(1, samples + 1))
     dealt = deals(samples, len(curves))
-    if accumulation == "own":
+    if accumulation == "per_rank":
         sizes = np.arange(1, samples + 1)
         counts = np.arange(1, samples + 1)[:, None]
         rest = np.where(counts % sizes > 0, seconds[:, counts % sizes], 0.0)

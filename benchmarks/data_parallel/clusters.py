@@ -33,7 +33,7 @@ from colossal_hetero.planner.batches.batch_profile import (
     BatchProfile,
     DeviceProfile,
     ModelIdentity,
-    Point,
+    TimedBatch,
     save_profile,
     state_bytes,
 )
@@ -129,7 +129,7 @@ class Measured:
                     sample_bytes=self.activation_bytes[model],
                     max_batch=max((memory - state) // self.activation_bytes[model], 0),
                     memory_bound=True,
-                    points=tuple(Point(batch=batch, seconds=round(points[batch], 6)) for batch in sorted(points)),
+                    points=tuple(TimedBatch(batch=batch, seconds=round(points[batch], 6)) for batch in sorted(points)),
                     flops=CARDS[card].teraflops * 1e12,
                     protocols=("nccl", "gloo"),
                 )
@@ -247,7 +247,7 @@ def main() -> None:
                 beyond = True
                 what = "extrapolated to" if arguments.extrapolate else "not used up to"
                 notes.append(f"{names}, {model}, stage {stage}: beyond the micro-batches timed, {what} {fitting}.")
-            for accumulation in ("shared", "own") if stage < 2 else ("shared",):
+            for accumulation in ("shared", "per_rank") if stage < 2 else ("shared",):
                 made = {
                     method: deal(profile, curves, stage, accumulation, method, arguments.global_batch)
                     for method in ("exact", "uniform", "flops")

@@ -25,10 +25,15 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from benchmarks.common import print_table
-from colossal_hetero.profiling.aborted_step import abandon_step
-from colossal_hetero.profiling.batches.device_profiler import Progress, Timing, optimizer_state_bytes, profile_device
+from colossal_hetero.profiling.aborted_step import abort_step
+from colossal_hetero.profiling.batches.device_profiler import (
+    BatchProgress,
+    Timing,
+    optimizer_state_bytes,
+    profile_device,
+)
 from colossal_hetero.profiling.memory import is_out_of_memory, recover
-from colossal_hetero.profiling.preserved_state import untouched
+from colossal_hetero.profiling.preserved_state import preserved_state
 
 CPU = torch.device("cpu")
 MODELS = {
@@ -83,19 +88,19 @@ def every_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def profile(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     searched: list[int] = []
 
-    def count(progress: Progress) -> None:
+    def count(progress: BatchProgress) -> None:
         if progress.action == "searching":
             searched.append(progress.batch)
 
     start = time.perf_counter()
-    with untouched(model, optimizer):
+    with preserved_state(model, optimizer):
         found = profile_device(
             partial(step, model),
             1 << 16,
             state_bytes_to_come=optimizer_state_bytes(optimizer),
             device=CPU,
             on_progress=count,
-            abandon=partial(abandon_step, model, optimizer),
+            abort=partial(abort_step, model, optimizer),
         ).max_batch
     seconds = time.perf_counter() - start
     trains = "yes"

@@ -27,7 +27,7 @@ from timm.models.vision_transformer import VisionTransformer
 from benchmarks.common import print_table
 from colossal_hetero.profiling.layers.layer_passes import LayerPasses, clock
 from colossal_hetero.profiling.layers.layer_profiler import profile_layers
-from colossal_hetero.profiling.layers.model_layers import find_blocks
+from colossal_hetero.profiling.layers.model_layers import find_block_row
 from colossal_hetero.testing.cpu_quota import cpu_quota
 
 MODEL = partial(
@@ -54,7 +54,7 @@ def measure(seconds: float) -> dict[str, Any]:
     profile = profile_layers(model, batch, F.cross_entropy, micro_batches=[MICRO_BATCH]).profile
     times = profile.times_of("cpu", 1, MICRO_BATCH)
     costs = profile.costs("cpu", 1, MICRO_BATCH)
-    passes = LayerPasses(model, find_blocks(model), F.cross_entropy, batch)
+    passes = LayerPasses(model, find_block_row(model), F.cross_entropy, batch)
 
     def whole() -> None:
         F.cross_entropy(model(batch[0]), batch[1]).backward()

@@ -1,4 +1,4 @@
-"""What resizing costs in accuracy: selection rules and imputations at γ = ½ on one rank, against an unpruned control.
+"""The accuracy that resizing costs: selection rules and imputations at γ = ½ on one rank, and an unpruned control.
 
 python -m benchmarks.tensor_parallel.accuracy --data-dir DIR [--results FILE.json] [--jobs 2] [--epochs 5] [--seeds 3]
 

@@ -1,12 +1,12 @@
-"""Balancing when a rank is slow from outside: rank 1 under a CPU quota, of which the program knows nothing.
+"""Balancing a rank that is slow from outside: rank 1 under a CPU quota, which the program does not know of.
 
 sudo python -m benchmarks.tensor_parallel.cpu_quota [--quota 0.25] [--rounds 8]
 
-Needs Linux, cgroups (version 1 or 2) and the right to write to them. Everything that the rank does is slow, not only
-its products, so nothing brings it back to the others' speed. What can be reached follows from the work of each rank as
-measured without balancing under the same quota: for ``resize``, the slow rank's work outside the parallel layers plus
-(1 − γ_max) of its products; for ``auto``, which prunes nothing here, each rank's fixed work and what can move, spread
-in the best way. To both comes the communication that nobody waits in. The models take turns.
+It needs Linux, cgroups (version 1 or 2) and permission to write to them. Everything that the rank does is slow, not
+only its products, so nothing brings it back to the others' speed. What can be reached follows from the work of each
+rank as measured without balancing under the same quota: for ``resize``, the slow rank's work outside the parallel
+layers plus (1 − γ_max) of its products; for ``auto``, which prunes nothing here, each rank's fixed work and what can
+move, spread in the best way. Communication without waiting is added to both. The models take turns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast plans are decided, and how good they are in the setting of the paper's Fig. 11. Nothing is trained.
+"""The time of a decision, and the quality of plans in the setting of the paper's Fig. 11; nothing is trained.
 
 Half of eight ranks straggle, 8, 6, 4 and 2 times slower. By hand, every subset of the four may migrate while the others
 resize; the paper tries the λ slowest. All are compared by predicted iteration time, as are modes `semi` and `auto`.
@@ -16,7 +16,7 @@ from statistics import median
 import numpy as np
 
 from benchmarks.common import print_table
-from colossal_hetero.balance import BalanceConfig, Costs, Plan, RankTimes, predicted_seconds
+from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs, RankTimes, predicted_seconds
 from colossal_hetero.balance.decide.modes import decide
 from colossal_hetero.balance.decide.semi import divide_stragglers
 
@@ -33,7 +33,7 @@ MODES = ("off", "resize", "migrate", "semi", "auto")
 
 
 def decision_seconds(mode: str, ranks: int, repeats: int) -> float:
-    """Median seconds of a decision about random times, a third of the ranks slow, each time other ones."""
+    """Median seconds of a decision about random times, a third of the ranks slow, with new times for each decision."""
     random = np.random.default_rng(ranks)
     config = BalanceConfig(mode=mode, max_resize=0.5)
     seconds = []
@@ -43,7 +43,7 @@ def decision_seconds(mode: str, ranks: int, repeats: int) -> float:
         )
         times = [RankTimes(0.3 + 0.7 * slowdown, 0.7 * slowdown) for slowdown in slowdowns.tolist()]
         start = time.perf_counter()
-        decide(times, ASSUMED, config, Plan.idle(ranks))
+        decide(times, ASSUMED, config, BalancePlan.idle(ranks))
         seconds.append(time.perf_counter() - start)
     return median(seconds)
 
@@ -61,7 +61,7 @@ def compare_divisions(costs: Costs, matmul_seconds: float, max_resize: float) ->
     plans[f"by hand: best of 16, migrating: {names}"] = by_hand[best]
     for mode in ("semi", "auto"):
         config = BalanceConfig(mode=mode, max_resize=max_resize)
-        plans[mode] = decide(times, costs, config, Plan.idle(len(times)))
+        plans[mode] = decide(times, costs, config, BalancePlan.idle(len(times)))
     least = predicted_seconds(times, costs, by_hand[best])
     rows = []
     for name, plan in plans.items():

@@ -2,9 +2,9 @@
 
 python -m benchmarks.tensor_parallel.flicker [--slowdown 4] [--every 3] [--rounds 6]
 
-Rank 1 of 2 does its products ``slowdown`` times for ``every`` iterations, then once for as many. Aim: never more than
-1.02 of ``off``. Models take turns in blocks of whole periods; the times are sums over all iterations, the first ones,
-in which a mode may still believe in the straggler, included.
+Rank 1 of 2 computes its products ``slowdown`` times for ``every`` iterations, then once for as many. Aim: never more
+than 1.02 of ``off``. Models take turns in blocks of whole periods; the times are sums over all iterations, the first
+ones, in which a mode may still count the rank as slow, included.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def main() -> None:
     changes = dict.fromkeys(arguments.modes, 0)
     for _ in range(arguments.rounds):
         for variant in variants:
-            brake = next(iter(hetero_layers(variant.model).values())).brake
+            slow_down = next(iter(hetero_layers(variant.model).values())).slow_down
             dist.barrier()
             for number in range(8 * arguments.every):
                 slow = dist.get_rank() == 1 and number // arguments.every % 2 == 0
-                brake.slowdown = arguments.slowdown if slow else 1.0
+                slow_down.factor = arguments.slowdown if slow else 1.0
                 plan = variant.plugin.balancer.plan
                 variant.seconds.append(variant.iterate())
                 changes[variant.name] += variant.plugin.balancer.plan != plan

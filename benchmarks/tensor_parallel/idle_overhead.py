@@ -1,4 +1,4 @@
-"""What balancing costs when nobody is slow: iteration time and peak memory against Colossal-AI's own plugin.
+"""The cost of balancing when no rank is slow: iteration time and peak memory compared with Colossal-AI's plugin.
 
 python -m benchmarks.tensor_parallel.idle_overhead [--rounds 12]
 

@@ -1,9 +1,9 @@
-"""The fastest exact training with a straggler: mode ``auto`` without resizing, against the bound, by way to migrate.
+"""The fastest exact training with a straggler: mode ``auto`` without resizing, and the bound, by migration method.
 
-python -m benchmarks.tensor_parallel.lossless [--slowdown 8] [--rounds 8] [--hidden 512] [--ways WAY …]
+python -m benchmarks.tensor_parallel.lossless [--slowdown 8] [--rounds 8] [--hidden 512] [--methods METHOD …]
 
-Rank 1 of 2 does every product ``slowdown`` times. The bound is what the products take with nobody slow, spread in the
-best way over a whole and 1/χ of a rank, ``e/(e − 1 + 1/χ)`` times the homogeneous time, plus the rest of an iteration.
+Rank 1 of 2 computes every product ``slowdown`` times. The bound is the products' time with no rank slow, divided
+optimally over one and 1/χ ranks, ``e/(e − 1 + 1/χ)`` times the homogeneous time, plus the rest of an iteration.
 ``migrate`` always migrates what would make ranks equally late; ``auto`` only if that pays. All models take turns in the
 same two processes.
 """
@@ -18,7 +18,7 @@ from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.report.summary import ideal_ratio
 from colossal_hetero.testing.stragglers import Stragglers
 
-WAYS = ("block", "broadcast-reduce", "scatter-gather")
+METHODS = ("block", "broadcast-reduce", "scatter-gather")
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
     parser.add_argument("--heads", type=int, default=MODEL["num_heads"])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     arguments = parser.parse_args()
     start_ranks(2)
     MODEL.update(embed_dim=arguments.hidden, num_heads=arguments.heads)
@@ -36,9 +36,9 @@ def main() -> None:
         Variant("nobody slow, off", BalanceConfig(mode="off")),
         Variant("slow, off", BalanceConfig(mode="off"), slow),
     ]
-    for way in arguments.ways:
-        variants.append(Variant(f"migrate, {way}", BalanceConfig(mode="migrate", migration=way), slow))
-        variants.append(Variant(f"auto, {way}", BalanceConfig(mode="auto", migration=way), slow))
+    for method in arguments.methods:
+        variants.append(Variant(f"migrate, {method}", BalanceConfig(mode="migrate", migration=method), slow))
+        variants.append(Variant(f"auto, {method}", BalanceConfig(mode="auto", migration=method), slow))
     for variant in variants:
         variant.build()
     take_turns(variants, warmup=12, rounds=arguments.rounds, block=4)

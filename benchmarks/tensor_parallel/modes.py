@@ -1,8 +1,8 @@
-"""What the modes give on the same straggler, in time and accuracy: the example, trained to the end with each of them.
+"""Time and accuracy of each mode with the same straggler: the example, trained to the end with each mode.
 
 python -m benchmarks.tensor_parallel.modes --data-dir DIR [--slowdown 8] [--epochs 2] [--seeds 3] [--results FILE.json]
 
-DIR holds images as train/CLASS/* and test/CLASS/*. Two ranks; rank 1 does every product ``slowdown`` times. The
+DIR holds images as train/CLASS/* and test/CLASS/*. Two ranks; rank 1 computes every product ``slowdown`` times. The
 control is the same training without straggler. ``off`` with the straggler computes what the control does, so it is only
 timed, for a few iterations. Finished runs are kept in the results file and not repeated.
 """

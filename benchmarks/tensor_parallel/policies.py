@@ -1,10 +1,11 @@
-"""What migrating costs where nobody is slow: SEMI's Table I, by each way to migrate.
+"""The cost of migrating when no rank is slow: SEMI's Table I, by migration method.
 
 python -m benchmarks.tensor_parallel.policies [--ranks 4] [--rounds 4] [--senders 1 3]
 
-The first ``senders`` ranks give a share γ of their work to the others, which take equal parts. Nobody is slow, so
-all of the difference to γ = 0 is what migrating costs, and what the receivers do more. All ways and shares take turns
-in the same processes. More ranks than cores share them; then the work of all ranks counts, not that of the latest.
+The first ``senders`` ranks give a share γ of their work to the others, which take equal parts. No rank is slow, so
+the difference to γ = 0 is the cost of migrating plus the additional work of the receivers. All methods and shares take
+turns in the same processes. More ranks than cores share them; then the work of all ranks counts, not that of the
+latest.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ import torch.distributed as dist
 
 from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
-from colossal_hetero.balance.decide.plan import Plan
+from colossal_hetero.balance.decide.plan import BalancePlan
 
-WAYS = ("broadcast-reduce", "scatter-gather", "block")
+METHODS = ("broadcast-reduce", "scatter-gather", "block")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 NEVER = 10**9
 
 
-def plan(senders: int, share: float) -> Plan:
+def plan(senders: int, share: float) -> BalancePlan:
     """The first ranks give ``share`` of their work to the others."""
     ranks = dist.get_world_size()
     taken = senders * share / (ranks - senders)
-    return Plan(
+    return BalancePlan(
         resize=(0.0,) * ranks,
         migrate=(share,) * senders + (0.0,) * (ranks - senders),
         receive=(0.0,) * senders + (taken,) * (ranks - senders),
@@ -43,10 +44,10 @@ def main() -> None:
     start_ranks(arguments.ranks)
     MODEL["embed_dim"] = arguments.hidden
     variants = {}
-    for way in WAYS:
-        config = BalanceConfig(mode="migrate", migration=way, warmup_iterations=NEVER, measure_costs=False)
-        variants[way] = Variant(way, config)
-        variants[way].build()
+    for method in METHODS:
+        config = BalanceConfig(mode="migrate", migration=method, warmup_iterations=NEVER, measure_costs=False)
+        variants[method] = Variant(method, config)
+        variants[method].build()
     seconds = {}
     sent = {}
     for senders in arguments.senders:
@@ -55,25 +56,25 @@ def main() -> None:
                 variant.seconds.clear()
                 variant.plugin.balancer.follow(plan(senders, share))
             take_turns(list(variants.values()), warmup=2, rounds=arguments.rounds, block=2)
-            for way, variant in variants.items():
-                seconds[way, senders, share] = variant.median_seconds
+            for method, variant in variants.items():
+                seconds[method, senders, share] = variant.median_seconds
                 variant.plugin.balancer.traffic.reset()
                 variant.iterate()
                 traffic = variant.plugin.balancer.traffic.sent.values()
                 totals = [0] * dist.get_world_size()
                 dist.all_gather_object(totals, sum(counted.bytes for counted in traffic))
-                sent[way, senders, share] = sum(totals) / 2**20
+                sent[method, senders, share] = sum(totals) / 2**20
     rows = [
         (
-            f"{way} ({senders})",
-            *(f"{seconds[way, senders, share]:.3f}" for share in SHARES),
-            f"{sent[way, senders, 0.5]:.0f}",
+            f"{method} ({senders})",
+            *(f"{seconds[method, senders, share]:.3f}" for share in SHARES),
+            f"{sent[method, senders, 0.5]:.0f}",
         )
         for senders in arguments.senders
-        for way in WAYS
+        for method in METHODS
     ]
     title = f"Seconds per iteration, {arguments.ranks} ranks, by the share γ that the first (n) ranks give away"
-    print_table(title, ("way (senders)", *(f"γ = {share:g}" for share in SHARES), "MiB sent at γ = ½"), rows)
+    print_table(title, ("method (senders)", *(f"γ = {share:g}" for share in SHARES), "MiB sent at γ = ½"), rows)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 python -m benchmarks.tensor_parallel.straggler [--slowdown 4] [--rounds 8]
 
-Rank 1's products are done ``slowdown`` times (``repeat``; resizing shrinks the repeated work too). The reference is the
-minimum over the ranks. Three models take turns in the same two processes: nobody slow, slow without balancing, slow
-with resizing.
+Rank 1's products are computed ``slowdown`` times (``repeat``; resizing shrinks the repeated work too). The reference is
+the minimum over the ranks. Three models take turns in the same two processes: no rank slow, slow without balancing,
+slow with resizing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from colossal_hetero.testing.stragglers import Stragglers
 
 def iterations_to_settle(variant: Variant, before: float, after: float) -> int:
     """Iterations from rank 1's slowdown going from ``before`` to ``after`` until the plan changes for the last time."""
-    brake = next(iter(hetero_layers(variant.model).values())).brake
+    slow_down = next(iter(hetero_layers(variant.model).values())).slow_down
 
     def iterate(slowdown: float) -> bool:
-        """One iteration; whether the plan changed at its end."""
+        """Run one iteration; returns whether the plan changed at its end."""
         plan = variant.plugin.balancer.plan
         if dist.get_rank() == 1:
-            brake.slowdown = slowdown
+            slow_down.factor = slowdown
         variant.iterate()
         return variant.plugin.balancer.plan != plan
 

@@ -1,19 +1,23 @@
-"""What changes between iterations: measure who is slow, decide what to do about it, apply the plan.
+"""Balancing between iterations: measure which ranks are slow, decide on a plan, apply the plan.
 
-:mod:`.decide` is pure and free of torch. :mod:`.measure` reads clocks and measures costs, :mod:`.report` describes what
-happened. The modules of this folder have the effects: :mod:`.balancer` runs once per optimizer step, :mod:`.apply`
-gives layers their workloads, :mod:`.host_messages` exchanges numbers between ranks.
+:mod:`.decide` has pure functions without torch. :mod:`.measure` reads clocks and measures costs. :mod:`.report`
+describes what happened. The modules of this folder apply plans: :mod:`.balancer` runs once per optimizer step,
+:mod:`.apply` gives layers their workloads, :mod:`.host_messages` exchanges numbers between ranks.
 """
 
 from .config import BalanceConfig
 from .decide.costs import Costs, predicted_seconds
 from .decide.divide import Division, Move, divide
 from .decide.modes import decide
-from .decide.plan import Plan, RankTimes
+from .decide.plan import BalancePlan, RankTimes
 from .decide.ratios import layer_ratios, resize_ratios
+
+Plan = BalancePlan
+"""The name of :class:`BalancePlan` in version 0.1."""
 
 __all__ = [
     "BalanceConfig",
+    "BalancePlan",
     "Costs",
     "Division",
     "Move",

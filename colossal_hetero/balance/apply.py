@@ -1,4 +1,4 @@
-"""Carry a plan into this rank's layers and blocks."""
+"""Apply a plan to this rank's layers and blocks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 from torch import Tensor
 
 from ..layers.block import Block
-from ..layers.column_migration import COURIERS, ColumnMigration, Courier
+from ..layers.column_migration import COLUMN_EXCHANGES, ColumnExchange, ColumnMigration
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport
-from ..layers.unit_exchange import UnitMail, batch_numbers
+from ..layers.unit_exchange import UnitExchange, bucket_numbers
 from ..layers.workload import Workload, kept_count
 from .column_selection import ColumnSelector, make_selector
 from .config import BalanceConfig
 from .decide.costs import Traffic
 from .decide.divide import Division, divide
-from .decide.plan import Plan
+from .decide.plan import BalancePlan
 from .decide.ratios import layer_ratios
 from .decide.traffic import BlockShape, LayerShape, block_traffic, column_traffic
 
@@ -33,11 +33,11 @@ class Prunable(Protocol):
     def columns(self) -> int: ...
     @property
     def cost(self) -> int:
-        """What its products take, in any unit."""
+        """The work of its products, in any unit."""
 
     @property
     def matrix(self) -> Tensor:
-        """Weights by column (or unit), ``[N, L]``."""
+        """The weights, ``[N, L]`` with one column per contraction column (or unit)."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _Units:
 
 
 class Pruning:
-    """How much of each layer or block a rank prunes, and by which rule it chooses."""
+    """How much of each layer or block a rank prunes, and the selectors that choose the columns."""
 
     def __init__(self, targets: Sequence[Prunable], config: BalanceConfig, iterations_per_interval: int) -> None:
         self._targets = targets
@@ -84,15 +84,15 @@ class Pruning:
         self._ratio = 0.0
         self._iterations = 0
         self.selectors: list[ColumnSelector] = []
-        """One for each target while the rank prunes at all."""
+        """One selector for each target while the rank prunes, else none."""
 
     def start(self, ratio: float) -> None:
-        """From now on prune ``ratio`` of the work; 0 forgets all priorities."""
+        """Prune ``ratio`` of the work from now on; 0 discards all priorities."""
         self._ratio = ratio
         if ratio == 0.0:
             self.selectors = []
         elif not self.selectors:
-            # Counted from here, so that the first interval is a whole one.
+            # Counting starts here, so that the first interval has full length.
             self._iterations = 0
             self.selectors = [
                 make_selector(self._config.priority, target.matrix, self._config.seed + number)
@@ -100,7 +100,7 @@ class Pruning:
             ]
 
     def ratios(self) -> np.ndarray:
-        """γ of every target."""
+        """γ of every target, float64 ``[targets]``."""
         if self._ratio == 0.0 or self._config.priority != "priority-diff":
             return np.full(len(self._targets), self._ratio)
         threshold = self._interval * self._config.variation_threshold
@@ -108,7 +108,7 @@ class Pruning:
         return layer_ratios(self._ratio, shares, [target.cost for target in self._targets], self._config)
 
     def end_iteration(self) -> bool:
-        """Count an iteration; True if an interval of the priorities is over and with it the ratios may be others."""
+        """Count an iteration; returns whether ratios may have changed because an interval of priorities has ended."""
         if not self.selectors:
             return False
         self._iterations += 1
@@ -121,7 +121,7 @@ class Pruning:
 
 @dataclass(frozen=True)
 class Shares:
-    """What a rank really prunes, gives and takes, of the cost of its products; whole columns and units."""
+    """What a rank prunes, gives and takes in whole columns and units, as shares of the cost of its products."""
 
     resized: float = 0.0
     migrated: float = 0.0
@@ -129,18 +129,20 @@ class Shares:
 
     @property
     def load(self) -> float:
-        """What is left to compute: 1 is the full share."""
+        """How much the rank computes; 1 is its full share."""
         return 1.0 - self.resized - self.migrated + self.received
 
 
 class Applier:
-    """Tells this rank's layers and blocks what they do, and keeps what they need for it.
+    """Assigns workloads to this rank's layers and blocks, and keeps the objects that these need.
 
     Args:
         layers: the tensor-parallel layers, by name.
-        blocks: the blocks to balance as a whole; layers in none of them are balanced by their columns.
-        transport: of the tensor-parallel group; without it (a rank by itself, no blocks) nothing can migrate.
-        is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.UnitMail`.
+        blocks: the blocks to balance in units; layers that are in no block are balanced by their columns.
+        config: how to balance.
+        iterations_per_interval: the length of an interval of the priorities.
+        transport: the tensor-parallel group's transport; without it (for a single rank without blocks) nothing
+        migrates. is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.UnitExchange`.
     """
 
     def __init__(
@@ -161,14 +163,14 @@ class Applier:
         self._costs = [target.cost for target in self._targets]
         self._pruning = Pruning(self._targets, config, iterations_per_interval)
         self._transport = transport
-        # Layers in no block migrate as the paper has it.
-        self._column_way = "broadcast-reduce" if config.migration == "block" else config.migration
-        self._courier: Courier | None = None
-        self._mail: UnitMail | None = None
+        # Layers that are in no block migrate by the paper's method.
+        self._column_method = "broadcast-reduce" if config.migration == "block" else config.migration
+        self._column_exchange: ColumnExchange | None = None
+        self._unit_exchange: UnitExchange | None = None
         if transport is not None:
-            self._courier = COURIERS[self._column_way](transport)
-            self._mail = UnitMail(transport, is_last_pass)
-        self._plan: Plan | None = None
+            self._column_exchange = COLUMN_EXCHANGES[self._column_method](transport)
+            self._unit_exchange = UnitExchange(transport, is_last_pass)
+        self._plan: BalancePlan | None = None
         self._shares = Shares()
 
     @property
@@ -177,21 +179,21 @@ class Applier:
         return self._shares
 
     def prune(self, ratio: float) -> None:
-        """From the next forward on leave out ``ratio`` of the work of a rank by itself."""
-        self.apply(Plan(resize=(ratio,), migrate=(0.0,), receive=(0.0,)))
+        """For a single rank: prune ``ratio`` of its work from the next forward pass on."""
+        self.apply(BalancePlan(resize=(ratio,), migrate=(0.0,), receive=(0.0,)))
 
-    def apply(self, plan: Plan) -> None:
-        """Take on this rank's part of ``plan`` from the next iteration on. To all ranks of the group at once.
+    def apply(self, plan: BalancePlan) -> None:
+        """Apply this rank's part of ``plan`` from the next iteration on. Call it on all ranks of the group.
 
         Raises:
-            RuntimeError: there is no memory for the units that this rank takes.
+            RuntimeError: there is not enough memory for the units that this rank takes.
         """
         self._plan = plan
         self._pruning.start(plan.resize[self._rank])
         self._assign()
 
-    def traffic(self, plan: Plan, bytes_per_element: int) -> Traffic:
-        """What migrating by ``plan`` would send in an iteration like those so far, over the whole group."""
+    def traffic(self, plan: BalancePlan, bytes_per_element: int) -> Traffic:
+        """What ``plan`` would send in an iteration like those so far, over the whole group."""
         assert self._transport is not None
         total = Traffic()
         for layer in self._layers:
@@ -202,39 +204,39 @@ class Applier:
                 layer.rows // max(1, layer.passes),
                 layer.passes,
                 self._transport.size,
-                self._column_way,
+                self._column_method,
                 bytes_per_element,
             )
         moves = [divide(block.units, plan, self._config.grain).moves for block in self._blocks]
         shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
-        return total + block_traffic(shapes, moves, batch_numbers(self._blocks, moves), bytes_per_element)
+        return total + block_traffic(shapes, moves, bucket_numbers(self._blocks, moves), bytes_per_element)
 
     def begin_iteration(self) -> None:
-        """The weights are those of a new iteration. Collective over the group where units migrate."""
-        if self._mail is not None:
-            self._mail.begin_iteration()
+        """Begin an iteration with new weights. Collective over the group if units migrate."""
+        if self._unit_exchange is not None:
+            self._unit_exchange.begin_iteration()
 
     def drop_gradients(self) -> None:
-        """Gradients of this iteration are thrown away."""
-        if self._mail is not None:
-            self._mail.drop_gradients()
+        """Discard this iteration's gradients."""
+        if self._unit_exchange is not None:
+            self._unit_exchange.drop_gradients()
 
     def weights_changed(self) -> None:
-        """Weights are others than at the beginning of the iteration, and not by an optimizer step."""
-        if self._mail is not None:
-            self._mail.weights_changed()
+        """Call this when weights were changed during an iteration other than by an optimizer step."""
+        if self._unit_exchange is not None:
+            self._unit_exchange.weights_changed()
 
     def before_step(self) -> None:
-        """Gradients are about to be used.
+        """Call this when all backward passes are done, before gradients are used.
 
         Raises:
-            RuntimeError: those of units that are computed elsewhere have not come back.
+            RuntimeError: gradients of migrated units have not returned.
         """
-        if self._mail is not None:
-            self._mail.finish()
+        if self._unit_exchange is not None:
+            self._unit_exchange.finish()
 
     def end_iteration(self) -> None:
-        """Let layers choose columns anew; at the end of an interval update the priorities."""
+        """Let layers choose columns again; at the end of an interval update the priorities."""
         for layer in self._layers:
             layer.begin_iteration()
         if self._pruning.end_iteration():
@@ -262,21 +264,23 @@ class Applier:
             if selector is not None and ratio > 0:
                 workload = Workload(prune=float(ratio), select=selector, imputation=self._config.imputation)
             if division.moves:
-                assert self._courier is not None
-                migration = ColumnMigration(self._courier, division.moves)
+                assert self._column_exchange is not None
+                migration = ColumnMigration(self._column_exchange, division.moves)
             layer.assign(workload, migration)
 
     def _assign_blocks(self, kept: Sequence[int], divisions: Sequence[Division]) -> None:
         first = len(self._layers)
         selectors: Sequence[ColumnSelector | None] = self._pruning.selectors[first:] or [None] * len(self._blocks)
-        if self._mail is not None:
-            self._mail.assign(self._blocks, [division.moves for division in divisions[first:]], kept[first:], selectors)
+        if self._unit_exchange is not None:
+            self._unit_exchange.assign(
+                self._blocks, [division.moves for division in divisions[first:]], kept[first:], selectors
+            )
 
     def _measure(self, kept: Sequence[int], divisions: Sequence[Division]) -> Shares:
         resized = migrated = received = 0.0
-        for target, cost, own, division in zip(self._targets, self._costs, kept, divisions, strict=True):
+        for target, cost, kept_units, division in zip(self._targets, self._costs, kept, divisions, strict=True):
             given, taken = division.given(self._rank), division.taken(self._rank)
-            resized += cost * (target.columns - given - own) / target.columns
+            resized += cost * (target.columns - given - kept_units) / target.columns
             migrated += cost * given / target.columns
             received += cost * taken / target.columns
         total = sum(self._costs) or 1

@@ -1,14 +1,15 @@
-"""The balancer: once per iteration it measures, asks whether anyone's speed moved, and if so decides and applies.
+"""The balancer: once per iteration it measures times; if a rank's speed has changed, it decides on a plan and applies
+it.
 
-An iteration runs from the first training forward after an optimizer step to the end of the next optimizer step;
-loading data, evaluating and saving in between do not count. At the end of iteration *i* every rank
+An iteration lasts from the first training forward pass after an optimizer step to the end of the next optimizer step,
+without the time for loading data, evaluating and saving in between. At the end of iteration *i* every rank
 
 1. reads its clock and scales the times to equal work,
-2. reads the group's answer to the flag of iteration *i − 1*: if any rank's speed had moved, all gather their times,
-   decide the same plan from the same numbers, and apply it from iteration *i + 1* on,
+2. reads the group's answer to the flag of iteration *i − 1*: if any rank's speed had changed, all ranks gather their
+   times, decide on the same plan from the same numbers, and apply it from iteration *i + 1* on,
 3. posts its own flag of iteration *i*, without waiting.
 
-A while after a plan began to migrate the group exchanges once more: what that really cost corrects the prediction.
+Some iterations after a plan has started to migrate, the group exchanges times once more to correct the predicted costs.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..layers.block import Block, find_blocks
+from ..layers.block import Block, attach_blocks
 from ..layers.linear import HeteroLinear, hetero_layers
 from ..layers.transport import Transport
 from .apply import Applier, Shares
 from .config import BalanceConfig
 from .decide.costs import Costs, Traffic
 from .decide.modes import decide
-from .decide.plan import Plan, RankTimes
+from .decide.plan import BalancePlan, RankTimes
 from .host_messages import Groups, make_groups
 from .measure.clock import IterationClock, IterationTimes
 from .measure.pretest import ProductShape, prepare_costs
@@ -41,13 +42,13 @@ from .report.timeline import Timelines, choose_timelines
 __all__ = ["Balancer", "attach_balancer"]
 
 MAX_RECORDS = 100_000
-"""Iterations kept for :meth:`Balancer.collect`; older ones are dropped."""
+"""The number of iterations kept for :meth:`Balancer.collect`; older ones are dropped."""
 
 SETTLED_AFTER = 10
-"""Iterations after which a new plan's costs have shown."""
+"""The number of iterations after which the costs of a new plan are measured."""
 
 MIN_RECEIVED = 0.02
-"""A receiver with memory for less than this share of its own work takes nothing."""
+"""The minimum share that is migrated to a receiver with little memory; with memory for less it takes nothing."""
 
 
 class Balancer:
@@ -69,7 +70,7 @@ class Balancer:
         self._groups = groups
         self._exchange = groups.exchange
         self._transport = Transport(groups.migration)
-        self._plan = Plan.idle(self._exchange.size)
+        self._plan = BalancePlan.idle(self._exchange.size)
         self._costs = Costs()
         self._applier = Applier(layers, blocks, config, iterations_per_interval, self._transport, is_last_pass)
         self._equal_work = EqualWork(config.patience)
@@ -79,7 +80,7 @@ class Balancer:
         self._timelines = TimelineSampler(config.warmup_iterations, config.patience)
         self._newest = -1
         self._unmigrated_seconds: float | None = None
-        self._most_received = math.inf
+        self._max_received = math.inf
         self._check_at = -1
         self._iteration = 0
         self._running = False
@@ -87,18 +88,18 @@ class Balancer:
             layer.clock = clock
 
     @property
-    def plan(self) -> Plan:
-        """What the ranks of this tensor-parallel group do in the coming iterations."""
+    def plan(self) -> BalancePlan:
+        """The plan of this tensor-parallel group for the next iterations."""
         return self._plan
 
     @property
     def traffic(self) -> Transport:
-        """What carries this rank's migrated work, and counts it."""
+        """The transport of this rank's migrated work, which counts what it sends."""
         return self._transport
 
     @property
     def shares(self) -> Shares:
-        """What this rank's layers prune, give and take, in whole columns and units."""
+        """What this rank prunes, gives and takes, in whole columns and units."""
         return self._applier.shares
 
     @property
@@ -106,10 +107,10 @@ class Balancer:
         """Whether the balancer may change anything."""
         return self.config.mode != "off" and self._exchange.size > 1 and bool(self._layers)
 
-    def follow(self, plan: Plan) -> None:
-        """Take on ``plan`` from the next iteration on, until times say otherwise. Collective over the group.
+    def follow(self, plan: BalancePlan) -> None:
+        """Apply ``plan`` from the next iteration on, until another one is decided. Collective over the group.
 
-        For studies, with a ``warmup_iterations`` that is never over.
+        It is for studies with ``warmup_iterations`` so large that no plan is decided.
 
         Raises:
             RuntimeError: ranks were given different plans.
@@ -118,7 +119,7 @@ class Balancer:
         self._plan = self._adopt(plan)
 
     def begin(self) -> None:
-        """A training forward starts; the first one since :meth:`tick` starts an iteration."""
+        """Call this before a training forward pass; the first one since :meth:`tick` begins an iteration."""
         if not self._running:
             self._running = True
             self._clock.keep_segments = self._timelines.wants(self._iteration)
@@ -127,24 +128,24 @@ class Balancer:
             self._clock.mark("communication")
 
     def drop_gradients(self) -> None:
-        """Gradients of this iteration are thrown away. To all ranks of the group at once."""
+        """Discard this iteration's gradients. Call it on all ranks of the group."""
         self._applier.drop_gradients()
 
     def weights_changed(self) -> None:
-        """Weights have been loaded, perhaps amid an iteration. To all ranks of the group at once."""
+        """Call this on all ranks of the group when weights have been loaded, also during an iteration."""
         self._applier.weights_changed()
         self._running = False
 
     def before_step(self) -> None:
-        """Gradients are about to be used.
+        """Call this when all backward passes are done, before gradients are used.
 
         Raises:
-            RuntimeError: those of units that are computed elsewhere have not come back.
+            RuntimeError: gradients of migrated units have not returned.
         """
         self._applier.before_step()
 
     def tick(self) -> None:
-        """An optimizer step is done, and with it an iteration. Collective over the tensor-parallel group."""
+        """End an iteration, after the optimizer step. Collective over the tensor-parallel group."""
         if not self._running:
             return
         self._running = False
@@ -153,7 +154,7 @@ class Balancer:
         if self.active:
             if self._iteration == 0 and self.config.mode in ("semi", "auto"):
                 self._costs = self._measure_costs()
-            # An exchange settles what this iteration's flag would ask for.
+            # After an exchange, this iteration's flag need not be raised.
             due = self._exchange.take_flag() or self._iteration == self._check_at
             exchanged = due and self._replan()
             self._exchange.post_flag(any(moved) and not exchanged, self._plan.digest)
@@ -165,7 +166,7 @@ class Balancer:
         shares: Shares
         iteration, shares = times.tag
         self._newest = iteration
-        # What lies between a block's products goes where its units go.
+        # The operations between a block's products move with its units.
         movable = times.matmul_seconds + (times.block_seconds if self.config.moves_blocks else 0.0)
         equal = self._equal_work.normalize(times.work_seconds, movable, shares.load)
         equal = replace(equal, communication_seconds=times.communication_seconds)
@@ -193,14 +194,14 @@ class Balancer:
         return self._watch.observe(equal)
 
     def _measure_costs(self) -> Costs:
-        """What balancing costs with the layers, rows and messages of the iteration that is just over."""
+        """The costs of balancing for the layers, rows and messages of the iteration that has just ended."""
         first = next(iter(self._layers.values()))
         dtype, device = first.matrix.dtype, first.matrix.device
         ranks = self._exchange.size
 
         def traffic(share: float) -> Traffic:
             others = (share / (ranks - 1),) * (ranks - 1)
-            plan = Plan(resize=(0.0,) * ranks, migrate=(share,) + (0.0,) * (ranks - 1), receive=(0.0, *others))
+            plan = BalancePlan(resize=(0.0,) * ranks, migrate=(share,) + (0.0,) * (ranks - 1), receive=(0.0, *others))
             return self._applier.traffic(plan, dtype.itemsize)
 
         return prepare_costs(
@@ -215,7 +216,7 @@ class Balancer:
         )
 
     def _replan(self) -> bool:
-        """Exchange times, decide and apply; False if some rank has no times yet."""
+        """Exchange times, decide on a plan and apply it; returns False if some rank has no times yet."""
         times = self._exchange.gather(self._watch.current() if self._watch.ready else None)
         if times is None:
             return False
@@ -236,8 +237,8 @@ class Balancer:
         return True
 
     def _learn(self, times: Sequence[RankTimes]) -> None:
-        """Correct the costs of migrating by what collectives take now and took without."""
-        # The last to arrive at a collective does not wait there.
+        """Correct the costs of migrating by comparing the time in collectives with and without migration."""
+        # The last rank to arrive at a collective does not wait there, so the minimum has no waiting.
         seconds = min(rank.communication_seconds for rank in times)
         migrated = sum(self._plan.migrate)
         if migrated == 0.0:
@@ -245,12 +246,12 @@ class Balancer:
         elif self._unmigrated_seconds is not None:
             self._costs = self._costs.corrected(self._costs.phi1(migrated), seconds - self._unmigrated_seconds)
 
-    def _adopt(self, plan: Plan) -> Plan:
-        """Apply ``plan``, or as much of it as all receivers have memory for."""
+    def _adopt(self, plan: BalancePlan) -> BalancePlan:
+        """Apply ``plan``, scaled down until all receivers have enough memory; returns the plan that was applied."""
         if sum(plan.migrate) > 0:
             self._transport.connect(next(iter(self._layers.values())).matrix.device)
         while True:
-            limited = plan.limited(self._most_received)
+            limited = plan.limited(self._max_received)
             try:
                 self._applier.apply(limited)
                 fits = True
@@ -260,18 +261,19 @@ class Balancer:
                 fits = False
             if self._exchange.all_agree(fits):
                 return limited
-            # Released before the others' share of the next attempt is taken.
-            self._applier.apply(Plan.idle(self._exchange.size))
-            self._most_received = max(limited.receive) / 2
-            if self._most_received < MIN_RECEIVED:
-                self._most_received = 0.0
+            # Release memory on all ranks before the next attempt.
+            self._applier.apply(BalancePlan.idle(self._exchange.size))
+            self._max_received = max(limited.receive) / 2
+            if self._max_received < MIN_RECEIVED:
+                self._max_received = 0.0
 
     def collect(self) -> list[IterationRecord] | None:
-        """The iterations since the last call, all ranks together, on global rank 0; None elsewhere.
+        """The records of all ranks since the last call, on global rank 0; None on other ranks.
 
-        Collective over all ranks; meant for the end of an epoch or of the run.
+        Collective over all ranks. Call it at the end of an epoch or of the run.
         """
-        # A GPU's clock knows an iteration late, and not on all ranks at once: what some rank lacks waits for next time.
+        # A GPU's clock has times some iterations late, which differs between ranks. Iterations that some rank has not
+        # measured yet are returned by the next call.
         newest = torch.tensor(self._newest)
         dist.all_reduce(newest, op=dist.ReduceOp.MIN, group=self._groups.world)
         local = [record for record in self._records if record.iteration <= newest.item()]
@@ -284,9 +286,9 @@ class Balancer:
         return None if gathered is None else merge_records(gathered, self._groups.tensor_parallel)
 
     def timelines(self) -> Timelines | None:
-        """An iteration before balancing and one after it, on global rank 0; None elsewhere, and before there is one.
+        """An iteration before balancing and one after it, on global rank 0; None on other ranks or without iterations.
 
-        Collective over all ranks; meant for the end of the run.
+        Collective over all ranks. Call it at the end of the run.
         """
         gathered: list[SampledIterations | None] | None = None
         if dist.get_rank() == 0:
@@ -308,10 +310,17 @@ def attach_balancer(
     """A balancer for the tensor-parallel layers of ``model``. Collective over all ranks.
 
     Args:
-        is_last_pass: whether a layer's n-th backward pass since gradients were last used is the last before they are.
+        model: the boosted model.
+        config: how to balance; the same on all ranks.
+        clock: the clock that the layers mark.
+        tp_group: this rank's tensor-parallel group.
+        iterations_per_interval: the length of an interval of the priorities.
+        is_last_pass: whether a layer's n-th backward pass since the last optimizer step is the last one before the
+        next.
 
     Raises:
-        ValueError: a layer has an option that the mode cannot be combined with, or ranks were given another ``config``.
+        ValueError: a layer has an option that the mode cannot be combined with, or ranks were given different
+        ``config``.
     """
     layers = hetero_layers(model)
     if config.mode != "off":
@@ -321,17 +330,17 @@ def attach_balancer(
                 raise ValueError(f"balance mode {config.mode!r} cannot be combined with {obstacle} (layer {name})")
     groups = make_groups(tp_group)
     _check_same_on_all_ranks(config, groups.world)
-    blocks = find_blocks(model) if config.moves_blocks else []
+    blocks = attach_blocks(model) if config.moves_blocks else []
     return Balancer(layers, blocks, config, clock, groups, iterations_per_interval, is_last_pass)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a tensor could not be made for lack of memory, on a GPU or the host."""
+    """Whether a tensor could not be allocated, on a GPU or the host."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _check_same_on_all_ranks(config: BalanceConfig, world: dist.ProcessGroup) -> None:
-    """Ranks that decide by different rules would soon wait for each other for ever."""
+    """Raise ValueError if the configs differ: ranks would decide differently and wait for each other forever."""
     configs: list[BalanceConfig] = [config] * dist.get_world_size()
     dist.all_gather_object(configs, config, group=world)
     for rank, other in enumerate(configs):

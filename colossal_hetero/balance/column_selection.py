@@ -1,4 +1,4 @@
-"""Which columns a resized layer keeps (SEMI, Sec. III-B, Algorithm 1), one selector per layer.
+"""Selectors of the columns that a resized layer keeps (SEMI, Sec. III-B, Algorithm 1), one per layer.
 
 ``L`` is the number of the layer's contraction columns. Every selector returns kept columns in ascending order.
 """
@@ -15,7 +15,7 @@ from .config import Priority
 __all__ = ["ColumnSelector", "NormProduct", "RandomColumns", "WeightVariation", "make_selector"]
 
 SAMPLED_ROWS = 128
-"""Rows of a matrix from which a column's norm is estimated."""
+"""The number of a matrix's rows from which its columns' norms are estimated."""
 
 
 class ColumnSelector(ABC):
@@ -23,18 +23,18 @@ class ColumnSelector(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
-        """Kept columns, int64 ``[count]`` ascending, for ``x [M, L]`` and ``weight [N, L]``."""
+        """The kept columns, int64 ``[count]`` ascending, for ``x [M, L]`` and ``weight [N, L]``."""
 
-    def end_interval(self, weight: Tensor) -> None:  # noqa: B027  (most rules keep no history)
-        """An interval of the priority rules (an epoch) is over; ``weight [N, L]`` is what it made of the weight."""
+    def end_interval(self, weight: Tensor) -> None:  # noqa: B027  (most rules have no history)
+        """End an interval of the priority rules (an epoch), after which the weight is ``weight [N, L]``."""
 
     def candidate_share(self, threshold: float) -> float:
-        """The share of columns that ``priority-diff`` may prune: 0 for rules that keep no variations."""
+        """The share of columns that ``priority-diff`` may prune; 0 for rules without variations."""
         return 0.0
 
 
 class RandomColumns(ColumnSelector):
-    """ZERO-Rd: columns drawn at random, anew each iteration."""
+    """ZERO-Rd: keeps randomly drawn columns, new ones in each iteration."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -45,25 +45,24 @@ class RandomColumns(ColumnSelector):
 
 
 class NormProduct(ColumnSelector):
-    """Columns of the largest ``‖X[:, i]‖·‖W[:, i]‖``, anew each iteration.
+    """Keeps the columns of the largest ``‖X[:, i]‖·‖W[:, i]‖`` in each iteration.
 
-    The score of column-row sampling, which minimizes the expected error of a sampled matrix product (Drineas, Kannan
-    and Mahoney 2006). Norms are taken over :data:`SAMPLED_ROWS` or a few more evenly spaced rows.
+    This is the score of column-row sampling, which minimizes the expected error of a sampled matrix product (Drineas,
+    Kannan and Mahoney 2006). Norms are taken over :data:`SAMPLED_ROWS` or a few more evenly spaced rows.
     """
 
     def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
-        # Squares sort as the norms do.
+        # Squared norms have the same order as norms.
         score = _squared_norms(x) * _squared_norms(weight)
         return _largest(score, count)
 
 
 class WeightVariation(ColumnSelector):
-    """ZERO-Pri: columns whose weights varied most in the last interval, ``δ_i = mean_r |w_ri^t − w_ri^{t−1}|``.
+    """ZERO-Pri: keeps columns whose weights varied most in the last interval, ``δ_i = mean_r |w_ri^t − w_ri^{t−1}|``.
 
-    Incremental update: a column that was pruned during an interval keeps the δ it had, since its imputed gradient says
-    nothing about it, and can come back. Columns without a δ yet count as varying most, ties broken at random; so
-    the first interval prunes at random and the second starts with those that were kept. Holds a copy of the weight
-    for the length of an interval.
+    A column that was pruned during an interval keeps its δ, because its imputed gradient says nothing about it; so it
+    can be kept again later. Columns without a δ count as varying most, in random order; so the first interval prunes at
+    random, and the second first prunes columns that were kept in the first. The selector holds a copy of the weight.
     """
 
     def __init__(self, weight: Tensor, seed: int) -> None:
@@ -76,7 +75,7 @@ class WeightVariation(ColumnSelector):
 
     def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
         order = self._tie_breaker[self._variation[self._tie_breaker].argsort(descending=True, stable=True)]
-        # Columns beyond those of ``weight`` are given to another rank, and not pruned.
+        # Columns beyond those of ``weight`` are given to another rank; they are not pruned.
         kept = order[order < weight.shape[1]][:count].sort().values
         left_out = torch.ones_like(self._pruned)
         left_out[kept] = False
@@ -104,7 +103,7 @@ def _largest(score: Tensor, count: int) -> Tensor:
 
 
 def make_selector(rule: Priority, weight: Tensor, seed: int) -> ColumnSelector:
-    """The selector of the named rule for a layer whose weight is ``[N, L]``."""
+    """A selector by the named rule for a layer with ``weight [N, L]``."""
     if rule == "random":
         return RandomColumns(seed)
     if rule == "norm-product":

@@ -1,4 +1,4 @@
-"""What a user chooses about balancing."""
+"""The configuration of balancing."""
 
 from __future__ import annotations
 
@@ -21,93 +21,91 @@ RatioForm = Literal["budgeted", "printed"]
 class BalanceConfig:
     """How the work of a tensor-parallel group is balanced.
 
-    The defaults change nothing, and ``mode="auto"`` loses nothing: balancing that costs accuracy has to be asked for
-    with ``mode="resize"``, with ``mode="semi"`` or with a ``max_resize``.
+    By default nothing is changed. ``mode="auto"`` uses exact methods only. Balancing that can reduce accuracy is used
+    only with ``mode="resize"``, ``mode="semi"``, or a positive ``max_resize``.
     """
 
     mode: Mode = "off"
-    """``off`` measures only; ``resize`` prunes work of slow ranks (lossy); ``migrate`` gives it to fast ranks, nothing
-    is lost; ``semi`` lets the slowest migrate and the others resize, as SEMI's Algorithm 2 says; ``auto`` migrates and,
-    where ``max_resize`` allows, prunes such that the predicted iteration time is least."""
+    """``off`` only measures. ``resize`` prunes work of slow ranks, which is lossy. ``migrate`` gives their work to fast
+    ranks, which is exact. ``semi`` lets the slowest ranks migrate and other slow ranks resize (SEMI, Algorithm 2).
+    ``auto`` migrates and, if ``max_resize`` is positive, prunes so that the predicted iteration time is minimal."""
 
     max_resize: float = None  # type: ignore[assignment]
-    """γ_max: the largest share of its work that a rank may prune, in [0, 1); 0 means never prune. None, the default,
-    becomes 0 in mode ``auto``, which so loses nothing unless asked to, and 0.9 in the others. Mode ``migrate`` never
-    prunes."""
+    """γ_max: the largest share of its work that a rank may prune, in [0, 1); 0 means never to prune. None, the default,
+    means 0 in mode ``auto``, which is therefore exact, and 0.9 in the other modes. Mode ``migrate`` never prunes."""
 
     migration: Migration = "block"
-    """What is migrated, and how: whole units of a ``block`` of layers, once per iteration, or columns of each product
-    by ``broadcast-reduce`` or ``scatter-gather``, as in SEMI."""
+    """What is migrated, and how: ``block`` migrates whole units of a block of layers, once per iteration;
+    ``broadcast-reduce`` and ``scatter-gather`` migrate columns of each product, as in SEMI."""
 
     resizing: Resizing = "column"
     """What mode ``resize`` prunes: contraction columns of each product (``column``, as in SEMI) or whole units of a
     ``block``. Modes ``semi`` and ``auto`` prune in the form in which they migrate."""
 
     grain: int = 64
-    """Units that are pruned and migrated together, at the most, ≥ 1: matrix products like round sizes. Layers with few
-    units take a smaller grain."""
+    """The maximum number of units that are pruned or migrated together, ≥ 1: matrix products are faster for round
+    sizes. Layers with few units use a smaller grain."""
 
     measure_costs: bool = True
-    """Whether to measure what pruning and migrating cost here, in a few seconds before training. Without, they are
-    taken to cost nothing."""
+    """Whether to measure the costs of pruning and migrating on this machine, in a few seconds before training. If not,
+    costs are assumed to be zero."""
 
     cost_cache: str | None = None
-    """Folder where measured costs are kept for the next run on the same devices; None is
-    ``$XDG_CACHE_HOME/colossal_hetero``, or ``~/.cache/colossal_hetero``; "" keeps nothing."""
+    """The folder in which measured costs are kept for the next run on the same devices. None means
+    ``$XDG_CACHE_HOME/colossal_hetero`` or ``~/.cache/colossal_hetero``; "" means not to keep them."""
 
     reference: Reference = "minimum"
-    """The time T_ref that slow ranks are brought down to in mode ``resize`` (Eq. 1): the ``minimum`` over the group, so
-    that nobody waits, or the ``mean``, the paper's choice for resizing alone, which prunes less and leaves the slow
-    rank slower."""
+    """The time T_ref to which slow ranks are reduced in mode ``resize`` (Eq. 1). With the ``minimum`` over the group no
+    rank waits; with the ``mean``, the paper's choice for resizing alone, less is pruned and the slow rank stays
+    slower."""
 
     resize_ratio: float | Literal["auto"] = "auto"
     """γ of every slow rank in mode ``resize``: ``auto`` by Eq. 1, or a fixed share in [0, 1) (½ in the paper's suffix-E
     variants)."""
 
     resize_overhead: float = 0.08
-    """What taking columns out and imputing them adds to a rank's products, as a share of their full time, in [0, 1).
-    With ``resize_ratio="auto"`` mode ``resize`` prunes that much more than Eq. 1 says, so that the rank really arrives
-    at T_ref."""
+    """The time that selecting and imputing columns adds to a rank's products, as a share of their full time, in [0, 1).
+    With ``resize_ratio="auto"`` mode ``resize`` prunes that much more than Eq. 1, so that the rank reaches T_ref."""
 
     priority: Priority = "norm-product"
-    """Which columns go: ``random``, ``priority`` (least weight variation), ``priority-diff`` (the same with a ratio per
-    layer) or ``norm-product`` (least ‖X column‖·‖W column‖)."""
+    """Which columns are pruned: ``random``, ``priority`` (smallest weight variation), ``priority-diff`` (the same with
+    a ratio per layer) or ``norm-product`` (smallest ‖X column‖·‖W column‖)."""
 
     imputation: Imputation = "zero"
-    """What the gradients hold at pruned columns: ``zero``, ``average`` or ``same``."""
+    """The gradients at pruned columns: ``zero``, the ``average`` of the kept columns, or the ``same`` as before."""
 
     priority_interval: int | None = None
-    """Iterations between two updates of the weight variations; None means an epoch, if the data loader given to
-    ``booster.boost`` has a length, else 100."""
+    """Iterations between two updates of the weight variations. None means an epoch if the data loader that is passed to
+    ``booster.boost`` has a length, otherwise 100."""
 
     ratio_form: RatioForm = "budgeted"
-    """How ``priority-diff`` sets its ratios: ``budgeted`` keeps the time that Eq. 1 asks for, ``printed`` is
-    Algorithm 1 to the letter."""
+    """How ``priority-diff`` sets its ratios: ``budgeted`` keeps the total time of Eq. 1, ``printed`` follows Algorithm
+    1 exactly."""
 
     decay: float = 0.8
-    """α of ``priority-diff``: a layer's ratio before budgeting is at least α·γ, in [0, 1]."""
+    """α of ``priority-diff``, in [0, 1]: before budgeting, a layer's ratio is at least α·γ."""
 
     variation_threshold: float = 1e-3
-    """θ_iter of ``priority-diff``: a column that changed less than this per iteration is a candidate, ≥ 0."""
+    """θ_iter of ``priority-diff``, ≥ 0: columns that change less than this per iteration are candidates for pruning."""
 
     threshold: float = 0.10
-    """Times are exchanged when some rank's moved by more than this share; must be positive."""
+    """Ranks exchange times if the time of one of them has changed by more than this share; must be positive."""
 
     margin: float = 0.10
-    """A rank is slow when it takes more than (1 + margin)·T_ref; must be positive. A ratio of mode ``resize`` is
-    changed only if that changes the rank's time by more than margin·T_ref; the plan of another mode only if that gains
-    more than this share of the iteration, or half of it to start with. Noise of about half of it does not move a plan.
-    """
+    """A rank is slow if it takes more than (1 + margin)·T_ref; must be positive. In mode ``resize`` a ratio is changed
+    only if that changes the rank's time by more than margin·T_ref. In other modes a plan is replaced only if that saves
+    more than this share of the iteration, and a first plan is applied only if it saves more than half of it. Noise of
+    about half of the margin does not change a plan."""
 
     patience: int = 2
-    """Consecutive iterations that must agree before a change of speed is believed, ≥ 1; more before a rank is believed
-    to be slower that has flickered."""
+    """Consecutive iterations after which a change of speed is accepted, ≥ 1; more for a rank that becomes slower after
+    its speed has flickered."""
 
     warmup_iterations: int = 2
-    """First iterations that are not judged (allocation, caches), ≥ 0."""
+    """The number of first iterations that are ignored (allocation, caches), ≥ 0."""
 
     seed: int = 0
-    """Seed of the ``random`` rule."""
+    """The seed of the ``random`` rule."""
 
     def __post_init__(self) -> None:
         _check_choice("mode", self.mode, get_args(Mode))
@@ -128,7 +126,7 @@ class BalanceConfig:
             _check_share("resize_ratio", self.resize_ratio)
             if self.resize_ratio > self.max_resize:
                 raise ValueError(
-                    f"resize_ratio={self.resize_ratio} is above max_resize={self.max_resize}; lower it, or raise that"
+                    f"resize_ratio={self.resize_ratio} is above max_resize={self.max_resize}; lower it or raise that"
                 )
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(f"decay={self.decay} is outside [0, 1]")
@@ -137,16 +135,16 @@ class BalanceConfig:
         for name in ("threshold", "margin"):
             value = getattr(self, name)
             if not (value > 0.0 and math.isfinite(value)):
-                raise ValueError(f"{name}={value} must be a positive number (0.1 stands for 10 %)")
-        for name, least in (("patience", 1), ("warmup_iterations", 0), ("grain", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+                raise ValueError(f"{name}={value} must be a positive number (0.1 means 10 %)")
+        for name, minimum in (("patience", 1), ("warmup_iterations", 0), ("grain", 1)):
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {minimum}")
         if self.priority_interval is not None and self.priority_interval < 1:
             raise ValueError(f"priority_interval={self.priority_interval} must be at least 1 iteration, or None")
 
     @property
     def moves_blocks(self) -> bool:
-        """Whether whole units of blocks are pruned and migrated, not columns of single products."""
+        """Whether whole units of blocks are pruned and migrated, rather than columns of single products."""
         if self.mode == "resize":
             return self.resizing == "block"
         return self.mode != "off" and self.migration == "block"

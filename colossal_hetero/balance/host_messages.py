@@ -1,6 +1,6 @@
-"""The balancer's messages: small, on the host, beside the training's own.
+"""The balancer's messages between ranks: small ones, sent from the host.
 
-They travel over Gloo groups of their own, so that asking "did anyone's speed move?" neither waits for a GPU nor mixes
+They use separate Gloo groups, so that asking whether a rank's speed has changed neither waits for a GPU nor interferes
 with the collectives of the model.
 """
 
@@ -30,9 +30,9 @@ class Exchange:
         return self._group.size()
 
     def post_flag(self, raised: bool, digest: int) -> None:
-        """Start asking whether any rank raised its flag in this iteration; :meth:`take_flag` has the answer.
+        """Start asking whether any rank raises its flag in this iteration; :meth:`take_flag` returns the answer.
 
-        ``digest`` stands for the plan that this rank's layers follow.
+        ``digest`` is the hash of the plan that this rank follows.
         """
         self._flag = torch.tensor([raised, digest, -digest], dtype=torch.int64)
         self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -54,22 +54,22 @@ class Exchange:
         return bool(raised)
 
     def gather(self, times: RankTimes | None) -> list[RankTimes] | None:
-        """Everyone's times by rank in the group, the same on all ranks; None if some rank has none yet."""
-        own = (float("nan"),) * 3
+        """The times of all ranks of the group, equal on all ranks; None if some rank has none yet."""
+        values = (float("nan"),) * 3
         if times is not None:
-            own = (times.work_seconds, times.matmul_seconds, times.communication_seconds)
-        mine = torch.tensor(own, dtype=torch.float64)
+            values = (times.work_seconds, times.matmul_seconds, times.communication_seconds)
+        mine = torch.tensor(values, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self._group)
-        if any(bool(values.isnan().any()) for values in everyone):
+        if any(bool(rank.isnan().any()) for rank in everyone):
             return None
-        return [RankTimes(*values.tolist()) for values in everyone]
+        return [RankTimes(*rank.tolist()) for rank in everyone]
 
     def check_same(self, digest: int) -> None:
-        """Make sure, before a plan is followed, that all ranks have decided the same.
+        """Check that all ranks have decided on the same plan, before they follow it.
 
         Raises:
-            RuntimeError: they have not.
+            RuntimeError: the plans differ.
         """
         digests = torch.tensor([digest, -digest], dtype=torch.int64)
         dist.all_reduce(digests, op=dist.ReduceOp.MAX, group=self._group)
@@ -77,30 +77,30 @@ class Exchange:
             raise RuntimeError(_DIFFERENT_PLANS)
 
     def all_agree(self, yes: bool) -> bool:
-        """Whether every rank says yes."""
+        """Whether ``yes`` is true on every rank."""
         vote = torch.tensor([yes], dtype=torch.int64)
         dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group)
         return bool(vote.item())
 
 
 _DIFFERENT_PLANS = (
-    "the ranks of a tensor-parallel group hold different balancing plans, so that their sums would be wrong; training "
-    "stops here. Do all ranks run the same version of colossal_hetero and numpy, with the same BalanceConfig?"
+    "the ranks of a tensor-parallel group have different balancing plans, which would make their sums wrong; training "
+    "is stopped. Check that all ranks use the same versions of colossal_hetero and numpy, and the same BalanceConfig"
 )
 
 
 @dataclass(frozen=True)
 class Groups:
-    """What a rank's balancer talks through."""
+    """The process groups of a rank's balancer."""
 
     exchange: Exchange
-    """With its tensor-parallel group."""
+    """The messages of its tensor-parallel group."""
     world: dist.ProcessGroup
     """All ranks, over Gloo."""
     tensor_parallel: list[list[int]]
-    """All tensor-parallel groups as lists of global ranks."""
+    """All tensor-parallel groups, as lists of global ranks."""
     migration: dist.ProcessGroup
-    """Its tensor-parallel group, for migrated work, over the backend of the training."""
+    """Its tensor-parallel group for migrated work, with the backend of the training."""
 
 
 def make_groups(tp_group: dist.ProcessGroup) -> Groups:

@@ -1,8 +1,9 @@
-"""``colossal-hetero batches``: deal a global batch to the devices of a profile."""
+"""``colossal-hetero batches``: divide a global batch over the devices of a profile."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,27 +12,42 @@ from .common import check_outputs, errors_on_one_line, make_console
 __all__ = ["batches"]
 
 
+class _Accumulation(click.Choice):
+    """A choice that still accepts "own", the spelling of "per_rank" in version 0.1."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "own":
+            from ..planner.batches.allocation import accumulation_named
+
+            value = accumulation_named(value)
+        return super().convert(value, param, ctx)
+
+
 @click.command()
 @click.argument("profile", type=click.Path(path_type=Path))
-@click.option("--global-batch", type=click.IntRange(min=1), required=True, help="Samples per optimizer step, in all.")
-@click.option("--stage", type=click.IntRange(0, 3), help="Stage of ZeRO; default: the one that was profiled.")
+@click.option(
+    "--global-batch", type=click.IntRange(min=1), required=True, help="Samples per optimizer step, over all devices."
+)
+@click.option("--stage", type=click.IntRange(0, 3), help="Stage of ZeRO; default: the stage of the profile.")
 @click.option(
     "--accumulation",
-    type=click.Choice(["shared", "own"]),
+    type=_Accumulation(["shared", "per_rank"]),
     default="shared",
     show_default=True,
-    help="Whether all devices run equally many micro-steps, or each its own number (stages 0 and 1).",
+    help="Number of micro-steps per global batch: the same on all devices, or its own on each (stages 0 and 1).",
 )
 @click.option(
     "--method",
     type=click.Choice(["exact", "uniform", "flops", "adapt"]),
     default="exact",
     show_default=True,
-    help="How the global batch is dealt.",
+    help="Rule that divides the global batch.",
 )
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the allocation as JSON.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the division to this JSON file.")
 @click.option(
-    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw curves and timelines: .png, .pdf or .svg."
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw throughput curves and timelines to this file: .png, .pdf or .svg.",
 )
 def batches(
     profile: Path,
@@ -42,9 +58,9 @@ def batches(
     out: Path | None,
     plot: Path | None,
 ) -> None:
-    """Deal a global batch to the devices of PROFILE, a JSON file that profiling wrote.
+    """Divide a global batch over the devices of PROFILE, a JSON file that profiling wrote.
 
-    Prints what each device gets, how long it is busy and how long it waits, and how other methods compare.
+    Prints each device's samples, compute time and waiting time, and compares the methods.
     """
     from ..planner.batches.batch_profile import load_profile
     from ..planner.batches.comparison import compare

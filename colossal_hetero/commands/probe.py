@@ -1,4 +1,4 @@
-"""``colossal-hetero probe``: write the cluster file of the machines that this runs on."""
+"""``colossal-hetero probe``: measure machines and write their cluster file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _pairs(context: click.Context, parameter: click.Parameter, values: tuple[str
     pairs = [value.partition("=") for value in values]
     for value, (host, _, name) in zip(values, pairs, strict=True):
         if not host or not name:
-            raise click.BadParameter(f"{value!r} is not HOST=CLUSTER", context, parameter)
+            raise click.BadParameter(f"{value!r} does not have the form HOST=CLUSTER", context, parameter)
     return [(host, name) for host, _, name in pairs]
 
 
@@ -25,31 +25,31 @@ def _pairs(context: click.Context, parameter: click.Parameter, values: tuple[str
     type=click.Path(path_type=Path, dir_okay=False),
     default=Path("cluster.toml"),
     show_default=True,
-    help="The file to write.",
+    help="Cluster file to write.",
 )
 @click.option(
     "--nproc",
     type=click.IntRange(min=1),
-    help="Start that many ranks on this machine; default: one per GPU, or one on the CPU.",
+    help="Number of ranks to start on this machine; default: one per GPU, or one if there is no GPU.",
 )
 @click.option(
     "--cluster-of",
     multiple=True,
     metavar="HOST=CLUSTER",
     callback=_pairs,
-    help="Put machines whose host name fits the pattern in that cluster; default: by their fastest kind of NIC.",
+    help="Put machines whose host name matches the pattern HOST into CLUSTER; default: by their fastest kind of NIC.",
 )
 @click.option(
     "--timeout",
     type=click.FloatRange(min=1),
     default=600,
     show_default=True,
-    help="Seconds after which to give up.",
+    help="Give up after this number of seconds.",
 )
 def probe(out: Path, nproc: int | None, cluster_of: list[tuple[str, str]], timeout: float) -> None:
-    """Write the cluster file of the machines that this runs on: devices, memory, speed, and how they reach each other.
+    """Measure machines and write their cluster file: devices, memory, speed, latency and bandwidth between devices.
 
-    Alone it measures this machine. For several, run it on each of them under a launcher:
+    Without a launcher it measures this machine. To measure several machines, start it on each with a launcher:
 
     torchrun --nnodes ... --nproc-per-node ... -m colossal_hetero.cli probe --out cluster.toml
     """
@@ -60,7 +60,7 @@ def probe(out: Path, nproc: int | None, cluster_of: list[tuple[str, str]], timeo
         check_outputs(out)
         if is_rank():
             if nproc is not None:
-                raise ValueError("--nproc starts ranks, but a launcher has started them already; leave it out")
+                raise ValueError("a launcher has already started the ranks; leave out --nproc, which starts ranks too")
             probe_as_rank(out, cluster_of, timeout, make_console())
         else:
             arguments = ["--out", str(out), "--timeout", str(timeout)]

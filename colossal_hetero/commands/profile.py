@@ -143,21 +143,21 @@ def profile(
 
 def _measure(model: str, out: Path, nproc: int | None, given: dict[str, Any]) -> None:
     from ..processes.launch import is_rank, local_devices, start_ranks
-    from ..profiling.layers.named_profile import ProfileRequest, check_request, profile_here
+    from ..profiling.layers.named_profile import ProfileRequest, check_request, profile_named_model
 
-    given["least_seconds"] = given.pop("seconds")
+    given["min_seconds"] = given.pop("seconds")
     request = ProfileRequest(model=model, out=out, **given)
     if is_rank():
         if nproc is not None:
             raise ValueError("--nproc starts ranks, but a launcher has started them already; leave it out")
-        measured = profile_here(request, make_console())
+        measured = profile_named_model(request, make_console())
         import os
 
         if os.environ["RANK"] == "0":
             show_profile(measured.profile, out)
         return
     check_request(request)
-    arguments = ["--model", model, "--out", str(out), "--seconds", str(request.least_seconds)]
+    arguments = ["--model", model, "--out", str(out), "--seconds", str(request.min_seconds)]
     arguments += ["--sequence", str(request.sequence), "--micro-batch", ",".join(map(str, request.micro_batches))]
     arguments += ["--optimizer", request.optimizer, "--precision", request.precision]
     if request.image_size is not None:

@@ -1,7 +1,7 @@
-"""What keeps Colossal-AI's hybrid-parallel plugin from running on a CPU over Gloo, mended.
+"""Patches that let Colossal-AI's hybrid-parallel plugin run on a CPU over Gloo.
 
-:mod:`colossal_hetero.accelerator` calls :func:`mend_colossalai` on import where the CPU is what there is to train on,
-and never elsewhere. Each mend replaces one name and says why; none changes what a GPU does.
+:mod:`colossal_hetero.accelerator` calls :func:`patch_colossalai` on import if there is no GPU or NPU,
+and never otherwise. Each patch replaces one name and says why; none changes what a GPU does.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from functools import cache
 
 from . import collectives, layers, models, point_to_point, zero
 
-__all__ = ["mend_colossalai"]
+__all__ = ["patch_colossalai"]
 
 
 @cache
-def mend_colossalai() -> None:
-    """Apply every mend, once per process."""
-    point_to_point.mend()
-    collectives.mend()
-    layers.mend()
-    models.mend()
-    zero.mend()
+def patch_colossalai() -> None:
+    """Apply every patch, once per process."""
+    point_to_point.patch()
+    collectives.patch()
+    layers.patch()
+    models.patch()
+    zero.patch()

@@ -1,4 +1,4 @@
-"""Collectives that Gloo lacks and Colossal-AI's sequence parallelism uses."""
+"""Collectives of Colossal-AI's sequence parallelism that Gloo does not have."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from colossalai.shardformer.layer import _operation
 
-from .stand_in import StandIn
+from .module_proxy import ModuleProxy
 
-__all__ = ["mend", "reduce_scatter"]
+__all__ = ["patch", "reduce_scatter"]
 
 
 def reduce_scatter(
@@ -20,14 +20,14 @@ def reduce_scatter(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """``torch.distributed.reduce_scatter`` by way of ``reduce_scatter_tensor``, the one of the two that Gloo has.
+    """``torch.distributed.reduce_scatter`` in terms of ``reduce_scatter_tensor``, which Gloo has.
 
-    ``output`` is contiguous; each of the ``input_list``, one per rank, has its shape.
+    ``output`` must be contiguous; ``input_list`` has one tensor of the same shape per rank.
     """
     inputs = torch.cat([piece.reshape(-1) for piece in input_list])
     return dist.reduce_scatter_tensor(output.view(-1), inputs, op, group, async_op)
 
 
-def mend() -> None:
-    """Let the layers' sequence parallelism (``split_gather`` and ``ring``) reduce and scatter over Gloo."""
-    _operation.dist = StandIn(dist, reduce_scatter=reduce_scatter)
+def patch() -> None:
+    """Let sequence parallelism (``split_gather`` and ``ring``) use reduce-scatter over Gloo."""
+    _operation.dist = ModuleProxy(dist, reduce_scatter=reduce_scatter)

@@ -1,4 +1,4 @@
-"""Parallel layers on a CPU: what they move to a GPU stays, and their random state is restored."""
+"""Parallel layers on a CPU: tensors are not moved to a GPU, and the random state is restored."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from colossalai.shardformer.layer.linear import Linear1D_Row
 from colossalai.shardformer.layer.qkv_fused_linear import FusedLinear1D_Row, GPT2FusedLinearConv1D_Row
 from colossalai.shardformer.layer.utils import Randomizer
 
-__all__ = ["mend"]
+__all__ = ["patch"]
 
 
 @contextmanager
 def _cuda_stays_here(tensor: torch.Tensor) -> Iterator[None]:
     """Let ``tensor.cuda()`` return the tensor itself, contiguous and detached.
 
-    Colossal-AI calls it because NCCL communicates from GPUs only; Gloo communicates from where the tensor is.
+    Colossal-AI calls it because NCCL only sends from GPUs; Gloo sends from the memory where the tensor is.
     """
     tensor.cuda = tensor.detach().contiguous  # type: ignore[assignment, method-assign]
     try:
@@ -31,7 +31,7 @@ def _cuda_stays_here(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def _gathering_here(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``gather_fused_qkv_in_gpt2_style`` without a GPU: checkpoints and gathered outputs of fused layers need it."""
+    """``gather_fused_qkv_in_gpt2_style`` without a GPU; used for checkpoints and gathered outputs of fused layers."""
 
     @wraps(gather)
     def gather_fused_qkv(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -57,8 +57,8 @@ def _resetting_here(reset: Callable[..., None]) -> Callable[..., None]:
 def _forking_one_state(fork: Callable[..., AbstractContextManager[None]]) -> Callable[..., Any]:
     """``Randomizer.fork_rng`` for one generator.
 
-    With ``enable_cpu`` it saves the device's state and the CPU's and restores them in the order in which it saved
-    them. Both are the same generator here, and restoring them so would leave the randomizer's state as the global one.
+    With ``enable_cpu`` the original saves the device's state and then the CPU's, and restores them in the same order.
+    On a CPU both are one generator, so the randomizer's state would remain as the global one.
     """
 
     @wraps(fork)
@@ -69,10 +69,10 @@ def _forking_one_state(fork: Callable[..., AbstractContextManager[None]]) -> Cal
 
 
 def _accumulating(weight_gradient: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor | None]:
-    """A zero-bubble schedule's deferred weight gradient that adds to the gradient it is given.
+    """A zero-bubble schedule's deferred weight gradient, added to the gradient that is passed to it.
 
-    Colossal-AI's store calls it as ``(x, dy)`` for the first micro-batch and ``(x, dy, dW)`` for the later ones.
-    The fused kernels of apex, which need a GPU, add to ``dW``; the plain product ignores it.
+    Colossal-AI's store calls it with ``(x, dy)`` for the first micro-batch and ``(x, dy, dW)`` for later ones. The
+    fused kernels of apex, which need a GPU, add to ``dW``; Colossal-AI's plain product ignores it.
     """
 
     def add(x: torch.Tensor, dy: torch.Tensor, dw: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -82,7 +82,7 @@ def _accumulating(weight_gradient: Callable[..., torch.Tensor]) -> Callable[...,
     return add
 
 
-def mend() -> None:
+def patch() -> None:
     """Let Colossal-AI's parallel layers be built, trained and saved without a GPU."""
     qkv_fused_linear.gather_fused_qkv_in_gpt2_style = _gathering_here(qkv_fused_linear.gather_fused_qkv_in_gpt2_style)
     for layer in (Linear1D_Row, FusedLinear1D_Row, GPT2FusedLinearConv1D_Row):

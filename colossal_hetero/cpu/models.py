@@ -1,4 +1,4 @@
-"""Model code of Colossal-AI that selects the GPU of its hidden states, on a CPU."""
+"""Model code of Colossal-AI that calls ``torch.cuda.set_device``, on a CPU."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from colossalai.shardformer.modeling import gpt2, gptj, opt, t5
 
-from .stand_in import StandIn
+from .module_proxy import ModuleProxy
 
-__all__ = ["mend"]
+__all__ = ["patch"]
 
 
 def _set_device(device: Any) -> None:
-    """``torch.cuda.set_device`` raises for a CPU; there is one CPU device, and it is always the current one."""
+    """Do nothing: ``torch.cuda.set_device`` raises for a CPU, whose only device is always the current one."""
 
 
-def mend() -> None:
-    """Let the forward passes that call ``torch.cuda.set_device(hidden_states.device)`` run."""
+def patch() -> None:
+    """Let forward passes run that call ``torch.cuda.set_device(hidden_states.device)``."""
     for model in (gpt2, gptj, opt, t5):
-        model.torch = StandIn(torch, cuda=StandIn(torch.cuda, set_device=_set_device))
+        model.torch = ModuleProxy(torch, cuda=ModuleProxy(torch.cuda, set_device=_set_device))

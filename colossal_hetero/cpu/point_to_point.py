@@ -1,9 +1,9 @@
 """Pipeline messages over Gloo, with the semantics that Colossal-AI's schedules expect of NCCL.
 
-Under NCCL a wait on a request makes the *stream* wait and returns to Python at once. The schedules rely on it:
+Under NCCL, waiting for a request makes the *stream* wait and returns to Python at once. The schedules rely on that:
 
 ====================  ==========================================  =============================================
-the schedules          under Gloo as it is                         here
+the schedules         under plain Gloo                            under this module
 ====================  ==========================================  =============================================
 wait on a send         blocks until the peer receives: deadlock    returns at once
 wait twice             blocks for ever the second time             the second wait returns at once
@@ -11,8 +11,8 @@ drop a send's request  may never be delivered                      kept until th
 reuse a sent tensor    changes the message                         a copy is sent
 ====================  ==========================================  =============================================
 
-The step's end is the one safe place to wait for the sends: all of this rank's messages of the step are posted and all
-that it needs have come, so no peer waits for anything that this rank still has to do.
+The end of the step is the only safe place to wait for the sends: this rank has posted all its messages of the step and
+received all that it needs, so no other rank is waiting for it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from colossalai.pipeline.schedule import (
     ZeroBubbleVPipeScheduler,
 )
 
-from .stand_in import StandIn
+from .module_proxy import ModuleProxy
 
-__all__ = ["Messages", "mend"]
+__all__ = ["Messages", "patch"]
 
 
 class _Sent:
-    """A message on its way. Nobody has to wait for it: its content is a copy."""
+    """The request of a sent message, whose wait returns at once because a copy is sent."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -46,7 +46,7 @@ class _Sent:
 
 
 class _Received:
-    """A message to come, which may be waited for more than once."""
+    """The request of a message to receive, which may be waited for more than once."""
 
     def __init__(self, work: dist.Work | None) -> None:
         self._work = work
@@ -62,7 +62,7 @@ class _Received:
 
 
 class Messages:
-    """The messages of this rank: a ``batch_isend_irecv`` that buffers what it sends."""
+    """The messages of this rank: a ``batch_isend_irecv`` that sends copies."""
 
     def __init__(self) -> None:
         self._sends: list[tuple[dist.Work | None, torch.Tensor]] = []
@@ -86,11 +86,11 @@ class Messages:
 
     @property
     def kept(self) -> int:
-        """How many sent messages are kept, because they may not have left yet."""
+        """The number of copies that are kept because their sending may not be finished."""
         return len(self._sends)
 
     def wait_for_sends(self) -> None:
-        """Wait until every message sent so far has left, and release the copies."""
+        """Wait until every message posted so far is sent, and release the copies."""
         for work, _ in self._sends:
             if work is not None:
                 work.wait()
@@ -109,11 +109,11 @@ def _then_wait_for_sends(step: Callable[..., Any], messages: Messages) -> Callab
     return forward_backward_step
 
 
-def mend() -> None:
-    """Give Colossal-AI's pipeline messages that work over Gloo."""
+def patch() -> None:
+    """Let Colossal-AI's pipeline send its messages over Gloo."""
     messages = Messages()
-    p2p.dist = StandIn(dist, batch_isend_irecv=messages.batch_isend_irecv)
+    p2p.dist = ModuleProxy(dist, batch_isend_irecv=messages.batch_isend_irecv)
     for schedule in (OneForwardOneBackwardSchedule, InterleavedSchedule, ZeroBubbleVPipeScheduler):
         schedule.forward_backward_step = _then_wait_for_sends(schedule.forward_backward_step, messages)
-    # The original asks for `Backend.HCCL`, which torch lacks, as soon as a group is not NCCL's.
+    # For a group that is not NCCL's, the original uses `Backend.HCCL`, which torch does not have.
     p2p._check_for_nccl_hccl_backend = p2p.check_for_nccl_backend

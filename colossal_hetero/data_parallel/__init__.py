@@ -1,1 +1,1 @@
-"""Uneven batches: who draws which samples, what a device holds, and how the gradients stay exact."""
+"""Uneven data parallelism: samplers and loaders of unequal micro-batches, exact gradients, and rebalancing."""

@@ -1,14 +1,14 @@
-"""A training loop that steps after every batch, made to step once per global batch, with exact gradients.
+"""Gradient accumulation over uneven micro-batches, with exact gradients and an unchanged training loop.
 
-The loop stays as it was: forward, loss, ``booster.backward``, ``optimizer.step``, ``zero_grad``, once per micro-batch
-that the loader gives it. Between the micro-batches of one global batch, ``step``, ``zero_grad``, clipping and the
-learning rate's schedule do nothing.
+The training loop calls forward, loss, ``booster.backward``, ``optimizer.step`` and ``zero_grad`` for every micro-batch
+of the loader. Between the micro-batches of one global batch, ``step``, ``zero_grad``, gradient clipping and the
+learning-rate schedule do nothing, so that the optimizer steps once per global batch.
 
 [Note: weights of micro-batches]
-Data parallelism averages gradients over ranks. With the mean loss over its n samples, a micro-batch of a global batch
-of N samples on R ranks is weighted by ``n · R / N``: summed over micro-batches and averaged over ranks the gradient
-is the mean over the N samples, whatever the division. A rank without samples runs one with weight zero, because its
-peers wait for it in the collectives.
+Data parallelism averages gradients over R ranks. The loss of a micro-batch is the mean over its n samples. It is
+multiplied by ``n · R / N``, where N is the number of samples of the global batch. Summed over micro-batches and
+averaged over ranks, the gradient is then the mean over the N samples for every division. A rank without samples runs
+one sample with weight zero, because the other ranks wait for it in the collectives.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from .loader import HeteroDataLoader
 from .sampler import MicroBatch
 
-__all__ = ["Accumulation"]
+__all__ = ["GradientAccumulation"]
 
 
-class Accumulation:
-    """Follows a loader through its micro-batches and makes model, optimizer and schedule do what each is for.
+class GradientAccumulation:
+    """Makes a model, its optimizer and its schedule accumulate gradients over the micro-batches of each global batch.
 
     Args:
-        loader: hands out the micro-batches.
-        ranks: how many ranks gradients are averaged over.
-        synchronize: told before each forward pass whether its gradients are to be summed over ranks.
-        max_norm: clip gradients by this norm before each step; 0 does not.
-        on_step: called after each real optimizer step.
+        loader: loader of the micro-batches.
+        ranks: number of ranks that gradients are averaged over.
+        synchronize: called before each forward pass with whether its gradients are to be summed over ranks.
+        max_norm: gradients are clipped to this norm before each step; 0: no clipping.
+        on_step: called after each real optimizer step, i.e. once per global batch.
     """
 
     def __init__(
@@ -56,30 +56,29 @@ class Accumulation:
         self._drop_gradients: Callable[[], None] = lambda: None
         self._seen: MicroBatch | None = None
         self.within_global_batch = False
-        """Whether gradients have been gathered that the optimizer has not stepped with."""
+        """Whether there are accumulated gradients that the optimizer has not used yet."""
 
     def weight(self, micro_batch: MicroBatch) -> float:
-        """What the mean loss over a micro-batch is multiplied by; see [Note: weights of micro-batches]."""
+        """The factor of the mean loss of a micro-batch; see [Note: weights of micro-batches]."""
         return micro_batch.samples * self._ranks / micro_batch.global_samples
 
     def attach(self, model: ModelWrapper, optimizer: OptimizerWrapper, lr_scheduler: LRScheduler | None) -> None:
-        """Replace the methods that a training loop calls. Call it once, on what a plugin has configured."""
+        """Replace the methods that a training loop calls. Call it once, on objects that a plugin has configured."""
         self._drop_gradients = optimizer.zero_grad
         model.register_forward_pre_hook(self._before_forward)
         optimizer.backward = self._weighted(optimizer.backward)
         optimizer.step = self._stepping(optimizer, optimizer.step)
         optimizer.zero_grad = self._between_global_batches(optimizer.zero_grad)
         for name in ("clip_grad_by_norm", "clip_grad_by_value", "unscale_grad"):
-            setattr(optimizer, name, self._before_the_step(getattr(optimizer, name)))
+            setattr(optimizer, name, self._only_in_last_micro_batch(getattr(optimizer, name)))
         if lr_scheduler is not None:
-            self._pace(lr_scheduler)
+            self._step_with_optimizer(lr_scheduler)
 
     def _current(self) -> MicroBatch:
         if self._loader.current is None:
             raise RuntimeError(
-                "this batch did not come from the loader that plugin.prepare_dataloader made and booster.boost "
-                "was given; "
-                "only its batches are divided by what each device can do"
+                "this batch is not from the loader that plugin.prepare_dataloader made and that was passed to "
+                "booster.boost; train with the batches of that loader only"
             )
         return self._loader.current
 
@@ -89,7 +88,7 @@ class Accumulation:
         micro_batch = self._current()
         is_new, self._seen = micro_batch is not self._seen, micro_batch
         if is_new and self._loader.micro_step == 0 and self.within_global_batch:
-            # The loop left a global batch half done: what it gathered belongs to nothing.
+            # The loop left a global batch before its end, so its accumulated gradients are dropped.
             self.within_global_batch = False
             self._drop_gradients()
         self._synchronize(micro_batch.is_last)
@@ -120,24 +119,27 @@ class Accumulation:
 
         return run
 
-    def _before_the_step(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _only_in_last_micro_batch(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
             return method(*args, **kwargs) if self._current().is_last else None
 
         return run
 
-    def _pace(self, lr_scheduler: LRScheduler) -> None:
-        """Let a schedule advance with optimizer steps. By its class, because its attributes are its checkpoint."""
+    def _step_with_optimizer(self, lr_scheduler: LRScheduler) -> None:
+        """Let a schedule step only when the optimizer does.
+
+        The class of the schedule is replaced rather than its method, because its attributes are saved in checkpoints.
+        """
         accumulation = self
 
-        class Paced(type(lr_scheduler)):  # type: ignore[misc]
+        class SteppedWithOptimizer(type(lr_scheduler)):  # type: ignore[misc]
             def step(self, *args: Any, **kwargs: Any) -> None:
                 if not accumulation.within_global_batch:
                     super().step(*args, **kwargs)
 
-        Paced.__name__ = type(lr_scheduler).__name__
-        lr_scheduler.__class__ = Paced
+        SteppedWithOptimizer.__name__ = type(lr_scheduler).__name__
+        lr_scheduler.__class__ = SteppedWithOptimizer
 
     def _between_global_batches(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)

@@ -1,4 +1,4 @@
-"""Puts uneven batches around what a plugin has configured: measure, divide, accumulate."""
+"""Add uneven batches to a model, optimizer and loader that a plugin has configured: measure, divide, accumulate."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..accelerator import get_accelerator
 from ..planner.batches.batch_profile import BatchProfile, load_profile, save_profile
 from ..profiling.batches.device_profiler import device_name
-from ..profiling.batches.forward_watch import ForwardWatch
+from ..profiling.batches.forward_timer import ForwardTimer
 from ..profiling.batches.rank_profiler import ModelDescription, profile_ranks
 from ..profiling.training_step import TrialRun
-from .accumulation import Accumulation
+from .accumulation import GradientAccumulation
 from .batch_balancer import BatchBalancer
 from .config import BatchConfig
 from .loader import HeteroDataLoader
@@ -28,24 +28,26 @@ __all__ = ["BatchSetup", "attach_batches", "profile_for"]
 
 @dataclass(frozen=True)
 class BatchSetup:
-    """What the parts that deal with batches have to know of a plugin."""
+    """What uneven batches need to know about a plugin."""
 
     config: BatchConfig
     stage: int
-    """Of ZeRO."""
+    """Stage of ZeRO."""
     precision: str
+    """``fp32``, ``fp16`` or ``bf16``."""
     replica_of: Sequence[int]
-    """Which replica of the model each rank belongs to."""
+    """Index of the model replica that each rank belongs to, by rank."""
     synchronize: Callable[[bool], None]
-    """Told before a forward pass whether its gradients are to be summed over replicas."""
+    """Called before a forward pass with whether its gradients are to be summed over replicas."""
     max_norm: float = 0.0
-    """Clip by it before the step; 0 where the optimizer does so itself, or nobody is to."""
+    """Gradients are clipped to this norm before the step; 0 if there is no clipping or the optimizer does it."""
 
 
-def _known_profile(setup: BatchSetup, description: ModelDescription) -> BatchProfile | None:
-    """The profile file that the user named, checked against devices and model; None if there is none yet.
+def _existing_profile(setup: BatchSetup, description: ModelDescription) -> BatchProfile | None:
+    """The user's profile file, checked against devices and model; None if it does not exist yet. Every rank calls it.
 
-    Every rank calls it. Raises ``ValueError`` where the file is no profile, or one of others.
+    Raises:
+        ValueError: on every rank, if the file is not a profile, or belongs to other devices or another model.
     """
     path = setup.config.profile
     found: list[Any] = [None] * dist.get_world_size()
@@ -53,11 +55,13 @@ def _known_profile(setup: BatchSetup, description: ModelDescription) -> BatchPro
     dist.all_gather_object(found, (path is not None and Path(path).exists(), device))
     if path is None or not any(exists for exists, _ in found):
         if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"profile={str(path)!r} cannot be written: {Path(path).absolute().parent} is no directory")
+            raise ValueError(
+                f"profile={str(path)!r} cannot be written: {Path(path).absolute().parent} is not a directory"
+            )
         return None
     missing = [rank for rank, (exists, _) in enumerate(found) if not exists]
     if missing:
-        raise ValueError(f"profile={str(path)!r} is not there for ranks {missing}; copy it to their machines")
+        raise ValueError(f"profile={str(path)!r} does not exist on ranks {missing}; copy it to their machines")
     profile = load_profile(path)
     devices = [""] * (max(setup.replica_of) + 1)
     for (_, device), replica in zip(found, setup.replica_of, strict=True):
@@ -74,20 +78,20 @@ def profile_for(
     criterion: Callable | None,
     loader: HeteroDataLoader,
 ) -> BatchProfile:
-    """The profile that the user named, or else a new one, which is written where that was to be.
+    """The profile in the user's file, or a new one; a new one is written to that file.
 
     Raises:
-        ValueError: the file is no profile, or one of other devices or another model; or the model has collectives that
-            unequally many micro-batches would hang.
+        ValueError: the file is not a profile, or belongs to other devices or another model; or the model has layers
+            with collectives, which would never end if the ranks ran different numbers of micro-batches.
         RuntimeError: measuring failed.
     """
     config = setup.config
-    if config.accumulation == "own" and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+    if config.accumulation == "per_rank" and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise ValueError(
-            'accumulation="own" lets ranks run unequally many micro-batches, but SyncBatchNorm, which stage 0 makes of '
-            'BatchNorm, waits for all ranks in each; use accumulation="shared"'
+            'with accumulation="per_rank" the ranks run different numbers of micro-batches, but SyncBatchNorm (stage 0 '
+            'converts BatchNorm to it) waits for all ranks in each micro-batch; use accumulation="shared"'
         )
-    profile = _known_profile(setup, description)
+    profile = _existing_profile(setup, description)
     if profile is not None:
         return profile
     profile = profile_ranks(
@@ -114,10 +118,10 @@ def attach_batches(
     loader: HeteroDataLoader,
     lr_scheduler: LRScheduler | None,
 ) -> BatchBalancer:
-    """Divide the loader's batches and make the training loop's calls fit them."""
-    watch = ForwardWatch(model, lambda: 1 if loader.current is None else max(1, loader.current.samples))
-    balancer = BatchBalancer(setup.config, profile, setup.stage, loader, watch, setup.replica_of)
-    accumulation = Accumulation(
+    """Divide the loader's batches, and replace the methods that the training loop calls by ones for uneven batches."""
+    timer = ForwardTimer(model, lambda: 1 if loader.current is None else max(1, loader.current.samples))
+    balancer = BatchBalancer(setup.config, profile, setup.stage, loader, timer, setup.replica_of)
+    accumulation = GradientAccumulation(
         loader,
         max(setup.replica_of) + 1,
         setup.synchronize,

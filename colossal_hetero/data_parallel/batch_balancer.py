@@ -1,4 +1,4 @@
-"""Divides global batches over ranks by what each can do, and again when that changes."""
+"""Divide global batches over ranks by their measured speed, and divide them again when a speed changes."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ from scipy.optimize import isotonic_regression
 from ..planner.batches.allocation import Allocation, allocate
 from ..planner.batches.batch_profile import BatchProfile, DeviceProfile
 from ..planner.batches.time_curve import Curve
-from ..profiling.batches.forward_watch import KEPT, ForwardWatch
+from ..profiling.batches.forward_timer import MAX_PASSES, ForwardTimer
 from .config import BatchConfig
 from .loader import HeteroDataLoader
 
 __all__ = ["BatchBalancer", "damped", "in_words", "slowdown"]
 
 MIN_PASSES = 3
+"""Smallest number of forward passes from which a rank's speed is computed; fewer are noise."""
 MIN_SECONDS = 0.5
-"""A statement on a rank's speed takes so many forward passes at least, and so long ones in all: less is noise."""
+"""Smallest total time of these passes."""
 
-CALIBRATED = 0.25
-"""By how much, relative to each other, ranks may differ from the profile when training begins before that is taken for
-a change of speed. Up to there it is what training differs from measuring by: a rank under a CPU quota, for example, has
-some of it in hand when it has waited for others, and its forward passes, which come then, are quicker than measured.
-"""
+MAX_FIRST_DEVIATION = 0.25
+"""Largest relative difference between the ranks' first slowdowns that counts as a difference between training and
+measuring. It becomes the reference for later slowdowns; a larger one counts as a change of speed. For example, a rank
+under a CPU quota saves quota while it waits for others, so its forward passes, which come right after, are faster than
+measured."""
 
 
 class BatchBalancer:
-    """Keeps a loader's division in step with the speed of the ranks.
+    """Adapts the division of a loader's global batches to the speed of the ranks.
 
-    Every rank computes the same allocation from the same profile and the same exchanged factors.
+    Every rank computes the same allocation, because the profile and the exchanged slowdowns are the same on all ranks.
 
     Args:
-        config: what the user asked for.
-        profile: of all ranks.
-        stage: of ZeRO; it says where ranks wait for each other.
-        loader: of this rank.
-        watch: of this rank's forward passes.
-        replica_of: which replica of the model each rank belongs to; without model parallelism each is its own.
+        config: the user's settings.
+        profile: profile of all ranks.
+        stage: stage of ZeRO.
+        loader: this rank's loader.
+        timer: timer of this rank's forward passes.
+        replica_of: index of the model replica that each rank belongs to, by rank; without model parallelism, the rank.
     """
 
     def __init__(
@@ -53,40 +54,40 @@ class BatchBalancer:
         profile: BatchProfile,
         stage: int,
         loader: HeteroDataLoader,
-        watch: ForwardWatch,
+        timer: ForwardTimer,
         replica_of: Sequence[int],
     ) -> None:
         self._config = config
         self._profile = profile
         self._stage = stage
         self._loader = loader
-        self._watch = watch
+        self._timer = timer
         self._replica_of = replica_of
-        own = replica_of[dist.get_rank()]
+        replica = replica_of[dist.get_rank()]
         largest = min(config.global_batch_size, config.max_micro_batch or config.global_batch_size)
         self._curves = profile.curves(stage, largest)
-        self._forward = _forward_curve(profile.kinds[profile.ranks[own]], self._curves[own].max_batch)
+        self._forward = _forward_curve(profile.kinds[profile.ranks[replica]], self._curves[replica].max_batch)
         self._since_check = 0
         self._reference: list[float] | None = None
         self._last_moves = [1.0] * len(self._curves)
-        self._passes: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._passes: deque[tuple[int, float]] = deque(maxlen=MAX_PASSES)
         self.slowdowns: tuple[float, ...] = (1.0,) * len(self._curves)
-        """How much slower than in the profile each replica was when batches were divided last."""
+        """Slowdown of each replica relative to the profile, at the time of the last division."""
         self.reallocations = 0
-        """How often batches were divided anew since the start."""
+        """How often global batches were divided again since the start."""
         self._divide()
-        _say(
+        _print_on_rank_0(
             f"{in_words(self.allocation, profile.devices)}; {self.allocation.wall_seconds:.3g} s predicted, "
             f"{self.allocation.samples_per_second:.3g} samples/s"
         )
 
     @property
     def allocation(self) -> Allocation:
-        """How a full global batch is divided now (or will be, from the next global batch that is not yet drawn)."""
+        """The current division of a full global batch; it holds from the next global batch that is not drawn yet."""
         return self._allocate(self._config.global_batch_size)
 
     def on_step(self) -> None:
-        """Count an optimizer step; look at the speeds if it is time. Every rank calls it after every step."""
+        """Count an optimizer step, and check the speeds if a check is due. Every rank calls it after every step."""
         self._since_check += 1
         if self._config.check_every is None:
             due = (
@@ -100,24 +101,24 @@ class BatchBalancer:
             self._check()
 
     def _check(self) -> None:
-        self._passes.extend(self._watch.take())
-        mine = None if self._forward is None else slowdown(self._passes, self._forward)
-        if mine is not None:
+        self._passes.extend(self._timer.take())
+        measured = None if self._forward is None else slowdown(self._passes, self._forward)
+        if measured is not None:
             self._passes.clear()
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (mine, self._loader.drawn_global_batch))
+        dist.all_gather_object(everyone, (measured, self._loader.drawn_global_batch))
         now = list(self.slowdowns)
         for replica in range(len(now)):
-            seen = [each for (each, _), of in zip(everyone, self._replica_of, strict=True) if of == replica]
-            # Who has not run enough to say anything is as fast as it was.
-            if None not in seen:
-                now[replica] = max(seen) / (1.0 if self._reference is None else self._reference[replica])
+            found = [each for (each, _), index in zip(everyone, self._replica_of, strict=True) if index == replica]
+            # If a rank has too few passes, its replica keeps its slowdown.
+            if None not in found:
+                now[replica] = max(found) / (1.0 if self._reference is None else self._reference[replica])
         if self._reference is None and None not in [each for each, _ in everyone]:
-            is_small = max(now) / min(now) - 1 <= CALIBRATED
+            is_small = max(now) / min(now) - 1 <= MAX_FIRST_DEVIATION
             self._reference = now if is_small else [1.0] * len(now)
             if is_small:
                 return
-        # What slows all ranks alike changes nothing about who should do how much.
+        # An equal slowdown of all ranks does not change the best division, so only differences count.
         moves = [new / old for new, old in zip(now, self.slowdowns, strict=True)]
         if max(moves) / min(moves) - 1 <= self._config.reallocate_above:
             return
@@ -132,7 +133,8 @@ class BatchBalancer:
     def _divide(self, drawn_global_batch: int = -1) -> None:
         curves = [curve.scaled(factor) for curve, factor in zip(self._curves, self.slowdowns, strict=True)]
 
-        # A division stays in force for global batches drawn before the next one: it must not look at self.
+        # The loader keeps this division for global batches that it has drawn, so it must not depend on later changes of
+        # self.
         @lru_cache(maxsize=8)
         def allocate_now(samples: int) -> Allocation:
             return allocate(
@@ -153,31 +155,32 @@ class BatchBalancer:
 
     def _report(self, moves: Sequence[float], before: Allocation) -> None:
         changes = [
-            f"rank {rank} ({self._profile.devices[rank]}) takes {move:.2f} times as long as before, "
+            f"rank {rank} ({self._profile.devices[rank]}) takes {move:.2f} times as long as before: "
             f"{old.samples} → {new.samples} samples"
             for rank, (move, old, new) in enumerate(zip(moves, before.shares, self.allocation.shares, strict=True))
             if old.samples != new.samples
         ]
         if changes:
-            _say(f"global batches of {before.global_batch_size} are divided anew: {'; '.join(changes)}")
+            _print_on_rank_0(f"global batches of {before.global_batch_size} are divided again: {'; '.join(changes)}")
 
 
-def _say(message: str) -> None:
+def _print_on_rank_0(message: str) -> None:
     if dist.get_rank() == 0:
         Console(stderr=True).print(message, soft_wrap=True, highlight=False)
 
 
 def damped(before: float, now: float, last_move: float) -> float:
-    """The slowdown to go by, where ``now`` is measured, ``before`` was gone by and ``last_move`` led to it.
+    """The slowdown to divide by, from the measured one (``now``) and the last one that was used (``before``).
 
-    A move back goes half the way: what is measured depends on the batch a little, and would swing with it.
+    ``last_move`` is the factor that led to ``before``. If the direction turns, only half of the change is applied,
+    because the measured slowdown depends a little on the batch, and the division would oscillate.
     """
     turns_back = (now / before - 1) * (last_move - 1) < 0
     return math.sqrt(before * now) if turns_back else now
 
 
 def in_words(allocation: Allocation, devices: Sequence[str]) -> str:
-    """Who does how much of a global batch; ranks that are next to each other and alike are named together."""
+    """Each rank's samples of a global batch, in words; consecutive ranks with the same device and part are grouped."""
     groups: list[tuple[int, int]] = []
     for rank, (share, device) in enumerate(zip(allocation.shares, devices, strict=True)):
         if groups and (share, device) == (allocation.shares[groups[-1][0]], devices[groups[-1][0]]):
@@ -194,14 +197,15 @@ def in_words(allocation: Allocation, devices: Sequence[str]) -> str:
 
 
 def slowdown(passes: Collection[tuple[int, float]], expected: Curve) -> float | None:
-    """How many times as long as expected forward passes took; None if they are too few or too short to tell.
+    """Ratio of the measured to the expected time of forward passes; None if they are too few or too short.
+
+    It is a ratio of sums, because a device that is throttled for part of each second is slow in some passes only. The
+    longest pass is left out, because a single delay (a compilation, the first use of a memory page) is not a change of
+    speed.
 
     Args:
-        passes: ``(samples, seconds)`` each.
-        expected: seconds of a forward pass by its samples.
-
-    The ratio of the sums, because a device that is throttled for part of each second is slow in some passes only. The
-    longest pass is left out: one hiccup (a compilation, a page of memory first touched) says nothing of the speed.
+        passes: ``(samples, seconds)`` of each pass.
+        expected: expected seconds of a forward pass, by its samples.
     """
     if len(passes) < MIN_PASSES or sum(seconds for _, seconds in passes) < MIN_SECONDS:
         return None
@@ -211,10 +215,10 @@ def slowdown(passes: Collection[tuple[int, float]], expected: Curve) -> float | 
 
 
 def _forward_curve(device: DeviceProfile, max_batch: int) -> Curve | None:
-    """Seconds of a forward pass by its samples; None where the profile does not say, and speeds cannot be told."""
+    """Seconds of a forward pass by its samples; None if the profile has too few forward times to compare speeds."""
     points = {point.batch: point.forward_seconds for point in device.points if point.forward_seconds is not None}
     if len(points) < min(2, max_batch):
         return None
-    # Short passes are noisy; whatever they say, a larger batch does not take less.
+    # The times of short passes are noisy; make them non-decreasing.
     seconds = isotonic_regression([points[batch] for batch in sorted(points)]).x
     return Curve.through(dict(zip(sorted(points), seconds, strict=True)), max(max_batch, *points)).limited(max_batch)

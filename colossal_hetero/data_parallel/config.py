@@ -1,4 +1,4 @@
-"""What a user can say about batches."""
+"""The settings of uneven batches."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..planner.batches.allocation import ACCUMULATIONS
+from ..planner.batches.allocation import ACCUMULATIONS, accumulation_named
 from ..profiling.training_step import TrainingStep, default_training_step
 
 __all__ = ["METHODS", "BatchConfig"]
 
 METHODS = ("exact", "uniform", "flops")
-"""Ways to divide a global batch that can be trained with; planning knows more."""
+"""Methods to divide a global batch that training supports; the planner has more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,33 +20,37 @@ class BatchConfig:
     """How a global batch is divided over data-parallel ranks."""
 
     global_batch_size: int
-    """Samples that one optimizer step is computed from, over all ranks and accumulation steps."""
+    """Samples per optimizer step, over all ranks and accumulation steps."""
 
     method: str = "exact"
-    """``exact``: the least predicted time per global batch. For comparison ``uniform``, the same for all (DeepSpeed),
-    and ``flops``, in proportion to the FLOP/s that the profile states (Whale)."""
+    """``exact`` minimizes the predicted time per global batch. For comparison, ``uniform`` gives every rank the same
+    number of samples (DeepSpeed), and ``flops`` divides in proportion to the FLOP/s in the profile (Whale)."""
 
     accumulation: str = "shared"
-    """``shared``: all ranks run equally many micro-batches per global batch, so that the training loop has the same
-    length on all of them and its own collectives and its schedule of the learning rate stay right. ``own``: each rank
-    as many as is best for it (Poplar, Algorithm 2); only in stages 0 and 1."""
+    """With ``shared`` all ranks run the same number of micro-batches per global batch. The training loop then has the
+    same number of iterations on all ranks, as its own collectives and its learning-rate schedule require. With
+    ``per_rank`` each rank runs the number that is best for it (Poplar, Algorithm 2); only in stages 0 and 1. The
+    spelling ``own`` of version 0.1 is deprecated."""
 
     profile: str | Path | None = None
-    """A profile file. If it is there it is used instead of measuring; if not it is written after measuring."""
+    """Path of a profile file. If the file exists, it is used instead of measuring; otherwise it is written after
+    measuring."""
 
     max_micro_batch: int | None = None
-    """No rank runs, or tries, a larger micro-batch than that. None: memory alone sets the limit."""
+    """Largest micro-batch, in samples, that a rank runs or tries. None: only memory sets the limit."""
 
     reallocate_above: float = 0.1
-    """Batches are divided anew when a rank's speed has moved by more than that share (0.1 = 10 %); ``inf``: never."""
+    """If a rank's speed changes by more than this share (0.1 = 10 %), global batches are divided again; ``inf``:
+    never."""
 
     check_every: int | None = None
-    """Global batches between two looks at the ranks' speed. None: at the end of each epoch."""
+    """Number of global batches between two checks of the ranks' speed. None: at the end of each epoch."""
 
     training_step: TrainingStep = default_training_step
-    """``(model, criterion, batch) -> mean loss``, for measuring: what the training loop does with a batch."""
+    """``(model, criterion, batch) -> mean loss``: the forward pass of the training loop, used for measuring."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "accumulation", accumulation_named(self.accumulation, stacklevel=4))
         for name in ("global_batch_size", "max_micro_batch", "check_every"):
             number = getattr(self, name)
             if number is None and name != "global_batch_size":
@@ -62,4 +66,4 @@ class BatchConfig:
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
         if not self.reallocate_above > 0 or math.isnan(self.reallocate_above):
-            raise ValueError(f"reallocate_above={self.reallocate_above} must be above 0; inf never divides anew")
+            raise ValueError(f"reallocate_above={self.reallocate_above} must be above 0; inf switches it off")

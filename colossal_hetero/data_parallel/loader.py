@@ -1,4 +1,4 @@
-"""The data loader of uneven batches: it knows which micro-batch the training loop holds, and can go on mid-epoch."""
+"""The data loader of uneven batches: it knows the training loop's current micro-batch, and can resume in an epoch."""
 
 from __future__ import annotations
 
@@ -21,119 +21,122 @@ class HeteroDataLoader(DataLoader[Any]):
     """A ``DataLoader`` whose batches are this rank's micro-batches of the global batches.
 
     ``loader.sampler`` and ``loader.batch_sampler`` are both the :class:`GlobalBatchSampler`, so ``set_epoch`` works on
-    either, and on the loader. What it hands out is in the order drawn, with any number of workers.
+    either of them and on the loader. With any number of workers, batches are returned in the order of drawing.
 
     Args:
-        dataset: with a length.
-        batch_sampler: made for it.
-        kwargs: of ``DataLoader``.
+        dataset: a dataset with a length.
+        batch_sampler: the sampler of that dataset.
+        kwargs: other arguments of ``DataLoader``.
 
     Raises:
-        TypeError: the dataset is iterable only.
-        ValueError: batches are asked for out of order.
+        TypeError: the dataset is an ``IterableDataset`` or has no length.
+        ValueError: ``in_order=False`` is passed.
     """
 
     def __init__(self, dataset: Dataset[Any], batch_sampler: GlobalBatchSampler, **kwargs: Any) -> None:
         _check_dataset(dataset)
         if not kwargs.get("in_order", True):
-            raise ValueError("in_order=False loses track of which samples train together; leave it out")
+            raise ValueError("in_order=False is not possible, because it mixes samples of global batches; leave it out")
         super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
-        # DataLoader puts a sampler there that it does not use, and refuses to have it set.
+        # DataLoader sets a sampler of its own here that it does not use, and forbids to change it.
         object.__setattr__(self, "sampler", batch_sampler)
-        self._draws = batch_sampler
+        self._global_sampler = batch_sampler
         self._iteration = 0
 
         self.current: MicroBatch | None = None
-        """The micro-batch handed out last; None from ``iter()`` until the first, also after an epoch was left early."""
+        """The micro-batch returned last; None between ``iter()`` and the first micro-batch."""
 
         self.micro_step: int = -1
-        """Its index in its global batch, on this rank. 0 after an unfinished global batch means that this was left, and
-        that what was accumulated of its gradients is void; -1 where :attr:`current` is None."""
+        """Index of :attr:`current` in its global batch, on this rank; -1 if there is none. If it is 0 after an
+        unfinished global batch, that global batch was left, and its accumulated gradients must be dropped."""
 
     @property
     def global_batches(self) -> int:
-        """Global batches of an epoch: optimizer steps."""
-        return self._draws.global_batches
+        """Number of global batches, i.e. optimizer steps, in an epoch."""
+        return self._global_sampler.global_batches
 
     @property
     def drawn_global_batch(self) -> int:
         """See :attr:`GlobalBatchSampler.drawn_global_batch`."""
-        return self._draws.drawn_global_batch
+        return self._global_sampler.drawn_global_batch
 
     def divide_by(self, division: Division, *, from_global_batch: int = 0) -> None:
         """See :meth:`GlobalBatchSampler.divide_by`."""
-        self._draws.divide_by(division, from_global_batch=from_global_batch)
+        self._global_sampler.divide_by(division, from_global_batch=from_global_batch)
 
     def redivide(self, division: Division, drawn_global_batch: int) -> None:
-        """Divide anew from the first global batch that no rank has drawn.
+        """Use another division from the first global batch that no rank has drawn.
 
         Args:
-            division: see :data:`Division`.
-            drawn_global_batch: the maximum of :attr:`drawn_global_batch` over all ranks, gathered where all are at the
-                same global batch, such as after the optimizer's step; nothing may be fetched in between.
+            division: see :data:`.sampler.Division`.
+            drawn_global_batch: maximum of :attr:`drawn_global_batch` over all ranks. It must be gathered at the same
+                global batch on all ranks, such as after an optimizer step, and no batch may be drawn in between.
         """
-        self._draws.divide_by(division, from_global_batch=drawn_global_batch + 1)
+        self._global_sampler.divide_by(division, from_global_batch=drawn_global_batch + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """See :meth:`GlobalBatchSampler.set_epoch`."""
-        self._draws.set_epoch(epoch)
+        self._global_sampler.set_epoch(epoch)
 
     def finish_global_batch(self) -> None:
-        """The optimizer has stepped: the global batch handed out last is done, and a state saved from now on resumes
-        with the next. Once is enough, twice does no harm.
+        """Mark the current global batch as done after the optimizer's step; a state saved from now on resumes after it.
+
+        A second call for the same global batch has no effect.
 
         Raises:
-            RuntimeError: this rank has not been given the last micro-batch of the global batch.
+            RuntimeError: the current micro-batch is not the last one of its global batch.
         """
         if self.current is None or not self.current.is_last:
             raise RuntimeError(
-                "the global batch cannot be finished before its last micro-batch was handed out; "
-                f"the latest is {self.current}"
+                "the global batch cannot be finished before its last micro-batch was drawn; "
+                f"the latest micro-batch is {self.current}"
             )
-        self._draws.finish_global_batch(self.current.global_batch)
+        self._global_sampler.finish_global_batch(self.current.global_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands: what was finished, not what was drawn or handed out. The same on all ranks; it also
-        fits another number of ranks and any division. It does not hold random states of transformations."""
-        return self._draws.state_dict()
+        """The position in the epoch, counted in finished global batches. It is the same on all ranks, and can be loaded
+        with another number of ranks and any division. It does not include the random state of transformations."""
+        return self._global_sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next ``iter()`` go on where the state was saved; a script may call ``set_epoch`` with the epoch of
-        the state in between. An iteration that goes on becomes void.
+        """Let the next ``iter()`` resume at the position of ``state``; a running iteration becomes invalid.
+
+        Before that ``iter()``, a script may call ``set_epoch`` with the epoch of the state.
 
         Raises:
             ValueError: see :meth:`GlobalBatchSampler.load_state_dict`.
         """
-        self._draws.load_state_dict(state)
+        self._global_sampler.load_state_dict(state)
         self._reset()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Begin an epoch; an older iteration over this loader that still goes on fails when it is asked for more.
+        """Begin an epoch. An older iteration over this loader becomes invalid.
 
         Raises:
-            RuntimeError: no division of the global batch is known yet.
+            RuntimeError: there is no division yet.
         """
-        if not self._draws.is_divided:
+        if not self._global_sampler.is_divided:
             raise RuntimeError(
-                "the batches of the ranks are not decided yet; give the loader to booster.boost(), then iterate over it"
+                "the global batches are not divided over the ranks yet; pass the loader to booster.boost() before "
+                "iterating over it"
             )
         self._reset()
-        self._draws.begin_epoch()
+        self._global_sampler.begin_epoch()
         record: deque[MicroBatch] = deque()
-        self._draws.record = record
-        return _Batches(self, super().__iter__(), record, self._iteration)
+        self._global_sampler.record = record
+        return _Iteration(self, super().__iter__(), record, self._iteration)
 
     def _reset(self) -> None:
         self.current, self.micro_step = None, -1
         self._iteration += 1
 
-    def _hand_out(self, micro_batch: MicroBatch) -> None:
+    def _set_current(self, micro_batch: MicroBatch) -> None:
         follows = self.current is not None and not self.current.is_last
         self.current, self.micro_step = micro_batch, self.micro_step + 1 if follows else 0
 
 
-class _Batches:
-    """One iteration over a loader, which keeps what was handed out apart from what was drawn ahead."""
+class _Iteration:
+    """One iteration over a loader; ``record`` holds the micro-batches that were drawn but not returned yet."""
 
     def __init__(
         self, loader: HeteroDataLoader, batches: Iterator[Any], record: deque[MicroBatch], iteration: int
@@ -150,19 +153,19 @@ class _Batches:
         loader = self._loader
         if self._iteration != loader._iteration:
             raise RuntimeError(
-                "this iteration over the data loader is void: another one began, a state was loaded or a batch failed; "
-                "begin a new one, and make a loader of its own for what is read on the side"
+                "this iteration over the data loader is no longer valid: another one began, a state was loaded or a "
+                "batch failed; begin a new iteration, and use a second loader to read the data for another purpose"
             )
         try:
             batch = next(self._batches)
         except StopIteration:
-            loader._draws.end_epoch()
+            loader._global_sampler.end_epoch()
             raise
         except Exception:
-            # To go on with the next batch would put this rank a step ahead of the others.
+            # Continuing with the next batch would put this rank one micro-step ahead of the others.
             loader._reset()
             raise
-        loader._hand_out(self._record.popleft())
+        loader._set_current(self._record.popleft())
         return batch
 
     def __len__(self) -> int:
@@ -182,27 +185,28 @@ def make_loader(
     num_workers: int = 0,
     **kwargs: Any,
 ) -> HeteroDataLoader:
-    """A loader of this rank's part of ``dataset``, to be divided by :meth:`HeteroDataLoader.divide_by`.
+    """A loader of this rank's part of ``dataset``; :meth:`HeteroDataLoader.divide_by` sets the division.
 
     Args:
-        dataset: with a length, the same on all ranks.
+        dataset: a dataset with a length, the same on all ranks.
         global_batch_size: samples of a global batch over all ranks.
-        rank, world_size: among the data-parallel ranks.
+        rank: this rank among the data-parallel ranks.
+        world_size: number of data-parallel ranks.
         shuffle: whether each epoch has a new order.
-        seed: of the order, and of random, numpy and torch in the workers, as Colossal-AI's ``prepare_dataloader`` seeds
-            them, unless there is a ``worker_init_fn``.
-        drop_last: leave out the last global batch if it is smaller.
-        pin_memory, num_workers, kwargs: of ``DataLoader``.
+        seed: seed of the order and, without a ``worker_init_fn``, of Python, NumPy and torch in the workers, as in
+            Colossal-AI's ``prepare_dataloader``.
+        drop_last: leave out the last global batch if it is smaller than the others.
+        pin_memory, num_workers, kwargs: arguments of ``DataLoader``.
 
     Raises:
-        TypeError: the dataset has no length, or an argument that says who draws what.
-        ValueError: see :class:`GlobalBatchSampler`.
+        TypeError: the dataset has no length, or ``batch_size``, ``sampler`` or ``batch_sampler`` is passed.
+        ValueError: see :class:`.sampler.GlobalBatchSampler`.
     """
     for name in ("batch_size", "sampler", "batch_sampler"):
         if kwargs.get(name) is not None:
             raise TypeError(
-                f"{name} cannot be given: the samples of each rank are drawn by its speed, global_batch_size of them "
-                "over all ranks; leave it out"
+                f"{name} cannot be given, because the plugin divides every {global_batch_size} samples "
+                f"(global_batch_size) over the ranks by their speed; leave {name} out"
             )
         kwargs.pop(name, None)
     _check_dataset(dataset)
@@ -230,8 +234,7 @@ def _check_dataset(dataset: Dataset[Any]) -> None:
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         raise TypeError(
-            f"{name} is an IterableDataset, whose samples cannot be dealt out by number; "
-            "give a dataset with __len__ and __getitem__"
+            f"{name} is an IterableDataset, whose samples have no indices; pass a dataset with __len__ and __getitem__"
         )
     if not hasattr(dataset, "__len__"):
-        raise TypeError(f"{name} has no length, so it cannot be divided among the ranks; give it a __len__")
+        raise TypeError(f"{name} has no length, so it cannot be divided over the ranks; add a __len__ method")

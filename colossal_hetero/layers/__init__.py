@@ -1,4 +1,4 @@
-"""What one rank computes: parallel linear layers that can be told to do less, and policies that use them."""
+"""What one rank computes: parallel linear layers that accept a workload, and policies that use them."""
 
 from .. import accelerator  # noqa: F401  (prepares Colossal-AI before the modules below import it)
 from .linear import (

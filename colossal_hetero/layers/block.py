@@ -1,11 +1,12 @@
-"""Blocks: a column-parallel layer that feeds a row-parallel one through operations that do not care how wide they are.
+"""Blocks: a column-parallel layer that feeds a row-parallel one through operations that work for any width.
 
-MLP, gated MLP, attention with fused or separate q, k and v, with grouped key/value heads or without. A block's *units*
-(hidden neurons, heads, key/value groups) can be pruned or computed by another rank without anything else changing: the
-block's input and the gradient of its output are on every rank already, and its partial output and partial input
-gradient fall into all-reduces that run anyway (ALGORITHMS 1.5).
+Examples are an MLP, a gated MLP, and attention with fused or separate q, k and v, with or without grouped key/value
+heads. A block's *units* (hidden neurons, heads, key/value groups) can be pruned, or computed by another rank, without
+any other change: every rank already holds the block's input and the gradient of its output, and the block's partial
+output and partial input gradient are summed by all-reduces that run in any case (docs/algorithms.md, 1.5).
 
-Which modules hold blocks is data, :data:`RULES`: what lies between two layers cannot be seen in a policy.
+Which modules hold blocks is a table, :data:`~colossal_hetero.layers.block_rules.RULES`, because a policy does not show
+which operations lie between two layers.
 """
 
 from __future__ import annotations
@@ -24,33 +25,35 @@ from .linear import HeteroLinear
 from .unit_layout import UnitPlace, UnitShare
 from .workload import Selector, is_recorded
 
-__all__ = ["Block", "BlockWorkload", "find_blocks"]
+__all__ = ["Block", "BlockWorkload", "attach_blocks"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockWorkload:
-    """A block's part of the plan on one rank; counts are of its own local units."""
+    """A block's part of the plan on one rank; all counts are numbers of units."""
 
     given: int = 0
-    """How many units it gives away: its last."""
+    """How many of its own units the rank gives away: the last ones."""
     taken: int = 0
-    """How many units of other ranks it computes."""
+    """How many units of other ranks the rank computes."""
     kept: int
-    """How many units of its own it computes; what is neither kept nor given is pruned."""
+    """How many of its own units the rank computes; units that are neither kept nor given away are pruned."""
     select: Selector | None = None
-    """Chooses the kept units where some are pruned, from ``x [b, U]`` and ``weight [a, U]``: the units' columns of the
-    row-parallel and rows of the column-parallel weights."""
+    """Chooses the kept units if some are pruned, from two matrices with one column per unit: ``x [b, U]`` holds the
+    units' columns of the row-parallel weight, ``weight [a, U]`` the units' rows of the column-parallel weights."""
 
 
 class Block:
     """A block of one rank's model.
 
     Args:
-        name: of the module that holds it.
-        inputs: its column-parallel layers.
-        output: its row-parallel layer.
-        places: where each layer's weight, and an input's bias, hold the units; in the order inputs, output.
-        heads: the module whose ``widths`` follow the number of units, or None.
+        name: the qualified name of the module that holds the block.
+        inputs: the column-parallel layers.
+        output: the row-parallel layer.
+        places: where each layer's weight, and the bias of a column-parallel layer, hold the units; first the inputs',
+            then the output's.
+        heads: the module whose attributes ``widths`` are in proportion to the number of units, or None.
+        widths: the names of these attributes.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class Block:
 
     @property
     def parameters(self) -> list[list[Tensor]]:
-        """What units consist of, without gradient: each layer's weight and each input's bias, as ``places``."""
+        """The detached tensors that hold units, ordered as ``places``: each layer's weight and each input's bias."""
         return [
             [tensor.detach() for tensor in (layer.weight, layer.bias)[: len(places)]]  # type: ignore[attr-defined]
             for layer, places in zip(self.layers, self.places, strict=True)
@@ -89,7 +92,7 @@ class Block:
 
     @property
     def elements_per_unit(self) -> int:
-        """What a unit's weights and biases amount to."""
+        """The number of weights and biases of one unit."""
         return sum(
             place.numel(tensor)
             for tensors, places in zip(self.parameters, self.places, strict=True)
@@ -98,7 +101,7 @@ class Block:
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """The units' columns of the row-parallel weight ``[b, U]`` and rows of the column-parallel ones ``[a, U]``."""
+        """``[b, U]``: the units' columns of the row-parallel weight; ``[a, U]``: their rows of the other weights."""
         columns = [
             place.view(tensors[0]).movedim(place.unit_dim, -1).reshape(-1, self.units)
             for tensors, (place, *_) in zip(self.parameters, self.places, strict=True)
@@ -109,17 +112,18 @@ class Block:
         self,
         workload: BlockWorkload | None,
         prepare: Callable[[], Sequence[Sequence[Tensor]]] = tuple,
-        hand_over: Callable[[int, list[Tensor]], list[Tensor] | None] = lambda layer, gradients: None,
+        return_gradients: Callable[[int, list[Tensor]], list[Tensor] | None] = lambda layer, gradients: None,
     ) -> None:
-        """Take on ``workload`` from the next iteration on, or, with None, the full share again.
+        """Compute ``workload`` from the next iteration on; None means the full share of the work.
 
         Args:
+            workload: the block's part of the plan on this rank.
             prepare: called once per iteration, before the first product; returns the taken units of every layer.
-            hand_over: called in backward with a layer's number and the gradients of its taken units; returns those of
-                the given ones, or None while they are still being added up.
+            return_gradients: called in the backward pass with a layer's index and the gradients of its taken units;
+                returns the gradients of the given units, or None while they are still being accumulated.
 
         Raises:
-            RuntimeError: there is no memory for the units that are taken.
+            RuntimeError: there is not enough memory for the taken units.
         """
         self.workload = workload
         self._prepare = prepare
@@ -128,19 +132,19 @@ class Block:
         if workload is None:
             return
         self._shares = tuple(
-            UnitShare(places, self.units - workload.given, workload.taken, partial(hand_over, number))
+            UnitShare(places, self.units - workload.given, workload.taken, partial(return_gradients, number))
             for number, places in enumerate(self.places)
         )
         for share, tensors in zip(self._shares, self.parameters, strict=True):
             share.reserve(tensors)
 
     def begin_iteration(self) -> None:
-        """Weights have changed: ask for the taken ones, and choose units, anew at the next forward."""
+        """The weights have changed: fetch the taken units and choose the kept ones again in the next forward pass."""
         self._prepared = False
 
     def share_of(self, layer: HeteroLinear) -> UnitShare | None:
-        """What ``layer`` computes in the running forward pass; None for its own units."""
-        if not self._is_at_work(layer):
+        """What ``layer`` computes in the current forward pass; None if it computes exactly its own units."""
+        if not self._is_active(layer):
             return None
         if not self._prepared:
             self._prepared = True
@@ -150,20 +154,20 @@ class Block:
                 share.begin(tensors, kept, of_layer)
         return self._shares[self.layers.index(layer)]
 
-    def _is_at_work(self, layer: Any) -> bool:
+    def _is_active(self, layer: Any) -> bool:
         return self.workload is not None and layer.training and is_recorded()
 
     def _choose(self) -> Tensor | None:
         assert self.workload is not None
-        own = self.units - self.workload.given
-        if self.workload.kept == own:
+        remaining = self.units - self.workload.given
+        if self.workload.kept == remaining:
             return None
         assert self.workload.select is not None
         x, weight = self.matrices
-        return self.workload.select(x[:, :own], weight[:, :own], self.workload.kept)
+        return self.workload.select(x[:, :remaining], weight[:, :remaining], self.workload.kept)
 
     def _set_widths(self, module: nn.Module, _: Any) -> None:
-        if self._is_at_work(self.output):
+        if self._is_active(self.output):
             assert self.workload is not None
             units = self.workload.kept + self.workload.taken
             for name, width in self._widths.items():
@@ -174,10 +178,12 @@ class Block:
             setattr(module, name, width)
 
 
-def find_blocks(model: nn.Module) -> list[Block]:
-    """Take hold of the blocks among the tensor-parallel layers of ``model``, in the order of the model; once.
+def attach_blocks(model: nn.Module) -> list[Block]:
+    """Find the blocks of ``model`` by :data:`~colossal_hetero.layers.block_rules.RULES` and connect their layers to
+    them.
 
-    A layer in none of them can be balanced by its columns only.
+    Call it once per model. Returns the blocks in the order of the model. A layer that is in no block can only be
+    balanced by its columns.
     """
     blocks = []
     for name, module in model.named_modules():
@@ -201,7 +207,7 @@ def _block(name: str, module: nn.Module, rule: BlockRule) -> Block | None:
         units = next(getattr(heads, count) for count in rule.units if hasattr(heads, count))
     places = []
     for layer in inputs:
-        # A gate beside fused parts has a part of its own.
+        # A gate next to a fused layer is a layer of its own, with a single part.
         features = layer.weight.shape[layer.output_dim]
         parts = rule.parts if layer is inputs[0] else 1
         if units == 0 or features % (parts * units):

@@ -1,39 +1,35 @@
-"""Which modules hold a block, and where: data, because a policy does not show what lies between two layers."""
+"""Which modules hold a block, and where: a table, because a policy does not show what lies between two layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["RULES", "BlockRule"]
+__all__ = ["RULES", "BlockRule", "rule_for"]
 
 
 @dataclass(frozen=True)
 class BlockRule:
-    """Where a module of a certain class holds a block. Names are paths from that module."""
+    """Where a module of a certain class holds a block. All names are attribute paths from that module."""
 
     inputs: tuple[str, ...]
-    """The column-parallel layers; those that are missing or None are left out."""
+    """The column-parallel layers; names that are missing or None are skipped."""
     output: str
     """The row-parallel layer."""
     parts: int = 1
-    """How many fused parts, each with all units, the output features of the inputs consist of."""
+    """The number of fused parts in the outputs of the first input layer (3 for q, k and v); each part has all units."""
     heads: str | None = None
-    """The module whose attributes say how wide it is, if the block is attention; ``""`` is the module itself."""
+    """If the block is attention: the module whose attributes hold its widths; ``""`` is the module itself."""
     units: tuple[str, ...] = ()
-    """Attributes of ``heads`` that may hold the number of units; the first that is there does."""
+    """Attributes of ``heads`` that may hold the number of units; the first that exists is used."""
     widths: tuple[str, ...] = ()
-    """Attributes of ``heads`` in proportion to the number of units; those that are missing are left out."""
+    """Attributes of ``heads`` that are in proportion to the number of units; missing ones are skipped."""
     obstacles: tuple[str, ...] = ()
-    """Modules or attributes that must be absent or 0: dropouts inside the block, whose result would depend on which
-    rank draws, and options that make it depend on the number of units."""
+    """Modules or attributes that must be absent or 0: dropout inside the block, because its result would depend on the
+    rank that draws the random numbers, and options whose result depends on the number of units."""
 
 
 _HEADS = ("num_key_value_heads", "num_heads")
-
-
 _WIDTHS = ("num_heads", "num_key_value_heads", "hidden_size", "embed_dim")
-
-
 _SEPARATE_QKV = ("q_proj", "k_proj", "v_proj")
 
 
@@ -127,10 +123,11 @@ RULES: dict[str, BlockRule] = {
     ),
     "transformers.Blip2QFormerLayer": BlockRule(("intermediate_query.dense",), "output_query.dense"),
 }
-"""Rules by ``package.Class``; a subclass takes the rule of its nearest parent that has one. Attention with a bias per
-head (T5, BLOOM) is not here: the bias stays with the rank."""
+"""Rules by ``package.Class``; a subclass uses the rule of its nearest parent that has one. Attention with a bias per
+head (T5, BLOOM) is left out, because the bias of a migrated head would stay on its rank."""
 
 
 def rule_for(kind: type) -> BlockRule | None:
+    """The rule for modules of class ``kind``, or None if they hold no block."""
     names = (f"{parent.__module__.partition('.')[0]}.{parent.__name__}" for parent in kind.__mro__)
     return next((RULES[name] for name in names if name in RULES), None)

@@ -1,21 +1,22 @@
 """Migration of contraction columns, product by product (SEMI, Sec. IV-A): the column form.
 
-A *sender* ``s`` hands the columns ``P`` of its product to *receivers*; receiver ``r`` computes ``P_r ⊂ P``. Notation as
+A *sender* ``s`` gives the columns ``P`` of its product to *receivers*; receiver ``r`` computes ``P_r ⊂ P``. Notation as
 in :mod:`.product`: M rows, L contraction columns and N outputs of a rank's weight.
 
 ===============  =================================================  =================================================
 layer            forward                                            backward
 ===============  =================================================  =================================================
-column-parallel  ``W_s[:, P]`` goes out;                            ``dY_s`` goes out;
+column-parallel  ``W_s[:, P]`` is sent;                             ``dY_s`` is sent;
                  ``X[:, P_r] W_s[:, P_r]ᵀ`` is summed on s          ``dY_s W_s[:, P_r]`` belongs to dX,
                                                                     ``dY_sᵀ X[:, P_r]`` returns as dW_s[:, P_r]
-row-parallel     ``X_s[:, P]`` and ``W_s[:, P]`` go out;            ``dY W_s[:, P_r]`` returns as dX_s[:, P_r],
+row-parallel     ``X_s[:, P]`` and ``W_s[:, P]`` are sent;          ``dY W_s[:, P_r]`` returns as dX_s[:, P_r],
                  ``X_s[:, P_r] W_s[:, P_r]ᵀ`` belongs to Y          ``dYᵀ X_s[:, P_r]`` as dW_s[:, P_r]
 ===============  =================================================  =================================================
 
-How things go out and results come back is the courier's. ``broadcast-reduce`` (the paper's) broadcasts, and merges what
-belongs to dX or Y into the all-reduce that runs anyway; ``scatter-gather`` (the policy it is compared with) sends each
-receiver its own part and each result back to the sender. What backward needs again is kept from forward.
+A :class:`ColumnExchange` sends columns and returns results. ``broadcast-reduce``, the paper's method, broadcasts;
+results that are terms of dX or Y are added to the receiver's own, for the all-reduce that runs in any case.
+``scatter-gather``, the method it is compared with, sends each receiver its own part and each result back to the sender.
+Operands that the backward pass needs again are kept from the forward pass.
 """
 
 from __future__ import annotations
@@ -31,12 +32,20 @@ from torch import Tensor
 
 from .product import WeightLayout, run
 from .transport import Pending, Transport
-from .workload import Brake, Clock, Lineage, matrix_view
+from .workload import Clock, Lineage, Slowdown, matrix_view
 
-__all__ = ["COURIERS", "BroadcastReduce", "ColumnMigration", "Courier", "Move", "ScatterGather", "migrated_product"]
+__all__ = [
+    "COLUMN_EXCHANGES",
+    "BroadcastReduce",
+    "ColumnExchange",
+    "ColumnMigration",
+    "MovedRange",
+    "ScatterGather",
+    "migrated_product",
+]
 
 
-class Move(Protocol):
+class MovedRange(Protocol):
     """Columns (or units) ``[start, stop)`` of ``sender``, which ``receiver`` computes."""
 
     @property
@@ -49,36 +58,45 @@ class Move(Protocol):
     def stop(self) -> int: ...
 
 
-class Courier(ABC):
-    """How the columns of a product and its results travel."""
+class ColumnExchange(ABC):
+    """Sends columns of a product to receivers, and the results back."""
 
     merges: bool
-    """Whether receivers add their results to their own, for the all-reduce that follows."""
+    """Whether a receiver adds its results to its own product, for the all-reduce that follows."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
 
     @abstractmethod
-    def deal(self, moves: Sequence[Move], given: Tensor | None, like: Tensor, rows: int) -> list[Tensor | None]:
-        """Give each receiver its columns: for every move ``[rows, stop − start]`` on its receiver, None elsewhere.
+    def distribute(
+        self, moves: Sequence[MovedRange], given: Tensor | None, like: Tensor, rows: int
+    ) -> list[Tensor | None]:
+        """Send each receiver its columns; returns, for every move, ``[rows, stop − start]`` on its receiver, else None.
 
-        ``given [rows, |P|]`` is the sender's, None on the others; ``like`` tells dtype and device.
+        ``given [rows, |P|]`` is the sender's matrix, None on other ranks; ``like`` has its dtype and device.
         """
 
     @abstractmethod
-    def share(self, moves: Sequence[Move], given: Tensor | None, shape: tuple[int, int], like: Tensor) -> Tensor | None:
-        """Give every receiver of one sender the whole of ``given``, of that shape; None on bystanders."""
+    def broadcast(
+        self, moves: Sequence[MovedRange], given: Tensor | None, shape: tuple[int, int], like: Tensor
+    ) -> Tensor | None:
+        """Send all of ``given``, of that shape, to every receiver of one sender; returns it there and on the sender."""
 
     @abstractmethod
-    def add_up(self, moves: Sequence[Move], result: Tensor) -> None:
-        """Add every receiver's ``result`` to that of the sender, in place on the sender."""
+    def reduce(self, moves: Sequence[MovedRange], result: Tensor) -> None:
+        """Add every receiver's ``result`` to the sender's, in place on the sender."""
 
-    def collect(
-        self, moves: Sequence[Move], results: Sequence[Tensor | None], into: Tensor | None, like: Tensor, rows: int
+    def gather(
+        self,
+        moves: Sequence[MovedRange],
+        results: Sequence[Tensor | None],
+        into: Tensor | None,
+        like: Tensor,
+        rows: int,
     ) -> Pending:
-        """Return every receiver's ``[rows, stop − start]`` to its sender; ``collected`` there when waited for.
+        """Start returning every receiver's ``[rows, stop − start]`` to its sender; waiting stores them in ``into``.
 
-        ``into [rows, L]`` is the sender's whole matrix, None on the others.
+        ``into [rows, L]`` is the sender's whole matrix, None on other ranks.
         """
         rank = self.transport.rank
         sends = [
@@ -88,13 +106,13 @@ class Courier(ABC):
         ]
         parts = [(move, like.new_empty(rows, move.stop - move.start)) for move in moves if move.sender == rank]
         pending = self.transport.exchange(sends, [(move.receiver, part) for move, part in parts])
-        return _Collected(pending, parts, into)
+        return _GatheredColumns(pending, parts, into)
 
 
-class _Collected(Pending):
-    """Parts of a matrix on their way back to their owner."""
+class _GatheredColumns(Pending):
+    """Columns of a matrix that are being returned to the rank that gave them away."""
 
-    def __init__(self, pending: Pending, parts: Sequence[tuple[Move, Tensor]], into: Tensor | None) -> None:
+    def __init__(self, pending: Pending, parts: Sequence[tuple[MovedRange, Tensor]], into: Tensor | None) -> None:
         self._pending, self._parts, self._into = pending, parts, into
 
     def wait(self) -> None:
@@ -104,36 +122,42 @@ class _Collected(Pending):
             self._into[:, move.start : move.stop] = part
 
 
-class BroadcastReduce(Courier):
-    """The paper's: broadcasts, which fast ranks pass on for the slow one, and reductions."""
+class BroadcastReduce(ColumnExchange):
+    """The paper's method: broadcasts, in which fast ranks forward data for the slow one, and reductions."""
 
     merges = True
 
-    def deal(self, moves: Sequence[Move], given: Tensor | None, like: Tensor, rows: int) -> list[Tensor | None]:
+    def distribute(
+        self, moves: Sequence[MovedRange], given: Tensor | None, like: Tensor, rows: int
+    ) -> list[Tensor | None]:
         first, last = moves[0].start, moves[-1].stop
-        whole = self.share(moves, given, (rows, last - first), like)
+        whole = self.broadcast(moves, given, (rows, last - first), like)
         return [
-            # A copy: the rest of what was broadcast need not be kept until backward.
+            # A copy, so that the rest of the broadcast matrix is not kept until the backward pass.
             None if whole is None or move.receiver != self.transport.rank
             else whole[:, move.start - first : move.stop - first].contiguous()
             for move in moves
         ]  # fmt: skip
 
-    def share(self, moves: Sequence[Move], given: Tensor | None, shape: tuple[int, int], like: Tensor) -> Tensor | None:
+    def broadcast(
+        self, moves: Sequence[MovedRange], given: Tensor | None, shape: tuple[int, int], like: Tensor
+    ) -> Tensor | None:
         whole = like.new_empty(shape) if given is None else given.contiguous()
         self.transport.broadcast(whole, moves[0].sender).wait()
         return whole
 
-    def add_up(self, moves: Sequence[Move], result: Tensor) -> None:
+    def reduce(self, moves: Sequence[MovedRange], result: Tensor) -> None:
         self.transport.reduce(result, moves[0].sender).wait()
 
 
-class ScatterGather(Courier):
-    """The compared policy: the sender sends to each receiver and hears from each."""
+class ScatterGather(ColumnExchange):
+    """The method that the paper compares with: the sender sends to, and receives from, each receiver."""
 
     merges = False
 
-    def deal(self, moves: Sequence[Move], given: Tensor | None, like: Tensor, rows: int) -> list[Tensor | None]:
+    def distribute(
+        self, moves: Sequence[MovedRange], given: Tensor | None, like: Tensor, rows: int
+    ) -> list[Tensor | None]:
         first, rank = moves[0].start, self.transport.rank
         sends = [] if given is None else [
             (move.receiver, given[:, move.start - first : move.stop - first].contiguous()) for move in moves
@@ -143,7 +167,9 @@ class ScatterGather(Courier):
         self.transport.exchange(sends, receives).wait()
         return parts
 
-    def share(self, moves: Sequence[Move], given: Tensor | None, shape: tuple[int, int], like: Tensor) -> Tensor | None:
+    def broadcast(
+        self, moves: Sequence[MovedRange], given: Tensor | None, shape: tuple[int, int], like: Tensor
+    ) -> Tensor | None:
         sender, rank = moves[0].sender, self.transport.rank
         if rank == sender:
             assert given is not None
@@ -156,7 +182,7 @@ class ScatterGather(Courier):
         self.transport.exchange([], [(sender, whole)]).wait()
         return whole
 
-    def add_up(self, moves: Sequence[Move], result: Tensor) -> None:
+    def reduce(self, moves: Sequence[MovedRange], result: Tensor) -> None:
         sender, rank = moves[0].sender, self.transport.rank
         if rank == sender:
             parts = [torch.empty_like(result) for _ in moves]
@@ -167,23 +193,26 @@ class ScatterGather(Courier):
             self.transport.exchange([(sender, result)], []).wait()
 
 
-COURIERS: dict[str, type[Courier]] = {"broadcast-reduce": BroadcastReduce, "scatter-gather": ScatterGather}
+COLUMN_EXCHANGES: dict[str, type[ColumnExchange]] = {
+    "broadcast-reduce": BroadcastReduce,
+    "scatter-gather": ScatterGather,
+}
 
 
 @dataclass(frozen=True)
 class ColumnMigration:
-    """Who computes whose columns in one layer; the same on all ranks of the group."""
+    """Which ranks compute which columns of one layer; the same on all ranks of the group."""
 
-    courier: Courier
-    moves: tuple[Move, ...]
-    """Grouped by sender, in ascending order of their columns; a sender's are its last."""
+    exchange: ColumnExchange
+    moves: tuple[MovedRange, ...]
+    """Grouped by sender, in ascending order of their columns; each sender gives away its last columns."""
 
     @property
     def rank(self) -> int:
-        return self.courier.transport.rank
+        return self.exchange.transport.rank
 
     @property
-    def by_sender(self) -> list[tuple[Move, ...]]:
+    def by_sender(self) -> list[tuple[MovedRange, ...]]:
         """The moves of every sender, in the order of the senders' ranks."""
         senders = sorted({move.sender for move in self.moves})
         return [tuple(move for move in self.moves if move.sender == sender) for sender in senders]
@@ -196,7 +225,7 @@ class ColumnMigration:
 
 @dataclass(frozen=True)
 class MigratedProductContext:
-    """What a migrated product needs beside its operands."""
+    """What a migrated product needs in addition to its operands."""
 
     layout: WeightLayout
     migration: ColumnMigration
@@ -204,22 +233,22 @@ class MigratedProductContext:
     group: dist.ProcessGroup | None
     """The group to sum dX over (column-parallel), or None."""
     lineage: Lineage | None = None
-    """The columns to keep of those that are not given away, or None for all of them."""
+    """Which of the columns that are not given away are kept, or None if all are."""
     clock: Clock | None = None
-    brake: Brake | None = None
+    slow_down: Slowdown | None = None
 
     def mark(self, part: Any) -> None:
         if self.clock is not None:
             self.clock.mark(part)
 
-    def own(self, matrix: Tensor, columns: int) -> Tensor:
-        """Of ``[…, columns]`` what this rank multiplies itself."""
+    def kept_part(self, matrix: Tensor, columns: int) -> Tensor:
+        """The part of ``matrix […, columns]`` that this rank multiplies itself."""
         if self.lineage is not None:
             return matrix.index_select(-1, self.lineage.kept)
         return matrix.narrow(-1, 0, columns - self.migration.given)
 
     def at_full_size(self, part: Tensor, name: str, backward_pass: int, columns: int) -> Tensor:
-        """The gradient ``[…, columns]`` whose ``part`` this rank computed: imputed where pruned, zero where given."""
+        """The gradient ``[…, columns]`` from this rank's ``part``: imputed where pruned, zero where given away."""
         full = part.new_zeros(*part.shape[:-1], columns)
         rest = columns - self.migration.given
         if self.lineage is not None:
@@ -232,37 +261,41 @@ class _MigratedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: MigratedProductContext) -> Tensor:
         how.mark("other")
-        rank, courier = how.migration.rank, how.migration.courier
+        rank, exchange = how.migration.rank, how.migration.exchange
         matrix = how.layout.as_matrix(weight)
         columns = matrix.shape[1]
         rows = matrix_view(x)
         ctx.how, ctx.use_bias, ctx.shape = how, bias is not None, x.shape
-        own_x, own_weight = how.own(rows, columns), how.own(matrix, columns)
-        y = run(lambda: torch.nn.functional.linear(own_x, own_weight, bias), how.brake)
+        own_x, own_weight = how.kept_part(rows, columns), how.kept_part(matrix, columns)
+        y = run(lambda: torch.nn.functional.linear(own_x, own_weight, bias), how.slow_down)
         how.mark("matmul")
-        received: list[tuple[Move, Tensor, Tensor]] = []
+        received: list[tuple[MovedRange, Tensor, Tensor]] = []
         for moves in how.migration.by_sender:
             sender, first, last = moves[0].sender, moves[0].start, moves[-1].stop
-            weights = courier.deal(moves, matrix[:, first:last] if rank == sender else None, matrix, matrix.shape[0])
+            weights = exchange.distribute(
+                moves, matrix[:, first:last] if rank == sender else None, matrix, matrix.shape[0]
+            )
             if how.column_parallel:
                 inputs: list[Tensor | None] = [rows[:, move.start : move.stop] for move in moves]
             else:
-                inputs = courier.deal(moves, rows[:, first:last] if rank == sender else None, rows, rows.shape[0])
+                inputs = exchange.distribute(
+                    moves, rows[:, first:last] if rank == sender else None, rows, rows.shape[0]
+                )
             how.mark("communication")
             result = y if rank == sender else None
             for move, part, part_x in zip(moves, weights, inputs, strict=True):
                 if part is None or part_x is None or move.receiver != rank:
                     continue
                 received.append((move, part, part_x))
-                if not how.column_parallel and courier.merges:
-                    _add_product(y, part_x, part.t(), how.brake)
+                if not how.column_parallel and exchange.merges:
+                    _add_product(y, part_x, part.t(), how.slow_down)
                 else:
-                    result = _product(part_x, part.t(), how.brake)
+                    result = _product(part_x, part.t(), how.slow_down)
             how.mark("matmul")
-            if how.column_parallel or not courier.merges:
-                courier.add_up(moves, torch.zeros_like(y) if result is None else result)
+            if how.column_parallel or not exchange.merges:
+                exchange.reduce(moves, torch.zeros_like(y) if result is None else result)
                 how.mark("communication")
-        # A receiver's columns of a column-parallel layer's X are a part of the X that is saved anyway.
+        # In a column-parallel layer the received columns of X are part of this rank's X, which is saved in any case.
         ctx.moves = [move for move, _, _ in received]
         parts = [part for _, part, _ in received]
         inputs_kept = [] if how.column_parallel else [part_x for _, _, part_x in received]
@@ -274,17 +307,17 @@ class _MigratedProduct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
         how: MigratedProductContext = ctx.how
         how.mark("other")
-        rank, courier = how.migration.rank, how.migration.courier
+        rank, exchange = how.migration.rank, how.migration.exchange
         x, weight, *kept = ctx.saved_tensors
         parts, inputs = kept[: len(ctx.moves)], kept[len(ctx.moves) :]
         matrix = how.layout.as_matrix(weight)
         outputs, columns = matrix.shape
         dy = matrix_view(dy.contiguous())
-        own_x = x if x.shape[1] != columns or not ctx.moves else how.own(x, columns)
-        own_weight = how.own(matrix, columns)
+        own_x = x if x.shape[1] != columns or not ctx.moves else how.kept_part(x, columns)
+        own_weight = how.kept_part(matrix, columns)
         backward_pass = how.lineage.begin_backward() if how.lineage is not None else 0
         wants_weight = ctx.needs_input_grad[1]
-        dx = run(lambda: dy @ own_weight, how.brake)
+        dx = run(lambda: dy @ own_weight, how.slow_down)
         dx = how.at_full_size(dx, "input", backward_pass, columns)
         how.mark("matmul")
 
@@ -295,7 +328,7 @@ class _MigratedProduct(torch.autograd.Function):
             their_dy: Tensor | None = dy
             if how.column_parallel:
                 shape = (dy.shape[0], outputs)
-                their_dy = courier.share(moves, dy if rank == sender else None, shape, dy)
+                their_dy = exchange.broadcast(moves, dy if rank == sender else None, shape, dy)
                 how.mark("communication")
             results: list[Tensor | None] = []
             for move in moves:
@@ -305,17 +338,17 @@ class _MigratedProduct(torch.autograd.Function):
                     continue
                 assert their_dy is not None
                 part = parts[place]
-                if how.column_parallel and courier.merges:
-                    _add_product(dx[:, move.start : move.stop], their_dy, part, how.brake)
+                if how.column_parallel and exchange.merges:
+                    _add_product(dx[:, move.start : move.stop], their_dy, part, how.slow_down)
                     results.append(None)
                 else:
-                    results.append(_product(their_dy, part, how.brake))
+                    results.append(_product(their_dy, part, how.slow_down))
                 if wants_weight:
                     part_x = x[:, move.start : move.stop] if how.column_parallel else inputs[place]
-                    dw_results[move.sender, move.start] = _product(their_dy.t(), part_x, how.brake)
+                    dw_results[move.sender, move.start] = _product(their_dy.t(), part_x, how.slow_down)
             how.mark("matmul")
-            if not (how.column_parallel and courier.merges):
-                courier.collect(moves, results, dx if rank == sender else None, dy, dy.shape[0]).wait()
+            if not (how.column_parallel and exchange.merges):
+                exchange.gather(moves, results, dx if rank == sender else None, dy, dy.shape[0]).wait()
                 how.mark("communication")
         handle = None
         if how.group is not None:
@@ -323,12 +356,12 @@ class _MigratedProduct(torch.autograd.Function):
 
         dw = None
         if wants_weight:
-            dw = run(lambda: dy.t() @ own_x, how.brake)
+            dw = run(lambda: dy.t() @ own_x, how.slow_down)
             dw = how.at_full_size(dw, "weight", backward_pass, columns)
             how.mark("matmul")
             for moves in how.migration.by_sender:
                 results = [dw_results.get((move.sender, move.start)) for move in moves]
-                courier.collect(moves, results, dw if rank == moves[0].sender else None, dw, outputs).wait()
+                exchange.gather(moves, results, dw if rank == moves[0].sender else None, dw, outputs).wait()
             how.mark("communication")
             dw = how.layout.from_matrix(dw)
         db = dy.sum(dim=0) if ctx.use_bias else None
@@ -339,15 +372,15 @@ class _MigratedProduct(torch.autograd.Function):
         return dx.view(ctx.shape), dw, db, None
 
 
-def _product(left: Tensor, right: Tensor, brake: Brake | None) -> Tensor:
-    return run(lambda: left @ right, brake)
+def _product(left: Tensor, right: Tensor, slow_down: Slowdown | None) -> Tensor:
+    return run(lambda: left @ right, slow_down)
 
 
-def _add_product(to: Tensor, left: Tensor, right: Tensor, brake: Brake | None) -> None:
-    if brake is None:
+def _add_product(to: Tensor, left: Tensor, right: Tensor, slow_down: Slowdown | None) -> None:
+    if slow_down is None:
         to.addmm_(left, right)
     else:
-        to += _product(left, right, brake)
+        to += _product(left, right, slow_down)
 
 
 def migrated_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: MigratedProductContext) -> Tensor:

@@ -1,8 +1,9 @@
 """Colossal-AI's tensor-parallel linear layers, able to do less than their full share of the work.
 
-Each class is Colossal-AI's own with :class:`HeteroLinear` mixed in: same constructor, parameters, ``state_dict`` and
-options. A layer that was told nothing runs its parent's ``forward``. Once it has a clock, a brake or a workload it
-runs :func:`~colossal_hetero.layers.product.parallel_product` instead, which computes the same thing the same way.
+Each class is Colossal-AI's class with :class:`HeteroLinear` mixed in: same constructor, parameters, ``state_dict`` and
+options. Without a workload a layer computes exactly what Colossal-AI's layer does. A layer without a workload, a clock
+and a slowdown runs its parent's ``forward``; any other runs :func:`~colossal_hetero.layers.product.parallel_product`,
+which computes the same products in the same order.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from .column_migration import ColumnMigration, MigratedProductContext, migrated_product
 from .product import CONV1D_LAYOUT, LINEAR_LAYOUT, ProductContext, WeightLayout, parallel_product
 from .unit_layout import UnitShare
-from .workload import Brake, Clock, Lineage, Part, Workload, is_recorded, matrix_view
+from .workload import Clock, Lineage, Part, Slowdown, Workload, is_recorded, matrix_view
 
 __all__ = [
     "HeteroFusedLinear1D_Col",
@@ -48,29 +49,29 @@ __all__ = [
 
 
 class LayerBlock(Protocol):
-    """What a layer needs of the block that it is a part of; see :class:`~colossal_hetero.layers.block.Block`."""
+    """What a layer uses of its block; see :class:`~colossal_hetero.layers.block.Block`."""
 
     @property
     def workload(self) -> object | None:
-        """None while every rank computes its own units."""
+        """None while every rank computes exactly its own units."""
 
     def share_of(self, layer: HeteroLinear) -> UnitShare | None:
-        """What ``layer`` computes in the running forward pass; None for its own units."""
+        """What ``layer`` computes in the current forward pass; None if it computes exactly its own units."""
 
 
 class HeteroLinear:
-    """What the six layers add to their parents: a workload, a clock and a brake, all absent at first."""
+    """What the six layers add to their parents: a workload, a clock and a slowdown, all absent at first."""
 
     clock: Clock | None = None
-    """Told when each part of the forward and backward pass ends."""
-    brake: Brake | None = None
-    """Slows the products, in experiments."""
+    """Receives a mark at the end of each part of the forward and backward pass."""
+    slow_down: Slowdown | None = None
+    """Runs each product more slowly, for experiments."""
     rows = 0
-    """Rows multiplied in training forward passes so far."""
+    """Rows of X multiplied in training forward passes so far."""
     passes = 0
-    """How many passes that were."""
+    """Training forward passes so far."""
     block: LayerBlock | None = None
-    """The block that the layer is a part of; its workload goes before the layer's own."""
+    """The block that contains the layer, or None. A block's workload takes precedence over the layer's."""
 
     _layout: WeightLayout = LINEAR_LAYOUT
     _column_parallel: bool
@@ -81,7 +82,7 @@ class HeteroLinear:
 
     @classmethod
     def from_native_module(cls, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Colossal-AI's conversion of ``module``; a layer with fewer features than ranks comes back as it was."""
+        """Convert ``module`` as Colossal-AI does; a layer with fewer features than ranks is returned unchanged."""
         layer = super().from_native_module(module, *args, **kwargs)  # type: ignore[misc]
         if layer is not module:
             layer.__class__ = cls
@@ -92,23 +93,23 @@ class HeteroLinear:
         return self._workload
 
     def assign(self, workload: Workload | None, migration: ColumnMigration | None = None) -> None:
-        """Take on ``workload`` from the next training forward on, or, with None, the full share again.
+        """Compute ``workload`` from the next training forward pass on; None means the full share of the work.
 
-        With ``migration``, which must come to all ranks of the group at once, columns of this rank or others are
-        computed elsewhere; what the workload prunes is chosen from the columns that stay.
+        With ``migration``, columns of this rank or of others are computed by another rank; all ranks of the group must
+        be given it at the same time. The workload then prunes only columns that are not given away.
 
         Raises:
             ValueError: the layer has an option that balancing cannot be combined with.
         """
         if (workload or migration) is not None and (obstacle := self.resize_obstacle()) is not None:
-            raise ValueError(f"{type(self).__name__} cannot be balanced with {obstacle}; do without one of them")
+            raise ValueError(f"{type(self).__name__} cannot be balanced with {obstacle}; turn one of them off")
         self._workload = workload
         self._migration = migration
         self._previous = {}
         self.begin_iteration()
 
     def begin_iteration(self) -> None:
-        """Choose columns anew at the next forward; those of the finished iteration are forgotten."""
+        """Choose the kept columns again in the next forward pass."""
         self._lineage = None
 
     def resize_obstacle(self) -> str | None:
@@ -123,7 +124,7 @@ class HeteroLinear:
         return None
 
     def block_obstacle(self) -> str | None:
-        """Why the layer cannot be a part of a block, as ``name=value``, or None."""
+        """The option because of which the layer cannot be part of a block, as ``name=value``, or None."""
         for option, value in (("gather_output", True), ("skip_bias_add", True), ("parallel_input", False)):
             if getattr(self, option, not value) is value:
                 return f"{option}={value}"
@@ -131,33 +132,29 @@ class HeteroLinear:
 
     @property
     def is_column_parallel(self) -> bool:
-        """Whether ranks divide the outputs; else they divide the inputs."""
+        """Whether the outputs are divided over the ranks; otherwise the inputs are."""
         return self._column_parallel
 
     @property
     def output_dim(self) -> int:
-        """The dimension of the weight that counts this rank's outputs."""
+        """The dimension of the weight that this rank's outputs are counted along."""
         return 1 - self._layout.columns
 
     @property
     def contraction_columns(self) -> int:
-        """``L``, the columns of this rank's weight that a workload's pruning ratio is a share of."""
+        """``L``, the number of columns of this rank's weight; a workload's pruning ratio is a share of them."""
         return self.weight.shape[self._layout.columns]  # type: ignore[attr-defined]
 
     @property
     def matrix(self) -> Tensor:
-        """This rank's weight as a view ``[N, L]``, without gradient."""
+        """This rank's weight as a detached view ``[N, L]``."""
         return self._layout.as_matrix(self.weight.detach())  # type: ignore[attr-defined]
 
-    @property
-    def kept_columns(self) -> Tensor | None:
-        """The columns kept in the current iteration, int64 ``[count]``, or None while all are."""
-        return None if self._lineage is None else self._lineage.kept
-
     def _passes_through(self) -> bool:
-        """Whether the parent's own forward is to run."""
-        told = self._workload is not None or self._migration is not None
-        if not (told or self.clock or self.brake or (self.block is not None and self.block.workload is not None)):
+        """Whether the parent's forward runs."""
+        assigned = self._workload is not None or self._migration is not None
+        in_block = self.block is not None and self.block.workload is not None
+        if not (assigned or in_block or self.clock or self.slow_down):
             return True
         return self.resize_obstacle() is not None
 
@@ -175,7 +172,7 @@ class HeteroLinear:
                 layer.weight,
                 bias,
                 MigratedProductContext(
-                    self._layout, migration, column_parallel, group, lineage, self.clock, self.brake
+                    self._layout, migration, column_parallel, group, lineage, self.clock, self.slow_down
                 ),
             )
         between: Part = "other" if self.block is None else "block"
@@ -185,14 +182,14 @@ class HeteroLinear:
             lineage,
             None if self.block is None else self.block.share_of(self),
             self.clock,
-            self.brake,
+            self.slow_down,
             before_forward="other" if self._column_parallel else between,
             before_backward=between if self._column_parallel else "other",
         )
         return parallel_product(x, layer.weight, bias, how)
 
     def _is_balanced(self) -> bool:
-        """Whether what the layer was told holds for the running forward pass: one whose gradients are asked for."""
+        """Whether the workload applies to the current forward pass: only if gradients will be computed for it."""
         return self.training and is_recorded()  # type: ignore[attr-defined]
 
     def _columns_for(self, x: Tensor) -> Lineage | None:
@@ -215,7 +212,7 @@ class HeteroLinear:
 
 
 class _HeteroColumnParallel(HeteroLinear):
-    """Weight ``[N/e, K]``: X replicated, no communication in forward, dX summed over the group in backward."""
+    """Weight ``[N/e, K]``: X is replicated; forward sends nothing, backward sums dX over the group."""
 
     _column_parallel = True
 
@@ -234,7 +231,7 @@ class _HeteroColumnParallel(HeteroLinear):
 
 
 class _HeteroRowParallel(HeteroLinear):
-    """Weight ``[N, K/e]``: Y summed over the group in forward, no communication in backward."""
+    """Weight ``[N, K/e]``: the forward pass sums Y over the group, the backward pass sends nothing."""
 
     _column_parallel = False
 
@@ -292,5 +289,5 @@ class HeteroGPT2FusedLinearConv1D_Row(_HeteroRowParallel, GPT2FusedLinearConv1D_
 
 
 def hetero_layers(model: nn.Module) -> dict[str, HeteroLinear]:
-    """The layers of ``model`` that can be told a workload, by qualified name, in the order of the model."""
+    """The layers of ``model`` that accept a workload, by qualified name, in the order of the model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, HeteroLinear)}

@@ -1,8 +1,7 @@
 """Any policy of Colossal-AI, with its parallel linear layers replaced by those of this package.
 
-A policy is data: ``module_policy()`` names, for each module class of a model, which layer takes the place of
-which submodule. Exchanging those names serves every model family that Colossal-AI knows, without a line per
-family.
+A policy is data: ``module_policy()`` names, for each module class of a model, the layers that replace its submodules.
+Replacing those layers' names works for every model family of Colossal-AI, without code for each family.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ HETERO_LAYERS: dict[type, type] = {
     GPT2FusedLinearConv1D_Col: HeteroGPT2FusedLinearConv1D_Col,
     GPT2FusedLinearConv1D_Row: HeteroGPT2FusedLinearConv1D_Row,
 }
-"""What takes the place of what, by the exact class: vocabulary-parallel heads, for one, do other work."""
+"""This package's layer by Colossal-AI's exact class; subclasses (vocabulary-parallel heads) are not replaced."""
 
 
 class _HeteroPolicy(Policy):
-    """What goes in front of a policy's own class: its ``module_policy`` with the layers exchanged."""
+    """A base class to put before a policy's class: its ``module_policy`` with the layers replaced."""
 
     def module_policy(self) -> dict[str | type[nn.Module], ModulePolicyDescription]:
-        return {key: _exchange_layers(description) for key, description in super().module_policy().items()}
+        return {key: _replace_layers(description) for key, description in super().module_policy().items()}
 
 
-def _exchange_layers(description: ModulePolicyDescription) -> ModulePolicyDescription:
+def _replace_layers(description: ModulePolicyDescription) -> ModulePolicyDescription:
     """Return a copy of ``description`` that names this package's linear layers."""
     if not description.sub_module_replacement:
         return description
@@ -73,7 +72,7 @@ def _exchange_layers(description: ModulePolicyDescription) -> ModulePolicyDescri
 
 @cache
 def _hetero_class(policy_class: type[Policy]) -> type[Policy]:
-    """Return the subclass of ``policy_class`` that exchanges the layers; one class per policy class."""
+    """Return the subclass of ``policy_class`` that replaces the layers; one class per policy class."""
     namespace: dict[str, Any] = {"__module__": __name__, "__doc__": policy_class.__doc__}
     return type(f"Hetero{policy_class.__name__}", (_HeteroPolicy, policy_class), namespace)
 
@@ -81,9 +80,9 @@ def _hetero_class(policy_class: type[Policy]) -> type[Policy]:
 def hetero_policy(model_or_policy: nn.Module | Policy) -> Policy:
     """Return a policy that shards a model with this package's linear layers.
 
-    It is for ``HybridParallelPlugin(custom_policy=hetero_policy(model))`` and for ``ShardFormer.optimize``.
-    The policy is an instance of a subclass of the original policy's class that changes ``module_policy``
-    only. A policy that is given is left as it was; one that comes from this function is returned as it is.
+    Use it in ``HybridParallelPlugin(custom_policy=hetero_policy(model))`` and with ``ShardFormer.optimize``. The
+    returned policy is an instance of a subclass of the original policy's class that only changes
+    ``module_policy``. A given policy is not changed; a policy from this function is returned as it is.
 
     Args:
         model_or_policy: a model that Colossal-AI has a policy for, a timm ``VisionTransformer`` (or a
@@ -101,7 +100,7 @@ def hetero_policy(model_or_policy: nn.Module | Policy) -> Policy:
     if isinstance(policy, _HeteroPolicy):
         return policy
     policy = copy.copy(policy)
-    policy.__class__ = _hetero_class(type(policy))  # type: ignore[arg-type]  # mypy holds classes for unhashable
+    policy.__class__ = _hetero_class(type(policy))  # type: ignore[arg-type]  # mypy takes classes for unhashable
     return policy
 
 
@@ -112,7 +111,7 @@ def _auto_policy(model: nn.Module) -> Policy:
     except NotImplementedError as error:
         name = f"{type(model).__module__}.{type(model).__qualname__}"
         raise ValueError(
-            f"Colossal-AI has no policy for {name}. Valid are a model that it has one for (listed in "
+            f"Colossal-AI has no policy for {name}. Valid are a model for which it has one (listed in "
             "colossalai.shardformer.policies.auto_policy), a timm VisionTransformer, or a policy: "
-            "hetero_policy(MyPolicy()), or custom_policy=MyPolicy() to the plugin."
+            "hetero_policy(MyPolicy()), or custom_policy=MyPolicy() as the plugin's argument."
         ) from error

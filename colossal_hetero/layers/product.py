@@ -1,4 +1,4 @@
-"""The product of a tensor-parallel linear layer, dense or resized, forward and backward.
+"""The product of a tensor-parallel linear layer, dense or resized, in the forward and backward pass.
 
 Notation: ``M`` rows (batch × sequence), ``L`` contraction columns of this rank's weight, ``N`` of its outputs,
 ``P`` the pruned columns, ``k`` the kept ones (SEMI, Sec. III-A; dual pruning with imputation)::
@@ -7,11 +7,11 @@ Notation: ``M`` rows (batch × sequence), ``L`` contraction columns of this rank
     dgrad     dX [M, L]:  dX[:, k] = dY · W[:, k],    dX[:, P] imputed
     wgrad     dW [N, L]:  dW[:, k] = dYᵀ · X[:, k],   dW[:, P] imputed
 
-With nothing pruned the formulas, their order and their operands are those of Colossal-AI's layers, bit for bit. A
-column-parallel layer sums dX over the group while dW is computed; a row-parallel one sums Y outside this function.
+If nothing is pruned, the result is bit for bit that of Colossal-AI's layers: same formulas, order and operands. A
+column-parallel layer sums dX over the group while dW is computed; a row-parallel layer sums Y outside this module.
 
-A layer of a block whose units are pruned or migrated multiplies by another weight, that of the units which this rank
-computes (:mod:`.unit_layout`), with the same formulas.
+If units of a block are pruned or migrated, its layers use the same formulas with another weight: that of the units
+which this rank computes (:mod:`.unit_layout`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .unit_layout import UnitShare
-from .workload import Brake, Clock, Lineage, Part, matrix_view
+from .workload import Clock, Lineage, Part, Slowdown, matrix_view
 
 __all__ = ["CONV1D_LAYOUT", "LINEAR_LAYOUT", "ProductContext", "WeightLayout", "parallel_product", "run"]
 
 
 class WeightLayout:
-    """How a weight is stored: as in ``torch.nn.Linear``, ``[N, L]``."""
+    """How a weight is stored; this class: as in ``torch.nn.Linear``, ``[N, L]``."""
 
     columns = 1
-    """The dimension of the weight that is contracted."""
+    """The dimension of the weight that the product contracts."""
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
@@ -50,12 +50,12 @@ class WeightLayout:
         return weight
 
     def from_matrix(self, matrix: Tensor) -> Tensor:
-        """A matrix ``[N, L]`` as the weight is stored."""
+        """A matrix ``[N, L]`` in the layout of the weight."""
         return matrix
 
 
 class Conv1DLayout(WeightLayout):
-    """How a weight is stored in ``transformers``' ``Conv1D``, of GPT-2: ``[L, N]``."""
+    """The layout of GPT-2's ``Conv1D`` in ``transformers``: ``[L, N]``."""
 
     columns = 0
 
@@ -81,21 +81,21 @@ CONV1D_LAYOUT = Conv1DLayout()
 
 
 class ProductContext(NamedTuple):
-    """What a product needs beside its operands."""
+    """What a product needs in addition to its operands."""
 
     layout: WeightLayout
     group: dist.ProcessGroup | None = None
     """The group to sum dX over (column-parallel), or None."""
     lineage: Lineage | None = None
-    """The columns to keep, or None for all."""
+    """The columns to keep, or None to keep all."""
     share: UnitShare | None = None
-    """The units of a block to compute instead of this rank's own, or None for those."""
+    """The units of a block to compute, or None for exactly this rank's own."""
     clock: Clock | None = None
-    brake: Brake | None = None
+    slow_down: Slowdown | None = None
     before_forward: Part = "other"
-    """What the stretch that ends where the forward product begins was spent on."""
+    """What the time since the last mark was spent on when the forward product begins."""
     before_backward: Part = "other"
-    """The same for the backward products."""
+    """The same when the backward products begin."""
 
 
 class _ParallelProduct(torch.autograd.Function):
@@ -112,10 +112,10 @@ class _ParallelProduct(torch.autograd.Function):
             used_weight = weight.index_select(how.layout.columns, how.lineage.kept)
         elif how.share is not None:
             used_weight, bias = how.share.operands(weight, bias)
-        # The kept part of X is saved rather than X, which is thereby free to go; the weight's kept part is cheap to
-        # take again.
+        # Save the kept part of X instead of X, whose memory can then be released. The weight's kept part is cheap to
+        # select again.
         ctx.save_for_backward(x, weight)
-        y = run(lambda: how.layout.output(x, used_weight, bias), how.brake)
+        y = run(lambda: how.layout.output(x, used_weight, bias), how.slow_down)
         if how.clock is not None:
             how.clock.mark("matmul")
         return y
@@ -132,7 +132,7 @@ class _ParallelProduct(torch.autograd.Function):
         elif how.share is not None:
             weight, _ = how.share.operands(weight, None)
 
-        dx = run(lambda: layout.input_gradient(dy, weight), how.brake)
+        dx = run(lambda: layout.input_gradient(dy, weight), how.slow_down)
         if lineage is not None:
             backward_pass = lineage.begin_backward()
             dx = lineage.restore("input", backward_pass, dx, -1, ctx.columns)
@@ -143,10 +143,10 @@ class _ParallelProduct(torch.autograd.Function):
 
         dy_matrix = matrix_view(dy.contiguous())
         dw = None
-        # Units travel with weight and bias together.
+        # A unit's weights and biases are sent together.
         if ctx.needs_input_grad[1] or (how.share is not None and ctx.needs_input_grad[2]):
             x_matrix = matrix_view(x.contiguous())
-            dw = run(lambda: layout.weight_gradient(dy_matrix, x_matrix), how.brake)
+            dw = run(lambda: layout.weight_gradient(dy_matrix, x_matrix), how.slow_down)
             if lineage is not None:
                 dw = lineage.restore("weight", backward_pass, dw, layout.columns, ctx.columns)
         if how.clock is not None:
@@ -167,10 +167,11 @@ class _ParallelProduct(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def run(product: Callable[[], Tensor], brake: Brake | None) -> Tensor:
-    return product() if brake is None else brake(product)
+def run(product: Callable[[], Tensor], slow_down: Slowdown | None) -> Tensor:
+    """The result of ``product``, computed more slowly if there is a slowdown."""
+    return product() if slow_down is None else slow_down(product)
 
 
 def parallel_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: ProductContext) -> Tensor:
-    """``Y [..., N] = X [..., L] · Wᵀ + b`` of one rank in the given context; see the module's docstring."""
+    """``Y [..., N] = X [..., L] · Wᵀ + b`` of one rank; the formulas are in the module's docstring."""
     return _ParallelProduct.apply(x, weight, bias, how)

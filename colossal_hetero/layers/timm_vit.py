@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism for timm's VisionTransformer, which Colossal-AI has no policy for.
+"""Tensor and pipeline parallelism for timm's VisionTransformer, for which Colossal-AI has no policy.
 
 Shapes of one block, with ``D`` the embedding, ``A = heads · head_dim`` the attention width, ``H`` the MLP's
 hidden width and ``p`` the number of tensor-parallel ranks; every rank holds the whole residual stream
@@ -15,17 +15,16 @@ layer                 whole weight                       this rank's share
 ``mlp.fc2``           ``[D, H]``                         ``[D, H/p]``, then a sum over ranks
 ====================  =================================  ==============================================
 
-Every rank holds the embedding, the norms on the residual stream and the classifier as well: the classifier
-sees one token of each image, so it takes next to no time, and left whole it works for any number of
-classes.
+Every rank also holds the whole embedding, norms on the residual stream, and classifier. The classifier sees one token
+of each image, so it takes almost no time, and because it is not divided it works for any number of classes.
 
-Randomness. Dropout after a sharded layer draws other numbers on each rank, dropout on the residual stream the same;
-these are Colossal-AI's layers, whose random state activation checkpointing does not restore: use one or the other.
-``DropPath`` and ``PatchDropout`` act on the residual stream and draw from the global random state. That is in step on
-the ranks of a tensor-parallel group as long as they are seeded alike (``colossalai.launch`` does so), for nothing that
-is sharded draws from it unequally; and checkpointing restores it, so they keep it. Fused attention
-(``F.scaled_dot_product_attention``) draws ``attn_drop`` from the global random state too, so every rank drops the same
-positions in its own heads.
+Randomness. Dropout after a sharded layer draws different numbers on each rank; dropout on the residual stream draws the
+same numbers on all ranks. Both are Colossal-AI's layers. Activation checkpointing does not restore their random state,
+so use either dropout or checkpointing. ``DropPath`` and ``PatchDropout`` act on the residual stream and use the global
+random state. It is equal on all ranks of a tensor-parallel group if they start with the same seed, as
+``colossalai.launch`` ensures, because no sharded layer uses it; and checkpointing restores it. Fused attention
+(``F.scaled_dot_product_attention``) uses it for ``attn_drop`` too, so every rank drops the same positions in its own
+heads.
 """
 
 from __future__ import annotations
@@ -75,10 +74,10 @@ _MLPS = (Mlp, GluMlp, SwiGLU)
 class TimmViTPolicy(Policy):
     """How Colossal-AI shards a ``timm.models.vision_transformer.VisionTransformer`` or a subclass of it.
 
-    It names Colossal-AI's own layers; :func:`~colossal_hetero.layers.hetero_policy` exchanges them for this
-    package's. In a pipeline the first stage holds the embedding and the tokens, the last the final norm,
-    pooling and classifier; a micro-batch is a tensor of images, a tuple that starts with them, or a dict
-    with the images as ``x`` (what else is in it is left to the criterion).
+    It names Colossal-AI's own layers; :func:`~colossal_hetero.layers.hetero_policy` replaces them with this
+    package's. In a pipeline the first stage holds the embedding and the tokens, the last stage the final norm,
+    pooling and classifier. A micro-batch is a tensor of images, a tuple whose first element is the images, or a
+    dict with the images as ``x``; only the criterion uses its other elements.
     """
 
     model: VisionTransformer
@@ -90,7 +89,7 @@ class TimmViTPolicy(Policy):
     # What can be sharded ----------------------------------------------------------------------------------
 
     def config_sanity_check(self) -> None:
-        """Raise ``ValueError`` where the model cannot be sharded as configured."""
+        """Raise ``ValueError`` if the model cannot be sharded as configured."""
         config = self.shard_config
         unused = [
             name
@@ -98,7 +97,7 @@ class TimmViTPolicy(Policy):
             if getattr(config, name)
         ]
         if unused:
-            warnings.warn(f"timm's VisionTransformer is sharded without {', '.join(unused)}", stacklevel=2)
+            warnings.warn(f"{', '.join(unused)} has no effect on timm's VisionTransformer", stacklevel=2)
         if config.tensor_parallel_size > 1:
             self._check_blocks(config.tensor_parallel_size)
         if config.pipeline_stage_manager is not None:
@@ -120,7 +119,7 @@ class TimmViTPolicy(Policy):
                 )
             if not hasattr(attention, "attn_dim"):
                 raise ValueError(
-                    f"timm {timm.__version__} takes the width of a sharded attention for the whole one; tensor "
+                    f"timm {timm.__version__} does not support attention narrower than the embedding; tensor "
                     "parallelism needs timm 1.0.22 or newer"
                 )
             _check_no_norm(f"{name}.norm", attention.norm, "scale_attn_norm", attention.attn_dim)
@@ -144,13 +143,13 @@ class TimmViTPolicy(Policy):
             )
 
     def _check_forward(self) -> None:
-        """A stage runs a part of the forward pass, which must be the one that is known here."""
+        """Check that the model has timm's own forward pass, because a stage runs a part of that one."""
         kind = type(self.model)
         parts = ("forward", "forward_features", "forward_head", "pool", "_pos_embed")
         changed = [part for part in parts if getattr(kind, part) is not getattr(VisionTransformer, part)]
         if changed:
             raise ValueError(
-                f"{kind.__name__} has its own {', '.join(changed)}, which cannot be cut into pipeline stages; "
+                f"{kind.__name__} has its own {', '.join(changed)}, which cannot be divided into pipeline stages; "
                 "use pp_size=1 or timm's VisionTransformer itself"
             )
 
@@ -170,7 +169,7 @@ class TimmViTPolicy(Policy):
     # Sharding ---------------------------------------------------------------------------------------------
 
     def preprocess(self) -> nn.Module:
-        # Releasing what other stages hold sets the tokens to None as well, for they belong to no held module.
+        # When other stages' modules are released, the tokens are set to None too, because no held module contains them.
         self._root_parameters = {
             name: parameter for name, parameter in self.model._parameters.items() if parameter is not None
         }
@@ -245,7 +244,7 @@ class TimmViTPolicy(Policy):
             )
 
     def _replace_dropouts(self, policy: dict) -> None:
-        """Let sharded activations drop differently on each rank, whole ones alike; idle dropouts stay."""
+        """Draw dropout of sharded activations separately on each rank, of whole ones equally; leave p = 0 unchanged."""
         places = [
             (
                 self._attentions(),
@@ -255,15 +254,15 @@ class TimmViTPolicy(Policy):
             ([("", self.model)], dict.fromkeys(("pos_drop", "head_drop"), DropoutForReplicatedInput)),
         ]
         for owners, dropouts in places:
-            at_work = {
+            active = {
                 (type(owner), suffix) for _, owner in owners for suffix in dropouts if getattr(owner, suffix).p > 0
             }
-            for owner_class, suffix in sorted(at_work, key=str):
+            for owner_class, suffix in sorted(active, key=str):
                 description = SubModuleReplacementDescription(suffix, dropouts[suffix])
                 self.append_or_create_submodule_replacement(description, policy, owner_class)
 
     def _split_backward(self, policy: dict) -> None:
-        """Zero-bubble schedules compute weight gradients apart, which takes a layer of its own."""
+        """Use layers that compute weight gradients separately, as zero-bubble schedules need."""
         for module in _one_of_each_class(itertools.chain(self._attentions(), self._mlps())):
             names = [name for name, child in module.named_children() if type(child) is nn.Linear]
             policy[type(module)] = ModulePolicyDescription(
@@ -311,7 +310,7 @@ class TimmViTPolicy(Policy):
         stage_manager = self.pipeline_stage_manager
         forward = partial(_pipeline_forward, stage_manager=stage_manager)
         if stage_manager.is_interleave:
-            # The schedule passes the range of the chunk that is due.
+            # The schedule passes the range of blocks of the chunk that it runs.
             stage_manager.stage_indices = self._stage_blocks()
         else:
             forward.keywords["stage_index"] = self._stage_blocks()[0]
@@ -332,18 +331,21 @@ def _pipeline_forward(
     """Run one stage of ``VisionTransformer.forward``.
 
     Args:
-        x: the images ``[B, C, H, W]``; read by the first stage only.
-        rest: what follows the images in a micro-batch, such as labels; the criterion's, not the model's.
+        x: the images ``[B, C, H, W]``; only the first stage reads them.
+        rest: further elements of a micro-batch, such as labels; only the criterion uses them.
+        stage_manager: of this stage.
         stage_index: this stage's (or chunk's) blocks, ``[start, end)``.
         hidden_states: the previous stage's output ``[B, N, D]``.
-        others: as ``rest``, from a micro-batch that is a dict.
+        attn_mask: passed on to the blocks, as in timm.
+        is_causal: passed on to the blocks, as in timm.
+        others: further elements of a micro-batch that is a dict.
 
     Returns:
         ``{"hidden_states": [B, N, D]}`` for the next stage; on the last stage the logits ``[B, classes]``.
     """
     if stage_manager.is_first_stage():
         hidden_states = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x))))
-    assert hidden_states is not None, "a later stage runs on the previous one's output"
+    assert hidden_states is not None, "stages after the first need hidden_states"
     start, end = stage_index
     for block in model.blocks[start:end]:
         if attn_mask is not None or is_causal:
@@ -358,20 +360,20 @@ def _pipeline_forward(
 
 
 def _kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn.Module] | None:
-    """Return which of ``kinds`` ``module`` computes like: its class or a parent whose ``forward`` it keeps."""
+    """Return the class in ``kinds`` whose ``forward`` ``module`` uses: its own class or a parent, or None."""
     return next((kind for kind in kinds if isinstance(module, kind) and type(module).forward is kind.forward), None)
 
 
 def _one_of_each_class(named_modules: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
-    """Return a module of every class: Colossal-AI replaces by class."""
+    """Return one module of each class, because Colossal-AI replaces layers by class."""
     return list({type(module): module for _, module in named_modules}.values())
 
 
 def _check_no_norm(name: str, norm: nn.Module, option: str, width: int) -> None:
     if not isinstance(norm, nn.Identity):
         raise ValueError(
-            f"{name} is a {type(norm).__name__} over {width} features that tensor parallelism spreads over "
-            f"ranks, so no rank has its statistics; build the model with {option}=False"
+            f"{name} is a {type(norm).__name__} over {width} features that tensor parallelism divides over "
+            f"ranks, so no rank can compute its statistics; build the model with {option}=False"
         )
 
 

@@ -1,6 +1,6 @@
 """The messages of a migration within one tensor-parallel group, counted as they are sent.
 
-They travel over a process group of their own, beside the training's collectives. Ranks are places in that group.
+They use a process group of their own, separate from the training's collectives. Ranks are numbered within that group.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Pending", "Sent", "Transport"]
+__all__ = ["Pending", "SentMessages", "Transport"]
 
 Primitive = Literal["point_to_point", "broadcast", "reduce"]
 
 
 @dataclass
-class Sent:
-    """What one rank has sent by one primitive."""
+class SentMessages:
+    """What one rank has sent by one primitive, such as broadcast."""
 
     messages: int = 0
     bytes: int = 0
 
 
 class Pending:
-    """Messages under way."""
+    """Messages that have been started and may not have arrived."""
 
     def __init__(self, works: Iterable[Any]) -> None:
         self._works = [work for work in works if work is not None]
 
     def wait(self) -> None:
-        """Return when they have arrived.
+        """Return when all messages have arrived.
 
         Raises:
-            RuntimeError: a rank of the group is gone.
+            RuntimeError: a rank of the group has stopped.
         """
         works, self._works = self._works, []
-        _or_say_why(lambda: [work.wait() for work in works])
+        _explaining_failure(lambda: [work.wait() for work in works])
 
 
 class Transport:
     """Sends and receives for one rank of a tensor-parallel group.
 
-    ``sent`` counts this rank's payload: a broadcast's root delivers to each of the others, and each of the others
-    delivers what a reduction adds up.
+    ``sent`` counts what this rank sends: for a broadcast the root sends one message to each other rank, for a reduction
+    each rank but the root sends one message.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -55,26 +55,27 @@ class Transport:
         self.rank = dist.get_rank(group)
         self.size = len(self._global_ranks)
         self._connected = False
-        self.sent: dict[Primitive, Sent] = {}
+        self.sent: dict[Primitive, SentMessages] = {}
         self.reset()
 
     def reset(self) -> None:
-        """Count from nothing again."""
-        self.sent = {"point_to_point": Sent(), "broadcast": Sent(), "reduce": Sent()}
+        """Set the counts back to zero."""
+        self.sent = {"point_to_point": SentMessages(), "broadcast": SentMessages(), "reduce": SentMessages()}
 
     def connect(self, device: torch.device) -> None:
-        """Make the group's connections, if that has not been done. Collective over the group.
+        """Set up the group's connections, once. Collective over the group.
 
-        NCCL makes a communicator at its first use, for which all ranks must come together; later only some do.
+        NCCL creates a communicator at its first use, which all ranks have to take part in; later messages involve only
+        some ranks.
         """
         if not self._connected:
             self._connected = True
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Pending:
-        """Start sending tensors to ranks and receiving into others from ranks, all contiguous.
+        """Start sending and receiving contiguous tensors, given as pairs of the other rank and the tensor.
 
-        Two ranks must name what they send each other in the same order.
+        Two ranks must list the messages between them in the same order.
         """
         operations = [
             dist.P2POp(dist.irecv, tensor, self._global_ranks[rank], self._group) for rank, tensor in receives
@@ -84,21 +85,21 @@ class Transport:
             self._count("point_to_point", tensor, 1)
         if not operations:
             return Pending(())
-        return Pending(_or_say_why(lambda: dist.batch_isend_irecv(operations)))
+        return Pending(_explaining_failure(lambda: dist.batch_isend_irecv(operations)))
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
-        """Start giving everyone the contiguous ``tensor`` of rank ``source``."""
+        """Start sending the contiguous ``tensor`` of rank ``source`` to all ranks, which receive into ``tensor``."""
         if source == self.rank:
             self._count("broadcast", tensor, self.size - 1)
         source = self._global_ranks[source]
-        return Pending([_or_say_why(lambda: dist.broadcast(tensor, source, group=self._group, async_op=True))])
+        return Pending([_explaining_failure(lambda: dist.broadcast(tensor, source, group=self._group, async_op=True))])
 
     def reduce(self, tensor: Tensor, target: int) -> Pending:
-        """Start summing everyone's contiguous ``tensor`` into that of rank ``target``; the others' become scratch."""
+        """Start summing the contiguous ``tensor`` of all ranks into rank ``target``'s; the others' are overwritten."""
         if target != self.rank:
             self._count("reduce", tensor, 1)
         target = self._global_ranks[target]
-        return Pending([_or_say_why(lambda: dist.reduce(tensor, target, group=self._group, async_op=True))])
+        return Pending([_explaining_failure(lambda: dist.reduce(tensor, target, group=self._group, async_op=True))])
 
     def _count(self, primitive: Primitive, tensor: Tensor, copies: int) -> None:
         sent = self.sent[primitive]
@@ -106,11 +107,11 @@ class Transport:
         sent.bytes += copies * tensor.numel() * tensor.element_size()
 
 
-def _or_say_why(communicate: Callable[[], Any]) -> Any:
+def _explaining_failure(communicate: Callable[[], Any]) -> Any:
     try:
         return communicate()
     except RuntimeError as error:
         raise RuntimeError(
-            "a rank of this tensor-parallel group stopped answering while migrated work was under way; "
-            f"look at what the other ranks printed. The transport says: {error}"
+            "a rank of this tensor-parallel group stopped responding while migrated work was being sent or received; "
+            f"check the output of the other ranks. The communication library reports: {error}"
         ) from error

@@ -1,8 +1,9 @@
-"""Units on their way: weights once per optimizer step, gradients back once (ALGORITHMS 1.5).
+"""Messages of migrated units: weights once per optimizer step, gradients back once (docs/algorithms.md, 1.5).
 
-Weights of many blocks travel in one message per pair of ranks; a message is waited for when its first block is about to
-compute. Gradients return from each layer's last backward pass before they are used, so that whatever acts on gradients
-as they appear (data parallelism, ZeRO, loss scaling, clipping) finds them complete on their owner.
+The weights of many blocks (a *bucket*) are sent in one message per pair of ranks; a rank waits for the message when the
+first of these blocks is about to compute. The gradients of a layer return in its last backward pass before the
+optimizer step. So code that uses gradients as they appear (data parallelism, ZeRO, loss scaling, clipping) finds them
+complete on the rank that owns the units.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import torch
 from torch import Tensor
 
 from .block import Block, BlockWorkload
-from .column_migration import Move
+from .column_migration import MovedRange
 from .transport import Pending, Transport
 from .workload import Selector
 
-__all__ = ["MESSAGE_BYTES", "UnitMail", "batch_numbers"]
+__all__ = ["MESSAGE_BYTES", "UnitExchange", "bucket_numbers"]
 
 MESSAGE_BYTES = 4 << 20
-"""Blocks are put together until their weights are as large as this; larger messages would not be faster."""
+"""Blocks are added to a bucket until their moved weights reach this size; larger messages would not be faster."""
 
 
 @dataclass
-class _Route:
-    """Units of one block between this rank and another."""
+class _UnitRange:
+    """The units ``[start, stop)`` of one block that this rank sends to, or receives from, the rank ``other``."""
 
     other: int
     start: int
@@ -39,236 +40,242 @@ class _Route:
 
 
 @dataclass(eq=False)
-class _Parcel:
-    """What this rank has to do with one block."""
+class _BlockTransfer:
+    """The units of one block that this rank gives and takes."""
 
     block: Block
-    outward: list[_Route]
-    """Own units and who computes them, in ascending order."""
-    inward: list[_Route]
-    """Others' units that this rank computes."""
-    batch: _Batch | None = None
+    given: list[_UnitRange]
+    """This rank's units that other ranks compute, in ascending order."""
+    taken: list[_UnitRange]
+    """Other ranks' units that this rank computes."""
+    bucket: _Bucket | None = None
     passes: list[int] = field(default_factory=list)
-    """Backward passes of each layer since its gradients last returned."""
+    """For each layer, the backward passes since its gradients last returned."""
     sums: list[list[Tensor] | None] = field(default_factory=list)
-    """The taken units' gradients of each layer, added up since then."""
+    """For each layer, the sum of the taken units' gradients in these passes, or None before the first one."""
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         self.passes = [0] * len(self.block.layers)
         self.sums = [None] * len(self.block.layers)
 
 
 @dataclass(eq=False)
-class _Batch:
-    """Blocks whose weights travel together, and the messages that carry them, by the rank at the other end."""
+class _Bucket:
+    """Blocks whose weights are sent together, with a buffer for each message, by the other rank."""
 
-    parcels: list[_Parcel] = field(default_factory=list)
-    outgoing: dict[int, Tensor] = field(default_factory=dict)
-    incoming: dict[int, Tensor] = field(default_factory=dict)
+    transfers: list[_BlockTransfer] = field(default_factory=list)
+    send_buffers: dict[int, Tensor] = field(default_factory=dict)
+    receive_buffers: dict[int, Tensor] = field(default_factory=dict)
     pending: Pending = field(default_factory=lambda: Pending(()))
 
     def reserve(self) -> None:
-        """Make room for the messages."""
-        for messages, direction in ((self.outgoing, "outward"), (self.incoming, "inward")):
+        """Allocate the buffers."""
+        like = self.transfers[0].block.parameters[0][0]
+        for buffers, direction in ((self.send_buffers, "given"), (self.receive_buffers, "taken")):
             lengths: dict[int, int] = {}
-            for parcel in self.parcels:
-                for route in getattr(parcel, direction):
-                    elements = route.count * parcel.block.elements_per_unit
-                    lengths[route.other] = lengths.get(route.other, 0) + elements
-            like = self.parcels[0].block.parameters[0][0]
-            messages.update({other: like.new_empty(length) for other, length in sorted(lengths.items())})
+            for transfer in self.transfers:
+                for units in getattr(transfer, direction):
+                    elements = units.count * transfer.block.elements_per_unit
+                    lengths[units.other] = lengths.get(units.other, 0) + elements
+            buffers.update({other: like.new_empty(length) for other, length in sorted(lengths.items())})
 
 
-def batch_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[Move]]) -> list[int]:
-    """Which blocks' weights travel together: a number for each block, the same division on all ranks."""
+def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]]) -> list[int]:
+    """The number of each block's bucket; all ranks get the same numbers."""
     numbers: list[int] = []
-    size, kind = 0, None
+    size, last_dtype = 0, None
     for block, moved in zip(blocks, moves, strict=True):
         dtype = block.parameters[0][0].dtype
         if not numbers:
             numbers.append(0)
-        elif size >= MESSAGE_BYTES or kind != dtype:
+        elif size >= MESSAGE_BYTES or last_dtype != dtype:
             numbers.append(numbers[-1] + 1)
             size = 0
         else:
             numbers.append(numbers[-1])
-        kind = dtype
+        last_dtype = dtype
         size += sum(move.stop - move.start for move in moved) * block.elements_per_unit * dtype.itemsize
     return numbers
 
 
-class UnitMail:
-    """Moves units of blocks between one rank and the others of its group.
+class UnitExchange:
+    """Exchanges units of blocks between one rank and the others of its group.
 
     Args:
-        transport: of the group.
-        is_last_pass: whether a layer's n-th backward pass since its gradients last returned is the last before they are
-            used; the same on all ranks.
+        transport: the group's transport.
+        is_last_pass: whether a layer's n-th backward pass since its gradients last returned is the last one before the
+            optimizer step; the same function on all ranks.
     """
 
     def __init__(self, transport: Transport, is_last_pass: Callable[[int], bool]) -> None:
         self._transport = transport
         self._is_last_pass = is_last_pass
-        self._parcels: list[_Parcel] = []
-        self._batches: list[_Batch] = []
+        self._transfers: list[_BlockTransfer] = []
+        self._buckets: list[_Bucket] = []
         self._returning: list[tuple[Pending, list[tuple[int, Tensor]]]] = []
-        """Gradients on their way to their owners, with the memory that they are sent from."""
+        """Gradients that are being sent to their owners, with the tensors that they are sent from."""
         self._is_sent = False
 
     def assign(
         self,
         blocks: Sequence[Block],
-        moves: Sequence[Sequence[Move]],
+        moves: Sequence[Sequence[MovedRange]],
         kept: Sequence[int],
         select: Sequence[Selector | None],
     ) -> None:
-        """From the next iteration on move units of every block as its ``moves`` say and keep ``kept`` of the own ones.
+        """From the next iteration on migrate each block's ``moves`` and compute ``kept`` of this rank's own units.
+
+        ``moves``, ``kept`` and ``select`` have an entry for each block; ``select`` chooses the kept units if some are
+        pruned.
 
         Raises:
-            RuntimeError: there is no memory for the units that this rank takes.
+            RuntimeError: there is not enough memory for the units that this rank takes.
         """
         self.release(blocks)
         rank = self._transport.rank
-        batches: dict[int, _Batch] = defaultdict(_Batch)
-        numbers = batch_numbers(blocks, moves)
+        buckets: dict[int, _Bucket] = defaultdict(_Bucket)
+        numbers = bucket_numbers(blocks, moves)
         for block, moved, count, rule, number in zip(blocks, moves, kept, select, numbers, strict=True):
-            outward = [_Route(move.receiver, move.start, move.stop) for move in moved if move.sender == rank]
-            inward = [_Route(move.sender, move.start, move.stop) for move in moved if move.receiver == rank]
-            if count == block.units and not inward:
+            given = [_UnitRange(move.receiver, move.start, move.stop) for move in moved if move.sender == rank]
+            taken = [_UnitRange(move.sender, move.start, move.stop) for move in moved if move.receiver == rank]
+            if count == block.units and not taken:
                 continue
-            parcel = _Parcel(block, outward, inward)
-            parcel.forget()
+            transfer = _BlockTransfer(block, given, taken)
+            transfer.clear_gradients()
             workload = BlockWorkload(
-                given=sum(route.count for route in outward),
-                taken=sum(route.count for route in inward),
+                given=sum(units.count for units in given),
+                taken=sum(units.count for units in taken),
                 kept=count,
                 select=rule,
             )
-            block.assign(workload, self._receiver(parcel), self._returner(parcel))
-            self._parcels.append(parcel)
-            if outward or inward:
-                parcel.batch = batches[number]
-                parcel.batch.parcels.append(parcel)
-        self._batches = list(batches.values())
-        for batch in self._batches:
-            batch.reserve()
-        _rehearse_backward(self._parcels)
+            block.assign(workload, self._receiver(transfer), self._returner(transfer))
+            self._transfers.append(transfer)
+            if given or taken:
+                transfer.bucket = buckets[number]
+                transfer.bucket.transfers.append(transfer)
+        self._buckets = list(buckets.values())
+        for bucket in self._buckets:
+            bucket.reserve()
+        _check_backward_memory(self._transfers)
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """Nobody moves anything any more."""
+        """Stop migrating: every rank computes exactly its own units."""
         self.finish()
-        self._parcels, self._batches = [], []
+        self._transfers, self._buckets = [], []
         for block in blocks:
             block.assign(None)
 
     def begin_iteration(self) -> None:
-        """Start sending the units' weights. Collective over the group.
+        """Start sending the units' weights, once per iteration. Collective over the group.
 
-        A block that is called beforehand, by itself, starts it too.
+        If a block runs before this is called, its forward pass starts the sending.
         """
         if self._is_sent:
             return
         self._is_sent = True
-        for batch in self._batches:
-            for other, message in batch.outgoing.items():
-                torch.cat([part.reshape(-1) for part in _weights(batch, other)], out=message)
-            batch.pending = self._transport.exchange(list(batch.outgoing.items()), list(batch.incoming.items()))
+        for bucket in self._buckets:
+            for other, message in bucket.send_buffers.items():
+                torch.cat([part.reshape(-1) for part in _weights(bucket, other)], out=message)
+            bucket.pending = self._transport.exchange(
+                list(bucket.send_buffers.items()), list(bucket.receive_buffers.items())
+            )
 
     def weights_changed(self) -> None:
-        """What has been sent is out of date."""
-        for batch in self._batches:
-            batch.pending.wait()
-        for parcel in self._parcels:
-            parcel.block.begin_iteration()
+        """The weights have changed: those sent before are not used any more."""
+        for bucket in self._buckets:
+            bucket.pending.wait()
+        for transfer in self._transfers:
+            transfer.block.begin_iteration()
         self._is_sent = False
 
     def drop_gradients(self) -> None:
-        """Forget gradients that have not returned."""
-        for parcel in self._parcels:
-            parcel.forget()
+        """Discard gradients that have not returned."""
+        for transfer in self._transfers:
+            transfer.clear_gradients()
 
     def finish(self) -> None:
-        """The iteration is over: gradients are about to be used, and then weights will have changed.
+        """End the iteration: call this when all backward passes are done, before the optimizer step.
 
         Raises:
-            RuntimeError: gradients of units that this rank computes for others never returned.
+            RuntimeError: gradients of units that this rank computes for others have not returned.
         """
         for pending, _ in self._returning:
             pending.wait()
         self._returning = []
         self.weights_changed()
-        late = next((parcel.block.name for parcel in self._parcels if any(parcel.passes)), None)
+        late = next((transfer.block.name for transfer in self._transfers if any(transfer.passes)), None)
         if late is not None:
             self.drop_gradients()
             raise RuntimeError(
                 f"gradients of migrated units of {late or 'the model'} have not returned to their owner: the last "
-                "backward pass before optimizer.step() has to run outside of no_sync()"
+                "backward pass before optimizer.step() must run outside no_sync()"
             )
 
-    def _receiver(self, parcel: _Parcel) -> Callable[[], list[list[Tensor]]]:
+    def _receiver(self, transfer: _BlockTransfer) -> Callable[[], list[list[Tensor]]]:
         def receive() -> list[list[Tensor]]:
-            if parcel.batch is None:
+            if transfer.bucket is None:
                 return []
             self.begin_iteration()
-            parcel.batch.pending.wait()
-            routes = [_unpack(parcel, route) for route in parcel.inward]
-            return [] if not routes else _joined(parcel.block, routes)
+            transfer.bucket.pending.wait()
+            ranges = [_unpack(transfer, units) for units in transfer.taken]
+            return [] if not ranges else _joined(transfer.block, ranges)
 
         return receive
 
-    def _returner(self, parcel: _Parcel) -> Callable[[int, list[Tensor]], list[Tensor] | None]:
-        def hand_over(layer: int, gradients: list[Tensor]) -> list[Tensor] | None:
-            if parcel.batch is None:
+    def _returner(self, transfer: _BlockTransfer) -> Callable[[int, list[Tensor]], list[Tensor] | None]:
+        def return_gradients(layer: int, gradients: list[Tensor]) -> list[Tensor] | None:
+            if transfer.bucket is None:
                 return None
-            earlier = parcel.sums[layer]
-            # Views of another layer's gradient stay as they are until they are sent.
+            earlier = transfer.sums[layer]
+            # Not in place: the gradients are views of another tensor, which must not change before they are sent.
             total = gradients if earlier is None else [a + b for a, b in zip(earlier, gradients, strict=True)]
-            parcel.sums[layer] = total
-            parcel.passes[layer] += 1
-            if not self._is_last_pass(parcel.passes[layer]):
+            transfer.sums[layer] = total
+            transfer.passes[layer] += 1
+            if not self._is_last_pass(transfer.passes[layer]):
                 return None
-            parcel.passes[layer], parcel.sums[layer] = 0, None
-            return self._return_gradients(parcel, layer, total)
+            transfer.passes[layer], transfer.sums[layer] = 0, None
+            return self._return_gradients(transfer, layer, total)
 
-        return hand_over
+        return return_gradients
 
-    def _return_gradients(self, parcel: _Parcel, layer: int, total: list[Tensor]) -> list[Tensor] | None:
-        places = parcel.block.places[layer]
-        parameters = parcel.block.parameters[layer]
+    def _return_gradients(self, transfer: _BlockTransfer, layer: int, total: list[Tensor]) -> list[Tensor] | None:
+        places = transfer.block.places[layer]
+        parameters = transfer.block.parameters[layer]
         elements = sum(place.numel(tensor) for place, tensor in zip(places, parameters, strict=True))
         sends, start = [], 0
-        for route in parcel.inward:
-            parts = [view.narrow(place.unit_dim, start, route.count) for place, view in zip(places, total, strict=True)]
-            sends.append((route.other, torch.cat([part.reshape(-1) for part in parts])))
-            start += route.count
+        for units in transfer.taken:
+            parts = [view.narrow(place.unit_dim, start, units.count) for place, view in zip(places, total, strict=True)]
+            sends.append((units.other, torch.cat([part.reshape(-1) for part in parts])))
+            start += units.count
         if sends:
-            # The owner may be late; whoever computes for it goes on meanwhile.
+            # Do not wait: the owner may be late, and this rank continues in the meantime.
             self._returning.append((self._transport.exchange(sends, []), sends))
-        receives = [(route.other, total[0].new_empty(route.count * elements)) for route in parcel.outward]
+        receives = [(units.other, total[0].new_empty(units.count * elements)) for units in transfer.given]
         if not receives:
             return None
         self._transport.exchange([], receives).wait()
-        routes = [
-            _split(message, places, parameters, route.count)[0]
-            for route, (_, message) in zip(parcel.outward, receives, strict=True)
+        ranges = [
+            _split(message, places, parameters, units.count)[0]
+            for units, (_, message) in zip(transfer.given, receives, strict=True)
         ]
-        return [torch.cat([route[n] for route in routes], place.unit_dim) for n, place in enumerate(places)]
+        return [torch.cat([units[n] for units in ranges], place.unit_dim) for n, place in enumerate(places)]
 
 
-def _rehearse_backward(parcels: Sequence[_Parcel]) -> None:
-    """Take, for a moment, the memory that backward needs for taken units beside that for the own ones.
+def _check_backward_memory(transfers: Sequence[_BlockTransfer]) -> None:
+    """Allocate, and release at once, the memory for gradients that the backward pass will need.
 
-    That is their gradients, as much again until these have returned, and a whole one while it is put together; and the
-    own ones, where they do not exist yet. Activations are not in it, which depend on the batch.
+    It is needed for the taken units' gradients, for a copy of them until they have returned, for one whole gradient
+    while it is assembled, and for the rank's own gradients where they do not exist yet. Activations are not included,
+    because they depend on the batch.
 
     Raises:
-        RuntimeError: there is not so much.
+        RuntimeError: there is not enough memory.
     """
     room, largest = [], 0
-    for parcel in parcels:
-        taken = sum(route.count for route in parcel.inward)
+    for transfer in transfers:
+        taken = sum(units.count for units in transfer.taken)
         for layer, tensors, places in zip(
-            parcel.block.layers, parcel.block.parameters, parcel.block.places, strict=True
+            transfer.block.layers, transfer.block.parameters, transfer.block.places, strict=True
         ):
             if taken and layer.weight.requires_grad:  # type: ignore[attr-defined]
                 elements = sum(place.numel(tensor) for tensor, place in zip(tensors, places, strict=True))
@@ -280,38 +287,38 @@ def _rehearse_backward(parcels: Sequence[_Parcel]) -> None:
         room.append(room[0].new_empty(largest))
 
 
-def _weights(batch: _Batch, other: int) -> list[Tensor]:
-    """Views of the units of all the batch's blocks that go to ``other``, in the order of blocks, layers, tensors."""
+def _weights(bucket: _Bucket, other: int) -> list[Tensor]:
+    """Views of the bucket's units that are sent to ``other``, in the order of blocks, layers, tensors."""
     return [
-        place.view(tensor).narrow(place.unit_dim, route.start, route.count)
-        for parcel in batch.parcels
-        for route in parcel.outward
-        if route.other == other
-        for tensors, places in zip(parcel.block.parameters, parcel.block.places, strict=True)
+        place.view(tensor).narrow(place.unit_dim, units.start, units.count)
+        for transfer in bucket.transfers
+        for units in transfer.given
+        if units.other == other
+        for tensors, places in zip(transfer.block.parameters, transfer.block.places, strict=True)
         for tensor, place in zip(tensors, places, strict=True)
     ]
 
 
-def _unpack(parcel: _Parcel, route: _Route) -> list[list[Tensor]]:
-    """The units of ``route`` by layer and tensor, as views of the message that brought them."""
-    assert parcel.batch is not None
-    message = parcel.batch.incoming[route.other]
+def _unpack(transfer: _BlockTransfer, units: _UnitRange) -> list[list[Tensor]]:
+    """The weights of ``units`` by layer and tensor, as views of the message that contains them."""
+    assert transfer.bucket is not None
+    message = transfer.bucket.receive_buffers[units.other]
     offset = 0
-    for earlier in parcel.batch.parcels:
-        if earlier is parcel:
+    for earlier in transfer.bucket.transfers:
+        if earlier is transfer:
             break
-        count = sum(other.count for other in earlier.inward if other.other == route.other)
+        count = sum(other.count for other in earlier.taken if other.other == units.other)
         offset += count * earlier.block.elements_per_unit
     layers = []
-    for tensors, places in zip(parcel.block.parameters, parcel.block.places, strict=True):
-        views, used = _split(message[offset:], places, tensors, route.count)
+    for tensors, places in zip(transfer.block.parameters, transfer.block.places, strict=True):
+        views, used = _split(message[offset:], places, tensors, units.count)
         layers.append(views)
         offset += used
     return layers
 
 
 def _split(message: Tensor, places: Sequence, tensors: Sequence[Tensor], count: int) -> tuple[list[Tensor], int]:
-    """The first elements of ``message`` as ``count`` units of each of ``tensors``, and how many they were."""
+    """The first elements of ``message`` as ``count`` units of each of ``tensors``, and the number of these elements."""
     views, offset = [], 0
     for place, tensor in zip(places, tensors, strict=True):
         shape = list(place.view(tensor).shape)
@@ -322,11 +329,11 @@ def _split(message: Tensor, places: Sequence, tensors: Sequence[Tensor], count: 
     return views, offset
 
 
-def _joined(block: Block, routes: list[list[list[Tensor]]]) -> list[list[Tensor]]:
-    """The units of several routes one after the other, by layer and tensor."""
-    if len(routes) == 1:
-        return routes[0]
+def _joined(block: Block, ranges: list[list[list[Tensor]]]) -> list[list[Tensor]]:
+    """The units of several ranges concatenated, by layer and tensor."""
+    if len(ranges) == 1:
+        return ranges[0]
     return [
-        [torch.cat([route[layer][n] for route in routes], place.unit_dim) for n, place in enumerate(places)]
+        [torch.cat([units[layer][n] for units in ranges], place.unit_dim) for n, place in enumerate(places)]
         for layer, places in enumerate(block.places)
     ]

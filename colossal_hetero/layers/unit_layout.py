@@ -1,7 +1,7 @@
-"""Units of a block in its layers' weights: where they lie, and which of them a rank computes.
+"""Where a block's units are in its layers' weights, and which of them a rank computes.
 
-A *unit* of a block is a hidden neuron, a head, or a key/value group with its query heads. In a column-parallel layer it
-is a set of rows of the weight ``[N, K]`` (with their bias), in the row-parallel layer that follows a set of columns.
+A *unit* of a block is a hidden neuron, a head, or a key/value group with its query heads. In a column-parallel layer
+it is a set of rows of the weight ``[N, K]`` (with their bias), in the following row-parallel layer a set of columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["UnitPlace", "UnitShare"]
 
 @dataclass(frozen=True)
 class UnitPlace:
-    """Where a tensor holds its units: along ``dim``, ``parts`` times (3 for fused q, k and v) ``units`` of ``size``."""
+    """Where a tensor holds units: ``dim`` has ``parts`` (3 for fused q, k, v), each of ``units`` units of ``size``."""
 
     dim: int
     parts: int
@@ -28,60 +28,60 @@ class UnitPlace:
         return tensor.unflatten(self.dim, (self.parts, -1, self.size))
 
     def fold(self, view: Tensor) -> Tensor:
-        """The reverse of :meth:`view`, whatever the number of units."""
+        """The reverse of :meth:`view`, for any number of units."""
         return view.flatten(self.dim, self.dim + 2)
 
     @property
     def unit_dim(self) -> int:
-        """The dimension of a :meth:`view` that counts the units."""
+        """The dimension of a :meth:`view` along which units are counted."""
         return self.dim + 1
 
     def numel(self, tensor: Tensor) -> int:
-        """Elements of one unit in ``tensor``."""
+        """The number of elements of one unit in ``tensor``."""
         return tensor.numel() // self.units
 
 
 class UnitShare:
-    """What one rank computes in one layer of a block while units are pruned or migrated.
+    """The units that one rank computes in one layer of a block while units are pruned or migrated.
 
     Args:
-        places: where the units lie in the weight and, if there is one, in the bias.
-        own: how many of the rank's own units are not given away: its first.
-        taken: how many units it computes for others.
-        hand_over: called in backward with the gradients ``[weight, bias]`` of the taken units as views; returns those
-            of the given ones, views too, or None for each while they are still being added up.
+        places: where the units are in the weight and, if there is one, in the bias.
+        remaining: how many of the rank's own units are not given away: the first ones.
+        taken: how many units of other ranks the rank computes.
+        return_gradients: called in the backward pass with the gradients ``[weight, bias]`` of the taken units, as
+            views; returns those of the given units, also as views, or None while they are still being accumulated.
     """
 
     def __init__(
         self,
         places: Sequence[UnitPlace],
-        own: int,
+        remaining: int,
         taken: int,
-        hand_over: Callable[[list[Tensor]], list[Tensor] | None],
+        return_gradients: Callable[[list[Tensor]], list[Tensor] | None],
     ) -> None:
         self._places = places
-        self._own = own
+        self._remaining = remaining
         self._taken = taken
-        self._hand_over = hand_over
+        self._return_gradients = return_gradients
         self._kept: Tensor | None = None
         self._operands: list[Tensor] | None = None
         self._buffers: list[Tensor] = []
 
     def reserve(self, parameters: Sequence[Tensor]) -> None:
-        """Take the memory that taken units need for as long as this share lasts."""
+        """Allocate the memory for weights with taken units, which this share keeps."""
         if self._taken == 0:
             return
         for place, parameter in zip(self._places, parameters, strict=True):
             shape = list(place.view(parameter).shape)
-            shape[place.unit_dim] = self._own + self._taken
+            shape[place.unit_dim] = self._remaining + self._taken
             self._buffers.append(parameter.new_empty(shape))
 
     def begin(self, parameters: Sequence[Tensor], kept: Tensor | None, taken: Sequence[Tensor]) -> None:
-        """Make the weight (and bias) of an iteration.
+        """Assemble the weight (and bias) of an iteration.
 
         Args:
-            parameters: the layer's weight and bias, without gradient.
-            kept: which of the own units are not pruned, ascending, or None for all of them.
+            parameters: the layer's weight and bias, detached.
+            kept: which of the remaining units are not pruned, ascending, or None for all of them.
             taken: views of the taken units' weights (and biases), as in ``parameters``.
         """
         self._kept = kept
@@ -89,7 +89,7 @@ class UnitShare:
         for number, (place, parameter) in enumerate(zip(self._places, parameters, strict=True)):
             view = place.view(parameter)
             dim = place.unit_dim
-            own = view.narrow(dim, 0, self._own) if kept is None else view.index_select(dim, kept)
+            own = view.narrow(dim, 0, self._remaining) if kept is None else view.index_select(dim, kept)
             if self._taken:
                 buffer = self._buffers[number]
                 if own.shape[dim] + self._taken != buffer.shape[dim]:
@@ -105,20 +105,20 @@ class UnitShare:
         return self._operands[0], None if bias is None else self._operands[1]
 
     def gradients(self, dw: Tensor, db: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The gradients of the layer's own weight and bias at full size, from those of :meth:`operands`.
+        """The gradients of the layer's whole weight and bias, from those of :meth:`operands`.
 
-        Pruned units get zeros, and so do given ones until their receivers have them.
+        They are zero for pruned units, and for given units while their gradients are still being accumulated.
         """
         views = [place.view(part) for place, part in zip(self._places, (dw, db), strict=False) if part is not None]
-        mine = self._own if self._kept is None else len(self._kept)
+        kept = self._remaining if self._kept is None else len(self._kept)
         taken = [
-            view.narrow(place.unit_dim, mine, self._taken) for place, view in zip(self._places, views, strict=False)
+            view.narrow(place.unit_dim, kept, self._taken) for place, view in zip(self._places, views, strict=False)
         ]
-        returned = self._hand_over(taken)
-        if mine == self._places[0].units:
-            # Nothing of its own is missing: the receivers' case.
+        returned = self._return_gradients(taken)
+        if kept == self._places[0].units:
+            # The rank computes all of its own units: the case of receivers.
             whole = [
-                place.fold(view.narrow(place.unit_dim, 0, mine))
+                place.fold(view.narrow(place.unit_dim, 0, kept))
                 for place, view in zip(self._places, views, strict=False)
             ]
         else:
@@ -126,12 +126,12 @@ class UnitShare:
             for number, (place, view) in enumerate(zip(self._places, views, strict=False)):
                 dim = place.unit_dim
                 full = view.new_zeros([*view.shape[:dim], place.units, *view.shape[dim + 1 :]])
-                own = view.narrow(dim, 0, mine)
+                own = view.narrow(dim, 0, kept)
                 if self._kept is None:
-                    full.narrow(dim, 0, mine).copy_(own)
+                    full.narrow(dim, 0, kept).copy_(own)
                 else:
                     full.index_copy_(dim, self._kept, own)
                 if returned is not None:
-                    full.narrow(dim, self._own, place.units - self._own).copy_(returned[number])
+                    full.narrow(dim, self._remaining, place.units - self._remaining).copy_(returned[number])
                 whole.append(place.fold(full))
         return whole[0], whole[1] if len(whole) > 1 else None

@@ -1,7 +1,7 @@
-"""What a parallel linear layer can be told: the small interface between those who decide and the layers.
+"""A parallel linear layer's workload: the interface between the code that decides and the layers.
 
-A layer knows nothing of ranks that are slow or of who decides. It is handed a :class:`Workload`, picks the columns
-that stay with the workload's :data:`Selector`, and reports the time of its parts through a :class:`Clock`.
+A layer does not know which ranks are slow. It is given a :class:`Workload`, chooses the columns to keep with the
+workload's :data:`Selector`, and reports the time of its parts through a :class:`Clock`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 __all__ = [
     "IMPUTATIONS",
-    "Brake",
     "Clock",
     "Imputation",
     "Lineage",
     "Part",
     "Selector",
+    "Slowdown",
     "Workload",
     "impute",
     "kept_count",
@@ -30,29 +30,29 @@ Imputation = Literal["zero", "average", "same"]
 IMPUTATIONS: tuple[str, ...] = get_args(Imputation)
 
 Part = Literal["matmul", "block", "communication", "other"]
-"""What a stretch of an iteration was spent on: products of the parallel linear layers (with what resizing adds to
-them), what lies between the products of a block (activation functions, attention), the inside of a collective, or any
-other work of the rank."""
+"""What a part of an iteration was spent on. ``matmul``: products of the parallel linear layers, with what resizing
+adds; ``block``: operations between the products of a block (activation functions, attention); ``communication``: inside
+a collective; ``other``: any other work of the rank."""
 
 Selector = Callable[[Tensor, Tensor, int], Tensor]
-"""``select(x, weight, count) -> kept``: which ``count`` contraction columns stay.
+"""``select(x, weight, count) -> kept``: which ``count`` contraction columns to keep.
 
-``x`` is ``[M, L]``, ``weight`` ``[N, L]`` (a view, whatever the layer's own layout), ``kept`` an int64 tensor
-``[count]`` in ascending order on the same device. Called without gradients, once per layer and iteration.
+``x`` is ``[M, L]``, ``weight`` ``[N, L]`` (a view, independent of the layer's own layout), ``kept`` an int64 tensor
+``[count]`` in ascending order on the same device. It is called without gradients, once per layer and iteration.
 """
 
 GRAIN = 16
-"""Contraction columns that matrix products like to have a multiple of: a cache line of float32."""
+"""Matrix products are fastest if the number of contraction columns is a multiple of this: a cache line of float32."""
 
-Brake = Callable[[Callable[[], Tensor]], Tensor]
-"""``brake(product) -> result``: runs a product slower than it is, for experiments."""
+Slowdown = Callable[[Callable[[], Tensor]], Tensor]
+"""``slow_down(product) -> result``: runs ``product`` more slowly and returns its result, for experiments."""
 
 
 class Clock(Protocol):
     """Receives a mark at the end of each part of an iteration."""
 
     def mark(self, part: Part) -> None:
-        """All that happened since the previous mark was ``part``."""
+        """The time since the previous mark was spent on ``part``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,30 +63,28 @@ class Workload:
     """Pruning ratio γ of this layer: the share of its contraction columns left out, in [0, 1)."""
 
     select: Selector
-    """Chooses the columns that stay."""
+    """Chooses the columns to keep."""
 
     imputation: Imputation = "zero"
-    """What stands in the gradients at pruned columns: ``zero``, the ``average`` of the kept columns, or the value
-    that the ``same`` column had in the previous iteration (keeps a copy of both gradients)."""
+    """The gradients' values at pruned columns: ``zero``, the ``average`` of the kept columns, or the value of the
+    ``same`` column in the previous iteration (which keeps a copy of both gradients)."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.prune < 1.0:
-            raise ValueError(
-                f"pruning ratio {self.prune} is outside [0, 1): a layer keeps at least some of its columns"
-            )
+            raise ValueError(f"pruning ratio {self.prune} is outside [0, 1): a layer must keep some of its columns")
         if self.imputation not in IMPUTATIONS:
             raise ValueError(f"unknown imputation {self.imputation!r}; valid are {', '.join(IMPUTATIONS)}")
 
     def kept_count(self, columns: int) -> int:
-        """How many of ``columns`` contraction columns stay; see :func:`kept_count`."""
+        """How many of ``columns`` contraction columns are kept; see :func:`kept_count`."""
         return kept_count(columns, self.prune)
 
 
 def kept_count(columns: int, prune: float) -> int:
-    """How many of ``columns`` contraction columns, or units, stay when ``prune`` of them go; never fewer than one.
+    """How many of ``columns`` contraction columns, or units, are kept if the share ``prune`` is pruned; at least one.
 
-    In layers wide enough not to notice, a multiple of :data:`GRAIN`: a product over 205 columns takes a CPU longer than
-    one over 208.
+    In wide layers it is rounded to a multiple of :data:`GRAIN`, because a CPU takes longer for a product over 205
+    columns than for one over 208.
     """
     kept = columns - round(prune * columns)
     if columns >= 32 * GRAIN and prune > 0:
@@ -95,11 +93,11 @@ def kept_count(columns: int, prune: float) -> int:
 
 
 class Lineage:
-    """Which columns one layer pruned in the current iteration, and what imputation needs to know of earlier ones.
+    """Which columns a layer keeps in the current iteration, and the earlier gradients that imputation needs.
 
-    The paper's tuple ⟨layer, matrix, P⟩ (SEMI, Sec. III-A): the layer owns the object, both of its matrices share
-    the columns, and ``kept`` is the complement of P. Micro-batches, and forwards recomputed by activation
-    checkpointing, of one iteration all use the same object and so the same columns.
+    It is the paper's tuple ⟨layer, matrix, P⟩ (SEMI, Sec. III-A): the layer owns the object, both of its matrices use
+    the same columns, and ``kept`` is the complement of P. All micro-batches of an iteration, and forward passes that
+    activation checkpointing repeats, use the same object and therefore the same columns.
     """
 
     def __init__(self, kept: Tensor, imputation: Imputation, previous: dict[tuple[str, int], Tensor]) -> None:
@@ -109,7 +107,7 @@ class Lineage:
         self._backward_passes = 0
 
     def begin_backward(self) -> int:
-        """The number of this backward pass within the iteration (one per micro-batch)."""
+        """Count a backward pass (one per micro-batch) and return its number within the iteration, from 1 on."""
         self._backward_passes += 1
         return self._backward_passes
 
@@ -119,7 +117,7 @@ class Lineage:
             return impute(part, self.kept, dim, columns, self._imputation)
         key = (matrix, backward_pass)
         full = impute(part, self.kept, dim, columns, "same", self._previous.get(key))
-        # A copy: the gradient itself is summed over the group, accumulated and scaled in place by others.
+        # A copy, because the gradient itself is summed over the group, accumulated and scaled in place.
         self._previous[key] = full.clone()
         return full
 
@@ -129,8 +127,8 @@ def impute(
 ) -> Tensor:
     """Spread ``part``, the gradient at the ``kept`` columns along ``dim``, over all ``columns`` (SEMI, Sec. III-A).
 
-    ``same`` takes the missing columns from ``previous``, a full gradient, and zeros where there is none of that shape
-    (the first iteration, or a last batch of another size).
+    ``same`` takes the missing columns from ``previous``, a full gradient. Without one of the same shape (in the first
+    iteration, or if the last batch has another size) they are zeros.
     """
     dim = dim % part.dim()
     shape = [*part.shape[:dim], columns, *part.shape[dim + 1 :]]
@@ -151,10 +149,10 @@ def matrix_view(x: Tensor) -> Tensor:
 
 
 def is_recorded() -> bool:
-    """Whether the running forward pass is one whose gradients will be asked for.
+    """Whether gradients will be computed for the current forward pass.
 
-    Without gradients that is the case only inside reentrant activation checkpointing, which runs a segment without
-    them first and again with them in the backward pass; both runs must use the same columns.
+    That is so if gradients are enabled, and also inside reentrant activation checkpointing, which runs a segment
+    without gradients first and with gradients in the backward pass; both runs must use the same columns.
     """
     return torch.is_grad_enabled() or _inside_checkpointed_forward()
 

@@ -12,7 +12,7 @@ from ..planner.cluster.topology import Topology
 from ..processes.every_rank import on_every_rank
 from .links import measure_links
 from .rank_facts import make_topology, pairs_to_measure
-from .this_machine import this_rank
+from .this_machine import probe_this_rank
 
 __all__ = ["probe_ranks"]
 
@@ -37,7 +37,7 @@ def probe_ranks(
         RuntimeError: on every rank, if one failed; it names the rank and the error.
     """
     say(f"measuring {dist.get_world_size()} devices")
-    facts = on_every_rank(lambda: this_rank(device), "probing")
+    facts = on_every_rank(lambda: probe_this_rank(device), "probing")
     rounds = pairs_to_measure(facts)
     own = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
     groups = {"gloo": (torch.device("cpu"), own)}

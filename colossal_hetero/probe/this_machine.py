@@ -13,7 +13,7 @@ import torch
 
 from .rank_facts import ETHERNET, Nic, RankFacts
 
-__all__ = ["find_nics", "measure_flops", "this_rank"]
+__all__ = ["find_nics", "probe_this_rank", "sustained_flops"]
 
 WINDOW_SECONDS = 0.3
 """Longer than the period in which a control group grants its share of a core: a throttled CPU is fast in some short
@@ -23,11 +23,11 @@ WINDOWS = 5
 _ETHERNET_TYPE = "1"  # of /sys/class/net/*/type, as in linux/if_arp.h
 
 
-def this_rank(device: torch.device) -> RankFacts:
+def probe_this_rank(device: torch.device) -> RankFacts:
     """Measures the device for one to two seconds; there is no collective in it."""
     from ..profiling.memory import memory_limit
 
-    flops = measure_flops(device)
+    flops = sustained_flops(device)
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     machine = ""
     with suppress(OSError):
@@ -35,7 +35,7 @@ def this_rank(device: torch.device) -> RankFacts:
     return RankFacts(socket.gethostname(), machine, name, memory_limit(device).bytes, flops, find_nics())
 
 
-def measure_flops(device: torch.device) -> float:
+def sustained_flops(device: torch.device) -> float:
     """FLOP/s of a matrix product, the median of some windows: in half precision on a GPU, in single on a CPU."""
     on_cpu = device.type == "cpu"
     size = 512 if on_cpu else 8192

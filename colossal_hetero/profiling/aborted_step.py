@@ -19,10 +19,10 @@ from ..accelerator import get_accelerator
 from colossalai.interface import OptimizerWrapper
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 
-__all__ = ["abandon_step", "find_zero_optimizer"]
+__all__ = ["abort_step", "find_zero_optimizer"]
 
 
-def abandon_step(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerWrapper | None = None) -> None:
+def abort_step(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerWrapper | None = None) -> None:
     """Make ``model`` and ``optimizer`` ready for the next forward pass, wherever the last step has ended.
 
     Gradients that were there before the step stay allocated, with some or all of the abandoned step's added; those
@@ -36,7 +36,7 @@ def abandon_step(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerW
     shards = FullyShardedDataParallel.fsdp_modules(model)
     for shard in shards:
         if shard._is_root is not None:  # it has run before
-            _abandon(shard)
+            _abort(shard)
 
 
 def find_zero_optimizer(optimizer: Any) -> LowLevelZeroOptimizer | None:
@@ -57,7 +57,7 @@ def _empty_buckets(zero: LowLevelZeroOptimizer) -> None:
 
 
 @torch.no_grad()
-def _abandon(shard: Any) -> None:  # FullyShardedDataParallel, whose inner state has no types
+def _abort(shard: Any) -> None:  # FullyShardedDataParallel, whose inner state has no types
     """What FSDP does at the end of a backward pass, without the assumption that all of it has run."""
     shard.training_state = TrainingState.IDLE
     if shard._is_root:

@@ -57,7 +57,7 @@ def local_collectives(model: torch.nn.Module | None = None) -> Iterator[None]:
     Where others' parts would come in, this rank's own part stands in for them: a reduction leaves a tensor as it is,
     a gathered tensor holds its own part as often as there are ranks. What is computed with them is meaningless, but it
     takes the same memory and work. Values that are gathered in the block must not be used after it;
-    :func:`~colossal_hetero.profiling.aborted_step.abandon_step` drops those that FSDP keeps.
+    :func:`~colossal_hetero.profiling.aborted_step.abort_step` drops those that FSDP keeps.
 
     What torch calls by name through ``torch.distributed`` is covered, which is all that ZeRO's optimizer, Gemini, FSDP
     and ``SyncBatchNorm`` use. ``DistributedDataParallel`` reduces gradients in C++: those in ``model`` do not

@@ -26,11 +26,11 @@ from ..accelerator import get_accelerator
 
 __all__ = [
     "MemoryLimit",
-    "ballast",
     "is_out_of_memory",
     "memory_limit",
     "peak_bytes",
     "recover",
+    "reserved_memory",
     "reset_peak",
     "used_bytes",
 ]
@@ -153,7 +153,7 @@ def recover(error: BaseException | None = None) -> None:
 
 
 @contextmanager
-def ballast(size_bytes: int, device: torch.device) -> Iterator[None]:
+def reserved_memory(size_bytes: int, device: torch.device) -> Iterator[None]:
     """Hold ``size_bytes`` of ``device``, written to, so that something else that is yet to come will have room.
 
     Raises whatever allocation raises if there is no room; :func:`is_out_of_memory` knows it.

@@ -14,30 +14,32 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..accelerator import get_accelerator
-from .aborted_step import abandon_step, find_zero_optimizer
+from .aborted_step import abort_step, find_zero_optimizer
 
 # isort: split
 from colossalai.interface import OptimizerWrapper
 from colossalai.shardformer.layer.utils import Randomizer
 
-__all__ = ["inner_optimizer", "untouched"]
+__all__ = ["inner_optimizer", "preserved_state"]
 
 Restore = Callable[[], None]
 
 
 @contextmanager
-def untouched(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerWrapper | None = None) -> Iterator[None]:
+def preserved_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerWrapper | None = None
+) -> Iterator[None]:
     """Restore on leaving, bit for bit and in the same tensors, what forward and backward passes change.
 
     That is: buffers, gradients (those of ZeRO's optimizer and FSDP too; where there was none there is none again),
     training or evaluation mode of each module, the random state of Python, NumPy, torch, the accelerator and
     Colossal-AI's parallel dropout, and the entries of the optimizer's state and parameter groups. A step that was
-    broken off is abandoned (:func:`~colossal_hetero.profiling.aborted_step.abandon_step`).
+    broken off is abandoned (:func:`~colossal_hetero.profiling.aborted_step.abort_step`).
 
     Parameters and the tensors in the optimizer's state are changed by optimizer steps only; none may be in the block.
     Other attributes of modules, such as a counter that is a Python number, are not restored.
     """
-    abandon_step(model, optimizer)
+    abort_step(model, optimizer)
     tensors = _parameters(model, optimizer)
     restores = [
         *_gradients(optimizer, tensors),
@@ -48,7 +50,7 @@ def untouched(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerWrap
     try:
         yield
     finally:
-        abandon_step(model, optimizer)
+        abort_step(model, optimizer)
         for restore in restores:
             restore()
 

@@ -1,1 +1,32 @@
-"""Slow ranks and in-process shards, for experiments and for users' own tests."""
+"""Slow ranks on demand, CPU quotas, and shards in one process: for experiments and for users' own tests."""
+
+from importlib import import_module
+from typing import Any
+
+__all__ = [
+    "InProcessLinear",
+    "InProcessShard",
+    "Stragglers",
+    "cpu_quota",
+    "inject_stragglers",
+    "parse_slowdowns",
+    "shard_in_process",
+]
+
+from .cpu_quota import cpu_quota
+
+_MODULES = {
+    "InProcessLinear": "in_process",
+    "InProcessShard": "in_process",
+    "shard_in_process": "in_process",
+    "Stragglers": "stragglers",
+    "inject_stragglers": "stragglers",
+    "parse_slowdowns": "stragglers",
+}
+"""The modules of names that are loaded on first use, because loading them takes seconds."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

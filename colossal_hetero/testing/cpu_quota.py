@@ -1,4 +1,4 @@
-"""A device that is slow from outside: this process held to a share of a core by the kernel (cgroups 1 or 2)."""
+"""A process that is slow from outside: the kernel limits its CPU time (cgroups version 1 or 2)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ PREFIX = "colossal_hetero_"
 
 @contextmanager
 def cpu_quota(share: float, period_us: int = 100_000) -> Iterator[None]:
-    """Let this process use ``share`` of one core, all its threads together, and nothing in it know.
+    """Limit all threads of this process together to ``share`` of one core, without changing the process itself.
 
     Args:
         share: above 0; 0.25 is a quarter of one core.
-        period_us: in each period of that many microseconds the process runs until its share is used up, then it
-            stands still. 1,000 to 1,000,000.
+        period_us: the period of the limit in microseconds, 1,000 to 1,000,000. In each period the process runs until
+            its share is used up, and then is stopped until the next period.
 
     Raises:
-        OSError: the kernel has no such groups, or this user may not make one.
+        OSError: the kernel has no CPU control groups, or this user may not create one.
     """
     root = CGROUPS / "cpu"
     quota_us = int(share * period_us)
@@ -45,7 +45,7 @@ def cpu_quota(share: float, period_us: int = 100_000) -> Iterator[None]:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Groups of processes that were killed inside the block."""
+    """Remove the groups of processes that were killed inside :func:`cpu_quota`."""
     for group in root.glob(f"{PREFIX}*"):
         if not Path("/proc", group.name.removeprefix(PREFIX)).exists():
             with suppress(OSError):

@@ -1,7 +1,7 @@
-"""A tensor-parallel group inside one process: the shards one after the other, through the same layer code.
+"""A tensor-parallel group inside one process, which computes the shards in turn with the same layer code.
 
-For studies of what resizing does to training, which need no second device: a group of ``e`` ranks computes what ``e``
-processes would, up to the order of summation, and any of its ranks can be told a workload.
+It is for studying how resizing changes training without a second device. A group of ``e`` ranks computes what ``e``
+processes would, up to the order of summation, and each of its ranks can be assigned a workload.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["InProcessLinear", "InProcessShard", "shard_in_process"]
 
 
 class InProcessShard(HeteroLinear):
-    """One rank's part of an :class:`InProcessLinear`; told and asked like the layer of a real rank."""
+    """One rank's part of an :class:`InProcessLinear`, with the interface of a real rank's layer."""
 
     seq_parallel_mode = None
     use_zbv = False
@@ -32,7 +32,7 @@ class InProcessShard(HeteroLinear):
 
     @property
     def weight(self) -> Tensor:
-        """``[N/e, K]`` or ``[N, K/e]``; gradients reach the whole weight."""
+        """``[N/e, K]`` or ``[N, K/e]``, a view of the whole weight; gradients are added to the whole weight."""
         return self._owner.part(self._owner.weight, self._rank, 0 if self._owner.split == "column" else 1)
 
     @property
@@ -45,10 +45,10 @@ class InProcessShard(HeteroLinear):
 
 
 class InProcessLinear(nn.Module):
-    """A linear layer, weight ``[N, K]``, computed as ``e`` tensor-parallel ranks would.
+    """A linear layer with weight ``[N, K]``, computed as ``e`` tensor-parallel ranks would compute it.
 
     Args:
-        linear: the layer; its parameters are kept.
+        linear: the layer whose parameters are used.
         ranks: ``e``.
         split: ``column`` (outputs divided over ranks) or ``row`` (inputs divided).
         parts: how many equal fused parts the outputs consist of (3 for q, k and v), each divided over the ranks.
@@ -80,7 +80,7 @@ class InProcessLinear(nn.Module):
 
 
 def shard_in_process(model: VisionTransformer, ranks: int) -> list[dict[str, InProcessShard]]:
-    """Divide the linear layers of ``model``'s blocks over ``ranks`` in this process; every rank's shards by name."""
+    """Replace the linear layers of ``model`` by :class:`InProcessLinear`; returns each rank's shards by name."""
     shards: list[dict[str, InProcessShard]] = [{} for _ in range(ranks)]
     for number, block in enumerate(model.blocks):
         for owner, name, split, parts in (

@@ -1,7 +1,7 @@
-"""Stragglers to order: make chosen ranks' products slower, for experiments.
+"""Stragglers on demand: make chosen ranks' products slower, for experiments.
 
-The slowing sits in the layers' brakes and nowhere else. Nothing that measures or decides can see it; it is noticed, or
-not, like a rank that is slow from outside.
+Only the layers' ``slow_down`` functions make products slower. The code that measures and decides does not know of them;
+it has to detect them as it detects a slow device.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..io.rank_factors import parse_rank_factors
+
 __all__ = ["Schedule", "Stragglers", "inject_stragglers", "parse_slowdowns"]
 
 Schedule = Literal["constant", "round-robin", "random"]
@@ -26,43 +28,37 @@ Means = Literal["repeat", "sleep"]
 
 
 def parse_slowdowns(text: str) -> dict[int, float]:
-    """``"RANK:SLOWDOWN[,RANK:SLOWDOWN…]"`` as a dictionary, for example ``"1:4"`` or ``"0:8,3:2.5"``."""
-    slowdowns: dict[int, float] = {}
-    for item in text.split(","):
-        try:
-            rank_text, slowdown_text = item.split(":")
-            rank, slowdown = int(rank_text), float(slowdown_text)
-        except ValueError:
-            raise ValueError(f"straggler {item!r} is not of the form RANK:SLOWDOWN, for example 1:4") from None
-        if rank in slowdowns:
-            raise ValueError(f"straggler rank {rank} is given twice in {text!r}")
-        slowdowns[rank] = slowdown
-    return slowdowns
+    """``"RANK:SLOWDOWN[,RANK:SLOWDOWN…]"`` as a dictionary, for example ``"1:4"`` or ``"0:8,3:2.5"``.
+
+    Raises:
+        ValueError: see :func:`~colossal_hetero.io.rank_factors.parse_rank_factors`.
+    """
+    return parse_rank_factors(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stragglers:
-    """Which ranks are slowed by how much, and when."""
+    """Which ranks are slowed down, by which factor, and when."""
 
     slowdowns: Mapping[int, float]
-    """χ by global rank: products take χ ≥ 1 times as long."""
+    """The factor χ ≥ 1 by global rank: products take χ times as long."""
 
     schedule: Schedule = "constant"
-    """``constant``: these ranks always. ``round-robin``: in each period every slowdown moves on to the next rank.
-    ``random``: in each period the slowdowns fall on ranks drawn anew."""
+    """``constant``: always the given ranks. ``round-robin``: in each period every factor moves to the next rank.
+    ``random``: in each period the factors are given to newly drawn ranks."""
 
     period: Period = "epoch"
-    """What a period of the schedule is."""
+    """The length of a period of the schedule."""
 
     means: Means = "repeat"
-    """``repeat`` does the work χ times (less of it when the layer is resized); ``sleep`` pauses (χ − 1) times
-    as long as the product took."""
+    """``repeat`` computes each product χ times, so that a resized layer is slowed by less; ``sleep`` pauses for
+    (χ − 1) times as long as the product took."""
 
     seed: int = 0
-    """Of the ``random`` schedule; the same on all ranks."""
+    """The seed of the ``random`` schedule; must be the same on all ranks."""
 
     world_size: int = field(default=0)
-    """Ranks in the run; 0 asks ``torch.distributed``."""
+    """The number of ranks in the run; 0 means that of ``torch.distributed``."""
 
     def __post_init__(self) -> None:
         world = self.world_size or dist.get_world_size()
@@ -71,13 +67,15 @@ class Stragglers:
             if not 0 <= rank < world:
                 raise ValueError(f"straggler rank {rank} does not exist; there are {world} ranks, 0 to {world - 1}")
             if not 1.0 <= slowdown < math.inf:
-                raise ValueError(f"slowdown {slowdown} of rank {rank} must be a number of at least 1 (1 is not slowed)")
+                raise ValueError(
+                    f"slowdown {slowdown} of rank {rank} must be a number of at least 1 (1 means not slowed down)"
+                )
         for name, kinds in (("schedule", Schedule), ("period", Period), ("means", Means)):
             if getattr(self, name) not in get_args(kinds):
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; valid are {', '.join(get_args(kinds))}")
 
     def slowdown(self, rank: int, period: int) -> float:
-        """χ of ``rank`` in the given period, counted from 0."""
+        """The factor χ of ``rank`` in the period with the given number, from 0 on."""
         if self.schedule == "constant":
             return self.slowdowns.get(rank, 1.0)
         if self.schedule == "round-robin":
@@ -87,43 +85,43 @@ class Stragglers:
         return chosen.get(rank, 1.0)
 
 
-class _RepeatBrake:
-    """Does a product again and again; what a fractional slowdown leaves over is carried to the next product."""
+class _RepeatSlowdown:
+    """Computes a product ``factor`` times; the fractional part of the factor is carried over to the next product."""
 
     def __init__(self) -> None:
-        self.slowdown = 1.0
+        self.factor = 1.0
         self._debt = 0.0
 
     def __call__(self, product: Callable[[], Tensor]) -> Tensor:
         result = product()
-        self._debt += self.slowdown - 1.0
+        self._debt += self.factor - 1.0
         while self._debt >= 1.0:
             product()
             self._debt -= 1.0
         return result
 
     def begin_iteration(self) -> None:
-        """Nothing carries over but the debt."""
+        """Do nothing: the fraction is also carried over to the next iteration."""
 
 
-class _SleepBrake:
-    """Pauses after each product, on the host for CPU work."""
+class _SleepSlowdown:
+    """Pauses the host after each product, for products on a CPU."""
 
     def __init__(self) -> None:
-        self.slowdown = 1.0
+        self.factor = 1.0
 
     def __call__(self, product: Callable[[], Tensor]) -> Tensor:
         start = time.perf_counter()
         result = product()
-        time.sleep((self.slowdown - 1.0) * (time.perf_counter() - start))
+        time.sleep((self.factor - 1.0) * (time.perf_counter() - start))
         return result
 
     def begin_iteration(self) -> None:
-        """Each product is timed by itself."""
+        """Do nothing: each product is timed separately."""
 
 
 def _sleep_cycles_per_second(cycles: int = 20_000_000) -> float:
-    """How many cycles of ``torch.cuda._sleep`` pass in a second; measured, which waits for the device once."""
+    """Cycles of ``torch.cuda._sleep`` per second, measured; waits for the device once."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     torch.cuda._sleep(cycles)
@@ -132,14 +130,14 @@ def _sleep_cycles_per_second(cycles: int = 20_000_000) -> float:
     return cycles / (start.elapsed_time(end) * 1e-3)
 
 
-class _CudaSleepBrake:
-    """Pauses the stream after each product for as long as the same product of an earlier iteration took, times χ − 1.
+class _CudaSleepSlowdown:
+    """Pauses the stream after each product for (factor − 1) times as long as it took in an earlier iteration.
 
-    Products are known by their place in the iteration, so that the host never waits for the device.
+    A product is identified by its position in the iteration, so the host never waits for the device.
     """
 
     def __init__(self) -> None:
-        self.slowdown = 1.0
+        self.factor = 1.0
         self._place = 0
         self._seconds: dict[int, float] = {}
         self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
@@ -156,7 +154,7 @@ class _CudaSleepBrake:
         result = product()
         end.record()
         self._events.setdefault(place, (start, end))
-        cycles = int((self.slowdown - 1.0) * self._seconds.get(place, 0.0) * self._cycles_per_second)
+        cycles = int((self.factor - 1.0) * self._seconds.get(place, 0.0) * self._cycles_per_second)
         if cycles > 0:
             torch.cuda._sleep(cycles)
         return result
@@ -168,29 +166,37 @@ class _CudaSleepBrake:
 def inject_stragglers(
     model: nn.Module, optimizer: Any, stragglers: Stragglers, iterations_per_epoch: int | None = None
 ) -> None:
-    """Slow the tensor-parallel products of this process from now on as ``stragglers`` says.
+    """Slow the tensor-parallel products of this process down as ``stragglers`` says, from now on.
 
     Args:
         model: the boosted model.
-        optimizer: its optimizer; its steps count the iterations.
-        iterations_per_epoch: needed for a schedule that changes by the epoch.
+        optimizer: its optimizer; each of its steps ends an iteration.
+        stragglers: which ranks are slowed down, and when.
+        iterations_per_epoch: required if the schedule changes every epoch.
+
+    Raises:
+        ValueError: ``iterations_per_epoch`` is missing, or the model has no layers that can be slowed down.
     """
-    # Here, so that a command line can be checked without waiting for Colossal-AI to load.
+    # Imported here, so that a command line can be checked without waiting for Colossal-AI to load.
     from ..layers.linear import hetero_layers
 
     if stragglers.schedule != "constant" and stragglers.period == "epoch" and not iterations_per_epoch:
-        raise ValueError(f"a {stragglers.schedule} schedule by the epoch needs iterations_per_epoch")
+        raise ValueError(f"a {stragglers.schedule} schedule that changes every epoch needs iterations_per_epoch")
     layers = hetero_layers(model)
     if not layers:
-        raise ValueError("the model has no tensor-parallel layers of colossal_hetero whose products could be slowed")
+        raise ValueError(
+            "the model has no tensor-parallel layers of colossal_hetero, so no products can be slowed down"
+        )
     on_gpu = next(model.parameters()).is_cuda
-    brake = _RepeatBrake() if stragglers.means == "repeat" else (_CudaSleepBrake() if on_gpu else _SleepBrake())
+    slow_down = (
+        _RepeatSlowdown() if stragglers.means == "repeat" else (_CudaSleepSlowdown() if on_gpu else _SleepSlowdown())
+    )
     rank = dist.get_rank()
     length = iterations_per_epoch if stragglers.period == "epoch" and iterations_per_epoch else 1
     iterations = 0
-    brake.slowdown = stragglers.slowdown(rank, 0)
+    slow_down.factor = stragglers.slowdown(rank, 0)
     for layer in layers.values():
-        layer.brake = brake
+        layer.slow_down = slow_down
 
     step = optimizer.step
 
@@ -199,8 +205,8 @@ def inject_stragglers(
         nonlocal iterations
         result = step(*args, **kwargs)
         iterations += 1
-        brake.slowdown = stragglers.slowdown(rank, iterations // length)
-        brake.begin_iteration()
+        slow_down.factor = stragglers.slowdown(rank, iterations // length)
+        slow_down.begin_iteration()
         return result
 
     optimizer.step = step_and_count

@@ -119,7 +119,7 @@ def test_repeated_passes_change_only_the_time():
         ("--slow 2:4", ["--slow 2:4", "no rank 2", "0 to 1"]),
         ("--slow 1:2.5", ["--slow 1:2.5", "whole number", "2.5"]),
         ("--slow 1:0", ["--slow 1:0", "1 or more"]),
-        ("--slow 1", ["--slow 1", "RANK:SLOWDOWN"]),
+        ("--slow 1", ["--slow 1", "RANK:FACTOR"]),
         ("--stage 4", ["--stage", "'4'"]),
         ("--method fastest", ["--method", "fastest"]),
         ("--global-batch 0", ["--global-batch 0", "at least 1"]),

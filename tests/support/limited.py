@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from colossal_hetero.profiling.aborted_step import abandon_step
+from colossal_hetero.profiling.aborted_step import abort_step
 from colossal_hetero.profiling.batches.device_profiler import optimizer_state_bytes, profile_device
-from colossal_hetero.profiling.memory import ballast, is_out_of_memory, recover
-from colossal_hetero.profiling.preserved_state import untouched
+from colossal_hetero.profiling.memory import is_out_of_memory, recover, reserved_memory
+from colossal_hetero.profiling.preserved_state import preserved_state
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -120,20 +120,20 @@ def main(
     limits = resource.getrlimit(resource.RLIMIT_AS)
     limit_address_space(room)
     if profiled:
-        with untouched(model, optimizer):
+        with preserved_state(model, optimizer):
             sizes: list[int] = []
             profile = profile_device(
                 lambda batch: (sizes.append(batch), step(model, batch))[1],
                 cap,
                 state_bytes_to_come=to_come + optimizer_state_bytes(optimizer),
                 device=DEVICE,
-                abandon=lambda: abandon_step(model, optimizer),
+                abort=lambda: abort_step(model, optimizer),
             )
             result.update(profile=profile.model_dump(), sizes=sizes)
         if not profile.max_batch:
             resource.setrlimit(resource.RLIMIT_AS, limits)  # to train at all
         else:
-            with untouched(model, optimizer), ballast(to_come + optimizer_state_bytes(optimizer), DEVICE):
+            with preserved_state(model, optimizer), reserved_memory(to_come + optimizer_state_bytes(optimizer), DEVICE):
                 step(model, 1)
                 result["every_size"] = every_size(model, cap)
     result["after"] = digest(model, optimizer)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from colossal_hetero.balance import BalanceConfig, Costs, Plan
+from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs
 from colossal_hetero.balance.decide.modes import decide
 from colossal_hetero.balance.measure.speed import EqualWork, SpeedWatch
 
@@ -24,14 +24,14 @@ class SimulatedGroup:
         self.random = np.random.default_rng(seed)
         self.equal_work = [EqualWork(config.patience) for _ in range(ranks)]
         self.watches = [SpeedWatch(config) for _ in range(ranks)]
-        self.plan = Plan.idle(ranks)
+        self.plan = BalancePlan.idle(ranks)
         self.flag = False
         self.exchanges = 0
         self.seconds = 0.0
         """What all iterations took together."""
 
     def iterate(self, slowdowns: Sequence[float]) -> None:
-        """One iteration; what is decided at its end holds from the next one on."""
+        """Run one iteration; a plan that is decided at its end applies from the next one on."""
         moved, works = [], []
         for rank, slowdown in enumerate(slowdowns):
             load = self.plan.load(rank)

@@ -107,7 +107,7 @@ class SlowSGD(torch.optim.SGD):
 def use_clock(clock: SimulatedClock, patch: pytest.MonkeyPatch) -> None:
     """Let the profiler see this clock."""
     for module in ("layer_passes", "layer_profiler"):
-        patch.setattr(f"colossal_hetero.pipeline_parallel.{module}.clock", clock)
+        patch.setattr(f"colossal_hetero.profiling.layers.{module}.clock", clock)
     patch.setattr(torch, "get_num_threads", lambda: clock.threads)
 
 

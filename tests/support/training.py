@@ -1,4 +1,4 @@
-"""Train a tiny vision transformer through ``Booster.boost``, on clocks that tell what a test wants them to."""
+"""Train a tiny vision transformer through ``Booster.boost``, with clocks whose times a test sets."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from torch.optim import Optimizer
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
 from colossal_hetero.balance.measure.clock import IterationTimes
 from colossal_hetero.layers import TimmViTPolicy
-from colossal_hetero.plugin import hybrid
+from colossal_hetero.plugin.hybrid import hybrid_plugin
 
 BATCH = 6
 CLASSES = 7
 
 
 def tiny_vit(seed: int = 0, **options: Any) -> VisionTransformer:
-    """Heads of 3, and rows and columns that 2, 3 and 4 ranks share without a power of two among them."""
+    """A model with heads of width 3, whose sizes 2, 3 and 4 ranks can divide and are not powers of two."""
     torch.manual_seed(seed)
     sizes = dict(img_size=8, patch_size=4, num_classes=CLASSES, embed_dim=36, depth=2, num_heads=12, mlp_ratio=5 / 3)
     return VisionTransformer(**(sizes | options))
 
 
 def batch(number: int = 0, replica: int = 0, size: int = BATCH) -> tuple[Tensor, Tensor]:
-    """Images ``[size, 3, 8, 8]`` and labels of the given number, another one for every data-parallel replica."""
+    """Images ``[size, 3, 8, 8]`` and labels of the batch with this number; each data-parallel replica has its own."""
     generator = torch.Generator().manual_seed(1000 * replica + number)
     return torch.randn(size, 3, 8, 8, generator=generator), torch.arange(size) % CLASSES
 
@@ -45,17 +45,17 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 # Clocks ----------------------------------------------------------------------------------------------------------
 
-Slowdown = Callable[[int, int], float]
+SlowdownScript = Callable[[int, int], float]
 """χ of a global rank in an iteration."""
 
 
 class ScriptedClock:
-    """Tells the times of a rank that is as slow as the script says, and prunes as much as it does."""
+    """A clock with the times of a rank that is as slow as the script says and prunes as much as the real one."""
 
     MATMUL_SECONDS = 0.8
     OTHER_SECONDS = 0.2
 
-    def __init__(self, slowdown: Slowdown) -> None:
+    def __init__(self, slowdown: SlowdownScript) -> None:
         self._slowdown = slowdown
         self._finished: list[IterationTimes] = []
 
@@ -78,9 +78,9 @@ def nobody(rank: int, iteration: int) -> float:
 
 
 @contextmanager
-def scripted(slowdown: Slowdown = nobody) -> Iterator[None]:
+def scripted(slowdown: SlowdownScript = nobody) -> Iterator[None]:
     """Plugins that boost inside get a :class:`ScriptedClock`."""
-    with patch.object(hybrid, "make_clock", lambda device: ScriptedClock(slowdown)):
+    with patch.object(hybrid_plugin, "make_clock", lambda device: ScriptedClock(slowdown)):
         yield
 
 

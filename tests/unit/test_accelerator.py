@@ -142,9 +142,9 @@ def test_a_users_warning_passes_through_a_quiet_import() -> None:
 
 def test_leaves_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def must_not_be_called(*_: object) -> None:
-        raise AssertionError("nothing is to be replaced where a GPU is in use")
+        raise AssertionError("nothing must be replaced if there is a GPU")
 
     monkeypatch.setattr(accelerator_module, "get_accelerator", CudaAccelerator)
     monkeypatch.setattr(accelerator_module, "set_accelerator", must_not_be_called)
-    monkeypatch.setattr(colossal_hetero.cpu, "mend_colossalai", must_not_be_called)
-    accelerator_module._take_the_cpu()
+    monkeypatch.setattr(colossal_hetero.cpu, "patch_colossalai", must_not_be_called)
+    accelerator_module._set_up_cpu()

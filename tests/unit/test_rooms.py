@@ -52,11 +52,21 @@ RULES: dict[str, set[str]] = {
     "data_parallel": {"accelerator", "planner/*", "profiling", "profiling/*"},
     "pipeline_parallel": {"io", "planner/*", "profiling", "profiling/*"},
     "probe": {"processes", "planner/cluster", "profiling"},
-    "plugin": {
-        *("io", "processes", "accelerator", "layers", "planner/*", "balance", "balance/*"),
-        *("profiling", "profiling/*", "data_parallel", "pipeline_parallel"),
+    "plugin": {"accelerator", "data_parallel", "profiling/batches"},
+    "plugin/hybrid": {
+        *("io", "accelerator", "layers", "planner/*", "balance", "balance/*"),
+        *("profiling", "profiling/*", "data_parallel", "pipeline_parallel", "plugin"),
     },
-    "testing": {"layers"},
+    "plugin/zero": {
+        "processes",
+        "accelerator",
+        "planner/batches",
+        "profiling",
+        "profiling/*",
+        "data_parallel",
+        "plugin",
+    },
+    "testing": {"io", "layers"},
     "commands": {"io", "processes", "planner/*", "probe", "profiling", "profiling/*"},
     "cli": {"commands"},
 }

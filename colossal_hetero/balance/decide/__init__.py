@@ -1,1 +1,1 @@
-"""Decide: pure functions from measured times to a plan. Free of torch."""
+"""Pure functions that turn measured times into a plan. They do not import torch."""

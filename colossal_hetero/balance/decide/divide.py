@@ -1,7 +1,8 @@
-"""From a plan's shares to whole units: which ranges of a layer's units go from whom to whom.
+"""From a plan's shares to whole units: which range of a layer's units moves from which rank to which.
 
-A *unit* is what can be pruned or given away: a contraction column, a hidden neuron, a head. Every rank holds equally
-many units of a layer or block. Units are dealt in *grains*, since matrix products like round sizes.
+A *unit* is the smallest part that can be pruned or given away: a contraction column, a hidden neuron, a head. Every
+rank holds equally many units of a layer or block. Units are divided in *grains* of several units, because matrix
+products are faster for round sizes.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .plan import Plan
+from .plan import BalancePlan
 
 __all__ = ["Division", "Move", "divide", "effective_grain"]
 
 GRAINS = 32
-"""A rank's units make at least so many grains, so that rounding to a grain moves at most 3 % of its work."""
+"""The minimum number of grains per rank, so that rounding to a grain changes at most 3 % of its work."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """Units ``[start, stop)`` of the sender's own are computed by the receiver."""
+    """The receiver computes the sender's units ``[start, stop)``."""
 
     sender: int
     receiver: int
@@ -35,14 +36,14 @@ class Move:
 
 @dataclass(frozen=True)
 class Division:
-    """Who computes which units of one layer or block."""
+    """Which rank computes which units of one layer or block."""
 
     units: int
-    """Units that each rank holds."""
+    """The number of units that each rank holds."""
     pruned: tuple[int, ...]
-    """Units that each rank leaves out, of those that it does not give away."""
+    """The number of units that each rank prunes, of those that it does not give away."""
     moves: tuple[Move, ...]
-    """What is given away, by sender and then ascending: together the last units of each sender, without a gap."""
+    """What is given away, by sender and then ascending: the last units of each sender, without gaps."""
 
     @cached_property
     def _given(self) -> tuple[int, ...]:
@@ -55,37 +56,38 @@ class Division:
         )
 
     def given(self, rank: int) -> int:
-        """Units that the rank gives away: its last ones."""
+        """The number of units that the rank gives away: its last ones."""
         return self._given[rank]
 
     def taken(self, rank: int) -> int:
-        """Units of others that the rank computes."""
+        """The number of other ranks' units that the rank computes."""
         return self._taken[rank]
 
     def kept(self, rank: int) -> int:
-        """Units of its own that the rank computes, at least one."""
+        """The number of its own units that the rank computes, at least one."""
         return self.units - self._given[rank] - self.pruned[rank]
 
     @property
     def loads(self) -> tuple[float, ...]:
-        """What each rank computes, 1.0 being its own units."""
+        """How much each rank computes; 1.0 means exactly its own units."""
         return tuple((self.kept(rank) + self.taken(rank)) / self.units for rank in range(len(self.pruned)))
 
 
 def effective_grain(units: int, grain: int) -> int:
-    """The largest power of two that is at most ``grain`` and of which ``units`` make at least 32; else 1."""
+    """The largest power of two that is at most ``grain`` and with at least 32 grains in ``units``; else 1."""
     return 1 << (max(min(grain, units // GRAINS), 1).bit_length() - 1)
 
 
-def divide(units: int, plan: Plan, grain: int = 64) -> Division:
-    """The plan's shares of ``units`` units per rank in whole units.
+def divide(units: int, plan: BalancePlan, grain: int = 64) -> Division:
+    """The plan's shares in whole units, for a layer or block with ``units`` units per rank.
 
-    What a rank keeps is a multiple of the :func:`effective_grain`, at least one, unless it keeps everything. Pruning is
-    rounded to the nearest grain. What is given away is rounded to where sender and receivers come out equally late:
-    mostly up, since a unit takes the slow sender longer than it takes a receiver. Receivers take in proportion to the
-    plan, whole grains by largest remainder; where units are no multiple of the grain, the odd rest goes along with one.
-    Receivers are numbered as in SEMI, Sec. IV-B: ``r' = (r + e − s) mod e`` for receiver ``r`` and first sender ``s``,
-    and ranges are dealt in that order, so that a pair exchanges at most one range.
+    A rank keeps a multiple of the :func:`effective_grain`, at least one grain, unless it keeps everything. Pruning is
+    rounded to the nearest grain. Giving away is rounded to the number of grains for which sender and receivers finish
+    closest to each other; that is mostly up, because a unit takes the slow sender longer than a receiver. Receivers
+    take units in proportion to the plan, in whole grains by largest remainder; if ``units`` is not a multiple of the
+    grain, one receiver takes the remainder too. Receivers are numbered as in SEMI, Sec. IV-B: ``r' = (r + e − s) mod
+    e`` for receiver ``r`` and first sender ``s``. Ranges are assigned in that order, so two ranks exchange at most one
+    range.
 
     Raises:
         ValueError: ``units`` or ``grain`` is below one.
@@ -99,8 +101,10 @@ def divide(units: int, plan: Plan, grain: int = 64) -> Division:
     given = [0] * ranks
     for rank in range(ranks):
         if plan.migrate[rank] > 0 and receivers:
-            busy = math.fsum(plan.load(receiver) for receiver in receivers) / len(receivers)
-            given[rank] = _given_units(units - pruned[rank], plan.migrate[rank] * units, grain, plan.load(rank), busy)
+            receivers_load = math.fsum(plan.load(receiver) for receiver in receivers) / len(receivers)
+            given[rank] = _given_units(
+                units - pruned[rank], plan.migrate[rank] * units, grain, plan.load(rank), receivers_load
+            )
     first = next((rank for rank in range(ranks) if given[rank]), 0)
     renumbered = [(first + offset) % ranks for offset in range(ranks)]
     receivers = [rank for rank in renumbered if plan.receive[rank] > 0]
@@ -125,15 +129,17 @@ def _pruned_units(units: int, share: float, grain: int) -> int:
 
 
 def _given_units(available: int, wanted: float, grain: int, load: float, receivers_load: float) -> int:
-    """Units to give of ``available`` ones, where ``wanted`` would be exact, leaving a multiple of the grain, or all.
+    """How many of ``available`` units to give away if ``wanted`` would be exact; a multiple of the grain remains, or
+    all.
 
-    Loads are as the plan has them: it makes all equally late, so a unit takes the sender longer by the inverse ratio.
+    ``load`` and ``receivers_load`` are the plan's: under it all ranks finish together, so the time per unit of sender
+    and receivers is in the inverse ratio of their loads.
     """
     keep = max(available - wanted, 0.0) / grain
-    least = math.floor(keep + 1e-9)
-    if (keep - least) * load > (1.0 - (keep - least)) * receivers_load:
-        least += 1
-    return available - min(max(least, 1) * grain, available)
+    grains = math.floor(keep + 1e-9)
+    if (keep - grains) * load > (1.0 - (keep - grains)) * receivers_load:
+        grains += 1
+    return available - min(max(grains, 1) * grain, available)
 
 
 def _apportion(total: int, weights: Sequence[float], grain: int) -> list[int]:
@@ -143,11 +149,11 @@ def _apportion(total: int, weights: Sequence[float], grain: int) -> list[int]:
     whole = math.fsum(weights)
     grains, odd = divmod(total, grain)
     exact = [grains * weight / whole for weight in weights]
-    dealt = [math.floor(share + 1e-9) for share in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda i: (-round(exact[i] - dealt[i], 9), i))
-    for i in by_remainder[: grains - sum(dealt)]:
-        dealt[i] += 1
-    taken = [grain * count for count in dealt]
+    assigned = [math.floor(share + 1e-9) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: (-round(exact[i] - assigned[i], 9), i))
+    for i in by_remainder[: grains - sum(assigned)]:
+        assigned[i] += 1
+    taken = [grain * count for count in assigned]
     if odd:
         taken[max(range(len(weights)), key=lambda i: (round(total * weights[i] / whole - taken[i], 9), -i))] += odd
     return taken

@@ -1,4 +1,4 @@
-"""Who does how much: from measured times and costs to a plan, by the rule of the mode."""
+"""How much each rank computes: from measured times and costs to a plan, by the rule of the mode."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ import numpy as np
 from ..config import BalanceConfig
 from .costs import Costs, predicted_seconds
 from .optimum import optimal_plan
-from .plan import Plan, RankTimes
-from .ratios import layer_ratios, resize_ratios
+from .plan import BalancePlan, RankTimes
+from .ratios import resize_ratios
 from .semi import semi_plan
 
-__all__ = ["Plan", "RankTimes", "decide", "layer_ratios", "predicted_seconds", "resize_ratios"]
+__all__ = ["decide"]
 
 STEPS = 2**20
-"""Shares of modes that migrate are whole multiples of 1/STEPS: then processors that round differently agree on them,
-and what is given and taken is the same to the last bit."""
+"""In modes that migrate, shares are multiples of 1/STEPS. So processors that round differently get the same shares, and
+what is given equals what is taken to the last bit."""
 
 
-def decide(times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, current: Plan) -> Plan:
-    """The plan for the group's equal-work ``times``, which keeps to ``current`` where a change would not pay.
+def decide(times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, current: BalancePlan) -> BalancePlan:
+    """The plan for the group's equal-work ``times``; it is ``current`` if a change would gain too little.
 
-    A rank is told to do less only if it is slower than the fastest (in mode ``resize``, than T_ref) by more than the
-    margin. A plan that relieves a rank which no longer is slow is given up. Else it is changed only for one that gains
-    enough. Together with the threshold below which times are not even exchanged, that keeps noise from moving the plan.
+    A rank's work is reduced only if it is slower than the fastest rank (in mode ``resize``: than T_ref) by more than
+    the margin. A plan that reduces the work of a rank that is no longer slow is dropped. Otherwise the plan is replaced
+    only by one that gains enough. Because of that, and because times are not exchanged below a threshold, noise does
+    not change the plan.
     """
     if config.mode == "off":
-        return Plan.idle(len(times))
+        return BalancePlan.idle(len(times))
     if config.mode == "resize":
         return _decide_resize(times, config, current)
     if config.mode == "migrate":
-        # Whoever asks for migration gets it, whatever it costs to send.
+        # This mode migrates whatever sending costs.
         costs = replace(costs, migrate_fixed_seconds=0.0, migrate_seconds_per_share=0.0)
         wanted = optimal_plan(times, costs, 0.0, config.margin)
     elif config.mode == "semi":
@@ -43,45 +44,45 @@ def decide(times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, curr
     return _worth_changing(times, costs, config, current, _in_steps(wanted))
 
 
-def _decide_resize(times: Sequence[RankTimes], config: BalanceConfig, current: Plan) -> Plan:
-    """Slow ranks prune down to T_ref (SEMI, Sec. III); each keeps its ratio until its time moves by the margin."""
+def _decide_resize(times: Sequence[RankTimes], config: BalanceConfig, current: BalancePlan) -> BalancePlan:
+    """Slow ranks prune down to T_ref (SEMI, Sec. III); a ratio is kept until the rank's time changes by the margin."""
     work = np.array([rank.work_seconds for rank in times])
     matmul = np.array([rank.matmul_seconds for rank in times])
     now = np.array(current.resize)
     reference = float(work.min() if config.reference == "minimum" else work.mean())
     slow = work > (1 + config.margin) * reference
     if config.resize_ratio == "auto":
-        # Pruning γ saves γ·M and costs the overhead: for Eq. 1 the rank has that much more to lose.
+        # Pruning γ saves γ·M and costs the overhead, which is added to the excess time of Eq. 1.
         wanted = resize_ratios(work + config.resize_overhead * matmul, matmul, reference, config.max_resize)
     else:
         wanted = np.full(len(times), float(config.resize_ratio))
     wanted = np.where(slow, wanted, 0.0)
     close_enough = (now > 0) & (wanted > 0) & (np.abs(wanted - now) * matmul <= config.margin * reference)
-    return Plan.resizing(tuple(float(ratio) for ratio in np.where(close_enough, now, wanted)))
+    return BalancePlan.resizing(tuple(float(ratio) for ratio in np.where(close_enough, now, wanted)))
 
 
 def _worth_changing(
-    times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, current: Plan, wanted: Plan
-) -> Plan:
-    """``wanted`` if it gains enough over ``current``; that one is out if it relieves a rank that is not slow."""
+    times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, current: BalancePlan, wanted: BalancePlan
+) -> BalancePlan:
+    """``wanted`` if it gains enough over ``current``; ``current`` is dropped if it relieves a rank that is not slow."""
     slow_from = (1 + config.margin) * min(time.work_seconds for time in times)
-    idle = Plan.idle(len(times))
+    idle = BalancePlan.idle(len(times))
     relief = zip(times, current.resize, current.migrate, strict=True)
     if any(resize + migrate > 0 and time.work_seconds <= slow_from for time, resize, migrate in relief):
         current = idle
     if wanted == current:
         return wanted
     before, after = (predicted_seconds(times, costs, plan) for plan in (current, wanted))
-    # To start balancing, half the gain is enough of that which a plan that balances already is changed for.
+    # To start balancing, half of the gain that is needed to replace a balancing plan is enough.
     if before - after > (config.margin / 2 if current == idle else config.margin) * before:
         return wanted
     if current != idle:
         return current
-    return Plan.idle(len(times), f"balancing would gain too little: {after:.3g} s with, {before:.3g} s without")
+    return BalancePlan.idle(len(times), f"balancing would gain too little: {after:.3g} s with, {before:.3g} s without")
 
 
-def _in_steps(plan: Plan) -> Plan:
-    """``plan`` with its shares rounded to :data:`STEPS`; as much is taken as is given."""
+def _in_steps(plan: BalancePlan) -> BalancePlan:
+    """``plan`` with its shares rounded to multiples of 1/STEPS; as much is taken as is given."""
     given = np.floor(np.array(plan.migrate) * STEPS + 0.5)
     taken = np.cumsum(plan.receive)
     if taken[-1] > 0:
@@ -90,4 +91,4 @@ def _in_steps(plan: Plan) -> Plan:
     resize, migrate, receive = (
         tuple((steps / STEPS).tolist()) for steps in (resized, given, np.diff(taken, prepend=0.0))
     )
-    return Plan(resize, migrate, receive, plan.note)
+    return BalancePlan(resize, migrate, receive, plan.note)

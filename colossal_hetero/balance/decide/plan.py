@@ -1,4 +1,4 @@
-"""What the deciding half works on: the times that ranks take, and the plan that is made of them."""
+"""The input and the result of a decision: the times that ranks take, and the plan."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Plan", "RankTimes"]
+__all__ = ["BalancePlan", "RankTimes"]
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What an iteration takes a rank at its full share of the work."""
+    """The time of an iteration on one rank with its full share of the work."""
 
     work_seconds: float
-    """T: own compute, waiting inside collectives excluded."""
+    """T: all the rank's own work, without the time inside collectives."""
     matmul_seconds: float
-    """M: the part of T that the way of balancing can move: products of the parallel linear layers; in block form also
-    what lies between a block's products."""
+    """M: the part of T that balancing can move: products of the parallel linear layers, and in block form also the
+    operations between a block's products."""
     communication_seconds: float = 0.0
-    """Time inside collectives when nobody waits."""
+    """Time inside collectives without waiting for other ranks."""
 
     def __post_init__(self) -> None:
         if not (0.0 < self.work_seconds < math.inf and 0.0 <= self.matmul_seconds < math.inf):
@@ -34,17 +34,20 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What every rank of a tensor-parallel group does in the coming iterations. Shares of one rank's full work."""
+class BalancePlan:
+    """How much every rank of a tensor-parallel group computes in the next iterations.
+
+    All values are shares of one rank's full work.
+    """
 
     resize: tuple[float, ...]
-    """γ per rank: the share of its work that it prunes."""
+    """γ of each rank: the share of its work that it prunes."""
     migrate: tuple[float, ...]
-    """The share of its work that each rank gives to others."""
+    """The share of its work that each rank gives to other ranks."""
     receive: tuple[float, ...]
-    """The extra share that each rank takes from others; together as much as is given."""
+    """The share that each rank takes from other ranks; the sum equals that of ``migrate``."""
     note: str = field(default="", compare=False)
-    """What was decided and why, for the report."""
+    """What was decided and why, as text for the report."""
 
     def __post_init__(self) -> None:
         if not len(self.resize) == len(self.migrate) == len(self.receive):
@@ -59,47 +62,47 @@ class Plan:
         for rank, (resize, migrate, receive) in enumerate(zip(self.resize, self.migrate, self.receive, strict=True)):
             if resize + migrate > 1.0:
                 raise ValueError(
-                    f"rank {rank} is to prune {resize} and to give away {migrate} of its work: that is more than all"
+                    f"rank {rank} prunes {resize} and gives away {migrate} of its work; the sum must not exceed 1"
                 )
             if migrate > 0.0 and receive > 0.0:
                 raise ValueError(
-                    f"rank {rank} is both to give away {migrate} and to receive {receive}; only one makes sense"
+                    f"rank {rank} gives away {migrate} and receives {receive}; a rank can only do one of the two"
                 )
         given, taken = math.fsum(self.migrate), math.fsum(self.receive)
         if abs(given - taken) > 1e-9 * max(given, taken) + 1e-12:
-            raise ValueError(f"ranks give away {given} and receive {taken}; both must be the same")
+            raise ValueError(f"ranks give away {given} and receive {taken} in total; both must be equal")
 
     @classmethod
-    def idle(cls, ranks: int, note: str = "") -> Plan:
-        """Everyone does the full share."""
+    def idle(cls, ranks: int, note: str = "") -> BalancePlan:
+        """A plan in which every rank computes its full share."""
         return cls.resizing((0.0,) * ranks, note)
 
     @classmethod
-    def resizing(cls, resize: Sequence[float], note: str = "") -> Plan:
-        """A plan by which nothing is migrated."""
+    def resizing(cls, resize: Sequence[float], note: str = "") -> BalancePlan:
+        """A plan in which nothing is migrated."""
         nothing = (0.0,) * len(resize)
         return cls(tuple(resize), nothing, nothing, note)
 
-    def limited(self, most: float) -> Plan:
-        """This plan with all that migrates scaled down, so that no rank receives more than the share ``most``."""
+    def limited(self, max_receive: float) -> BalancePlan:
+        """This plan with all that migrates scaled down, so that no rank receives more than ``max_receive``."""
         largest = max(self.receive)
-        if largest <= most:
+        if largest <= max_receive:
             return self
-        scale = most / largest
-        return Plan(
+        scale = max_receive / largest
+        return BalancePlan(
             self.resize,
             tuple(scale * share for share in self.migrate),
             tuple(scale * share for share in self.receive),
-            f"receivers have memory for no more than {most:.0%} of their own work; {self.note}",
+            f"receivers have memory for no more than {max_receive:.0%} of their own work; {self.note}",
         )
 
     def load(self, rank: int) -> float:
-        """How much the rank computes, 1.0 being its full share."""
+        """How much the rank computes; 1.0 is its full share."""
         return 1.0 - self.resize[rank] - self.migrate[rank] + self.receive[rank]
 
     @property
     def digest(self) -> int:
-        """A number below 2³¹ that is the same in all processes that have the same plan, and hardly in others."""
+        """A hash below 2³¹ of the shares, which is equal in all processes that hold the same plan."""
         shares = (*self.resize, *self.migrate, *self.receive)
         packed = struct.pack(f"<{len(shares)}d", *(share + 0.0 for share in shares))
         return int.from_bytes(hashlib.blake2b(packed, digest_size=4).digest(), "little") >> 1

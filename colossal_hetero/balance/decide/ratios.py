@@ -1,4 +1,4 @@
-"""How much is pruned: by rank from measured times, and by layer from the rank's ratio (SEMI, Sec. III)."""
+"""Pruning ratios: per rank from measured times, and per layer from the rank's ratio (SEMI, Sec. III)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def resize_ratios(
     """
     work, matmul = np.asarray(work_seconds, dtype=float), np.asarray(matmul_seconds, dtype=float)
     excess = np.maximum(work - reference_seconds, 0.0)
-    # Compared as products: a quotient by a tiny M overflows.
+    # Products are compared, because dividing by a tiny M could overflow.
     beyond = excess >= max_resize * matmul
     ratios = np.divide(excess, matmul, out=np.full_like(excess, max_resize), where=~beyond)
     return np.where(matmul > 0, ratios, 0.0)
@@ -41,14 +41,15 @@ def layer_ratios(
         return np.zeros(len(shares))
     printed = np.maximum(shares, config.decay * ratio)
     if config.ratio_form == "printed":
-        return np.minimum(printed, config.max_resize)
+        limited: np.ndarray = np.minimum(printed, config.max_resize)
+        return limited
     assert ratio <= config.max_resize
     full = np.zeros(len(shares), dtype=bool)
     while not full.all():
-        # Layers at the cap give what they can; the others share the rest of the budget in proportion to their wish.
-        # Where only layers without a wish are left, they share it evenly.
-        wish = np.where(full, 0.0, printed)
-        free = wish / wish.max() if wish.any() else np.where(full, 0.0, 1.0)
+        # Layers at the maximum stay there; the others share the rest of the budget in proportion to their printed
+        # ratio. If all of these are zero, they share it evenly.
+        weight = np.where(full, 0.0, printed)
+        free = weight / weight.max() if weight.any() else np.where(full, 0.0, 1.0)
         rest = ratio * cost.sum() - config.max_resize * cost[full].sum()
         ratios = np.where(full, config.max_resize, free * rest / (cost * free).sum())
         over = ~full & (ratios > config.max_resize)

@@ -1,18 +1,19 @@
-"""What a migration sends, by formula: the volumes that are documented, counted in tests, and priced before training.
+"""How much a migration sends, by formula: tests compare it with counts, the pre-test computes times from it.
 
 Notation: ``M`` rows (of all micro-batches of an iteration), ``N`` outputs of a rank's weight, ``c`` columns that a
 sender migrates to ``q`` receivers, in a group of ``e`` ranks. Elements, for every sender and layer:
 
 ==================  =============================================  ==================================================
-way                 column-parallel layer                          row-parallel layer
+method              column-parallel layer                          row-parallel layer
 ==================  =============================================  ==================================================
 broadcast-reduce    broadcast (e−1)(Nc + MN), reduce (e−1)MN,      broadcast (e−1)(Nc + Mc),
                     point to point Nc                              point to point Mc + Nc
 scatter-gather      point to point 2Nc + 2qMN + Mc                 point to point 2Nc + 2Mc + qMN
 ==================  =============================================  ==================================================
 
-Weights travel anew for every micro-batch: ``M`` counts all rows, ``Nc`` has to be multiplied by the micro-batches. A
-``block`` sends twice the elements of its migrated units, weights out and gradients back, per optimizer step.
+Weights are sent for every micro-batch: ``M`` counts all rows, and ``Nc`` must be multiplied by the number of
+micro-batches. A ``block`` sends twice the elements of its migrated units per optimizer step: weights to the receiver
+and gradients back.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class BlockShape:
 
     units: int
     elements_per_unit: int
-    """Of all its layers' weights and biases."""
+    """The number of weights and biases of one unit in all layers."""
     layers: int
 
 
 def column_traffic(
-    layer: LayerShape, moves: Sequence[Move], rows: int, passes: int, ranks: int, way: str, bytes_per_element: int
+    layer: LayerShape, moves: Sequence[Move], rows: int, passes: int, ranks: int, method: str, bytes_per_element: int
 ) -> Traffic:
     """One layer's traffic in an iteration of ``passes`` micro-batches of ``rows`` rows each, over the whole group."""
     broadcast, reduce, direct = _Count(), _Count(), _Count()
@@ -54,7 +55,7 @@ def column_traffic(
     for sender in sorted({move.sender for move in moves}):
         parts = [move.stop - move.start for move in moves if move.sender == sender]
         c, q = sum(parts), len(parts)
-        if way == "broadcast-reduce":
+        if method == "broadcast-reduce":
             broadcast.add(others, n * c)
             if layer.column_parallel:
                 reduce.add(others, rows * n)
@@ -80,11 +81,11 @@ def column_traffic(
 
 
 def block_traffic(
-    blocks: Sequence[BlockShape], moves: Sequence[Sequence[Move]], batches: Sequence[int], bytes_per_element: int
+    blocks: Sequence[BlockShape], moves: Sequence[Sequence[Move]], buckets: Sequence[int], bytes_per_element: int
 ) -> Traffic:
-    """All blocks' traffic in an optimizer step; ``batches`` tells which blocks' weights travel together."""
-    letters = {
-        (batch, move.sender, move.receiver) for batch, moved in zip(batches, moves, strict=True) for move in moved
+    """All blocks' traffic in an optimizer step; ``buckets`` has the number of each block's bucket."""
+    weight_messages = {
+        (bucket, move.sender, move.receiver) for bucket, moved in zip(buckets, moves, strict=True) for move in moved
     }
     returns = sum(block.layers * len(moved) for block, moved in zip(blocks, moves, strict=True))
     elements = sum(
@@ -92,12 +93,12 @@ def block_traffic(
         for block, moved in zip(blocks, moves, strict=True)
         for move in moved
     )
-    volume = Volume(messages=len(letters) + returns, bytes=2 * elements * bytes_per_element)
+    volume = Volume(messages=len(weight_messages) + returns, bytes=2 * elements * bytes_per_element)
     return Traffic(point_to_point=volume, broadcast=Volume(), reduce=Volume())
 
 
 class _Count:
-    """Messages and elements as they add up."""
+    """A running count of messages and elements."""
 
     def __init__(self) -> None:
         self._messages = self._elements = 0

@@ -1,1 +1,1 @@
-"""Measure: clocks, speeds, and the costs of resizing and migrating."""
+"""Clocks, speeds, and the measured costs of resizing and migrating."""

@@ -1,9 +1,9 @@
-"""Where a rank's time goes in an iteration: products, the rest of blocks, collectives, or other work.
+"""What a rank's time in an iteration is spent on: products, the rest of blocks, collectives, or other work.
 
-Parts of an iteration are told by marks, each closing the stretch since the one before. A CPU clock reads the time; a
-CUDA clock records events on the current stream and reads them when they are done, usually one iteration late, so
-that the host never waits for the device. Of iterations that are wanted in detail a clock keeps the stretches
-themselves, of all others only their sums.
+A mark ends a part of the iteration, which began at the mark before. A CPU clock reads the time. A CUDA clock records
+events on the current stream and reads them when the device has passed them, usually one iteration late, so that the
+host never waits for the device. For selected iterations a clock keeps the parts as segments, for all others only their
+sums.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ class IterationTimes:
     communication_seconds: float
     other_seconds: float
     tag: Any = None
-    """What the iteration's owner attached to it."""
+    """The tag that was given to :meth:`IterationClock.stop`."""
     block_seconds: float = 0.0
-    """Between the products of a block: activation functions, attention. It moves with whole blocks."""
+    """Time between the products of a block (activation functions, attention), which moves with whole units."""
     segments: tuple[Segment, ...] = ()
-    """The iteration's stretches in order, neighbors of one kind as one; empty unless they were asked for."""
+    """The iteration's parts in order, with adjacent parts of one kind merged; empty unless they were requested."""
     time_base: str = ""
-    """Where equal and not empty, the segments of two ranks count from the same moment."""
+    """If it is equal on two ranks and not empty, their segments count from the same moment."""
 
     @property
     def work_seconds(self) -> float:
-        """T: everything but communication."""
+        """T: all time except communication."""
         return self.matmul_seconds + self.block_seconds + self.other_seconds
 
 
 class IterationClock(Protocol):
-    """A clock that layers mark and that is started and stopped once per iteration."""
+    """A clock that is started and stopped once per iteration and that layers mark."""
 
     keep_segments: bool
-    """Whether the iterations that start from now on carry their segments."""
+    """Whether iterations that start from now on keep their segments."""
 
     def mark(self, part: Part) -> None: ...
 
     def start(self) -> None:
-        """An iteration begins now; marks before it count for nothing."""
+        """Begin an iteration; marks before it are ignored."""
 
     def stop(self, tag: Any = None) -> None:
-        """The iteration ends now; the last stretch was other work."""
+        """End the iteration; the time since the last mark was other work."""
 
     def read(self) -> list[IterationTimes]:
-        """The iterations that have become known since the last call, oldest first."""
+        """The iterations whose times have become known since the last call, oldest first."""
 
 
 class CpuClock:
-    """Host time; CPU work is in program order."""
+    """A clock of host time, for work on a CPU."""
 
     def __init__(self) -> None:
         self.keep_segments = False
@@ -97,7 +97,7 @@ class CpuClock:
 
 
 class _Stopped(NamedTuple):
-    """An iteration whose events the device may not have passed yet."""
+    """A stopped iteration whose events the device may not have passed yet."""
 
     marks: list[tuple[Part | None, torch.cuda.Event]]
     tag: Any
@@ -105,7 +105,7 @@ class _Stopped(NamedTuple):
 
 
 class CudaClock:
-    """Events on the current stream, read only when the device has passed them.
+    """A clock of events on the current stream, which are read when the device has passed them.
 
     Segments count from the iteration's first event.
     """
@@ -177,7 +177,7 @@ def _times(seconds: dict[Part, float], tag: Any, segments: tuple[Segment, ...], 
 
 
 def _segments(start_seconds: float, marks: Sequence[tuple[Part, float]]) -> tuple[Segment, ...]:
-    """The stretches that ``marks``, each a part and its end, divide the time since the start into."""
+    """The segments from the start on, given ``marks`` with the part and the end of each."""
     segments: list[Segment] = []
     last = start_seconds
     for part, end in marks:
@@ -191,7 +191,7 @@ def _segments(start_seconds: float, marks: Sequence[tuple[Part, float]]) -> tupl
 
 @functools.cache
 def _machine() -> str:
-    """The running system, whose processes share a monotonic clock; empty where that cannot be told."""
+    """The boot of this machine, whose processes share a monotonic clock; empty if it is unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

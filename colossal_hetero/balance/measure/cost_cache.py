@@ -1,4 +1,4 @@
-"""Measured costs on disk, by what they were measured on, so that the next run on the same devices starts at once."""
+"""Measured costs on disk, by the context of the measurement, so that the next run on the same devices can skip it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..decide.costs import Costs
 __all__ = ["CostCache", "default_folder"]
 
 SCHEMA = 1
-"""Of the files; those of another one are measured anew."""
+"""The version of the file format; costs in files of another version are measured again."""
 
 
 def default_folder() -> Path:
@@ -28,36 +28,36 @@ def default_folder() -> Path:
 
 
 class CostCache:
-    """A file per set of circumstances in one folder; ``None`` is the default folder, ``""`` keeps nothing."""
+    """A folder with one file per context; ``None`` means the default folder, ``""`` no files."""
 
     def __init__(self, folder: str | None) -> None:
         self._folder = default_folder() if folder is None else Path(folder) if folder else None
 
-    def path(self, circumstances: Mapping[str, Any]) -> Path | None:
-        """Where costs measured under these circumstances are kept; they must be what JSON can hold."""
+    def path(self, context: Mapping[str, Any]) -> Path | None:
+        """The file for costs measured in ``context``, which must consist of JSON values; None if nothing is kept."""
         if self._folder is None:
             return None
-        key = hashlib.sha256(json.dumps(circumstances, sort_keys=True).encode()).hexdigest()[:16]
+        key = hashlib.sha256(json.dumps(context, sort_keys=True).encode()).hexdigest()[:16]
         return self._folder / f"costs-{key}.json"
 
-    def read(self, circumstances: Mapping[str, Any]) -> Costs | None:
-        """The costs, or None if there are none that can be used: no file, a damaged one, another schema."""
-        path = self.path(circumstances)
+    def read(self, context: Mapping[str, Any]) -> Costs | None:
+        """The costs measured in ``context``, or None if there is no file, or it is damaged or of another version."""
+        path = self.path(context)
         if path is None:
             return None
         with suppress(OSError, ValueError, TypeError, KeyError):
             content = json.loads(path.read_text(encoding="utf-8"))
-            # As JSON has it: what was a tuple is a list.
-            if content["schema"] == SCHEMA and content["circumstances"] == json.loads(json.dumps(circumstances)):
+            # Compare as JSON values, in which tuples are lists. The key is the name of version 0.1.
+            if content["schema"] == SCHEMA and content["circumstances"] == json.loads(json.dumps(context)):
                 return Costs(**content["costs"])
         return None
 
-    def write(self, circumstances: Mapping[str, Any], costs: Costs) -> None:
-        """Keep the costs. A folder that cannot be written to is warned of, and nothing is kept."""
-        path = self.path(circumstances)
+    def write(self, context: Mapping[str, Any], costs: Costs) -> None:
+        """Store the costs. If the folder cannot be written to, warn and store nothing."""
+        path = self.path(context)
         if path is None:
             return
-        content = {"schema": SCHEMA, "circumstances": circumstances, "costs": asdict(costs)}
+        content = {"schema": SCHEMA, "circumstances": context, "costs": asdict(costs)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as draft:

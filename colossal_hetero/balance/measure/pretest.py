@@ -1,7 +1,7 @@
-"""What balancing costs on this device and network, measured before training (SEMI, Algorithm 2, line 1).
+"""The costs of balancing on this device and network, measured before training (SEMI, Algorithm 2, line 1).
 
-Products are timed dense and resized, and small ones alone, for Ω and Φ2; messages of several sizes for Φ1. It takes a
-second or two, the numbers are kept on disk, and all ranks of the group end up with the same.
+Dense, resized and smaller products are timed for Ω and Φ2, messages of several sizes for Φ1. That takes one or two
+seconds. The costs are kept on disk, and all ranks of the group get the same.
 """
 
 from __future__ import annotations
@@ -29,32 +29,41 @@ from ..config import BalanceConfig
 from ..decide.costs import Costs, Traffic, Volume, fit_affine
 from .cost_cache import CostCache
 
-__all__ = ["Link", "ProductShape", "fit_link", "fit_receive_factor", "fit_resize", "measure_costs", "prepare_costs"]
+__all__ = [
+    "FittedLink",
+    "ProductShape",
+    "fit_link",
+    "fit_receive_factor",
+    "fit_resize",
+    "measure_costs",
+    "prepare_costs",
+]
 
 RESIZED_SHARES = (0.25, 0.5, 0.75, 0.9)
-"""Shares pruned in the products that are timed."""
+"""Pruned shares for which products are timed."""
 RECEIVED_SHARES = (0.125, 0.25, 0.5)
-"""Shares of a rank's product that are timed alone, as a receiver computes them."""
+"""Shares of a product that are timed as a receiver computes them, in a separate smaller product."""
 MIGRATED_SHARES = (0.125, 0.25, 0.5, 0.75)
-"""Shares at which Φ1 is worked out and fitted."""
+"""Migrated shares for which Φ1 is computed and fitted."""
 MESSAGES = {4 * 2**10: 21, 64 * 2**10: 21, 2**20: 7, 4 * 2**20: 7}
-"""Sizes in bytes of the messages that are timed, on a slow network only the smaller ones, and how often."""
+"""Sizes in bytes of the timed messages, and how often each is timed; on a slow network only the smaller ones are."""
 
 SHAPES = 3
-"""So many of the largest layer shapes stand for all, if there is time."""
+"""How many of the largest layer shapes are timed to represent all, if there is time."""
 PRODUCT_SECONDS = 1.2
-"""For timing products, about."""
+"""About how many seconds timing products takes."""
 DENSE_SECONDS = 0.04
-"""What a dense product may take; of one that takes longer a smaller one is timed."""
+"""The maximum time of a dense product; instead of a slower one a smaller product is timed."""
 MIN_SIZE = 512
-"""But no dimension is made smaller than that: what resizing adds shrinks relative to products that grow."""
+"""The minimum to which a dimension is reduced: in larger products the cost of resizing is relatively smaller."""
 MAX_ROUNDS = 11
+"""The maximum number of rounds in which the products of a shape are timed."""
 MESSAGE_SECONDS = 0.1
-"""A message that takes longer is the largest one timed."""
+"""After a message that takes longer, no larger ones are timed."""
 SILENT_SECONDS = 1.0
-"""How long nothing is shown."""
+"""Seconds before progress is shown."""
 
-Way = Literal["column", "block"]
+Form = Literal["column", "block"]
 Show = Callable[[str], None]
 
 
@@ -69,14 +78,14 @@ class ProductShape:
 
 
 @dataclass(frozen=True)
-class Link:
-    """What messages of a kind take: ``latency + bytes · seconds_per_byte`` each."""
+class FittedLink:
+    """The time of messages of one kind: ``latency + bytes · seconds_per_byte`` each."""
 
     latency_seconds: float
     seconds_per_byte: float
 
     def seconds(self, volume: Volume) -> float:
-        """One after the other."""
+        """The seconds that the messages take one after the other."""
         return volume.messages * self.latency_seconds + volume.bytes * self.seconds_per_byte
 
 
@@ -88,25 +97,25 @@ def prepare_costs(
     dtype: torch.dtype,
     device: torch.device,
     traffic: Callable[[float], Traffic],
-    way: Way,
+    form: Form,
 ) -> Costs:
-    """The costs that the configuration asks for: none, those kept from an earlier run, or measured ones.
+    """The costs according to the configuration: zero, those of an earlier run, or measured now.
 
-    Collective over ``group``, whose ranks all get the same. Arguments as of :func:`measure_costs`.
+    Collective over ``group``, whose ranks all get the same costs. See :func:`measure_costs` for the other arguments.
     """
     if group.size() == 1 or not config.measure_costs:
         return Costs()
     cache = CostCache(config.cost_cache)
-    # Known to all ranks, since it takes all of them; but only one looks, so that all find the same.
-    circumstances = _circumstances(group, shapes, rows, dtype, device, traffic, way)
+    # All ranks compute the context together, but only one reads the cache, so that all get the same costs.
+    context = _measurement_context(group, shapes, rows, dtype, device, traffic, form)
     first = group.rank() == 0
-    kept = _broadcast_costs(cache.read(circumstances) if first else None, group, device)
+    kept = _broadcast_costs(cache.read(context) if first else None, group, device)
     if kept is not None:
         return kept
     with _Display(enabled=dist.get_rank() == 0) as display:
-        costs = measure_costs(group, shapes, rows, dtype, device, traffic, way, display.show)
+        costs = measure_costs(group, shapes, rows, dtype, device, traffic, form, display.show)
     if first:
-        cache.write(circumstances, costs)
+        cache.write(context, costs)
     return costs
 
 
@@ -117,25 +126,25 @@ def measure_costs(
     dtype: torch.dtype,
     device: torch.device,
     traffic: Callable[[float], Traffic],
-    way: Way,
+    form: Form,
     show: Show | None = None,
 ) -> Costs:
-    """Measure Ω1, Ω2, Φ1 and Φ2 on this device and network; the same on all ranks. Collective over ``group``.
+    """Measure Ω1, Ω2, Φ1 and Φ2 on this device and network; all ranks get the same. Collective over ``group``.
 
     Args:
-        group: the tensor-parallel group; with a single rank nothing is measured and costs are zero.
-        shapes: of this rank's products, with repetitions or without.
+        group: the tensor-parallel group; for a single rank nothing is measured and costs are zero.
+        shapes: the shapes of this rank's products; repetitions have no effect.
         rows: M, batch × sequence of a micro-batch.
-        dtype: of the products.
-        device: on which they run; messages travel between memories of this kind.
-        traffic: what migrating a share of one rank's work sends in an iteration.
-        way: what is pruned and given away, contraction columns of each product or whole units of a ``block``.
-        show: is told what is being measured.
+        dtype: the products' dtype.
+        device: the device of the products and of the messages.
+        traffic: returns what migrating a share of one rank's work sends in an iteration.
+        form: what is pruned and given away: contraction columns of each product, or whole units of a ``block``.
+        show: called with a text that says what is being measured.
     """
     if group.size() == 1:
         return Costs()
     tell = show or (lambda _: None)
-    resized, received = _time_products(shapes, rows, dtype, device, way, tell)
+    resized, received = _time_products(shapes, rows, dtype, device, form, tell)
     everyone = np.median(_gather([*resized, *received], group, device), axis=0)
     resize_fixed, resize_per_share = fit_resize(RESIZED_SHARES, everyone[: len(resized)])
     receive_factor = fit_receive_factor(RECEIVED_SHARES, everyone[len(resized) :])
@@ -149,38 +158,38 @@ def measure_costs(
         communication.append(sum(link.seconds(getattr(sent, kind)) for kind, link in links.items()))
     fixed_seconds, seconds_per_share = fit_affine(MIGRATED_SHARES, communication)
     costs = Costs(resize_fixed, resize_per_share, fixed_seconds, seconds_per_share, receive_factor)
-    # Processors that round differently fit differently in the last bit.
+    # Processors that round differently may get fits that differ in the last bit.
     agreed = _broadcast_costs(costs, group, device)
     assert agreed is not None
     return agreed
 
 
 def fit_resize(shares: Sequence[float], ratios: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """``(Ω1, Ω2)`` from the times of products with ``shares`` pruned, in ``ratios`` to the dense time."""
+    """``(Ω1, Ω2)`` from the times of products with ``shares`` pruned; ``ratios`` are relative to the dense time."""
     return fit_affine(shares, np.asarray(ratios) - (1.0 - np.asarray(shares)))
 
 
 def fit_receive_factor(shares: Sequence[float], ratios: Sequence[float] | np.ndarray) -> float:
-    """The factor of Φ2 from the times of products of ``shares`` alone, in ``ratios`` to the whole one's."""
+    """The factor of Φ2 from the times of products of ``shares``, in ``ratios`` to the whole product's time."""
     x, y = np.asarray(shares), np.asarray(ratios)
     return float(x @ y) / float(x @ x)
 
 
-def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
-    """The smallest message tells the latency, those beyond it the time per byte."""
+def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> FittedLink:
+    """Fit a link: the latency from the smallest message, the time per byte from the larger ones."""
     extra_bytes, extra = np.asarray(sizes[1:]) - sizes[0], np.asarray(seconds[1:]) - seconds[0]
     slope = float(extra_bytes @ extra) / float(extra_bytes @ extra_bytes) if len(extra) else seconds[0] / sizes[0]
     slope = max(slope, 0.0)
-    return Link(max(seconds[0] - slope * sizes[0], 0.0), slope)
+    return FittedLink(max(seconds[0] - slope * sizes[0], 0.0), slope)
 
 
 # Products ---------------------------------------------------------------------------------------------------------
 
 
 def _time_products(
-    shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, device: torch.device, way: Way, tell: Show
+    shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, device: torch.device, form: Form, tell: Show
 ) -> tuple[list[float], list[float]]:
-    """Times of resized products and of a receiver's, in ratio to the dense one's; means over shapes, by their work."""
+    """Times of resized and received products relative to dense ones; means over shapes, weighted by their work."""
     largest = sorted(set(shapes), key=lambda shape: (-shape.outputs * shape.columns, shape.outputs))[:SHAPES]
     if not largest:
         return [1.0 - share for share in RESIZED_SHARES], list(RECEIVED_SHARES)
@@ -191,21 +200,21 @@ def _time_products(
         if time.perf_counter() - start > PRODUCT_SECONDS / 2:
             break
         tell(f"timing products of {rows} × {shape.columns} × {shape.outputs}")
-        ratios.append(_time_shape(shape, rows, dtype, device, way, PRODUCT_SECONDS / len(largest)))
+        ratios.append(_time_shape(shape, rows, dtype, device, form, PRODUCT_SECONDS / len(largest)))
         weights.append(shape.outputs * shape.columns)
     mean = np.average(ratios, axis=0, weights=weights).tolist()
     return mean[: len(RESIZED_SHARES)], mean[len(RESIZED_SHARES) :]
 
 
 def _time_shape(
-    shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, way: Way, budget_seconds: float
+    shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, form: Form, budget_seconds: float
 ) -> list[float]:
-    """The same for one shape, from the fastest of several rounds: other work on the machine only ever adds."""
-    # A generator of its own: measuring is not to change what training draws.
+    """The same for one shape, from the fastest of several rounds, because other work on the machine only adds time."""
+    # A separate generator, so that measuring does not change the random numbers of training.
     generator = torch.Generator(device).manual_seed(0)
     rows, shape = _affordable(shape, rows, dtype, device, generator)
     products = _Products(shape, rows, dtype, device, generator)
-    along = 1 if way == "column" else 0
+    along = 1 if form == "column" else 0
     size = shape.columns if along else shape.outputs
     runs = [products.dense]
     runs += [products.part(along, size - round(share * size), whole_gradients=True) for share in RESIZED_SHARES]
@@ -221,7 +230,7 @@ def _time_shape(
 def _affordable(
     shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> tuple[int, ProductShape]:
-    """Rows and shape of a dense product that takes no longer than :data:`DENSE_SECONDS`, if possible."""
+    """Rows and shape, reduced until a dense product takes at most :data:`DENSE_SECONDS`, if possible."""
     sizes = [rows, shape.outputs, shape.columns]
     probe = [min(size, MIN_SIZE // 2) for size in sizes]
     products = _Products(ProductShape(*probe[1:]), probe[0], dtype, device, generator)
@@ -236,7 +245,7 @@ def _affordable(
 
 
 class _Products:
-    """A linear layer's three products: output, input gradient and weight gradient; whole or of a part."""
+    """A linear layer's three products (output, input gradient, weight gradient), whole or in part."""
 
     def __init__(
         self, shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
@@ -258,8 +267,8 @@ class _Products:
     def part(self, along: int, count: int, whole_gradients: bool) -> Callable[[], None]:
         """The products of ``count`` of the weight's rows (``along`` 0) or columns (1).
 
-        ``whole_gradients``: they are taken out of the weight, and gradients filled up to its shape, as in resizing.
-        Otherwise they lie in a weight of their own, as a receiver's do.
+        With ``whole_gradients`` the part is selected from the weight, and gradients are expanded to the whole shape, as
+        in resizing. Otherwise the part is a separate weight, as on a receiver.
         """
         size = self.weight.shape[along]
         count = min(max(count, 1), size)
@@ -296,7 +305,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _message_kinds(group: dist.ProcessGroup) -> dict[str, Callable[[Tensor], None]]:
-    """How to send a tensor, by the names of :class:`Traffic`. Point to point every other rank sends to the next."""
+    """Functions that send a tensor, by the field names of :class:`Traffic`; even ranks send to odd ones."""
     root = dist.get_global_rank(group, 0)
     peer = group.rank() ^ 1
 
@@ -318,7 +327,7 @@ def _message_kinds(group: dist.ProcessGroup) -> dict[str, Callable[[Tensor], Non
 def _time_messages(
     send: Callable[[Tensor], None], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[list[int], list[float]]:
-    """Sizes in bytes, and what a message takes the slowest rank at best, from a common start; equal on all ranks."""
+    """Message sizes in bytes and, for each, the minimum time on the slowest rank; equal on all ranks."""
     sizes: list[int] = []
     seconds: list[float] = []
     start = torch.zeros(1, device=device)
@@ -339,7 +348,7 @@ def _time_messages(
 
 
 def _gather(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> np.ndarray:
-    """Everyone's values; float64 ``[ranks, values]``."""
+    """The values of all ranks; float64 ``[ranks, values]``."""
     mine = torch.tensor(values, dtype=torch.float64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)
@@ -347,7 +356,7 @@ def _gather(values: Sequence[float], group: dist.ProcessGroup, device: torch.dev
 
 
 def _broadcast_costs(costs: Costs | None, group: dist.ProcessGroup, device: torch.device) -> Costs | None:
-    """The costs of the group's first rank."""
+    """The costs of the group's first rank, on all ranks."""
     names = list(asdict(Costs()))
     values = [float("nan")] * len(names) if costs is None else [asdict(costs)[name] for name in names]
     message = torch.tensor(values, dtype=torch.float64, device=device)
@@ -356,22 +365,22 @@ def _broadcast_costs(costs: Costs | None, group: dist.ProcessGroup, device: torc
     return None if np.isnan(values).any() else Costs(**dict(zip(names, values, strict=True)))
 
 
-def _circumstances(
+def _measurement_context(
     group: dist.ProcessGroup,
     shapes: Sequence[ProductShape],
     rows: int,
     dtype: torch.dtype,
     device: torch.device,
     traffic: Callable[[float], Traffic],
-    way: Way,
+    form: Form,
 ) -> dict[str, Any]:
-    """All that the costs depend on, in what JSON can hold. Collective; complete on all ranks."""
+    """All that the costs depend on, as JSON values and with the keys of version 0.1. Collective; equal on all ranks."""
     devices: list[Any] = [None] * group.size()
     dist.all_gather_object(devices, (socket.gethostname(), _device_name(device)), group=group)
     hosts = list(dict.fromkeys(host for host, _ in devices))
     return {
         "devices": [name for _, name in devices],
-        # Names of hosts change from run to run in a cloud; which ranks share one does not.
+        # In a cloud, host names change from run to run, but not which ranks share a host.
         "hosts": [hosts.index(host) for host, _ in devices],
         "device_count": torch.cuda.device_count() if device.type == "cuda" else os.cpu_count(),
         "torch": torch.__version__,
@@ -380,7 +389,7 @@ def _circumstances(
         "shapes": sorted({(shape.outputs, shape.columns) for shape in shapes}),
         "rows": rows,
         "dtype": str(dtype),
-        "way": way,
+        "way": form,
         "traffic": [asdict(traffic(share)) for share in MIGRATED_SHARES],
     }
 
@@ -396,7 +405,7 @@ def _device_name(device: torch.device) -> str:
 
 
 class _Display:
-    """Shows what is being measured, once that has taken a while."""
+    """Shows what is being measured, if it takes longer than :data:`SILENT_SECONDS`."""
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
@@ -416,4 +425,4 @@ class _Display:
         if self._status is None:
             self._status = Console(stderr=True).status("")
             self._status.start()
-        self._status.update(f"What balancing costs here: {text}")
+        self._status.update(f"Measuring the costs of balancing: {text}")

@@ -1,6 +1,6 @@
-"""A rank's speed from one iteration to the next: times at equal work, and whether they moved.
+"""A rank's speed over iterations: its times at equal work, and whether they have changed.
 
-Pure state machines on numbers; the clocks are in :mod:`.clock`.
+The classes only compute with numbers; the clocks are in :mod:`.clock`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from .damping import Damping
 __all__ = ["EqualWork", "SpeedWatch"]
 
 MAX_OVERHEAD = 0.15
-"""The most that extracting columns, imputing and handling others' units adds to a rank's products, as a share of what
-they take at its full share."""
+"""The largest time that extracting columns, imputing and handling others' units can add to a rank's products, as a
+share of the products' time at the rank's full work."""
 
 MIN_RECEIVED = 0.85
-"""The least time of a load above 1, as a share of what is proportional: larger products are more efficient."""
+"""The shortest time of a load above 1, relative to a proportional time: larger products are more efficient."""
 
 STEADY_ITERATIONS = 8
-"""Iterations at one speed that estimates are taken from; more would not make them much sharper."""
+"""Iterations at one speed from which estimates are computed; more would hardly improve them."""
 
 
 class EqualWork:
-    """Scales what a rank measured at another load back to what its full share would take.
+    """Scales times that a rank measured at any load to the times of its full share.
 
-    A load of ``l``, 1 being the rank's full share, takes its products about ``l`` times as long; how long exactly
-    depends on the device. That is taken from the first iterations after the load changed, within the bounds
-    ``[l, l + MAX_OVERHEAD]`` for a rank that does less than its share and ``[MIN_RECEIVED·l, l + MAX_OVERHEAD]`` for
-    one that does more. Where the rank's speed changed at about the same moment nothing can be learnt: it is ``l``.
+    With a load of ``l`` (1 is the rank's full share) products take about ``l`` times as long; the exact factor depends
+    on the device. It is measured in the first iterations after the load changed, and limited to
+    ``[l, l + MAX_OVERHEAD]`` for a rank that computes less than its share and ``[MIN_RECEIVED·l, l + MAX_OVERHEAD]``
+    for one that computes more. If the rank's speed changed at about the same time, the factor cannot be measured and
+    ``l`` is used.
     """
 
     def __init__(self, patience: int) -> None:
@@ -41,7 +42,7 @@ class EqualWork:
         self._calibration: list[float] = []
 
     def normalize(self, work_seconds: float, matmul_seconds: float, load: float) -> RankTimes:
-        """The rank's times at its full share, from an iteration in which it did ``load`` of it.
+        """The rank's times at its full share, from an iteration with the given load.
 
         ``load`` is 1 − resized − migrated + received.
 
@@ -49,7 +50,7 @@ class EqualWork:
             ValueError: ``load`` is not above zero.
         """
         if not load > 0.0:
-            raise ValueError(f"load={load} must be above zero: a rank that did nothing has shown no speed")
+            raise ValueError(f"load={load} must be above zero: the speed of a rank without work is unknown")
         if load != self._load:
             self._load, self._calibration = load, []
             steady = self._dense and max(self._dense) <= (1.0 + MAX_OVERHEAD) * min(self._dense)
@@ -68,16 +69,16 @@ class EqualWork:
     def _share_of_dense_time(self) -> float:
         if self._load == 1.0 or not self._dense_before:
             return self._load
-        least = self._load * (MIN_RECEIVED if self._load > 1.0 else 1.0)
-        most = self._load + MAX_OVERHEAD
+        lower = self._load * (MIN_RECEIVED if self._load > 1.0 else 1.0)
+        upper = self._load + MAX_OVERHEAD
         share = mean(self._calibration) / self._dense_before
-        if not least / (1.0 + MAX_OVERHEAD) <= share <= most * (1.0 + MAX_OVERHEAD):
+        if not lower / (1.0 + MAX_OVERHEAD) <= share <= upper * (1.0 + MAX_OVERHEAD):
             return self._load
-        return min(max(share, least), most)
+        return min(max(share, lower), upper)
 
 
 class SpeedWatch:
-    """Notices when a rank's equal-work time has moved by more than the threshold since the last exchange."""
+    """Detects that a rank's equal-work time has changed by more than the threshold since the last exchange."""
 
     def __init__(self, config: BalanceConfig) -> None:
         self._config = config
@@ -90,11 +91,11 @@ class SpeedWatch:
         self._since_exchange = 0
 
     def observe(self, times: RankTimes) -> bool:
-        """Take in an iteration; True if the group has to exchange its times.
+        """Take in an iteration; returns whether the group has to exchange its times.
 
-        That is when the first iterations are in, and while enough iterations in a row have been off the value of the
-        last exchange, all in the same direction, by more than the threshold: ``patience`` of them, or more if they are
-        slower and the rank has flickered (:mod:`.damping`).
+        That is so after the first iterations, and while enough consecutive iterations differ from the last exchanged
+        time by more than the threshold in the same direction: ``patience`` iterations, or more if they are slower and
+        the rank's speed has flickered (:mod:`.damping`).
         """
         if self._skip > 0:
             self._skip -= 1
@@ -105,7 +106,7 @@ class SpeedWatch:
         change = times.work_seconds / self._baseline_seconds - 1.0
         off = abs(change) > self._config.threshold
         if not off or (change > 0.0) != self._slower:
-            # So far it was nothing.
+            # The deviation did not last.
             self._deviating = []
         if off:
             self._slower = change > 0.0
@@ -115,23 +116,23 @@ class SpeedWatch:
             self._since_exchange += 1
             if self._since_exchange < STEADY_ITERATIONS:
                 self._baseline_seconds = self.current().work_seconds
-        # The patience that holds for this iteration, before it may relax.
+        # The patience for this iteration; observing it may change the patience.
         patience = self._damping.patience if self._slower else self._config.patience
         self._damping.observed(self._slower and len(self._deviating) >= self._config.patience)
         if not off or len(self._deviating) < patience:
             return False
-        # What came before was another speed.
+        # Earlier iterations had another speed.
         self._steady.clear()
         self._steady.extend(self._deviating)
         return True
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to exchange."""
+        """Whether there are enough iterations for an exchange."""
         return len(self._steady) >= self._config.patience
 
     def current(self) -> RankTimes:
-        """The rank's times at the speed that is believed: medians over the iterations since it moved."""
+        """The rank's times at its present speed: medians over the iterations since the speed changed."""
         return RankTimes(
             median(times.work_seconds for times in self._steady),
             median(times.matmul_seconds for times in self._steady),
@@ -139,12 +140,12 @@ class SpeedWatch:
         )
 
     def exchanged(self) -> None:
-        """From now on changes are counted from :meth:`current`."""
+        """Measure changes relative to :meth:`current` from now on."""
         if self._deviating and self._steady[-1] is self._deviating[-1]:
             self._deviating = []
         self._baseline_seconds = self.current().work_seconds
         self._since_exchange = 0
 
     def relieved(self, share: float) -> None:
-        """The group decided on a plan by which this rank prunes or gives away ``share`` of its work."""
+        """Take note of a new plan, in which this rank prunes or gives away ``share`` of its work."""
         self._damping.relieved(share)

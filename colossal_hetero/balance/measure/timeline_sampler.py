@@ -1,4 +1,4 @@
-"""What one rank keeps in detail: the segments of a few of its iterations."""
+"""The segments of a few iterations, which a rank keeps for timelines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Kind = Literal["matmul", "block", "other", "communication", "waiting"]
 
 
 SAMPLE_EVERY = 8
-"""Of how many iterations one is kept in detail."""
+"""One of this many iterations is kept with its segments."""
 
 
 class Segment(NamedTuple):
-    """A stretch of a rank's iteration spent on one thing."""
+    """A part of a rank's iteration that was spent on one kind of work."""
 
     kind: Kind
     start_seconds: float
@@ -25,18 +25,18 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSegments:
-    """One iteration as one rank saw it."""
+    """One iteration as measured by one rank."""
 
     iteration: int
     segments: tuple[Segment, ...]
-    """Without waiting, which no rank can tell from communication by itself."""
+    """Segments in order; waiting is not separated from communication, which takes the times of all ranks."""
     time_base: str
-    """Where equal and not empty, the seconds of two ranks count from the same moment."""
+    """If it is equal on two ranks and not empty, their seconds count from the same moment."""
 
 
 @dataclass(frozen=True)
 class SampledIterations:
-    """What a rank kept in detail."""
+    """The iterations that a rank kept with their segments."""
 
     iterations: tuple[RankSegments, ...]
     first_change: int | None
@@ -44,17 +44,17 @@ class SampledIterations:
 
 
 class TimelineSampler:
-    """Keeps a few iterations of a rank in detail: the last one that is sure to be unbalanced, and the latest.
+    """Keeps the segments of a few iterations: of the last one that is certainly unbalanced, and of the latest ones.
 
-    The choice depends on nothing but the iteration's number, so that all ranks keep the same.
+    The choice depends only on the iteration's number, so that all ranks keep the same iterations.
     """
 
     def __init__(self, warmup_iterations: int, patience: int) -> None:
-        # Speeds are judged from `warmup + patience` iterations on; the answer to the flag that is raised then is read,
-        # and the plan changed, at the end of this one.
+        # Speeds are judged after `warmup + patience` iterations. The flag raised then is read, and the plan changed, at
+        # the end of the following iteration, which has this number.
         self._unbalanced = warmup_iterations + patience
         self._early: RankSegments | None = None
-        # Two, as ranks may be an iteration apart in what their clocks have read.
+        # Two, because the clocks of ranks may be an iteration apart.
         self._late: deque[RankSegments] = deque(maxlen=2)
         self._first_change: int | None = None
 
@@ -63,18 +63,18 @@ class TimelineSampler:
         return iteration == self._unbalanced or iteration % SAMPLE_EVERY == 0
 
     def add(self, iteration: RankSegments) -> None:
-        """Take in an iteration that was wanted."""
+        """Take in an iteration that is wanted."""
         if iteration.iteration == self._unbalanced:
             self._early = iteration
         else:
             self._late.append(iteration)
 
     def plan_changed(self, iteration: int) -> None:
-        """Another plan holds from the iteration after this one on."""
+        """Take note that another plan applies from the iteration after this one on."""
         if self._first_change is None:
             self._first_change = iteration
 
     def kept(self) -> SampledIterations:
-        """What there is now, by iteration."""
+        """The iterations that are kept now, in order."""
         kept = [*self._late] if self._early is None else [self._early, *self._late]
         return SampledIterations(tuple(sorted(kept, key=lambda each: each.iteration)), self._first_change)

@@ -1,1 +1,1 @@
-"""Report: records, summaries, timelines and pictures of balanced iterations."""
+"""Records, summaries, timelines and pictures of balanced iterations."""

@@ -1,6 +1,6 @@
-"""Draw an iteration: what each rank did when, before and after balancing.
+"""Draw an iteration before and after balancing: a bar of time per rank.
 
-matplotlib is an extra (``pip install 'colossal-hetero[plot]'``), loaded when something is drawn.
+matplotlib is an optional dependency (``pip install 'colossal-hetero[plot]'``), which is imported on drawing.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from typing import Any
 
 from ...io.pictures import BLUE, FORMATS, GRAY, LIGHT_BLUE, ORANGE, RED, check_matplotlib, check_name, save_figure
 from ..measure.timeline_sampler import Kind
-from .timeline import KIND_NAMES, Timeline
+from .timeline import KIND_NAMES, IterationTimeline
 
 __all__ = ["FORMATS", "check_matplotlib", "plot_timelines"]
 
-COLOURS: dict[Kind, str] = {
+COLORS: dict[Kind, str] = {
     "matmul": BLUE,
     "block": LIGHT_BLUE,
     "other": GRAY,
     "communication": ORANGE,
     "waiting": "#FFFFFF",
 }
-"""Told apart by their lightness alone, too."""
+"""The colors of the kinds, which also differ in lightness."""
 
 WAITING_EDGE = RED
-"""Of the hatching: waiting is what balancing is about."""
+"""The color of the hatching of waiting, the time that balancing reduces."""
 
 
-def plot_timelines(before: Timeline, after: Timeline | None, path: Path | str) -> None:
-    """Draw a bar per rank for each iteration, one above the other on the same axis of time, into the file ``path``.
+def plot_timelines(before: IterationTimeline, after: IterationTimeline | None, path: Path | str) -> None:
+    """Draw the iterations, with a bar per rank, above each other on the same time axis into the file ``path``.
 
-    The file is written as a whole. Without ``after`` the iteration ``before`` is drawn alone.
+    The file is replaced atomically. If ``after`` is None, only ``before`` is drawn.
 
     Raises:
-        ImportError: matplotlib is not there.
+        ImportError: matplotlib is not installed.
         ValueError: the name does not end in one of :data:`FORMATS`.
     """
     path = check_name(path)
@@ -59,10 +59,10 @@ def plot_timelines(before: Timeline, after: Timeline | None, path: Path | str) -
     save_figure(figure, path)
 
 
-def _draw(axis: Any, timeline: Timeline) -> None:
+def _draw(axis: Any, timeline: IterationTimeline) -> None:
     for rank, segments in enumerate(timeline.ranks):
         for kind in KIND_NAMES:
-            bars = [(start * 1e3, (end - start) * 1e3) for own, start, end in segments if own == kind]
+            bars = [(start * 1e3, (end - start) * 1e3) for part, start, end in segments if part == kind]
             if bars:
                 axis.broken_barh(bars, (rank - 0.36, 0.72), **_style(kind))
     axis.set_yticks(range(len(timeline.ranks)), [f"rank {rank}" for rank in range(len(timeline.ranks))])
@@ -76,5 +76,5 @@ def _draw(axis: Any, timeline: Timeline) -> None:
 
 def _style(kind: Kind) -> dict[str, Any]:
     if kind == "waiting":
-        return {"facecolor": COLOURS[kind], "edgecolor": WAITING_EDGE, "hatch": "/////", "linewidth": 0.0}
-    return {"facecolor": COLOURS[kind], "linewidth": 0.0}
+        return {"facecolor": COLORS[kind], "edgecolor": WAITING_EDGE, "hatch": "/////", "linewidth": 0.0}
+    return {"facecolor": COLORS[kind], "linewidth": 0.0}

@@ -1,4 +1,4 @@
-"""What happened in an iteration, on every rank: plain data for reports and traces."""
+"""Records of iterations on every rank: plain data for reports and traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["IterationRecord", "LocalRecord", "RankRecord", "merge_records"]
 
 @dataclass(frozen=True)
 class LocalRecord:
-    """One iteration as one rank saw it. Seconds; shares in [0, 1]."""
+    """One iteration as measured by one rank. Times are in seconds, shares in [0, 1]."""
 
     iteration: int
     work_seconds: float
@@ -25,7 +25,7 @@ class LocalRecord:
     exchanged: bool
     """Whether the group exchanged times at the end of this iteration."""
     plan_changed: bool
-    """Whether the plan of the iterations after this one is another."""
+    """Whether another plan applies from the iteration after this one on."""
     migrated: float = 0.0
     """Share of its work that the rank gave away."""
     received: float = 0.0
@@ -33,21 +33,21 @@ class LocalRecord:
     block_seconds: float = 0.0
     """The part of ``work_seconds`` between the products of a block."""
     own_score: float = 1.0
-    """The least ``equal_work_seconds`` of the rank so far / those of this iteration."""
+    """The rank's shortest ``equal_work_seconds`` so far, divided by those of this iteration."""
     note: str = ""
-    """What the decision that holds in this iteration has to say: why nothing is migrated."""
+    """The note of the plan that applies in this iteration, for example why nothing is migrated."""
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """A rank's part of an iteration. Seconds; shares and scores in [0, 1]."""
+    """A rank's part of an iteration. Times are in seconds, shares and scores in [0, 1]."""
 
     rank: int
     work_seconds: float
     matmul_seconds: float
     wait_seconds: float
-    """Time in collectives beyond that of the rank of its tensor-parallel group that spent least there: the time from
-    its own arrival until the last rank's."""
+    """Time spent waiting in collectives: the rank's time there minus the shortest time there of any rank of its
+    tensor-parallel group."""
     communication_seconds: float
     equal_work_seconds: float
     equal_matmul_seconds: float
@@ -56,9 +56,9 @@ class RankRecord:
     received: float = 0.0
     block_seconds: float = 0.0
     relative_score: float = 1.0
-    """The fastest rank's ``equal_work_seconds``, of those of its tensor-parallel group, / this rank's."""
+    """The shortest ``equal_work_seconds`` in its tensor-parallel group, divided by this rank's."""
     own_score: float = 1.0
-    """The least ``equal_work_seconds`` of this rank so far / its present ones."""
+    """This rank's shortest ``equal_work_seconds`` so far, divided by its present ones."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class IterationRecord:
     exchanged: bool
     plan_changed: bool
     note: str = ""
-    """Why nothing is migrated, if that was the question."""
+    """The note of the plan, for example why nothing is migrated; empty if there is none."""
 
 
 def merge_records(per_rank: Sequence[Sequence[LocalRecord]], groups: Sequence[Sequence[int]]) -> list[IterationRecord]:
-    """All ranks' views of the same iterations as one record each, by iteration.
+    """Merge all ranks' records of the same iteration into one, in the order of iterations.
 
     ``per_rank`` is by global rank, ``groups`` the tensor-parallel groups as lists of global ranks. Iterations that some
     rank has not read yet are left out.

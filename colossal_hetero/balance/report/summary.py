@@ -1,4 +1,4 @@
-"""What balancing did and what it left: an iteration as it was, and what it would have been otherwise."""
+"""The effect of balancing: the times of an iteration as it was, and as it would have been without balancing."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ __all__ = ["BalanceReport", "RankSummary", "WhatIf", "ideal_ratio", "lossless_se
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What an iteration took a tensor-parallel group, and what it would have taken. Seconds."""
+    """The time of an iteration of a tensor-parallel group, as it was and as it would have been. In seconds."""
 
     waiting_seconds: float
-    """What a rank waited for slower ones, mean over the ranks."""
+    """The time that a rank waited for slower ranks, mean over the ranks."""
     balanced_seconds: float
-    """An iteration as it was: the slowest rank's work and the communication that is not waiting."""
+    """The iteration as it was: the slowest rank's work plus the communication without waiting."""
     unbalanced_seconds: float
-    """An iteration without balancing: the same with every rank's full share."""
+    """The iteration without balancing: the same if every rank computed its full share."""
     homogeneous_seconds: float
-    """An iteration if all ranks were as fast as the fastest."""
+    """The iteration if all ranks were as fast as the fastest."""
     bound_seconds: float
-    """An iteration with nothing pruned and the products spread over the ranks in the best way, at no cost."""
+    """The iteration with nothing pruned and the products divided over the ranks optimally, without any cost."""
 
     @property
     def saved_seconds(self) -> float:
-        """What balancing brought; negative where it cost more than it brought."""
+        """The time that balancing saved; negative if it cost more than it saved."""
         return self.unbalanced_seconds - self.balanced_seconds
 
 
 @dataclass(frozen=True)
 class RankSummary:
-    """A rank's medians over the measured iterations. Seconds; shares and scores in [0, 1]."""
+    """A rank's medians over the measured iterations. Times are in seconds, shares and scores in [0, 1]."""
 
     rank: int
     work_seconds: float
@@ -47,9 +47,9 @@ class RankSummary:
     migrated: float
     received: float
     relative_score: float
-    """The fastest rank's time for the same work, of those of its tensor-parallel group, / this rank's."""
+    """The time of the fastest rank of the tensor-parallel group for the same work, divided by this rank's time."""
     own_score: float
-    """This rank's best time so far for the same work / its present one."""
+    """This rank's shortest time so far for the same work, divided by its present time."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class BalanceReport(WhatIf):
     iterations: int
     ranks: tuple[RankSummary, ...]
     changes: int
-    """How often the plan changed."""
+    """The number of changes of the plan."""
     notes: tuple[str, ...]
-    """What decisions had to say, each once, the latest last."""
+    """The notes of the plans, each once, the latest last."""
 
 
 def lossless_seconds(other_seconds: Sequence[float], matmul_seconds: Sequence[float]) -> float:
-    """The least time in which ranks do all products among them, nothing pruned (ALGORITHMS: the bound of SEMI).
+    """The shortest time in which the ranks together can do all products, with nothing pruned (docs/algorithms.md).
 
-    ``other_seconds`` cannot be moved; ``matmul_seconds`` is what each rank's equal share of the products takes it. The
-    least ``t`` with ``Σ_i max(0, t − other_i) / matmul_i = e``. With equal other times and one rank χ times slower
-    this is ``other + e / (e − 1 + 1/χ)`` of the homogeneous matmul time.
+    ``other_seconds`` is each rank's time for work that cannot be moved, ``matmul_seconds`` its time for an equal share
+    of the products. The result is the smallest ``t`` with ``Σ_i max(0, t − other_i) / matmul_i = e``. If other times
+    are equal and one rank is χ times slower, it is ``other + e / (e − 1 + 1/χ)`` times the homogeneous matmul time.
     """
     order = np.argsort(other_seconds)
     other = np.asarray(other_seconds, dtype=float)[order]
@@ -84,12 +84,12 @@ def lossless_seconds(other_seconds: Sequence[float], matmul_seconds: Sequence[fl
 
 
 def ideal_ratio(slowdowns: Mapping[int, float], ranks: int) -> float:
-    """``T_ideal / T_homogeneous`` of the matmul part when ``slowdowns`` (χ by rank) are known: ``e / Σ_i 1/χ_i``."""
+    """``T_ideal / T_homogeneous`` of the matmul part for known ``slowdowns`` (χ by rank): ``e / Σ_i 1/χ_i``."""
     return ranks / sum(1.0 / slowdowns.get(rank, 1.0) for rank in range(ranks))
 
 
 def what_if(record: IterationRecord, group: Sequence[int]) -> WhatIf:
-    """What the iteration took the tensor-parallel ``group`` of global ranks, and what it would have taken."""
+    """The iteration time of the tensor-parallel ``group`` of global ranks, as it was and as it would have been."""
     views = [record.ranks[rank] for rank in group]
     communication = min(view.communication_seconds for view in views)
     other = [view.equal_work_seconds - view.equal_matmul_seconds for view in views]
@@ -103,11 +103,11 @@ def what_if(record: IterationRecord, group: Sequence[int]) -> WhatIf:
 
 
 def report(records: Sequence[IterationRecord], group: Sequence[int]) -> BalanceReport | None:
-    """Summarise ``records`` by rank, and what an iteration takes the tensor-parallel ``group``; None if empty."""
+    """Summarize ``records`` by rank, and iteration times of the tensor-parallel ``group``; None without records."""
     if not records:
         return None
     ranks = tuple(
-        RankSummary(rank, **_medians([record.ranks[rank] for record in records], RankSummary, but=("rank",)))
+        RankSummary(rank, **_medians([record.ranks[rank] for record in records], RankSummary, exclude=("rank",)))
         for rank in range(len(records[0].ranks))
     )
     notes = [record.note for record in records if record.note]
@@ -120,7 +120,7 @@ def report(records: Sequence[IterationRecord], group: Sequence[int]) -> BalanceR
     )
 
 
-def _medians(values: Sequence[Any], kind: type, but: Sequence[str] = ()) -> dict[str, float]:
-    """The medians over ``values`` of the fields that a ``kind`` has."""
-    names = [field.name for field in fields(kind) if field.name not in but]
+def _medians(values: Sequence[Any], kind: type, exclude: Sequence[str] = ()) -> dict[str, float]:
+    """The medians over ``values`` of the fields of ``kind``."""
+    names = [field.name for field in fields(kind) if field.name not in exclude]
     return {name: median(getattr(value, name) for value in values) for name in names}

@@ -1,4 +1,4 @@
-"""What every rank did when in an iteration: merged from the ranks' clocks, and as a Chrome trace."""
+"""Timelines of an iteration on all ranks: merged from the ranks' clocks, and as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..measure.timeline_sampler import Kind, RankSegments, SampledIterations, Se
 
 __all__ = [
     "KIND_NAMES",
-    "Timeline",
+    "IterationTimeline",
     "Timelines",
     "choose_timelines",
     "chrome_trace",
@@ -25,15 +25,15 @@ KIND_NAMES: dict[Kind, str] = {
     "communication": "communication",
     "waiting": "waiting for stragglers",
 }
-"""How a reader is told the kinds, in the order of a legend."""
+"""The names of the kinds in legends and traces, in the order of a legend."""
 
 
 SHORTEST_SECONDS = 1e-9
-"""What is left of a collective below this is rounding."""
+"""Shorter parts of a collective are rounding errors and are left out."""
 
 
 @dataclass(frozen=True)
-class Timeline:
+class IterationTimeline:
     """One iteration on all ranks, from 0 seconds on."""
 
     iteration: int
@@ -49,19 +49,16 @@ class Timeline:
 class Timelines(NamedTuple):
     """An iteration before the plan first changed, and the latest one after it."""
 
-    before: Timeline
-    after: Timeline | None
+    before: IterationTimeline
+    after: IterationTimeline | None
     """None if the plan never changed; ``before`` is then the latest iteration."""
 
 
-# On a rank ----------------------------------------------------------------------------------------------------------
-
-
-# Of all ranks -------------------------------------------------------------------------------------------------------
+# Merging ranks ------------------------------------------------------------------------------------------------------
 
 
 def choose_timelines(per_rank: Sequence[SampledIterations], groups: Sequence[Sequence[int]]) -> Timelines | None:
-    """The latest iterations before and after the first change of a plan that all ranks kept; None if there are none.
+    """The latest iterations before and after the first change of a plan that all ranks kept; None without any.
 
     ``per_rank`` is by global rank, ``groups`` the tensor-parallel groups as lists of global ranks.
     """
@@ -73,14 +70,14 @@ def choose_timelines(per_rank: Sequence[SampledIterations], groups: Sequence[Seq
     if not before:
         return None
 
-    def merged(iteration: int) -> Timeline:
+    def merged(iteration: int) -> IterationTimeline:
         return merge_segments([rank[iteration] for rank in by_iteration], groups)
 
     return Timelines(merged(max(before)), merged(max(after)) if after else None)
 
 
-def merge_segments(per_rank: Sequence[RankSegments], groups: Sequence[Sequence[int]]) -> Timeline:
-    """All ranks' views of one iteration on one axis of time, with waiting told from communication.
+def merge_segments(per_rank: Sequence[RankSegments], groups: Sequence[Sequence[int]]) -> IterationTimeline:
+    """All ranks' segments of one iteration on one time axis, with waiting separated from communication.
 
     Within a tensor-parallel group a rank waits in a collective until the last rank of the group arrives at it.
     """
@@ -90,7 +87,7 @@ def merge_segments(per_rank: Sequence[RankSegments], groups: Sequence[Sequence[i
             for rank, aligned in zip(group, _align_ranks([ranks[rank] for rank in group]), strict=True):
                 ranks[rank] = aligned
     if not _same_base(per_rank):
-        # An iteration ends with the optimizer step, after all groups have waited for each other.
+        # All groups wait for each other before the optimizer step, which ends the iteration.
         for group in groups:
             end = max((ranks[rank][-1].end_seconds for rank in group if ranks[rank]), default=0.0)
             for rank in group:
@@ -99,7 +96,7 @@ def merge_segments(per_rank: Sequence[RankSegments], groups: Sequence[Sequence[i
         for rank, split in zip(group, _split_waiting([ranks[rank] for rank in group]), strict=True):
             ranks[rank] = split
     start = min((segments[0].start_seconds for segments in ranks if segments), default=0.0)
-    return Timeline(per_rank[0].iteration, tuple(tuple(_shifted(segments, -start)) for segments in ranks))
+    return IterationTimeline(per_rank[0].iteration, tuple(tuple(_shifted(segments, -start)) for segments in ranks))
 
 
 def _same_base(per_rank: Sequence[RankSegments]) -> bool:
@@ -115,7 +112,7 @@ def _collectives(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def _align_ranks(group: Sequence[Sequence[Segment]]) -> list[list[Segment]]:
-    """Count the ranks' times from the end of the first collective, which they leave together."""
+    """Shift the ranks' times so that they are zero at the end of the first collective, which all leave together."""
     aligned = []
     for segments in group:
         collectives = _collectives(segments)
@@ -125,10 +122,11 @@ def _align_ranks(group: Sequence[Sequence[Segment]]) -> list[list[Segment]]:
 
 
 def _split_waiting(group: Sequence[Sequence[Segment]]) -> list[list[Segment]]:
-    """The segments of a group's ranks with the first part of each collective as waiting.
+    """The segments of a group's ranks, with the first part of each collective as waiting.
 
-    The k-th collectives of the ranks are the same one. Where ranks took part in different numbers of them (some talk
-    to each other alone) each rank's share of waiting is what it spent in all of them beyond the rank that spent least.
+    The k-th collective is the same one on all ranks. If ranks took part in different numbers of collectives (because
+    some ranks also communicate in pairs), a rank's waiting is its total time in them beyond that of the rank with the
+    shortest total.
     """
     collectives = [_collectives(segments) for segments in group]
     if len({len(of_rank) for of_rank in collectives}) == 1:
@@ -160,11 +158,11 @@ def _split(segments: Sequence[Segment], arrivals: Sequence[float]) -> list[Segme
 # Chrome trace ---------------------------------------------------------------------------------------------------------
 
 
-def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
-    """``timelines`` by title in the Chrome trace event format, which Perfetto opens: a process each, a thread per rank.
+def chrome_trace(timelines: Mapping[str, IterationTimeline]) -> dict[str, Any]:
+    """``timelines`` by title in the Chrome trace event format, for Perfetto: one process each, one thread per rank.
 
-    Timestamps and durations are in microseconds. The numbers of processes and threads start at 1, as 0 is taken for
-    the system's idle process.
+    Timestamps and durations are in microseconds. Processes and threads are numbered from 1, because 0 means the
+    system's idle process.
     """
     events: list[dict[str, Any]] = []
     thread = 0

@@ -1,1 +1,1 @@
-"""Divide a global batch over devices that are not equally fast."""
+"""Divide a global batch over devices that are not equally fast: time curves, exact search, rules, device dropping."""

@@ -1,7 +1,7 @@
-"""The profile file of uneven batches: what each device can hold, and how long it takes.
+"""The batch profile, a file with each device's memory, its largest micro-batch and its time by micro-batch size.
 
-The file is JSON, made to be read, reused and edited. Devices that are alike need one entry: ``kinds`` describes them,
-``ranks`` says which kind each rank is. Times and bytes carry their unit in the name.
+The file is JSON, to be read, reused and edited. Equal devices share one entry: ``kinds`` describes the kinds of device,
+``ranks`` gives the kind of each rank. Names of times and sizes end with their unit.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ __all__ = [
     "BatchProfile",
     "DeviceProfile",
     "ModelIdentity",
-    "Point",
+    "TimedBatch",
     "load_profile",
     "save_profile",
     "state_bytes",
 ]
 
 SCHEMA = 1
-"""Version of the file's layout."""
+"""Version of the file format."""
 
 UNITS = {"seconds": "s", "bytes": "B", "batch": "samples", "flops": "FLOP/s", "bytes_per_second": "B/s"}
 
 PASSES = (2, 2, 1, 3)
-"""How often the model's bytes cross the network in one synchronization, by stage (ZeRO, section 7): an all-reduce is
-two passes, the reduce-scatter of gradients one; stage 3 gathers the parameters for forward and for backward as well.
-What stage 2 gathers once per global batch is the same for every allocation and is left out."""
+"""How often the model's bytes cross the network in one synchronization, by stage (ZeRO, section 7). An all-reduce takes
+two passes and the reduce-scatter of gradients one; stage 3 also gathers the parameters, once for forward and once for
+backward. Stage 2 also gathers parameters once per global batch; that takes the same time for every allocation and is
+left out."""
 
 MAX_PREDICTED = 65_536
 """Largest micro-batch, in samples, that is predicted for a stage that was not measured."""
@@ -48,19 +49,22 @@ Seconds = Annotated[float, Field(gt=0)]
 Stage = Annotated[int, Field(ge=0, le=3)]
 
 
-class Point(FilePart):
-    """How long one micro-batch took, forward and backward, the time inside collectives left out."""
+class TimedBatch(FilePart):
+    """Measured time of one micro-batch, forward and backward, without the time inside collectives."""
 
     batch: Annotated[int, Field(ge=1)]
-    """Samples."""
+    """Samples of the micro-batch."""
     seconds: Seconds
+    """Time of forward and backward."""
     forward_seconds: Seconds | None = None
-    """The part of ``seconds`` that went into forward."""
+    """The part of ``seconds`` that forward took."""
 
     @model_validator(mode="after")
-    def _forward_is_a_part(self) -> Point:
+    def _forward_is_a_part(self) -> TimedBatch:
         if self.forward_seconds is not None and self.forward_seconds > self.seconds:
-            raise ValueError(f"forward_seconds={self.forward_seconds} is more than seconds={self.seconds}, its whole")
+            raise ValueError(
+                f"forward_seconds={self.forward_seconds} is more than seconds={self.seconds}, which includes it"
+            )
         return self
 
 
@@ -70,30 +74,31 @@ class DeviceProfile(FilePart):
     device: Annotated[str, Field(min_length=1)]
     """Name, e.g. "NVIDIA A100-SXM4-40GB" or "cpu"."""
     host: str = ""
+    """Name of the host that was measured."""
     memory_bytes: Annotated[int, Field(ge=1)]
-    """What the process may use."""
+    """Memory that the process may use."""
     state_bytes: Bytes
-    """Used before a micro-batch: parameters, gradients and optimizer state at the profile's stage."""
+    """Memory used before a micro-batch runs: parameters, gradients and optimizer state at the profile's stage."""
     sample_bytes: Bytes
-    """More per sample of a micro-batch."""
+    """Additional memory per sample of a micro-batch."""
     max_batch: Annotated[int, Field(ge=0)]
-    """Largest micro-batch that ran; 0: not even one sample fits. May be lowered by hand."""
+    """Largest micro-batch that ran; 0 if not even one sample fits. May be lowered by hand."""
     memory_bound: bool
-    """True: one sample more ran out of memory; False: the search ended at the global batch size."""
-    points: tuple[Point, ...]
-    """By ascending batch."""
+    """True if one more sample ran out of memory; False if the search ended at the global batch size."""
+    points: tuple[TimedBatch, ...]
+    """Measured times, by ascending batch."""
     flops: Annotated[float, Field(gt=0)] | None = None
     """Nominal or measured FLOP/s, for method ``flops``."""
     protocols: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = ("gloo",)
-    """What it communicates by; ("nccl", "gloo") for a GPU."""
+    """Communication libraries that it can use; ("nccl", "gloo") for a GPU."""
 
     @field_validator("points")
     @classmethod
-    def _ascending(cls, points: tuple[Point, ...]) -> tuple[Point, ...]:
+    def _ascending(cls, points: tuple[TimedBatch, ...]) -> tuple[TimedBatch, ...]:
         batches = [point.batch for point in points]
-        twice = sorted({batch for batch in batches if batches.count(batch) > 1})
-        if twice:
-            raise ValueError(f"batch {twice[0]} is there twice; keep one time for each size")
+        duplicates = sorted({batch for batch in batches if batches.count(batch) > 1})
+        if duplicates:
+            raise ValueError(f"duplicate batch {duplicates[0]}; keep one time for each size")
         return tuple(sorted(points, key=lambda point: point.batch))
 
     @model_validator(mode="after")
@@ -104,17 +109,17 @@ class DeviceProfile(FilePart):
 
     @property
     def measured_batch(self) -> int:
-        """Largest micro-batch that was timed; beyond it the curve is a straight line."""
+        """Largest micro-batch that was timed; above it the curve is extrapolated by a straight line."""
         return self.points[-1].batch if self.points else 0
 
     def curve(self, max_batch: int) -> Curve:
-        """Seconds by samples, up to ``max_batch``.
+        """The time curve up to ``max_batch`` samples.
 
         Raises:
-            ValueError: the points make no curve; the message names the device, the points and the remedy.
+            ValueError: no curve fits the points; the message names the device, the points and the remedy.
         """
         if max_batch == 0:
-            return Curve(np.ones(1))  # of a device that never runs
+            return Curve(np.ones(1))  # the device never runs
         try:
             longest = max(self.measured_batch, max_batch)
             return Curve.through({point.batch: point.seconds for point in self.points}, longest).limited(max_batch)
@@ -123,33 +128,40 @@ class DeviceProfile(FilePart):
 
 
 class ModelIdentity(FilePart):
-    """The model that was measured, unsharded."""
+    """The measured model; all sizes are those of the unsharded model."""
 
     name: str
+    """Name of its class."""
     parameters: Annotated[int, Field(ge=1)]
-    """How many."""
+    """Number of parameters."""
     parameter_bytes: Bytes
     gradient_bytes: Bytes
     optimizer_bytes: Bytes
+    """Bytes of the optimizer's state, including fp32 copies of the parameters."""
     digest: str
-    """Of the names, shapes and dtypes of its parameters."""
+    """Hash of the names, shapes and dtypes of its parameters."""
 
 
 class BatchProfile(FilePart):
-    """What each rank can hold and how long it takes for it, for one model at one stage of ZeRO."""
+    """Memory limits and times of every rank, for one model at one stage of ZeRO."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     units: dict[str, str] = Field(default_factory=lambda: dict(UNITS))
-    """For readers of the file."""
+    """Units of the fields, for people who read the file."""
     stage: Stage
+    """Stage of ZeRO."""
     precision: str
+    """``fp32``, ``fp16`` or ``bf16``."""
     model: ModelIdentity
     communication_seconds: Annotated[float, Field(ge=0)]
-    """Of one synchronization at this stage: once per global batch at stages 0 and 1, per micro-step at 2 and 3."""
+    """Time of one synchronization at this stage, which happens once per global batch at stages 0 and 1 and once per
+    micro-step at stages 2 and 3."""
     kinds: Annotated[tuple[DeviceProfile, ...], Field(min_length=1)]
+    """The kinds of device."""
     ranks: Annotated[tuple[int, ...], Field(min_length=1)]
-    """Index into ``kinds``, by rank."""
+    """Each rank's index into ``kinds``, by rank."""
     links: tuple[MeasuredLink, ...] = ()
+    """Measured links between ranks, needed to drop devices."""
 
     @field_validator("units")
     @classmethod
@@ -177,49 +189,49 @@ class BatchProfile(FilePart):
 
     @property
     def flops(self) -> list[float] | None:
-        """FLOP/s by rank; None unless every rank's are known."""
+        """FLOP/s by rank; None if they are unknown for any rank."""
         values = [self.kinds[kind].flops for kind in self.ranks]
         known = [value for value in values if value is not None]
         return known if len(known) == len(values) else None
 
     def communication(self, stage: int | None = None) -> float:
-        """Seconds of one synchronization at ``stage``; scaled by :data:`PASSES` where another one was measured."""
+        """Seconds of one synchronization at ``stage``; if another stage was measured, scaled by :data:`PASSES`."""
         stage = self._checked(stage)
         return self.communication_seconds * PASSES[stage] / PASSES[self.stage]
 
-    def state_bytes(self, stage: int | None = None, taking_part: int | None = None) -> list[int]:
-        """Bytes used before a micro-batch, by kind; at another stage or with fewer ranks as ZeRO shards.
+    def state_bytes(self, stage: int | None = None, sharing_ranks: int | None = None) -> list[int]:
+        """Bytes used before a micro-batch runs, by kind, at any stage and with any number of ranks.
 
         Args:
-            stage: None is the profile's.
-            taking_part: how many ranks share the state; None is all.
+            stage: stage of ZeRO; None is the profile's.
+            sharing_ranks: number of ranks that the state is sharded over; None is all.
         """
         stage = self._checked(stage)
         count = len(self.ranks)
-        taking_part = count if taking_part is None else taking_part
-        change = state_bytes(self.model, stage, taking_part) - state_bytes(self.model, self.stage, count)
+        sharing_ranks = count if sharing_ranks is None else sharing_ranks
+        change = state_bytes(self.model, stage, sharing_ranks) - state_bytes(self.model, self.stage, count)
         return [max(kind.state_bytes + change, 0) for kind in self.kinds]
 
     def kind_max_batches(
-        self, stage: int | None = None, largest: int | None = None, taking_part: int | None = None
+        self, stage: int | None = None, largest: int | None = None, sharing_ranks: int | None = None
     ) -> list[int]:
         """Largest micro-batch by kind: as measured, or predicted from memory at another stage or with fewer ranks.
 
-        Where memory was the limit, the prediction is corrected by how far it is off at the profile's stage.
+        If memory was the limit of the measurement, the prediction is corrected by its error at the profile's stage.
 
         Args:
-            stage: None is the profile's.
-            largest: no more than that many, e.g. the global batch size.
-            taking_part: how many ranks share the state; None is all.
+            stage: stage of ZeRO; None is the profile's.
+            largest: upper limit of the result, e.g. the global batch size.
+            sharing_ranks: number of ranks that the state is sharded over; None is all.
         """
         stage = self._checked(stage)
         batches = []
-        for kind, state in zip(self.kinds, self.state_bytes(stage, taking_part), strict=True):
+        for kind, state in zip(self.kinds, self.state_bytes(stage, sharing_ranks), strict=True):
             batch = kind.max_batch
             if state != kind.state_bytes and kind.sample_bytes > 0:
                 fits = (kind.memory_bytes - state) // kind.sample_bytes
                 if kind.memory_bound:
-                    # What arithmetic misses as measured, it misses elsewhere.
+                    # The error of this arithmetic at the measured stage is assumed at the other one too.
                     fits += batch - max((kind.memory_bytes - kind.state_bytes) // kind.sample_bytes, 0)
                 elif state <= kind.state_bytes:
                     fits = max(fits, batch)
@@ -227,35 +239,30 @@ class BatchProfile(FilePart):
             batches.append(batch if largest is None else min(batch, largest))
         return batches
 
-    def max_batches(self, stage: int | None = None, largest: int | None = None) -> list[int]:
-        """:meth:`kind_max_batches`, by rank."""
-        batches = self.kind_max_batches(stage, largest)
-        return [batches[kind] for kind in self.ranks]
-
     def curves(
         self,
         stage: int | None = None,
         largest: int | None = None,
         *,
-        taking_part: int | None = None,
-        allow_none: bool = False,
+        sharing_ranks: int | None = None,
+        allow_empty: bool = False,
     ) -> list[Curve]:
-        """A curve per rank, one object for all ranks of a kind.
+        """The time curve of each rank, by rank; ranks of a kind share one object.
 
         Args:
-            stage: of ZeRO; None is the profile's.
-            largest: micro-batches need not be larger than that, e.g. the global batch size.
-            taking_part: how many ranks share the state; None is all.
-            allow_none: give a device that holds no sample a curve with ``max_batch == 0`` instead of raising.
+            stage: stage of ZeRO; None is the profile's.
+            largest: largest micro-batch of interest, e.g. the global batch size.
+            sharing_ranks: number of ranks that the state is sharded over; None is all.
+            allow_empty: if a device holds no sample, return a curve with ``max_batch == 0`` instead of raising.
 
         Raises:
-            ValueError: a device holds no sample at that stage, or its points make no curve.
+            ValueError: a device holds no sample at that stage, or no curve fits its points.
         """
         stage = self._checked(stage)
         used = set(self.ranks)
-        batches = self.kind_max_batches(stage, largest, taking_part)
+        batches = self.kind_max_batches(stage, largest, sharing_ranks)
         for kind in sorted(used):
-            if batches[kind] < 1 and not allow_none:
+            if batches[kind] < 1 and not allow_empty:
                 raise ValueError(self._does_not_fit(kind, stage))
         curves = {kind: self.kinds[kind].curve(batches[kind]) for kind in sorted(used)}
         return [curves[kind] for kind in self.ranks]
@@ -263,25 +270,28 @@ class BatchProfile(FilePart):
     def check_fits(
         self, devices: Sequence[str], model_digest: str, *, stage: int | None = None, precision: str | None = None
     ) -> None:
-        """Whether the profile was made of this model on these devices.
+        """Check that the profile was measured with this model on these devices.
 
         Args:
-            devices: names, by rank.
-            model_digest: of the model that is to be trained.
-            stage: None does not compare it, likewise ``precision``.
+            devices: names of the devices, by rank.
+            model_digest: digest of the model to be trained.
+            stage: stage of ZeRO to be trained at; None is not compared.
+            precision: precision to be trained in; None is not compared.
 
         Raises:
-            ValueError: it was not; the message says what differs and what to do.
+            ValueError: something differs; the message says what, and what to do.
         """
         if len(devices) != len(self.ranks):
-            raise ValueError(f"the profile is of {len(self.ranks)} ranks, these are {len(devices)}; {REPROFILE}")
+            raise ValueError(f"the profile is of {len(self.ranks)} ranks, but there are {len(devices)}; {REPROFILE}")
         for rank, (here, there) in enumerate(zip(devices, self.devices, strict=True)):
             if here != there:
-                raise ValueError(f"the profile is of other devices: rank {rank} was {there}, is {here}; {REPROFILE}")
+                raise ValueError(
+                    f"the profile is of other devices: rank {rank} was {there}, now it is {here}; {REPROFILE}"
+                )
         if model_digest != self.model.digest:
             raise ValueError(
                 f"the profile is of another model ({self.model.name}, {self.model.parameters:,} parameters, digest "
-                f"{self.model.digest}; this one's is {model_digest}); {REPROFILE}"
+                f"{self.model.digest}; the digest of this model is {model_digest}); {REPROFILE}"
             )
         for name, wanted, value in (("stage", stage, self.stage), ("precision", precision, self.precision)):
             if wanted is not None and wanted != value:
@@ -291,34 +301,32 @@ class BatchProfile(FilePart):
         if stage is None:
             return self.stage
         if stage not in range(len(PASSES)):
-            raise ValueError(f"there is no stage {stage} of ZeRO; stages are 0, 1, 2 and 3")
+            raise ValueError(f"ZeRO has no stage {stage}; its stages are 0, 1, 2 and 3")
         return stage
 
     def _does_not_fit(self, kind: int, stage: int) -> str:
         device = self.kinds[kind]
-        own = [rank for rank, each in enumerate(self.ranks) if each == kind]
-        names = (
-            f"ranks {spans(own)} ({device.device}) hold" if len(own) > 1 else f"rank {own[0]} ({device.device}) holds"
-        )
+        ranks = [rank for rank, each in enumerate(self.ranks) if each == kind]
         used = set(self.ranks)
         better = [
             other
             for other in range(stage + 1, len(PASSES))
-            if all(batch > 0 for own, batch in enumerate(self.kind_max_batches(other)) if own in used)
+            if all(batch > 0 for index, batch in enumerate(self.kind_max_batches(other)) if index in used)
         ]
-        remedy = f"stage {better[0]} would hold one" if better else "no higher stage holds one either"
+        remedy = f"at stage {better[0]} one sample fits" if better else "at higher stages no sample fits either"
         return (
-            f"{names} no sample at stage {stage}: of {device.memory_bytes / 2**30:.2f} "
-            f"GiB the state takes {self.state_bytes(stage)[kind] / 2**30:.2f} GiB and a sample "
-            f"{device.sample_bytes / 2**30:.2f} GiB; {remedy}, or leave that device out"
+            f"{'ranks' if len(ranks) > 1 else 'rank'} {spans(ranks)} ({device.device}) cannot hold one sample at stage "
+            f"{stage}: of {device.memory_bytes / 2**30:.2f} GiB, the state takes "
+            f"{self.state_bytes(stage)[kind] / 2**30:.2f} GiB and a sample {device.sample_bytes / 2**30:.2f} GiB; "
+            f"{remedy}; otherwise leave that device out"
         )
 
 
-REPROFILE = "make a new profile, or give the profile that belongs to them"
+REPROFILE = "make a new profile, or give the profile of this model and these devices"
 
 
 def state_bytes(model: ModelIdentity, stage: int, ranks: int) -> int:
-    """Bytes of parameters P, gradients G and optimizer state O on one of N ranks (ZeRO, Fig. 1), rounded up.
+    """Bytes of parameters P, gradients G and optimizer state O on each of N ranks (ZeRO, Fig. 1), rounded up.
 
     Stage 0: P + G + O; 1: P + G + O/N; 2: P + (G + O)/N; 3: (P + G + O)/N.
     """
@@ -330,12 +338,12 @@ def load_profile(path: Path | str) -> BatchProfile:
     """Read a profile.
 
     Raises:
-        ValueError: no such file, not JSON, of another schema, or fields that are wrong, missing or unknown; all of
-            them are named.
+        ValueError: the file is missing, not JSON, or of another schema, or fields are wrong, missing or unknown; the
+            message names all of these fields.
     """
     return load_json_file(path, BatchProfile, kind="profile", schema=SCHEMA, remedy="make a new profile")
 
 
 def save_profile(profile: BatchProfile, path: Path | str) -> None:
-    """Write a profile; the file is there as a whole or not at all."""
+    """Write a profile; an interrupted write leaves the old file."""
     write_json(profile.model_dump(mode="json", by_alias=True), path)

@@ -1,41 +1,45 @@
-"""Deal a global batch in one way, and in others for comparison."""
+"""Divide a global batch with one method, and with the others for comparison."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ...io.text import spans
-from .allocation import Allocation, allocate
+from .allocation import Allocation, accumulation_named, allocate
 from .batch_profile import PASSES, BatchProfile
 from .device_dropping import AdaptPlan, adapt
 from .ring_order import common_protocol, link_seconds, longest_edge
 from .time_curve import Curve
 
-__all__ = ["Candidate", "Report", "compare"]
+__all__ = ["BatchComparison", "MethodResult", "compare"]
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One way of dealing a global batch, for comparison."""
+class MethodResult:
+    """The division that one method finds."""
 
     name: str
+    """Name of the method."""
     allocation: Allocation | None
+    """None if the method cannot divide this global batch."""
     note: str = ""
-    """Why there is no allocation, or what is to be known of it."""
+    """Why there is no allocation, or a remark about it."""
 
 
 @dataclass(frozen=True)
-class Report:
-    """An allocation and all that is said about it."""
+class BatchComparison:
+    """The division by the chosen method, beside those by the other methods."""
 
     profile: BatchProfile
+    """The profile that it was made from."""
     curves: tuple[Curve, ...]
-    """By rank, at the stage of ``chosen``."""
+    """Time curve of each rank at the stage of ``chosen``, by rank."""
     chosen: Allocation
-    candidates: tuple[Candidate, ...]
-    """``chosen`` among them."""
+    """The division by the chosen method."""
+    results: tuple[MethodResult, ...]
+    """Results of all methods, including ``chosen``."""
     adapt: AdaptPlan | None = None
-    """How ADAPT came to ``chosen``."""
+    """How ADAPT found ``chosen``; None for another method, or without links."""
 
 
 def compare(
@@ -45,76 +49,77 @@ def compare(
     stage: int | None = None,
     method: str = "exact",
     accumulation: str = "shared",
-) -> Report:
-    """The allocation by ``method`` beside those by the other methods.
+) -> BatchComparison:
+    """Divide a global batch by ``method``, and by the other methods for comparison.
 
     Args:
-        profile: of the devices and the model.
-        global_batch_size: samples per optimizer step, in all, ≥ 1.
-        stage: of ZeRO; None is the profile's. For another one, memory and communication are predicted.
-        method: one of ``METHODS``. ``adapt`` needs links in the profile to leave devices out; without, it deals by
-            throughput alone.
-        accumulation: one of ``ACCUMULATIONS``; ``own`` at stages 0 and 1 only.
+        profile: profile of the devices and the model.
+        global_batch_size: samples per optimizer step over all ranks, at least 1.
+        stage: stage of ZeRO; None is the profile's. For another one, memory and communication are predicted.
+        method: one of ``METHODS``. If the profile has no links, ``adapt`` drops no devices and divides in proportion to
+            throughput.
+        accumulation: one of ``ACCUMULATIONS``; ``per_rank`` at stages 0 and 1 only.
 
     Raises:
         ValueError: as :func:`.allocation.allocate` and :func:`.device_dropping.adapt`; a device holds no sample at that
-            stage (``adapt`` with links leaves it out), or its points make no curve.
+            stage (``adapt`` with links drops it), or no curve fits its points.
     """
-    dealing = _Dealing(profile, global_batch_size, profile.stage if stage is None else stage, method)
+    accumulation = accumulation_named(accumulation)
+    problem = _BatchProblem(profile, global_batch_size, profile.stage if stage is None else stage, method)
     plan: AdaptPlan | None = None
     if method == "adapt" and profile.links:
-        plan = dealing.adapt(accumulation)
+        plan = problem.adapt(accumulation)
         chosen = plan.allocation
     else:
-        chosen = dealing.deal(method, accumulation)
+        chosen = problem.allocate(method, accumulation)
 
-    ways = [("exact", accumulation), ("uniform", accumulation), ("flops", accumulation)]
-    if dealing.stage < 2:
-        ways.insert(1, ("exact", "own" if accumulation == "shared" else "shared"))
-    candidates = [
-        Candidate(name, chosen) if (name, own) == (method, accumulation) else dealing.attempt(name, own)
-        for name, own in ways
+    settings = [("exact", accumulation), ("uniform", accumulation), ("flops", accumulation)]
+    if problem.stage < 2:
+        settings.insert(1, ("exact", "per_rank" if accumulation == "shared" else "shared"))
+    results = [
+        MethodResult(name, chosen) if (name, each) == (method, accumulation) else problem.attempt(name, each)
+        for name, each in settings
     ]
     if plan is not None:
-        candidates.append(Candidate("adapt", chosen, _outcome(plan)))
+        results.append(MethodResult("adapt", chosen, _outcome(plan)))
     elif method == "adapt":
-        candidates.append(Candidate("adapt", chosen, "by throughput alone: the profile has no links"))
+        results.append(MethodResult("adapt", chosen, "in proportion to throughput only: the profile has no links"))
     elif profile.links:
-        candidates.append(dealing.attempt("adapt", accumulation))
-    curves = dealing.curves if plan is None else dealing.curves_among(len(plan.ring))
-    return Report(profile, tuple(curves), chosen, tuple(candidates), plan)
+        results.append(problem.attempt("adapt", accumulation))
+    curves = problem.curves if plan is None else problem.curves_for_count(len(plan.ring))
+    return BatchComparison(profile, tuple(curves), chosen, tuple(results), plan)
 
 
-class _Dealing:
-    """What all methods are given."""
+class _BatchProblem:
+    """The inputs that all methods share."""
 
     def __init__(self, profile: BatchProfile, global_batch_size: int, stage: int, method: str) -> None:
         self.profile, self.global_batch_size, self.stage = profile, global_batch_size, stage
-        may_leave_out = method == "adapt" and bool(profile.links)
-        self.curves = profile.curves(stage, global_batch_size, allow_none=may_leave_out)
-        self.among: dict[int, list[Curve]] = {}
+        may_drop = method == "adapt" and bool(profile.links)
+        self.curves = profile.curves(stage, global_batch_size, allow_empty=may_drop)
+        self._curves_by_count: dict[int, list[Curve]] = {}
         self.communication_seconds = profile.communication(stage)
         self.message_bytes = 0.0
         linked = {link.protocol for link in profile.links}
-        spoken = [tuple(each for each in kind.protocols if each in linked) for kind in profile.kinds]
-        self.protocols = [spoken[kind] for kind in profile.ranks]
-        """By rank, those that links were measured for."""
-        self.unlinked = ""
+        measured = [tuple(each for each in kind.protocols if each in linked) for kind in profile.kinds]
+        self.protocols = [measured[kind] for kind in profile.ranks]
+        """By rank, its protocols for which links were measured."""
+        self.link_error = ""
         if profile.links:
             try:
-                self._measure_by_links()
+                self._calibrate_links()
             except ValueError as error:
-                self.unlinked = str(error)
+                self.link_error = str(error)
 
-    def _measure_by_links(self) -> None:
-        """How much one device passes to the next, such that the ring by rank takes as long as was measured.
+    def _calibrate_links(self) -> None:
+        """Set the message size such that the ring in rank order takes the measured time of a synchronization.
 
-        So what the links say of other rings compares with what was measured of this one.
+        The times of other rings, computed from links, are then comparable with the measured time of this one.
         """
         profile, ranks = self.profile, range(len(self.profile.ranks))
         protocol = common_protocol(self.protocols)
         if self.communication_seconds > 0:
-            # Comm = latency + message·(seconds per byte), so an edge reaches that time with this message:
+            # Comm = latency + message · (seconds per byte): solve for the message of each edge and take the smallest.
             latency = link_seconds(profile.links, ranks, protocol, 0.0)
             per_byte = link_seconds(profile.links, ranks, protocol, 1.0) - latency
             after = [(rank, (rank + 1) % len(ranks)) for rank in ranks]
@@ -126,19 +131,20 @@ class _Dealing:
         seconds = link_seconds(profile.links, ranks, protocol, self.message_bytes)
         self.communication_seconds = longest_edge(seconds, list(ranks))
 
-    def curves_among(self, taking_part: int) -> list[Curve]:
-        """By rank, when so many share the state: from stage 1 on, the fewer they are the less room is left."""
-        if taking_part not in self.among:
-            self.among[taking_part] = self.profile.curves(
-                self.stage, self.global_batch_size, taking_part=taking_part, allow_none=True
+    def curves_for_count(self, sharing_ranks: int) -> list[Curve]:
+        """The curves of all ranks if the state is sharded over that many ranks; fewer ranks leave less memory."""
+        if sharing_ranks not in self._curves_by_count:
+            self._curves_by_count[sharing_ranks] = self.profile.curves(
+                self.stage, self.global_batch_size, sharing_ranks=sharing_ranks, allow_empty=True
             )
-        return self.among[taking_part]
+        return self._curves_by_count[sharing_ranks]
 
-    def deal(self, method: str, accumulation: str) -> Allocation:
+    def allocate(self, method: str, accumulation: str) -> Allocation:
+        """The division by ``method`` over all ranks."""
         profile = self.profile
         lacking = [kind.device for index, kind in enumerate(profile.kinds) if index in profile.ranks and not kind.flops]
         if method == "flops" and lacking:
-            raise ValueError(f"method flops needs the flops of every device; the profile has none for {lacking[0]}")
+            raise ValueError(f"method flops needs the FLOP/s of every device; the profile has none for {lacking[0]}")
         return allocate(
             self.curves,
             self.global_batch_size,
@@ -150,8 +156,9 @@ class _Dealing:
         )
 
     def adapt(self, accumulation: str) -> AdaptPlan:
-        if self.unlinked:
-            raise ValueError(self.unlinked)
+        """The plan of ADAPT, which may drop devices."""
+        if self.link_error:
+            raise ValueError(self.link_error)
         profile = self.profile
         return adapt(
             self.curves,
@@ -161,18 +168,18 @@ class _Dealing:
             protocols=self.protocols,
             message_bytes=self.message_bytes,
             accumulation=accumulation,
-            curves_among=self.curves_among,
+            curves_for_count=self.curves_for_count,
         )
 
-    def attempt(self, method: str, accumulation: str) -> Candidate:
-        """That way of dealing, or why it cannot be."""
+    def attempt(self, method: str, accumulation: str) -> MethodResult:
+        """The result of ``method``; if it raises ``ValueError``, without an allocation and with the message."""
         try:
             if method == "adapt":
                 plan = self.adapt(accumulation)
-                return Candidate(method, plan.allocation, _outcome(plan))
-            return Candidate(method, self.deal(method, accumulation))
+                return MethodResult(method, plan.allocation, _outcome(plan))
+            return MethodResult(method, self.allocate(method, accumulation))
         except ValueError as error:
-            return Candidate(method, None, str(error))
+            return MethodResult(method, None, str(error))
 
 
 def _outcome(plan: AdaptPlan) -> str:

@@ -1,6 +1,7 @@
-"""The exact search for the batches with the least wall time: every rank's samples, and how they are cut.
+"""Exact search for the division of a global batch with the least wall time: each rank's samples and micro-batches.
 
-All three problems are order statistics, see [Note: the order statistic]. :func:`.allocation.allocate` is their face.
+All three problems are order statistics, see [Note: the order statistic]. :func:`.allocation.allocate` is the public
+function.
 """
 
 from __future__ import annotations
@@ -13,36 +14,46 @@ from numpy.typing import NDArray
 
 from .time_curve import Curve
 
-__all__ = ["TOLERANCE", "Runs", "exact_own", "exact_shared", "exact_synchronized", "split_evenly", "split_own"]
+__all__ = [
+    "TOLERANCE",
+    "Runs",
+    "exact_per_rank",
+    "exact_shared",
+    "exact_synchronized",
+    "split_evenly",
+    "split_per_rank",
+]
 
 Runs = tuple[tuple[int, int], ...]
-"""One rank's micro-batches in the order in which it runs them: (samples, how many such micro-batches)."""
+"""One rank's micro-batches in the order in which it runs them: pairs (samples, number of such micro-batches)."""
 
 _PerKind = Sequence[int] | NDArray[np.int64]
 
 TOLERANCE = 1e-10
-"""Wall times that differ by less than this share are equal: sums of floats in another order differ by as much."""
+"""Wall times whose relative difference is smaller are equal, because sums of floats depend that much on their order."""
 
 # [Note: the order statistic]
-# Let h_i(n) be the least time in which rank i runs n samples: it never falls with n. The slowest rank decides, so N
-# samples take the least t with Σ N_i(t) ≥ N, where N_i(t) is the largest n with h_i(n) ≤ t: the N-th smallest of all
-# values h_i(1), h_i(2), …, but at least max_i h_i(0), since ranks without samples run too. Ranks of one kind count
-# once, times their number. The three problems differ in h:
-# - accumulation "own", stages 0 and 1: h(n) = min_b ⌊n/b⌋·s(b) + s(n mod b). For a given b and t, ⌊t/s(b)⌋ full steps
-#   fit, and then as many samples as the rest of the time allows. N(t) is the best over b.
-# - "shared": all ranks run G micro-steps. h(n) = (G − r)·s(q) + r·s(q+1) with q, r = divmod(n, G). N(t) is known in
-#   closed form for all G at once, so one pass tells which G can still beat the best time so far.
-# - stages 2 and 3: in one micro-step h(n) = s(n). F(m), the time of a step of m samples in all, comes for every m from
-#   one sort, and the best m is the least of ⌊N/m⌋·(F(m) + comm) + (F(N mod m) + comm).
+# Let h_i(n) be the least time in which rank i runs n samples; it never decreases with n. The slowest rank decides, so
+# the time of N samples is the least t with Σ N_i(t) ≥ N, where N_i(t) is the largest n with h_i(n) ≤ t. That is the
+# N-th smallest of all values h_i(1), h_i(2), …, but at least max_i h_i(0), because ranks without samples run too. Ranks
+# of one kind are computed once and counted by their number. The three problems differ in h, with s the time curve:
+# - accumulation "per_rank", stages 0 and 1: h(n) = min_b ⌊n/b⌋·s(b) + s(n mod b). For given b and t, ⌊t/s(b)⌋ full
+#   micro-batches fit, and then as many samples as fit into the remaining time. N(t) is the maximum over b.
+# - accumulation "shared", stages 0 and 1: all ranks run G micro-steps. h(n) = (G − r)·s(q) + r·s(q+1) with
+#   q, r = divmod(n, G). N(t) has a closed form for all G at once, so one pass shows which G can still beat the best
+#   time so far.
+# - stages 2 and 3: in one micro-step h(n) = s(n). Let F(m) be the time of a micro-step of m samples over all ranks. One
+#   sort gives F(m) for all m, and the best m minimizes ⌊N/m⌋·(F(m) + comm) + (F(N mod m) + comm).
 #
 # [Note: ticks]
-# Seconds become whole numbers of ticks, below 2^51 at the time that micro-steps of one sample on every rank take,
-# which always suffice. Sums and products of such numbers are exact in float64, and so are quotients rounded down: no
-# comparison depends on rounding. A tick is a power of two of seconds, and at most 2^-50 of that time.
+# Seconds are converted to whole numbers of ticks. A tick is a power of two of seconds, such that the wall time of
+# micro-steps of one sample on every rank, which is always possible, is below 2^51 ticks; a tick is at most 2^-50 of
+# that time. Sums, products and rounded-down quotients of such numbers are exact in float64, so no comparison depends
+# on rounding.
 
 
-class Kinds:
-    """Ranks grouped by curve, in an order that does not depend on the order of the ranks."""
+class CurveKinds:
+    """Ranks grouped by curve, in an order that does not depend on the order of the ranks; times in ticks."""
 
     def __init__(self, curves: Sequence[Curve], samples: int, communication_seconds: float = 0.0) -> None:
         by_object: dict[int, list[int]] = {}
@@ -56,26 +67,27 @@ class Kinds:
         self.ranks = [sorted(by_value[key]) for key in keys]
         self.counts = np.array([len(ranks) for ranks in self.ranks])
         seconds = [np.frombuffer(key[1]) for key in keys]
-        self.most_steps = math.ceil(samples / len(curves))
-        """Micro-steps of one sample on every rank, which always fit: a better allocation takes no more."""
-        bound = self.most_steps * (max(times[1] for times in seconds) + communication_seconds)
+        self.max_steps = math.ceil(samples / len(curves))
+        """Number of micro-steps with one sample on every rank, which is always possible; the best needs no more."""
+        bound = self.max_steps * (max(times[1] for times in seconds) + communication_seconds)
         tick = math.ldexp(1.0, math.frexp(bound)[1] - 51)
         self.times = [np.maximum(np.rint(times / tick), 1.0) for times in seconds]
-        """By kind, ``[min(max_batch, samples) + 1]``: ticks by micro-batch."""
+        """By kind, ``[min(max_batch, samples) + 1]``: ticks of a micro-batch, by its samples."""
         self.first = float(max(times[1] for times in self.times))
-        """Ticks that a micro-step takes at least, with at most one sample on every rank."""
+        """Ticks of the shortest micro-step, with at most one sample on every rank."""
         self.communication = float(np.rint(communication_seconds / tick))
         self.samples = samples
         self.world_size = len(curves)
 
     @property
     def largest(self) -> NDArray[np.int64]:
+        """Largest micro-batch, by kind."""
         return np.array([len(times) - 1 for times in self.times])
 
-    def deal(self, least: _PerKind, most: _PerKind, samples: int) -> NDArray[np.int64]:
-        """``samples`` over the ranks, each within ``least..most`` of its kind, with the least sum of squares."""
-        low, high = np.asarray(least), np.asarray(most)
-        below, level = int(low.min()), int(high.max())  # all fit at `level`
+    def distribute(self, minimum: _PerKind, maximum: _PerKind, samples: int) -> NDArray[np.int64]:
+        """Each rank's part of ``samples``, within ``minimum..maximum`` of its kind, with the least sum of squares."""
+        low, high = np.asarray(minimum), np.asarray(maximum)
+        below, level = int(low.min()), int(high.max())  # all samples fit at `level`
         while level - below > 1:
             middle = (below + level) // 2
             if self.counts @ np.clip(middle, low, high) >= samples:
@@ -87,60 +99,66 @@ class Kinds:
         base = np.clip(level - 1, low, high)
         grows = np.clip(level, low, high) > base
         rest = samples - int(self.counts @ base)
-        dealt = np.zeros(self.world_size, dtype=np.int64)
+        parts = np.zeros(self.world_size, dtype=np.int64)
         for kind, ranks in enumerate(self.ranks):
-            dealt[ranks] = base[kind]
+            parts[ranks] = base[kind]
             if grows[kind]:
                 more = min(rest, len(ranks))
-                dealt[ranks[:more]] += 1
+                parts[ranks[:more]] += 1
                 rest -= more
-        assert dealt.sum() == samples
-        return dealt
+        assert parts.sum() == samples
+        return parts
 
-    def deal_within(
-        self, ticks: float, least_ticks: float, capacity: Callable[[float], _PerKind], samples: int
+    def distribute_within(
+        self, ticks: float, min_ticks: float, capacity: Callable[[float], _PerKind], samples: int
     ) -> NDArray[np.int64]:
-        """Each rank's samples, where ``ticks`` is the least time in which ``samples`` can be run.
+        """Each rank's part of ``samples``, where ``ticks`` is the least time in which all can be run.
 
-        A rank gets what it runs in less than ``ticks`` anyway; what is left goes to those that run more in just that
-        time. ``capacity`` gives, by kind, a rank's samples in a time, which is at least ``least_ticks``.
+        First every rank gets the samples that it runs in less than ``ticks``. The remaining samples go to ranks that
+        can run more in exactly ``ticks``.
+
+        Args:
+            ticks: the wall time.
+            min_ticks: the smallest time that ``capacity`` accepts.
+            capacity: from a time in ticks to the samples that a rank runs in it, by kind.
+            samples: total over all ranks.
         """
         less = math.floor(ticks * (1.0 - TOLERANCE)) if ticks * TOLERANCE > 1.0 else ticks - 1.0
-        least = capacity(less) if less >= least_ticks else [0] * len(self.ranks)
-        return self.deal(least, capacity(ticks), samples)
+        minimum = capacity(less) if less >= min_ticks else [0] * len(self.ranks)
+        return self.distribute(minimum, capacity(ticks), samples)
 
-    def by_rank(self, per_kind: Sequence[dict[int, Runs]], dealt: NDArray[np.int64]) -> list[Runs]:
-        """Each rank's runs, which its kind and number of samples decide."""
+    def by_rank(self, per_kind: Sequence[dict[int, Runs]], parts: NDArray[np.int64]) -> list[Runs]:
+        """Each rank's runs, looked up by its kind and its number of samples."""
         runs: list[Runs] = [()] * self.world_size
         for kind, ranks in enumerate(self.ranks):
             for rank in ranks:
-                runs[rank] = per_kind[kind][int(dealt[rank])]
+                runs[rank] = per_kind[kind][int(parts[rank])]
         return runs
 
 
 def split_evenly(samples: int, steps: int) -> Runs:
-    """``samples`` in ``steps`` micro-batches that differ by at most one, the larger ones first."""
+    """``samples`` in ``steps`` micro-batches that differ by at most one sample, the larger ones first."""
     size, larger = divmod(samples, steps)
     return tuple((b, count) for b, count in ((size + 1, larger), (size, steps - larger)) if count)
 
 
-def split_own(samples: int, size: int) -> Runs:
-    """Micro-batches of ``size`` and a last one of the rest; one of size 0 if there are no samples."""
+def split_per_rank(samples: int, size: int) -> Runs:
+    """Micro-batches of ``size`` and a last one with the remainder; without samples, one micro-batch of size 0."""
     full, rest = divmod(samples, size) if samples else (0, 0)
     return tuple((b, count) for b, count in ((size, full), (rest, 1)) if count and b) or ((0, 1),)
 
 
 def exact_shared(curves: Sequence[Curve], samples: int) -> list[Runs]:
-    """Stages 0 and 1, every rank with the same number of micro-steps: each rank's runs."""
-    kinds = Kinds(curves, samples)
+    """Each rank's runs in stages 0 and 1, where all ranks run the same number of micro-steps."""
+    kinds = CurveKinds(curves, samples)
 
-    # By kind and micro-batch, endless where it does not fit: ``[kinds, largest + 2]``.
+    # Ticks by kind and micro-batch, infinite if it does not fit: ``[kinds, largest + 2]``.
     table = np.full((len(kinds.times), kinds.largest.max() + 2), np.inf)
     for row, times in zip(table, kinds.times, strict=True):
         row[: len(times)] = times
 
     def capacity(ticks: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Samples that one rank of each kind runs in ``ticks``, at least ``steps·first``: ``[kinds, len(steps)]``."""
+        """Samples that one rank of each kind runs in ``ticks`` ≥ ``steps·first``: ``[kinds, len(steps)]``."""
         limits = np.floor(ticks / steps)
         if 0 < len(steps) < len(table):
             whole = np.stack([(table[:, 1:] <= limit).sum(axis=1) for limit in limits], axis=1)
@@ -153,8 +171,8 @@ def exact_shared(curves: Sequence[Curve], samples: int) -> list[Runs]:
     def total(ticks: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
         return kinds.counts @ capacity(ticks, steps)
 
-    def least_ticks(steps: float, enough: float) -> float:
-        """Of ``steps`` micro-steps; ``enough`` suffices."""
+    def min_ticks(steps: float, enough: float) -> float:
+        """Least time in which all samples can be run in ``steps`` micro-steps; ``enough`` is long enough."""
         low, high, one = steps * kinds.first - 1.0, enough, np.array([steps])
         while high - low > 1.0:
             middle = math.floor((low + high) / 2)
@@ -162,8 +180,8 @@ def exact_shared(curves: Sequence[Curve], samples: int) -> list[Runs]:
         return high
 
     fewest = float(math.ceil(samples / int(kinds.counts @ kinds.largest)))
-    wall = kinds.most_steps * kinds.first
-    candidates = np.arange(fewest, kinds.most_steps + 1)
+    wall = kinds.max_steps * kinds.first
+    candidates = np.arange(fewest, kinds.max_steps + 1)
     while True:
         target = min(wall - 1.0, math.floor(wall * (1.0 - TOLERANCE)))
         candidates = candidates[candidates * kinds.first <= target]
@@ -171,35 +189,35 @@ def exact_shared(curves: Sequence[Curve], samples: int) -> list[Runs]:
         candidates, room = candidates[room >= samples], room[room >= samples]
         if len(candidates) == 0:
             break
-        # The one with most room is likely to be the best, or close to it.
-        wall = least_ticks(candidates[room.argmax()], target)
-    # Fewer micro-steps win among equal ones.
+        # The candidate that runs most samples in this time is likely to be the best, or close to it.
+        wall = min_ticks(candidates[room.argmax()], target)
+    # Among equal wall times, take the fewest micro-steps.
     enough = math.ceil(wall * (1.0 + TOLERANCE))
-    candidates = np.arange(fewest, min(kinds.most_steps, enough // kinds.first) + 1)
+    candidates = np.arange(fewest, min(kinds.max_steps, enough // kinds.first) + 1)
     steps = float(candidates[total(enough, candidates) >= samples][0])
-    wall = least_ticks(steps, enough)
-    dealt = kinds.deal_within(
+    wall = min_ticks(steps, enough)
+    parts = kinds.distribute_within(
         wall, steps * kinds.first, lambda ticks: capacity(ticks, np.array([steps]))[:, 0].astype(int), samples
     )
-    splits = [{int(n): split_evenly(int(n), int(steps)) for n in np.unique(dealt[ranks])} for ranks in kinds.ranks]
-    return kinds.by_rank(splits, dealt)
+    splits = [{int(n): split_evenly(int(n), int(steps)) for n in np.unique(parts[ranks])} for ranks in kinds.ranks]
+    return kinds.by_rank(splits, parts)
 
 
-def exact_own(curves: Sequence[Curve], samples: int) -> list[Runs]:
-    """Stages 0 and 1, every rank with micro-batches and steps of its own: each rank's runs."""
-    kinds = Kinds(curves, samples)
+def exact_per_rank(curves: Sequence[Curve], samples: int) -> list[Runs]:
+    """Each rank's runs in stages 0 and 1, where every rank has its own number of micro-steps."""
+    kinds = CurveKinds(curves, samples)
 
     def capacities(kind: int, ticks: float, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Samples that a rank runs in ``ticks``, by the size of its full steps."""
+        """Samples that a rank of ``kind`` runs in ``ticks``, by the size of its full micro-batches."""
         times = kinds.times[kind]
         full = np.floor(ticks / times[sizes])
         rest = np.searchsorted(times[1:], ticks - full * times[sizes], side="right")
         return np.asarray(np.minimum(full * sizes + rest, samples))
 
-    # Bisection on the time, until what is left is rounding. A size stays in the race while, at the time that suffices,
-    # it does at least as much as the best one at the time that does not.
+    # Bisection on the time, until the interval is as small as rounding. `high` is long enough for all samples, `low` is
+    # not. A size remains a candidate as long as it runs at least as many samples in `high` as the best size in `low`.
     sizes = [np.arange(1, len(times)) for times in kinds.times]
-    low, high = kinds.first - 1.0, kinds.most_steps * kinds.first
+    low, high = kinds.first - 1.0, kinds.max_steps * kinds.first
     best = [0.0] * len(sizes)
     at_high = [capacities(kind, high, each) for kind, each in enumerate(sizes)]
     while high - low > max(1.0, 0.01 * TOLERANCE * high):
@@ -210,12 +228,12 @@ def exact_own(curves: Sequence[Curve], samples: int) -> list[Runs]:
             high, at_high = middle, found
         else:
             low, best = middle, reached
-        keep = [most >= least for most, least in zip(at_high, best, strict=True)]
+        keep = [reachable >= needed for reachable, needed in zip(at_high, best, strict=True)]
         sizes = [each[kept] for each, kept in zip(sizes, keep, strict=True)]
         at_high = [each[kept] for each, kept in zip(at_high, keep, strict=True)]
 
     every = [np.arange(1, len(times)) for times in kinds.times]
-    dealt = kinds.deal_within(
+    parts = kinds.distribute_within(
         high,
         kinds.first,
         lambda ticks: [int(capacities(kind, ticks, each).max()) for kind, each in enumerate(every)],
@@ -223,36 +241,36 @@ def exact_own(curves: Sequence[Curve], samples: int) -> list[Runs]:
     )
 
     def split(kind: int, count: int) -> Runs:
-        """In the least time; among equal ones in the fewest steps, then with the smallest full step."""
+        """The fastest split; among equal ones the fewest micro-steps, then the smallest full micro-batch."""
         if count == 0:
-            return split_own(0, 1)
+            return split_per_rank(0, 1)
         times, sizes = kinds.times[kind], every[kind][:count]
         full, rest = np.divmod(count, sizes)
         ticks = full * times[sizes] + np.where(rest > 0, times[rest], 0.0)
         steps = np.where(ticks <= ticks.min() * (1.0 + TOLERANCE), full + (rest > 0), np.inf)
-        return split_own(count, int(sizes[steps.argmin()]))
+        return split_per_rank(count, int(sizes[steps.argmin()]))
 
-    splits = [{int(n): split(kind, int(n)) for n in np.unique(dealt[ranks])} for kind, ranks in enumerate(kinds.ranks)]
-    return kinds.by_rank(splits, dealt)
+    splits = [{int(n): split(kind, int(n)) for n in np.unique(parts[ranks])} for kind, ranks in enumerate(kinds.ranks)]
+    return kinds.by_rank(splits, parts)
 
 
 def exact_synchronized(curves: Sequence[Curve], samples: int, communication_seconds: float) -> list[Runs]:
-    """Stages 2 and 3, a synchronization at every micro-step: each rank's runs."""
-    kinds = Kinds(curves, samples, communication_seconds)
+    """Each rank's runs in stages 2 and 3, where the ranks synchronize at every micro-step."""
+    kinds = CurveKinds(curves, samples, communication_seconds)
     values = np.maximum(np.concatenate([times[1:] for times in kinds.times]), kinds.first)
     weights = np.concatenate([np.full(len(t) - 1, c) for t, c in zip(kinds.times, kinds.counts, strict=True)])
     order = np.argsort(values, kind="stable")
     values, held = values[order], np.cumsum(weights[order])
     sizes = np.arange(1, min(samples, int(held[-1])) + 1)
-    cost = values[np.searchsorted(held, sizes)] + kinds.communication  # of a step of 1, 2, … samples in all
+    cost = values[np.searchsorted(held, sizes)] + kinds.communication  # a micro-step of 1, 2, … samples over all ranks
     full, rest = np.divmod(samples, sizes)
     walls = full * cost + np.where(rest > 0, cost[rest - 1], 0.0)
     equal = walls <= walls.min() * (1.0 + TOLERANCE)
     size = int(sizes[np.where(equal, full + (rest > 0), np.inf).argmin()])
 
-    def deal(count: int) -> NDArray[np.int64]:
+    def distribute(count: int) -> NDArray[np.int64]:
         wall = values[np.searchsorted(held, count)]
-        return kinds.deal_within(
+        return kinds.distribute_within(
             float(wall),
             kinds.first,
             lambda ticks: [int(np.searchsorted(times[1:], ticks, side="right")) for times in kinds.times],
@@ -260,5 +278,5 @@ def exact_synchronized(curves: Sequence[Curve], samples: int, communication_seco
         )
 
     steps, left = divmod(samples, size)
-    parts = [(deal(size), steps)] + ([(deal(left), 1)] if left else [])
-    return [tuple((int(dealt[rank]), count) for dealt, count in parts) for rank in range(len(curves))]
+    batches = [(distribute(size), steps)] + ([(distribute(left), 1)] if left else [])
+    return [tuple((int(parts[rank]), count) for parts, count in batches) for rank in range(len(curves))]

@@ -1,7 +1,7 @@
-"""Dealing a global batch by a simple rule, for comparison with the exact search.
+"""Divide a global batch in proportion to weights, for comparison with the exact search.
 
-``uniform`` is what DeepSpeed does, ``flops`` what Whale does, ``adapt`` ADAPT's redistribution by throughput. Each rule
-deals samples in proportion to weights; the micro-batches are the largest that then fit.
+``uniform`` is the rule of DeepSpeed (equal weights), ``flops`` that of Whale (FLOP/s), ``adapt`` that of ADAPT
+(measured throughput). The micro-batches are the largest that fit.
 """
 
 from __future__ import annotations
@@ -12,57 +12,59 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .exact_search import Runs, split_evenly, split_own
+from .exact_search import Runs, split_evenly, split_per_rank
 from .time_curve import Curve
 
 __all__ = ["METHODS", "largest_remainders"]
 
 
 def largest_remainders(weights: Sequence[float] | NDArray[np.float64], samples: int) -> NDArray[np.int64]:
-    """``samples`` in proportion to ``weights``: rounded down, and what is left to the largest remainders, by rank."""
+    """Whole numbers in proportion to ``weights`` that sum to ``samples``, by the largest-remainder method."""
     shares = np.asarray(weights, dtype=np.float64)
     exact = shares / shares.sum() * samples
-    # What is whole but for rounding is whole.
-    dealt: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
-    first = np.argsort(-(exact - dealt), kind="stable")
-    dealt[first[: samples - int(dealt.sum())]] += 1
-    return dealt
+    # The small number keeps a whole number whole if it was rounded to slightly less.
+    parts: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
+    first = np.argsort(-(exact - parts), kind="stable")
+    parts[first[: samples - int(parts.sum())]] += 1
+    return parts
 
 
 def _in_proportion(curves: Sequence[Curve], samples: int, kind: str, weights: NDArray[np.float64]) -> list[Runs]:
-    """Micro-batches of samples dealt in proportion to ``weights``.
+    """Each rank's micro-batches with samples in proportion to ``weights``.
 
-    ``kind``: ``synchronized`` deals every micro-step, the largest that fits; ``shared`` deals all samples and splits
-    each rank's evenly into as few micro-steps as fit everywhere; ``own`` makes the full steps equal instead.
+    ``kind`` is the accumulation or, in stages 2 and 3, ``synchronized``. ``synchronized`` divides every micro-step in
+    proportion, with the largest micro-steps that fit. ``shared`` divides all samples and splits each rank's part evenly
+    into the smallest number of micro-steps that fits on all ranks. ``per_rank`` does the same with full micro-batches
+    of one size and a last one with the remainder.
     """
     largest = np.array([curve.max_batch for curve in curves])
     if kind == "synchronized":
-        # A rank gets at least its proportion rounded down, which bounds the step.
+        # Each rank gets at least its proportion rounded down, which limits the samples of a micro-step.
         bound = ((largest + 1) * (weights.sum() / weights)).min()
         size = int(min(samples, math.ceil(bound)))
         while True:
             full, left = divmod(samples, size)
             parts = [(largest_remainders(weights, size), full)]
             parts += [(largest_remainders(weights, left), 1)] if left else []
-            if all((dealt <= largest).all() for dealt, _ in parts):
-                return [tuple((int(dealt[rank]), count) for dealt, count in parts) for rank in range(len(curves))]
+            if all((step <= largest).all() for step, _ in parts):
+                return [tuple((int(step[rank]), count) for step, count in parts) for rank in range(len(curves))]
             size -= 1
-    dealt = largest_remainders(weights, samples)
-    steps = int(np.ceil(dealt / largest).max())
+    by_rank = largest_remainders(weights, samples)
+    steps = int(np.ceil(by_rank / largest).max())
     if kind == "shared":
-        return [split_evenly(int(count), steps) for count in dealt]
-    return [split_own(int(count), max(math.ceil(count / steps), 1)) for count in dealt]
+        return [split_evenly(int(count), steps) for count in by_rank]
+    return [split_per_rank(int(count), max(math.ceil(count / steps), 1)) for count in by_rank]
 
 
 def _uniform(curves: Sequence[Curve], samples: int, kind: str, flops: Sequence[float] | None) -> list[Runs]:
-    """Every rank the same, as near as possible, in micro-batches that every rank holds."""
-    least = min(curve.max_batch for curve in curves)
-    if kind != "own":
-        return _in_proportion([curve.limited(least) for curve in curves], samples, kind, np.ones(len(curves)))
-    dealt = largest_remainders(np.ones(len(curves)), samples)
-    steps = math.ceil(dealt.max() / least)
-    size = math.ceil(dealt.max() / steps)
-    return [split_own(int(count), size) for count in dealt]
+    """The same number of samples on every rank, or one more, in micro-batches that every rank holds."""
+    largest = min(curve.max_batch for curve in curves)
+    if kind != "per_rank":
+        return _in_proportion([curve.limited(largest) for curve in curves], samples, kind, np.ones(len(curves)))
+    by_rank = largest_remainders(np.ones(len(curves)), samples)
+    steps = math.ceil(by_rank.max() / largest)
+    size = math.ceil(by_rank.max() / steps)
+    return [split_per_rank(int(count), size) for count in by_rank]
 
 
 def _flops(curves: Sequence[Curve], samples: int, kind: str, flops: Sequence[float] | None) -> list[Runs]:

@@ -1,24 +1,23 @@
-"""The order of devices in a ring all-reduce, and the protocol that they speak (ADAPT, chapter 5; ALGORITHMS 2.4).
+"""The order of devices in a ring all-reduce, and the protocol they share (ADAPT, chapter 5; docs/algorithms.md 2.4).
 
-In a ring every device sends to the next one only, all at the same time: the slowest link decides. So the best ring is
-the tour whose *longest* edge is shortest (a bottleneck travelling-salesman tour); among these the one with the least
-total time. ADAPT searches a tour by total time; the cost that it then states is the longest edge.
+In a ring all devices send at the same time, each to the next one, so the slowest link decides how long a step takes.
+The best ring is therefore the tour whose *longest* edge is shortest (a bottleneck traveling-salesman tour), and among
+these the one with the least total time. ADAPT searches for the tour with the least total time, but states the longest
+edge as its cost.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cluster.link import MeasuredLink
+
 __all__ = [
     "EXACT_DEVICES",
-    "Link",
-    "LinkLike",
     "common_protocol",
     "link_seconds",
     "longest_edge",
@@ -27,87 +26,59 @@ __all__ = [
 ]
 
 EXACT_DEVICES = 12
-"""Up to so many devices the ring is the best there is; above, the best that a local search finds."""
+"""Up to this number of devices the best ring is found; above it, the best one that a local search finds."""
 
 ROUNDING = 1e-12
-
-
-@dataclass(frozen=True)
-class Link:
-    """How fast two ranks reach each other by one protocol; both ways, unless the other way has a link of its own."""
-
-    ranks: tuple[int, int]
-    protocol: str
-    latency_seconds: float
-    bytes_per_second: float
-
-
-class LinkLike(Protocol):
-    """Anything with the fields of :class:`Link`, such as the links of a profile file."""
-
-    @property
-    def ranks(self) -> tuple[int, int]: ...
-    @property
-    def protocol(self) -> str: ...
-    @property
-    def latency_seconds(self) -> float: ...
-    @property
-    def bytes_per_second(self) -> float: ...
+"""Relative difference below which two total times are equal."""
 
 
 def common_protocol(protocols: Sequence[Sequence[str]], order: Sequence[str] = ("nccl", "gloo")) -> str:
-    """The first of ``order`` that all speak: NCCL among GPUs, Gloo as soon as a CPU takes part.
+    """The first protocol of ``order`` that all devices support: NCCL among GPUs, Gloo as soon as a CPU takes part.
 
     Raises:
-        ValueError: there is none, naming what each speaks.
+        ValueError: the devices have no protocol in common; the message names the protocols of each.
     """
     for protocol in order:
         if all(protocol in each for each in protocols):
             return protocol
-    spoken = "; ".join(f"device {count}: {', '.join(each) or 'none'}" for count, each in enumerate(protocols))
-    raise ValueError(f"no protocol of {', '.join(order)} is spoken by all devices ({spoken})")
+    supported = "; ".join(f"device {number}: {', '.join(each) or 'none'}" for number, each in enumerate(protocols))
+    raise ValueError(f"no protocol of {', '.join(order)} is supported by all devices ({supported})")
 
 
 def link_seconds(
-    links: Iterable[LinkLike], ranks: Sequence[int], protocol: str, message_bytes: float
+    links: Iterable[MeasuredLink], ranks: Sequence[int], protocol: str, message_bytes: float
 ) -> NDArray[np.float64]:
-    """``Comm(i, j) = latency + bytes / bandwidth`` (Eq. 5.3) between all of ``ranks``: ``[n, n]`` seconds.
+    """``Comm(i, j) = latency + bytes / bandwidth`` (ADAPT, Eq. 5.3) between all of ``ranks``: ``[n, n]`` seconds.
 
     Raises:
-        ValueError: a pair of ranks without a link in this protocol, or a link whose numbers make no sense.
+        ValueError: a pair of ranks has no link in this protocol.
     """
     known: dict[tuple[int, int], float] = {}
     for link in links:
-        if link.protocol != protocol:
-            continue
-        if not (link.latency_seconds >= 0 and math.isfinite(link.latency_seconds) and link.bytes_per_second > 0):
-            raise ValueError(
-                f"{protocol} link between ranks {link.ranks[0]} and {link.ranks[1]}: latency "
-                f"{link.latency_seconds} s must be at least 0, and {link.bytes_per_second} bytes/s above 0"
-            )
-        known[link.ranks[0], link.ranks[1]] = link.latency_seconds + message_bytes / link.bytes_per_second
+        if link.protocol == protocol:
+            known[link.ranks[0], link.ranks[1]] = link.latency_seconds + message_bytes / link.bytes_per_second
     seconds = np.zeros((len(ranks), len(ranks)))
     for i, a in enumerate(ranks):
         for j, b in enumerate(ranks):
             if i == j:
                 continue
-            there = known.get((a, b), known.get((b, a)))
-            if there is None:
+            edge = known.get((a, b), known.get((b, a)))
+            if edge is None:
                 raise ValueError(
                     f"no {protocol} link between ranks {min(a, b)} and {max(a, b)}; "
                     "measure that pair, or leave one of them out"
                 )
-            seconds[i, j] = there
+            seconds[i, j] = edge
     return seconds
 
 
 def longest_edge(seconds: NDArray[np.float64], ring: Sequence[int]) -> float:
-    """Seconds of the slowest hop of a ring of indices into ``seconds [n, n]``; 0 for one device."""
+    """Seconds of the slowest edge of a ring, given as indices into ``seconds [n, n]``; 0 for one device."""
     return max(_edges(seconds, ring), default=0.0)
 
 
 def total_seconds(seconds: NDArray[np.float64], ring: Sequence[int]) -> float:
-    """Seconds of all hops of a ring, one after the other."""
+    """Sum of the seconds of all edges of a ring, given as indices into ``seconds [n, n]``."""
     return math.fsum(_edges(seconds, ring))
 
 
@@ -118,12 +89,12 @@ def _edges(seconds: NDArray[np.float64], ring: Sequence[int]) -> list[float]:
 
 
 def ring_order(seconds: NDArray[np.float64]) -> tuple[int, ...]:
-    """The ring with the shortest longest edge, then with the least total time; it begins with index 0.
+    """The ring with the shortest longest edge, and among equal ones the least total time; it begins with index 0.
 
-    ``seconds [n, n]`` is directed: ``seconds[i, j]`` from i to j. Exact by dynamic programming over subsets (Held and
-    Karp) up to ``EXACT_DEVICES`` devices. Beyond, a local search: nearest neighbors from every start among edges as
-    short as a threshold, then 2-opt moves and relocations that replace the longest edge by shorter ones; the result
-    may not be the best.
+    ``seconds [n, n]`` is directed: ``seconds[i, j]`` is the edge from i to j. Up to ``EXACT_DEVICES`` devices the
+    result is exact, by dynamic programming over subsets (Held and Karp). Above, a local search begins with
+    nearest-neighbor tours and applies 2-opt moves and relocations that remove the longest edge; its result may not be
+    the best.
     """
     count = len(seconds)
     if seconds.shape != (count, count):
@@ -131,8 +102,9 @@ def ring_order(seconds: NDArray[np.float64]) -> tuple[int, ...]:
     if count <= 3 and np.array_equal(seconds, seconds.T):
         return tuple(range(count))
     if count <= EXACT_DEVICES:
-        # A tour of the least longest edge, then the shortest one that uses no longer edge: the pair is not a sum, and
-        # the two in one pass would throw away a short beginning whose longest edge another edge exceeds later anyway.
+        # First the smallest possible longest edge, then the shortest tour that uses no longer edge. One pass over
+        # (longest edge, total) pairs would not be exact: it drops a path with a small total whose longest edge is
+        # exceeded later anyway.
         bottleneck = longest_edge(seconds, _held_karp(seconds, np.maximum))
         allowed = np.where(seconds <= bottleneck, seconds, np.inf)
         return _held_karp(allowed, np.add)
@@ -140,7 +112,7 @@ def ring_order(seconds: NDArray[np.float64]) -> tuple[int, ...]:
 
 
 def _held_karp(seconds: NDArray[np.float64], combine: np.ufunc) -> tuple[int, ...]:
-    """The tour from 0 with the least combination of its edges: over all sets of the others and the last of each."""
+    """The tour from index 0 with the least combination of its edges, by (set of visited indices, last index)."""
     others = len(seconds) - 1
     if others == 0:
         return (0,)
@@ -188,7 +160,7 @@ def _nearest(seconds: NDArray[np.float64], start: int) -> list[int]:
 
 
 def _improve(seconds: NDArray[np.float64], tour: list[int]) -> tuple[tuple[float, float], list[int]]:
-    """Moves that remove the longest edge, as long as one makes (longest edge, total) less."""
+    """Apply moves that remove the longest edge as long as (longest edge, total) decreases; that pair and the tour."""
 
     def cost(ring: NDArray[np.int64]) -> tuple[float, float]:
         hops = seconds[ring, np.roll(ring, -1)]
@@ -198,7 +170,7 @@ def _improve(seconds: NDArray[np.float64], tour: list[int]) -> tuple[tuple[float
     found = cost(ring)
     while True:
         hops = seconds[ring, np.roll(ring, -1)]
-        # The longest edge comes to the end, between the last device and the first.
+        # Rotate the ring so that its longest edge is the one from the last device to the first.
         ring = np.roll(ring, -(int(hops.argmax()) + 1))
         moves = [np.concatenate([ring[:cut][::-1], ring[cut:]]) for cut in range(2, len(ring) - 1)]
         for moved, rest in ((ring[0], ring[1:]), (ring[-1], ring[:-1])):

@@ -1,7 +1,7 @@
-"""How long one device takes for one micro-batch of any size: a curve through the sizes that were measured.
+"""The time of a micro-batch as a function of its size, on one device: a curve through the measured sizes.
 
-ALGORITHMS 2.2 (Poplar): a cubic spline with natural boundary through time over batch. Time never falls with the batch
-here, which the exact search in :mod:`.allocation` relies on.
+As in Poplar (docs/algorithms.md 2.2), the curve is a natural cubic spline of time over samples. In addition, it never
+decreases, which :mod:`.exact_search` relies on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 __all__ = ["MAX_DIP", "Curve"]
 
 MAX_DIP = 0.1
-"""By how much of its time a larger batch may be faster than a smaller one before it is no longer taken for noise."""
+"""If a larger batch is faster than a smaller one by at most this share of the time, the difference counts as noise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,51 +24,54 @@ class Curve:
     """Seconds that one device takes for one micro-batch, by its number of samples."""
 
     seconds: NDArray[np.float64]
-    """``[max_batch + 1]``, positive and non-decreasing. ``seconds[0] == seconds[1]``: a rank without samples still runs
-    one sample of weight zero, so that no collective lacks a peer. Length 1 is a device that cannot hold a sample."""
+    """``[max_batch + 1]``, positive and non-decreasing. ``seconds[0] == seconds[1]``, because a rank without samples
+    runs one sample of weight zero, so that it takes part in all collectives. If the length is 1, the device cannot hold
+    a sample."""
 
     def __post_init__(self) -> None:
         seconds = np.array(self.seconds, dtype=np.float64)
         if seconds.ndim != 1 or len(seconds) == 0:
-            raise ValueError(f"seconds has shape {seconds.shape}; give one time per batch, beginning with batch 0")
+            raise ValueError(f"seconds has shape {seconds.shape}; give one time per batch size, beginning with 0")
         if not (np.isfinite(seconds).all() and (seconds > 0).all()):
             raise ValueError(f"seconds must be finite and positive, not {_first(seconds, ~(seconds > 0))}")
         if (np.diff(seconds) < 0).any():
             batch = int(np.argmax(np.diff(seconds) < 0))
             raise ValueError(
-                f"seconds falls from {seconds[batch]:g} at batch {batch} to {seconds[batch + 1]:g} at the next; "
-                "make it non-decreasing, or use Curve.through, which smooths noise"
+                f"seconds decreases from {seconds[batch]:g} at batch {batch} to {seconds[batch + 1]:g} at batch "
+                f"{batch + 1}; make it non-decreasing, or use Curve.through, which smooths noise"
             )
         if len(seconds) > 1 and seconds[0] != seconds[1]:
             raise ValueError(
-                f"seconds[0]={seconds[0]:g} differs from seconds[1]={seconds[1]:g}: a rank without samples runs one of "
-                "weight zero; Curve.from_seconds takes the times from batch 1 on"
+                f"seconds[0]={seconds[0]:g} must equal seconds[1]={seconds[1]:g}, because a rank without samples runs "
+                "one sample of weight zero; use Curve.from_seconds, which takes the times of batches 1, 2, 3, …"
             )
         seconds.setflags(write=False)
         object.__setattr__(self, "seconds", seconds)
 
     @classmethod
     def from_seconds(cls, seconds: Sequence[float] | NDArray[np.float64]) -> Curve:
-        """The curve of known times of batches 1, 2, 3, …, all of them."""
+        """The curve with the given times of batches 1, 2, 3, …, ``[max_batch]`` seconds."""
         times = np.asarray(seconds, dtype=np.float64)
         return cls(np.concatenate([times[:1], times]))
 
     @classmethod
     def through(cls, points: Mapping[int, float], max_batch: int) -> Curve:
-        """The curve through measured seconds by batch, up to ``max_batch``.
+        """The curve through measured ``points``, seconds by batch, up to ``max_batch``.
 
-        A natural cubic spline between the points, kept within the times of the two points on either side, since a
-        spline may overshoot. Beyond the last point it goes on straight, with the spline's slope there but at least the
-        mean slope; below the first likewise, but never faster per sample than that point. A larger batch that is faster
-        than a smaller one, by at most ``MAX_DIP``, is noise: both get a time between (isotonic regression).
+        Between two points it is a natural cubic spline, limited to the times of these two points, because a spline may
+        overshoot. Above the last point it is a straight line, with the slope of the spline there but at least the mean
+        slope. Below the first point it is a straight line too, but never faster per sample than that point. If a larger
+        batch is faster than a smaller one by at most ``MAX_DIP``, that is noise, and both get a time in between
+        (isotonic regression).
 
         Raises:
-            ValueError: no point, or one point (except batch 1 of ``max_batch=1``); a batch below 1, a time that is not
-                finite and positive; a larger batch faster by more than ``MAX_DIP``; ``max_batch`` below 1.
+            ValueError: there are fewer than two points (one is enough for ``max_batch=1`` if it is batch 1); a batch is
+                below 1; a time is not finite and positive; a larger batch is faster by more than ``MAX_DIP``; or
+                ``max_batch`` is below 1.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: the device cannot hold one sample, so there is no curve")
-        # Most of the time that this module takes to import, and only needed here.
+        # Imported here, because these imports take most of the time that importing this module would take.
         from scipy.interpolate import CubicSpline
         from scipy.optimize import isotonic_regression
 
@@ -83,8 +86,8 @@ class Curve:
             early = int(np.argmax(times[:late]))
             raise ValueError(
                 f"batch {batches[late]:.0f} takes {times[late]:g} s, less than batch {batches[early]:.0f} with "
-                f"{times[early]:g} s: more than {MAX_DIP:.0%} is not noise; measure these two again while nothing else "
-                "runs on the device, or remove the wrong one"
+                f"{times[early]:g} s, and the difference is more than noise ({MAX_DIP:.0%}); measure both again while "
+                "nothing else runs on the device, or remove the wrong one"
             )
         times = isotonic_regression(times).x
         spline = CubicSpline(batches, times, bc_type="natural")
@@ -100,35 +103,35 @@ class Curve:
 
     @property
     def max_batch(self) -> int:
-        """The largest micro-batch that the device holds; 0 if it cannot hold one sample."""
+        """Samples of the largest micro-batch that the device holds; 0 if it cannot hold one sample."""
         return len(self.seconds) - 1
 
     def scaled(self, factor: float) -> Curve:
         """The curve of a device that takes ``factor`` times as long."""
         if not (factor > 0 and math.isfinite(factor)):
-            raise ValueError(f"factor={factor} must be a positive number: 2 stands for twice as slow")
+            raise ValueError(f"factor={factor} must be finite and positive; 2 means twice the time")
         return Curve(self.seconds * factor)
 
     def limited(self, max_batch: int) -> Curve:
-        """The curve up to ``max_batch``, or as far as it goes."""
+        """The curve up to ``max_batch``, or the curve itself if it is shorter."""
         if max_batch < 0:
             raise ValueError(f"max_batch={max_batch} must be at least 0")
         return self if max_batch >= self.max_batch else Curve(self.seconds[: max_batch + 1])
 
     def speed(self, batch: int) -> float:
-        """Samples per second in micro-batches of ``batch``."""
+        """Samples per second in micro-batches of ``batch`` samples."""
         if not 0 <= batch <= self.max_batch:
-            raise ValueError(f"batch={batch} is outside 0..{self.max_batch}, which the device holds")
+            raise ValueError(f"batch={batch} must be in 0..{self.max_batch}, the sizes that the device holds")
         return float(batch / self.seconds[batch])
 
     @property
     def peak_batch(self) -> int:
-        """The smallest micro-batch with the most samples per second; 0 if the device cannot hold a sample."""
+        """Samples of the micro-batch with the highest throughput, the smallest of equal ones; 0 without a sample."""
         return int(np.argmax(np.arange(len(self.seconds)) / self.seconds))
 
     @property
     def peak_speed(self) -> float:
-        """Samples per second in the best micro-batch (Poplar: ``speed_i = max_b speed_i(b)``)."""
+        """Highest throughput over all micro-batches, in samples per second (Poplar: ``speed_i = max_b speed_i(b)``)."""
         return self.speed(self.peak_batch)
 
 
@@ -137,13 +140,13 @@ def _check_points(points: Mapping[int, float], max_batch: int) -> None:
         if batch < 1 or batch != int(batch):
             raise ValueError(f"batch {batch} (with {seconds} s) must be a whole number of samples, at least 1")
         if not (seconds > 0 and math.isfinite(seconds)):
-            raise ValueError(f"batch {batch} takes {seconds} s: a time must be finite and positive; measure it again")
+            raise ValueError(f"batch {batch} has time {seconds} s, which must be finite and positive; measure it again")
     if not points:
         raise ValueError("no measured point; measure at least two batch sizes")
     if len(points) == 1 and not (max_batch == 1 and 1 in points):
         ((batch, seconds),) = points.items()
         raise ValueError(
-            f"a single measured point (batch {batch}: {seconds:g} s) has no slope; measure a second batch size"
+            f"a single measured point (batch {batch}: {seconds:g} s) gives no slope; measure a second batch size"
         )
 
 

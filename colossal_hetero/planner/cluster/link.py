@@ -1,4 +1,4 @@
-"""The measured link between two ranks."""
+"""The measured speed of the connection between two ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ __all__ = ["MeasuredLink"]
 
 
 class MeasuredLink(FilePart):
-    """Time of a message between two ranks: ``latency_seconds + bytes / bytes_per_second``."""
+    """How long a message between two ranks takes in one protocol: ``latency_seconds + bytes / bytes_per_second``.
+
+    It holds for both directions, unless the opposite direction has a link of its own.
+    """
 
     ranks: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
-    """The two ranks, in any order."""
+    """The sending and the receiving rank."""
     protocol: Annotated[str, Field(min_length=1)]
-    """E.g. the backend that was measured."""
+    """"gloo" or "nccl"."""
     latency_seconds: Annotated[float, Field(ge=0)]
     bytes_per_second: Annotated[float, Field(gt=0)]
 
@@ -25,5 +28,5 @@ class MeasuredLink(FilePart):
     @classmethod
     def _two_ranks(cls, ranks: tuple[int, int]) -> tuple[int, int]:
         if ranks[0] == ranks[1]:
-            raise ValueError(f"a link joins two ranks, not rank {ranks[0]} with itself")
+            raise ValueError(f"a link joins two different ranks, but both are rank {ranks[0]}")
         return ranks

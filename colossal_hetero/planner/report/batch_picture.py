@@ -1,4 +1,4 @@
-"""Pictures of an allocation: how fast each kind of device is, and what each does during one global batch."""
+"""Draw an allocation: the throughput of each kind of device, and the timeline of each device during a global batch."""
 
 from __future__ import annotations
 
@@ -11,94 +11,96 @@ import numpy as np
 from ...io.pictures import BLUE, ORANGE, RED, check_matplotlib, check_name, save_figure
 from ...io.text import spans
 from ..batches.allocation import Allocation
-from ..batches.comparison import Report
+from ..batches.comparison import BatchComparison
 from ..batches.time_curve import Curve
 from .batch_table import DeviceLine, device_lines
 
-__all__ = ["Bar", "plot_report", "timelines"]
+__all__ = ["Interval", "plot_report", "timelines"]
 
 MAX_STEPS = 200
-"""Micro-steps that are drawn, at the most: of more, the first ones."""
+"""Largest number of micro-steps that is drawn; later ones are left out."""
 
 MAX_ROWS = 40
+"""Largest number of rows in the timeline."""
 
 KINDS = {"busy": "computing", "communication": "communication", "idle": "waiting"}
-COLOURS = {"busy": BLUE, "communication": ORANGE, "idle": "#FFFFFF"}
+COLORS = {"busy": BLUE, "communication": ORANGE, "idle": "#FFFFFF"}
 MARKERS = "os^Dv<>P"
 
 
-class Bar(NamedTuple):
-    """A stretch of time of one device, in seconds from the start of the global batch."""
+class Interval(NamedTuple):
+    """What one device does from ``start`` to ``end``, in seconds from the start of the global batch."""
 
     kind: Literal["busy", "communication", "idle"]
     start: float
     end: float
 
 
-def timelines(curves: Sequence[Curve], allocation: Allocation, most_steps: int = MAX_STEPS) -> list[list[Bar]]:
-    """What each rank does in one global batch, or in its first ``most_steps`` micro-steps.
+def timelines(curves: Sequence[Curve], allocation: Allocation, max_steps: int = MAX_STEPS) -> list[list[Interval]]:
+    """Intervals of each rank in one global batch, or in its first ``max_steps`` micro-steps; by rank, then by time.
 
     Args:
-        curves: by rank, those that the allocation was made from.
+        curves: the curves that the allocation was made from, by rank.
+        allocation: division of the global batch.
+        max_steps: largest number of micro-steps per rank.
     """
     steps = [
-        [float(curve.seconds[size]) for size in share.sizes[:most_steps]]
+        [float(curve.seconds[size]) for size in share.sizes[:max_steps]]
         for curve, share in zip(curves, allocation.shares, strict=True)
     ]
-    active = [rank for rank, own in enumerate(steps) if own]
-    # A rank with its own number of steps may have more of them than are drawn, while others are done.
-    cut = any(share.steps > most_steps for share in allocation.shares)
+    active = [rank for rank, seconds in enumerate(steps) if seconds]
+    # With accumulation "per_rank" one rank may have more micro-steps than are drawn, while others are finished.
+    cut = any(share.steps > max_steps for share in allocation.shares)
     if allocation.stage < 2:
         return _one_synchronization(steps, active, allocation, cut)
     count = len(steps[active[0]])
     each = allocation.communication_seconds / allocation.shares[active[0]].steps
-    bars: list[list[Bar]] = [[] for _ in steps]
+    found: list[list[Interval]] = [[] for _ in steps]
     start = 0.0
     for step in range(count):
         computed = start + max(steps[rank][step] for rank in active)
         for rank in active:
-            own = start + steps[rank][step]
-            bars[rank] += _bars(
-                ("busy", start, own), ("idle", own, computed), ("communication", computed, computed + each)
+            end = start + steps[rank][step]
+            found[rank] += _intervals(
+                ("busy", start, end), ("idle", end, computed), ("communication", computed, computed + each)
             )
         start = computed + each
-    return bars
+    return found
 
 
 def _one_synchronization(
     steps: list[list[float]], active: list[int], allocation: Allocation, cut: bool
-) -> list[list[Bar]]:
-    """Stages 0 and 1: everybody computes, then waits for the last, then all synchronize."""
-    bars: list[list[Bar]] = [[] for _ in steps]
+) -> list[list[Interval]]:
+    """Stages 0 and 1: every rank computes, then waits for the slowest one, then all synchronize."""
+    found: list[list[Interval]] = [[] for _ in steps]
     computed = allocation.wall_seconds - allocation.communication_seconds
-    # The picture ends where the first rank's drawn steps do.
+    # If some rank has more micro-steps than are drawn, the picture ends with the earliest last step that is drawn.
     end = min(
         (sum(steps[rank]) for rank in active if allocation.shares[rank].steps > len(steps[rank])), default=computed
     )
     for rank in active:
         start = 0.0
         for seconds in steps[rank]:
-            bars[rank] += _bars(("busy", min(start, end), min(start + seconds, end)))
+            found[rank] += _intervals(("busy", min(start, end), min(start + seconds, end)))
             start += seconds
         if start < end:
-            bars[rank] += _bars(("idle", start, end))
+            found[rank] += _intervals(("idle", start, end))
         if not cut:
-            bars[rank] += _bars(("communication", computed, allocation.wall_seconds))
-    return bars
+            found[rank] += _intervals(("communication", computed, allocation.wall_seconds))
+    return found
 
 
-def _bars(*bars: tuple[Literal["busy", "communication", "idle"], float, float]) -> list[Bar]:
-    return [Bar(*bar) for bar in bars if bar[2] > bar[1]]
+def _intervals(*parts: tuple[Literal["busy", "communication", "idle"], float, float]) -> list[Interval]:
+    """The parts that are longer than 0."""
+    return [Interval(*part) for part in parts if part[2] > part[1]]
 
 
-def plot_report(report: Report, path: Path | str) -> None:
-    """Draw throughput by micro-batch of each kind, with the measured points, above what each device does when.
-
-    The file is written as a whole.
+def plot_report(report: BatchComparison, path: Path | str) -> None:
+    """Draw the throughput by micro-batch of each kind of device, with the measured points, above the timelines.
 
     Raises:
-        ImportError: matplotlib is not there.
-        ValueError: the name does not end in a kind of picture.
+        ImportError: matplotlib is not installed.
+        ValueError: the file name does not end with a supported picture format.
     """
     path = check_name(path)
     check_matplotlib()
@@ -116,28 +118,28 @@ def plot_report(report: Report, path: Path | str) -> None:
     save_figure(figure, path)
 
 
-def _draw_curves(axis: Any, report: Report) -> None:
+def _draw_curves(axis: Any, report: BatchComparison) -> None:
     from matplotlib import colormaps
 
     profile = report.profile
     colors = colormaps["viridis"](np.linspace(0.0, 0.85, len(profile.kinds)))
     for index, kind in enumerate(profile.kinds):
-        own = [rank for rank, each in enumerate(profile.ranks) if each == index]
-        if not own:
+        ranks = [rank for rank, each in enumerate(profile.ranks) if each == index]
+        if not ranks:
             continue
-        curve, style = report.curves[own[0]], {"color": colors[index], "marker": MARKERS[index % len(MARKERS)]}
+        curve, style = report.curves[ranks[0]], {"color": colors[index], "marker": MARKERS[index % len(MARKERS)]}
         batches = np.arange(1, curve.max_batch + 1)
         axis.plot(batches, batches / curve.seconds[1:], color=colors[index], linewidth=1.5)
         inside = [point for point in kind.points if point.batch <= curve.max_batch]
         outside = [point for point in kind.points if point.batch > curve.max_batch]
-        name = f"{kind.device}, {'rank' if len(own) == 1 else 'ranks'} {spans(own)}"
+        name = f"{kind.device}, {'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"
         axis.plot(
             [p.batch for p in inside], [p.batch / p.seconds for p in inside], linestyle="none", label=name, **style
         )
         if outside:
             speeds = [p.batch / p.seconds for p in outside]
             axis.plot([p.batch for p in outside], speeds, linestyle="none", fillstyle="none", **style)
-        used = sorted({report.chosen.shares[rank].micro_batch for rank in own} - {0})
+        used = sorted({report.chosen.shares[rank].micro_batch for rank in ranks} - {0})
         axis.plot(
             used,
             [curve.speed(batch) for batch in used],
@@ -149,30 +151,34 @@ def _draw_curves(axis: Any, report: Report) -> None:
         )
     axis.plot([], [], "o", markersize=11, fillstyle="none", color=RED, linestyle="none", label="chosen micro-batch")
     axis.set_xlabel("micro-batch [samples]")
-    axis.set_ylabel("samples per second")
+    axis.set_ylabel("throughput [samples/s]")
     longest = max(curve.max_batch for curve in report.curves)
     axis.set_xlim(0, 1.25 * longest + 0.5)
     axis.set_ylim(0, 1.12 * max(curve.peak_speed for curve in report.curves))
-    axis.set_title("Throughput: measured (points; open: more than memory holds) and fitted", loc="left", fontsize=11)
+    axis.set_title(
+        "Throughput: measured (points; open points exceed the memory limit) and fitted (lines)", loc="left", fontsize=11
+    )
     axis.legend(frameon=False, fontsize=9, loc="lower right")
-    _quiet(axis, "y")
+    _plain_axes(axis, "y")
 
 
-def _draw_timeline(axis: Any, report: Report, lines: Sequence[DeviceLine], count: int) -> None:
+def _draw_timeline(axis: Any, report: BatchComparison, lines: Sequence[DeviceLine], count: int) -> None:
     chosen = report.chosen
-    bars = timelines(report.curves, chosen)
+    intervals = timelines(report.curves, chosen)
     scale, unit = (1.0, "s") if chosen.wall_seconds >= 1 else (1e3, "ms")
     for kind, name in KINDS.items():
         label: str | None = name
         for row, line in enumerate(lines):
-            spells = [
-                (bar.start * scale, (bar.end - bar.start) * scale) for bar in bars[line.ranks[0]] if bar.kind == kind
+            bars = [
+                (each.start * scale, (each.end - each.start) * scale)
+                for each in intervals[line.ranks[0]]
+                if each.kind == kind
             ]
-            if spells:
-                axis.broken_barh(spells, (row - 0.36, 0.72), label=label, **_style(kind))
+            if bars:
+                axis.broken_barh(bars, (row - 0.36, 0.72), label=label, **_style(kind))
                 label = None
     names = [
-        f"{report.profile.kinds[line.kind].device}, {spans(line.ranks)}{' (left out)' if line.left_out else ''}"
+        f"{report.profile.kinds[line.kind].device}, {spans(line.ranks)}{' (dropped)' if line.dropped else ''}"
         for line in lines
     ]
     axis.set_yticks(range(len(lines)), names, fontsize=9)
@@ -192,10 +198,10 @@ def _draw_timeline(axis: Any, report: Report, lines: Sequence[DeviceLine], count
         loc="left",
         fontsize=11,
     )
-    _quiet(axis, "x")
+    _plain_axes(axis, "x")
 
 
-def _quiet(axis: Any, grid: str) -> None:
+def _plain_axes(axis: Any, grid: str) -> None:
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     axis.grid(axis=grid, color="#DDDDDD", linewidth=0.6)
@@ -203,7 +209,7 @@ def _quiet(axis: Any, grid: str) -> None:
 
 
 def _style(kind: str) -> dict[str, Any]:
-    # White between micro-steps, so that they can be counted.
+    # White lines between micro-steps, so that they can be counted.
     if kind == "idle":
-        return {"facecolor": COLOURS[kind], "edgecolor": RED, "hatch": "/////", "linewidth": 0.0}
-    return {"facecolor": COLOURS[kind], "edgecolor": "#FFFFFF", "linewidth": 0.3}
+        return {"facecolor": COLORS[kind], "edgecolor": RED, "hatch": "/////", "linewidth": 0.0}
+    return {"facecolor": COLORS[kind], "edgecolor": "#FFFFFF", "linewidth": 0.3}

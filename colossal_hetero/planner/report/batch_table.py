@@ -1,4 +1,4 @@
-"""What an allocation of batches means for each device, beside what others would have dealt: tables and JSON."""
+"""Tables and JSON of an allocation: the part of each device, and the results of all methods."""
 
 from __future__ import annotations
 
@@ -17,50 +17,53 @@ from ...io.json_files import write_json
 from ...io.text import aligned, byte_unit, count, spans, times
 from ..batches.allocation import Allocation, Share
 from ..batches.batch_profile import UNITS, BatchProfile
-from ..batches.comparison import Report
+from ..batches.comparison import BatchComparison
 from ..batches.device_dropping import AdaptPlan
 
 __all__ = ["DeviceLine", "device_lines", "render", "save_report"]
 
 SCHEMA = 1
-"""Version of the JSON's layout."""
+"""Version of the JSON format."""
 
 MAX_RING_RANKS = 32
-"""Ranks of a ring that are printed; the JSON has all."""
+"""Largest number of ranks of a ring that is printed; the JSON has all."""
 
 
 @dataclass(frozen=True)
 class DeviceLine:
-    """Ranks of one kind that are dealt the same."""
+    """Ranks of one kind with equal parts of the global batch: a row of the table."""
 
     ranks: tuple[int, ...]
     kind: int
     """Index into the profile's kinds."""
     share: Share
+    """The part of each of these ranks."""
     busy_seconds: float
+    """Compute time of each of these ranks per global batch."""
     idle_seconds: float
+    """Time per global batch that each of these ranks waits for others."""
     memory_bytes: int
-    """Predicted: the state and the largest micro-batch."""
+    """Predicted memory use of each: the state and the largest micro-batch."""
     available_bytes: int
+    """Memory that each may use."""
 
     @property
-    def left_out(self) -> bool:
-        """Whether these ranks take no part at all."""
+    def dropped(self) -> bool:
+        """Whether these ranks do not take part."""
         return not self.share.runs
 
 
 def device_lines(profile: BatchProfile, allocation: Allocation) -> list[DeviceLine]:
-    """The allocation by groups of ranks, in the order of their first ranks."""
+    """The rows of the table of devices, ordered by the first rank of each."""
     groups: dict[tuple[int, Share], list[int]] = {}
     for rank, (kind, share) in enumerate(zip(profile.ranks, allocation.shares, strict=True)):
         groups.setdefault((kind, share), []).append(rank)
-    taking_part = sum(bool(share.runs) for share in allocation.shares)
-    states = profile.state_bytes(allocation.stage, taking_part)
+    states = profile.state_bytes(allocation.stage, sum(bool(share.runs) for share in allocation.shares))
     idle = allocation.idle_seconds
     lines = []
     for (kind, share), ranks in groups.items():
         device = profile.kinds[kind]
-        # A rank without samples still runs one, of weight zero.
+        # A rank without samples runs one sample of weight zero.
         used = states[kind] + max(share.micro_batch, 1) * device.sample_bytes if share.runs else 0
         lines.append(
             DeviceLine(
@@ -76,12 +79,12 @@ def device_lines(profile: BatchProfile, allocation: Allocation) -> list[DeviceLi
     return lines
 
 
-def render(report: Report) -> RenderableType:
-    """Two tables, one of the devices and one of the ways of dealing, and what is to be known about them."""
+def render(report: BatchComparison) -> RenderableType:
+    """A table of the devices, a table of the methods, and notes."""
     profile, chosen = report.profile, report.chosen
     title = Text.assemble(
         (f"{profile.model.name}", "bold"),
-        f", stage {chosen.stage}, {profile.precision}: a global batch of {count(chosen.global_batch_size, 'sample')} "
+        f", stage {chosen.stage}, {profile.precision}: global batch of {count(chosen.global_batch_size, 'sample')} "
         f"over {count(len(profile.ranks), 'device')}, method {chosen.method}",
     )
     parts: list[RenderableType] = [title, _devices(report), _comparison(report)]
@@ -89,7 +92,7 @@ def render(report: Report) -> RenderableType:
     return Group(*parts)
 
 
-def _devices(report: Report) -> Table:
+def _devices(report: BatchComparison) -> Table:
     profile, chosen = report.profile, report.chosen
     lines = device_lines(profile, chosen)
     second, busy, idle = times([line.busy_seconds for line in lines], [line.idle_seconds for line in lines])
@@ -97,19 +100,19 @@ def _devices(report: Report) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("ranks", overflow="fold")
     table.add_column("device", overflow="fold")
-    counts = ("batch", "steps", "last batch", "samples")
+    counts = ("micro-batch", "micro-steps", "last micro-batch", "samples")
     for column in (*counts, f"busy [{second}]", f"idle [{second}]", f"memory [{unit}]"):
-        # As a text: what is in brackets would be taken for markup in a string.
+        # A Text, because in a plain string rich takes brackets as markup.
         table.add_column(Text(column), justify="right", no_wrap=True)
-    if any(line.left_out for line in lines):
-        table.add_column("left out because", overflow="fold")
+    if any(line.dropped for line in lines):
+        table.add_column("dropped because", overflow="fold")
     for index, line in enumerate(lines):
         device, share = profile.kinds[line.kind], line.share
         name = Text(f"{device.device} ({device.host})" if device.host else device.device)
         available = f"{line.available_bytes / size:.1f}"
-        if line.left_out:
-            because = _left_out_because(report.adapt, line.ranks)
-            table.add_row(spans(line.ranks), name, "left out", *"-----", f"- of {available}", because, style="dim")
+        if line.dropped:
+            because = _drop_reasons(report.adapt, line.ranks)
+            table.add_row(spans(line.ranks), name, "dropped", *"-----", f"- of {available}", because, style="dim")
             continue
         numbers = [f"{n:,}" for n in (share.micro_batch, share.steps, share.last_batch, share.samples)]
         memory = f"{line.memory_bytes / size:.1f} of {available}"
@@ -117,19 +120,19 @@ def _devices(report: Report) -> Table:
     return table
 
 
-def _comparison(report: Report) -> Table:
-    made = [each.allocation for each in report.candidates if each.allocation is not None]
+def _comparison(report: BatchComparison) -> Table:
+    made = [each.allocation for each in report.results if each.allocation is not None]
     second, walls = times([allocation.wall_seconds for allocation in made])
     speeds = aligned([allocation.samples_per_second for allocation in made])
     uniform = next(
-        (each.allocation for each in report.candidates if each.name == "uniform" and each.allocation is not None), None
+        (each.allocation for each in report.results if each.name == "uniform" and each.allocation is not None), None
     )
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("method")
-    for column in ("accumulation", f"wall [{second}]", "samples/s", "× uniform"):
+    for column in ("accumulation", f"wall time [{second}]", "samples/s", "vs uniform"):
         table.add_column(Text(column), justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for each in report.candidates:
+    table.add_column("note", overflow="fold")
+    for each in report.results:
         allocation = each.allocation
         if allocation is None:
             table.add_row(each.name, "-", "-", "-", "-", Text(each.note), style="dim")
@@ -137,7 +140,7 @@ def _comparison(report: Report) -> Table:
         ratio = "-" if uniform is None else f"{uniform.wall_seconds / allocation.wall_seconds:.3f}"
         table.add_row(
             each.name,
-            allocation.accumulation if allocation.stage < 2 else "each step",
+            allocation.accumulation if allocation.stage < 2 else "every micro-step",
             walls[made.index(allocation)],
             speeds[made.index(allocation)],
             ratio,
@@ -147,7 +150,7 @@ def _comparison(report: Report) -> Table:
     return table
 
 
-def _notes(report: Report) -> list[str]:
+def _notes(report: BatchComparison) -> list[str]:
     profile, chosen = report.profile, report.chosen
     notes = []
     if report.adapt is not None:
@@ -156,11 +159,12 @@ def _notes(report: Report) -> list[str]:
         second, (time,) = times([chosen.communication_seconds])
         share = chosen.communication_seconds / chosen.wall_seconds
         notes.append(
-            f"beside busy and idle every device spends {time} {second} in communication, {share:.0%} of the time"
+            f"in addition to busy and idle, every device spends {time} {second} ({share:.0%} of the wall time) in "
+            "communication"
         )
     if chosen.stage != profile.stage:
         notes.append(
-            f"measured at stage {profile.stage}: memory, the largest micro-batches and communication at stage "
+            f"measured at stage {profile.stage}; memory, the largest micro-batches and communication at stage "
             f"{chosen.stage} are predicted"
         )
     beyond = {
@@ -170,8 +174,8 @@ def _notes(report: Report) -> list[str]:
     }
     for device in beyond.values():
         notes.append(
-            f"{device.device} was measured up to a micro-batch of {device.measured_batch}; beyond, its time is a "
-            "straight line"
+            f"{device.device} was measured up to a micro-batch of {device.measured_batch}; above it, its time is "
+            "extrapolated by a straight line"
         )
     return notes
 
@@ -179,29 +183,31 @@ def _notes(report: Report) -> list[str]:
 def _adapt_notes(plan: AdaptPlan) -> list[str]:
     ring = " → ".join(map(str, plan.ring[:MAX_RING_RANKS]))
     back = f"… ({len(plan.ring)} ranks)" if len(plan.ring) > MAX_RING_RANKS else plan.ring[0]
-    notes = [f"ring by {plan.protocol}: {ring} → {back}"]
+    notes = [f"ring over {plan.protocol}: {ring} → {back}"]
     for step in plan.steps[1:]:
         if not step.kept and math.isinf(step.cost_seconds):
-            notes.append(f"not left out: {step.reason}; the others could not hold a sample each")
+            notes.append(f"not dropped: {step.reason}; without it the others could not hold a sample each")
         elif not step.kept:
             second, (cost,) = times([step.cost_seconds])
-            notes.append(f"not left out: {step.reason}; without, {step.protocol}, it would take {cost} {second}")
+            notes.append(
+                f"not dropped: {step.reason}; without it the wall time would be {cost} {second} over {step.protocol}"
+            )
     return notes
 
 
-def _left_out_because(plan: AdaptPlan | None, ranks: Sequence[int]) -> str:
+def _drop_reasons(plan: AdaptPlan | None, ranks: Sequence[int]) -> str:
     steps = plan.steps if plan is not None else ()
     reasons = [step.reason for step in steps if step.kept and set(step.without) & set(ranks)]
     return "; ".join(dict.fromkeys(reasons))
 
 
-def save_report(report: Report, path: Path | str) -> None:
-    """Write the allocation and the comparison as JSON."""
+def save_report(report: BatchComparison, path: Path | str) -> None:
+    """Write :func:`as_json` to a file."""
     write_json(as_json(report), path)
 
 
-def as_json(report: Report) -> dict[str, Any]:
-    """The content of that file: ``ranks`` by rank, ``comparison`` as in the table, ``adapt`` for that method."""
+def as_json(report: BatchComparison) -> dict[str, Any]:
+    """The allocation and the comparison; ``comparison`` has the rows of the table, ``adapt`` is of that method only."""
     profile, chosen = report.profile, report.chosen
     content: dict[str, Any] = {
         "schema": SCHEMA,
@@ -227,7 +233,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "samples_per_second": each.allocation and each.allocation.samples_per_second,
                 "note": each.note,
             }
-            for each in report.candidates
+            for each in report.results
         ],
     }
     if report.adapt is not None:

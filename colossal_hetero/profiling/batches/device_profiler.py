@@ -4,10 +4,10 @@ Every rank measures itself, at its own pace and without communication:
 
 .. code-block:: python
 
-    with untouched(model, optimizer), local_collectives(model):
+    with preserved_state(model, optimizer), local_collectives(model):
         profile = profile_device(
             run, cap, state_bytes_to_come=optimizer_state_bytes(optimizer), device=device,
-            abandon=lambda: abandon_step(model, optimizer),
+            abort=lambda: abort_step(model, optimizer),
         )
 
 Where Algorithm 1 predicts the largest batch from one sample, here memory is measured anew with every trial, and the
@@ -34,16 +34,16 @@ import torch
 from torch import Tensor
 
 from ...accelerator import get_accelerator
-from ...planner.batches.batch_profile import DeviceProfile, Point
-from ..memory import ballast, is_out_of_memory, memory_limit, peak_bytes, recover, reset_peak, used_bytes
+from ...planner.batches.batch_profile import DeviceProfile, TimedBatch
+from ..memory import is_out_of_memory, memory_limit, peak_bytes, recover, reserved_memory, reset_peak, used_bytes
 from ..preserved_state import inner_optimizer
-from .largest_batch import Search, largest_batch
+from .largest_batch import LargestBatch, largest_batch
 
 # isort: split
 from colossalai.interface import OptimizerWrapper
 from colossalai.interface.optimizer import DistributedOptim
 
-__all__ = ["Progress", "Timing", "device_name", "measure_flops", "optimizer_state_bytes", "profile_device"]
+__all__ = ["BatchProgress", "Timing", "device_name", "optimizer_state_bytes", "peak_flops", "profile_device"]
 
 MIN_SECONDS = 0.5
 MAX_REPEATS = 30
@@ -72,7 +72,7 @@ class Timing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Progress:
+class BatchProgress:
     """How far a profile is."""
 
     action: Literal["searching", "timing"]
@@ -94,8 +94,8 @@ def profile_device(
     state_bytes_to_come: int,
     device: torch.device,
     repeats: int = 3,
-    on_progress: Callable[[Progress], None] | None = None,
-    abandon: Callable[[], None] = lambda: None,
+    on_progress: Callable[[BatchProgress], None] | None = None,
+    abort: Callable[[], None] = lambda: None,
     flops: float | None = None,
 ) -> DeviceProfile:
     """Find the largest micro-batch of at most ``cap`` samples that runs, and time every size on the way.
@@ -109,7 +109,7 @@ def profile_device(
         device: on which ``run`` runs.
         repeats: every size is run so often at least, its first run (which also prepares libraries for it) included.
         on_progress: called before each run.
-        abandon: called after a run that failed for want of memory; makes the model ready for the next.
+        abort: called after a run that failed for want of memory; makes the model ready for the next.
         flops: nominal or measured FLOP/s, to be noted.
 
     Returns:
@@ -126,12 +126,12 @@ def profile_device(
     if repeats < 1:
         raise ValueError(f"repeats={repeats}; every size must run at least once")
     limit = memory_limit(device)
-    trials = _Trials(run, device, limit.bytes, on_progress, abandon)
+    trials = _Trials(run, device, limit.bytes, on_progress, abort)
     state, sample = used_bytes(device), 0
-    points: tuple[Point, ...] = ()
-    search = Search(0, ((1, False),))
+    points: tuple[TimedBatch, ...] = ()
+    search = LargestBatch(0, ((1, False),))
     try:
-        with ballast(state_bytes_to_come, device):
+        with reserved_memory(state_bytes_to_come, device):
             # The first pass also allocates the gradients and whatever libraries set up when they are first used.
             if trials.attempt(1, keep=False):
                 recover()
@@ -141,9 +141,9 @@ def profile_device(
                 sample = trials.sample_bytes(largest) if largest else 0
                 points = trials.points()
                 if largest < search.largest:
-                    search = Search(largest, (*search.tried, (search.largest, False)))
+                    search = LargestBatch(largest, (*search.tried, (search.largest, False)))
     except Exception as error:
-        # Only the ballast may lack memory here; passes are caught where they run.
+        # Only the reserved_memory may lack memory here; passes are caught where they run.
         if not is_out_of_memory(error):
             raise
         recover(error)
@@ -170,14 +170,14 @@ class _Trials:
         run: Run,
         device: torch.device,
         limit_bytes: int,
-        on_progress: Callable[[Progress], None] | None,
-        abandon: Callable[[], None],
+        on_progress: Callable[[BatchProgress], None] | None,
+        abort: Callable[[], None],
     ) -> None:
         self._run = run
         self._device = device
         self._limit = limit_bytes
         self._on_progress = on_progress
-        self._abandon = abandon
+        self._abort = abort
         self._runs = 0
         self._failed = False
         self._action: Literal["searching", "timing"] = "searching"
@@ -189,7 +189,7 @@ class _Trials:
     def attempt(self, batch: int, keep: bool = True) -> bool:
         """Run a batch; whether memory sufficed. ``keep`` its time."""
         if self._on_progress is not None:
-            self._on_progress(Progress(self._action, batch, max(self._timings, default=0), self._runs))
+            self._on_progress(BatchProgress(self._action, batch, max(self._timings, default=0), self._runs))
         self._runs += 1
         reset_peak(self._device)
         timing = None
@@ -201,7 +201,7 @@ class _Trials:
             recover(error)
         if timing is None:
             self._failed = True
-            self._abandon()
+            self._abort()
             recover()
             return False
         if keep:
@@ -288,16 +288,16 @@ class _Trials:
         kept = timings[:-1]
         return Timing(fmean(time.seconds for time in kept), fmean(time.forward_seconds for time in kept))
 
-    def points(self) -> tuple[Point, ...]:
+    def points(self) -> tuple[TimedBatch, ...]:
         """The sizes that ran. One that stays clearly slower than a larger one has that one's time."""
         least = Timing(float("inf"), float("inf"))
-        points: list[Point] = []
+        points: list[TimedBatch] = []
         for batch in sorted(self._timings, reverse=True):
             timing = self._typical(batch)
             if timing.seconds > least.seconds * (1 + TOLERATED_DIP):
                 timing = least
             least = min(least, timing)
-            points.append(Point(batch=batch, seconds=timing.seconds, forward_seconds=timing.forward_seconds))
+            points.append(TimedBatch(batch=batch, seconds=timing.seconds, forward_seconds=timing.forward_seconds))
         return tuple(reversed(points))
 
 
@@ -326,7 +326,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -
     return total
 
 
-def measure_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     """FLOP/s of a matrix product of that ``dtype`` on ``device``: the best of a few, in tenths of a second."""
     size = 512 if device.type == "cpu" else 4096
     factor = torch.ones(size, size, device=device, dtype=dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Search", "largest_batch"]
+__all__ = ["LargestBatch", "largest_batch"]
 
 Estimate = Callable[[], int | None]
 
@@ -19,7 +19,7 @@ GUIDED = 2
 
 
 @dataclass(frozen=True)
-class Search:
+class LargestBatch:
     """What a search has found, and how."""
 
     largest: int
@@ -30,7 +30,7 @@ class Search:
 
 def largest_batch(
     fits: Callable[[int], bool], cap: int, estimate: Estimate | None = None, *, may_exceed_estimate: bool = True
-) -> Search:
+) -> LargestBatch:
     """Find the largest batch in 1..``cap`` that fits, in at most ``2·log2(largest) + 4`` trials.
 
     Args:
@@ -74,7 +74,7 @@ def largest_batch(
         # An estimate that grows with every trial would let the search creep: two trials less than double are enough.
         held_back += batch < double
         if batch <= largest or held_back > 2:
-            return Search(largest, tuple(tried))
+            return LargestBatch(largest, tuple(tried))
         attempt(batch)
 
     guided = 0
@@ -89,4 +89,4 @@ def largest_batch(
         if batch <= largest:
             break
         attempt(batch)
-    return Search(largest, tuple(tried))
+    return LargestBatch(largest, tuple(tried))

@@ -16,12 +16,12 @@ from torch import nn
 from ...accelerator import get_accelerator
 from ...planner.batches.batch_profile import BatchProfile, DeviceProfile, ModelIdentity
 from ...processes.every_rank import on_every_rank
-from ..aborted_step import abandon_step
+from ..aborted_step import abort_step
 from ..local_collectives import local_collectives
-from ..preserved_state import untouched
+from ..preserved_state import preserved_state
 from ..training_step import TrialRun
-from .device_profiler import Progress, measure_flops, optimizer_state_bytes, profile_device
-from .forward_watch import ForwardWatch
+from .device_profiler import BatchProgress, optimizer_state_bytes, peak_flops, profile_device
+from .forward_timer import ForwardTimer
 
 __all__ = ["ModelDescription", "describe", "profile_ranks"]
 
@@ -114,8 +114,8 @@ def profile_ranks(
                 state_bytes_to_come=to_come,
                 device=here,
                 on_progress=tell,
-                abandon=lambda: abandon_step(model, optimizer),
-                flops=measure_flops(here),
+                abort=lambda: abort_step(model, optimizer),
+                flops=peak_flops(here),
             )
         return device, to_come
 
@@ -131,9 +131,9 @@ def profile_ranks(
             together.append(run(1)[0])
         return statistics.median(together[1:]) - statistics.median(apart[1:])
 
-    watch = ForwardWatch(model, lambda: size)
+    watch = ForwardTimer(model, lambda: size)
     try:
-        with untouched(model, optimizer), _progress() as tell:
+        with preserved_state(model, optimizer), _progress() as tell:
             communicate_first()
             measured = on_every_rank(measure, "measuring batches")
             devices = [device for device, _ in measured]
@@ -197,7 +197,7 @@ def _identity(description: ModelDescription, stage: int, precision: str, state_b
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Progress], None]]:
+def _progress() -> Iterator[Callable[[BatchProgress], None]]:
     """Shows on the first rank what is being tried."""
     if dist.get_rank() != 0:
         yield lambda progress: None

@@ -36,11 +36,11 @@ from ...planner.cluster.gpu_catalog import kind_name
 from ...processes.every_rank import on_every_rank
 from ..batches.device_profiler import device_name
 from ..memory import is_out_of_memory, memory_limit, recover
-from ..preserved_state import untouched
+from ..preserved_state import preserved_state
 from .activations import saved_bytes
 from .layer_passes import Duration, LayerPasses, clock, resized
-from .merge_ranks import MeasuredLayers, RankLayers, merge
-from .model_layers import BlockRow, LayerDescription, describe_layers, find_blocks
+from .merge_ranks import MeasuredLayers, RankLayers, merge_ranks
+from .model_layers import BlockRow, LayerDescription, describe_layers, find_block_row
 
 __all__ = ["LayerProgress", "MeasuredLayers", "profile_layers"]
 
@@ -83,8 +83,8 @@ def profile_layers(
     micro_batches: Sequence[int] = (1, 2, 4, 8),
     optimizer: str | OptimizerFactory = "adam",
     precision: str = "fp32",
-    longest_run: int = 8,
-    least_seconds: float = MIN_SECONDS,
+    max_run: int = 8,
+    min_seconds: float = MIN_SECONDS,
     blocks: str | None = None,
     tensor_parallel: int = 1,
     group: dist.ProcessGroup | None = None,
@@ -94,7 +94,7 @@ def profile_layers(
     """Measure the layers of ``model`` on every rank's own device; to be called on all ranks, or without any.
 
     The model is left as it is found: parameters, gradients, buffers, modes and random state. The passes add gradients
-    to its parameters meanwhile, and a stand-in for the optimizer takes as much memory as ``longest_run`` blocks' state.
+    to its parameters meanwhile, and a stand-in for the optimizer takes as much memory as ``max_run`` blocks' state.
 
     Args:
         model: of timm or transformers, or built like these, on the device where it is to train.
@@ -105,8 +105,8 @@ def profile_layers(
             out; a CPU without a limit of the address space is better not asked for more than it holds.
         optimizer: "adam", "adamw", "sgd", or what makes a ``torch.optim.Optimizer`` of parameters.
         precision: "fp32", or "fp16" and "bf16", for which a cast copy of the model is measured.
-        longest_run: most blocks that are timed together.
-        least_seconds: how long each micro-batch is measured at least; shorter is noisier.
+        max_run: most blocks that are timed together.
+        min_seconds: how long each micro-batch is measured at least; shorter is noisier.
         blocks: name of the row of blocks, where a model has more than one.
         tensor_parallel: how many ranks share each layer. Above 1, ``model`` is this rank's shard, whose layers
             communicate: that is part of the times then.
@@ -121,7 +121,7 @@ def profile_layers(
     """
     _check(model, micro_batches, optimizer, precision, tensor_parallel, group)
     factory = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-    find_blocks(model, blocks)
+    find_block_row(model, blocks)
 
     def run() -> tuple[RankLayers, LayerDescription]:
         measured, samples = model, batch
@@ -129,17 +129,15 @@ def profile_layers(
             measured = copy.deepcopy(model).to(PRECISIONS[precision])
             samples = tree_map(lambda part: _cast(part, PRECISIONS[precision]), batch)
         layers = describe_layers(measured, resized(samples, 1), blocks=blocks)
-        measure = _Measurement(
-            measured, layers, criterion, samples, factory, longest_run, least_seconds, group, on_progress
-        )
-        with untouched(measured):
+        measure = _Measurement(measured, layers, criterion, samples, factory, max_run, min_seconds, group, on_progress)
+        with preserved_state(measured):
             measured.train()
             return measure(sorted(set(micro_batches)), precision), layers
 
     called = name or type(model).__name__
     if not dist.is_initialized():
         result, layers = run()
-        return merge([result], [(0,)], layers.parameter_bytes, tensor_parallel, precision, called)
+        return merge_ranks([result], [(0,)], layers.parameter_bytes, tensor_parallel, precision, called)
     ranks = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
 
     def run_here() -> tuple[RankLayers, tuple[int, ...], tuple[int, ...]]:
@@ -148,7 +146,7 @@ def profile_layers(
 
     everyone = on_every_rank(run_here, "measuring layers")
     groups = list(dict.fromkeys(ranks for _, ranks, _ in everyone))
-    return merge([each for each, _, _ in everyone], groups, everyone[0][2], tensor_parallel, precision, called)
+    return merge_ranks([each for each, _, _ in everyone], groups, everyone[0][2], tensor_parallel, precision, called)
 
 
 Part = tuple[str, int, int]
@@ -169,8 +167,8 @@ class _Measurement:
         criterion: Callable | None,
         batch: Any,
         factory: OptimizerFactory,
-        longest_run: int,
-        least_seconds: float,
+        max_run: int,
+        min_seconds: float,
         group: dist.ProcessGroup | None,
         on_progress: Callable[[LayerProgress], None] | None,
     ) -> None:
@@ -179,13 +177,13 @@ class _Measurement:
         self._criterion = criterion
         self._batch = batch
         self._factory = factory
-        self._least_seconds = least_seconds
+        self._least_seconds = min_seconds
         self._group = group
         self._on_progress = on_progress
         self._device = next(model.parameters()).device
         count = len(layers.row.blocks)
         self._kinds = _kinds_of_blocks(layers.row)
-        lengths = [2**power for power in range(count.bit_length()) if 2**power <= min(count, max(longest_run, 1))]
+        lengths = [2**power for power in range(count.bit_length()) if 2**power <= min(count, max(max_run, 1))]
         self._runs: list[Part] = [("run", 0, length) for length in lengths]
         # One block of each kind by itself, where they are not all alike.
         self._singles: dict[int, Part] = {kind: ("run", self._kinds.index(kind), 1) for kind in set(self._kinds)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...planner.profile.layer_profile import BlockRun, LayerSizes, LayerTimes, ModelProfile
 
-__all__ = ["MeasuredLayers", "RankLayers", "merge"]
+__all__ = ["MeasuredLayers", "RankLayers", "merge_ranks"]
 
 ALIKE = 0.1
 """Ranks with the same name of device whose times differ by no more are one kind."""
@@ -47,7 +47,7 @@ class RankLayers:
         return sum(map(sum, [*self.forward.values(), *self.backward.values()]))
 
 
-def merge(
+def merge_ranks(
     measured: Sequence[RankLayers],
     groups: Sequence[Sequence[int]],
     parameter_bytes: tuple[int, ...],

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["BlockRow", "LayerDescription", "call_model", "describe_layers", "find_blocks"]
+__all__ = ["BlockRow", "LayerDescription", "call_model", "describe_layers", "find_block_row"]
 
 RIVAL_SHARE = 0.25
 """A second row with that share of the first one's parameters leaves it open which one is to be cut."""
@@ -55,7 +55,7 @@ class LayerDescription:
     """Names of those after the last one."""
 
 
-def find_blocks(model: nn.Module, name: str | None = None) -> BlockRow:
+def find_block_row(model: nn.Module, name: str | None = None) -> BlockRow:
     """The row of blocks between which Colossal-AI's pipeline cuts ``model``.
 
     Args:
@@ -99,9 +99,9 @@ def describe_layers(model: nn.Module, batch: Any = None, *, blocks: str | None =
         blocks: name of the row, where there is more than one.
 
     Raises:
-        ValueError: as :func:`find_blocks`.
+        ValueError: as :func:`find_block_row`.
     """
-    row = find_blocks(model, blocks)
+    row = find_block_row(model, blocks)
     ends, flops = (None, None) if batch is None else _trace(model, row, batch)
     owned: dict[str, list[str]] = {"before": [], "after": []}
     inside = {id(parameter) for block in row.blocks for parameter in block.parameters()}

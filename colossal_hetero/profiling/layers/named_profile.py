@@ -20,7 +20,7 @@ from .layer_profiler import MIN_SECONDS, LayerProgress, MeasuredLayers, profile_
 from .model_layers import describe_layers
 from .named_models import build_model
 
-__all__ = ["ProfileRequest", "check_request", "profile_here"]
+__all__ = ["ProfileRequest", "check_request", "profile_named_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class ProfileRequest:
     micro_batches: Sequence[int] = (1, 2, 4, 8)
     optimizer: str = "adam"
     precision: str = "fp32"
-    least_seconds: float = MIN_SECONDS
+    min_seconds: float = MIN_SECONDS
 
 
 def check_request(request: ProfileRequest) -> int:
@@ -55,7 +55,7 @@ def check_request(request: ProfileRequest) -> int:
     return len(describe_layers(named.model).row.blocks)
 
 
-def profile_here(request: ProfileRequest, console: Console) -> MeasuredLayers:
+def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLayers:
     """Measure with all ranks of the launcher, or alone; rank 0 shows how far it is, and writes the file.
 
     Raises:
@@ -93,7 +93,7 @@ def profile_here(request: ProfileRequest, console: Console) -> MeasuredLayers:
                 micro_batches=request.micro_batches,
                 optimizer=request.optimizer,
                 precision=request.precision,
-                least_seconds=request.least_seconds,
+                min_seconds=request.min_seconds,
                 name=request.model,
                 on_progress=show if rank == 0 else None,
             )

@@ -1,8 +1,9 @@
-"""Balancing through the plugin: who is found slow prunes, everyone agrees, and training goes on."""
+"""Balancing through the plugin: ranks that are detected as slow prune, all ranks agree, and training continues."""
 
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.column_selection import NormProduct, RandomColumns
 from colossal_hetero.balance.measure import clock as clocks
 from colossal_hetero.layers import hetero_layers
-from colossal_hetero.testing.stragglers import Stragglers, inject_stragglers
+from colossal_hetero.testing import Stragglers, inject_stragglers, stragglers
 from tests.support.harness import run_ranks
 from tests.support.training import (
     Trained,
@@ -39,7 +40,7 @@ SETTLED = 5
 
 
 def slow_in_turn(rank: int, iteration: int) -> float:
-    """Nobody is slow for a phase, then rank 0 is, then nobody, then rank 1, and so on."""
+    """No rank is slow in the first phase, then rank 0, then none, then rank 1, and so on."""
     phase = iteration // PHASE
     return SLOWDOWN if phase % 2 == 1 and phase // 2 == rank else 1.0
 
@@ -117,7 +118,7 @@ def assert_follows(plans: list[tuple[float, ...]], ranks: list[int], world: int,
         if now == before:
             expected = [capped if slowdown > 1 else 0.0 for slowdown in now]
             assert plan == pytest.approx(expected), f"iteration {iteration}: {plan}"
-        # While the plan is about to follow, whoever prunes is or was the straggler.
+        # Until the plan has followed a change, only the present or the former straggler may prune.
         assert all(ratio == 0 or max(now[i], before[i]) > 1 for i, ratio in enumerate(plan)), f"{iteration}: {plan}"
 
 
@@ -131,7 +132,7 @@ def test_every_rank_as_the_straggler_in_turn(world: int) -> None:
     assert_follows(plans, list(range(world)), world)
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < 0.5 * losses[0], losses
-    # One exchange to begin with, and one for each time that somebody's speed moved.
+    # One exchange to begin with, and one for each time that a rank's speed changed.
     assert len(exchanges) == 1 + 2 * world, exchanges
     assert len(changes) == 2 * world, changes
     assert set(changes) < set(exchanges)
@@ -206,7 +207,7 @@ def check_never() -> None:
         assert_same_parameters(run.parameters, expected.parameters, str(balance))
         records = run.plugin.balancer.collect()
         if records is not None:
-            # Off still measures, so that a report can tell what balancing would have brought.
+            # Mode off still measures, so that a report can show what balancing would have saved.
             assert all(r.ranks[1].work_seconds > 3 * r.ranks[0].work_seconds for r in records)
             assert any(r.exchanged for r in records) == (balance.mode != "off")
 
@@ -256,7 +257,8 @@ def test_activation_checkpointing_changes_nothing(world: int) -> None:
     run_ranks(world, check_checkpointing)
 
 
-# What must not upset the balancer ------------------------------------------------------------------------------------
+# What must not disturb the balancer
+# ------------------------------------------------------------------------------------
 
 
 def check_overflow() -> None:
@@ -282,7 +284,7 @@ def test_steps_skipped_by_an_overflow_count_like_others() -> None:
 
 
 class Seconds:
-    """A clock that moves by a hundredth of a second each time it is read, and by what it is told to."""
+    """A clock that advances by a hundredth of a second each time it is read; tests advance it further."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -358,17 +360,32 @@ def test_waiting_for_other_stages_is_not_work() -> None:
     run_ranks(4, check_pipeline_waiting)
 
 
-# For real ------------------------------------------------------------------------------------------------------------
+# Real work -----------------------------------------------------------------------------------------------------------
+
+
+class CpuSeconds:
+    """A clock of the CPU time of this process, which other processes do not change, and of its pauses."""
+
+    def __init__(self) -> None:
+        self.paused = 0.0
+
+    def perf_counter(self) -> float:
+        return time.process_time() + self.paused
+
+    def sleep(self, seconds: float) -> None:
+        self.paused += seconds
 
 
 def check_found(means: str) -> list[tuple[float, ...]]:
     sizes = dict(embed_dim=192, num_heads=6, mlp_ratio=4, patch_size=2)
-    run = boost(ours(RESIZE, tp_size=2), tiny_vit(**sizes))
-    inject_stragglers(run.model, run.optimizer, Stragglers(slowdowns={1: 12.0}, means=means))
-    return train(run, 12, same_batch=True).plans
+    seconds = CpuSeconds()
+    with patch.object(clocks, "time", seconds), patch.object(stragglers, "time", seconds):
+        run = boost(ours(RESIZE, tp_size=2), tiny_vit(**sizes))
+        inject_stragglers(run.model, run.optimizer, Stragglers(slowdowns={1: 12.0}, means=means))
+        return train(run, 12, same_batch=True).plans
 
 
 @pytest.mark.parametrize("means", ["repeat", "sleep"])
-def test_a_straggler_to_order_is_found(means: str) -> None:
+def test_an_injected_straggler_is_found(means: str) -> None:
     plans = run_ranks(2, check_found, means)[0]
     assert max(plan[1] for plan in plans) > 0.3, plans

@@ -1,4 +1,4 @@
-"""Measuring costs before training: the same on all ranks, kept on disk, and sound whatever the disk does."""
+"""Measuring costs before training: the same on all ranks, kept on disk, and correct if files are missing or damaged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from colossal_hetero.balance import BalanceConfig, Costs
 from colossal_hetero.balance.decide.costs import Traffic, Volume
 from colossal_hetero.balance.measure import pretest
-from colossal_hetero.balance.measure.pretest import Link, ProductShape, fit_link, fit_receive_factor, fit_resize
+from colossal_hetero.balance.measure.pretest import FittedLink, ProductShape, fit_link, fit_receive_factor, fit_resize
 from tests.support.harness import run_ranks
 
 SHAPES = [ProductShape(96, 64), ProductShape(64, 96), ProductShape(96, 64)]
@@ -29,7 +29,7 @@ def traffic(share: float) -> Traffic:
     return Traffic(Volume(4, sent), Volume(2, sent), Volume(2, sent))
 
 
-def prepare(group: dist.ProcessGroup, way: str = "block", **options: object) -> PREPARED:
+def prepare(group: dist.ProcessGroup, form: str = "block", **options: object) -> PREPARED:
     """The costs, how often they were measured, and what was warned of."""
     config = BalanceConfig(mode="auto", **options)
     with (
@@ -37,12 +37,12 @@ def prepare(group: dist.ProcessGroup, way: str = "block", **options: object) -> 
         mock.patch.object(pretest, "measure_costs", wraps=pretest.measure_costs) as measure,
     ):
         warnings.simplefilter("always")
-        costs = pretest.prepare_costs(config, group, SHAPES, 40, torch.float32, CPU, traffic, way)
+        costs = pretest.prepare_costs(config, group, SHAPES, 40, torch.float32, CPU, traffic, form)
     return costs, measure.call_count, [str(warning.message) for warning in caught]
 
 
 def measure_quickly(ranks: int) -> None:
-    """Fewer and smaller: what is measured is another test's subject."""
+    """Fewer and smaller measurements, for tests that do not check them."""
     assert dist.get_world_size() == ranks
     pretest.PRODUCT_SECONDS = 0.01
     pretest.MESSAGES = {2**12: 3, 2**14: 3}
@@ -51,7 +51,7 @@ def measure_quickly(ranks: int) -> None:
 def measure_both_ways(ranks: int) -> list[PREPARED]:
     measure_quickly(ranks)
     before = torch.get_rng_state()
-    found = [prepare(dist.group.WORLD, way, cost_cache="") for way in ("column", "block")]
+    found = [prepare(dist.group.WORLD, form, cost_cache="") for form in ("column", "block")]
     assert torch.equal(torch.get_rng_state(), before), "measuring has changed what training draws"
     return found
 
@@ -59,11 +59,11 @@ def measure_both_ways(ranks: int) -> list[PREPARED]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_have_the_same_costs(ranks: int) -> None:
     results = run_ranks(ranks, measure_both_ways, ranks)
-    for way in range(2):
-        costs, measured, warned = results[0][way]
+    for form in range(2):
+        costs, measured, warned = results[0][form]
         assert measured == 1 and not warned
         assert costs.phi1(0.5) > 0 and costs.receive_factor > 0 and costs.communication_scale == 1.0
-        assert all(other[way] == results[0][way] for other in results)
+        assert all(other[form] == results[0][form] for other in results)
 
 
 def prepare_again_and_again(folder: str) -> list[PREPARED]:
@@ -82,7 +82,7 @@ def prepare_again_and_again(folder: str) -> list[PREPARED]:
 def test_costs_are_measured_once(tmp_path: Path) -> None:
     first, second = run_ranks(2, prepare_again_and_again, str(tmp_path))
     assert first == second
-    assert [measured for _, measured, _ in first] == [1, 0, 1, 1, 0]  # anew for another way, and after damage
+    assert [measured for _, measured, _ in first] == [1, 0, 1, 1, 0]  # again for another form, and after damage
     assert first[0][0] == first[1][0] and first[3][0] == first[4][0]
     contents = [json.loads(path.read_text()) for path in tmp_path.iterdir() if path.read_text().endswith("}\n")]
     (content,) = contents  # the other one is still damaged
@@ -97,7 +97,7 @@ def prepare_on_one_disk_only(folder: str) -> list[PREPARED]:
     return [prepare(dist.group.WORLD, cost_cache=own) for _ in range(2)]
 
 
-def test_one_rank_looks_for_all(tmp_path: Path) -> None:
+def test_one_rank_reads_the_cache_for_all(tmp_path: Path) -> None:
     first, second = run_ranks(2, prepare_on_one_disk_only, str(tmp_path / "cache"))
     assert first == second and [measured for _, measured, _ in first] == [1, 0]
     assert not (tmp_path / "cache-elsewhere").exists()
@@ -135,9 +135,9 @@ def test_a_link_is_found_again(latency: float, per_byte: float) -> None:
 
 
 def test_links_by_hand() -> None:
-    assert fit_link([1000], [0.5]) == Link(0.0, 0.0005)  # too slow a network for a second size
-    assert fit_link([1000, 2000], [0.5, 0.4]) == Link(0.5, 0.0)
-    assert Link(0.25, 0.5).seconds(Volume(2, 3)) == 2.0
+    assert fit_link([1000], [0.5]) == FittedLink(0.0, 0.0005)  # too slow a network for a second size
+    assert fit_link([1000, 2000], [0.5, 0.4]) == FittedLink(0.5, 0.0)
+    assert FittedLink(0.25, 0.5).seconds(Volume(2, 3)) == 2.0
 
 
 def test_fits_of_products() -> None:

@@ -2,23 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from colossal_hetero import BalanceConfig
-from colossal_hetero.testing.stragglers import Stragglers, inject_stragglers
+from colossal_hetero.balance.measure import clock as clocks
+from colossal_hetero.testing import Stragglers, inject_stragglers, stragglers
 from tests.support.harness import run_ranks
 from tests.support.training import boost, ours, scripted, tiny_vit, train
 
 SIZES = dict(embed_dim=192, num_heads=6, mlp_ratio=4, patch_size=2)
 
 
+class VirtualTime:
+    """A rank's time, which advances by a millisecond when it is read and when the rank sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def synchronize(self, group: dist.ProcessGroup | None) -> None:
+        """Set the time to the latest of the group's ranks."""
+        latest = torch.tensor(self.now, dtype=torch.float64)
+        dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=group)
+        self.now = latest.item()
+
+
+@contextmanager
+def virtual_time() -> Iterator[None]:
+    """Clocks and pauses in virtual time: two ranks leave a collective at the same time, and all ranks an iteration."""
+    time = VirtualTime()
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+    pair = pairs[dist.get_rank() // 2]
+    mark, stop = clocks.CpuClock.mark, clocks.CpuClock.stop
+
+    def synchronized_mark(clock: clocks.CpuClock, part: Any) -> None:
+        if part == "communication":
+            time.synchronize(pair)
+        mark(clock, part)
+
+    def synchronized_stop(clock: clocks.CpuClock, tag: Any = None) -> None:
+        time.synchronize(None)
+        stop(clock, tag)
+
+    with (
+        patch.object(clocks, "time", time),
+        patch.object(stragglers, "time", time),
+        patch.multiple(clocks.CpuClock, mark=synchronized_mark, stop=synchronized_stop),
+    ):
+        yield
+
+
 def check_kept(options: dict[str, Any], iterations: int) -> tuple[Any, Any] | None:
-    run = boost(ours(BalanceConfig(mode="resize"), tp_size=2, **options), tiny_vit(**SIZES))
-    inject_stragglers(run.model, run.optimizer, Stragglers(slowdowns={1: 12.0}, means="sleep"))
-    train(run, iterations, same_batch=True)
+    with virtual_time():
+        run = boost(ours(BalanceConfig(mode="resize"), tp_size=2, **options), tiny_vit(**SIZES))
+        inject_stragglers(run.model, run.optimizer, Stragglers(slowdowns={1: 12.0}, means="sleep"))
+        train(run, iterations, same_batch=True)
     found = run.plugin.balancer.timelines()
     records = run.plugin.balancer.collect()
     assert (found is None) == (records is None) == (dist.get_rank() != 0)
@@ -48,11 +99,11 @@ def test_an_iteration_before_balancing_and_one_after_it(options: dict[str, Any])
             if timeline is before and rank.rank == 0 and not options:
                 # For rank 1, which sleeps. A pipeline's bubbles count as communication.
                 assert totals["waiting"] > totals["communication"]
-        # All ranks share this machine's clock: their iterations lie over each other, not one after another.
+        # All ranks share one clock, so their iterations are drawn above each other, not one after another.
         assert timeline.seconds < 1.5 * max(rank.work_seconds + rank.communication_seconds for rank in record.ranks)
     for record in records:
         assert all(0 < rank.relative_score <= 1 and 0 < rank.own_score <= 1 for rank in record.ranks)
-    # At equal work the straggler stays slow however little it does.
+    # At equal work the straggler stays slow, however little it computes.
     assert records[-1].ranks[1].relative_score < 0.6 < records[-1].ranks[0].relative_score
     assert any(rank.own_score == 1.0 for record in records[1:] for rank in record.ranks)
 

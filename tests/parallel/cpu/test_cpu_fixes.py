@@ -1,4 +1,4 @@
-"""The single mends of Colossal-AI on a CPU, each against what it promises."""
+"""The patches of Colossal-AI for a CPU, each against what it should do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.support.harness import run_ranks
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the mends are for hosts without a GPU")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are for hosts without a GPU")
 
 
 def send_without_a_receiver(messages: int) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""A resized block trains an exact sub-network: the model without the units that were left out."""
+"""A resized block trains an exact sub-network: the model without the pruned units."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colossal_hetero.balance.column_selection import SAMPLED_ROWS
-from colossal_hetero.balance.decide.plan import Plan
+from colossal_hetero.balance.decide.plan import BalancePlan
 from tests.parallel.layers.test_migration import Training
 from tests.support.harness import run_ranks
 from tests.support.sharding import own_share
@@ -16,10 +16,10 @@ from tests.support.training import batch, loss_of, tiny_vit
 
 
 def _compare_with_sub_network(slow: int, priority: str) -> dict[str, float]:
-    """The differences of loss and gradients from those of a model whose dropped units have no way out."""
+    """The differences of loss and gradients from those of a model whose dropped units have zero output weights."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     training = Training("block", priority=priority)
-    training.applier.apply(Plan.resizing([0.5 if other == slow else 0.0 for other in range(ranks)]))
+    training.applier.apply(BalancePlan.resizing([0.5 if other == slow else 0.0 for other in range(ranks)]))
     kept: dict[str, list[int]] = {}
     for block in training.blocks:
         choose = block._choose
@@ -77,7 +77,7 @@ def test_loss_and_gradients_are_those_of_the_sub_network(ranks: int, slow: int, 
 
 def _kept_by_norm() -> list[tuple[list[int], list[int]]]:
     training = Training("block", priority="norm-product")
-    training.applier.apply(Plan.resizing([0.5, 0.0]))
+    training.applier.apply(BalancePlan.resizing([0.5, 0.0]))
     results = []
     for block in training.blocks:
         x, weight = block.matrices

@@ -1,4 +1,4 @@
-"""Checkpoints are Colossal-AI's: written mid-pruning they load anywhere, and anyone's load here."""
+"""Checkpoints are Colossal-AI's: those written while pruning load into its plugin, and its own load into ours."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_interchange(folder: Path, options: dict[str, Any], sharded: bool) -> N
     assert_same_parameters(again.parameters, plain.parameters, "trained on from our checkpoint")
 
     save(plain, folder / "theirs", sharded)
-    # Anew, for a checkpoint of half-precision training has no fp32 weights.
+    # A new model, because a checkpoint of half-precision training has no fp32 weights.
     plain = load(boost(theirs(**options), tiny_vit(seed=5)), folder / "theirs", sharded)
     with scripted():
         back = load(boost(ours(RESIZE, **options), tiny_vit(seed=7)), folder / "theirs", sharded)

@@ -1,6 +1,6 @@
 """Every model family that Colossal-AI has a policy for equals its unsharded self with this package's layers.
 
-Tiny models with random weights, in fp32, two tensor-parallel ranks: loss and every gradient.
+Tiny models with random weights, in fp32, on two tensor-parallel ranks: the loss and every gradient.
 """
 
 from __future__ import annotations
@@ -194,11 +194,11 @@ FAMILIES: dict[Callable[[], tuple[nn.Module, Inputs]], dict[str, int]] = {
 BUILDERS = {family.__name__: family for family in FAMILIES}
 
 # Colossal-AI 0.5.0 divides the heads of SAM's self-attention among the ranks, but not those of its cross-attention, so
-# that two ranks compute something else than one. There this package's layers are held to Colossal-AI's own.
+# that two ranks compute a different result than one. For SAM this package's layers are compared with Colossal-AI's.
 UNLIKE_THE_UNSHARDED_MODEL = {"sam"}
 
 # Not here: ChatGLM and DeepSeek, whose policies are for model code that is downloaded with the weights. Their
-# policies are looked at in tests/test_policy.py.
+# policies are tested in tests/unit/layers/test_policy.py.
 
 # Cohere's attention takes the mask that its model makes with flash attention only.
 SHARDING_OPTIONS: dict[str, dict[str, Any]] = {"cohere": dict(enable_flash_attention=True)}
@@ -230,7 +230,7 @@ def _help_on_a_cpu() -> None:
 
 
 def _check(names: list[str]) -> dict[str, Any]:
-    """Return, for every family, its parallel layers by class, or what went wrong."""
+    """Return, for every family, the number of its parallel layers by class, or the traceback of a failure."""
     results: dict[str, Any] = {}
     _help_on_a_cpu()
     for name in names:
@@ -247,7 +247,7 @@ def _check(names: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, Any]]:
-    """What came of every family, by rank. They share two processes, which saves their start and their imports."""
+    """The results of every family by rank. All families use the same two processes, to save time."""
     return run_ranks(2, _check, list(BUILDERS))
 
 

@@ -1,4 +1,4 @@
-"""Migrated work is not lost: training with it equals training without, up to the order of summation."""
+"""Migration is exact: training with it equals training without it, up to the order of summation."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.decide.costs import Traffic, Volume
 from colossal_hetero.balance.decide.divide import Move, divide
-from colossal_hetero.balance.decide.plan import Plan
+from colossal_hetero.balance.decide.plan import BalancePlan
 from colossal_hetero.balance.decide.traffic import BlockShape, LayerShape, block_traffic, column_traffic
 from colossal_hetero.layers import Workload, hetero_layers
-from colossal_hetero.layers.block import Block, find_blocks
-from colossal_hetero.layers.column_migration import COURIERS, ColumnMigration
+from colossal_hetero.layers.block import Block, attach_blocks
+from colossal_hetero.layers.column_migration import COLUMN_EXCHANGES, ColumnMigration
 from colossal_hetero.layers.transport import Transport
-from colossal_hetero.layers.unit_exchange import UnitMail
+from colossal_hetero.layers.unit_exchange import UnitExchange
 from tests.parallel.layers.test_layers import KINDS, build, inputs, owned
 from tests.support.harness import run_ranks
 from tests.support.training import BATCH, batch, loss_of, ours, tiny_vit
 
-WAYS = ("broadcast-reduce", "scatter-gather", "block")
+METHODS = ("broadcast-reduce", "scatter-gather", "block")
 TOKENS = 5  # four patches and the class token
 
 
-def plan_for(senders: dict[int, float], ranks: int) -> Plan:
-    """Some ranks give these shares, the others take them equally."""
+def plan_for(senders: dict[int, float], ranks: int) -> BalancePlan:
+    """A plan in which some ranks give these shares and the others take equal parts."""
     share = sum(senders.values()) / (ranks - len(senders))
-    return Plan(
+    return BalancePlan(
         resize=(0.0,) * ranks,
         migrate=tuple(senders.get(rank, 0.0) for rank in range(ranks)),
         receive=tuple(0.0 if rank in senders else share for rank in range(ranks)),
@@ -45,7 +45,7 @@ class Training:
     """A tiny vision transformer on all ranks as one tensor-parallel group, balanced by hand."""
 
     def __init__(
-        self, way: str = "block", make_optimizer: Callable | None = None, priority: str = "norm-product"
+        self, method: str = "block", make_optimizer: Callable | None = None, priority: str = "norm-product"
     ) -> None:
         self.plugin = ours(tp_size=dist.get_world_size())
         model = tiny_vit()
@@ -54,12 +54,12 @@ class Training:
         self.model, self.optimizer, *_ = self.booster.boost(model, make_optimizer(model.parameters()), loss_of)
         self.layers = hetero_layers(self.model)
         self.transport = Transport(self.plugin.tp_group)
-        self.blocks: list[Block] = find_blocks(self.model) if way == "block" else []
-        config = BalanceConfig(mode="migrate", migration=way, priority=priority)
+        self.blocks: list[Block] = attach_blocks(self.model) if method == "block" else []
+        config = BalanceConfig(mode="migrate", migration=method, priority=priority)
         self.applier = Applier(self.layers, self.blocks, config, 100, self.transport)
 
     def steps(self, count: int) -> list[float]:
-        """Train; the loss of every step."""
+        """Train; returns the loss of every step."""
         losses = []
         for number in range(count):
             self.applier.begin_iteration()
@@ -84,7 +84,7 @@ def furthest(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((actual[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
 
 
-def plans(ranks: int) -> Iterator[Plan]:
+def plans(ranks: int) -> Iterator[BalancePlan]:
     """Every rank alone as the straggler, and what more than two ranks can do together."""
     for rank in range(ranks):
         yield plan_for({rank: 0.6}, ranks)
@@ -92,28 +92,28 @@ def plans(ranks: int) -> Iterator[Plan]:
         yield plan_for({0: 0.5, ranks - 1: 0.8}, ranks)
         yield plan_for({rank: 0.3 + 0.1 * rank for rank in range(1, ranks)}, ranks)
         uneven = [0.1 * rank for rank in range(ranks)]
-        yield Plan(resize=(0.0,) * ranks, migrate=(sum(uneven), *(0.0,) * (ranks - 1)), receive=tuple(uneven))
+        yield BalancePlan(resize=(0.0,) * ranks, migrate=(sum(uneven), *(0.0,) * (ranks - 1)), receive=tuple(uneven))
 
 
-def _differences_after_training(steps: int) -> dict[tuple[str, Plan], float]:
+def _differences_after_training(steps: int) -> dict[tuple[str, BalancePlan], float]:
     expected = Training()
     expected.steps(steps)
     differences = {}
-    for way in WAYS:
+    for method in METHODS:
         for plan in plans(dist.get_world_size()):
-            training = Training(way)
+            training = Training(method)
             training.applier.apply(plan)
             training.steps(steps)
-            differences[way, plan] = furthest(training.parameters, expected.parameters)
-            assert training.transport.sent["point_to_point"].messages > 0 or way == "broadcast-reduce"
+            differences[method, plan] = furthest(training.parameters, expected.parameters)
+            assert training.transport.sent["point_to_point"].messages > 0 or method == "broadcast-reduce"
     return differences
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_parameters_after_training_are_those_of_training_without_migration(ranks: int) -> None:
     for of_rank in run_ranks(ranks, _differences_after_training, 20):
-        for (way, plan), difference in of_rank.items():
-            assert difference <= 1e-5, f"{way}, {plan}"
+        for (method, plan), difference in of_rank.items():
+            assert difference <= 1e-5, f"{method}, {plan}"
 
 
 # AdamW divides small gradients by small numbers -----------------------------------------------------------------------
@@ -125,7 +125,7 @@ def _losses_with_adamw() -> tuple[list[float], list[float], dict[str, list[float
 
     steps = 200
     plain = Training(make_optimizer=adamw).steps(steps)
-    # The control: the same sums in another order. Units of a block may stand in any.
+    # The control: the same sums in another order, because a block's units may have any order.
     control = Training(make_optimizer=adamw)
     for block in control.blocks:
         order = torch.arange(block.units - 1, -1, -1)
@@ -134,10 +134,10 @@ def _losses_with_adamw() -> tuple[list[float], list[float], dict[str, list[float
                 tensor.copy_(place.fold(place.view(tensor).index_select(place.unit_dim, order)))
     reordered = control.steps(steps)
     migrated = {}
-    for way in WAYS:
-        training = Training(way, adamw)
+    for method in METHODS:
+        training = Training(method, adamw)
         training.applier.apply(plan_for({dist.get_world_size() - 1: 0.6}, dist.get_world_size()))
-        migrated[way] = training.steps(steps)
+        migrated[method] = training.steps(steps)
     return plain, reordered, migrated
 
 
@@ -150,22 +150,22 @@ def test_losses_with_adamw_differ_no_more_than_with_another_order_of_summation()
     assert plain[-1] < 0.5 * plain[0], "nothing was learnt"
     control = apart(reordered)
     assert control > 0
-    for way, losses in migrated.items():
-        # Both are chaotic: rounding grows until it is as large as it gets. Their scale is what can be compared.
-        assert apart(losses) <= 3 * control, way
+    for method, losses in migrated.items():
+        # In both trainings rounding errors grow chaotically up to some scale; only these scales can be compared.
+        assert apart(losses) <= 3 * control, method
 
 
 # Traffic --------------------------------------------------------------------------------------------------------------
 
 
-def _sent_in_one_step(way: str, plan: Plan) -> tuple[dict[str, tuple[int, int]], Traffic]:
-    training = Training(way)
+def _sent_in_one_step(method: str, plan: BalancePlan) -> tuple[dict[str, tuple[int, int]], Traffic]:
+    training = Training(method)
     training.applier.apply(plan)
     training.transport.reset()
     training.steps(1)
     sent = {name: (counted.messages, counted.bytes) for name, counted in training.transport.sent.items()}
     ranks = dist.get_world_size()
-    if way == "block":
+    if method == "block":
         moves = [divide(block.units, plan).moves for block in training.blocks]
         shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in training.blocks]
         return sent, block_traffic(shapes, moves, [0] * len(shapes), 4)
@@ -174,14 +174,14 @@ def _sent_in_one_step(way: str, plan: Plan) -> tuple[dict[str, tuple[int, int]],
         moves = divide(layer.contraction_columns, plan).moves
         outputs, columns = layer.matrix.shape
         shape = LayerShape(outputs, columns, column_parallel=layer.is_column_parallel)
-        expected += column_traffic(shape, moves, BATCH * TOKENS, 1, ranks, way, 4)
+        expected += column_traffic(shape, moves, BATCH * TOKENS, 1, ranks, method, 4)
     return sent, expected
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("ranks", "senders"), [(2, {1: 0.6}), (3, {0: 0.5}), (4, {1: 0.4, 2: 0.7})])
-def test_what_is_sent_is_what_the_formula_says(way: str, ranks: int, senders: dict[int, float]) -> None:
-    results = run_ranks(ranks, _sent_in_one_step, way, plan_for(senders, ranks))
+def test_what_is_sent_is_what_the_formula_says(method: str, ranks: int, senders: dict[int, float]) -> None:
+    results = run_ranks(ranks, _sent_in_one_step, method, plan_for(senders, ranks))
     expected = results[0][1]
     for name in ("point_to_point", "broadcast", "reduce"):
         messages = sum(sent[name][0] for sent, _ in results)
@@ -199,8 +199,8 @@ def _pruned_and_migrated(form: str, sender: int) -> float:
 
     def train(migrates: bool) -> dict[str, Tensor]:
         training = Training(form)
-        mail = UnitMail(training.transport, lambda passes: True)
-        courier = COURIERS["broadcast-reduce"](training.transport)
+        unit_exchange = UnitExchange(training.transport, lambda passes: True)
+        column_exchange = COLUMN_EXCHANGES["broadcast-reduce"](training.transport)
         moves, kept, rules = [], [], []
         for holder in training.blocks if form == "block" else training.layers.values():
             units = holder.units if form == "block" else holder.contraction_columns
@@ -217,14 +217,14 @@ def _pruned_and_migrated(form: str, sender: int) -> float:
             kept.append((keep if migrates else len(chosen)) if prunes else units - len(moved) * (rank == sender))
             if form != "block":
                 workload = Workload(prune=1 - len(chosen) / units, select=select) if prunes else None
-                holder.assign(workload, ColumnMigration(courier, moved) if moved else None)
+                holder.assign(workload, ColumnMigration(column_exchange, moved) if moved else None)
         if form == "block":
-            mail.assign(training.blocks, moves, kept, rules)
+            unit_exchange.assign(training.blocks, moves, kept, rules)
         for step in range(5):
-            mail.begin_iteration()
+            unit_exchange.begin_iteration()
             images, labels = batch(step)
             training.booster.backward(loss_of(training.model(images), labels), training.optimizer)
-            mail.finish()
+            unit_exchange.finish()
             training.optimizer.step()
             training.optimizer.zero_grad()
             for layer in training.layers.values():
@@ -279,16 +279,16 @@ def _differences_of_layers() -> dict[str, float]:
                 if checkpointed and options:
                     continue
                 expected = _train_layer(build(their_class, kind, **options), kind, options, checkpointed)
-                # What a layer's options do has nothing to do with who gives.
+                # The effect of a layer's options does not depend on the sender.
                 every = list(plans(ranks))[: None if not (options or checkpointed) else 1]
-                for way, courier in COURIERS.items():
+                for method, column_exchange in COLUMN_EXCHANGES.items():
                     for plan in every:
                         layer = build(our_class, kind, **options)
                         moves = divide(layer.contraction_columns, plan).moves
                         assert moves
-                        layer.assign(None, ColumnMigration(courier(transport), moves))
+                        layer.assign(None, ColumnMigration(column_exchange(transport), moves))
                         actual = _train_layer(layer, kind, options, checkpointed)
-                        what = f"{kind} {options} {way} {plan} {checkpointed=}"
+                        what = f"{kind} {options} {method} {plan} {checkpointed=}"
                         differences[what] = furthest(actual, expected)
     return differences
 

@@ -1,4 +1,4 @@
-"""What goes wrong while work migrates ends in clear words on all ranks, or in a smaller plan; never in a hang."""
+"""Failures during migration end with a clear message on all ranks, or in a smaller plan; never in a hang."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from torch.cuda import OutOfMemoryError
 
 from colossal_hetero.balance import balancer as balancers
 from colossal_hetero.balance.apply import Applier
-from colossal_hetero.balance.decide.plan import Plan
+from colossal_hetero.balance.decide.plan import BalancePlan
 from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather
-from colossal_hetero.layers.unit_exchange import UnitMail
+from colossal_hetero.layers.unit_exchange import UnitExchange
 from colossal_hetero.layers.unit_layout import UnitShare
-from tests.parallel.layers.test_migration_with import ITERATIONS, WAYS, Watch, assert_equal, migrate, slow
+from tests.parallel.layers.test_migration_with import ITERATIONS, METHODS, Watch, assert_equal, migrate, slow
 from tests.support.harness import answer, run_ranks, start_ranks
 from tests.support.training import boost, ours, scripted, sgd, theirs, tiny_vit, train
 
 # Different plans -----------------------------------------------------------------------------------------------------
 
 
-def _other(plan: Plan) -> Plan:
+def _other(plan: BalancePlan) -> BalancePlan:
     """A plan like this one that migrates half as much."""
     return plan.limited(max(plan.receive) / 2)
 
@@ -38,18 +38,18 @@ def _other(plan: Plan) -> Plan:
 def check_different_decisions(culprit: int) -> None:
     decide = balancers.decide
 
-    def decide_otherwise(*args: Any) -> Plan:
+    def decide_otherwise(*args: Any) -> BalancePlan:
         plan = decide(*args)
         return _other(plan) if dist.get_rank() == culprit else plan
 
-    for way in WAYS:
+    for method in METHODS:
         with scripted(slow(1)), patch.object(balancers, "decide", decide_otherwise):
-            run = boost(ours(migrate(way), tp_size=dist.get_world_size()), None, sgd)
-            with pytest.raises(RuntimeError, match=r"hold different balancing plans, .* training stops here"):
+            run = boost(ours(migrate(method), tp_size=dist.get_world_size()), None, sgd)
+            with pytest.raises(RuntimeError, match=r"have different balancing plans, .* training is stopped"):
                 train(run, ITERATIONS)
             # Before anything was done by it.
-            assert sum(run.plugin.balancer.plan.migrate) == 0, way
-            assert not any(sent.messages for sent in run.plugin.balancer.traffic.sent.values()), way
+            assert sum(run.plugin.balancer.plan.migrate) == 0, method
+            assert not any(sent.messages for sent in run.plugin.balancer.traffic.sent.values()), method
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
@@ -58,17 +58,17 @@ def test_ranks_that_decide_differently_stop_before_they_follow(culprit: int) -> 
 
 
 def check_changed_plan() -> None:
-    for way in WAYS:
+    for method in METHODS:
         with scripted(slow(1)):
-            run = boost(ours(migrate(way), tp_size=2), None, sgd)
+            run = boost(ours(migrate(method), tp_size=2), None, sgd)
         train(run, ITERATIONS)
         if dist.get_rank() == 0:
             run.plugin.balancer._plan = _other(run.plugin.balancer.plan)
-        with pytest.raises(RuntimeError, match="hold different balancing plans"):
+        with pytest.raises(RuntimeError, match="have different balancing plans"):
             train(run, 2)
 
 
-def test_ranks_whose_plans_come_apart_later_stop_at_the_next_iteration() -> None:
+def test_ranks_whose_plans_differ_later_stop_at_the_next_iteration() -> None:
     run_ranks(2, check_changed_plan, timeout_seconds=60)
 
 
@@ -85,7 +85,7 @@ def wide_vit() -> torch.nn.Module:
 
 
 def _limit_address_space(spare_megabytes: int) -> list[torch.Tensor]:
-    """Leave this process so much to allocate; what is returned fills all else that its allocator has in store."""
+    """Limit what this process can allocate; the returned tensors fill the free memory that its allocator holds."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (2 * spare_megabytes << 20), resource.RLIM_INFINITY))
     ballast = []
@@ -102,10 +102,10 @@ def check_address_space(receiver: int) -> None:
     """Train with less address space on one rank than the plan takes, but enough to begin with it."""
     ctypes.CDLL(None).mallopt(-3, 1 << 20)  # what is as large as this comes from the system and goes back to it
     apply = Applier.apply
-    attempts: list[Plan] = []
+    attempts: list[BalancePlan] = []
     ballast: list[torch.Tensor] = []
 
-    def limited(applier: Applier, plan: Plan) -> None:
+    def limited(applier: Applier, plan: BalancePlan) -> None:
         if not attempts and dist.get_rank() == receiver:
             ballast.extend(_limit_address_space(SPARE_MEGABYTES))
         attempts.append(plan)
@@ -186,7 +186,7 @@ Moment = tuple[type, str]
 """The method, of all that a migrating rank calls, in which it dies."""
 
 
-def check_death(way: str, victim: int, moment: Moment) -> None:
+def check_death(method: str, victim: int, moment: Moment) -> None:
     owner, name = moment
     method = getattr(owner, name)
     calls: list[int] = []
@@ -199,25 +199,25 @@ def check_death(way: str, victim: int, moment: Moment) -> None:
         return method(*args, **kwargs)
 
     with scripted(slow(1)), patch.object(owner, name, die):
-        run = boost(ours(migrate(way), tp_size=dist.get_world_size()), None, sgd)
+        run = boost(ours(migrate(method), tp_size=dist.get_world_size()), None, sgd)
         train(run, 100)
     raise AssertionError("trained to the end with a rank missing")
 
 
 @pytest.mark.parametrize(
-    "world, way, victim, moment",
+    "world, method, victim, moment",
     [
-        pytest.param(2, "block", 0, (UnitMail, "_return_gradients"), id="block-receiver-backward"),
-        pytest.param(2, "block", 1, (UnitMail, "begin_iteration"), id="block-sender-forward"),
-        pytest.param(3, "block", 2, (UnitMail, "_return_gradients"), id="block-one-of-two-receivers"),
+        pytest.param(2, "block", 0, (UnitExchange, "_return_gradients"), id="block-receiver-backward"),
+        pytest.param(2, "block", 1, (UnitExchange, "begin_iteration"), id="block-sender-forward"),
+        pytest.param(3, "block", 2, (UnitExchange, "_return_gradients"), id="block-one-of-two-receivers"),
         pytest.param(2, "scatter-gather", 0, (ScatterGather, "add_up"), id="scatter-gather-receiver-forward"),
         pytest.param(3, "scatter-gather", 1, (ScatterGather, "deal"), id="scatter-gather-sender-forward"),
         pytest.param(3, "broadcast-reduce", 1, (BroadcastReduce, "deal"), id="broadcast-reduce-sender-forward"),
         pytest.param(2, "broadcast-reduce", 0, (BroadcastReduce, "collect"), id="broadcast-reduce-receiver-backward"),
     ],
 )
-def test_a_rank_that_dies_ends_the_others_with_the_reason(world: int, way: str, victim: int, moment: Moment) -> None:
-    with start_ranks(world, check_death, way, victim, moment) as ranks:
+def test_a_rank_that_dies_ends_the_others_with_the_reason(world: int, method: str, victim: int, moment: Moment) -> None:
+    with start_ranks(world, check_death, method, victim, moment) as ranks:
         victims_end = ranks[victim][0]
         victims_end.join(60)
         assert victims_end.exitcode == 1, "the victim lives"
@@ -234,5 +234,7 @@ def test_a_rank_that_dies_ends_the_others_with_the_reason(world: int, way: str, 
             errors.append(error)
             process.join(max(0.0, deadline - time.monotonic()))
             assert process.exitcode == 1, f"rank {rank} does not end"
-        # A rank that has nothing of migration to wait for hears of it in the next collective of the model.
-        assert any("a rank of this tensor-parallel group stopped answering" in error for error in errors), errors
+        # A rank that waits for no migrated work fails in the next collective of the model.
+        assert any(
+            "a rank of this tensor-parallel group stopped responding while migrated work" in error for error in errors
+        ), errors

@@ -1,6 +1,6 @@
 """Every model family of Colossal-AI equals its unsharded self while one of two ranks gives work to the other.
 
-In column form all layers of all families migrate; in block form the blocks that are found do, and the rest by columns.
+In column form all layers migrate; in block form the blocks that are found migrate, and other layers by their columns.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import nn
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.apply import Applier
-from colossal_hetero.balance.decide.plan import Plan
+from colossal_hetero.balance.decide.plan import BalancePlan
 from colossal_hetero.layers import hetero_layers
-from colossal_hetero.layers.block import find_blocks
+from colossal_hetero.layers.block import attach_blocks
 from colossal_hetero.layers.transport import Transport
 from tests.parallel.layers.test_families import (
     BUILDERS,
@@ -34,26 +34,26 @@ LOOSE |= dict(vit=1, whisper=0, sam=32, blip2=0)
 """How many layers of each family are in no block: attention with a bias per head (T5, BLOOM, SAM), single layers."""
 
 Case = tuple[str, str, int]
-"""Family, way to migrate, sender."""
+"""Family, method to migrate, sender."""
 
 
-def _prepare(model: nn.Module, way: str, sender: int, found: dict[str, int]) -> None:
+def _prepare(model: nn.Module, method: str, sender: int, found: dict[str, int]) -> None:
     transport = Transport(dist.new_group([0, 1]))
     layers = hetero_layers(model)
-    blocks = find_blocks(model) if way == "block" else []
+    blocks = attach_blocks(model) if method == "block" else []
     found["loose"] = len(layers) - sum(len(block.layers) for block in blocks)
     found["immovable"] = sum(block.units == 1 for block in blocks)
     shares = (0.5, 0.0) if sender == 0 else (0.0, 0.5)
-    applier = Applier(layers, blocks, BalanceConfig(mode="migrate", migration=way), 100, transport)
-    applier.apply(Plan(resize=(0.0, 0.0), migrate=shares, receive=shares[::-1]))
+    applier = Applier(layers, blocks, BalanceConfig(mode="migrate", migration=method), 100, transport)
+    applier.apply(BalancePlan(resize=(0.0, 0.0), migrate=shares, receive=shares[::-1]))
     applier.begin_iteration()
 
 
 def _check(cases: list[Case]) -> dict[Case, Any]:
-    """For every case what was found in the model, or what went wrong."""
+    """For every case what was found in the model, or the traceback of a failure."""
     results: dict[Case, Any] = {}
     _help_on_a_cpu()
-    for name, way, sender in cases:
+    for name, method, sender in cases:
         compare = assert_same_as_colossalai if name in UNLIKE_THE_UNSHARDED_MODEL else assert_same_as_unsharded
         found: dict[str, int] = {}
         try:
@@ -62,18 +62,18 @@ def _check(cases: list[Case]) -> dict[Case, Any]:
             compare(
                 randomize(model).train(),
                 _loss_of(inputs),
-                lambda sharded, way=way, sender=sender, found=found: _prepare(sharded, way, sender, found),
+                lambda sharded, method=method, sender=sender, found=found: _prepare(sharded, method, sender, found),
                 **SHARDING_OPTIONS.get(name, {}),
             )
-            results[name, way, sender] = found
+            results[name, method, sender] = found
         except Exception:
-            results[name, way, sender] = traceback.format_exc()
+            results[name, method, sender] = traceback.format_exc()
     return results
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_loss_and_gradients_equal_those_of_the_unsharded_model(name: str) -> None:
-    cases = [(name, way, sender) for way in ("block", "broadcast-reduce", "scatter-gather") for sender in (0, 1)]
+    cases = [(name, method, sender) for method in ("block", "broadcast-reduce", "scatter-gather") for sender in (0, 1)]
     for rank, outcome in enumerate(run_ranks(2, _check, cases)):
         for case, found in outcome.items():
             assert isinstance(found, dict), f"{case}, rank {rank}:\n{found}"

@@ -1,7 +1,7 @@
-"""Migration through the plugin is exact together with whatever else a training run uses.
+"""Migration through the plugin is exact together with other features that a training run uses.
 
-A straggler to order appears in the first iteration, the balancer finds it and makes the plan, which holds from the
-third iteration on; the reference is Colossal-AI's own plugin.
+An injected straggler appears in the first iteration. The balancer detects it, and its plan applies from the third
+iteration on. The reference is Colossal-AI's own plugin.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import apply
-from colossal_hetero.balance.decide.plan import Plan
+from colossal_hetero.balance.decide.plan import BalancePlan
 from colossal_hetero.layers import hetero_layers
 from tests.parallel.layers.test_checkpoints import load, save
 from tests.support.harness import run_ranks
 from tests.support.training import (
-    Slowdown,
+    SlowdownScript,
     Trained,
     assert_same_parameters,
     batch,
@@ -42,7 +42,7 @@ from tests.support.training import (
     train,
 )
 
-WAYS = ("block", "broadcast-reduce", "scatter-gather")
+METHODS = ("block", "broadcast-reduce", "scatter-gather")
 ITERATIONS = 5
 IN_FORCE = 2
 """The first iteration that runs by the plan."""
@@ -50,22 +50,22 @@ IN_FORCE = 2
 PIPELINE = dict(tp_size=2, pp_size=2, num_microbatches=3)
 
 
-def migrate(way: str, **choices: Any) -> BalanceConfig:
+def migrate(method: str, **choices: Any) -> BalanceConfig:
     choices = dict(mode="migrate", warmup_iterations=0, patience=1, measure_costs=False) | choices
-    return BalanceConfig(migration=way, **choices)  # type: ignore[arg-type]
+    return BalanceConfig(migration=method, **choices)  # type: ignore[arg-type]
 
 
-def slow(*ranks: int) -> Slowdown:
+def slow(*ranks: int) -> SlowdownScript:
     """These global ranks take four times as long for their products: on two ranks, 0.6 of the work moves."""
     return lambda rank, iteration: 4.0 if rank in ranks else 1.0
 
 
 @dataclass
 class Watch:
-    """What one rank's balancer did in each iteration; to be called as ``each`` of ``train``."""
+    """Records what one rank's balancer did in each iteration; pass it to ``train`` as ``each``."""
 
     run: Trained
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[BalancePlan] = field(default_factory=list)
     """That hold after each iteration."""
     messages: list[int] = field(default_factory=list)
     """That this rank sent in each."""
@@ -123,7 +123,7 @@ def seeded() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train, in which a straggler in one group is relieved."""
+    """Options and model of a training run in which a straggler in one group is relieved."""
 
     options: dict[str, Any]
     """The plugin's."""
@@ -182,21 +182,21 @@ CASES: dict[int, dict[str, Case]] = {
 }
 
 
-def run_case(case: Case, way: str | None, what: str = "") -> Trained:
-    """Train by Colossal-AI's plugin or, with a ``way``, by ours with the straggler."""
+def run_case(case: Case, method: str | None, what: str = "") -> Trained:
+    """Train by Colossal-AI's plugin or, with a ``method``, by ours with the straggler."""
     with seeded():
-        if way is None:
+        if method is None:
             run = train(boost(theirs(**case.options), case.model(), sgd), ITERATIONS, case.accumulation)
             run.model._force_wait_all_gather()
             return run
         with scripted(slow(case.sender)):
-            run = boost(ours(migrate(way), **case.options), case.model(), sgd)
+            run = boost(ours(migrate(method), **case.options), case.model(), sgd)
         watch = Watch(run)
         train(run, ITERATIONS, case.accumulation, each=watch)
         run.model._force_wait_all_gather()
-    if way == "block" and case.in_blocks is not None:
+    if method == "block" and case.in_blocks is not None:
         assert 0 < len(blocks_of(run)) == case.in_blocks < len(hetero_layers(run.model)), what
-    elif way == "block":
+    elif method == "block":
         assert len(blocks_of(run)) == len(hetero_layers(run.model)), what
     group = dist.get_process_group_ranks(run.plugin.tp_group)
     if case.sender in group:
@@ -209,8 +209,8 @@ def run_case(case: Case, way: str | None, what: str = "") -> Trained:
 def check_cases() -> None:
     for name, case in CASES[dist.get_world_size()].items():
         expected = run_case(case, None)
-        for way in WAYS:
-            assert_equal(run_case(case, way, f"{name}, {way}"), expected, f"{name}, {way}")
+        for method in METHODS:
+            assert_equal(run_case(case, method, f"{name}, {method}"), expected, f"{name}, {method}")
 
 
 @pytest.mark.parametrize("world", CASES)
@@ -225,22 +225,22 @@ def check_messages() -> None:
     micro_batches, layers = 3, 8
     for no_sync in (True, False):
         expected = train(boost(theirs(tp_size=2), None, sgd), ITERATIONS, micro_batches, no_sync=no_sync)
-        for sender, way in ((0, "block"), (1, "block"), (1, "broadcast-reduce"), (0, "scatter-gather")):
+        for sender, method in ((0, "block"), (1, "block"), (1, "broadcast-reduce"), (0, "scatter-gather")):
             with scripted(slow(sender)):
-                run = boost(ours(migrate(way), tp_size=2), None, sgd)
+                run = boost(ours(migrate(method), tp_size=2), None, sgd)
             watch = Watch(run)
             train(run, ITERATIONS, micro_batches, each=watch, no_sync=no_sync)
-            what = f"{way}, sender {sender}, no_sync={no_sync}"
+            what = f"{method}, sender {sender}, no_sync={no_sync}"
             watch.assert_migrated(sender, what)
             assert_equal(run, expected, what)
-            if way == "block":
-                # All blocks' weights leave in one message; each layer's gradients return in one of their own.
+            if method == "block":
+                # All blocks' weights are sent in one message; each layer's gradients return in a separate message.
                 returns = layers * (1 if no_sync else micro_batches)
                 sent = 1 if dist.get_rank() == sender else returns
                 assert watch.messages[IN_FORCE:] == [sent] * (ITERATIONS - IN_FORCE), f"{what}: {watch.messages}"
 
 
-def test_blocks_travel_once_per_step_and_back_once_where_gradients_are_summed_once() -> None:
+def test_blocks_are_sent_once_per_step_and_gradients_return_once_if_they_are_summed_once() -> None:
     run_ranks(2, check_messages)
 
 
@@ -252,11 +252,11 @@ def check_last_backward_under_no_sync() -> None:
     images, labels = batch()
     with run.booster.no_sync(run.model, run.optimizer):
         run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
-    with pytest.raises(RuntimeError, match=r"have not returned to their owner: .* outside of no_sync\(\)"):
+    with pytest.raises(RuntimeError, match=r"have not returned to their owner: .* outside no_sync\(\)"):
         run.optimizer.step()
     for name, parameter in run.parameters.items():
         assert torch.equal(parameter, before[name]), f"{name} was changed by a step without all gradients"
-    # Done properly it goes on, and what had not returned is as good as never computed.
+    # Training can continue correctly; gradients that had not returned are discarded.
     run.optimizer.zero_grad()
     train(run, 2)
     expected = train(train(boost(theirs(tp_size=2), None, sgd), IN_FORCE), 2)
@@ -268,23 +268,23 @@ def test_a_step_without_all_gradients_is_refused() -> None:
 
 
 def check_abandoned() -> None:
-    """An iteration is given up half way, as after a loss that is not a number, and begun anew."""
+    """An iteration is abandoned half way, as after a loss that is not a number, and started again."""
     runs = []
-    for way in (None, *WAYS):
+    for method in (None, *METHODS):
         with scripted(slow(1)):
-            run = boost(theirs(tp_size=2) if way is None else ours(migrate(way), tp_size=2), None, sgd)
+            run = boost(theirs(tp_size=2) if method is None else ours(migrate(method), tp_size=2), None, sgd)
         train(run, IN_FORCE)
         images, labels = batch(40)
         with run.booster.no_sync(run.model, run.optimizer):
             run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
         run.optimizer.zero_grad()
         runs.append(train(run, 2, accumulation=2))
-        if way is not None:
-            assert run.plugin.balancer.plan.migrate[1] > 0, way
-            assert_equal(run, runs[0], way)
+        if method is not None:
+            assert run.plugin.balancer.plan.migrate[1] > 0, method
+            assert_equal(run, runs[0], method)
 
 
-def test_gradients_thrown_away_half_way_leave_no_trace() -> None:
+def test_discarded_gradients_leave_no_trace() -> None:
     run_ranks(2, check_abandoned)
 
 
@@ -320,14 +320,14 @@ def check_half() -> None:
         moved = {name: exact[name] - start[name] for name in exact}
 
         def error(parameters: dict[str, Tensor], exact: Any = exact, moved: Any = moved) -> float:
-            """How far off half precision leads, relative to how far training has gone."""
+            """The error of half precision, relative to the change of the parameters by training."""
             off = sum(float((parameters[name].float() - exact[name]).square().sum()) for name in exact)
             return math.sqrt(off / sum(float(change.square().sum()) for change in moved.values()))
 
-        for way in WAYS[:2]:
-            migrated = run_case(case, way, f"{name}, {way}").parameters
-            # Another order of summation rounds otherwise, no worse.
-            assert error(migrated) <= 1.1 * error(plain) < 0.1, f"{name}, {way}"
+        for method in METHODS[:2]:
+            migrated = run_case(case, method, f"{name}, {method}").parameters
+            # Another order of summation rounds differently, but not worse.
+            assert error(migrated) <= 1.1 * error(plain) < 0.1, f"{name}, {method}"
 
 
 @pytest.mark.parametrize("world", HALF)
@@ -339,7 +339,7 @@ def test_half_precision_is_no_further_from_fp32_than_without_migration(world: in
 
 
 def loop_freely(run: Trained, iterations: int) -> Trained:
-    """Batches of changing size, two forwards per backward, forwards that nothing comes of, evaluation in between."""
+    """Batches of changing size, two forwards per backward, unused forward passes, evaluation in between."""
     model = run.model
     for iteration in range(iterations):
         images, labels = batch(iteration, size=3 + iteration)
@@ -363,12 +363,12 @@ def loop_freely(run: Trained, iterations: int) -> Trained:
 def check_free_loops() -> None:
     for sender in (0, 1):
         expected = loop_freely(boost(theirs(tp_size=2), None, sgd), ITERATIONS)
-        for way in WAYS:
+        for method in METHODS:
             with scripted(slow(sender)):
-                run = boost(ours(migrate(way), tp_size=2), None, sgd)
+                run = boost(ours(migrate(method), tp_size=2), None, sgd)
             loop_freely(run, ITERATIONS)
-            assert run.plugin.balancer.plan.migrate[sender] > 0.1, way
-            assert_equal(run, expected, f"{way}, sender {sender}")
+            assert run.plugin.balancer.plan.migrate[sender] > 0.1, method
+            assert_equal(run, expected, f"{method}, sender {sender}")
 
 
 def test_whatever_the_training_loop_does_in_between() -> None:
@@ -392,12 +392,12 @@ def check_calls_beside_the_boosted_model() -> None:
         return run
 
     expected = loop(boost(theirs(tp_size=2), None, sgd))
-    for way in WAYS:
+    for method in METHODS:
         with scripted(slow(1)):
-            run = boost(ours(migrate(way), tp_size=2), None, sgd)
+            run = boost(ours(migrate(method), tp_size=2), None, sgd)
         loop(run)
-        assert run.plugin.balancer.plan.migrate[1] > 0.1, way
-        assert_equal(run, expected, way)
+        assert run.plugin.balancer.plan.migrate[1] > 0.1, method
+        assert_equal(run, expected, method)
 
 
 def test_the_model_inside_the_boosted_one_can_be_called() -> None:
@@ -419,19 +419,19 @@ def check_evaluation(world: int) -> None:
     expected: list[Tensor] = []
     plain = boost(theirs(tp_size=world), None, sgd)
     train(plain, ITERATIONS, each=evaluate(plain, expected))
-    for way in WAYS:
+    for method in METHODS:
         with scripted(slow(world - 1)):
-            run = boost(ours(migrate(way), tp_size=world), None, sgd)
+            run = boost(ours(migrate(method), tp_size=world), None, sgd)
         logits: list[Tensor] = []
         train(run, ITERATIONS, each=evaluate(run, logits))
-        assert sum(run.plugin.balancer.plan.migrate) > 0.1, way
+        assert sum(run.plugin.balancer.plan.migrate) > 0.1, method
         for iteration, (actual, wanted) in enumerate(zip(logits, expected, strict=True)):
             torch.testing.assert_close(
                 actual,
                 wanted,
                 rtol=1e-5,
                 atol=1e-5 * float(wanted.abs().max()),
-                msg=lambda text, way=way, iteration=iteration: f"{way}, iteration {iteration}: {text}",
+                msg=lambda text, method=method, iteration=iteration: f"{method}, iteration {iteration}: {text}",
             )
 
 
@@ -446,7 +446,7 @@ PHASE = 5
 
 
 def slow_in_turn(rank: int, iteration: int) -> float:
-    """Nobody is slow for a phase, then rank 0 is, then nobody, then rank 1, and so on."""
+    """No rank is slow in the first phase, then rank 0, then none, then rank 1, and so on."""
     phase = iteration // PHASE
     return 4.0 if phase % 2 == 1 and phase // 2 == rank else 1.0
 
@@ -456,17 +456,17 @@ def slow_one_after_the_other(rank: int, iteration: int) -> float:
     return 4.0 if iteration // PHASE == rank else 1.0
 
 
-def check_changing_plans(slowdown: Slowdown, phases: int) -> None:
+def check_changing_plans(slowdown: SlowdownScript, phases: int) -> None:
     expected = train(boost(theirs(tp_size=dist.get_world_size()), None, sgd), PHASE * phases)
-    for way in WAYS:
+    for method in METHODS:
         with scripted(slowdown):
-            run = boost(ours(migrate(way), tp_size=dist.get_world_size()), None, sgd)
+            run = boost(ours(migrate(method), tp_size=dist.get_world_size()), None, sgd)
         watch = Watch(run)
         train(run, PHASE * phases, each=watch)
         senders = [tuple(rank for rank, share in enumerate(plan.migrate) if share > 0) for plan in watch.plans]
         turns = [pair[1] for pair in zip([(), *senders], senders, strict=False) if pair[0] != pair[1] and pair[1]]
-        assert turns == [(rank,) for rank in range(dist.get_world_size())], f"{way}: {senders}"
-        assert_equal(run, expected, way)
+        assert turns == [(rank,) for rank in range(dist.get_world_size())], f"{method}: {senders}"
+        assert_equal(run, expected, method)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -496,7 +496,7 @@ class First:
 def _left_out(run: Trained) -> dict[str, tuple[int, int]]:
     """By layer the contraction columns ``[start, stop)`` that this rank prunes.
 
-    In a block it is enough to say so for the row-parallel weight: what has no way out has no gradient.
+    For a block it is enough to list them for the row-parallel weight: units with zero output weights have no gradient.
     """
     found = {}
     for name, layer in hetero_layers(run.model.unwrap()).items():
@@ -539,11 +539,11 @@ def _train_without(run: Trained, iterations: int, left_out: dict[str, tuple[int,
 
 def check_semi() -> None:
     for sender in (0, 1):
-        for way in WAYS:
-            what = f"{way}, sender {sender}"
+        for method in METHODS:
+            what = f"{method}, sender {sender}"
             with scripted(slow(sender)), patch.object(apply, "make_selector", First):
                 # What may not be pruned is migrated.
-                run = boost(ours(migrate(way, mode="semi", max_resize=0.3), tp_size=2), None, sgd)
+                run = boost(ours(migrate(method, mode="semi", max_resize=0.3), tp_size=2), None, sgd)
                 train(run, IN_FORCE)
                 plan = run.plugin.balancer.plan
                 assert plan.resize[sender] > 0.1 and plan.migrate[sender] > 0.1, f"{what}: {plan}"
@@ -563,42 +563,42 @@ def test_a_rank_that_prunes_and_migrates_trains_the_rest_exactly() -> None:
 
 def check_checkpoints(folder: Path, options: dict[str, Any], sharded: bool) -> None:
     sender = dist.get_world_size() - 1
-    for way in WAYS:
+    for method in METHODS:
         with scripted(slow(sender)):
-            run = boost(ours(migrate(way), **options), None, sgd)
+            run = boost(ours(migrate(method), **options), None, sgd)
         watch = Watch(run)
         train(run, 4, each=watch)
         if sender in dist.get_process_group_ranks(run.plugin.tp_group):
-            watch.assert_migrated(1, way)
+            watch.assert_migrated(1, method)
         saved = run.parameters
-        save(run, folder / way, sharded)
+        save(run, folder / method, sharded)
 
         # Into Colossal-AI's plugin, on a model that starts from other weights.
-        plain = load(boost(theirs(**options), tiny_vit(seed=5), sgd), folder / way, sharded)
-        assert_same_parameters(plain.parameters, saved, f"{way}, Colossal-AI's plugin with our checkpoint")
+        plain = load(boost(theirs(**options), tiny_vit(seed=5), sgd), folder / method, sharded)
+        assert_same_parameters(plain.parameters, saved, f"{method}, Colossal-AI's plugin with our checkpoint")
         train(plain, 3)
-        # Saving disturbed nothing: the run goes on migrating, and the same way.
+        # Saving changes nothing: the run continues to migrate in the same way.
         run.losses.clear()
         train(run, 3, each=watch)
-        assert_equal(run, plain, f"{way}, after saving")
+        assert_equal(run, plain, f"{method}, after saving")
 
         # Back again, while the plan is in force and in the middle of an iteration.
         if run.plugin.pp_size == 1:
             loss_of(run.model(batch(77)[0]), batch(77)[1])
-        load(run, folder / way, sharded)
-        assert_same_parameters(run.parameters, saved, f"{way}, loaded while migrating")
+        load(run, folder / method, sharded)
+        assert_same_parameters(run.parameters, saved, f"{method}, loaded while migrating")
         run.losses.clear()
         train(run, 3, each=watch)
-        assert_equal(run, plain, f"{way}, after loading while migrating")
+        assert_equal(run, plain, f"{method}, after loading while migrating")
 
         # And what the others save is taken while migrating.
-        save(plain, folder / f"{way}, theirs", sharded)
-        load(run, folder / f"{way}, theirs", sharded)
+        save(plain, folder / f"{method}, theirs", sharded)
+        load(run, folder / f"{method}, theirs", sharded)
         run.losses.clear()
         plain.losses.clear()
-        assert_equal(train(run, 2, each=watch), train(plain, 2), f"{way}, with Colossal-AI's checkpoint")
+        assert_equal(train(run, 2, each=watch), train(plain, 2), f"{method}, with Colossal-AI's checkpoint")
         if sender in dist.get_process_group_ranks(run.plugin.tp_group):
-            assert watch.plans[-1].migrate[1] > 0.1 and all(watch.messages[IN_FORCE:]), way
+            assert watch.plans[-1].migrate[1] > 0.1 and all(watch.messages[IN_FORCE:]), method
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from colossal_hetero.planner.cluster.group_networks import Adapter, Network, gro
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.layout.layout import naive_layout
 from colossal_hetero.planner.layout.nic_layout import nic_layout
-from colossal_hetero.plugin.planned_mesh import ordered_group
+from colossal_hetero.plugin.hybrid.planned_mesh import ordered_group
 from tests.support.harness import run_ranks
 from tests.support.machines import Nodes, machines
 

@@ -1,4 +1,4 @@
-"""Profiling on several ranks: each at its own pace and limit, nobody waits for anybody, and training is as without."""
+"""Profiling on several ranks: each rank has its own pace and limit and waits for none, and training is unchanged."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from colossal_hetero.profiling.aborted_step import abandon_step
+from colossal_hetero.profiling.aborted_step import abort_step
+from colossal_hetero.profiling.batches import device_profiler
 from colossal_hetero.profiling.batches.device_profiler import optimizer_state_bytes, profile_device
 from colossal_hetero.profiling.local_collectives import local_collectives
 from colossal_hetero.profiling.memory import is_out_of_memory, recover
-from colossal_hetero.profiling.preserved_state import untouched
+from colossal_hetero.profiling.preserved_state import preserved_state
 
 # isort: split
 from colossalai.zero.low_level import LowLevelZeroOptimizer
@@ -132,10 +133,12 @@ def nothing(model: nn.Module, optimizer: Any) -> None:
 
 
 def profile_under_limits(model: nn.Module, optimizer: Any) -> tuple[int, bool, float]:
-    """The last rank runs out of memory for real, the others do not."""
+    """The last rank runs out of memory for real, the others do not. Each size runs once, as no time is looked at."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     try:
-        with untouched(model, optimizer), local_collectives(model):
+        with pytest.MonkeyPatch.context() as patch, preserved_state(model, optimizer), local_collectives(model):
+            patch.setattr(device_profiler, "MIN_SECONDS", 0.0)
+            patch.setattr(device_profiler, "REPEATS_OF_A_DIP", 0)
             if dist.get_rank() == dist.get_world_size() - 1:
                 room = psutil.Process().memory_info().vms + (40 << 20)
                 resource.setrlimit(resource.RLIMIT_AS, (room, limits[1]))
@@ -145,7 +148,7 @@ def profile_under_limits(model: nn.Module, optimizer: Any) -> tuple[int, bool, f
                 state_bytes_to_come=optimizer_state_bytes(optimizer),
                 device=CPU,
                 repeats=1,
-                abandon=partial(abandon_step, model, optimizer),
+                abort=partial(abort_step, model, optimizer),
             )
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
@@ -155,7 +158,7 @@ def profile_under_limits(model: nn.Module, optimizer: Any) -> tuple[int, bool, f
 def run_out_everywhere(model: nn.Module, optimizer: Any) -> int:
     """Rank 0 runs out of memory at each place in turn, with and without a complete step in between."""
     failures = 0
-    with untouched(model, optimizer), local_collectives(model):
+    with preserved_state(model, optimizer), local_collectives(model):
         for again in range(2):
             for place in [f"{way} {depth}" for way in ("forward", "backward") for depth in (0, 1, 2)]:
                 RunsOut.place = place if dist.get_rank() == 0 else None
@@ -166,7 +169,7 @@ def run_out_everywhere(model: nn.Module, optimizer: Any) -> int:
                         raise
                     failures += 1
                     recover(error)
-                    abandon_step(model, optimizer)
+                    abort_step(model, optimizer)
                 RunsOut.place = None
                 if again:
                     forward_backward(model, optimizer, 3)
@@ -240,9 +243,9 @@ def ranks_that_differ() -> None:
         RunsOut.place = "backward 1" if batch > limit else None
         return timed(model, optimizer, batch)
 
-    with untouched(model, optimizer), local_collectives(model):
+    with preserved_state(model, optimizer), local_collectives(model):
         profile = profile_device(
-            run, 64, state_bytes_to_come=0, device=CPU, abandon=partial(abandon_step, model, optimizer)
+            run, 64, state_bytes_to_come=0, device=CPU, abort=partial(abort_step, model, optimizer)
         )
     RunsOut.place = None
     assert profile.max_batch == limit and profile.memory_bound

@@ -26,7 +26,7 @@ def measure(model: nn.Module, clock: SimulatedClock, **options: Any) -> Any:
     """Every rank another number of rounds, so that a collective among them would not end."""
     with pytest.MonkeyPatch.context() as patch:
         use_clock(clock, patch)
-        options = {"micro_batches": [1, 2], "least_seconds": 1.0, **options}
+        options = {"micro_batches": [1, 2], "min_seconds": 1.0, **options}
         return profile_layers(model, batch(), F.cross_entropy, optimizer=partial(SlowSGD, clock=clock), **options)
 
 
@@ -115,7 +115,7 @@ def shard_and_measure() -> Any:
     images = torch.randn(2, 3, 8, 8), torch.arange(2)
     options: dict[str, Any] = {"tensor_parallel": 2, "group": dist.group.WORLD}
     before = [parameter.clone() for parameter in model.parameters()]
-    measured = profile_layers(model, images, F.cross_entropy, micro_batches=[1, 2], least_seconds=0.0, **options)
+    measured = profile_layers(model, images, F.cross_entropy, micro_batches=[1, 2], min_seconds=0.0, **options)
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters(), strict=True))
     return measured.profile
 
@@ -124,7 +124,7 @@ def test_a_sharded_model_is_measured_as_shards() -> None:
     one, other = run_ranks(2, shard_and_measure)
     assert one == other
     images = torch.randn(2, 3, 8, 8), torch.arange(2)
-    whole = profile_layers(vision_transformer(), images, F.cross_entropy, micro_batches=[1], least_seconds=0.0).profile
+    whole = profile_layers(vision_transformer(), images, F.cross_entropy, micro_batches=[1], min_seconds=0.0).profile
     own, all_of = one.sizes[0], whole.sizes[0]
     assert one.blocks == whole.blocks == 3 and own.tensor_parallel == 2
     # qkv and the MLP's first layer are halved with their biases, proj and the second layer without; norms are whole.

@@ -22,7 +22,7 @@ def small_vit() -> VisionTransformer:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_idle_equals_the_whole_model(ranks: int) -> None:
+def test_without_workloads_equals_the_whole_model(ranks: int) -> None:
     whole = small_vit()
     sharded = copy.deepcopy(whole)
     shard_in_process(sharded, ranks)

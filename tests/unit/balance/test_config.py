@@ -53,7 +53,7 @@ def test_resize_ratio_that_is_no_number() -> None:
 
 
 def test_resize_ratio_above_the_cap() -> None:
-    assert_refused("resize_ratio=0.8", "max_resize=0.5", "lower it, or raise that", resize_ratio=0.8, max_resize=0.5)
+    assert_refused("resize_ratio=0.8", "max_resize=0.5", "lower it or raise that", resize_ratio=0.8, max_resize=0.5)
     assert BalanceConfig(resize_ratio=0.5, max_resize=0.5).resize_ratio == 0.5
 
 
@@ -81,7 +81,7 @@ def test_counts(name: str, bad: int, least: int) -> None:
 
 
 @pytest.mark.parametrize("mode, most", [("off", 0.9), ("resize", 0.9), ("migrate", 0.9), ("semi", 0.9), ("auto", 0.0)])
-def test_auto_loses_nothing_unless_asked_to(mode: Any, most: float) -> None:
+def test_auto_is_exact_by_default(mode: Any, most: float) -> None:
     assert BalanceConfig(mode=mode).max_resize == most
     assert BalanceConfig(mode=mode, max_resize=0.5).max_resize == 0.5
     assert BalanceConfig(mode=mode) == BalanceConfig(mode=mode, max_resize=most)
@@ -108,14 +108,14 @@ def test_deciding_needs_neither_torch_nor_colossalai(imported: str) -> None:
     script = (
         f"import {imported}, sys\n"
         "from colossal_hetero import BalanceConfig\n"
-        "from colossal_hetero.balance import Plan, RankTimes, decide\n"
+        "from colossal_hetero.balance import BalancePlan, RankTimes, decide\n"
         "from colossal_hetero.balance.decide.costs import Costs\n"
         "import colossal_hetero.balance.measure.damping, colossal_hetero.balance.decide.divide\n"
         "import colossal_hetero.balance.report.records\n"
         "import colossal_hetero.balance.report.summary, colossal_hetero.balance.measure.speed\n"
         "times = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)]\n"
         "for mode in ('off', 'resize', 'migrate', 'semi', 'auto'):\n"
-        "    decide(times, Costs(), BalanceConfig(mode=mode), Plan.idle(2))\n"
+        "    decide(times, Costs(), BalanceConfig(mode=mode), BalancePlan.idle(2))\n"
         "print([name for name in ('torch', 'colossalai', 'timm', 'transformers') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

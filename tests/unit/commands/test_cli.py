@@ -49,7 +49,7 @@ def failure(*arguments: object) -> str:
 def test_the_table_says_what_each_device_gets_beside_other_methods() -> None:
     result = run(EXAMPLE, "--global-batch", 1024)
     assert result.exit_code == 0, result.output
-    for words in ("0-3", "A100-SXM4-80GB", "busy [s]", "idle [s]", "memory [GiB]", "of 80.0", "of 40.0", "× uniform"):
+    for words in ("0-3", "A100-SXM4-80GB", "busy [s]", "idle [s]", "memory [GiB]", "of 80.0", "of 40.0", "vs uniform"):
         assert words in result.output
     rows = [line.split()[0] for line in result.output.splitlines() if line.strip()]
     assert [name for name in rows if name in METHODS] == ["exact", "exact", "uniform", "flops"]
@@ -58,19 +58,27 @@ def test_the_table_says_what_each_device_gets_beside_other_methods() -> None:
 
 def test_json_holds_every_rank_and_the_comparison(path: Path, tmp_path: Path) -> None:
     out = tmp_path / "batches.json"
-    assert run(path, "--global-batch", 37, "--stage", 1, "--accumulation", "own", "--out", out).exit_code == 0
+    assert run(path, "--global-batch", 37, "--stage", 1, "--accumulation", "per_rank", "--out", out).exit_code == 0
     content = json.loads(out.read_text())
     assert content["schema"] == 1 and content["measured_stage"] == 0
-    assert content["allocation"]["stage"] == 1 and content["allocation"]["accumulation"] == "own"
+    assert content["allocation"]["stage"] == 1 and content["allocation"]["accumulation"] == "per_rank"
     assert [rank["rank"] for rank in content["ranks"]] == [0, 1, 2, 3]
     assert sum(rank["samples"] for rank in content["ranks"]) == 37
     for rank in content["ranks"]:
         assert sum(size * count for size, count in rank["runs"]) == rank["samples"]
         total = rank["busy_seconds"] + rank["idle_seconds"] + content["allocation"]["communication_seconds"]
         assert total == pytest.approx(content["allocation"]["wall_seconds"])
-    best, *others = (line["wall_seconds"] for line in content["comparison"] if line["accumulation"] == "own")
+    best, *others = (line["wall_seconds"] for line in content["comparison"] if line["accumulation"] == "per_rank")
     assert all(best <= other for other in others)
     assert sorted(tmp_path.iterdir()) == [out, path]
+
+
+def test_the_old_spelling_of_per_rank_is_accepted_with_a_warning(path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "batches.json"
+    with pytest.warns(FutureWarning, match='"own" is now spelled "per_rank"'):
+        result = run(path, "--global-batch", 37, "--accumulation", "own", "--out", out)
+    assert result.exit_code == 0
+    assert json.loads(out.read_text())["allocation"]["accumulation"] == "per_rank"
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -92,7 +100,7 @@ def test_without_flops_the_line_says_so(tmp_path: Path) -> None:
     save_profile(profile(kinds=[device(), device("slow", flops=None)], links=[]), path)
     result = run(path, "--global-batch", 8)
     assert result.exit_code == 0
-    assert "needs the flops of every device; the profile has none for slow" in result.output
+    assert "needs the FLOP/s of every device; the profile has none for slow" in " ".join(result.output.split())
     assert "none for slow" in failure(path, "--global-batch", 8, "--method", "flops")
 
 
@@ -104,7 +112,7 @@ def test_who_is_left_out_is_said_with_the_reason(tmp_path: Path) -> None:
     out = tmp_path / "batches.json"
     result = run(path, "--global-batch", 8, "--method", "adapt", "--out", out)
     assert result.exit_code == 0, result.output
-    for words in ("left out", "slowest", "ring by gloo: 0 → ", "without rank 3, gloo"):
+    for words in ("dropped", "slowest", "ring over gloo: 0 → ", "without rank 3, gloo"):
         assert words in result.output, result.output
     content = json.loads(out.read_text())
     assert content["adapt"]["dropped"] == [3] and content["ranks"][3]["runs"] == []
@@ -115,9 +123,9 @@ def test_a_device_without_room_is_left_out_by_adapt_alone(tmp_path: Path) -> Non
     path = tmp_path / "profile.json"
     tiny = device("tiny", memory_bytes=2**30, max_batch=0, points=[])
     save_profile(profile(kinds=[device(), tiny], ranks=[0, 0, 0, 1], links=FULL_LINKS), path)
-    assert "rank 3 (tiny) holds no sample at stage 0" in failure(path, "--global-batch", 8)
+    assert "rank 3 (tiny) cannot hold one sample at stage 0" in failure(path, "--global-batch", 8)
     result = run(path, "--global-batch", 8, "--method", "adapt")
-    assert result.exit_code == 0 and "holds no sample" in result.output, result.output
+    assert result.exit_code == 0 and "cannot hold one sample" in result.output, result.output
 
 
 def test_missing_links_are_named(tmp_path: Path) -> None:
@@ -137,7 +145,10 @@ def test_missing_links_are_named(tmp_path: Path) -> None:
         ([], "Missing option '--global-batch'"),
         (["--global-batch", 8, "--stage", 7], "7 is not in the range 0<=x<=3"),
         (["--global-batch", 8, "--method", "best"], "'best' is not one of 'exact', 'uniform', 'flops', 'adapt'"),
-        (["--global-batch", 8, "--stage", 2, "--accumulation", "own"], "use accumulation='shared', or stage 0 or 1"),
+        (
+            ["--global-batch", 8, "--stage", 2, "--accumulation", "per_rank"],
+            "use accumulation='shared', or stage 0 or 1",
+        ),
         (["--global-batch", 8, "--plot", "batches.doc"], "end the name in .png, .pdf, .svg"),
         (["--global-batch", 8, "--out", "/nowhere/at/all.json"], "all.json: there is no folder /nowhere/at"),
         (["--global-batch", 8, "--color"], "No such option"),

@@ -140,7 +140,7 @@ def test_loading_a_state_voids_the_iteration(workers: dict[str, Any]) -> None:
     first = next(iterator).tolist()
     loader.load_state_dict(state)
     assert loader.current is None
-    with pytest.raises(RuntimeError, match="void"):
+    with pytest.raises(RuntimeError, match="no longer valid"):
         next(iterator)
     assert next(iter(loader)).tolist() == first
 
@@ -217,7 +217,7 @@ def test_what_is_asked_for_once_an_epoch_has_begun() -> None:
 
 def test_finishing_needs_the_last_micro_batch() -> None:
     loader = loaders()[0]
-    with pytest.raises(RuntimeError, match="the latest is None"):
+    with pytest.raises(RuntimeError, match="the latest micro-batch is None"):
         loader.finish_global_batch()
     iterator = iter(loader)
     next(iterator)

@@ -116,7 +116,7 @@ def test_a_new_division_holds_from_its_global_batch_on_and_in_later_epochs() -> 
     sampler.divide_by(lambda samples: [[samples]])
     iterator = iter(sampler)
     assert next(iterator) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="global batch 0 was drawn already; divide from 1 on"):
+    with pytest.raises(ValueError, match="global batch 0 was already drawn; divide from 1 on"):
         sampler.divide_by(lambda samples: [[2, samples - 2]])
     sampler.divide_by(lambda samples: [[2, samples - 2]], from_global_batch=2)
     assert len(sampler) == 4
@@ -251,9 +251,9 @@ def test_its_length_before_it_is_divided() -> None:
     "arguments, message",
     [
         ((10, 0, 0, 1), "global_batch_size=0 must be at least 1"),
-        ((3, 4, 0, 1), "3 samples, fewer than global_batch_size=4; lower that to 3 or less"),
-        ((0, 4, 0, 1), "0 samples, fewer than global_batch_size=4; give one that has samples"),
-        ((10, 4, 2, 2), "rank=2 is not one of the world_size=2 ranks"),
+        ((3, 4, 0, 1), "3 samples, fewer than global_batch_size=4; lower it to 3 or less"),
+        ((0, 4, 0, 1), "0 samples, fewer than global_batch_size=4; pass a dataset with samples"),
+        ((10, 4, 2, 2), "rank=2 must be at least 0 and below world_size=2"),
         ((10, 4, -1, 2), "rank=-1"),
         ((10, 4, 0, 0), "world_size=0"),
     ],
@@ -267,10 +267,10 @@ def test_bad_sizes(arguments: tuple[int, int, int, int], message: str) -> None:
     "division, message",
     [
         (lambda samples: [[samples]], "for 1 ranks, but there are 2"),
-        (lambda samples: [[samples], []], "rank 1 without a micro-step.*0 samples"),
+        (lambda samples: [[samples], []], "rank 1 no micro-step.*0 samples"),
         (lambda samples: [[samples + 1], [-1]], "rank 1 a micro-batch of -1 samples"),
-        (lambda samples: [[samples], [1]], "deals 5 samples of a global batch of 4"),
-        (lambda samples: [[4], [0]], "deals 4 samples of a global batch of 2"),
+        (lambda samples: [[samples], [1]], "has 5 samples, but the global batch has 4"),
+        (lambda samples: [[4], [0]], "has 4 samples, but the global batch has 2"),
     ],
 )
 def test_bad_divisions(division: Division, message: str) -> None:
@@ -284,7 +284,7 @@ def test_bad_calls() -> None:
     (sampler,) = samplers(10, 4, 1, salt=None)
     with pytest.raises(ValueError, match="from_global_batch=-1"):
         sampler.divide_by(even_division(1), from_global_batch=-1)
-    with pytest.raises(ValueError, match="nothing divides the global batches 0 to 1"):
+    with pytest.raises(ValueError, match="the global batches 0 to 1 would have no division"):
         sampler.divide_by(even_division(1), from_global_batch=2)
     with pytest.raises(ValueError, match="epoch=-1"):
         sampler.set_epoch(-1)
@@ -293,11 +293,11 @@ def test_bad_calls() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"seed": 8, "dataset_size": 11}, "dataset_size was 11, is 10; seed was 8, is 7"),
-        ({"global_batch_size": 5}, "global_batch_size was 5, is 4"),
-        ({"shuffle": False}, "shuffle was False, is True"),
-        ({"drop_last": True}, "drop_last was True, is False"),
-        ({"global_batches_done": 4}, "global_batches_done=4 cannot be"),
+        ({"seed": 8, "dataset_size": 11}, "dataset_size was 11, now it is 10; seed was 8, now it is 7"),
+        ({"global_batch_size": 5}, "global_batch_size was 5, now it is 4"),
+        ({"shuffle": False}, "shuffle was False, now it is True"),
+        ({"drop_last": True}, "drop_last was True, now it is False"),
+        ({"global_batches_done": 4}, "global_batches_done=4 is not possible"),
         ({"epoch": -1}, "epoch=-1"),
     ],
 )
@@ -305,5 +305,5 @@ def test_states_that_do_not_fit(change: dict[str, Any], message: str) -> None:
     (sampler,) = samplers(10, 4, 1)
     with pytest.raises(ValueError, match=message):
         sampler.load_state_dict({**sampler.state_dict(), **change})
-    with pytest.raises(ValueError, match="no state of a data loader: it lacks epoch, "):
+    with pytest.raises(ValueError, match="not a data-loader state: missing epoch, "):
         sampler.load_state_dict({})

@@ -22,7 +22,7 @@ from usage import UsageError
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.report.records import IterationRecord, RankRecord
-from colossal_hetero.balance.report.timeline import Segment, Timeline, Timelines
+from colossal_hetero.balance.report.timeline import IterationTimeline, Segment, Timelines
 from colossal_hetero.testing.stragglers import Stragglers
 
 
@@ -94,7 +94,7 @@ def test_tensor_parallel_groups_are_consecutive_ranks():
         ("--chrome-trace trace.json --plugin colossalai", 2, ["--chrome-trace trace.json", "--plugin hetero"]),
         ("--straggler 2:4", 2, ["2:4", "rank 2", "0 to 1"]),
         ("--straggler 1:0.5", 2, ["0.5", "at least 1"]),
-        ("--straggler fast", 2, ["fast", "RANK:SLOWDOWN"]),
+        ("--straggler fast", 2, ["fast", "RANK:FACTOR"]),
         ("--straggler 1:4 --plugin colossalai", 2, ["--plugin hetero --balance off"]),
         ("--straggler 0:4 --tp 1", 2, ["--tp 1"]),
         ("--balance resize --plugin colossalai", 2, ["--balance resize", "--plugin hetero"]),
@@ -427,7 +427,7 @@ def test_without_balancing_only_the_bounds_are_told(capsys, monkeypatch):
 
 
 def test_timelines_are_written_where_they_are_asked_for(tmp_path):
-    before, after = (Timeline(number, ((Segment("matmul", 0.0, 0.1),),)) for number in (4, 8))
+    before, after = (IterationTimeline(number, ((Segment("matmul", 0.0, 0.1),),)) for number in (4, 8))
     plot, trace = tmp_path / "timeline.png", tmp_path / "trace.json"
     write_timelines(None, plot, trace)
     write_timelines(Timelines(before, after), None, None)

@@ -1,4 +1,4 @@
-"""``hetero_policy`` exchanges the parallel linear layers of a policy, and nothing else."""
+"""``hetero_policy`` replaces the parallel linear layers of a policy, and nothing else."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def test_the_six_linear_layers_are_exchanged_and_all_else_stays():
+def test_the_six_linear_layers_are_replaced_and_all_else_stays():
     theirs = SmallPolicy().module_policy()
     ours = hetero_policy(SmallPolicy()).module_policy()
     assert ours["ByName"] == theirs["ByName"]
@@ -78,7 +78,7 @@ def test_the_six_linear_layers_are_exchanged_and_all_else_stays():
         )
 
 
-def test_every_exchanged_layer_is_a_subclass_of_the_one_it_replaces():
+def test_every_new_layer_is_a_subclass_of_the_one_it_replaces():
     assert len(HETERO_LAYERS) == 6
     for theirs, ours in HETERO_LAYERS.items():
         assert issubclass(ours, theirs)

@@ -1,4 +1,4 @@
-"""Where the units of a block lie in a weight, and what a rank multiplies by that prunes, gives away or takes some."""
+"""Where a block's units are in a weight, and the operands of a rank that prunes, gives away or takes units."""
 
 from __future__ import annotations
 
@@ -119,13 +119,13 @@ def test_gradients_come_back_to_their_units(name: str) -> None:
     ):
         handed: list[list[Tensor]] = []
 
-        def hand_over(
+        def return_gradients(
             gradients: list[Tensor], handed: list = handed, own: int = own, returns: bool = returns
         ) -> list[Tensor] | None:
             handed.append(gradients)
             return [view.narrow(place.unit_dim, 0, UNITS - own) + 50] if returns else None
 
-        share = UnitShare([place], own, taken, hand_over)
+        share = UnitShare([place], own, taken, return_gradients)
         share.reserve([gradient])
         share.begin(
             [gradient],

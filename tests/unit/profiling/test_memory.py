@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from colossal_hetero.profiling import memory
-from colossal_hetero.profiling.memory import ballast, is_out_of_memory, memory_limit, recover, used_bytes
+from colossal_hetero.profiling.memory import is_out_of_memory, memory_limit, recover, reserved_memory, used_bytes
 from tests.support.limited import ENVIRONMENT
 from tests.support.paths import REPOSITORY
 
@@ -136,16 +136,16 @@ def test_an_address_space_limit_is_hard() -> None:
         found = memory_limit(CPU)
         assert found.bytes == limit and found.is_hard
         before = used_bytes(CPU)
-        with ballast(100 << 20, CPU):
+        with reserved_memory(100 << 20, CPU):
             assert used_bytes(CPU) - before >= 100 << 20
-        with pytest.raises(RuntimeError) as caught, ballast(300 << 20, CPU):
+        with pytest.raises(RuntimeError) as caught, reserved_memory(300 << 20, CPU):
             pass
         assert is_out_of_memory(caught.value)
 
 
 def test_ballast_is_resident_and_goes() -> None:
     before = used_bytes(CPU)
-    with ballast(64 << 20, CPU):
+    with reserved_memory(64 << 20, CPU):
         assert used_bytes(CPU) - before > 60 << 20
     assert used_bytes(CPU) - before < 10 << 20
 

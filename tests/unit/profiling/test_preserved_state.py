@@ -14,11 +14,11 @@ from torch import nn
 
 from colossal_hetero.profiling.batches.device_profiler import (
     Timing,
-    measure_flops,
     optimizer_state_bytes,
+    peak_flops,
     profile_device,
 )
-from colossal_hetero.profiling.preserved_state import untouched
+from colossal_hetero.profiling.preserved_state import preserved_state
 
 CPU = torch.device("cpu")
 
@@ -82,7 +82,7 @@ def test_a_trial_leaves_no_trace(gradients: bool) -> None:
     before = snapshot(model, optimizer)
     tensors = [*model.buffers(), *(p.grad for p in model.parameters())]
     seen = model.seen
-    with untouched(model, optimizer):
+    with preserved_state(model, optimizer):
         model.train()
         trial(model)
         optimizer.param_groups[0]["lr"] = 5.0
@@ -99,7 +99,7 @@ def test_a_trial_leaves_no_trace(gradients: bool) -> None:
 def test_restored_after_an_error_too() -> None:
     model, optimizer = build()
     before = snapshot(model, optimizer)
-    with pytest.raises(ZeroDivisionError), untouched(model, optimizer):
+    with pytest.raises(ZeroDivisionError), preserved_state(model, optimizer):
         trial(model)
         raise ZeroDivisionError
     assert same(snapshot(model, optimizer), before)
@@ -183,7 +183,7 @@ def test_a_size_that_fits_only_by_chance_is_given_up() -> None:
 
     abandoned: list[int] = []
     result = profile_device(
-        run, 50, state_bytes_to_come=0, device=CPU, abandon=lambda: abandoned.append(1), on_progress=lambda _: None
+        run, 50, state_bytes_to_come=0, device=CPU, abort=lambda: abandoned.append(1), on_progress=lambda _: None
     )
     assert result.max_batch == 6 and result.points[-1].batch == 6 and result.memory_bound
     assert len(abandoned) == fitted.count(8) + fitted.count(7) - 1 + sum(batch > 8 for batch in fitted)
@@ -208,4 +208,4 @@ def test_other_errors_come_through() -> None:
 
 
 def test_flops_are_measured() -> None:
-    assert 1e8 < measure_flops(CPU) < 1e15
+    assert 1e8 < peak_flops(CPU) < 1e15

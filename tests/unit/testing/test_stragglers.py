@@ -1,4 +1,4 @@
-"""Stragglers to order: what is parsed and refused, whom a schedule slows when, and how the brakes slow."""
+"""Injected stragglers: which texts are parsed, which ranks a schedule slows and when, and how products are slowed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_parses(text: str, slowdowns: dict[int, float]) -> None:
     [("", ""), ("1", "1"), ("1:", "1:"), (":4", ":4"), ("1:4,", ""), ("1.5:2", "1.5:2"), ("0:2,1:4:8", "1:4:8")],
 )
 def test_refuses_what_is_no_straggler(text: str, bad: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"straggler {bad!r} is not of the form RANK:SLOWDOWN")):
+    with pytest.raises(ValueError, match=re.escape(f"{bad!r} is not RANK:FACTOR")):
         parse_slowdowns(text)
 
 
@@ -88,13 +88,13 @@ def test_random_draws_ranks_anew() -> None:
     assert set(places) == {0, 1, 2, 3} and max(places.values()) < 30
 
 
-# Brakes ----------------------------------------------------------------------------------------------------------
+# Slowdowns ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slowdown, products", [(1.0, 100), (4.0, 400), (1.25, 125), (2.5, 250), (1.01, 101)])
-def test_repeat_brake_does_the_product_slowdown_times_on_average(slowdown: float, products: int) -> None:
-    brake, runs = module._RepeatBrake(), []
-    brake.slowdown = slowdown
+def test_repeating_computes_a_product_factor_times_on_average(slowdown: float, products: int) -> None:
+    slow_down, runs = module._RepeatSlowdown(), []
+    slow_down.factor = slowdown
     for number in range(100):
         before = len(runs)
 
@@ -102,35 +102,35 @@ def test_repeat_brake_does_the_product_slowdown_times_on_average(slowdown: float
             runs.append(number)
             return torch.tensor(float(number))
 
-        assert brake(product) == number
-        assert int(slowdown) <= len(runs) - before <= int(slowdown) + 1, "the debt is paid in one lump"
+        assert slow_down(product) == number
+        assert int(slowdown) <= len(runs) - before <= int(slowdown) + 1, "repetitions are not spread evenly"
         if number % 10 == 0:
-            brake.begin_iteration()
+            slow_down.begin_iteration()
     assert len(runs) == pytest.approx(products, abs=1)
 
 
-def test_repeat_brake_returns_the_first_result_though_products_repeat() -> None:
-    brake = module._RepeatBrake()
-    brake.slowdown = 3.0
+def test_repeating_returns_the_first_result_though_products_repeat() -> None:
+    slow_down = module._RepeatSlowdown()
+    slow_down.factor = 3.0
     results = [torch.randn(2) for _ in range(3)]
     remaining = iter(results)
-    assert brake(lambda: next(remaining)) is results[0]
+    assert slow_down(lambda: next(remaining)) is results[0]
 
 
 @pytest.mark.parametrize("slowdown", [1.0, 1.5, 8.0])
-def test_sleep_brake_sleeps_in_proportion(slowdown: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleeping_is_in_proportion_to_the_product(slowdown: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now, slept = 100.0, []
     monkeypatch.setattr(module.time, "perf_counter", lambda: now)
     monkeypatch.setattr(module.time, "sleep", slept.append)
-    brake = module._SleepBrake()
-    brake.slowdown = slowdown
+    slow_down = module._SleepSlowdown()
+    slow_down.factor = slowdown
 
     def product() -> torch.Tensor:
         nonlocal now
         now += 0.25
         return torch.ones(1)
 
-    assert torch.equal(brake(product), torch.ones(1))
+    assert torch.equal(slow_down(product), torch.ones(1))
     assert slept == [pytest.approx((slowdown - 1) * 0.25)]
 
 
@@ -149,10 +149,10 @@ class Optimizer:
 def slowdowns_by_iteration(
     monkeypatch: pytest.MonkeyPatch, rank: int, iterations: int, per_epoch: int | None = None, **options: Any
 ) -> list[float]:
-    """χ that the one layer of a model is braked by on ``rank``, through the optimizer's steps."""
+    """χ by which a model's only layer is slowed on ``rank``, through the optimizer's steps."""
 
     class Layer:
-        brake: Any = None
+        slow_down: Any = None
 
     layer, optimizer = Layer(), Optimizer()
     monkeypatch.setattr(linear, "hetero_layers", lambda model: {"layer": layer})
@@ -161,7 +161,7 @@ def slowdowns_by_iteration(
     inject_stragglers(torch.nn.Linear(1, 1), optimizer, stragglers, per_epoch)
     seen = []
     for _ in range(iterations):
-        seen.append(layer.brake.slowdown)
+        seen.append(layer.slow_down.factor)
         assert optimizer.step() == "stepped"
     assert optimizer.steps == iterations
     return seen
@@ -183,7 +183,7 @@ def test_injection_follows_the_schedule_by_iteration_and_by_epoch(means: str, mo
 @pytest.mark.parametrize("schedule", ["round-robin", "random"])
 def test_a_schedule_by_the_epoch_needs_its_length(schedule: str) -> None:
     stragglers = Stragglers(slowdowns={0: 3.0}, schedule=schedule, world_size=2)
-    with pytest.raises(ValueError, match=f"a {schedule} schedule by the epoch needs iterations_per_epoch"):
+    with pytest.raises(ValueError, match=f"a {schedule} schedule that changes every epoch needs iterations_per_epoch"):
         inject_stragglers(torch.nn.Linear(1, 1), Optimizer(), stragglers)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.balance import Costs, Plan, RankTimes, predicted_seconds
+from colossal_hetero.balance import BalancePlan, Costs, RankTimes, predicted_seconds
 from colossal_hetero.balance.decide.costs import Traffic, Volume, fit_affine
 
 COSTS = Costs(
@@ -51,7 +51,7 @@ def test_fits_by_hand() -> None:
     assert fit_affine([0.5], [2.0]) == (2.0, 0.0)
     with pytest.raises(ValueError, match="at least one"):
         fit_affine([], [])
-    with pytest.raises(ValueError, match="as many"):
+    with pytest.raises(ValueError, match="must have the same length"):
         fit_affine([1.0, 2.0], [1.0])
 
 
@@ -64,12 +64,12 @@ def test_functions_by_hand() -> None:
 
 def test_predicted_seconds_by_hand() -> None:
     times = [RankTimes(1.0, 0.5, 0.4), RankTimes(4.0, 3.5, 0.1)]
-    plan = Plan(resize=(0.0, 0.25), migrate=(0.0, 0.5), receive=(0.5, 0.0))
+    plan = BalancePlan(resize=(0.0, 0.25), migrate=(0.0, 0.5), receive=(0.5, 0.0))
     receiver = 1.0 + 1.1 * 0.5 * 0.5
     straggler = 0.5 + 3.5 * 0.25 + (0.03 + 0.05 * 0.25) * 3.5
     assert straggler > receiver
     assert predicted_seconds(times, COSTS, plan) == pytest.approx(straggler + 2.0 * (0.02 + 0.1 * 0.5) + 0.1)
-    assert predicted_seconds(times, COSTS, Plan.idle(2)) == pytest.approx(4.1)
+    assert predicted_seconds(times, COSTS, BalancePlan.idle(2)) == pytest.approx(4.1)
 
 
 @pytest.mark.parametrize("bad", [-0.1, math.nan, math.inf])

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossal_hetero.balance import Division, Move, Plan, divide
+from colossal_hetero.balance import BalancePlan, Division, Move, divide
 from colossal_hetero.balance.decide.divide import effective_grain
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn) -> BalancePlan:
     ranks = draw(st.integers(1, 8))
     gives = [draw(st.booleans()) for _ in range(ranks)]
     gives[draw(st.integers(0, ranks - 1))] = False
@@ -24,7 +24,7 @@ def plans(draw: st.DrawFn) -> Plan:
     if not any(weights):
         weights[gives.index(False)] = 1.0
     total = math.fsum(weights)
-    return Plan(tuple(resize), tuple(migrate), tuple(math.fsum(migrate) * weight / total for weight in weights))
+    return BalancePlan(tuple(resize), tuple(migrate), tuple(math.fsum(migrate) * weight / total for weight in weights))
 
 
 units_counts = st.one_of(st.integers(1, 100), st.integers(1, 5000), st.sampled_from([64, 768, 1024, 4096]))
@@ -33,7 +33,7 @@ grains = st.sampled_from([1, 2, 16, 64, 100])
 
 @settings(max_examples=500)
 @given(units_counts, plans(), grains)
-def test_every_unit_is_somewhere_once(units: int, plan: Plan, grain: int) -> None:
+def test_every_unit_is_somewhere_once(units: int, plan: BalancePlan, grain: int) -> None:
     division = divide(units, plan, grain)
     ranks = range(len(plan.resize))
     assert sum(division.given(rank) for rank in ranks) == sum(division.taken(rank) for rank in ranks)
@@ -57,12 +57,12 @@ def test_every_unit_is_somewhere_once(units: int, plan: Plan, grain: int) -> Non
 
 
 @given(units_counts, plans(), grains)
-def test_is_deterministic(units: int, plan: Plan, grain: int) -> None:
+def test_is_deterministic(units: int, plan: BalancePlan, grain: int) -> None:
     assert divide(units, plan, grain) == divide(units, plan, grain)
 
 
 @given(units_counts, plans(), grains)
-def test_shares_are_met_to_a_grain(units: int, plan: Plan, grain: int) -> None:
+def test_shares_are_met_to_a_grain(units: int, plan: BalancePlan, grain: int) -> None:
     division = divide(units, plan, grain)
     step = effective_grain(units, grain)
     total = sum(division.given(rank) for rank in range(len(plan.resize)))
@@ -75,7 +75,7 @@ def test_shares_are_met_to_a_grain(units: int, plan: Plan, grain: int) -> None:
 
 
 @given(st.integers(1, 20), plans(), st.sampled_from([16, 64]))
-def test_what_is_kept_is_a_multiple_of_the_grain(thousands: int, plan: Plan, grain: int) -> None:
+def test_what_is_kept_is_a_multiple_of_the_grain(thousands: int, plan: BalancePlan, grain: int) -> None:
     units = 1000 * thousands + 7
     division = divide(units, plan, grain)
     for rank in range(len(plan.resize)):
@@ -89,8 +89,8 @@ def test_grains() -> None:
     assert effective_grain(4096, 1) == 1 and effective_grain(4096, 100) == 64
 
 
-def one_straggler(ranks: int, slow: int, share: float) -> Plan:
-    return Plan(
+def one_straggler(ranks: int, slow: int, share: float) -> BalancePlan:
+    return BalancePlan(
         resize=(0.0,) * ranks,
         migrate=tuple(share if rank == slow else 0.0 for rank in range(ranks)),
         receive=tuple(0.0 if rank == slow else share / (ranks - 1) for rank in range(ranks)),
@@ -98,7 +98,7 @@ def one_straggler(ranks: int, slow: int, share: float) -> Plan:
 
 
 @given(st.integers(2, 8), st.integers(0, 7), st.integers(1, 90))
-def test_one_straggler_deals_as_the_paper_does(ranks: int, slow: int, given_units: int) -> None:
+def test_one_straggler_gives_ranges_as_in_the_paper(ranks: int, slow: int, given_units: int) -> None:
     """``P_r = P[m(r′ − 1) : m r′]`` with ``r′ = (r + e − s) mod e``, remainders to the first receivers."""
     slow %= ranks
     division = divide(100, one_straggler(ranks, slow, given_units / 100), grain=1)
@@ -114,7 +114,7 @@ def test_one_straggler_deals_as_the_paper_does(ranks: int, slow: int, given_unit
 
 
 def test_by_hand() -> None:
-    plan = Plan(resize=(0.0, 0.25, 0.0, 0.0), migrate=(0.0, 0.5, 0.75, 0.0), receive=(0.625, 0.0, 0.0, 0.625))
+    plan = BalancePlan(resize=(0.0, 0.25, 0.0, 0.0), migrate=(0.0, 0.5, 0.75, 0.0), receive=(0.625, 0.0, 0.0, 0.625))
     division = divide(1024, plan)  # in grains of 32
     assert division.moves == (Move(1, 3, 512, 1024), Move(2, 3, 256, 384), Move(2, 0, 384, 1024))
     assert division.pruned == (0, 256, 0, 0)
@@ -129,10 +129,10 @@ def test_few_units_are_given_where_that_is_faster() -> None:
 
 
 def test_a_plan_that_moves_nothing() -> None:
-    assert divide(10, Plan.idle(3)) == Division(10, (0, 0, 0), ())
+    assert divide(10, BalancePlan.idle(3)) == Division(10, (0, 0, 0), ())
 
 
 @pytest.mark.parametrize("units, grain", [(0, 1), (1, 0)])
 def test_nothing_to_divide(units: int, grain: int) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
-        divide(units, Plan.idle(2), grain)
+        divide(units, BalancePlan.idle(2), grain)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from colossal_hetero.balance import (
     BalanceConfig,
+    BalancePlan,
     Costs,
-    Plan,
     RankTimes,
     layer_ratios,
     predicted_seconds,
@@ -34,7 +34,7 @@ def groups(draw: st.DrawFn) -> list[RankTimes]:
 @given(groups(), st.floats(0, 0.99), st.sampled_from(["minimum", "mean"]), st.data())
 def test_ratios_stay_within_the_cap(group: list[RankTimes], cap: float, reference: str, data: st.DataObject) -> None:
     config = BalanceConfig(mode="resize", max_resize=cap, reference=reference)
-    current = Plan.resizing(tuple(data.draw(st.floats(0, cap)) for _ in group))
+    current = BalancePlan.resizing(tuple(data.draw(st.floats(0, cap)) for _ in group))
     plan = decide(group, FREE, config, current)
     assert len(plan.resize) == len(group)
     assert all(0 <= ratio <= cap for ratio in plan.resize)
@@ -43,18 +43,20 @@ def test_ratios_stay_within_the_cap(group: list[RankTimes], cap: float, referenc
 
 
 @given(st.floats(1e-3, 10), st.integers(2, 8), st.sampled_from(MODES), st.data())
-def test_nothing_is_done_when_nobody_is_slow(work: float, ranks: int, mode: str, data: st.DataObject) -> None:
+def test_nothing_is_done_when_no_rank_is_slow(work: float, ranks: int, mode: str, data: st.DataObject) -> None:
     noise = st.floats(1.0, 1.0 + RESIZE.margin)
     group = [RankTimes(work * data.draw(noise), work / 2) for _ in range(ranks)]
     config = BalanceConfig(mode=mode, max_resize=0.9)
-    current = Plan((0.1, *(0.0,) * (ranks - 1)), (0.3, *(0.0,) * (ranks - 1)), (0.0, 0.3, *(0.0,) * (ranks - 2)))
-    for before in (Plan.idle(ranks), current):
-        assert decide(group, FREE, config, before) == Plan.idle(ranks)
+    current = BalancePlan((0.1, *(0.0,) * (ranks - 1)), (0.3, *(0.0,) * (ranks - 1)), (0.0, 0.3, *(0.0,) * (ranks - 2)))
+    for before in (BalancePlan.idle(ranks), current):
+        assert decide(group, FREE, config, before) == BalancePlan.idle(ranks)
 
 
 @given(groups())
 def test_off_does_nothing(group: list[RankTimes]) -> None:
-    assert decide(group, FREE, BalanceConfig(), Plan.resizing((0.5,) * len(group))) == Plan.idle(len(group))
+    assert decide(group, FREE, BalanceConfig(), BalancePlan.resizing((0.5,) * len(group))) == BalancePlan.idle(
+        len(group)
+    )
 
 
 @given(st.floats(1.2, 9), st.floats(0.3, 1.0), st.integers(2, 8), st.integers(0, 7))
@@ -63,7 +65,7 @@ def test_eq1_brings_the_straggler_to_the_reference(slowdown: float, matmul_share
     config = BalanceConfig(mode="resize", max_resize=0.99, resize_overhead=0.0)
     group = [RankTimes(1.0, matmul_share)] * ranks
     group[slow] = RankTimes(1.0 - matmul_share + slowdown * matmul_share, slowdown * matmul_share)
-    ratio = decide(group, FREE, config, Plan.idle(ranks)).resize[slow]
+    ratio = decide(group, FREE, config, BalancePlan.idle(ranks)).resize[slow]
     after = group[slow].work_seconds - ratio * group[slow].matmul_seconds
     if group[slow].work_seconds > 1 + config.margin:
         assert after == pytest.approx(1.0)
@@ -80,19 +82,23 @@ def test_eq1_by_hand() -> None:
 
 def test_mean_reference_prunes_less() -> None:
     group = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)]
-    mean = decide(group, FREE, BalanceConfig(mode="resize", reference="mean", resize_overhead=0.0), Plan.idle(2))
+    mean = decide(group, FREE, BalanceConfig(mode="resize", reference="mean", resize_overhead=0.0), BalancePlan.idle(2))
     assert mean.resize == (0.0, 0.375)
 
 
 def test_what_resizing_costs_is_pruned_as_well() -> None:
     group = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)]
-    ratio = decide(group, FREE, BalanceConfig(mode="resize", resize_overhead=0.05), Plan.idle(2)).resize[1]
+    ratio = decide(group, FREE, BalanceConfig(mode="resize", resize_overhead=0.05), BalancePlan.idle(2)).resize[1]
     assert (1 - ratio + 0.05) * 4.0 == pytest.approx(1.0)
 
 
 def test_fixed_ratio_goes_to_slow_ranks_only() -> None:
     group = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0), RankTimes(1.05, 1.0)]
-    assert decide(group, FREE, BalanceConfig(mode="resize", resize_ratio=0.5), Plan.idle(3)).resize == (0.0, 0.5, 0.0)
+    assert decide(group, FREE, BalanceConfig(mode="resize", resize_ratio=0.5), BalancePlan.idle(3)).resize == (
+        0.0,
+        0.5,
+        0.0,
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -1.0, 0.0, float("inf")])
@@ -115,19 +121,19 @@ def straggler(slowdown: float, ranks: int = 2, other: float = 0.0) -> list[RankT
 @given(groups(), st.sampled_from(MIGRATING), st.floats(0, 0.9))
 def test_plans_are_possible_and_do_not_harm(group: list[RankTimes], mode: str, cap: float) -> None:
     config = BalanceConfig(mode=mode, max_resize=cap)
-    plan = decide(group, FREE, config, Plan.idle(len(group)))
+    plan = decide(group, FREE, config, BalancePlan.idle(len(group)))
     limit = 0.0 if mode == "migrate" else cap
     assert all(0 <= ratio <= limit + 1e-6 for ratio in plan.resize)
     assert sum(plan.migrate) == sum(plan.receive)
     assert all(plan.load(rank) > 0 for rank in range(len(group)))
-    assert predicted_seconds(group, FREE, plan) <= predicted_seconds(group, FREE, Plan.idle(len(group)))
+    assert predicted_seconds(group, FREE, plan) <= predicted_seconds(group, FREE, BalancePlan.idle(len(group)))
 
 
 @pytest.mark.parametrize("mode", ["migrate", "auto"])
 def test_one_straggler_is_brought_to_the_bound(mode: str) -> None:
     for ranks, slowdown in ((2, 8.0), (2, 1.5), (8, 8.0), (8, 1.5)):
         group = straggler(slowdown, ranks)
-        plan = decide(group, FREE, BalanceConfig(mode=mode), Plan.idle(ranks))
+        plan = decide(group, FREE, BalanceConfig(mode=mode), BalancePlan.idle(ranks))
         bound = ranks / (ranks - 1 + 1 / slowdown)
         assert predicted_seconds(group, FREE, plan) == pytest.approx(bound, rel=1e-4)
         assert plan.resize == (0.0,) * ranks
@@ -135,23 +141,23 @@ def test_one_straggler_is_brought_to_the_bound(mode: str) -> None:
 
 def test_auto_migrates_only_if_that_pays_and_migrate_does_anyway() -> None:
     dear = Costs(migrate_fixed_seconds=1.0)
-    plan = decide(straggler(2.0), dear, BalanceConfig(mode="auto"), Plan.idle(2))
-    assert plan == Plan.idle(2)
+    plan = decide(straggler(2.0), dear, BalanceConfig(mode="auto"), BalancePlan.idle(2))
+    assert plan == BalancePlan.idle(2)
     assert plan.note == "migration cannot pay: 2.33 s with, 2 s without"
-    assert decide(straggler(2.0), dear, BalanceConfig(mode="migrate"), Plan.idle(2)).migrate[0] > 0
-    assert decide(straggler(8.0), dear, BalanceConfig(mode="auto"), Plan.idle(2)).migrate[0] > 0
+    assert decide(straggler(2.0), dear, BalanceConfig(mode="migrate"), BalancePlan.idle(2)).migrate[0] > 0
+    assert decide(straggler(8.0), dear, BalanceConfig(mode="auto"), BalancePlan.idle(2)).migrate[0] > 0
 
 
 @pytest.mark.parametrize("mode", MIGRATING)
 def test_a_small_change_keeps_the_plan_and_a_large_one_does_not(mode: str) -> None:
     config = BalanceConfig(mode=mode, max_resize=0.0)
-    plan = decide(straggler(4.0), FREE, config, Plan.idle(2))
-    assert plan != Plan.idle(2)
+    plan = decide(straggler(4.0), FREE, config, BalancePlan.idle(2))
+    assert plan != BalancePlan.idle(2)
     for slowdown in (3.7, 4.0, 4.2):
         assert decide(straggler(slowdown), FREE, config, plan) == plan
     for slowdown in (2.0, 16.0):
         changed = decide(straggler(slowdown), FREE, config, plan)
-        assert changed == decide(straggler(slowdown), FREE, config, Plan.idle(2)) != plan
+        assert changed == decide(straggler(slowdown), FREE, config, BalancePlan.idle(2)) != plan
 
 
 @pytest.mark.parametrize("mode", MIGRATING)
@@ -159,24 +165,24 @@ def test_a_small_change_keeps_the_plan_and_a_large_one_does_not(mode: str) -> No
 def test_a_plan_goes_with_its_straggler(mode: str, ranks: int) -> None:
     """Also where many receivers hardly feel it."""
     config = BalanceConfig(mode=mode, max_resize=0.0)
-    plan = decide(straggler(1.5, ranks), FREE, config, Plan.idle(ranks))
-    assert plan != Plan.idle(ranks)
-    assert decide(straggler(1.05, ranks), FREE, config, plan) == Plan.idle(ranks)
+    plan = decide(straggler(1.5, ranks), FREE, config, BalancePlan.idle(ranks))
+    assert plan != BalancePlan.idle(ranks)
+    assert decide(straggler(1.05, ranks), FREE, config, plan) == BalancePlan.idle(ranks)
     elsewhere = straggler(1.5, ranks)[::-1]
-    assert decide(elsewhere, FREE, config, plan) == decide(elsewhere, FREE, config, Plan.idle(ranks))
+    assert decide(elsewhere, FREE, config, plan) == decide(elsewhere, FREE, config, BalancePlan.idle(ranks))
 
 
 def test_a_plan_says_why_and_one_that_is_kept_still_does() -> None:
     config = BalanceConfig(mode="auto")
-    plan = decide(straggler(4.0), FREE, config, Plan.idle(2))
+    plan = decide(straggler(4.0), FREE, config, BalancePlan.idle(2))
     assert plan.note.startswith("migration pays: 1.6 s with, 4 s without")
     assert decide(straggler(4.2), FREE, config, plan).note == plan.note
 
 
 def test_a_gain_that_is_too_small_is_said() -> None:
     config = BalanceConfig(mode="auto", margin=0.2)
-    plan = decide(straggler(1.21, 2), FREE, config, Plan.idle(2))
-    assert plan == Plan.idle(2)
+    plan = decide(straggler(1.21, 2), FREE, config, BalancePlan.idle(2))
+    assert plan == BalancePlan.idle(2)
     assert plan.note.startswith("balancing would gain too little: 1.1 s with, 1.21 s without")
 
 
@@ -184,7 +190,7 @@ def test_a_gain_that_is_too_small_is_said() -> None:
 def test_rounding_elsewhere_decides_the_same(group: list[RankTimes], mode: str) -> None:
     """Processors differ in the last bits of sums; a plan must not."""
     config = BalanceConfig(mode=mode)
-    plan = decide(group, FREE, config, Plan.idle(len(group)))
+    plan = decide(group, FREE, config, BalancePlan.idle(len(group)))
     for shares in (plan.resize, plan.migrate, plan.receive):
         assert all((share * 2**20).is_integer() for share in shares)
 
@@ -193,15 +199,20 @@ def test_rounding_elsewhere_decides_the_same(group: list[RankTimes], mode: str) 
 
 
 def test_digests_tell_plans_apart() -> None:
-    plan = Plan((0.0, 0.25), (0.5, 0.0), (0.0, 0.5), "why")
-    assert plan.digest == Plan((-0.0, 0.25), (0.5, 0.0), (0.0, 0.5)).digest == 1949877861
-    others = [Plan.idle(2), Plan.idle(3), Plan.resizing((0.0, 0.25)), Plan((0.0, 0.25), (0.0, 0.5), (0.5, 0.0))]
+    plan = BalancePlan((0.0, 0.25), (0.5, 0.0), (0.0, 0.5), "why")
+    assert plan.digest == BalancePlan((-0.0, 0.25), (0.5, 0.0), (0.0, 0.5)).digest == 1949877861
+    others = [
+        BalancePlan.idle(2),
+        BalancePlan.idle(3),
+        BalancePlan.resizing((0.0, 0.25)),
+        BalancePlan((0.0, 0.25), (0.0, 0.5), (0.5, 0.0)),
+    ]
     assert len({plan.digest, *(other.digest for other in others)}) == 5
     assert all(0 <= other.digest < 2**31 for other in others)
 
 
 def test_loads() -> None:
-    plan = Plan((0.0, 0.25, 0.0), (0.5, 0.0, 0.0), (0.0, 0.25, 0.25))
+    plan = BalancePlan((0.0, 0.25, 0.0), (0.5, 0.0, 0.0), (0.0, 0.25, 0.25))
     assert [plan.load(rank) for rank in range(3)] == [0.5, 1.0, 1.25]
 
 
@@ -211,8 +222,8 @@ def test_loads() -> None:
         ((0.0,), (0.0, 0.0), (0.0, 0.0), "1, 2 and 2 ranks"),
         ((-0.1, 0.0), (0.0, 0.0), (0.0, 0.0), "resize=-0.1 of rank 0"),
         ((0.0, 0.0), (0.0, 0.0), (0.0, float("nan")), "receive=nan of rank 1"),
-        ((0.6, 0.0), (0.5, 0.0), (0.0, 0.5), "more than all"),
-        ((0.0, 0.0), (0.5, 0.0), (0.25, 0.25), "only one makes sense"),
+        ((0.6, 0.0), (0.5, 0.0), (0.0, 0.5), "the sum must not exceed 1"),
+        ((0.0, 0.0), (0.5, 0.0), (0.25, 0.25), "can only do one of the two"),
         ((0.0, 0.0), (0.5, 0.0), (0.0, 0.25), "give away 0.5 and receive 0.25"),
     ],
 )
@@ -220,7 +231,7 @@ def test_impossible_plans_are_refused(
     resize: tuple[float, ...], migrate: tuple[float, ...], receive: tuple[float, ...], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        Plan(resize, migrate, receive)
+        BalancePlan(resize, migrate, receive)
 
 
 # Ratios by layer -------------------------------------------------------------------------------------------------

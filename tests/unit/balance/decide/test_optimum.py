@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossal_hetero.balance import Costs, Plan, RankTimes, predicted_seconds
+from colossal_hetero.balance import BalancePlan, Costs, RankTimes, predicted_seconds
 from colossal_hetero.balance.decide.optimum import RESERVE, optimal_plan
 from colossal_hetero.balance.report.summary import lossless_seconds
 
@@ -44,7 +44,7 @@ def pruning_limits(times: list[RankTimes], costs: Costs, cap: float) -> np.ndarr
 
 
 def random_seconds(
-    times: list[RankTimes], costs: Costs, cap: float, start: Plan, random: np.random.Generator, count: int
+    times: list[RankTimes], costs: Costs, cap: float, start: BalancePlan, random: np.random.Generator, count: int
 ) -> np.ndarray:
     """Predicted seconds of ``count`` allowed plans, many of them near ``start``."""
     ranks = len(times)
@@ -80,7 +80,7 @@ def test_no_allowed_plan_is_better(times: list[RankTimes], costs: Costs, cap: fl
     found = predicted_seconds(times, costs, plan)
     others = random_seconds(times, costs, cap, plan, np.random.default_rng(seed), 3000)
     assert found <= others.min() * (1 + 1e-9)
-    assert found <= predicted_seconds(times, costs, Plan.idle(len(times))) * (1 + 1e-9)
+    assert found <= predicted_seconds(times, costs, BalancePlan.idle(len(times))) * (1 + 1e-9)
 
 
 @settings(deadline=None)
@@ -173,20 +173,20 @@ def test_stragglers_begin_at_the_margin() -> None:
     times = [RankTimes(1.0, 1.0), RankTimes(1.09, 1.09), RankTimes(3.0, 3.0)]
     plan = optimal_plan(times, FREE, 0.0, straggler_margin=0.1)
     assert plan.migrate[1] == 0.0 and plan.migrate[2] > 0
-    assert optimal_plan(times[:2], FREE, 0.9, straggler_margin=0.1) == Plan.idle(2)
+    assert optimal_plan(times[:2], FREE, 0.9, straggler_margin=0.1) == BalancePlan.idle(2)
 
 
 @pytest.mark.parametrize(
     "times, costs, note",
     [
-        ([RankTimes(1.0, 1.0)] * 2, FREE, "nothing migrated: nobody is slow"),
+        ([RankTimes(1.0, 1.0)] * 2, FREE, "nothing migrated: no rank is slow"),
         ([RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)], FREE, "migration pays: 1.6 s with, 4 s without"),
         (
             [RankTimes(0.1, 0.1, 0.012), RankTimes(0.12, 0.12, 0.05)],
             Costs(migrate_fixed_seconds=0.1),
             "migration cannot pay: 0.221 s with, 0.132 s without",
         ),
-        ([RankTimes(1.0, 0.0), RankTimes(4.0, 0.0)], FREE, "nothing migrated: nobody is slow"),
+        ([RankTimes(1.0, 0.0), RankTimes(4.0, 0.0)], FREE, "nothing migrated: no rank is slow"),
     ],
 )
 def test_notes_say_why(times: list[RankTimes], costs: Costs, note: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.balance import Costs, Plan, RankTimes, predicted_seconds
+from colossal_hetero.balance import BalancePlan, Costs, RankTimes, predicted_seconds
 from colossal_hetero.balance.decide.semi import (
     divide_stragglers,
     migrating_stragglers,
@@ -90,7 +90,7 @@ def test_resizing_ranks_that_received_would_be_late() -> None:
     costs = Costs(migrate_fixed_seconds=0.3)
     plan = divide_stragglers(FIG_11, [0, 1, 2], [0, 1, 2, 3], 0.9)
     taken = sum(plan.migrate) / 5
-    printed = Plan(plan.resize, plan.migrate, (0.0,) * 3 + (taken,) * 5)
+    printed = BalancePlan(plan.resize, plan.migrate, (0.0,) * 3 + (taken,) * 5)
     assert predicted_seconds(FIG_11, costs, plan) == pytest.approx(0.3 + 1.6146, abs=1e-4)
     assert predicted_seconds(FIG_11, costs, printed) == pytest.approx(0.3 + 1.9833, abs=1e-4)
 
@@ -145,5 +145,5 @@ def test_work_that_cannot_be_moved_is_allowed_for() -> None:
 
 
 @pytest.mark.parametrize("times", [group(1.0, 1.0), group(1.0, 1.05), [RankTimes(1.0, 0.0), RankTimes(2.0, 0.0)]])
-def test_nobody_is_slow(times: list[RankTimes]) -> None:
-    assert semi_plan(times, FREE, 0.9, straggler_margin=0.1) == Plan.idle(2)
+def test_no_rank_is_slow(times: list[RankTimes]) -> None:
+    assert semi_plan(times, FREE, 0.9, straggler_margin=0.1) == BalancePlan.idle(2)

@@ -1,4 +1,4 @@
-"""The clocks: what goes to which part, and, on a GPU (here a pretended one), that nobody waits for the device."""
+"""The clocks: which time counts as which part, and that on a GPU (here a fake one) the host never waits for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from colossal_hetero.balance.measure import clock as clocks
 from colossal_hetero.balance.measure.clock import CpuClock, CudaClock, IterationTimes
 from colossal_hetero.balance.report.timeline import Segment
-from colossal_hetero.testing.stragglers import _CudaSleepBrake
+from colossal_hetero.testing.stragglers import _CudaSleepSlowdown
 
 
 class Device:
@@ -125,20 +125,20 @@ def test_cuda_marks_outside_an_iteration_do_not_count(device: Device) -> None:
     assert second.communication_seconds == 0.0
 
 
-def test_cuda_sleep_brake_pauses_by_the_time_of_the_iteration_before(device: Device) -> None:
-    brake = _CudaSleepBrake()
+def test_cuda_sleep_slowdown_pauses_by_the_time_of_the_iteration_before(device: Device) -> None:
+    slow_down = _CudaSleepSlowdown()
     device.slept.clear()
-    brake.slowdown = 4.0
+    slow_down.factor = 4.0
 
     def product() -> torch.Tensor:
         device.milliseconds += 2.0
         return torch.ones(1)
 
-    brake(product)
+    slow_down(product)
     assert device.slept == []  # its time is not known yet
     device.catch_up()
-    brake.begin_iteration()
-    brake(product)
+    slow_down.begin_iteration()
+    slow_down(product)
     assert device.slept == [pytest.approx(3 * 2e-3 * 1e9, rel=1e-6)]
 
 

@@ -1,4 +1,4 @@
-"""Costs on disk: found again under the same circumstances, and nothing else is taken for them."""
+"""Costs on disk: they are found again in the same context, and only there."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossal_hetero.balance import BalanceConfig, Plan, RankTimes
+from colossal_hetero.balance import BalanceConfig, BalancePlan, RankTimes
 from colossal_hetero.balance.measure.damping import MAX_PATIENCE, RELAX_AFTER, Damping
 from colossal_hetero.balance.measure.speed import EqualWork, SpeedWatch
 from tests.support.simulated_group import OTHER, SimulatedGroup
@@ -25,7 +25,7 @@ def test_noise_alone_never_prunes(seed: int, ranks: int, overhead: float) -> Non
     group = SimulatedGroup(ranks, RESIZE, seed, noise=0.05, overhead=overhead)
     for _ in range(60):
         group.iterate([1.0] * ranks)
-        assert group.plan == Plan.idle(ranks)
+        assert group.plan == BalancePlan.idle(ranks)
 
 
 @SIMULATED
@@ -54,11 +54,11 @@ def test_the_plan_recovers_when_the_straggler_goes_away(
     group = SimulatedGroup(ranks, RESIZE, seed, noise=0.05, overhead=overhead)
     for _ in range(20):
         group.iterate([slowdown if rank == slow % ranks else 1.0 for rank in range(ranks)])
-    assert group.plan != Plan.idle(ranks)
+    assert group.plan != BalancePlan.idle(ranks)
     for iteration in range(40):
         group.iterate([1.0] * ranks)
         if iteration >= 4:
-            assert group.plan == Plan.idle(ranks), iteration
+            assert group.plan == BalancePlan.idle(ranks), iteration
 
 
 def test_nothing_is_exchanged_while_nothing_moves() -> None:
@@ -130,7 +130,7 @@ def seconds_unbalanced(pattern: list[float]) -> float:
     return sum(OTHER + 0.7 * slowdown for slowdown in pattern)
 
 
-def run(group: SimulatedGroup, pattern: list[float]) -> list[Plan]:
+def run(group: SimulatedGroup, pattern: list[float]) -> list[BalancePlan]:
     """The straggler, rank 0, follows the pattern."""
     plans = []
     for slowdown in pattern:
@@ -168,7 +168,7 @@ def test_irregular_flicker(seed: int, ranks: int, slowdown: float, longest: int)
 def test_a_straggler_that_stays_is_answered_within_five_iterations(slowdown: float) -> None:
     group = SimulatedGroup(2, MIGRATE)
     plans = run(group, [1.0] * 10 + [slowdown] * 5)
-    assert plans[9] == Plan.idle(2) != plans[-1]
+    assert plans[9] == BalancePlan.idle(2) != plans[-1]
 
 
 @pytest.mark.parametrize("on", [2, 3, 5, 12])
@@ -176,8 +176,8 @@ def test_a_straggler_that_stays_is_answered_after_flicker_too(on: int) -> None:
     group = SimulatedGroup(2, MIGRATE)
     run(group, [1.0] * 10 + ([4.0] * on + [1.0] * 3) * 60)
     plans = run(group, [4.0] * (MAX_PATIENCE + 3))
-    assert plans[-1] != Plan.idle(2)
-    assert run(group, [1.0] * 5)[-1] == Plan.idle(2)  # and goes as fast as ever
+    assert plans[-1] != BalancePlan.idle(2)
+    assert run(group, [1.0] * 5)[-1] == BalancePlan.idle(2)  # and goes as fast as ever
 
 
 def test_flicker_of_one_rank_does_not_delay_the_answer_to_another() -> None:

@@ -11,13 +11,13 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from colossal_hetero.balance.report.picture import COLOURS, check_matplotlib, plot_timelines
-from colossal_hetero.balance.report.timeline import KIND_NAMES, Segment, Timeline
+from colossal_hetero.balance.report.picture import COLORS, check_matplotlib, plot_timelines
+from colossal_hetero.balance.report.timeline import KIND_NAMES, IterationTimeline, Segment
 
 SLOW = (Segment("matmul", 0.0, 0.2), Segment("communication", 0.2, 0.25))
 FAST = (Segment("matmul", 0.0, 0.05), Segment("waiting", 0.05, 0.2), Segment("communication", 0.2, 0.25))
-BEFORE = Timeline(4, (FAST, SLOW))
-AFTER = Timeline(16, (SLOW[:1], SLOW[:1]))
+BEFORE = IterationTimeline(4, (FAST, SLOW))
+AFTER = IterationTimeline(16, (SLOW[:1], SLOW[:1]))
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_an_iteration_without_a_plan_stands_alone(tmp_path: Path, drawn: list[Fi
 
 
 def test_an_iteration_in_which_nothing_was_marked_can_be_drawn(tmp_path: Path) -> None:
-    plot_timelines(Timeline(0, ((), ())), None, tmp_path / "timeline.png")
+    plot_timelines(IterationTimeline(0, ((), ())), None, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").exists()
 
 
@@ -111,7 +111,7 @@ def test_drawing_takes_no_matplotlib_until_something_is_drawn() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_colours_differ_in_lightness() -> None:
+def test_colors_differ_in_lightness() -> None:
     """A reader who sees no colors tells the kinds apart; waiting is hatched besides."""
 
     def luminance(color: str) -> float:
@@ -119,6 +119,6 @@ def test_colours_differ_in_lightness() -> None:
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    assert set(COLOURS) == set(KIND_NAMES)
-    lightness = sorted(luminance(color) for color in COLOURS.values())
+    assert set(COLORS) == set(KIND_NAMES)
+    lightness = sorted(luminance(color) for color in COLORS.values())
     assert all(second - first > 0.03 for first, second in pairwise(lightness)), lightness

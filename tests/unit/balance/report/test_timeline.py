@@ -18,7 +18,7 @@ from colossal_hetero.balance.measure.timeline_sampler import (
 )
 from colossal_hetero.balance.report.timeline import (
     KIND_NAMES,
-    Timeline,
+    IterationTimeline,
     choose_timelines,
     chrome_trace,
     merge_segments,
@@ -117,7 +117,7 @@ def test_without_collectives_nobody_waits() -> None:
     for group in ([[0, 1]], [[0], [1]]):
         merged = merge_segments([rank(("matmul", 1.0), base=""), rank(("other", 2.0), base="")], group)
         assert [segments[0].kind for segments in merged.ranks] == ["matmul", "other"]
-    assert merge_segments([rank(), rank()], [[0, 1]]) == Timeline(0, ((), ()))
+    assert merge_segments([rank(), rank()], [[0, 1]]) == IterationTimeline(0, ((), ()))
 
 
 durations = st.lists(

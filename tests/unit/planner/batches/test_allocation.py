@@ -15,7 +15,7 @@ from colossal_hetero.planner import Allocation, Curve, Share, allocate
 from colossal_hetero.planner.batches.allocation import METHODS, evaluate
 from colossal_hetero.planner.batches.proportional import largest_remainders
 
-SETTINGS = [(0, "shared"), (1, "shared"), (2, "shared"), (3, "shared"), (0, "own"), (1, "own")]
+SETTINGS = [(0, "shared"), (1, "shared"), (2, "shared"), (3, "shared"), (0, "per_rank"), (1, "per_rank")]
 ROUNDING = 1 + 1e-9
 
 step = st.one_of(st.just(0.0), st.just(1.0), st.floats(1e-3, 3.0))
@@ -76,7 +76,7 @@ def least_wall(curves: list[Curve], samples: int, stage: int, accumulation: str,
         for dealt in parts(samples, [samples] * len(curves)):
             yield max(costs[rank][n] for rank, n in enumerate(dealt))
 
-    if accumulation == "own":
+    if accumulation == "per_rank":
         return min(walls(own)) + communication
     return min(min(walls(lambda t, n, g=steps: even(t, n, g))) for steps in range(1, samples + 2)) + communication
 
@@ -200,8 +200,16 @@ def test_uneven_shares_of_unequal_devices() -> None:
 def test_own_takes_full_steps_at_the_best_size() -> None:
     """Batches of 4 are the fastest per sample."""
     curve = Curve.from_seconds([2, 2, 2, 2, 5, 6])
-    (share,) = allocate([curve], 13, 0, accumulation="own").shares
+    (share,) = allocate([curve], 13, 0, accumulation="per_rank").shares
     assert share.runs == ((4, 3), (1, 1)) and share.last_batch == 1 and share.micro_batch == 4
+
+
+def test_the_old_spelling_of_per_rank_is_accepted_with_a_warning() -> None:
+    curve = Curve.from_seconds([2, 2, 2, 2, 5, 6])
+    with pytest.warns(FutureWarning, match='"own" is now spelled "per_rank"') as caught:
+        found = allocate([curve], 13, 0, accumulation="own")
+    assert found.accumulation == "per_rank" and caught[0].filename == __file__
+    assert found == allocate([curve], 13, 0, accumulation="per_rank")
 
 
 def test_communication_per_micro_step_makes_for_fewer() -> None:
@@ -230,16 +238,16 @@ CURVE = Curve.from_seconds([1.0, 2.0])
         (([CURVE], 2.5, 0), "global_batch_size=2.5 must be"),
         (([], 4, 0), "no curves"),
         (([CURVE], 4, 4), "stage=4 does not exist"),
-        (([CURVE, CURVE.limited(0)], 4, 1), "rank 1 cannot hold one sample in stage 1; raise the stage"),
+        (([CURVE, CURVE.limited(0)], 4, 1), "rank 1 cannot hold one sample in stage 1; use a higher stage"),
         (([CURVE.limited(0)], 4, 3), "rank 0 cannot hold one sample in stage 3; free memory"),
         (([CURVE], 4, 0, {"method": "best"}), "unknown method 'best'; valid are exact"),
         (([CURVE], 4, 0, {"accumulation": "none"}), "unknown accumulation 'none'"),
-        (([CURVE], 4, 2, {"accumulation": "own"}), "use accumulation='shared', or stage 0 or 1"),
+        (([CURVE], 4, 2, {"accumulation": "per_rank"}), "use accumulation='shared', or stage 0 or 1"),
         (([CURVE], 4, 2, {"communication_seconds": -1.0}), "communication_seconds=-1.0"),
         (([CURVE], 4, 0, {"method": "flops"}), "needs flops"),
-        (([CURVE], 4, 0, {"method": "flops", "flops": [1.0, 2.0]}), "2 flops for 1 ranks"),
-        (([CURVE], 4, 0, {"method": "flops", "flops": [0.0]}), "flops of rank 0 are 0.0"),
-        (([CURVE], 4, 0, {"method": "flops", "flops": [None]}), "flops of rank 0 are None"),
+        (([CURVE], 4, 0, {"method": "flops", "flops": [1.0, 2.0]}), "flops has 2 values for 1 ranks"),
+        (([CURVE], 4, 0, {"method": "flops", "flops": [0.0]}), r"flops\[0\]=0.0 must be"),
+        (([CURVE], 4, 0, {"method": "flops", "flops": [None]}), r"flops\[0\]=None must be"),
     ],
 )
 def test_mistakes_are_named(arguments: tuple, message: str) -> None:
@@ -249,9 +257,9 @@ def test_mistakes_are_named(arguments: tuple, message: str) -> None:
 
 
 def test_shares_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="rank 1 holds 2 samples, not a micro-batch of 3"):
+    with pytest.raises(ValueError, match="rank 1 holds at most 2 samples, not a micro-batch of 3"):
         evaluate([CURVE, CURVE], [Share(((2, 1),)), Share(((3, 1),))], 0, method="exact")
-    with pytest.raises(ValueError, match="all ranks run the same micro-steps"):
+    with pytest.raises(ValueError, match="all ranks must run the same number of micro-steps"):
         evaluate([CURVE, CURVE], [Share(((2, 1),)), Share(((2, 2),))], 2, method="exact")
 
 

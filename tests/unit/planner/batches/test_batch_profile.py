@@ -117,41 +117,43 @@ def test_state_bytes_follow_zero() -> None:
 
 def test_other_stages_hold_what_the_smaller_state_leaves_room_for() -> None:
     # 9, 10.5 and 12 GiB less than at stage 0, 2 GiB a sample.
-    assert [profile().max_batches(stage)[0] for stage in range(4)] == [4, 4 + 4, 4 + 5, 4 + 6]
+    assert [profile().kind_max_batches(stage)[0] for stage in range(4)] == [4, 4 + 4, 4 + 5, 4 + 6]
     # Half a sample's room is left over at stage 0 and counts at stage 1.
-    assert [profile().max_batches(stage)[1] for stage in range(2)] == [2, 2 + 5]
+    assert [profile().kind_max_batches(stage)[1] for stage in range(2)] == [2, 2 + 5]
     assert profile().state_bytes(3) == [4 * GIB, 4 * GIB]
     # The largest batch that ran is believed more than memory on paper, where the two differ.
     wasteful = profile(kinds=[device(max_batch=3)], ranks=[0] * 4, links=[])
-    assert wasteful.max_batches(3)[0] == 9
+    assert wasteful.kind_max_batches(3)[0] == 9
 
 
 def test_fewer_ranks_each_hold_more_of_the_state() -> None:
     assert profile().state_bytes(0, 2) == profile().state_bytes(0)
     assert profile().state_bytes(3, 2) == [8 * GIB, 8 * GIB]
-    assert profile().kind_max_batches(3, taking_part=2) == [8, 6]
-    assert [curve.max_batch for curve in profile().curves(3, taking_part=2)] == [8, 6, 8, 6]
-    assert profile().kind_max_batches(0, taking_part=2) == [4, 2]
+    assert profile().kind_max_batches(3, sharing_ranks=2) == [8, 6]
+    assert [curve.max_batch for curve in profile().curves(3, sharing_ranks=2)] == [8, 6, 8, 6]
+    assert profile().kind_max_batches(0, sharing_ranks=2) == [4, 2]
 
 
 def test_where_memory_was_not_the_limit_memory_says_what_fits() -> None:
     roomy = profile(kinds=[device(memory_bytes=30 * GIB, memory_bound=False)], ranks=[0] * 4, links=[])
-    assert roomy.max_batches(0)[0] == 4
-    assert roomy.max_batches(3)[0] == 13
-    assert roomy.max_batches(3, largest=8)[0] == 8
+    assert roomy.kind_max_batches(0)[0] == 4
+    assert roomy.kind_max_batches(3)[0] == 13
+    assert roomy.kind_max_batches(3, largest=8)[0] == 8
     weightless = profile(kinds=[device(sample_bytes=0)], ranks=[0] * 4, links=[])
-    assert weightless.max_batches(3)[0] == 4
+    assert weightless.kind_max_batches(3)[0] == 4
 
 
 def test_a_device_without_room_at_this_stage_may_have_some_at_the_next() -> None:
     small = device("small", max_batch=0, memory_bytes=10 * GIB)
     one = profile(kinds=[device(), small], ranks=[0, 1, 1, 1], links=[])
-    assert [one.max_batches(stage)[1] for stage in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"ranks 1-3 \(small\) hold no sample at stage 0.*stage 1 would hold one"):
+    assert [one.kind_max_batches(stage)[1] for stage in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(
+        ValueError, match=r"ranks 1-3 \(small\) cannot hold one sample at stage 0.*at stage 1 one sample fits"
+    ):
         one.curves()
     assert one.curves(1)[1].max_batch == 1
     tiny = profile(kinds=[device(), device("tiny", max_batch=0, memory_bytes=GIB, points=[])], ranks=[0, 1], links=[])
-    with pytest.raises(ValueError, match="no higher stage holds one either, or leave that device out"):
+    with pytest.raises(ValueError, match="at higher stages no sample fits either; otherwise leave that device out"):
         tiny.curves(2)
 
 
@@ -166,7 +168,7 @@ def test_flops_are_known_of_all_or_of_none() -> None:
 
 
 def test_there_are_four_stages() -> None:
-    with pytest.raises(ValueError, match="no stage 7 of ZeRO; stages are 0, 1, 2 and 3"):
+    with pytest.raises(ValueError, match="ZeRO has no stage 7; its stages are 0, 1, 2 and 3"):
         profile().curves(7)
 
 
@@ -186,8 +188,8 @@ def test_other_devices_models_stages_and_precisions_are_told() -> None:
     mine = profile()
     mine.check_fits(["fast", "slow", "fast", "slow"], "abc", stage=0, precision="fp16")
     for devices, digest, options, words in (
-        (["fast", "slow"], "abc", {}, "of 4 ranks, these are 2"),
-        (["fast", "slow", "slow", "slow"], "abc", {}, "other devices: rank 2 was fast, is slow"),
+        (["fast", "slow"], "abc", {}, "of 4 ranks, but there are 2"),
+        (["fast", "slow", "slow", "slow"], "abc", {}, "other devices: rank 2 was fast, now it is slow"),
         (["fast", "slow", "fast", "slow"], "xyz", {}, r"another model \(net, 1,073,741,824 parameters, .*xyz"),
         (["fast", "slow", "fast", "slow"], "abc", {"stage": 3}, "made at stage 0, not 3"),
         (["fast", "slow", "fast", "slow"], "abc", {"precision": "bf16"}, "made at precision fp16, not bf16"),
@@ -225,7 +227,7 @@ def put(*place: Any, value: Any) -> Callable[[Any], None]:
         ),
         (put("kinds", 0, "points", 1, "seconds", value=float("nan")), r"points\[1\].seconds is nan: must be"),
         (put("kinds", 0, "points", 0, "batch", value=0), r"points\[0\].batch is 0: must be at least 1"),
-        (put("kinds", 0, "points", 0, "batch", value=4), r"kinds\[0\].points: batch 4 is there twice"),
+        (put("kinds", 0, "points", 0, "batch", value=4), r"kinds\[0\].points: duplicate batch 4"),
         (put("kinds", 0, "points", 0, "forward_seconds", value=1), r"forward_seconds=1.0 is more than seconds=0.1"),
         (put("kinds", 0, "points", value=[]), "max_batch=4, but there are no points; measure"),
         (
@@ -249,7 +251,7 @@ def put(*place: Any, value: Any) -> Callable[[Any], None]:
         (put("stage", value=7), "stage is 7: must be at most 3"),
         (put("units", "seconds", value="ms"), "seconds is in 'ms', but is read in 's'"),
         (put("links", 0, "ranks", value=[0, 4]), r"links\[0\] joins ranks 0 and 4, but ranks are numbered 0 to 3"),
-        (put("links", 0, "ranks", value=[1, 1]), "joins two ranks, not rank 1 with itself"),
+        (put("links", 0, "ranks", value=[1, 1]), "joins two different ranks, but both are rank 1"),
         (put("links", 0, "bytes_per_second", value=0), r"links\[0\].bytes_per_second is 0: must be above 0"),
         (put("communication_seconds", value=-1), "communication_seconds is -1: must be at least 0"),
     ],

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.batches.ring_order import (
     EXACT_DEVICES,
-    Link,
     _local_search,
     common_protocol,
     link_seconds,
@@ -19,6 +18,11 @@ from colossal_hetero.planner.batches.ring_order import (
     ring_order,
     total_seconds,
 )
+from colossal_hetero.planner.cluster.link import MeasuredLink
+
+
+def link(ranks: tuple[int, int], latency: float, bytes_per_second: float, protocol: str = "gloo") -> MeasuredLink:
+    return MeasuredLink(ranks=ranks, protocol=protocol, latency_seconds=latency, bytes_per_second=bytes_per_second)
 
 
 @st.composite
@@ -84,24 +88,25 @@ def test_many_devices_do_better_than_their_numbering(count: int, seed: int) -> N
 
 def test_links_of_the_protocol_only() -> None:
     links = [
-        Link((0, 2), "gloo", 1.0, 10.0),
-        Link((2, 5), "gloo", 2.0, 10.0),
-        Link((5, 2), "gloo", 3.0, 10.0),
-        Link((0, 5), "gloo", 0.0, 100.0),
-        Link((0, 2), "nccl", 0.1, 1000.0),
+        link((0, 2), 1.0, 10.0),
+        link((2, 5), 2.0, 10.0),
+        link((5, 2), 3.0, 10.0),
+        link((0, 5), 0.0, 100.0),
+        link((0, 2), 0.1, 1000.0, "nccl"),
     ]
     found = link_seconds(links, [0, 2, 5], "gloo", 100.0)
     np.testing.assert_allclose(found, [[0, 11, 1], [11, 0, 12], [1, 13, 0]])
     assert link_seconds(links, [2, 0], "nccl", 100.0)[0, 1] == pytest.approx(0.2)
     with pytest.raises(ValueError, match="no nccl link between ranks 0 and 5; measure"):
         link_seconds(links, [0, 2, 5], "nccl", 100.0)
-    with pytest.raises(ValueError, match="gloo link between ranks 0 and 1: latency"):
-        link_seconds([Link((0, 1), "gloo", 0.0, 0.0)], [0, 1], "gloo", 1.0)
+    for latency, bandwidth, field in ((0.0, 0.0, "bytes_per_second"), (-1.0, 1.0, "latency"), (np.inf, 1.0, "latency")):
+        with pytest.raises(ValueError, match=field):
+            link((0, 1), latency, bandwidth)
 
 
 def test_one_cpu_turns_nccl_to_gloo() -> None:
     gpu, cpu = ("nccl", "gloo"), ("gloo",)
     assert common_protocol([gpu, gpu]) == "nccl"
     assert common_protocol([gpu, cpu]) == "gloo"
-    with pytest.raises(ValueError, match="no protocol of nccl, gloo is spoken by all devices"):
+    with pytest.raises(ValueError, match="no protocol of nccl, gloo is supported by all devices"):
         common_protocol([("nccl",), cpu])

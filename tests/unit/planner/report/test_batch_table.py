@@ -66,20 +66,20 @@ def test_memory_is_that_of_the_stage_and_of_those_who_take_part() -> None:
 def test_no_method_beats_exact_and_all_are_compared(stage: int) -> None:
     report = compare(profile(links=LINKS), 23, stage=stage)
     walls = {}
-    for each in report.candidates:
+    for each in report.results:
         assert each.allocation is not None, each.note
         if each.allocation.accumulation == "shared":
             walls[each.name] = each.allocation.wall_seconds
     assert set(walls) == {"exact", "uniform", "flops", "adapt"}
     assert walls["exact"] <= min(walls["uniform"], walls["flops"]) * (1 + 1e-12)
-    assert [each.name for each in report.candidates].count("exact") == (2 if stage < 2 else 1)
-    assert any(each.allocation is report.chosen for each in report.candidates)
+    assert [each.name for each in report.results].count("exact") == (2 if stage < 2 else 1)
+    assert any(each.allocation is report.chosen for each in report.results)
 
 
 def test_adapt_without_anything_dropped_is_judged_by_the_same_communication() -> None:
     """Equal links: every ring is as long as the one that was measured."""
     report = compare(profile(links=LINKS), 400)
-    (adapted,) = (each.allocation for each in report.candidates if each.name == "adapt")
+    (adapted,) = (each.allocation for each in report.results if each.name == "adapt")
     assert adapted is not None and report.chosen.communication_seconds == pytest.approx(0.5)
     assert adapted.wall_seconds == pytest.approx(report.chosen.wall_seconds)
 
@@ -93,14 +93,14 @@ def test_units_read_well() -> None:
     assert "busy [s]" in printed(compare(profile(links=[]), 64))
     quick = device(points=[{"batch": 1, "seconds": 2e-4}, {"batch": 4, "seconds": 5e-4}], memory_bytes=2**20)
     text = printed(compare(profile(kinds=[quick], ranks=[0], links=[], communication_seconds=1e-5), 4))
-    assert "busy [µs]" in text and "memory [MiB]" in text and "µs in communication" in text
+    assert "busy [µs]" in text and "memory [MiB]" in text and "µs (2% of the wall time) in communication" in text
 
 
 def test_what_is_predicted_is_told_from_what_was_measured() -> None:
     assert "predicted" not in printed(compare(profile(links=[]), 64))
     text = printed(compare(profile(links=[], communication_seconds=50.0), 64, stage=3))
     assert "measured at stage 0" in text
-    assert "fast was measured up to a micro-batch of 4; beyond" in text
+    assert "fast was measured up to a micro-batch of 4; above it" in text
 
 
 def test_names_with_brackets_are_printed_as_they_are() -> None:
@@ -109,12 +109,12 @@ def test_names_with_brackets_are_printed_as_they_are() -> None:
     )
 
 
-def test_left_out_ranks_stay_in_the_table_and_in_the_json() -> None:
+def test_dropped_ranks_stay_in_the_table_and_in_the_json() -> None:
     ranks, kinds = [0, 0, 0, 1], [device(), SNAIL]
     report = compare(profile(kinds=kinds, ranks=ranks, links=LINKS, communication_seconds=0.01), 8, method="adapt")
     line = device_lines(report.profile, report.chosen)[-1]
-    assert line.left_out and line.ranks == (3,) and line.memory_bytes == 0
-    assert "left out because" in printed(report) and "rank 3 is the slowest" in " ".join(printed(report).split())
+    assert line.dropped and line.ranks == (3,) and line.memory_bytes == 0
+    assert "dropped because" in printed(report) and "rank 3 is the slowest" in " ".join(printed(report).split())
     assert as_json(report)["adapt"]["dropped"] == (3,)
     assert timelines(report.curves, report.chosen)[3] == []
 
@@ -134,10 +134,10 @@ def test_timelines_add_up(stage: int, samples: int) -> None:
             assert before.end == pytest.approx(after.start)
 
 
-@pytest.mark.parametrize("accumulation", ["shared", "own"])
+@pytest.mark.parametrize("accumulation", ["shared", "per_rank"])
 def test_long_timelines_are_cut_where_some_rank_has_more_to_do(accumulation: str) -> None:
     report = compare(profile(links=[]), 200, accumulation=accumulation)
-    bars = timelines(report.curves, report.chosen, most_steps=5)
+    bars = timelines(report.curves, report.chosen, max_steps=5)
     ends = {own[-1].end for own in bars}
     assert len(ends) == 1 and ends.pop() < report.chosen.wall_seconds
     assert all(bar.kind == "busy" for own in bars for bar in own)
@@ -166,19 +166,19 @@ def test_shares_are_hashed_by_what_they_hold() -> None:
     assert len({Share(((8, 3), (5, 1))), Share(((8, 3), (5, 1)))}) == 1
 
 
-def test_who_is_left_out_leaves_his_part_of_the_state_to_the_others() -> None:
+def test_who_is_dropped_leaves_his_part_of_the_state_to_the_others() -> None:
     # At stage 3 four ranks hold 4 GiB each, three 5.33, two 8; the snail is not worth its company.
     ranks, kinds = [0, 0, 0, 1], [device(memory_bytes=17 * GIB, max_batch=0, points=device().points), SNAIL]
     pair = profile(kinds=kinds, ranks=ranks, links=LINKS, communication_seconds=0.01)
     report = compare(pair, 12, stage=3, method="adapt")
     lines = device_lines(report.profile, report.chosen)
-    assert lines[-1].left_out
+    assert lines[-1].dropped
     assert {line.memory_bytes - line.share.micro_batch * 2 * GIB for line in lines[:-1]} == {16 * GIB // 3 + 1}
     for line in lines[:-1]:
         assert line.memory_bytes <= line.available_bytes
 
 
-def test_nobody_is_left_out_whose_part_of_the_state_the_others_cannot_hold() -> None:
+def test_nobody_is_dropped_whose_part_of_the_state_the_others_cannot_hold() -> None:
     tight = device(memory_bytes=7 * GIB, max_batch=0)
     report = compare(
         profile(kinds=[tight, SNAIL], ranks=[0, 0, 0, 1], links=LINKS, communication_seconds=0.01),

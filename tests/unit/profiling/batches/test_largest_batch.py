@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from colossal_hetero.profiling.batches.largest_batch import Search, largest_batch
+from colossal_hetero.profiling.batches.largest_batch import LargestBatch, largest_batch
 
 SIZES = range(301)
 
@@ -17,7 +17,7 @@ def bound(largest: int) -> float:
     return 2 * math.log2(largest) + 4 if largest else 1
 
 
-def check(search: Search, true: int, cap: int) -> None:
+def check(search: LargestBatch, true: int, cap: int) -> None:
     found = min(true, cap)
     assert search.largest == found, (true, cap, search)
     assert len(search.tried) <= bound(found), (true, cap, search)

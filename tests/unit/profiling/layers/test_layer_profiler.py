@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
 def measure(model: nn.Module, clock: SimulatedClock | None = None, **options: Any) -> Any:
     if clock is not None:
         options.setdefault("optimizer", partial(SlowSGD, clock=clock))
-    options = {"micro_batches": [2, 3], "least_seconds": 3.0, **options}
+    options = {"micro_batches": [2, 3], "min_seconds": 3.0, **options}
     return profile_layers(model, batch(), options.pop("criterion", F.cross_entropy), **options)
 
 
@@ -54,7 +54,7 @@ def test_a_quota_slows_by_its_share(monkeypatch: pytest.MonkeyPatch, quota: floa
     clock = SimulatedClock(quota, threads)
     use_clock(clock, monkeypatch)
     seconds = 6.0 if threads == 1 else 20.0
-    profile = measure(Model(clock, (0.002, 0.005), after=(0.004, 0.001)), clock, least_seconds=seconds).profile
+    profile = measure(Model(clock, (0.002, 0.005), after=(0.004, 0.001)), clock, min_seconds=seconds).profile
     times = profile.times_of("cpu", 1, 2)
     # A period more or less may have been seen; with more than one thread, by each of the parts that share the time.
     tolerance = 2 * PERIOD / (seconds if threads == 1 else seconds / 8)
@@ -128,7 +128,7 @@ def test_the_model_is_left_as_it_was(precision: str) -> None:
     model.blocks[2].forward = model.blocks[2].forward  # as Colossal-AI replaces methods
     model.head.linear.weight.grad = torch.ones_like(model.head.linear.weight)
     before = state(model)
-    measure(model, least_seconds=0.0, precision=precision)
+    measure(model, min_seconds=0.0, precision=precision)
     assert equal(before, state(model))
 
 
@@ -152,7 +152,7 @@ def test_training_goes_on_as_without() -> None:
         losses = []
         for step in range(4):
             if interlude and step == 2:
-                measure(model, least_seconds=0.0)
+                measure(model, min_seconds=0.0)
             loss = F.cross_entropy(model(batch()[0]), batch()[1])
             loss.backward()
             optimizer.step()
@@ -170,7 +170,7 @@ def test_training_goes_on_as_without() -> None:
 def test_state_is_counted(optimizer: str, precision: str, factor: float) -> None:
     """Parameters, gradients, two moments for Adam; in half precision copies in single precision beside."""
     model = Model(SimulatedClock())
-    profile = measure(model, optimizer=optimizer, precision=precision, least_seconds=0.0).profile
+    profile = measure(model, optimizer=optimizer, precision=precision, min_seconds=0.0).profile
     assert profile.state_factor == factor
     assert profile.precision == precision
     bytes_each = 4 if precision == "fp32" else 2
@@ -217,7 +217,7 @@ class Masked(Linear):
 
 def test_activations_are_what_backward_needs() -> None:
     samples = {"x": batch()[0], "labels": batch()[1]}
-    profile = profile_layers(Transformed(), samples, micro_batches=[4], least_seconds=0.0).profile
+    profile = profile_layers(Transformed(), samples, micro_batches=[4], min_seconds=0.0).profile
     row = 4 * WIDTH
     # A block keeps its input and the output of relu; the mask, which the model makes once, is not the block's.
     # Before: the images. After: the last hidden state, the log-probabilities, and of all samples together the targets'

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import colossal_hetero.accelerator  # noqa: F401  (a quiet import of what transformers needs)
-from colossal_hetero.profiling.layers.model_layers import describe_layers, find_blocks
+from colossal_hetero.profiling.layers.model_layers import describe_layers, find_block_row
 
 # isort: split
 import transformers
@@ -58,7 +58,7 @@ def test_families_of_transformers(name: str, device: str) -> None:
     kind, config = FAMILIES[name]
     with torch.device(device):
         model = kind(config)
-    row = find_blocks(model)
+    row = find_block_row(model)
     assert (row.name, len(row.blocks)) == (name, LAYERS)
     layers = describe_layers(model)
     assert layers.flops is None
@@ -128,7 +128,7 @@ def test_vision_transformer(device: str) -> None:
 
 def test_a_wrapped_model_has_the_same_blocks() -> None:
     model = nn.ModuleDict({"module": timm.create_model("vit_tiny_patch16_224", depth=2)})
-    assert find_blocks(model).name == "module.blocks"
+    assert find_block_row(model).name == "module.blocks"
 
 
 def test_a_model_that_needs_values_says_so_on_meta() -> None:
@@ -143,15 +143,15 @@ def test_two_rows_are_not_one() -> None:
     with torch.device("meta"):
         model = T5ForConditionalGeneration(T5Config(num_layers=2, d_model=32, d_ff=64, num_heads=2, vocab_size=50))
     with pytest.raises(ValueError, match=r"more than one row of blocks: decoder.block, encoder.block; .*name the row"):
-        find_blocks(model)
-    assert len(find_blocks(model, "encoder.block").blocks) == 2
+        find_block_row(model)
+    assert len(find_block_row(model, "encoder.block").blocks) == 2
     with pytest.raises(ValueError, match=r"no row of blocks 'blocks'; it has encoder.block, decoder.block"):
-        find_blocks(model, "blocks")
+        find_block_row(model, "blocks")
 
 
 def test_what_has_no_blocks() -> None:
     with pytest.raises(ValueError, match="Sequential has no ModuleList or Sequential of modules of one class"):
-        find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+        find_block_row(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
 
 
 class Twice(nn.Module):

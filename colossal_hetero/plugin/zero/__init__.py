@@ -1,0 +1,1 @@
+"""ZeRO and plain data parallelism with a batch that fits each device."""

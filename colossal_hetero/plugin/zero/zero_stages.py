@@ -1,0 +1,223 @@
+"""What each ZeRO stage is built on, and how it is told that an optimizer step is not due yet."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from colossalai.booster.mixed_precision import FP16TorchMixedPrecision
+from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
+from colossalai.booster.plugin.torch_ddp_plugin import TorchDDPModel
+from colossalai.booster.plugin.torch_fsdp_plugin import FSDPOptimizerWrapper, TorchFSDPModel
+from colossalai.checkpoint_io import CheckpointIO
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.zero.low_level import LowLevelZeroOptimizer
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from ...accelerator import get_accelerator
+from ...profiling.preserved_state import inner_optimizer
+from .zero_checkpoints import ShardedCheckpointIO
+
+__all__ = ["PRECISIONS", "STAGES", "options_by_stage", "plugin_of_stage", "synchronizer"]
+
+STAGES = (0, 1, 2, 3)
+PRECISIONS = {
+    0: ("fp32", "fp16", "bf16"),
+    1: ("fp32", "fp16", "bf16"),
+    2: ("fp32", "fp16", "bf16"),
+    3: ("fp32", "bf16"),
+}
+"""The precisions of each stage. FSDP in fp16 needs a loss scaler that knows of its shards, which Colossal-AI has
+not."""
+
+_PLUGINS: dict[int, type] = {0: TorchDDPPlugin, 1: LowLevelZeroPlugin, 2: LowLevelZeroPlugin, 3: TorchFSDPPlugin}
+_OURS = {"stage", "precision", "max_norm"}
+"""What is not an option, because our plugin has an argument for it."""
+
+Configured = tuple[Any, Any, Callable | None, DataLoader | None, LRScheduler | None]
+"""Model, optimizer, criterion, data loader and learning rate's schedule."""
+
+
+class _AutocastModel(ModelWrapper):
+    """A model whose forward pass runs in bfloat16 where that is safe; parameters stay in fp32."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with get_accelerator().autocast(dtype=torch.bfloat16):
+            return self.module(*args, **kwargs)
+
+    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
+        return self.module.unwrap(unwrap_peft)
+
+
+class _ShardedOptimizer(FSDPOptimizerWrapper):
+    """FSDP's optimizer, whose gradients are clipped by the norm over all shards."""
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        norm = self.model.module.clip_grad_norm_(max_norm, norm_type)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(f"the gradients' norm is {norm.item()}: they cannot be clipped")
+        return norm
+
+
+class _Replicas(TorchDDPPlugin):
+    """Stage 0: Colossal-AI's DDP plugin, with the mixed precision that otherwise the ``Booster`` adds around it.
+
+    It has to be inside: the gradient's weight must be on the loss before the loss scaler is.
+    """
+
+    def __init__(self, precision: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.precision = precision
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Configured:
+        if get_accelerator().name == "cpu":
+            # The parent makes SyncBatchNorm of BatchNorm, which runs on GPUs only.
+            model = TorchDDPModel(model, **self.ddp_kwargs)
+            if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
+                optimizer = OptimizerWrapper(optimizer)
+        else:
+            model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
+                model, optimizer, criterion, dataloader, lr_scheduler
+            )
+        if self.precision == "bf16":
+            model = _AutocastModel(model)
+        elif self.precision == "fp16":
+            # Without the parent's wrapper around it: loading in shards takes off only one.
+            bare: Any = inner_optimizer(optimizer) if optimizer is not None else None
+            model, optimizer, criterion = FP16TorchMixedPrecision().configure(model, bare, criterion)
+        return model, optimizer, criterion, dataloader, lr_scheduler
+
+
+class _ShardedStates(LowLevelZeroPlugin):
+    """Stages 1 and 2: Colossal-AI's ZeRO plugin, whose optimizer can be asked to clip."""
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Configured:
+        configured = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        if isinstance(configured[1], LowLevelZeroOptimizer):
+            configured[1].clip_grad_by_norm = MethodType(_clip_in_step, configured[1])
+        return configured
+
+
+def _clip_in_step(optimizer: LowLevelZeroOptimizer, max_norm: float, norm_type: float = 2.0, *_: Any) -> None:
+    """``clip_grad_by_norm`` of ZeRO's optimizer, which clips as it steps, and whose parameters have no gradients
+    before.
+
+    Without this the call would change nothing, silently. Raises ``ValueError`` for another norm than the second.
+    """
+    if norm_type != 2.0:
+        raise ValueError(f"norm_type={norm_type} is not available in ZeRO stages 1 and 2, which clip by the 2-norm")
+    optimizer._clip_grad_norm = max_norm
+
+
+class _ShardedParameters(TorchFSDPPlugin):
+    """Stage 3: Colossal-AI's FSDP plugin, on whatever device there is, with the precision given by its name."""
+
+    def __init__(self, precision: str, **options: Any) -> None:
+        if precision == "bf16":
+            options.setdefault("mixed_precision", MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16))
+        super().__init__(**options)
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> Configured:
+        device = get_accelerator().get_current_device()
+        try:
+            sharded = TorchFSDPModel(model, device_id=device, **self.fsdp_kwargs)
+        except ValueError as error:
+            if "uniform `requires_grad`" not in str(error):
+                raise
+            raise ValueError(
+                "some parameters are frozen and some are not; stage 3 flattens them into one, so use stage 0, 1 or 2, "
+                "or an auto_wrap_policy that keeps them in modules of their own"
+            ) from error
+        if optimizer is not None and not isinstance(optimizer, FSDPOptimizerWrapper):
+            if len(optimizer.param_groups) > 1:
+                raise ValueError(
+                    f"the optimizer has {len(optimizer.param_groups)} groups of parameters; stage 3 flattens all "
+                    "parameters into one, so use one group, or stage 0, 1 or 2"
+                )
+            # FSDP has replaced the parameters by flat ones; options of the one group go on to them.
+            options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+            optimizer.state.clear()
+            optimizer.param_groups.clear()
+            optimizer.add_param_group({"params": list(sharded.parameters()), **options})
+            optimizer = _ShardedOptimizer(optimizer, sharded)
+        return sharded, optimizer, criterion, dataloader, lr_scheduler
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        return ShardedCheckpointIO()
+
+
+def options_by_stage(stages: Sequence[int], options: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Those of ``options`` that each stage's plugin has.
+
+    Raises ``TypeError`` for one that no stage's plugin has.
+    """
+    known = {stage: set(inspect.signature(_PLUGINS[stage]).parameters) - _OURS for stage in stages}
+    strange = set(options).difference(*known.values())
+    if strange:
+        names = " or ".join(dict.fromkeys(_PLUGINS[stage].__name__.split("_")[0] for stage in stages))
+        raise TypeError(f"{', '.join(sorted(strange))}: no argument of HeteroZeroPlugin, nor an option of {names}")
+    return {stage: {name: options[name] for name in options if name in known[stage]} for stage in stages}
+
+
+def plugin_of_stage(stage: int, precision: str, max_norm: float, options: dict[str, Any]) -> DPPluginBase:
+    """Colossal-AI's plugin that a stage is built on: DDP, ``LowLevelZeroPlugin`` (1 and 2) or FSDP.
+
+    Raises ``TypeError`` for an option that the stage's plugin does not have.
+    """
+    if stage == 0:
+        return _Replicas(precision, **options)
+    if stage == 3:
+        return _ShardedParameters(precision, **options)
+    return _ShardedStates(stage=stage, precision=precision, max_norm=max_norm, **options)
+
+
+def synchronizer(stage: int, model: ModelWrapper, optimizer: OptimizerWrapper) -> Callable[[bool], None]:
+    """What tells a boosted model whether the gradients of the next backward pass are to be summed over ranks.
+
+    In stages 2 and 3 they always are: gradients are kept in shards, to which each micro-batch adds.
+    """
+    if stage == 0:
+        replica = next(module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel))
+
+        def tell_ddp(due: bool) -> None:
+            replica.require_backward_grad_sync = due
+
+        return tell_ddp
+    if stage == 1:
+
+        def tell_zero(due: bool) -> None:
+            optimizer.require_grad_sync = due
+
+        return tell_zero
+    return lambda due: None

@@ -1,0 +1,155 @@
+"""``plan="auto"``: planned from a cluster and a profile as the plugin is made, the same on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from colossal_hetero import PlanConfig
+from colossal_hetero.planner.cluster.cluster_file import save_cluster
+from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, save_model_profile
+from colossal_hetero.plugin.hybrid import plan_agreement as planned_module
+from tests.parallel.plugin.hybrid.test_planned_run import train_alone, train_planned
+from tests.support.harness import run_ranks
+from tests.support.planning import planned
+from tests.support.training import boost, sgd, tiny_vit
+
+BLOCKS, GLOBAL_BATCH = 6, 16
+CPU = DeviceKind("cpu", 10**9, 1e9)
+
+
+def cluster(speeds: tuple[float, ...]) -> Topology:
+    """One node of CPUs at these shares of full speed."""
+    memory = Channel("shared memory", 1e9, 1e-5)
+    devices = tuple(Device(CPU, node=0, cluster=0, speed=speed) for speed in speeds)
+    node = Node("here", 0, tuple(range(len(speeds))), memory, (Channel("Ethernet", 1e8, 1e-4),))
+    return Topology(devices, (node,), ("here",))
+
+
+def profile(megabytes: int = 40) -> ModelProfile:
+    """Of equal blocks, a millisecond per sample forward, for micro-batches of 1 and 2.
+
+    With 40 MB of parameters in a block gradients take long to sum over replicas, so a pipeline is the best plan.
+    """
+    layers = BLOCKS + 2
+    times = tuple(
+        LayerTimes(
+            device="cpu",
+            micro_batch=size,
+            forward_seconds=(0.0, *(1e-3 * size,) * BLOCKS, 0.0),
+            backward_seconds=(0.0, *(2e-3 * size,) * BLOCKS, 0.0),
+            update_seconds=(0.0,) * layers,
+        )
+        for size in (1, 2)
+    )
+    sizes = LayerSizes(
+        parameter_bytes=(0, *(megabytes * 10**6,) * BLOCKS, 0),
+        activation_bytes=(1000,) * layers,
+        output_bytes=(1000,) * (layers - 1) + (0,),
+    )
+    return ModelProfile(name="tiny ViT", times=times, sizes=(sizes,))
+
+
+class Listener:
+    """In the place of a console."""
+
+    def __init__(self, heard: list[str]) -> None:
+        self._heard = heard
+
+    def print(self, message: str, **kwargs: Any) -> None:
+        self._heard.append(message)
+
+
+def check_auto(planning: PlanConfig, expected: list[float]) -> tuple[list[str], Any]:
+    heard: list[str] = []
+    with patch.object(planned_module, "Console", lambda **kwargs: Listener(heard)):
+        plugin = planned("auto", planning=planning)
+    run = boost(plugin, tiny_vit(depth=BLOCKS), sgd)
+    assert train_planned(run) == pytest.approx(expected, rel=1e-5)
+    return heard, plugin.plan
+
+
+@pytest.mark.parametrize("from_files", [False, True])
+def test_plans_and_trains(from_files: bool, tmp_path: Path) -> None:
+    topology, layers = cluster((1.0, 0.5)), profile()
+    save_cluster(topology, tmp_path / "cluster.toml")
+    save_model_profile(layers, tmp_path / "profile.json")
+    planning = PlanConfig(
+        cluster=tmp_path / "cluster.toml" if from_files else topology,
+        profile=str(tmp_path / "profile.json") if from_files else layers,
+        global_batch_size=GLOBAL_BATCH,
+    )
+    expected, _ = train_alone(BLOCKS, GLOBAL_BATCH)
+    (heard, plan), (other_heard, other_plan) = run_ranks(2, check_auto, planning, expected)
+    assert plan == other_plan and len(heard) == 1 and other_heard == []
+    # The rank at half the speed has half of the other's blocks; small micro-batches keep the bubble small.
+    layers_of = {stage.ranks: stage.blocks[1] - stage.blocks[0] for stage in plan.replicas[0].stages}
+    assert layers_of == {(0,): 4, (1,): 2} and plan.micro_batch == 1
+    assert "micro-batch 1 × 16" in heard[0]
+
+
+def check_wishes() -> None:
+    wishes: dict[str, Any] = dict(global_batch_size=GLOBAL_BATCH, method="uniform", micro_batch_sizes=(2,))
+    plan = planned("auto", planning=PlanConfig(cluster=cluster((1.0, 0.5)), profile=profile(), **wishes)).plan
+    assert plan.layers_per_stage == (3, 3) and (plan.method, plan.micro_batch) == ("uniform", 2)
+    # What was measured on each rank counts, not the one number in the cluster file.
+    layers = profile()
+    slow = [
+        each.model_copy(
+            update={
+                "device": "cpu-2",
+                "forward_seconds": tuple(5 * seconds for seconds in each.forward_seconds),
+                "backward_seconds": tuple(5 * seconds for seconds in each.backward_seconds),
+            }
+        )
+        for each in layers.times
+    ]
+    measured = layers.model_copy(update={"times": (*layers.times, *slow), "rank_devices": ("cpu", "cpu-2")})
+    planning = PlanConfig(cluster=cluster((1.0, 1.0)), profile=measured, global_batch_size=GLOBAL_BATCH)
+    plan = planned("auto", planning=planning).plan
+    layers_of = {stage.ranks: stage.blocks[1] - stage.blocks[0] for stage in plan.replicas[0].stages}
+    assert layers_of == {(0,): 5, (1,): 1}
+
+
+def test_plans_as_it_is_told() -> None:
+    run_ranks(2, check_wishes)
+
+
+def check_refused() -> None:
+    planning = PlanConfig(cluster=cluster((1.0,) * 3), profile=profile(), global_batch_size=GLOBAL_BATCH)
+    with pytest.raises(ValueError, match="the cluster has 3 devices, but 2 ranks were started; start one rank per"):
+        planned("auto", planning=planning)
+    with pytest.raises(ValueError, match="cluster=None"):
+        planned("auto", planning=PlanConfig(profile=profile(), global_batch_size=GLOBAL_BATCH))
+    # What rank 0 cannot read no rank waits for.
+    missing = PlanConfig(cluster="no-such.toml", profile=profile(), global_batch_size=GLOBAL_BATCH)
+    with pytest.raises(ValueError, match=r"no-such\.toml"):
+        planned("auto", planning=missing)
+    # The best plan leaves the slow rank idle, but every rank that was started needs a place.
+    speeds = PlanConfig(cluster=cluster((1.0, 0.01)), profile=profile(), global_batch_size=GLOBAL_BATCH)
+    assert planned("auto", planning=speeds).plan.world_size == 2
+    single = PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile(), global_batch_size=1)
+    with pytest.raises(ValueError, match="no plan uses all 2 devices; the fastest plan uses 1"):
+        planned("auto", planning=single, pp_size=1)
+
+
+def test_refuses_what_cannot_be_planned() -> None:
+    run_ranks(2, check_refused)
+
+
+def check_sizes() -> None:
+    # Gradients that take no time make replicas the best plan for equal devices, but for who wants stages.
+    planning = PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile(0), global_batch_size=GLOBAL_BATCH)
+    assert len(planned("auto", planning=planning).plan.replicas) == 2
+    plan = planned("auto", planning=planning, pp_size=2).plan
+    assert len(plan.replicas) == 1 and plan.layers_per_stage == (3, 3)
+    with pytest.raises(ValueError, match="tensor"):
+        planned("auto", planning=planning, tp_size=2)
+
+
+def test_plans_with_the_sizes_that_are_given() -> None:
+    run_ranks(2, check_sizes)

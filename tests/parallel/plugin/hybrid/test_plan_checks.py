@@ -1,0 +1,142 @@
+"""What does not fit a plan is refused in words, before training where it can be known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from torch.utils.data import TensorDataset
+from transformers import BertConfig, BertForSequenceClassification
+
+from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
+from colossal_hetero.pipeline_parallel.config import PlanConfig
+from colossal_hetero.planner.plans.plan import Plan, save_plan
+from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, images_and_labels
+from tests.support.harness import run_ranks
+from tests.support.planning import boosted, make_plan, planned
+from tests.support.training import boost, loss_of, sgd, tiny_vit
+
+
+def check_refused(folder: Path) -> None:
+    plan = make_plan([[[1], [0]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
+    refusals: list[tuple[str, Any, dict[str, Any]]] = [
+        (r"tp_size=2 contradicts the plan, which has 1; leave it out", plan, dict(tp_size=2)),
+        (r"pp_size=1 contradicts the plan, which has 2", plan, dict(pp_size=1)),
+        (r"num_microbatches=8 contradicts the plan, which has 4", plan, dict(num_microbatches=8)),
+        (r"microbatch_size=1 contradicts the plan, which has 2", plan, dict(microbatch_size=1)),
+        (
+            r"num_layers_per_stage=\[3, 1\] contradicts the plan, which has \[1, 3\]",
+            plan,
+            dict(num_layers_per_stage=(3, 1)),
+        ),
+        (r"pp_style='interleaved' contradicts the plan, which has '1f1b'", plan, dict(pp_style="interleaved")),
+        (r"batches cannot be combined with pp_size=2", plan, dict(batches=BatchConfig(global_batch_size=8))),
+        (r"the plan is for 4 ranks, but 2 were started; start 4", make_plan([[[0, 1], [2, 3]]], (1, 3)), {}),
+        (r"uses 1 device and leaves others idle \(rank 1\).*start 1 on .*--runnable", make_plan([[[0]]], (4,)), {}),
+        (r"replicas are not alike \(replica 0 has 4 layers and 4 micro-batches; .*plan with --runnable", unequal(), {}),
+        (r"1 micro-batch for 2 stages.*1F1B schedule needs", make_plan([[[0], [1]]], (1, 3), 2, 1), {}),
+        (r"no-such-plan\.json", folder / "no-such-plan.json", {}),
+        (r'plan="auto" needs planning=PlanConfig\(cluster=…, profile=…, global_batch_size=…\)', "auto", {}),
+    ]
+    for message, refused, options in refusals:
+        with pytest.raises(ValueError, match=message):
+            planned(refused, **options)
+    with pytest.raises(TypeError, match=r'plan=7 is neither a Plan, nor the path of a plan file, nor "auto"'):
+        planned(7)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="planning='auto' is not a PlanConfig"):
+        planned(plan, planning="auto")
+    flat = make_plan([[[0]], [[1]]], (4,))
+    with pytest.raises(ValueError, match="global_batch_size=8 in batches contradicts the plan, which has 16"):
+        planned(flat, batches=BatchConfig(global_batch_size=8))
+    with pytest.raises(ValueError, match="adapters are saved by rank 0, which must be in the first stage"):
+        planned(plan).enable_lora(tiny_vit(depth=4))
+    mine = plan if dist.get_rank() == 0 else make_plan([[[1], [0]]], (2, 2), MICRO_BATCH, MICRO_BATCHES)
+    with pytest.raises(ValueError, match="ranks 1 were given other plans than rank 0"):
+        planned(mine)
+
+
+def unequal() -> Plan:
+    """Two replicas, one with half of the other's micro-batches."""
+    plan = make_plan([[[0]], [[1]]], (4,))
+    fewer = plan.replicas[1].model_copy(update={"micro_batches": 2})
+    return plan.model_copy(update={"replicas": (plan.replicas[0], fewer), "global_batch": 12})
+
+
+def check_refused_at_boost(folder: Path) -> None:
+    plan = make_plan([[[1], [0]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
+    other = r"divides 4 blocks of tiny ViT into \[1, 3\], but the model has 6 blocks; plan with a profile of this model"
+    with pytest.raises(ValueError, match=other):
+        boost(planned(plan), tiny_vit(depth=6))
+    with pytest.raises(ValueError, match=other):
+        boost(planned(plan), bert(6))
+    with pytest.raises(ValueError, match=r"divides 4 blocks.*the model has 6"):
+        boost(planned(make_plan([[[0, 1]]], (4,))), tiny_vit(depth=6))
+    # As large as planned, in words before training and in it.
+    if dist.get_rank() == 0:
+        save_plan(plan, folder / "plan.json")
+    plugin = planned(
+        folder / "plan.json" if dist.get_rank() == 0 else folder / "only rank 0 has it", tp_size=1, pp_size=2
+    )
+    assert plugin.plan == plan
+    model = tiny_vit(depth=4)
+    loader = plugin.prepare_dataloader(TensorDataset(torch.zeros(32)), 6)
+    too_small = r"a batch of 6 samples does not fit the plan: .* takes 4 micro-batches of 2; use batch_size=8"
+    with pytest.raises(ValueError, match=too_small):
+        Booster(plugin=plugin).boost(model, sgd(model), loss_of, loader)
+    run = boosted(plan)
+    with pytest.raises(ValueError, match=too_small):
+        run.booster.execute_pipeline(iter([images_and_labels(0, 6)]), run.model, loss_of, run.optimizer)
+
+
+def bert(layers: int) -> torch.nn.Module:
+    config = BertConfig(
+        hidden_size=24, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=36, vocab_size=64
+    )
+    return BertForSequenceClassification(config)
+
+
+def check_numbers_of_layers() -> None:
+    chunked = dict(precision="fp32", num_microbatches=4, num_model_chunks=2)
+    for style, nodes in (("interleaved", None), ("zbv", [])):
+        with pytest.raises(ValueError, match=rf"\[1, 3\] has 2 numbers for 2 stages × 2 chunks; give 4, .*{style}"):
+            HeteroHybridParallelPlugin(
+                1, 2, pp_style=style, scheduler_nodes=nodes, num_layers_per_stage=[1, 3], **chunked
+            )
+    with pytest.raises(ValueError, match=r"\[1, 2, 3\] has 3 numbers for 2 stages; give 2"):
+        HeteroHybridParallelPlugin(1, 2, num_microbatches=4, num_layers_per_stage=[1, 2, 3])
+    plugin = HeteroHybridParallelPlugin(1, 2, precision="fp32", num_microbatches=4, num_layers_per_stage=[1, 3])
+    for model in (tiny_vit(depth=6), bert(6)):
+        with pytest.raises(ValueError, match=r"num_layers_per_stage=\[1, 3\] adds up to 4; the model has 6 layers"):
+            boost(plugin, model)
+    with pytest.raises(TypeError, match="got multiple values for argument 'sp_size'"):
+        HeteroHybridParallelPlugin(1, 2, None, sp_size=1)
+
+
+@pytest.mark.parametrize("check", [check_refused, check_refused_at_boost])
+def test_refuses_what_does_not_fit_the_plan(check: Any, tmp_path: Path) -> None:
+    run_ranks(2, check, tmp_path)
+
+
+def test_refuses_numbers_of_layers_that_do_not_fit() -> None:
+    run_ranks(2, check_numbers_of_layers)
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("drift_threshold", 0.0, "drift_threshold=0.0 must be a positive share"),
+        ("drift_threshold", float("nan"), "must be a positive share"),
+        ("global_batch_size", 0, "global_batch_size=0 must be a whole number"),
+        ("micro_batch_sizes", (), "micro_batch_sizes is empty"),
+        ("micro_batch_sizes", (2, 1.5), "micro_batch_sizes=1.5 must be"),
+    ],
+)
+def test_checks_what_is_said_about_planning(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PlanConfig(**{field: value})
+    with pytest.raises(TypeError, match="cluster=7 is neither a file's path nor a Topology"):
+        PlanConfig(cluster=7)  # type: ignore[arg-type]

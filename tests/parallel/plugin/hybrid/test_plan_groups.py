@@ -1,0 +1,96 @@
+"""A plan's groups communicate over the network that their members share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from colossal_hetero import PlanConfig
+from colossal_hetero.planner.cluster.group_networks import Adapter
+from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.plugin.hybrid import plan_groups as groups
+from colossal_hetero.plugin.hybrid.planned_mesh import ordered_group
+from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, train_alone, train_planned
+from tests.support.harness import run_ranks
+from tests.support.planning import make_plan, planned
+from tests.support.training import boost, sgd, tiny_vit
+
+PLAN = make_plan([[[3], [2]], [[1], [0]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
+"""Each replica in a node."""
+
+
+def two_nodes(kinds: tuple[str, str] = ("Ethernet", "Ethernet"), device: str = "cpu", size: int = 2) -> Topology:
+    """Of ``size`` devices each, with NICs of these kinds."""
+    kind = DeviceKind(device, 10**9, 1e9)
+    nodes = tuple(
+        Node(f"node {number}", 0, tuple(range(size * number, size * (number + 1))), Channel("PCIe", 1e10), (nic,))
+        for number, nic in enumerate(Channel(name, 1e8) for name in kinds)
+    )
+    return Topology(tuple(Device(kind, node=rank // size, cluster=0) for rank in range(2 * size)), nodes, ("here",))
+
+
+def check_groups(plan: Plan, topology: Topology, expected: list[float]) -> dict[tuple[int, ...], str | None]:
+    """The interface that each group was made over, by its ranks."""
+    made: dict[tuple[int, ...], str | None] = {}
+
+    def recorded(ranks: Sequence[int], **options: Any) -> Any:
+        made[tuple(ranks)] = os.environ.get("GLOO_SOCKET_IFNAME")
+        return ordered_group(ranks, **options)
+
+    planning = PlanConfig(cluster=topology, adapters={"Ethernet": Adapter(interface="lo")})
+    with patch.object(groups, "ordered_group", recorded):
+        plugin = planned(plan, planning=planning)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert os.environ.pop("NCCL_SOCKET_IFNAME") == "=lo"  # NCCL reads its own once per process
+    assert dist.get_backend(plugin.dp_group) == "gloo"
+    run = boost(plugin, tiny_vit(depth=plan.blocks), sgd)
+    assert train_planned(run) == pytest.approx(expected, rel=1e-5)
+    return made
+
+
+@pytest.mark.parametrize(
+    "topology, across",
+    [
+        pytest.param(two_nodes(), "lo", id="ethernet"),
+        pytest.param(two_nodes(device="A100-40"), "lo", id="planned-for-gpus"),
+        # Not planned for; torch finds a way, or says that there is none.
+        pytest.param(two_nodes(("InfiniBand", "RoCE")), None, id="no-way"),
+    ],
+)
+def test_groups_across_nodes_use_the_network_between_them(topology: Topology, across: str | None) -> None:
+    expected, _ = train_alone(PLAN.blocks, PLAN.global_batch)
+    for made in run_ranks(4, check_groups, PLAN, topology, expected):
+        assert {ranks: name for ranks, name in made.items() if len(ranks) > 1} == {
+            (1, 3): across,  # rank 0's replica comes first
+            (0, 2): across,
+            (3, 2): None,
+            (1, 0): None,
+        }
+
+
+def test_ranks_are_the_devices_that_the_plan_uses() -> None:
+    """Of nodes of three the first device of one and all of the other, so that rank 1 is device 3."""
+    plan = make_plan([[[5], [4]], [[3], [0]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
+    expected, _ = train_alone(plan.blocks, plan.global_batch)
+    for made in run_ranks(4, check_groups, plan, two_nodes(size=3), expected):
+        assert {ranks: name for ranks, name in made.items() if len(ranks) > 1} == {
+            (1, 3): None,
+            (0, 2): "lo",
+            (3, 2): None,
+            (1, 0): "lo",
+        }
+
+
+def check_other_cluster() -> None:
+    with pytest.raises(ValueError, match=r"the plan has device 5, but the cluster's are 0 to 3"):
+        planned(make_plan([[[0], [1]], [[2], [5]]], (1, 3)), planning=PlanConfig(cluster=two_nodes()))
+
+
+def test_refuses_the_description_of_another_cluster() -> None:
+    run_ranks(4, check_other_cluster)

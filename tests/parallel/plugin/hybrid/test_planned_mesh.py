@@ -1,0 +1,196 @@
+"""What else a planned plugin does: data, checkpoints, balancing, the other schedules, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster.plugin import hybrid_parallel_plugin
+from colossalai.cluster import ProcessGroupMesh
+from colossalai.pipeline.schedule.v_schedule import PipelineGraph
+from torch.utils.data import TensorDataset
+
+from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
+from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.plugin.hybrid.plan_agreement import runnable
+from colossal_hetero.plugin.hybrid.planned_mesh import PlannedMesh
+from tests.parallel.layers.test_checkpoints import load, save
+from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, train_alone, train_planned
+from tests.support.harness import run_ranks
+from tests.support.planning import boosted, make_plan, planned
+from tests.support.training import assert_same_parameters, boost, scripted, sgd, tiny_vit
+
+CROSSED = [[[1], [2]], [[3], [0]]]
+"""Of two replicas; the ranks of the two data-parallel groups ascend in opposite order of replicas."""
+
+
+# The mesh --------------------------------------------------------------------------------------------------------
+
+
+def check_mesh() -> None:
+    ranks = [4, 2, 0, 3, 1, 5]
+    mesh, plain = PlannedMesh(3, 2, ranks=ranks), ProcessGroupMesh(3, 2)
+    rank = dist.get_rank()
+    assert mesh.rank == rank
+    assert mesh.ravel(mesh.coordinate(), mesh.shape) == rank
+    assert mesh.unravel(rank, mesh.shape) == mesh.coordinate()
+    assert mesh.coordinate() == ProcessGroupMesh.unravel(ranks.index(rank), (3, 2))
+    for axis in (0, 1):
+        group, other = mesh.get_group_along_axis(axis), plain.get_group_along_axis(axis)
+        assert dist.get_rank(group) == mesh.coordinate(axis)
+        members = [ranks[place] for place in plain_places(mesh, plain, axis)]
+        assert mesh.get_ranks_in_group(group) == dist.get_process_group_ranks(group) == members
+        assert group.size() == other.size()
+        # Collectives go by the order of the group, messages by global rank.
+        found = [torch.zeros(1) for _ in members]
+        dist.all_gather(found, torch.tensor([float(rank)]), group=group)
+        assert [int(each) for each in found] == members
+        dist.broadcast(value := torch.tensor([float(rank)]), src=members[-1], group=group)
+        assert int(value) == members[-1]
+    assert mesh.get_group_along_axis(0) is mesh.get_group_along_axis(0)
+    following = mesh.ravel((mesh.coordinate(0) + 1, mesh.coordinate(1)), mesh.shape, mode="wrap")
+    order = mesh.get_ranks_in_group(mesh.get_group_along_axis(0))
+    assert following == order[(order.index(rank) + 1) % len(order)]
+    with pytest.raises(ValueError, match="each of the 6 ranks 0 to 5 once"):
+        PlannedMesh(3, 2, ranks=[0, 1, 2, 3, 4, 4])
+    mesh.destroy_mesh_process_groups()
+
+
+def plain_places(mesh: PlannedMesh, plain: ProcessGroupMesh, axis: int) -> list[int]:
+    """Positions along ``axis`` through this rank's coordinate."""
+    coords = ProcessGroupMesh.get_coords_along_axis(mesh.coordinate(), axis, list(range(mesh.size(axis))))
+    return [ProcessGroupMesh.ravel(coord, mesh.shape) for coord in coords]
+
+
+def test_mesh_puts_ranks_where_it_is_told() -> None:
+    run_ranks(6, check_mesh)
+
+
+def check_places(plan: Plan) -> tuple[int, int, int]:
+    plugin = planned(plan)
+    assert hybrid_parallel_plugin.ProcessGroupMesh is ProcessGroupMesh, "the stand-in stays in place"
+    assert [plugin.dp_size, plugin.pp_size, plugin.tp_size] == [2, 2, 1]
+    assert plugin.scheduler.num_microbatches == MICRO_BATCHES and plugin.scheduler.microbatch_size == MICRO_BATCH
+    loader = plugin.prepare_dataloader(TensorDataset(torch.arange(32)), shuffle=True)
+    assert loader.batch_size == MICRO_BATCH * MICRO_BATCHES
+    assert dist.get_rank(plugin.dp_group) == plugin.pg_mesh.coordinate(plugin.dp_axis)
+    return plugin.pg_mesh.coordinate(0), plugin.pg_mesh.coordinate(1), [int(x) for (batch,) in loader for x in batch]
+
+
+def test_stages_of_a_replica_load_the_same_samples() -> None:
+    plan = make_plan(CROSSED, (1, 3), MICRO_BATCH, MICRO_BATCHES)
+    places = run_ranks(4, check_places, plan)
+    by_place = {place[:2]: place[2] for place in places}
+    assert by_place[0, 0] == by_place[0, 1] and by_place[1, 0] == by_place[1, 1]
+    assert sorted(by_place[0, 0] + by_place[1, 0]) == list(range(32))
+    # Rank 0 writes what belongs to no group, so it is in the first replica; stages are as planned.
+    assert places[0][:2] == (0, 1) and places[3][:2] == (0, 0)
+    assert places[1][:2] == (1, 0) and places[2][:2] == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "rank_order, expected",
+    [
+        ([[[3, 1], [2, 0]]], (((3, 1), (0, 2)),)),
+        ([[[1], [2]], [[3], [0]]], (((3,), (0,)), ((1,), (2,)))),
+        ([[[5, 4], [2, 3]]], (((3, 2), (0, 1)),)),
+    ],
+)
+def test_rank_0_is_first_of_all_that_write(rank_order: list, expected: tuple) -> None:
+    with patch.object(dist, "get_world_size", lambda: 4):
+        assert runnable(make_plan(rank_order, (1, 3), MICRO_BATCH, MICRO_BATCHES)).rank_order == expected
+
+
+# Checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def check_round_trip(plan: Plan, folder: Path, sharded: bool, options: dict[str, Any]) -> None:
+    run = boosted(plan, **options)
+    train_planned(run, 2)
+    saved = run.parameters
+    save(run, folder, sharded)
+    again = load(boosted(plan, seed=5, **options), folder, sharded)
+    assert_same_parameters(again.parameters, saved, "loaded")
+    # Ranks in their own order take it as well, and sums over two replicas do not depend on their order.
+    layers = plan.layers_per_stage
+    other = make_plan([[[0], [1]], [[2], [3]]], layers, MICRO_BATCH, MICRO_BATCHES)
+    elsewhere = load(boosted(other, seed=6, **options), folder, sharded)
+    losses = train_planned(again, 3, first=2)
+    assert losses == train_planned(elsewhere, 3, first=2)
+    if "precision" in options:
+        return  # a checkpoint of half-precision training has no fp32 weights
+    assert losses == train_planned(run, 3, first=2)
+    assert_same_parameters(again.parameters, run.parameters, "trained on")
+    other = make_plan([[[0], [1]], [[2], [3]]], layers[::-1], MICRO_BATCH, MICRO_BATCHES)
+    elsewhere = load(boosted(other, seed=7, **options), folder, sharded)
+    assert train_planned(elsewhere, 3, first=2) == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "sharded, options",
+    [
+        pytest.param(False, {}, id="unsharded"),
+        pytest.param(True, {}, id="sharded"),
+        pytest.param(True, dict(precision="bf16", zero_stage=1), id="sharded-zero"),
+    ],
+)
+def test_checkpoints_of_a_permuted_plan(sharded: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    plan = make_plan(CROSSED, (1, 3), MICRO_BATCH, MICRO_BATCHES)
+    run_ranks(4, check_round_trip, plan, tmp_path, sharded, options)
+    if not sharded:
+        # Whole, and readable by anyone.
+        alone = tiny_vit(depth=4)
+        alone.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+
+
+# Balancing inside stages -----------------------------------------------------------------------------------------
+
+
+def check_balancing(plan: Plan, expected: list[float]) -> list[tuple[float, ...]]:
+    config = BalanceConfig(mode="migrate", warmup_iterations=0, patience=1, measure_costs=False, grain=2)
+    with scripted(lambda rank, iteration: 4.0 if rank == 2 else 1.0):
+        run = boost(planned(plan, balance=config), tiny_vit(depth=plan.blocks), sgd)
+    assert train_planned(run, 6) == pytest.approx(expected, rel=1e-5)
+    return run.plugin.balancer.plan.migrate
+
+
+def test_balancing_works_inside_the_stages_of_a_permuted_plan() -> None:
+    plan = make_plan([[[3, 1], [2, 0]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
+    expected, _ = train_alone(4, plan.global_batch, 6)
+    given = run_ranks(4, check_balancing, plan, expected)
+    # Ranks 0 and 2 are a group, in which rank 0 comes first.
+    assert given[0] == given[2] and given[0][0] == 0 and given[0][1] > 0, given
+    assert given[1] == given[3] and not any(given[1]), given
+
+
+# The other schedules ---------------------------------------------------------------------------------------------
+
+
+def check_schedules(expected: list[float]) -> None:
+    graph = PipelineGraph(
+        n_stage=2, n_micro=4, f_cost=1, b_cost=1, w_cost=1, c_cost=1, f_mem=3, b_mem=-2, w_mem=-1
+    ).get_v_schedule()
+    tp_size = dist.get_world_size() // 2
+    sizes = make_plan([[list(range(tp_size)), list(range(tp_size, 2 * tp_size))]], (3, 3), MICRO_BATCH, MICRO_BATCHES)
+    schedules = [
+        dict(pp_style="interleaved", num_layers_per_stage=[1, 2, 1, 2]),
+        dict(pp_style="interleaved", num_layers_per_stage=[3, 1, 1, 1]),
+        dict(pp_style="zbv", scheduler_nodes=graph, num_layers_per_stage=[2, 1, 1, 2]),
+        dict(pp_style="zbv", scheduler_nodes=graph, num_layers_per_stage=[1, 3, 1, 1]),
+    ]
+    for schedule in schedules:
+        plugin = HeteroHybridParallelPlugin(
+            tp_size, 2, precision="fp32", num_model_chunks=2, num_microbatches=MICRO_BATCHES, **schedule
+        )
+        run = boost(plugin, tiny_vit(depth=6), sgd)
+        assert train_planned(run, sizes=sizes) == pytest.approx(expected, rel=1e-5), schedule
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_other_schedules_take_unequal_chunks(world: int) -> None:
+    expected, _ = train_alone(6, MICRO_BATCH * MICRO_BATCHES)
+    run_ranks(world, check_schedules, expected)

@@ -1,0 +1,156 @@
+"""HeteroHybridParallelPlugin with uneven batches, on replicas of one rank or several, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from colossalai.booster import Booster
+from colossalai.booster.plugin import HybridParallelPlugin
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+from colossal_hetero import BalanceConfig, BatchConfig, HeteroHybridParallelPlugin
+from colossal_hetero.layers import hetero_policy
+from tests.parallel.plugin.zero.test_zero_plugin import sizes_by_rank
+from tests.support.harness import run_ranks
+from tests.support.training import CLASSES, tiny_vit
+
+SAMPLES = 17
+GLOBAL_BATCH = 7
+STEPS = 6  # two epochs of three global batches, the last of three samples
+
+
+class Images(Dataset):
+    def __init__(self) -> None:
+        self.images = torch.randn(SAMPLES, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], index % CLASSES
+
+
+def train(division: Sequence[Sequence[int]], tp_size: int, options: dict[str, Any]) -> dict[str, Any]:
+    plugin = HeteroHybridParallelPlugin(
+        tp_size, 1, batches=BatchConfig(global_batch_size=GLOBAL_BATCH, max_micro_batch=7), **options
+    )
+    loader = plugin.prepare_dataloader(Images())
+    model = tiny_vit()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
+    chosen = plugin.batch_balancer.allocation.shares
+    loader.divide_by(lambda samples: sizes_by_rank(division, samples))
+    steps = 0
+    for _ in range(2):
+        for images, labels in loader:
+            loss = cross_entropy(model(images).float(), labels)
+            optimizer.backward(loss)
+            optimizer.step()
+            steps += loader.current.is_last
+            optimizer.zero_grad()
+    assert steps == STEPS
+    model.eval()
+    with torch.no_grad():
+        logits = model(Images().images).float()
+    return {"logits": logits, "samples": [share.samples for share in chosen], "ticks": plugin.balancer._iteration}
+
+
+def train_alone(max_norm: float = 0.0) -> Tensor:
+    model = tiny_vit()
+    return fit(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), max_norm)
+
+
+def fit(model: nn.Module, optimizer: Any, max_norm: float = 0.0) -> Tensor:
+    """Train on whole global batches; the logits of all samples at the end."""
+    data = Images()
+    for _ in range(2):
+        for begin in range(0, SAMPLES, GLOBAL_BATCH):
+            images = data.images[begin : begin + GLOBAL_BATCH]
+            labels = torch.arange(begin, begin + len(images)) % CLASSES
+            loss = cross_entropy(model(images), labels)
+            optimizer.backward(loss) if hasattr(optimizer, "backward") else loss.backward()
+            if max_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        return model(data.images)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "division"),
+    [
+        (1, [[5], [2]]),
+        (1, [[0, 0], [4, 3]]),
+        (1, [[2, 1], [1, 1], [1, 1]]),
+        (2, [[4, 2], [1, 0]]),
+        (2, [[1], [6]]),
+    ],
+)
+@pytest.mark.parametrize("mode", ["off", "auto"])
+def test_training_is_that_of_one_process(tp_size: int, division: list[list[int]], mode: str) -> None:
+    options = {"precision": "fp32", "balance": BalanceConfig(mode=mode if tp_size > 1 else "off")}
+    for result in run_ranks(tp_size * len(division), train, division, tp_size, options):
+        torch.testing.assert_close(result["logits"], train_alone(), rtol=1e-3, atol=1e-4)
+        assert sum(result["samples"]) == GLOBAL_BATCH
+        # The balancer of layers counts optimizer steps, not micro-batches.
+        assert result["ticks"] == STEPS
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_zero_in_half_precision_is_near(tp_size: int, zero_stage: int) -> None:
+    division = [[3, 1], [2, 1]]
+    options = {"precision": "bf16", "zero_stage": zero_stage}
+    results = run_ranks(2 * tp_size, train, division, tp_size, options)
+    for result in results:
+        torch.testing.assert_close(result["logits"], train_alone(), rtol=0.1, atol=0.1)
+        assert torch.equal(result["logits"], results[0]["logits"])
+
+
+def train_with_colossalai(tp_size: int, max_norm: float) -> Tensor:
+    """One replica, with Colossal-AI's own plugin."""
+    model = tiny_vit()
+    plugin = HybridParallelPlugin(tp_size, 1, precision="fp32", max_norm=max_norm, custom_policy=hetero_policy(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
+    return fit(model, optimizer)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_clipping_is_that_of_one_replica(tp_size: int) -> None:
+    # Under tensor parallelism Colossal-AI's norm is not quite the unsharded one; it must be the same with replicas.
+    expected = run_ranks(tp_size, train_with_colossalai, tp_size, 0.5)[0]
+    if tp_size == 1:
+        torch.testing.assert_close(expected, train_alone(0.5), rtol=1e-3, atol=1e-4)
+    options = {"precision": "fp32", "max_norm": 0.5}
+    for result in run_ranks(2 * tp_size, train, [[4, 1], [1, 1]], tp_size, options):
+        torch.testing.assert_close(result["logits"], expected, rtol=1e-3, atol=1e-4)
+
+
+def make(options: dict[str, Any], batches: Any) -> None:
+    HeteroHybridParallelPlugin(batches=batches, precision="bf16", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "batches", "words"),
+    [
+        ({"tp_size": 1, "pp_size": 2, "num_microbatches": 2}, {"global_batch_size": 4}, "pp_size=2: a pipeline cuts"),
+        (
+            {"tp_size": 1, "pp_size": 1, "zero_stage": 2},
+            {"global_batch_size": 4, "accumulation": "per_rank"},
+            'accumulation="per_rank" needs zero_stage 0 or 1, not 2',
+        ),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(options: dict[str, Any], batches: dict[str, Any], words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        run_ranks(2, make, options, BatchConfig(**batches))
+    with pytest.raises(RuntimeError, match="is not a BatchConfig"):
+        run_ranks(2, make, {"tp_size": 1, "pp_size": 1}, 8)

@@ -1,0 +1,411 @@
+"""What training scripts for Colossal-AI do beside training, under HeteroZeroPlugin."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from colossalai.booster import Booster
+from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
+from colossalai.nn.optimizer import Lamb
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from colossal_hetero import HeteroZeroPlugin
+from tests.parallel.plugin.zero.test_lowest_zero_stage import stage_of
+from tests.parallel.plugin.zero.test_zero_plugin import (
+    Numbered,
+    full_parameters,
+    make_model,
+    make_optimizer,
+    sizes_by_rank,
+)
+from tests.support.harness import answer, run_ranks, start_ranks
+
+DIVISIONS = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
+"""Of a global batch of 8, by the number of ranks."""
+
+
+def train_from(folder: str, stage: int | str, shard: bool, resume: bool) -> dict[str, Any]:
+    """Train for two epochs and save after some global batches of the second; or go on from there."""
+    plugin = HeteroZeroPlugin(stage, 8)
+    booster = Booster(plugin=plugin)
+    loader = plugin.prepare_dataloader(Numbered(), shuffle=True, seed=11)
+    model = make_model()
+    if resume:
+        for value in model.parameters():
+            value.data.add_(1.0)
+    optimizer = make_optimizer(model, "adamw")
+    schedule = CosineAnnealingWarmupLR(optimizer, total_steps=2 * len(loader), warmup_steps=2)
+    model, optimizer, criterion, loader, schedule = booster.boost(
+        model, optimizer, nn.CrossEntropyLoss(), loader, schedule
+    )
+    division = DIVISIONS[torch.distributed.get_world_size()]
+    loader.divide_by(lambda samples: sizes_by_rank(division, samples))
+    suffix = "" if shard else ".pt"
+    paths = [f"{folder}/{name}{suffix}" for name in ("model", "optimizer")]
+    first, steps = 0, 0
+    if resume:
+        booster.load_model(model, paths[0])
+        booster.load_optimizer(optimizer, paths[1])
+        booster.load_lr_scheduler(schedule, f"{folder}/schedule.pt")
+        state = torch.load(f"{folder}/loader.pt")
+        loader.load_state_dict(state)
+        first = state["epoch"]
+    rates = []
+    for epoch in range(first, 2):
+        loader.set_epoch(epoch)
+        for inputs, targets in loader:
+            booster.backward(criterion(model(inputs), targets), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if not loader.current.is_last:
+                continue
+            steps += 1
+            rates.append(optimizer.param_groups[0]["lr"])
+            if not resume and steps == 6:
+                booster.save_model(model, paths[0], shard=shard)
+                booster.save_optimizer(optimizer, paths[1], shard=shard)
+                booster.save_lr_scheduler(schedule, f"{folder}/schedule.pt")
+                if torch.distributed.get_rank() == 0:
+                    torch.save(loader.state_dict(), f"{folder}/loader.pt")
+    return {"parameters": torch.cat(full_parameters(model)), "rates": rates, "stage": plugin.stage}
+
+
+@pytest.mark.parametrize(
+    ("stage", "shard", "ranks"),
+    [
+        *((stage, shard, 2) for stage in (0, 1, 2, 3) for shard in (False, True)),
+        ("auto", False, 2),
+        *((stage, True, 3) for stage in (0, 1, 2, 3)),
+    ],
+)
+def test_going_on_from_a_checkpoint(tmp_path: Path, stage: int | str, shard: bool, ranks: int) -> None:
+    whole = run_ranks(2, train_from, str(tmp_path), stage, shard, False)
+    resumed = run_ranks(ranks, train_from, str(tmp_path), stage, shard, True)
+    for result in resumed:
+        assert result["stage"] == (0 if stage == "auto" else stage)
+        assert result["rates"] == pytest.approx(whole[0]["rates"][-2:])
+        expected = whole[0]["parameters"]
+        size = min(len(expected), len(result["parameters"]))  # FSDP pads
+        # Sums in another order: rounding, which AdamW enlarges where it divides by little.
+        rtol, atol = (1e-3, 1e-4) if ranks != 2 else (1e-5, 1e-6)
+        torch.testing.assert_close(result["parameters"][:size], expected[:size], rtol=rtol, atol=atol)
+
+
+def save_and_load(folder: str, stage: int | str, precision: str, fits: int) -> int:
+    """At whatever stage it comes to, if memory is said not to suffice below stage ``fits``."""
+
+    def step(model: nn.Module, criterion: Callable, batch: Any) -> torch.Tensor:
+        if stage_of(model) < fits:
+            raise MemoryError("no room")
+        return criterion(model(batch[0]), batch[1])
+
+    plugin = HeteroZeroPlugin(stage, 8, precision=precision, training_step=step)
+    booster = Booster(plugin=plugin)
+    loader = plugin.prepare_dataloader(Numbered())
+    model = make_model()
+    model, optimizer, criterion, loader, _ = booster.boost(
+        model, make_optimizer(model, "adamw"), nn.CrossEntropyLoss(), loader
+    )
+    for inputs, targets in loader:
+        booster.backward(criterion(model(inputs), targets), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = torch.cat(full_parameters(model))
+    for shard in (False, True):
+        booster.save_model(model, f"{folder}/model{shard}", shard=shard)
+        booster.save_optimizer(optimizer, f"{folder}/optimizer{shard}", shard=shard)
+        torch.distributed.barrier()
+        booster.load_model(model, f"{folder}/model{shard}")
+        booster.load_optimizer(optimizer, f"{folder}/optimizer{shard}")
+        assert torch.equal(torch.cat(full_parameters(model)), expected)
+    return plugin.stage
+
+
+def test_checkpoints_of_nested_wrappers(tmp_path: Path) -> None:
+    assert run_ranks(2, save_and_load, str(tmp_path), 0, "fp16", 0) == [0, 0]
+
+
+@pytest.mark.parametrize("fits", [1, 3])
+def test_checkpoints_of_a_stage_that_was_climbed_to(tmp_path: Path, fits: int) -> None:
+    assert run_ranks(2, save_and_load, str(tmp_path), "auto", "fp32", fits) == [fits, fits]
+
+
+class Sentences(Dataset):
+    """Of unlike lengths, as dicts, as data sets for transformers are."""
+
+    def __len__(self) -> int:
+        return 21
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        words = torch.randint(1, 50, (8,), generator=generator)
+        words[3 + index % 5 :] = 0
+        return {"input_ids": words, "attention_mask": (words > 0).long(), "labels": torch.tensor(index % 2)}
+
+
+def make_transformer(frozen: bool, recomputes: bool) -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    model = BertForSequenceClassification(
+        BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=8)
+    )
+    model.train()
+    for value in model.bert.embeddings.parameters():
+        value.requires_grad = not frozen
+    if recomputes:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def make_transformer_optimizer(model: nn.Module, name: str, groups: bool) -> torch.optim.Optimizer:
+    values = list(model.parameters())
+    matrices, rest = [v for v in values if v.ndim > 1], [v for v in values if v.ndim <= 1]
+    chosen: Any = [{"params": matrices, "weight_decay": 0.1}, {"params": rest}] if groups else values
+    return Lamb(chosen, lr=0.01) if name == "lamb" else torch.optim.SGD(chosen, lr=0.05)
+
+
+def fine_tune(stage: int, frozen: bool, groups: bool, recomputes: bool, name: str = "sgd") -> torch.Tensor:
+    plugin = HeteroZeroPlugin(stage, 8)
+    booster = Booster(plugin=plugin)
+    loader = plugin.prepare_dataloader(Sentences())
+    model = make_transformer(frozen, recomputes)
+    optimizer = make_transformer_optimizer(model, name, groups)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
+    loader.divide_by(lambda samples: sizes_by_rank([[3, 2], [1, 2]], samples))
+    for batch in loader:
+        optimizer.zero_grad()
+        booster.backward(model(**batch).loss, optimizer)
+        optimizer.step()
+    return torch.cat(full_parameters(model))
+
+
+@pytest.mark.parametrize(
+    ("stage", "frozen", "groups", "recomputes"),
+    [
+        *((stage, True, True, False) for stage in (0, 1, 2)),
+        *((stage, False, False, True) for stage in (0, 1, 2, 3)),
+    ],
+)
+def test_fine_tuning_a_transformer(stage: int, frozen: bool, groups: bool, recomputes: bool) -> None:
+    model = make_transformer(frozen, recomputes)
+    optimizer = make_transformer_optimizer(model, "sgd", groups)
+    data = Sentences()
+    for first in range(0, len(data), 8):
+        optimizer.zero_grad()
+        batch = default_collate([data[index] for index in range(first, min(first + 8, len(data)))])
+        model(**batch).loss.backward()
+        optimizer.step()
+    expected = torch.cat([value.detach().flatten() for value in model.parameters()])
+    for result in run_ranks(2, fine_tune, stage, frozen, groups, recomputes):
+        torch.testing.assert_close(result[: len(expected)], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_colossal_ais_distributed_optimizers() -> None:
+    first, second = run_ranks(2, fine_tune, 1, False, False, False, "lamb")
+    assert first.isfinite().all()
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(("frozen", "groups", "words"), [(True, False, "are frozen"), (False, True, "has 2 groups")])
+def test_what_sharded_parameters_cannot(frozen: bool, groups: bool, words: str) -> None:
+    with pytest.raises(RuntimeError, match=f"{words}.*use.* stage 0, 1 or 2"):
+        run_ranks(2, fine_tune, 3, frozen, groups, False)
+
+
+def boosted(
+    stage: int | str, model: nn.Module | None = None, dataset: Dataset | None = None, **options: Any
+) -> tuple[Any, Any, Any, Any]:
+    plugin = HeteroZeroPlugin(stage, 8, **options)
+    loader = plugin.prepare_dataloader(dataset or Numbered())
+    model = model or make_model()
+    optimizer = make_optimizer(model, "sgd")
+    return Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)[:4]
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = make_model(), nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.used(inputs)
+
+
+def train_partly(stage: int | str, options: dict[str, Any]) -> None:
+    model, optimizer, criterion, loader = boosted(stage, PartlyUsed(), **options)
+    for inputs, targets in loader:
+        optimizer.backward(criterion(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_unused_parameters() -> None:
+    run_ranks(2, train_partly, 0, {"find_unused_parameters": True})
+    # An option that only some of the stages have must not end the climb.
+    run_ranks(2, train_partly, "auto", {"find_unused_parameters": True, "overlap_communication": False})
+
+
+def refuse_options() -> None:
+    with pytest.raises(TypeError, match=r"initial_scale: .* an option of TorchDDPPlugin"):
+        HeteroZeroPlugin(0, 8, initial_scale=1.0)
+    with pytest.raises(TypeError, match="buckets"):
+        HeteroZeroPlugin("auto", 8, buckets=1.0)
+
+
+def test_options_that_no_stage_has() -> None:
+    run_ranks(1, refuse_options)
+
+
+def refuse_unequal_collectives() -> None:
+    class Synced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.norm = make_model(), nn.SyncBatchNorm(3)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.net(inputs)
+
+    with pytest.raises(ValueError, match="SyncBatchNorm"):
+        boosted(1, Synced(), accumulation="per_rank")
+
+
+def test_batch_norm_over_ranks_needs_equally_many_micro_batches() -> None:
+    run_ranks(1, refuse_unequal_collectives)
+
+
+def train_with_a_plain_loader(stage: int) -> None:
+    plugin = HeteroZeroPlugin(stage, 8)
+    plain = plugin.prepare_dataloader(Numbered(), batch_size=4, shuffle=True)
+    evaluation = plugin.prepare_dataloader(Numbered(), batch_size=4)
+    model = make_model()
+    optimizer = make_optimizer(model, "sgd")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, optimizer, criterion, loader, _ = Booster(plugin=plugin).boost(
+            model, optimizer, nn.CrossEntropyLoss(), plain
+        )
+    (warning,) = (each for each in caught if "batch_size=4 is not used" in str(each.message))
+    assert warning.filename == __file__  # where the user's mistake is
+    with pytest.raises(RuntimeError, match="is not from the loader"):
+        model(next(iter(DataLoader(Numbered(), 4)))[0])
+    for inputs, targets in loader:
+        optimizer.backward(criterion(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loader.state_dict()["global_batches_done"] == 4
+    model.eval()
+    with torch.no_grad():
+        assert sum(len(model(inputs)) for inputs, _ in evaluation) == 15
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loader_with_a_batch_size_and_one_to_evaluate_with(stage: int) -> None:
+    run_ranks(2, train_with_a_plain_loader, stage)
+
+
+def only_evaluate(stage: int) -> None:
+    model = Booster(plugin=HeteroZeroPlugin(stage, 8)).boost(make_model())[0]
+    model.eval()
+    assert model(torch.zeros(2, 8)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_boosting_a_model_alone(stage: int) -> None:
+    run_ranks(2, only_evaluate, stage)
+
+
+def train_without_labels(stage: int) -> bool:
+    """The placeholder's loss is the mean over no labels: not a number."""
+    model, optimizer, criterion, loader = boosted(stage)
+    loader.divide_by(lambda samples: sizes_by_rank([[8], [0]], samples))
+    for inputs, targets in loader:
+        labels = targets if loader.current.samples else torch.full_like(targets, criterion.ignore_index)
+        loss = criterion(model(inputs), labels)
+        assert loss.isfinite() or not loader.current.samples
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return bool(torch.cat(full_parameters(model)).isfinite().all())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_placeholder_whose_loss_is_no_number(stage: int) -> None:
+    assert run_ranks(2, train_without_labels, stage) == [True, True]
+
+
+def look_for_leftovers(stage: int) -> list[int]:
+    seen: list[weakref.ref] = []
+
+    class Watched(Numbered):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            inputs, targets = super().__getitem__(index)
+            seen.append(weakref.ref(inputs))
+            return inputs, targets
+
+    model = make_model()
+    model.second.register_forward_hook(lambda module, inputs, output: seen.append(weakref.ref(output)))
+    kept = boosted(stage, model, Watched())
+    gc.collect()
+    assert kept
+    return [len(seen), sum(each() is not None for each in seen)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_of_the_trials_is_kept(stage: int) -> None:
+    for ran, alive in run_ranks(2, look_for_leftovers, stage):
+        assert ran > 8 and alive == 0
+
+
+def die(stage: int, end: Callable[[], None], while_measuring: bool) -> None:
+    steps = 0
+
+    def step(model: nn.Module, criterion: Callable, batch: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        if torch.distributed.get_rank() == 1 and steps == 6:
+            end()
+        return criterion(model(batch[0]), batch[1])
+
+    options = {"training_step": step} if while_measuring else {}
+    model, optimizer, criterion, loader = boosted(stage, **options)
+    for batch in loader:
+        optimizer.backward(step(model, criterion, batch) if steps == 0 else criterion(model(batch[0]), batch[1]))
+        optimizer.step()
+        if torch.distributed.get_rank() == 1 and loader.current.is_last:
+            end()
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+def fail() -> None:
+    raise KeyError("no such word")
+
+
+@pytest.mark.parametrize("while_measuring", [False, True])
+@pytest.mark.parametrize("end", [leave, fail])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_nobody_waits_for_the_dead(stage: int, end: Callable[[], None], while_measuring: bool) -> None:
+    start = time.monotonic()
+    with start_ranks(2, die, stage, end, while_measuring) as ranks:
+        pipe = ranks[0][1]
+        assert pipe.poll(30)
+        succeeded, words = answer(pipe)
+    assert not succeeded
+    assert time.monotonic() - start < 30
+    if while_measuring and end is fail:
+        assert "rank 1: KeyError: 'no such word'" in words

@@ -1,0 +1,35 @@
+"""``BatchConfig`` rejects impossible values with a message that says what is possible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from colossal_hetero import BatchConfig
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"global_batch_size": 0}, ValueError, "global_batch_size=0 must be at least 1"),
+        ({"global_batch_size": -8}, ValueError, "global_batch_size=-8 must be at least 1"),
+        ({"global_batch_size": 8.0}, TypeError, "global_batch_size=8.0 must be a whole number"),
+        ({"global_batch_size": True}, TypeError, "global_batch_size=True must be a whole number"),
+        ({"max_micro_batch": 0}, ValueError, "max_micro_batch=0 must be at least 1"),
+        ({"check_every": 0}, ValueError, "check_every=0 must be at least 1"),
+        ({"method": "fastest"}, ValueError, "method='fastest' is not one of exact, uniform, flops"),
+        ({"accumulation": "mine"}, ValueError, "accumulation='mine' is not one of shared, per_rank"),
+        ({"reallocate_above": 0}, ValueError, "reallocate_above=0 must be above 0"),
+        ({"reallocate_above": float("nan")}, ValueError, "reallocate_above=nan must be above 0"),
+    ],
+)
+def test_impossible_values(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        BatchConfig(**{"global_batch_size": 8, **arguments})
+
+
+def test_the_old_spelling_of_per_rank_is_accepted_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match='"own" is now spelled "per_rank"') as caught:
+        config = BatchConfig(global_batch_size=8, accumulation="own")
+    assert config.accumulation == "per_rank" and caught[0].filename == __file__

@@ -1,0 +1,120 @@
+"""What is taken for the time of a stage, on a device whose clock and events do as they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from colossal_hetero.pipeline_parallel.drift import PassSeconds
+from colossal_hetero.plugin.hybrid import drift_watch as drifting
+from colossal_hetero.plugin.hybrid.drift_watch import WARMUP_ITERATIONS, DriftWatch, StageClock
+from tests.support.planning import make_plan
+
+
+class Device:
+    """Where time passes with the passes of a pipeline alone."""
+
+    seconds = 0.0
+    behind = False
+    """Whether events are not reached yet."""
+
+    def __init__(self) -> None:
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.seconds = device.seconds
+
+            def query(self) -> bool:
+                return not device.behind
+
+            def elapsed_time(self, end: Any) -> float:
+                return (end.seconds - self.seconds) * 1e3
+
+        self.Event = Event
+
+    def forward_step(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def backward_step(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    device = Device()
+    with patch.object(drifting.accelerator, "get_accelerator", lambda: device):
+        yield device
+
+
+def iterate(device: Device, *passes: tuple[float, float]) -> None:
+    """Forward and backward passes, with waiting for other stages in between."""
+    for forward, backward in passes:
+        device.forward_step(forward)
+        device.seconds += 100.0
+        device.backward_step(backward)
+        device.seconds += 100.0
+
+
+def test_an_iteration_counts_as_its_mean_and_an_epoch_as_their_median(device: Device) -> None:
+    clock = StageClock(device)
+    assert clock.read() is None
+    for passes in ([(1.0, 2.0), (3.0, 6.0)], [(3.0, 7.0)], [(50.0, 60.0)]):
+        iterate(device, *passes)
+        clock.end_iteration()
+    assert clock.read() == PassSeconds(pytest.approx(3.0), pytest.approx(7.0))
+    assert clock.read() is None, "an epoch's times are its own"
+
+
+def test_passes_without_gradients_or_of_warm_up_are_no_training(device: Device) -> None:
+    clock = StageClock(device)
+    iterate(device, (9.0, 9.0))
+    clock.end_iteration(counts=False)
+    with torch.no_grad():
+        device.forward_step(7.0)
+    clock.end_iteration()
+    assert clock.read() is None
+    with torch.no_grad():
+        device.forward_step(7.0)
+    iterate(device, (1.0, 2.0))
+    clock.end_iteration()
+    assert clock.read() == PassSeconds(pytest.approx(1.0), pytest.approx(2.0))
+
+
+def test_never_waits_for_the_device(device: Device) -> None:
+    clock = StageClock(device)
+    device.behind = True
+    iterate(device, (1.0, 2.0))
+    clock.end_iteration()
+    assert clock.read() is None
+    device.behind = False
+    clock.end_iteration()
+    assert clock.read() == PassSeconds(pytest.approx(1.0), pytest.approx(2.0))
+
+
+def test_first_iterations_do_not_count(device: Device) -> None:
+    """They take a hundred times as long here, and are half of the epoch."""
+    plan = make_plan([[[0]]], (2,))
+    alone = SimpleNamespace(
+        get_world_size=lambda: 1,
+        get_rank=lambda: 0,
+        all_gather_object=lambda found, own: found.__setitem__(0, own),
+    )
+    watch = DriftWatch(device, plan, 0.2, None, interval=2 * WARMUP_ITERATIONS)
+    with patch.object(drifting, "dist", alone):
+        for iteration in range(2 * WARMUP_ITERATIONS):
+            assert watch.report is None
+            slow = 100.0 if iteration < WARMUP_ITERATIONS else 1.0
+            iterate(device, (1.0 * slow, 2.0 * slow))
+            watch.tick()
+    assert watch.report is not None
+    (stage,) = watch.report.stages
+    assert stage.ratio == pytest.approx(1.0) and not watch.report.drifted

@@ -1,0 +1,36 @@
+"""The ZeRO stages that ``HeteroZeroPlugin`` tries, and the combinations of arguments that it rejects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from colossal_hetero.plugin.zero.zero_plugin import stages_to_try
+
+
+@pytest.mark.parametrize("stage", [4, -1, "3", None, True, 1.5])
+def test_a_stage_that_does_not_exist(stage: Any) -> None:
+    with pytest.raises(ValueError, match=r'is not a stage of ZeRO; there are 0, 1, 2, 3 and "auto"'):
+        stages_to_try(stage, "fp32", "shared")
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "accumulation", "words"),
+    [
+        (1, "fp8", "shared", "precision='fp8' is not one of fp32, fp16, bf16"),
+        (3, "fp16", "shared", "precision='fp16' is not available at stage 3; use fp32 or bf16"),
+        (2, "fp32", "per_rank", 'accumulation="per_rank" needs stage 0 or 1, not 2'),
+        (3, "bf16", "per_rank", 'accumulation="per_rank" needs stage 0 or 1, not 3'),
+    ],
+)
+def test_combinations_that_do_not_exist(stage: int, precision: str, accumulation: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        stages_to_try(stage, precision, accumulation)
+
+
+def test_auto_tries_the_stages_that_the_other_arguments_allow() -> None:
+    assert stages_to_try("auto", "fp32", "shared") == [0, 1, 2, 3]
+    assert stages_to_try("auto", "fp16", "shared") == [0, 1, 2]
+    assert stages_to_try("auto", "bf16", "per_rank") == [0, 1]
+    assert stages_to_try(2, "fp16", "shared") == [2]

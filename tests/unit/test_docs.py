@@ -1,0 +1,271 @@
+"""The documentation agrees with the code: links, code blocks, flags, fields, citations, the picture of the rooms."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+from pydantic import BaseModel
+
+import colossal_hetero
+from colossal_hetero.balance.config import BalanceConfig
+from colossal_hetero.balance.decide.costs import Costs
+from colossal_hetero.cli import main as cli
+from colossal_hetero.data_parallel.config import BatchConfig
+from colossal_hetero.pipeline_parallel.config import PlanConfig
+from colossal_hetero.planner.batches import batch_profile
+from colossal_hetero.planner.cluster import cluster_schema, link
+from colossal_hetero.planner.plans import plan
+from colossal_hetero.planner.profile import layer_profile
+from docs import draw_rooms
+from tests.support.paths import REPOSITORY
+from tests.unit.test_rooms import RULES
+
+MAX_README_LINES = 150
+
+PAGES = {
+    path.relative_to(REPOSITORY).as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted(REPOSITORY.rglob("*.md"))
+    if not any(part.startswith(".") for part in path.relative_to(REPOSITORY).parts)
+}
+SOURCES = [
+    path for folder in ("colossal_hetero", "examples", "benchmarks", "tests", "docs")
+    for path in sorted((REPOSITORY / folder).rglob("*.py"))
+]  # fmt: skip
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+BENCHMARK = re.compile(r"\b((?:tensor_parallel|data_parallel|pipeline|planner)\.[a-z]\w*)\b([^\n]*)")
+
+LAUNCHER_FLAGS = {"--standalone", "--nnodes", "--nproc-per-node", "--nproc_per_node"}
+"""Flags of torchrun and colossalai, which the pages show as well."""
+
+
+def blocks(page: str, language: str | None = None) -> list[str]:
+    return [text for kind, text in FENCE.findall(PAGES[page]) if language in (None, kind)]
+
+
+def prose(page: str) -> str:
+    """A page without its code blocks."""
+    return FENCE.sub("", PAGES[page])
+
+
+def code(page: str) -> list[str]:
+    """Lines of code blocks and inline code."""
+    return [line for block in blocks(page) for line in block.splitlines()] + INLINE.findall(prose(page))
+
+
+def anchors(page: str) -> set[str]:
+    """Anchors of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def flags_in(*folders: str) -> set[str]:
+    """Flags that the Python files name."""
+    files = (path for folder in folders for path in (REPOSITORY / folder).rglob("*.py"))
+    return {flag for path in files for flag in re.findall(r"\"(--[a-z][\w-]*)\"", path.read_text(encoding="utf-8"))}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in LINK.findall(prose(page)):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        path = (REPOSITORY / page).parent / file if file else REPOSITORY / page
+        assert path.exists(), f"{page} links to {target}"
+        if anchor:
+            name = path.resolve().relative_to(REPOSITORY.resolve()).as_posix()
+            assert anchor in anchors(name), f"{page} links to {target}, but {name} has no such heading"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_python_blocks_compile_and_import_what_exists(page: str) -> None:
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{page}: {node.module} has no {alias.name}"
+
+
+def test_examples_of_pure_functions_run() -> None:
+    ran = 0
+    for block in blocks("docs/api.md", "python"):
+        if all(
+            node.module in ("colossal_hetero.balance", "colossal_hetero.planner")
+            for node in ast.parse(block).body
+            if isinstance(node, ast.ImportFrom)
+        ):
+            exec(compile(block, "docs/api.md", "exec"), {})
+            ran += 1
+    assert ran == 2
+
+
+def test_make_targets_exist() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][\w-]*):", makefile, re.MULTILINE))
+    for page in PAGES:
+        for line in code(page):
+            shown = re.match(r"make ([a-z][\w-]*)", line)
+            assert shown is None or shown[1] in targets, f"{page}: make {shown and shown[1]}"
+
+
+def test_flags_of_commands_exist() -> None:
+    for page in PAGES:
+        for line in code(page):
+            for name, rest in re.findall(r"colossal-hetero ([a-z]+)([^`|#]*)", line):
+                command = cli.commands.get(name)
+                assert command is not None, f"{page}: colossal-hetero {name}"
+                known = {flag for option in command.params for flag in option.opts if isinstance(option, click.Option)}
+                assert set(FLAG.findall(rest)) <= known | {"--help"}, f"{page}: {line}"
+
+
+def test_flags_of_examples_exist() -> None:
+    for page in PAGES:
+        for line in code(page):
+            for name, rest in re.findall(r"examples/(\w+)/train\.py([^`|#]*)", line):
+                assert (REPOSITORY / "examples" / name / "train.py").is_file(), f"{page}: {line}"
+                known = flags_in(f"examples/{name}", "examples/common")
+                assert set(FLAG.findall(rest)) <= known, f"{page}: {line}"
+
+
+def test_benchmarks_and_their_flags_exist() -> None:
+    for page in PAGES:
+        for line in code(page):
+            for module, rest in BENCHMARK.findall(line):
+                if f"colossal_hetero.{module}" in line:
+                    continue
+                path = REPOSITORY.joinpath("benchmarks", *module.split(".")).with_suffix(".py")
+                assert path.is_file(), f"{page}: {line}"
+                text = path.read_text(encoding="utf-8") + (REPOSITORY / "benchmarks" / "common.py").read_text("utf-8")
+                assert all(f'"{flag}"' in text or flag == "--help" for flag in FLAG.findall(rest)), f"{page}: {line}"
+
+
+def test_every_flag_that_is_shown_exists() -> None:
+    known = LAUNCHER_FLAGS | {"--help", "--check"} | flags_in("examples", "benchmarks", "colossal_hetero/commands")
+    for page in PAGES:
+        shown = {flag for line in code(page) for flag in FLAG.findall(line)}
+        assert shown <= known, f"{page}: {', '.join(sorted(shown - known))}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_python_files_that_are_named_exist(page: str) -> None:
+    here = (REPOSITORY / page).parent
+    for name in re.findall(r"(?<![\w./])[a-z_][a-z0-9_/]*\.py\b", "\n".join(INLINE.findall(prose(page)))):
+        places = (here, REPOSITORY, REPOSITORY / "colossal_hetero")
+        found = any((place / name).is_file() for place in places) or any(REPOSITORY.glob(f"[!.]*/**/{name}"))
+        assert found, f"{page} names {name}"
+
+
+def test_sections_that_sources_cite_exist() -> None:
+    numbers = set(re.findall(r"^#+ ([\d.]+?)\.? ", PAGES["docs/algorithms.md"], re.MULTILINE))
+    for path in SOURCES:
+        text = re.sub(r"\s+#?\s*", " ", path.read_text(encoding="utf-8"))
+        for cited in re.findall(r"docs/algorithms\.md`*,? (?:sections? )?(\d(?:\.\d)?)", text):
+            assert cited in numbers, f"{path.relative_to(REPOSITORY)} cites section {cited} of docs/algorithms.md"
+
+
+def test_sources_cite_only_what_is_in_the_repository() -> None:
+    elsewhere = re.compile("ALGORITHMS" + r"\b|DESIGN" + r"\.md|HOUSE" + r"\.md")
+    for path in (*SOURCES, *map(REPOSITORY.joinpath, PAGES)):
+        found = elsewhere.search(path.read_text(encoding="utf-8"))
+        assert not found, f"{path.relative_to(REPOSITORY)} cites {found and found[0]}"
+
+
+def file_parts(*modules: object) -> Iterator[tuple[str, str]]:
+    """``(class, field as in the file)`` of the pydantic classes that the modules define."""
+    for module in modules:
+        for name, part in vars(module).items():
+            if isinstance(part, type) and issubclass(part, BaseModel) and part.__module__ == module.__name__:  # type: ignore[attr-defined]
+                yield from ((name, field.alias or each) for each, field in part.model_fields.items())
+
+
+def test_every_field_of_the_files_is_described() -> None:
+    described = set(re.findall(r"`([a-z_]+)`", PAGES["docs/file-formats.md"]))
+    fields = [*file_parts(cluster_schema, link, batch_profile, layer_profile, plan)]
+    fields += [("Costs", field.name) for field in dataclasses.fields(Costs)]
+    assert len(fields) > 60
+    # `kinds` of a cluster file are described by name.
+    missing = [f"{part}.{field}" for part, field in fields if field not in described | {"kinds"}]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    ("config", "page"),
+    [
+        (BalanceConfig, "docs/tensor-parallel.md"),
+        (BatchConfig, "docs/data-parallel.md"),
+        (PlanConfig, "docs/planning.md"),
+    ],
+)
+def test_every_setting_is_described(config: type, page: str) -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", PAGES[page], re.MULTILINE)
+    missing = [field.name for field in dataclasses.fields(config) if field.name not in rows]
+    assert not missing
+
+
+def test_public_names_are_described() -> None:
+    for package in ("", ".layers", ".balance", ".planner", ".testing"):
+        for name in importlib.import_module(f"colossal_hetero{package}").__all__:
+            assert f"`{name}`" in PAGES["docs/api.md"], f"colossal_hetero{package} exports {name}"
+
+
+def test_described_names_exist() -> None:
+    for package, section in re.findall(
+        r"^## `([\w.]+)`\n(.*?)(?=^## )", PAGES["docs/api.md"], re.MULTILINE | re.DOTALL
+    ):
+        rows = "".join(re.findall(r"^\| (.+?) \|", section, re.MULTILINE))
+        for name in INLINE.findall(rows):
+            assert hasattr(importlib.import_module(package), name), f"{package} has no {name}"
+
+
+def test_the_picture_of_the_rooms_is_up_to_date() -> None:
+    page = PAGES["docs/architecture.md"]
+    assert draw_rooms.updated(page) == page, "run: python -m docs.draw_rooms"
+
+
+def test_the_picture_leaves_out_what_follows() -> None:
+    edges = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
+    assert draw_rooms.reduced(edges) == {"a": {"b"}, "b": {"c"}, "c": set()}
+
+
+def test_every_room_is_described() -> None:
+    rows = "\n".join(re.findall(r"^\| (`.+?) \|", PAGES["docs/architecture.md"], re.MULTILINE))
+    named = {name.removesuffix(".py").removesuffix("/") for name in INLINE.findall(rows)}
+    assert named == set(RULES) - {"planner"}  # planner/ itself only offers names
+
+
+def test_moved_modules_are_where_the_changelog_says() -> None:
+    table = PAGES["CHANGELOG.md"].partition("## Moved modules")[2]
+    rows = re.findall(r"^\| `(\S+)` \| (.+) \|$", table, re.MULTILINE)
+    assert len(rows) > 80
+    for _, places in rows:
+        for place in INLINE.findall(places):
+            assert (REPOSITORY / "colossal_hetero" / f"{place}.py").is_file(), place
+
+
+def test_the_citation_file_is_valid() -> None:
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= citation.keys()
+    assert citation["version"] == colossal_hetero.__version__
+
+
+def test_annotations_are_shipped() -> None:
+    assert (Path(colossal_hetero.__file__).parent / "py.typed").is_file()
+    assert 'colossal_hetero = ["py.typed"]' in (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
