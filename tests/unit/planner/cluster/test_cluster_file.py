@@ -187,7 +187,7 @@ MISTAKES = {
     "unknown field": (("speed = 0.25", "sped = 0.25"), "devices[1].sped is not a field; did you mean speed?"),
     "unknown table": (("[[links]]", "[[link]]"), "link is not a field; did you mean links?"),
     "spelling of a network": (('"RoCE"', '"ROCE"'), "kind 'ROCE' is not known; did you mean RoCE?"),
-    "NICs twice": (('"RoCE"', '"Ethernet"'), "Ethernet is there twice"),
+    "NICs twice": (('"RoCE"', '"Ethernet"'), "Ethernet is given twice"),
     "schema": (("schema = 1", "schema = 2"), "has schema 2, this version reads schema 1"),
     "no schema": (("schema = 1", ""), "no line schema = 1"),
     "no inside": (('inside = { kind = "PCIe", gigabytes_per_second = 16, latency_microseconds = 5 }', ""), "no inside"),
@@ -234,7 +234,7 @@ def test_nodes_of_a_cluster_that_share_no_network() -> None:
 def test_lone_device_of_an_own_kind_needs_no_inside() -> None:
     text = 'schema = 1\n[kinds.x]\nmemory_gb = 1\ntflops = 1\n[[clusters]]\nname = "a"\n[[clusters.nodes]]\n'
     assert len(parse_cluster(text + 'devices = [{ kind = "x" }]').devices) == 1
-    with pytest.raises(ValueError, match="nobody knows how x devices reach each other"):
+    with pytest.raises(ValueError, match="the link between x devices is unknown"):
         parse_cluster(text + 'devices = [{ kind = "x", count = 2 }]')
     with pytest.raises(ValueError, match="usually joined in different ways"):
         parse_cluster(text + 'devices = [{ kind = "A100-40" }, { kind = "T4" }]')
