@@ -85,7 +85,7 @@ def ring_hops(topology: Topology, group: Sequence[int]) -> tuple[Hop, ...]:
     for device in group:
         if not 0 <= device < len(topology.devices):
             raise ValueError(
-                f"device {device} of group {tuple(group)} does not exist; there are devices 0 to {len(topology.devices) - 1}"
+                f"device {device} of group {tuple(group)} does not exist; there are {len(topology.devices)} devices"
             )
     if len(set(group)) != len(group):
         raise ValueError(f"group {tuple(group)} names a device twice")
