@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install vit zero pipeline test lint
+.PHONY: help install vit zero pipeline language test test-thorough check lint
 help:
 	@echo "make vit       train the ViT example on two ranks, one of them slowed, balancing on"
 	@echo "make zero      train with ZeRO on two ranks, one of them slowed, with equal and with fitted batches"
 	@echo "make pipeline  train in a pipeline on two ranks, one of them slowed, with equal and with fitted stages"
-	@echo "make test      run the tests"
+	@echo "make language  train a GPT-2 on two ranks, one of them slowed, balancing on"
+	@echo "make test      run all tests (about 7 minutes on 2 cores)"
+	@echo "make check     lint and run the unit tests, before a commit (about 90 seconds)"
 	@echo "make lint      ruff and mypy"
+	@echo "make test-thorough  run all tests, with many more examples where examples are drawn at random"
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -27,8 +30,20 @@ zero: install
 pipeline: install
 	$(BIN)/python examples/pipeline/train.py
 
+language: install
+	$(BIN)/python examples/language/train.py --balance auto --straggler 1:4
+
+# Two tests at a time; a process that has run its share takes over tests of the other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(PYTEST)
+
+test-thorough: install
+	HYPOTHESIS_PROFILE=thorough $(PYTEST)
+
+check: lint
+	$(PYTEST) -m unit tests/unit
 
 lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy colossal_hetero

@@ -1,10 +1,10 @@
-"""The accuracy that resizing costs: selection rules and imputations at γ = ½ on one rank, and an unpruned control.
+"""Accuracy lost by resizing: selection rules and imputations at γ = ½ on one rank, against an unpruned control.
 
 python -m benchmarks.tensor_parallel.accuracy --data-dir DIR [--results FILE.json] [--jobs 2] [--epochs 5] [--seeds 3]
 
-DIR holds images as train/CLASS/* and test/CLASS/*. A ViT is trained from scratch by a tensor-parallel group of 2
-and of 4 ranks that runs inside one process (the same layer code, shard after shard), with the last rank pruning half of
-the columns of all its layers throughout. Finished runs are kept in the results file and not repeated.
+DIR holds images as train/CLASS/* and test/CLASS/*. A ViT is trained from scratch by tensor-parallel groups of 2 and of
+4 ranks, each group inside one process (the same layer code, one shard after the other). The last rank prunes half of
+the columns of all its layers in every iteration. Finished runs are kept in the results file and not repeated.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "common"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "vit"))
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +27,8 @@ from benchmarks.common import print_table
 from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.config import BalanceConfig
 from colossal_hetero.testing.in_process import shard_in_process
+from examples.common.flags.vit import parse_options
+from examples.common.images import load_data
 
 MODEL = {"embed_dim": 128, "depth": 6, "num_heads": 4, "patch_size": 8, "img_size": 32, "num_classes": 10}
 BATCH, LEARNING_RATE, WEIGHT_DECAY, RATIO = 64, 1e-3, 0.05, 0.5
@@ -66,9 +64,6 @@ def make_runs(epochs: int, seeds: int) -> list[Run]:
 
 def load(directory: str, seed: int) -> tuple:
     """Training and held-out images, as the example reads them."""
-    from data import load_data
-    from options import parse_options
-
     options = parse_options(["--data", "folder", "--data-dir", directory, "--seed", str(seed)])
     return load_data(options, track=lambda items, _: iter(items))
 

@@ -1,10 +1,10 @@
-"""Time and accuracy of each mode with the same straggler: the example, trained to the end with each mode.
+"""Iteration time and accuracy of every balance mode with the same straggler: the ViT example, trained to the end.
 
 python -m benchmarks.tensor_parallel.modes --data-dir DIR [--slowdown 8] [--epochs 2] [--seeds 3] [--results FILE.json]
 
-DIR holds images as train/CLASS/* and test/CLASS/*. Two ranks; rank 1 computes every product ``slowdown`` times. The
-control is the same training without straggler. ``off`` with the straggler computes what the control does, so it is only
-timed, for a few iterations. Finished runs are kept in the results file and not repeated.
+DIR holds images as train/CLASS/* and test/CLASS/*. Two ranks; rank 1 does every product ``slowdown`` times. The
+control is the same training without a straggler. ``off`` with the straggler computes the same as the control, so it is
+only timed, for a few iterations. Finished runs are kept in the results file and not repeated.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "semi": ("--balance", "semi"),
     "auto": ("--balance", "auto"),
 }
-"""The example's arguments of each."""
+"""The example's arguments for each variant."""
 
 
 def arguments_of(variant: str, options: argparse.Namespace, seed: int) -> list[str]:
-    """The example's command line."""
+    """The example's arguments for a run."""
     line = [*VARIANTS[variant], *MODEL, "--data", "folder", "--data-dir", options.data_dir, "--seed", str(seed)]
     line += ["--epochs", str(options.epochs)]
     if variant != "off, nobody slow":

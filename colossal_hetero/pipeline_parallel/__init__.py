@@ -1,1 +1,1 @@
-"""Pipelines whose stages are unequal: what they are planned from, and whether they run as planned."""
+"""Pipelines with unequal stages: the user's options, networks of process groups, and stage times against the plan."""

@@ -1,10 +1,10 @@
-"""Communicators that use the network which their group has, see :mod:`..planner.networks`.
+"""Process groups that communicate over a given network; see :mod:`colossal_hetero.planner.cluster.group_networks`.
 
-torch makes NCCL's communicator with the first collective of a group, not with the group, so that is forced here while
-the group's environment is set. Communicators that torch makes later for the same group (between two ranks that send to
-each other) still know the network by its name, which lies in the group's options too, unless the process has
-``NCCL_NET`` in its environment, which goes before. A default group that is bound to a device splits its communicator
-instead of making new ones; Colossal-AI does not bind it.
+torch makes NCCL's communicator in the first collective of a group, not together with the group. So the first collective
+runs here, while the environment variables of the network are set. torch may make further communicators for the same
+group later, for two ranks that send to each other. They use the same network, because its name is in the options of the
+group too, unless ``NCCL_NET`` is set in the environment of the process, which has precedence. If the default group were
+bound to a device, torch would split its communicator instead of making new ones; Colossal-AI does not bind it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..planner.cluster.group_networks import Adapter, Network, group_network
-from ..planner.cluster.topology import Topology
+from ..planner.cluster.group_networks import Adapter, Network
 
-__all__ = ["environment", "group_maker", "make_group"]
+__all__ = ["environment", "make_group"]
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside, and restore what was before."""
+    """Set environment variables inside the context, and restore the old values afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -47,19 +46,20 @@ def make_group(
     timeout: timedelta | None = None,
     new_group: Callable[..., Any] = dist.new_group,
 ) -> Any:
-    """A process group over ``network``, its communicator made; ``GroupMember.NON_GROUP_MEMBER`` on other ranks.
+    """A process group over ``network`` with its communicator; ``GroupMember.NON_GROUP_MEMBER`` on other ranks.
 
-    All ranks of the world call this for all groups, in the same order, whether they are members or not.
+    All ranks call this for all groups, in the same order, whether they are members or not.
 
     Args:
-        ranks: of the world.
-        adapters: of this rank's node, by kind of NIC; they may differ between nodes.
-        timeout: of the group's operations; None is the backend's default.
-        new_group: what makes the group, if it is not torch's function: takes ``ranks``, ``backend`` and, if there are
-            any, ``timeout`` and ``pg_options``.
+        ranks: global ranks of the members.
+        network: the network that the group uses.
+        adapters: network adapters of this rank's node, by kind of NIC; they may differ between nodes.
+        timeout: for the group's operations; None for the backend's default.
+        new_group: function that makes the group: takes ``ranks``, ``backend`` and, if they are given, ``timeout`` and
+            ``pg_options``.
 
     Raises:
-        RuntimeError: no way to the other members in this network, as the backend says.
+        RuntimeError: the backend cannot reach the other members over this network.
     """
     given = {"timeout": timeout, "pg_options": _options(network)}
     options = {name: value for name, value in given.items() if value is not None}
@@ -70,24 +70,8 @@ def make_group(
     return group
 
 
-def group_maker(
-    topology: Topology,
-    adapters: Mapping[str, Adapter] | None = None,
-    new_group: Callable[..., Any] = dist.new_group,
-) -> Callable[[Sequence[int]], Any]:
-    """:func:`make_group` of any ranks, over the network that the topology has for them; ranks are its devices.
-
-    A mesh whose groups are in the order of their coordinates passes its own ``new_group``.
-    """
-
-    def make(ranks: Sequence[int]) -> Any:
-        return make_group(ranks, group_network(topology, ranks), adapters=adapters, new_group=new_group)
-
-    return make
-
-
 def connect(group: dist.ProcessGroup, backend: str) -> None:
-    """Make the communicator now, by a first tiny sum among the members."""
+    """Make the communicator now, by summing one number over the members."""
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     total = torch.ones(1, device=device)
     dist.all_reduce(total, group=group)
@@ -101,7 +85,7 @@ def _options(network: Network) -> Any:
         return None
     options = dist.ProcessGroupNCCL.Options()
     config: Any = getattr(options, "config", None)
-    # Older versions of torch know it only from the environment.
+    # Older versions of torch take the network only from the environment.
     if hasattr(config, "net_name"):
         config.net_name = network.nccl_net
     return options

@@ -1,4 +1,4 @@
-"""What a user can say about planning."""
+"""The user's options for planned runs."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ __all__ = ["PlanConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """What to plan from with ``plan="auto"``, and what to say about a plan that does not come true."""
+    """What to plan from with ``plan="auto"``, which networks to use, and when to report stages that are slower than
+    planned."""
 
     cluster: str | Path | Topology | None = None
-    """The machines: a cluster file (``colossal-hetero probe`` writes one) or what was read from it. Needed for
-    ``plan="auto"``; with any plan, each group of ranks communicates over the network that its members share."""
+    """The machines: the path of a cluster file (``colossal-hetero probe`` writes one) or its content. Required for
+    ``plan="auto"``. If it is given, each group of ranks communicates over the network that its members share."""
 
     adapters: Mapping[str, Adapter] | None = None
-    """What this rank's node calls its NICs, by their kind in the cluster file; may differ between nodes. None: as the
-    process's environment says."""
+    """The names of this rank's network adapters, by their kind in the cluster file; may differ between nodes. None: use
+    the environment variables of the process."""
 
     profile: str | Path | ModelProfile | None = None
-    """The model's layers: a profile file (``colossal-hetero profile`` writes one) or what was read from it. Needed for
-    ``plan="auto"``; with any other plan, the splits that are proposed when stages drift are computed from it."""
+    """The model's layers: the path of a profile file (``colossal-hetero profile`` writes one) or its content. Required
+    for ``plan="auto"``. With any plan, new splits are computed from it if stage times differ from the plan."""
 
     global_batch_size: int | None = None
-    """Samples per optimizer step, over all replicas. Needed for ``plan="auto"``."""
+    """Samples per optimizer step, over all replicas. Required for ``plan="auto"``."""
 
     micro_batch_sizes: Sequence[int] | None = None
-    """Sizes of micro-batches to try, in samples; None: all that were profiled."""
+    """Micro-batch sizes to try, in samples; None for all sizes in the profile."""
 
     method: str = "exact"
-    """How stages are split, a name of ``colossal_hetero.planner.stages.split_methods.METHODS``."""
+    """How layers are divided into stages; a name in ``colossal_hetero.planner.stages.split_methods.METHODS``."""
 
     drift_threshold: float = 0.2
-    """At the end of an epoch a stage is reported whose time per micro-batch differs from the plan's by more than this
-    share (0.2 = 20 %); ``inf``: never."""
+    """A stage is reported at the end of an epoch if its time per micro-batch differs from the plan by more than this
+    share (0.2 = 20 %). With ``inf`` stages are neither timed nor reported."""
 
     def __post_init__(self) -> None:
         for name, kinds in (("cluster", (str, Path, Topology)), ("profile", (str, Path, ModelProfile))):

@@ -1,7 +1,7 @@
-"""Whether the stages of a pipeline take as long as planned, and how to cut the model if they do not.
+"""Compares the times of a pipeline's stages with the plan, and proposes a new split of the layers if they differ.
 
-The split is ADAPT's answer to devices whose speed changes (chapter 6): what each layer costs in a stage is scaled by
-measured / planned time of that stage, and the model is divided anew. Stages stay where they are; only the cuts move.
+The proposal follows ADAPT for devices whose speed changes (chapter 6): the costs of the layers in a stage are scaled by
+the stage's measured time / planned time, and the layers are divided again. Stages keep their ranks.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ __all__ = ["DriftReport", "PassSeconds", "Proposal", "StageDrift", "compare"]
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """One micro-batch in one stage, without waiting for other stages."""
+    """Seconds that one stage takes for one micro-batch, without waiting for other stages."""
 
     forward_seconds: float
     backward_seconds: float
 
     @property
     def seconds(self) -> float:
-        """Both passes."""
+        """Of both passes together."""
         return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True)
 class StageDrift:
-    """A stage as planned and as it is; seconds per micro-batch, forward and backward."""
+    """A stage's planned and measured time for one micro-batch."""
 
     replica: int
     stage: int
@@ -50,54 +50,55 @@ class StageDrift:
 
     @property
     def ratio(self) -> float:
-        """Measured / planned time; 1 for as planned."""
+        """Measured / planned time."""
         return self.measured.seconds / self.planned.seconds
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """How the model would be cut best with the stages as fast as they are."""
+    """The split of the layers with the shortest predicted time, given the measured speeds of the stages."""
 
     layers_per_stage: tuple[int, ...]
     seconds: float
-    """Predicted per iteration of a pipeline, as :func:`~colossal_hetero.planner.stages.pipeline.evaluate` does."""
+    """Predicted time of one iteration, see :func:`~colossal_hetero.planner.stages.pipeline.evaluate`."""
     present_seconds: float
-    """The same for the present split."""
+    """Predicted time of one iteration with the present split."""
     basis: str
-    """What the layers' costs were taken from: "profile" or "plan"."""
+    """Where the costs of the layers come from: "profile" or "plan"."""
 
 
 @dataclass(frozen=True)
 class DriftReport:
-    """An epoch's stages against the plan."""
+    """The stage times of an epoch compared with the plan."""
 
     threshold: float
+    """Relative difference beyond which a stage has drifted (0.2 = 20 %)."""
     layers_per_stage: tuple[int, ...]
-    """At present."""
+    """The present split."""
     stages: tuple[StageDrift, ...]
-    """All that were measured, by replica and stage."""
+    """All measured stages, ordered by replica and stage."""
     proposal: Proposal | None
-    """None where nothing drifted, or no split fits in memory."""
+    """None if no stage has drifted, not all stages were measured, or no split fits in memory."""
 
     @property
     def drifted(self) -> tuple[StageDrift, ...]:
-        """The stages whose time differs from the planned one by more than ``threshold``."""
+        """The stages whose measured time differs from the planned time by more than ``threshold``."""
         return tuple(stage for stage in self.stages if abs(stage.ratio - 1.0) > self.threshold)
 
-    def differs_from(self, told: DriftReport | None) -> bool:
-        """Whether there is something that ``told`` did not say: other stages drifted, one of them by more than the
-        threshold further, or another split would be best."""
-        if told is None or [each.ranks for each in self.drifted] != [each.ranks for each in told.drifted]:
+    def differs_from(self, earlier: DriftReport | None) -> bool:
+        """Whether this report has news compared to ``earlier``: other stages have drifted, the time of one has changed
+        by more than the threshold since, or another split is best."""
+        if earlier is None or [each.ranks for each in self.drifted] != [each.ranks for each in earlier.drifted]:
             return bool(self.drifted)
-        cuts = [each.proposal and each.proposal.layers_per_stage for each in (self, told)]
+        splits = [each.proposal and each.proposal.layers_per_stage for each in (self, earlier)]
         changes = (
             abs(now.measured.seconds / before.measured.seconds - 1.0)
-            for now, before in zip(self.drifted, told.drifted, strict=True)
+            for now, before in zip(self.drifted, earlier.drifted, strict=True)
         )
-        return cuts[0] != cuts[1] or any(change > self.threshold for change in changes)
+        return splits[0] != splits[1] or any(change > self.threshold for change in changes)
 
     def __str__(self) -> str:
-        """For people; one line per stage that drifted, and one for the split."""
+        """A text with one line per stage that has drifted, and one line for the split."""
         several = len({stage.replica for stage in self.stages}) > 1
         lines = []
         for stage in self.drifted:
@@ -111,36 +112,33 @@ class DriftReport:
         return "\n".join([*lines, self._on_the_split()])
 
     def _on_the_split(self) -> str:
-        present = _cut(self.layers_per_stage)
+        present = _as_text(self.layers_per_stage)
         if self.proposal is None:
-            return f"no split of the layers but {present} is known to fit in memory"
+            return f"no split of the layers other than {present} is known to fit in memory"
         unit, (best,), (now,) = times([self.proposal.seconds], [self.proposal.present_seconds])
         if self.proposal.layers_per_stage == self.layers_per_stage:
             return f"the split {present} is still the best: {now} {unit} per iteration"
         return (
-            f"best split now: {_cut(self.proposal.layers_per_stage)} layers, {best} {unit} per iteration; "
+            f"best split now: {_as_text(self.proposal.layers_per_stage)} layers, {best} {unit} per iteration; "
             f"present: {present}, {now} {unit}"
         )
 
 
-def _cut(layers: tuple[int, ...]) -> str:
+def _as_text(layers: tuple[int, ...]) -> str:
     return "+".join(map(str, layers))
 
 
 def compare(
     plan: Plan, measured: Mapping[int, PassSeconds], threshold: float, profile: ModelProfile | None = None
 ) -> DriftReport:
-    """What came of ``plan``.
+    """The measured times of the stages compared with ``plan``, with a proposal if any stage has drifted.
 
     Args:
-        plan: as it runs; all its replicas are alike.
-        measured: by rank. The ranks of a tensor-parallel group wait for each other within a pass, so the longest of
-            their times is the stage's. Stages without any are left out.
+        plan: with ranks as launched; all its replicas have the same stages.
+        measured: times by rank. The ranks of a tensor-parallel group wait for each other within a pass, so the longest
+            of their times is the time of the stage. Stages without measured ranks are left out.
         threshold: relative difference beyond which a stage has drifted.
-        profile: of the layers; without one a stage's layers are taken to cost equally much.
-
-    Returns:
-        What was measured, and a new split if any stage has drifted and all were measured.
+        profile: costs of the layers; without a profile all layers of a stage are assumed to have equal costs.
     """
     stages = []
     for number, replica in enumerate(plan.replicas):
@@ -157,7 +155,7 @@ def compare(
 
 
 def propose(plan: Plan, stages: tuple[StageDrift, ...], profile: ModelProfile | None = None) -> Proposal | None:
-    """The best split with every stage as fast as the slowest replica's; None if none fits in memory."""
+    """The best split if every stage is as fast as in the slowest replica; None if no split fits in memory."""
     slowest = [
         max((each for each in stages if each.stage == index), key=lambda each: each.ratio)
         for index in range(len(plan.layers_per_stage))
@@ -182,7 +180,7 @@ def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | Non
             whole = [profile.costs(stage.device, plan.tensor_parallel, plan.micro_batch) for stage in placed]
             basis = "profile"
         except ValueError:
-            # Planned from another profile; its means are better than nothing.
+            # The plan was made from another profile. Its means per stage are used instead.
             pass
     slots = tuple(
         Slot(f"stage {each.stage}", _scaled(costs, stage, each.measured), stage.memory_available_bytes)
@@ -192,7 +190,7 @@ def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | Non
 
 
 def _costs_of_mean(stage: StagePlan, blocks: int) -> LayerCosts:
-    """Every block as expensive as the stage's own are on average, with messages of one byte."""
+    """Costs of all blocks: each has the mean cost of the stage's blocks, and outputs of one byte."""
     each = np.full(blocks, 1.0 / (stage.blocks[1] - stage.blocks[0]))
     return LayerCosts(
         forward_seconds=each * stage.forward_seconds,
@@ -206,12 +204,12 @@ def _costs_of_mean(stage: StagePlan, blocks: int) -> LayerCosts:
 
 
 def _scaled(costs: LayerCosts, stage: StagePlan, measured: PassSeconds) -> LayerCosts:
-    """``costs`` such that the stage's own blocks take what was measured."""
+    """``costs``, scaled such that the present blocks of the stage take the measured time."""
     part = slice(*stage.blocks)
 
     def to(seconds: NDArray[np.float64], total: float) -> NDArray[np.float64]:
-        own = float(seconds[part].sum())
-        return seconds * (total / own) if own > 0 else seconds
+        present = float(seconds[part].sum())
+        return seconds * (total / present) if present > 0 else seconds
 
     ratio = measured.seconds / (stage.forward_seconds + stage.backward_seconds)
     return LayerCosts(
@@ -226,7 +224,7 @@ def _scaled(costs: LayerCosts, stage: StagePlan, measured: PassSeconds) -> Layer
 
 
 def _channels(replica: Replica, output_bytes: NDArray[np.float64]) -> tuple[tuple[Channel, ...], ...]:
-    """Between neighbors as fast as planned, whatever the message at the present cut was."""
+    """Channels between stages. Neighbors have the planned speed, whatever the size of the planned message was."""
     count = len(replica.stages)
     hops = replica.hop_seconds
     rows = []

@@ -1,37 +1,51 @@
-"""``prepare_dataloader`` for plugins that divide global batches unevenly."""
+"""The part of a plugin that gives every replica of the model batches that fit its speed and memory."""
 
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from colossalai.booster.plugin.plugin_base import Plugin
 from torch.utils.data import DataLoader, Dataset
 
+from ..data_parallel.attach import BatchSetup, attach_batches, profile_for
+from ..data_parallel.batch_balancer import BatchBalancer
 from ..data_parallel.config import BatchConfig
 from ..data_parallel.loader import HeteroDataLoader, make_loader
+from ..profiling.batches.rank_profiler import describe
+from .part import PluginPart, TrainingObjects
 
-__all__ = ["UnevenLoaders"]
+__all__ = ["ReplicaPlugin", "UnevenBatches"]
 
 
-class UnevenLoaders(Plugin):
-    """Makes loaders in which every replica has its own batches, and keeps Colossal-AI's for everything else.
+class ReplicaPlugin(Protocol):
+    """What a plugin must provide for uneven batches."""
 
-    To be inherited from before the plugin whose loaders it replaces.
+    def replica(self) -> tuple[int, int]:
+        """Index of this rank's replica of the model, and the number of replicas."""
+
+    def batch_setup(self, objects: TrainingObjects) -> BatchSetup:
+        """How the configured objects train. Called by all ranks."""
+
+
+class UnevenBatches(PluginPart):
+    """Makes data loaders in which every replica has its own batches, measures the replicas, and divides the batches.
+
+    Args:
+        config: how to divide global batches.
     """
 
-    batches: BatchConfig | None
-    """How global batches are divided; None leaves loaders as they are."""
-    _plain: dict[int, tuple[DataLoader, dict[str, Any]]]
-    """Loaders of Colossal-AI that were handed out, by ``id``, with the arguments they were made with."""
-
-    @abstractmethod
-    def _replica(self) -> tuple[int, int]:
-        """Index of this rank's replica of the model, and how many there are."""
+    def __init__(self, config: BatchConfig) -> None:
+        self.balancer: BatchBalancer | None = None
+        """Divides the batches of the objects that were configured last; None before that."""
+        self._config = config
+        self._even_loaders: dict[int, tuple[DataLoader, dict[str, Any]]] = {}
+        """Colossal-AI's loaders that were made here, by ``id``, each with the arguments it was made with."""
 
     def prepare_dataloader(
         self,
+        plugin: ReplicaPlugin,
+        make_even_loader: Callable[..., DataLoader],
         dataset: Dataset,
         batch_size: int | None = None,
         shuffle: bool = False,
@@ -42,10 +56,14 @@ class UnevenLoaders(Plugin):
         distributed_sampler_cls: type | None = None,
         **kwargs: Any,
     ) -> DataLoader:
-        """A loader of ``dataset`` in which every rank has its own batches once it has been boosted.
+        """A loader of ``dataset``. Without a ``batch_size`` every rank has its own batches once the loader is boosted.
 
-        With a ``batch_size`` it is Colossal-AI's, with that many samples per rank, as for evaluation. Boosting it
-        makes it one of ours, because batches in training follow from the global batch size.
+        With a ``batch_size`` the loader is Colossal-AI's, with that many samples per rank, for example to evaluate.
+        If it is boosted, one with uneven batches takes its place, because the batch sizes in training follow from the
+        global batch size.
+
+        Args:
+            make_even_loader: Colossal-AI's ``prepare_dataloader``, which takes all arguments that follow.
 
         Raises:
             TypeError: the data set has no length.
@@ -54,41 +72,58 @@ class UnevenLoaders(Plugin):
         arguments = dict(
             shuffle=shuffle, seed=seed, drop_last=drop_last, pin_memory=pin_memory, num_workers=num_workers, **kwargs
         )
-        if self.batches is not None and batch_size is None:
+        if batch_size is None:
             if distributed_sampler_cls is not None:
                 raise ValueError(
-                    f"distributed_sampler_cls={distributed_sampler_cls.__name__} divides evenly; leave it out of "
-                    "a loader "
-                    "to train with, or give a batch_size for a loader that is not trained with"
+                    f"distributed_sampler_cls={distributed_sampler_cls.__name__} divides evenly; leave it out of a "
+                    "loader to train with, or give a batch_size for a loader that is not trained with"
                 )
-            return self._make(dataset, arguments)
-        loader = super().prepare_dataloader(
-            dataset, batch_size, distributed_sampler_cls=distributed_sampler_cls, **arguments
-        )
-        if self.batches is not None:
-            self._plain[id(loader)] = loader, arguments
+            return self._make_loader(plugin, dataset, arguments)
+        loader = make_even_loader(dataset, batch_size, distributed_sampler_cls=distributed_sampler_cls, **arguments)
+        self._even_loaders[id(loader)] = loader, arguments
         return loader
 
-    def loader_to_train_with(self, dataloader: DataLoader | None) -> HeteroDataLoader:
-        """``dataloader`` if it is one of ours, else one of ours in place of it.
+    def before_configure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> TrainingObjects:
+        """The same objects with a data loader of uneven batches; see ``PluginPart.before_configure``.
 
-        Raises ``ValueError`` where this plugin did not make it.
+        Raises:
+            ValueError: the plugin did not make the data loader.
         """
+        if objects.optimizer is None:
+            return objects
+        loader = self._loader_to_train_with(plugin, objects.dataloader)
+        self._description = describe(objects.model)
+        return objects._replace(dataloader=loader)
+
+    def measure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
+        """Measure the replicas, or read the profile that the user named; see ``PluginPart.measure``."""
+        self._setup = plugin.batch_setup(objects)
+        self._profile = profile_for(
+            self._setup, self._description, objects.model, objects.optimizer, objects.criterion, objects.dataloader
+        )
+
+    def attach(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
+        """Divide the batches and accumulate their gradients; see ``PluginPart.attach``."""
+        self.balancer = attach_batches(
+            self._setup, self._profile, objects.model, objects.optimizer, objects.dataloader, objects.lr_scheduler
+        )
+
+    def _loader_to_train_with(self, plugin: ReplicaPlugin, dataloader: DataLoader | None) -> HeteroDataLoader:
+        """``dataloader`` if it has uneven batches, otherwise a loader of the same data that has."""
         if isinstance(dataloader, HeteroDataLoader):
             return dataloader
-        assert self.batches is not None
-        if dataloader is None or id(dataloader) not in self._plain:
+        if dataloader is None or id(dataloader) not in self._even_loaders:
             raise ValueError(
-                "give booster.boost the dataloader that plugin.prepare_dataloader made: each rank's batches are its own"
+                "booster.boost needs a dataloader that plugin.prepare_dataloader made, because each rank has its own "
+                "batches"
             )
         warnings.warn(
             f"batch_size={dataloader.batch_size} is not used in training: micro-batches follow from "
-            f"global_batch_size={self.batches.global_batch_size}. Train with the loader that booster.boost returns",
-            stacklevel=4,
+            f"global_batch_size={self._config.global_batch_size}. Train with the loader that booster.boost returns",
+            stacklevel=5,  # the caller of booster.boost
         )
-        return self._make(dataloader.dataset, self._plain[id(dataloader)][1])
+        return self._make_loader(plugin, dataloader.dataset, self._even_loaders[id(dataloader)][1])
 
-    def _make(self, dataset: Dataset, arguments: dict[str, Any]) -> HeteroDataLoader:
-        assert self.batches is not None
-        rank, size = self._replica()
-        return make_loader(dataset, self.batches.global_batch_size, rank, size, **arguments)
+    def _make_loader(self, plugin: ReplicaPlugin, dataset: Dataset, arguments: dict[str, Any]) -> HeteroDataLoader:
+        rank, size = plugin.replica()
+        return make_loader(dataset, self._config.global_batch_size, rank, size, **arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
@@ -10,71 +11,67 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
-from usage import UsageError
 
-__all__ = ["DEFAULT_RANKS", "end_at_once_on_signals", "run_as_rank", "run_command", "start_ranks", "started_here"]
+from .flags.parser import DEFAULT_RANKS, Options, UsageError
 
-DEFAULT_RANKS = 2
+__all__ = ["run_command", "started_here"]
 
 RUN_ID = "colossal-hetero-example"
-"""What ranks that this module started know their run as."""
+"""The run's name in the environment of ranks that this module started."""
 
 LOST_PEER_SECONDS = 10.0
-"""How long a rank that lost another one waits to be ended by the launcher, which then names the rank that failed."""
+"""How long a rank that lost the connection to another one waits for the launcher, which names the rank that failed."""
 
 
-class LaunchOptions(Protocol):
-    """What a command line says of the ranks."""
-
-    @property
-    def nproc(self) -> int | None:
-        """How many to start."""
-        ...
+Chosen = TypeVar("Chosen", bound=Options)
 
 
-Chosen = TypeVar("Chosen", bound=LaunchOptions)
+def run_command(module: str, parse: Callable[[], Chosen], check: Callable[[Chosen, int], Any]) -> int:
+    """Run an example: start the ranks, or be one of them if a launcher has started this process.
 
-
-def run_command(
-    parse: Callable[[], Chosen], check: Callable[[Chosen, int], None], run: Callable[[Chosen], None]
-) -> int:
-    """The ``main`` of an example: start ranks, or be one that a launcher has started.
+    Each rank imports ``module`` and calls its ``main(options)``. Only then are torch and Colossal-AI loaded, so
+    ``--help`` and errors in the command line come at once.
 
     Args:
+        module: the name by which the example is imported, for example ``examples.vit.train``.
         parse: reads the command line.
-        check: finds what cannot work with so many ranks, before any starts, and on each of them.
-        run: what a rank does.
+        check: raises ``UsageError`` if something cannot work with that many ranks. It is called before ranks start.
 
     Returns:
-        The exit status: 2 if the command line asks for what cannot be done, which is said in one line.
+        The exit status: 2 if the command line asks for something that cannot be done, which is said in one line.
     """
     launched = "RANK" in os.environ
     if launched:
-        end_at_once_on_signals()
+        _end_at_once_on_signals()
     errors = Console(stderr=True)
     try:
-        options = parse()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            options = parse()
+        for warning in caught:
+            _print(errors, f"train.py: warning: {warning.message}", "yellow")
         world_size = int(os.environ["WORLD_SIZE"]) if launched else options.nproc or DEFAULT_RANKS
         if launched and options.nproc not in (None, world_size):
             raise UsageError(
                 f"--nproc {options.nproc} does not fit the {world_size} ranks that the launcher started; leave it out"
             )
-        check(options, world_size)
         if not started_here():
+            check(options, world_size)
             _check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     except UsageError as error:
         if os.environ.get("RANK", "0") == "0":
-            errors.print(f"train.py: error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            _print(errors, f"train.py: error: {error}", "red")
         return 2
     except KeyboardInterrupt:
         return 130
     if launched:
-        return run_as_rank(lambda: run(options), errors)
-    return start_ranks(world_size, errors)
+        return _run_as_rank(lambda: importlib.import_module(module).main(options), errors)
+    return _start_ranks(world_size, errors)
 
 
 def _check_devices(local_ranks: int) -> None:
@@ -87,17 +84,17 @@ def _check_devices(local_ranks: int) -> None:
         )
 
 
-def start_ranks(ranks: int, console: Console) -> int:
-    """Run this program on ``ranks`` processes of this machine and return its exit status.
+def _start_ranks(ranks: int, console: Console) -> int:
+    """Run this program as ``ranks`` processes on this machine and return its exit status.
 
-    The ranks are those of ``torch.distributed.run --standalone``. When one of them fails the others are ended, and
-    the last line says which one it was and why.
+    Ranks are started as by ``torch.distributed.run --standalone``. When one of them fails, the others are ended, and
+    the last line says which one failed and why.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # What the launcher logs about failures is said once, below.
+    # The launcher logs failures at length; _report_failure says them in one line.
     logging.disable(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
     try:
@@ -126,15 +123,15 @@ def start_ranks(ranks: int, console: Console) -> int:
 
 
 def started_here() -> bool:
-    """Whether this process is a rank that :func:`start_ranks` started."""
+    """Whether this process is a rank that :func:`run_command` started."""
     return os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID
 
 
-def run_as_rank(function: Callable[[], None], console: Console) -> int:
+def _run_as_rank(function: Callable[[], None], console: Console) -> int:
     """Call ``function`` as one of the ranks and return the exit status of the process.
 
-    A rank that fails shows its traceback; the last line is the launcher's if it is ours. One whose neighbor failed
-    waits to be ended, so that the neighbor's reason is the one that is seen.
+    A rank that fails prints its traceback. If another rank failed, this one only loses its connection to it: it then
+    waits to be ended, so that the other rank's reason is the one that is shown.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -143,27 +140,27 @@ def run_as_rank(function: Callable[[], None], console: Console) -> int:
         function()
     except UsageError as error:
         if rank == 0:
-            console.print(f"train.py: error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            _print(console, f"train.py: error: {error}", "red")
         return 2
     except Exception as error:
         if _lost_peer(error):
             time.sleep(LOST_PEER_SECONDS)
             reason = f"rank {rank} lost the connection to another rank: {str(error).splitlines()[0]}"
         else:
-            console.print(traceback.format_exc().rstrip(), style="dim", markup=False, highlight=False, soft_wrap=True)
-            reason = f"rank {rank} failed: {_describe(error)}"
+            _print(console, traceback.format_exc().rstrip(), "dim")
+            reason = f"rank {rank} failed: {type(error).__name__}: {error}"
         get_error_handler().record_exception(error)
         if not started_here():
-            console.print(f"train.py: {reason}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+            _print(console, f"train.py: {reason}", "bold red")
         return 1
     return 0
 
 
-def end_at_once_on_signals() -> None:
+def _end_at_once_on_signals() -> None:
     """From now on SIGINT and SIGTERM end this process, also while it waits for other ranks inside a collective.
 
-    Python runs its own handlers only between two of its instructions, which a rank that waits in C++ does not reach. To
-    be called before there are other threads, which inherit that they do not take these signals.
+    Python runs its signal handlers only between two instructions of its own, which a rank that waits in C++ does not
+    reach. Call this before other threads start (numpy and torch start some): they inherit the blocked signals.
     """
     expected = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, expected)
@@ -178,7 +175,7 @@ def end_at_once_on_signals() -> None:
 
 
 def _restore(console: Console) -> None:
-    """Show the cursor again, which a progress bar that was ended could not do."""
+    """Show the cursor again, which a progress bar hides and cannot restore when its process is ended."""
     if console.is_terminal:
         console.show_cursor(True)
         console.print()
@@ -188,8 +185,8 @@ def _report_failure(failures: Mapping[int, Any], ranks: int, console: Console) -
     """Say which rank failed first and why; return the exit status."""
     statuses = {failure.exitcode for failure in failures.values()}
     if 2 in statuses:
-        return 2  # rank 0 has said what is wrong with the options
-    # A rank killed by the system explains the others' lost connections, whatever the order in which they were noticed.
+        return 2  # rank 0 has printed what is wrong with the options
+    # If the system killed a rank, that is the cause, even if another rank's lost connection was noticed first.
     rank = min(failures, key=lambda rank: (failures[rank].exitcode > 0, failures[rank].timestamp))
     failure = failures[rank]
     if failure.exitcode < 0:
@@ -201,22 +198,21 @@ def _report_failure(failures: Mapping[int, Any], ranks: int, console: Console) -
         text = message.get("message", "") if isinstance(message, dict) else ""
         reason = f"failed: {text.splitlines()[0]}" if text else f"ended with status {failure.exitcode}"
     others = "; the other ranks were stopped" if ranks > 1 else ""
-    console.print(
-        f"train.py: rank {rank} {reason}{others}", style="bold red", markup=False, highlight=False, soft_wrap=True
-    )
+    _print(console, f"train.py: rank {rank} {reason}{others}", "bold red")
     return 1
 
 
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _print(console: Console, text: str, style: str) -> None:
+    """Print ``text`` as it is, lines unbroken."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _lost_peer(error: BaseException) -> bool:
-    """Whether the error says no more than that another rank is gone."""
+    """Whether the error only says that the connection to another rank is lost."""
     text = str(error)
     return "gloo" in text or "Connection closed by peer" in text or "NCCL communicator was aborted" in text
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Train in a pipeline on devices that are not equally fast: with equal stages, and with stages that fit.
+"""Train in a pipeline on devices that are not equally fast: with equal stages, and with stages that fit each device.
 
     python examples/pipeline/train.py
 
@@ -11,32 +11,189 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "common"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, which holds the package "examples"
 
-from launch import run_command, started_here
-from settings import Settings, check_settings, parse_settings
-
-
-def main() -> int:
-    """Run the command line and return the exit status: 2 if it asks for what cannot be done."""
-    return run_command(parse_settings, check, run)
-
-
-def check(settings: Settings, world_size: int) -> None:
-    """Find what cannot work before any rank starts."""
-    check_settings(settings, world_size)
-    if not started_here():
-        from data import find_data
-
-        find_data(settings, settings.global_batch, "--global-batch")
-
-
-def run(settings: Settings) -> None:
-    """Train, as one of the ranks."""
-    from pipelines import run
-
-    run(settings)
-
+from examples.common.checks import check_pipeline
+from examples.common.flags.pipeline import PipelineOptions, parse_options
+from examples.common.launch import run_command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Starts the ranks; each of them imports this file and calls main().
+    sys.exit(run_command("examples.pipeline.train", parse_options, check_pipeline))
+
+# What follows runs on every rank; it is what a training script of your own needs.
+
+import functools
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DistributedSampler
+
+import colossal_hetero.accelerator  # noqa: F401  (before colossalai: lets it work on a CPU, and quietly)
+
+# isort: split
+import colossalai
+from colossalai.accelerator import get_accelerator
+from colossalai.booster import Booster
+
+from colossal_hetero import HeteroHybridParallelPlugin
+from colossal_hetero.planner.cluster.topology import Topology
+from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.plans.predict import predict_plan
+from colossal_hetero.planner.profile.as_profiled import as_profiled
+from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile, save_model_profile
+from colossal_hetero.planner.report.plan_table import one_line
+from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.probe.probe_ranks import probe_ranks
+from colossal_hetero.processes.every_rank import destroy_groups
+from colossal_hetero.profiling.layers.layer_profiler import profile_layers
+from colossal_hetero.testing.repeated_passes import repeat_passes
+from examples.common.flags.slow_processes import slowdowns
+from examples.common.images import ImageSet, find_data, load_data, padded_batches, whole_batch
+from examples.common.learning_rate import warm_up_and_decay
+from examples.common.report.pipeline import PipelineReport, PipelineTraining
+from examples.common.slow_processes import quota_or_repeat
+from examples.common.vit import build_vit, describe_vit, loss_of, number_correct
+
+
+def main(options: PipelineOptions) -> None:
+    """Join the other ranks, train, and leave them."""
+    colossalai.launch_from_torch(seed=options.seed, verbose=False)
+    compare(options)
+    dist.barrier()
+    destroy_groups()
+
+
+def compare(options: PipelineOptions, quiet: bool = False) -> dict[str, Any] | None:
+    """Train with stages made in each way, on all ranks of ``torch.distributed``; the summary on rank 0, else None."""
+    factors = slowdowns(options.straggler, dist.get_world_size())
+    report = PipelineReport(options, factors, quiet)
+    data = find_data(options, options.global_batch, "--global-batch")
+    images = load_data(options, report.track)
+    with report, quota_or_repeat(options.straggler_means, factors) as means:
+        times = factors.get(dist.get_rank(), 1) if means == "repeat" else 1
+        make_model = functools.partial(build_slowed_vit, options, data.classes, times)
+        parameters = sum(parameter.numel() for parameter in make_model().parameters())
+        batches = f"{options.global_batch} per iteration, {options.micro_batch} at a time"
+        report.start(describe_vit(parameters, **options.vit_sizes), f"{data}; {batches}", means)
+        profile, topology = measure(options, make_model, images[0], report)
+        for way in options.ways:
+            plan = make_plan(options, way, profile, topology)
+            train(options, PipelineTraining(way, plan=plan), make_model(), images, report)
+    return report.finish()
+
+
+def build_slowed_vit(options: PipelineOptions, classes: int, times: int) -> Any:
+    """The model; for the experiment every pass through a block is done ``times`` times."""
+    torch.manual_seed(options.seed)
+    model = build_vit(classes, **options.vit_sizes)
+    for block in model.blocks:
+        repeat_passes(block, times)
+    return model
+
+
+def measure(
+    options: PipelineOptions, make_model: Any, images: ImageSet, report: PipelineReport
+) -> tuple[ModelProfile, Topology]:
+    """How long each layer takes on each rank, and how the ranks reach each other; the same on all ranks."""
+    start = time.perf_counter()
+    device = get_accelerator().get_current_device()
+    if options.profile is not None and options.profile.is_file():
+        profile = load_model_profile(options.profile)
+    else:
+        batch = images.__getitems__(list(range(options.micro_batch)))
+        profile = profile_layers(
+            make_model().to(device),
+            tuple(part.to(device) for part in batch),
+            cross_entropy,
+            micro_batches=[options.micro_batch],
+            optimizer="adamw",
+            precision=options.precision,
+            name=f"ViT {options.hidden}x{options.depth}",
+        ).profile
+        if options.profile is not None and dist.get_rank() == 0:
+            save_model_profile(profile, options.profile)
+    topology = as_profiled(probe_ranks(device)[0], profile)
+    report.profiled(time.perf_counter() - start, profile, topology)
+    return profile, topology
+
+
+def make_plan(options: PipelineOptions, way: str, profile: ModelProfile, topology: Topology) -> Plan:
+    """One pipeline over all ranks: with equally many blocks in each stage, or with stages that fit the ranks."""
+    ranks = dist.get_world_size()
+    if way == "uniform":
+        in_order = [[[rank] for rank in range(ranks)]]
+        sizes = {"micro_batch": options.micro_batch, "global_batch": options.global_batch}
+        return predict_plan(topology, profile, in_order, method="uniform", **sizes)
+    return make_plans(
+        topology,
+        profile,
+        global_batch=options.global_batch,
+        micro_batches=[options.micro_batch],
+        tensor_parallel=[1],
+        stages=[ranks],
+        method=options.method,
+        runnable=True,
+        keep=1,
+    )[0].plan
+
+
+def train(
+    options: PipelineOptions, training: PipelineTraining, model: Any, images: tuple[ImageSet, ImageSet], report: Any
+) -> None:
+    """Train once, with the stages of a plan."""
+    train_images, test_images = images
+    device = get_accelerator().get_current_device()
+    plugin = HeteroHybridParallelPlugin(plan=training.plan, precision=options.precision)
+    loader = plugin.prepare_dataloader(
+        train_images,
+        batch_size=options.global_batch,
+        shuffle=True,
+        drop_last=True,
+        distributed_sampler_cls=functools.partial(DistributedSampler, seed=options.seed),
+        collate_fn=whole_batch,
+    )
+    iterations = len(loader) * options.epochs
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(warm_up_and_decay, total=iterations))
+    booster = Booster(plugin=plugin)
+    model, optimizer, _, loader, schedule = booster.boost(model, optimizer, loss_of, loader, schedule)
+    with report.training(training, f"{training.name}: {one_line(training.plan)}", iterations):
+        for epoch in range(options.epochs):
+            model.train()
+            loader.sampler.set_epoch(epoch)
+            train_images.set_epoch(epoch)
+            losses = torch.zeros(len(loader), device=device)  # known on the last stage, 0 on the others
+            last = time.perf_counter()
+            for step, batch in enumerate(loader):
+                micro_batches = iter([tuple(part.to(device) for part in batch)])
+                result = booster.execute_pipeline(micro_batches, model, loss_of, optimizer, return_loss=True)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                if result["loss"] is not None:
+                    losses[step] = result["loss"].detach().float()
+                get_accelerator().synchronize()
+                last, seconds = time.perf_counter(), time.perf_counter() - last
+                report.iteration(seconds)
+            dist.all_reduce(losses)
+            report.epoch(epoch, losses.tolist(), evaluate(booster, model, test_images, options))
+
+
+@torch.no_grad()
+def evaluate(booster: Booster, model: Any, images: ImageSet, options: PipelineOptions) -> float:
+    """The share of ``images`` that the model recognizes. Collective over all ranks."""
+    model.eval()
+    device = get_accelerator().get_current_device()
+    correct = torch.zeros((), device=device)
+    for batch in padded_batches(images, options.global_batch, 0, 1):
+        batch = tuple(part.to(device) for part in batch)
+        result = booster.execute_pipeline(iter([batch]), model, number_correct, return_loss=True)
+        if result["loss"] is not None:
+            # The schedule divides the sum over the micro-batches by their number.
+            correct += result["loss"] * options.micro_batches
+    dist.all_reduce(correct)
+    return float(correct) / len(images)

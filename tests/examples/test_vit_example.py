@@ -1,26 +1,19 @@
-"""The ViT example end to end: what it trains, what it writes, and how it ends when a rank does."""
+"""The ViT example end to end: what it trains and what it writes."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.support.harness import run_ranks
 from tests.support.paths import REPOSITORY
 
-EXAMPLE = REPOSITORY / "examples" / "vit"
 SMALL = "--hidden 32 --depth 2 --heads 4 --patch 8 --batch-size 32"
 
 SUMMARY_KEYS = {
@@ -39,8 +32,8 @@ TRACE_KEYS = {"iteration", "epoch", "seconds", "loss", "exchanged", "plan_change
 
 
 def _train(lines: list[str]) -> list[dict[str, Any] | None]:
-    from options import parse_options
-    from training import train
+    from examples.common.flags.vit import parse_options
+    from examples.vit.train import train
 
     return [train(parse_options(f"{SMALL} {line}".split()), quiet=True) for line in lines]
 
@@ -130,11 +123,12 @@ def test_the_timelines_show_the_run_before_and_after_balancing(two_ranks):
 
 def test_the_checkpoint_is_the_whole_model(two_ranks):
     import torch
-    from model import build_model
-    from options import parse_options
+
+    from examples.common.flags.vit import parse_options
+    from examples.common.vit import build_chosen_vit
 
     weights = torch.load(two_ranks[1] / "saved" / "model.pt", weights_only=True)
-    build_model(parse_options(SMALL.split()), classes=10).load_state_dict(weights)
+    build_chosen_vit(parse_options(SMALL.split()), classes=10).load_state_dict(weights)
 
 
 def test_every_division_of_the_ranks_computes_the_same(two_ranks):
@@ -149,117 +143,21 @@ def test_every_division_of_the_ranks_computes_the_same(two_ranks):
 # As a user starts it ----------------------------------------------------------------------------------------
 
 
-class Run:
-    """The example as a process of its own, its output read line by line."""
-
-    def __init__(self, *arguments: str, script: Path = EXAMPLE / "train.py") -> None:
-        paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), *SMALL.split(), *arguments],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        self.lines.extend(iter(self.process.stdout.readline, ""))
-
-    def wait_for(self, text: str, timeout_seconds: float = 120) -> None:
-        deadline = time.monotonic() + timeout_seconds
-        while not any(text in line for line in list(self.lines)):
-            assert self.process.poll() is None, "".join(self.lines)
-            assert time.monotonic() < deadline, "".join(self.lines)
-            time.sleep(0.05)
-
-    def rank(self, number: int) -> psutil.Process:
-        """The process of a rank."""
-        for child in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.Error):
-                if child.environ().get("RANK") == str(number):
-                    return child
-        raise AssertionError(f"no rank {number}")
-
-    def end(self, timeout_seconds: float) -> tuple[int, str]:
-        """The exit status and the last line."""
-        status = self.process.wait(timeout_seconds)
-        self._reader.join(timeout_seconds)
-        return status, self.lines[-1].strip() if self.lines else ""
-
-
-@pytest.fixture
-def start() -> Iterator[Any]:
-    runs: list[Run] = []
-
-    def start_run(*arguments: str, **options: Any) -> Run:
-        runs.append(Run(*arguments, **options))
-        return runs[-1]
-
-    yield start_run
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.terminate()
-            run.process.wait(30)
-
-
-def test_it_starts_its_ranks_and_says_what_came_of_it(start, tmp_path):
-    run = start(
-        "--steps", "3", "--balance", "resize", "--straggler", "1:2", "--summary", str(tmp_path / "summary.json")
+def test_it_starts_its_ranks_and_says_what_came_of_it(tmp_path):
+    """The one example that is run as a command here: ``test_launch`` tests the rest of the way to ``train``."""
+    path = tmp_path / "summary.json"
+    arguments = [*SMALL.split(), *f"--steps 3 --balance resize --straggler 1:2 --summary {path}".split()]
+    run = subprocess.run(
+        [sys.executable, str(REPOSITORY / "examples" / "vit" / "train.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250,
     )
-    status, last = run.end(120)
-    text = "".join(run.lines)
-    assert status == 0, text
-    assert last == f"Summary: {tmp_path / 'summary.json'}"
-    assert json.loads((tmp_path / "summary.json").read_text())["iterations"] == 3
+    text = run.stdout
+    assert run.returncode == 0, text
+    assert text.splitlines()[-1] == f"Summary: {path}"
+    assert json.loads(path.read_text())["iterations"] == 3
     assert "An iteration took" in text and "Unbalanced it would" in text and "Accuracy on held-out images" in text
     assert "arning" not in text and "INFO" not in text
-
-
-def test_what_cannot_work_ends_before_ranks_start(start):
-    run = start("--tp", "3", "--nproc", "3")
-    assert run.end(60)[0] == 2
-    assert len(run.lines) == 1 and run.lines[0].startswith("train.py: error: --tp 3 does not divide the 4 heads")
-
-
-def test_a_rank_that_is_killed_ends_the_run_with_its_reason(start):
-    run = start("--epochs", "10000")
-    run.wait_for("epoch ")
-    ranks = [run.rank(0), run.rank(1)]
-    ranks[1].send_signal(signal.SIGKILL)
-    status, last = run.end(20)
-    assert status == 1
-    assert "rank 1 was ended by SIGKILL" in last
-    assert not any(rank.is_running() for rank in ranks)
-
-
-def test_an_error_on_one_rank_ends_the_run_with_its_reason(start, tmp_path):
-    script = tmp_path / "broken.py"
-    script.write_text(
-        f"import os, sys\nsys.path.insert(0, {str(EXAMPLE)!r})\nimport train\n"
-        "if os.environ.get('RANK') == '1':\n"
-        "    import training\n"
-        "    def fail(self, batch):\n"
-        "        raise ArithmeticError('no sums today')\n"
-        "    training.Trainer._iterate = fail\n"
-        "sys.exit(train.main())\n"
-    )
-    run = start("--epochs", "10000", script=script)
-    status, last = run.end(120)
-    assert status == 1
-    assert "rank 1 failed: ArithmeticError: no sums today" in last
-    assert sum("Traceback" in line for line in run.lines) == 1
-
-
-def test_an_interrupt_ends_the_run_quietly(start):
-    run = start("--epochs", "10000")
-    run.wait_for("epoch ")
-    ranks = [run.rank(0), run.rank(1)]
-    run.process.send_signal(signal.SIGINT)
-    status, last = run.end(20)
-    assert (status, last) == (130, "Interrupted.")
-    assert not any("Traceback" in line for line in run.lines)
-    assert not any(rank.is_running() for rank in ranks)

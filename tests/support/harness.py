@@ -52,6 +52,34 @@ def _rank_main(rank: int, world_size: int, port: int, seed: int, pipe: Any, func
             torch.distributed.destroy_process_group()
 
 
+def _alone_main(pipe: Any, function: Callable, arguments: dict[str, Any]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        pipe.send_bytes(pickle.dumps((True, function(**arguments))))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+
+
+def run_alone(function: Callable[..., Any], timeout_seconds: float = 120, **arguments: Any) -> Any:
+    """Call ``function(**arguments)`` in a new process without a process group, and return what it returns."""
+    receiver, sender = _context.Pipe(duplex=False)
+    process = _context.Process(target=_alone_main, args=(sender, function, arguments), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(timeout_seconds):
+            raise TimeoutError(f"{function.__name__} did not answer in {timeout_seconds} s")
+        succeeded, value = answer(receiver)
+    finally:
+        process.kill()
+        process.join()
+    if not succeeded:
+        raise RuntimeError(f"{function.__name__} failed:\n{value}")
+    return value
+
+
 @contextmanager
 def start_ranks(world_size: int, function: Callable[..., Any], *args: Any, seed: int = 1024) -> Iterator[list[Rank]]:
     """Call ``function(*args)`` on ``world_size`` ranks; their processes and pipes, by rank.

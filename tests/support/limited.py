@@ -1,15 +1,15 @@
-"""Train under a limit of the address space, with or without a profile in between: ``python -m tests.support.limited``.
+"""Train under a limit of the address space, with or without a profile in between.
 
-A process of its own, because the limit holds for all that a process does. It prints what came of it as JSON.
+:func:`main` runs in a process of its own (``run_alone`` of the harness), because the limit holds for all that a process
+does.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-import json
 import random
 import resource
-import sys
 import time
 from typing import Any
 
@@ -24,13 +24,8 @@ from colossal_hetero.profiling.batches.device_profiler import optimizer_state_by
 from colossal_hetero.profiling.memory import is_out_of_memory, recover, reserved_memory
 from colossal_hetero.profiling.preserved_state import preserved_state
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    # Every tensor of some size is mapped and unmapped for itself, so that the address space holds what is in use.
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MALLOC_ARENA_MAX": "1",
-}
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+"""Parameters of glibc's ``mallopt``."""
 DEVICE = torch.device("cpu")
 
 
@@ -106,9 +101,16 @@ def limit_address_space(room: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, hard))
 
 
+def map_large_tensors() -> None:
+    """From now on each tensor of 64 kB or more is mapped and unmapped alone: the address space holds what is in use."""
+    mallopt = ctypes.CDLL(None).mallopt
+    assert mallopt(M_MMAP_THRESHOLD, 65536) and mallopt(M_TRIM_THRESHOLD, 65536) and mallopt(M_ARENA_MAX, 1)
+
+
 def main(
     profiled: bool = True, trained_before: bool = True, room: int = 50_200_000, cap: int = 1000, to_come: int = 0
 ) -> dict[str, Any]:
+    map_large_tensors()
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -140,7 +142,3 @@ def main(
     result["losses"] = train(model, optimizer, 3)
     result["trained"] = digest(model, optimizer)
     return result
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(**json.loads(sys.argv[1]))))

@@ -1,4 +1,4 @@
-"""Plans by hand, and training by them, for the tests of the plugin that runs plans."""
+"""Plans for tests, plugins that run them, and a console that records what is printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from colossal_hetero.planner.plans.plan import Plan, Replica, StagePlan
 from tests.support.training import Trained, boost, sgd, tiny_vit
 
 SECONDS = 1.0
-"""Planned forward and backward time of a stage, each; no stage of a tiny model takes that long."""
+"""Planned forward time of a stage, and half of its planned backward time; stages of a tiny model are faster."""
 
 
 def make_plan(
@@ -22,7 +22,13 @@ def make_plan(
     forward_seconds: Sequence[float] | None = None,
     **changes: Any,
 ) -> Plan:
-    """Replicas alike, with ``layers`` per stage on the ranks in ``rank_order`` ``[replica][stage][place]``."""
+    """A plan whose replicas all have ``layers`` per stage.
+
+    Args:
+        rank_order: ranks by replica, stage and place in the tensor-parallel group.
+        forward_seconds: planned forward time by stage; backward takes twice as long. None: :data:`SECONDS`.
+        changes: fields of the plan with other values.
+    """
     bounds = [sum(layers[:stage]) for stage in range(len(layers) + 1)]
     forward = forward_seconds or [SECONDS] * len(layers)
     replicas = tuple(
@@ -59,6 +65,16 @@ def make_plan(
         iteration_seconds=1.0,
     )
     return Plan(**(fields | changes))
+
+
+class RecordingConsole:
+    """Replaces ``rich.console.Console`` and appends each message to ``printed``."""
+
+    def __init__(self, printed: list[str]) -> None:
+        self._printed = printed
+
+    def print(self, message: str, **kwargs: Any) -> None:
+        self._printed.append(message)
 
 
 def planned(plan: Plan | str | Path, **options: Any) -> HeteroHybridParallelPlugin:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
 from colossal_hetero.balance.measure.clock import IterationTimes
 from colossal_hetero.layers import TimmViTPolicy
-from colossal_hetero.plugin.hybrid import hybrid_plugin
+from colossal_hetero.plugin.hybrid import layer_balancing
 
 BATCH = 6
 CLASSES = 7
@@ -80,7 +80,7 @@ def nobody(rank: int, iteration: int) -> float:
 @contextmanager
 def scripted(slowdown: SlowdownScript = nobody) -> Iterator[None]:
     """Plugins that boost inside get a :class:`ScriptedClock`."""
-    with patch.object(hybrid_plugin, "make_clock", lambda device: ScriptedClock(slowdown)):
+    with patch.object(layer_balancing, "make_clock", lambda device: ScriptedClock(slowdown)):
         yield
 
 

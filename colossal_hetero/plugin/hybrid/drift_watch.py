@@ -1,4 +1,4 @@
-"""Measure what a stage's passes take, and say at the end of an epoch if that is not what was planned."""
+"""Measures the passes of pipeline stages, and reports at the end of an epoch if they differ from the plan."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ...planner.profile.layer_profile import ModelProfile
 __all__ = ["DriftWatch", "StageClock"]
 
 WARMUP_ITERATIONS = 2
-"""The first iterations allocate memory and exchange shapes; they are not measured."""
+"""Iterations at the start that are not measured, because they allocate memory and exchange shapes."""
 
 _Pass = tuple[Any, Any]
-"""Events at its start and its end."""
+"""The events at the start and at the end of a pass."""
 
 
 class _Schedule(Protocol):
@@ -32,10 +32,11 @@ class _Schedule(Protocol):
 
 
 class StageClock:
-    """Times the forward and backward passes of a 1F1B schedule, between which it waits for other stages.
+    """Times the forward and backward passes of a 1F1B schedule, without its waiting for other stages between them.
 
-    Events are read when the device has passed them, so that the host never waits for it. An iteration counts as the
-    means over its micro-batches: a device that is stopped now and then is slow on average, and rarely in the median.
+    Events are read when the device has reached them, so that the host never waits for the device. The times of an
+    iteration are means over its micro-batches: if a device is stopped now and then, the mean shows it, but the median
+    rarely does.
     """
 
     def __init__(self, schedule: _Schedule) -> None:
@@ -63,7 +64,7 @@ class StageClock:
         return run
 
     def end_iteration(self, counts: bool = True) -> None:
-        """The passes since the last call were an iteration's; unless it ``counts`` they are forgotten."""
+        """The passes since the last call were one iteration; they are dropped unless the iteration ``counts``."""
         if counts and self._forward and self._backward:
             self._running.append((self._forward, self._backward))
         self._forward, self._backward = [], []
@@ -71,7 +72,7 @@ class StageClock:
             self._finished.append(PassSeconds(*(_mean_seconds(passes) for passes in self._running.popleft())))
 
     def read(self) -> PassSeconds | None:
-        """The medians over the iterations that have become known since the last call; None if there are none."""
+        """The medians over the iterations whose times were read since the last call; None if there are none."""
         finished, self._finished = self._finished, []
         if not finished:
             return None
@@ -85,13 +86,13 @@ def _mean_seconds(passes: list[_Pass]) -> float:
 
 
 class DriftWatch:
-    """Compares a plan with what comes of it, epoch by epoch. On all ranks alike.
+    """Compares the times of a pipeline's stages with the plan, epoch by epoch. Used by all ranks.
 
     Args:
-        schedule: whose passes are timed; from now on.
-        plan: as it runs.
+        schedule: its passes are timed from now on.
+        plan: with ranks as launched.
         threshold: relative difference beyond which a stage is reported.
-        profile: of the model's layers, to compute new splits from.
+        profile: the model's layers, from which new splits are computed; None to use the plan's means.
         interval: iterations in an epoch.
     """
 
@@ -100,14 +101,14 @@ class DriftWatch:
     ) -> None:
         self.interval = interval
         self.report: DriftReport | None = None
-        """On the last epoch that was measured."""
+        """For the last epoch that was measured; None before."""
         self._clock = StageClock(schedule)
         self._plan, self._threshold, self._profile = plan, threshold, profile
         self._iterations = 0
-        self._told: DriftReport | None = None
+        self._printed: DriftReport | None = None
 
     def tick(self) -> None:
-        """An iteration has ended. Collective at the end of an epoch; prints on rank 0 what it has not said yet."""
+        """An iteration has ended. At the end of an epoch this is collective, and rank 0 prints what has changed."""
         self._clock.end_iteration(counts=self._iterations >= WARMUP_ITERATIONS)
         self._iterations += 1
         if self._iterations % self.interval == 0:
@@ -120,9 +121,9 @@ class DriftWatch:
         if not measured:
             return
         self.report = compare(self._plan, measured, self._threshold, self._profile)
-        news = self.report.differs_from(self._told)
-        if news or not self.report.drifted:
-            self._told = self.report if self.report.drifted else None
-        if news and dist.get_rank() == 0:
-            message = f"epoch {epoch}: stages take another time than planned\n{self.report}"
+        changed = self.report.differs_from(self._printed)
+        if changed or not self.report.drifted:
+            self._printed = self.report if self.report.drifted else None
+        if changed and dist.get_rank() == 0:
+            message = f"epoch {epoch}: stage times differ from the plan\n{self.report}"
             Console(stderr=True).print(message, soft_wrap=True, highlight=False, markup=False)

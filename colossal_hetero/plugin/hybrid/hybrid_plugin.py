@@ -1,12 +1,11 @@
-"""Colossal-AI's hybrid-parallel plugin with balancing, of layers within and of batches among replicas."""
+"""Colossal-AI's hybrid-parallel plugin with balanced layers, uneven batches over replicas, and planned runs."""
 
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,64 +20,58 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from ... import accelerator
-from ...balance.balancer import Balancer, attach_balancer
+from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
-from ...balance.measure.clock import IterationClock, make_clock
-from ...data_parallel.attach import BatchSetup, attach_batches, profile_for
+from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
-from ...layers.policy import hetero_policy
 from ...pipeline_parallel.config import PlanConfig
 from ...pipeline_parallel.drift import DriftReport
 from ...planner.plans.plan import Plan
-from ...planner.profile.layer_profile import ModelProfile
-from ...profiling.batches.rank_profiler import describe
-from ..uneven_batches import UnevenLoaders
-from . import plan_agreement
-from .drift_watch import DriftWatch
-from .plan_groups import groups_of, name_adapters
-from .planned_mesh import MakeGroup, planned_meshes
-from .unequal_chunks import give_chunks, take_chunks, unequal_chunks
+from ..part import PluginPart, TrainingObjects
+from ..uneven_batches import UnevenBatches
+from .layer_balancing import LayerBalancing
+from .plan_checks import check_lora
+from .planned_run import PlannedRun, training_sizes_kept
+from .plugin_arguments import arguments_by_name, check_uneven_batches, check_world_size
+from .unequal_chunks import set_layers_per_chunk, split_off_layers_per_chunk, unequal_layer_counts
 
 __all__ = ["HeteroHybridParallelPlugin"]
 
-DEFAULT_INTERVAL = 100
-"""Iterations that are taken for an epoch where its length is unknown."""
 
-
-class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
+class HeteroHybridParallelPlugin(HybridParallelPlugin):
     """``HybridParallelPlugin`` whose tensor-parallel layers are balanced over unequal devices.
 
-    Every argument of Colossal-AI's plugin, plus ``balance``, ``batches`` and ``plan``. Where no ``custom_policy`` is
-    given the model's own policy is taken (Colossal-AI's, or ours for timm's ``VisionTransformer``); in any policy the
-    parallel linear layers are replaced by ours. Checkpoints are Colossal-AI's.
+    It takes every argument of Colossal-AI's plugin, plus ``balance``, ``batches``, ``plan`` and ``planning``. Without a
+    ``custom_policy`` the model's own policy is used (Colossal-AI's, or ours for timm's ``VisionTransformer``). In any
+    policy, our layers replace the parallel linear layers. Checkpoints have Colossal-AI's format.
 
-    With a plan ``tp_size``, ``pp_size`` and the arguments of the pipeline schedule follow from it; any of them that is
-    given as well must agree. Every rank takes the place that the plan gives it, whichever that is: ranks that follow
-    each other need not be neighbors in a pipeline. Stages may hold different numbers of layers also with
-    ``num_layers_per_stage`` alone, in any schedule; the interleaved and zero-bubble ones, in which a stage holds
-    several chunks of the model, take one number per chunk, in the order of the model.
+    With a plan, ``tp_size``, ``pp_size`` and the arguments of the pipeline schedule follow from the plan. If one of
+    them is given as well, it must agree with the plan. Every rank takes the place that the plan gives it: neighboring
+    stages of a pipeline need not have neighboring ranks. Without a plan, ``num_layers_per_stage`` may still give stages
+    different numbers of layers, in any schedule. In the interleaved and zero-bubble schedules a stage holds several
+    chunks of the model; there it takes one number per chunk, in the order of the model.
 
     Args:
-        tp_size: ranks in a tensor-parallel group; may be left out with a plan. With ``plan="auto"`` only plans with
-            this size are looked at, likewise with ``pp_size``.
-        pp_size: stages; may be left out with a plan.
-        balance: what to do about slow ranks within a tensor-parallel group; the default measures only.
-        batches: how to divide global batches over replicas that are not equally fast (data parallelism); the default
-            divides evenly, as Colossal-AI does. Not with pipelines, which cut their batch themselves.
-        plan: which rank runs which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes one),
-            or "auto", to plan from ``planning`` now. All replicas must be cut alike. Rank 0's plan counts, so files
-            need to be there only. A replica's batch is the plan's micro-batches together. Stages of a pipeline that
-            take another time than planned are reported at the end of each epoch.
-        planning: what to plan from, over which networks ranks communicate, and how much stages may drift.
+        tp_size: ranks in a tensor-parallel group. With a plan it may be left out. With ``plan="auto"`` only plans with
+            this size are considered, and the same holds for ``pp_size``.
+        pp_size: pipeline stages; may be left out with a plan.
+        balance: what to do about slow ranks within a tensor-parallel group; the default only measures.
+        batches: how to divide global batches over replicas that are not equally fast (data parallelism). The default
+            divides them evenly, as Colossal-AI does. It cannot be combined with a pipeline, which divides its batch
+            itself.
+        plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
+            one), or "auto", which makes a plan from ``planning``. All replicas must have the same stages. All ranks use
+            rank 0's plan, so only rank 0 needs the files. A replica's batch is all its micro-batches in the plan. At
+            the end of each epoch, pipeline stages whose times differ from the plan are reported.
+        planning: what to plan from, over which networks ranks communicate, and how much stage times may differ.
 
     Raises:
-        TypeError: ``balance`` is not a ``BalanceConfig``, ``batches`` not a ``BatchConfig``, ``plan`` or ``planning``
-            no such thing; or there is neither a plan nor both sizes.
+        TypeError: ``balance``, ``batches``, ``plan`` or ``planning`` has another type; or there is no plan and a size
+            is missing.
         ValueError: the world size does not fit ``tp_size * pp_size`` or the plan, an argument contradicts the plan, the
-            plan's replicas are not alike, the plan is for another model, the model has no policy, or a layer has an
-            option that the balance mode cannot be combined with.
+            plan's replicas have different stages, the plan is for another model, the model has no policy, or a layer
+            has an option that cannot be combined with the balance mode.
     """
 
     def __init__(
@@ -100,45 +93,64 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
             raise TypeError(f"planning={planning!r} is not a PlanConfig; write PlanConfig(cluster=..., profile=...)")
         if plan is None and (tp_size is None or pp_size is None):
             missing = [name for name, size in (("tp_size", tp_size), ("pp_size", pp_size)) if size is None]
-            raise TypeError(f"missing {' and '.join(missing)}; only a plan says them too")
+            raise TypeError(f"missing {' and '.join(missing)}, which may be left out only with a plan")
         self.balance = balance or BalanceConfig()
         self.batches = batches
-        self.plan: Plan | None = None
         self.planning = planning or PlanConfig()
-        self._profile: ModelProfile | None = None
-        self._watch: DriftWatch | None = None
-        self.batch_balancer: BatchBalancer | None = None
-        self._plain = {}
         self.custom_policy: Policy | None
-        self.balancer: Balancer | None = None
-        make_group = None
-        arguments = plan_agreement.named(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
-        if plan is not None:
-            name_adapters(self.planning.adapters)
-            agreed = plan_agreement.agree_on_plan(plan, self.planning, tp_size, pp_size)
-            self.plan, self._profile = plan_agreement.runnable(agreed.plan), agreed.profile
-            if agreed.topology is not None:
-                make_group = groups_of(agreed.plan, agreed.topology, self.planning.adapters)
-            arguments = plan_agreement.arguments_of(self.plan, arguments)
+        arguments = arguments_by_name(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
+        self._planned = None if plan is None else PlannedRun(plan, self.planning, tp_size, pp_size, batches)
+        self._balancing = LayerBalancing(self.balance)
+        self._uneven_batches = None if batches is None else UnevenBatches(batches)
+        # In the order in which they attach, each around the parts before it. The plan's clock times only the passes.
+        # Balancing ends an iteration when the optimizer steps; uneven batches, around it, step once per global batch.
+        parts = (self._planned, self._balancing, self._uneven_batches)
+        self._parts: tuple[PluginPart, ...] = tuple(part for part in parts if part is not None)
+
+        if self._planned is not None:
+            arguments = self._planned.arguments(arguments)
         check_world_size(arguments["tp_size"], arguments["pp_size"])
-        arguments, layers_per_chunk = take_chunks(arguments)
-        with self._meshes(arguments.get("dp_outside", True), make_group):
+        arguments, layers_per_chunk = split_off_layers_per_chunk(arguments)
+        with nullcontext() if self._planned is None else self._planned.mesh(arguments.get("dp_outside", True)):
             super().__init__(**arguments)
         if layers_per_chunk is not None:
-            give_chunks(self.stage_manager, layers_per_chunk)
-        if self.plan is not None and self.stage_manager is not None:
-            plan_agreement.check_num_layers(self.stage_manager, self.plan)
+            set_layers_per_chunk(self.stage_manager, layers_per_chunk)
         if batches is not None:
-            check_batches(batches, self)
-            if self.plan is not None:
-                plan_agreement.check_batches(self.plan, batches)
+            check_uneven_batches(batches, self)
+        if self._planned is not None:
+            self._planned.check_plugin(self)
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
 
     def __del__(self) -> None:
-        # The parent's needs what its constructor makes, which arguments that do not fit never reach.
+        # The parent's method needs an attribute that its constructor sets, which is not reached after an error.
         if hasattr(self, "pg_mesh"):
             super().__del__()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is run, with ranks as they were launched; None without a plan."""
+        return None if self._planned is None else self._planned.plan
+
+    @property
+    def drift(self) -> DriftReport | None:
+        """The last epoch's stage times against the plan; None before the first epoch ends, without a pipeline, and
+        without a plan.
+
+        An epoch has as many iterations as the dataloader given to ``booster.boost`` has batches, or 100 if that is
+        unknown.
+        """
+        return None if self._planned is None else self._planned.drift
+
+    @property
+    def balancer(self) -> Balancer | None:
+        """Balances the layers of the model that was boosted last; None before ``booster.boost``."""
+        return self._balancing.balancer
+
+    @property
+    def batch_balancer(self) -> BatchBalancer | None:
+        """Divides the global batches; None before ``booster.boost``, and without ``batches``."""
+        return None if self._uneven_batches is None else self._uneven_batches.balancer
 
     def configure(
         self,
@@ -149,73 +161,46 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         """See ``Plugin.configure``; called by ``Booster.boost``."""
-        if self.batches is not None and optimizer is not None:
-            loader = dataloader = self.loader_to_train_with(dataloader)
-            description = describe(model)
-        if self.plan is not None and optimizer is not None and self.batches is None:
-            plan_agreement.check_loader(self.plan, getattr(dataloader, "batch_size", None))
-        given_policy = self.custom_policy
-        if not isinstance(model, ModelWrapper):
-            if self.plan is not None and self.stage_manager is None:
-                plan_agreement.check_blocks(model, self.plan)
-            self.custom_policy = hetero_policy(given_policy or model)
-        try:
-            with unequal_chunks():
-                model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
-                    model, optimizer, criterion, dataloader, lr_scheduler
-                )
-        finally:
-            # The next model may be another.
-            self.custom_policy = given_policy
-        if optimizer is not None:
-            if self.batches is not None:
-                # Before anything follows the model's passes: trials belong to no iteration.
-                setup = self._batch_setup(model, optimizer)
-                profile = profile_for(setup, description, model, optimizer, criterion, loader)
-            clock = make_clock(accelerator.get_accelerator().get_current_device())
-            self.balancer = attach_balancer(
-                model,
-                self.balance,
-                clock,
-                self.tp_group,
-                self._interval(dataloader),
-                functools.partial(self._is_last_pass, model, optimizer),
-            )
-            if self.plan is not None and self.scheduler is not None and self.planning.drift_threshold < math.inf:
-                self._watch_stages(dataloader)
-            _begin_on_forward(model, self.balancer)
-            # Zero-bubble schedules have other passes; their layers can neither be balanced nor timed.
-            if hasattr(self.scheduler, "backward_step"):
-                _wait_between_passes(self.scheduler, optimizer, clock)
-            _tick_on_step(optimizer, self.balancer)
-            _drop_gradients_with_others(optimizer, self.balancer)
-            if self.batches is not None:
-                # Last, so that between the micro-batches of a global batch nothing ticks.
-                self.batch_balancer = attach_batches(setup, profile, model, optimizer, loader, lr_scheduler)
-        return model, optimizer, criterion, dataloader, lr_scheduler
+        objects = TrainingObjects(model, optimizer, criterion, dataloader, lr_scheduler)
+        for part in self._parts:
+            objects = part.before_configure(self, objects)
+        with self._balancing.hetero_layers(self, objects.model), unequal_layer_counts():
+            objects = TrainingObjects(*super().configure(*objects))
+        if objects.optimizer is not None:
+            for part in self._parts:
+                part.measure(self, objects)
+            for part in self._parts:
+                part.attach(self, objects)
+        return objects
 
     def prepare_dataloader(
         self, dataset: Dataset, batch_size: int | None = None, *args: Any, **kwargs: Any
     ) -> DataLoader:
-        """See ``HybridParallelPlugin.prepare_dataloader``; with a plan ``batch_size`` may be left out."""
-        if self.plan is not None and batch_size is None and self.batches is None:
-            batch_size = plan_agreement.valid_batches(self.plan)[0]
-        return super().prepare_dataloader(dataset, batch_size, *args, **kwargs)
+        """See ``HybridParallelPlugin.prepare_dataloader``.
+
+        ``batch_size`` may be left out with ``batches`` (see :meth:`.UnevenBatches.prepare_dataloader`) and with a plan.
+        """
+        make_loader = super().prepare_dataloader
+        if self._uneven_batches is not None:
+            return self._uneven_batches.prepare_dataloader(self, make_loader, dataset, batch_size, *args, **kwargs)
+        if self._planned is not None and batch_size is None:
+            batch_size = self._planned.batch_size
+        return make_loader(dataset, batch_size, *args, **kwargs)
 
     def execute_pipeline(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
         """See ``PipelinePluginBase.execute_pipeline``; called by ``Booster.execute_pipeline``."""
         if not torch.is_grad_enabled():
-            # No gradients are due, and those of weights that stages share may be gone since the last step.
-            with model.no_sync(), nullcontext() if self.plan is None else plan_agreement.sizes_kept(self.scheduler):
+            # Without gradients there is nothing to synchronize, and the gradients of weights that stages share may be
+            # None since the last step.
+            with model.no_sync(), nullcontext() if self._planned is None else training_sizes_kept(self.scheduler):
                 return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
-        if self.plan is None:
+        if self._planned is None:
             return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
-        batches = plan_agreement.sized_batches(data_iter, self.plan)
+        batches = self._planned.checked_batches(data_iter)
         result = super().execute_pipeline(batches, model, criterion, *args, **kwargs)
-        if self._watch is not None:
-            self._watch.tick()
+        self._planned.after_passes()
         return result
 
     def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -225,7 +210,7 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
             ValueError: rank 0, which writes adapters, is not in the first stage, where they are gathered.
         """
         if self.plan is not None:
-            plan_agreement.check_lora(self.plan)
+            check_lora(self.plan)
         return super().enable_lora(model, *args, **kwargs)
 
     def get_checkpoint_io(self) -> CheckpointIO:
@@ -234,34 +219,26 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
         load_model = checkpoint_io.load_model
 
         @functools.wraps(load_model)
-        def load_and_tell(*args: Any, **kwargs: Any) -> Any:
+        def load_and_notify(*args: Any, **kwargs: Any) -> Any:
             result = load_model(*args, **kwargs)
-            if self.balancer is not None:
-                self.balancer.weights_changed()
+            self._balancing.weights_changed()
             return result
 
-        checkpoint_io.load_model = load_and_tell
+        checkpoint_io.load_model = load_and_notify
         return checkpoint_io
 
-    @property
-    def drift(self) -> DriftReport | None:
-        """The last epoch's stages against the plan; None before the first one ends, and without a pipeline or a plan.
+    # For uneven batches ------------------------------------------------------------------------------------------
 
-        An epoch has as many iterations as the dataloader given to ``booster.boost`` has batches, or else 100.
-        """
-        return None if self._watch is None else self._watch.report
-
-    def _meshes(self, dp_outside: bool, make_group: MakeGroup | None) -> AbstractContextManager[None]:
-        """A context in which the parent's constructor builds the mesh that the plan says."""
-        return nullcontext() if self.plan is None else planned_meshes(self.plan.rank_order, dp_outside, make_group)
-
-    def _replica(self) -> tuple[int, int]:
+    def replica(self) -> tuple[int, int]:
+        """See :class:`~.uneven_batches.ReplicaPlugin`."""
         return dist.get_group_rank(self.dp_group, dist.get_rank()), self.dp_group.size()
 
-    def _batch_setup(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> BatchSetup:
+    def batch_setup(self, objects: TrainingObjects) -> BatchSetup:
+        """See :class:`~.uneven_batches.ReplicaPlugin`."""
         assert self.batches is not None
+        model, optimizer = objects.model, objects.optimizer
         replica_of: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(replica_of, self._replica()[0])
+        dist.all_gather_object(replica_of, self.replica()[0])
 
         def synchronize(due: bool) -> None:
             model.require_grad_sync = due
@@ -277,121 +254,3 @@ class HeteroHybridParallelPlugin(UnevenLoaders, HybridParallelPlugin):
             replica_of=replica_of,
             synchronize=synchronize,
         )
-
-    def _watch_stages(self, dataloader: DataLoader | None) -> None:
-        assert self.plan is not None
-        if self._watch is None:
-            self._watch = DriftWatch(
-                self.scheduler, self.plan, self.planning.drift_threshold, self._profile, epoch_length(dataloader)
-            )
-        else:
-            # Another model with the same schedule.
-            self._watch.interval = epoch_length(dataloader)
-
-    def _interval(self, dataloader: DataLoader | None) -> int:
-        return self.balance.priority_interval or epoch_length(dataloader)
-
-    def _is_last_pass(self, model: ModelWrapper, optimizer: OptimizerWrapper, passes: int) -> bool:
-        """Whether a layer's n-th backward pass is the last before its gradients are summed over replicas."""
-        if self.scheduler is not None:
-            # Schedules name it differently.
-            microbatches = getattr(self.scheduler, "num_microbatches", None) or self.scheduler.num_microbatch
-            return passes >= microbatches
-        return bool(getattr(optimizer, "require_grad_sync", True) and model.require_grad_sync)
-
-
-def epoch_length(dataloader: DataLoader | None) -> int:
-    """Iterations; where the length is unknown, how many are taken for an epoch."""
-    try:
-        return max(1, len(dataloader))  # type: ignore[arg-type]
-    except TypeError:
-        return DEFAULT_INTERVAL
-
-
-def check_world_size(tp_size: int, pp_size: int) -> None:
-    """Raise ValueError unless the ranks can be divided into tensor-parallel groups and pipeline stages."""
-    world = torch.distributed.get_world_size()
-    for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
-        if size < 1:
-            raise ValueError(f"{name}={size} must be at least 1")
-    if world % (tp_size * pp_size) != 0:
-        raise ValueError(
-            f"{world} ranks cannot be divided by tp_size={tp_size} × pp_size={pp_size}; "
-            f"start a multiple of {tp_size * pp_size} ranks, or choose sizes whose product divides {world}"
-        )
-
-
-def check_batches(batches: BatchConfig, plugin: HybridParallelPlugin) -> None:
-    """Raise ValueError if global batches cannot be divided unevenly with the plugin's other arguments."""
-    if plugin.pp_size > 1:
-        raise ValueError(
-            f"batches cannot be combined with pp_size={plugin.pp_size}: a pipeline cuts its batch into micro-batches "
-            "itself; use pp_size=1, or leave batches out"
-        )
-    if plugin.sp_size > 1:
-        raise ValueError(
-            f"batches cannot be combined with sp_size={plugin.sp_size}: gradients are averaged over parts of sequences "
-            "too; use sp_size=1, or leave batches out"
-        )
-    if batches.accumulation == "per_rank" and plugin.zero_stage > 1:
-        raise ValueError(
-            f'accumulation="per_rank" needs zero_stage 0 or 1, not {plugin.zero_stage}, which synchronizes at every '
-            'micro-batch; use accumulation="shared"'
-        )
-
-
-def _begin_on_forward(model: ModelWrapper, balancer: Balancer) -> None:
-    def begin(module: nn.Module, _: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            balancer.begin()
-
-    # The model inside, whose layers ask the same: it may be called and switched to training by itself, and runs within
-    # the hooks by which ZeRO waits for weights that it gathers late.
-    model.unwrap(unwrap_peft=False).register_forward_pre_hook(begin)
-
-
-def _wait_between_passes(schedule: Any, optimizer: OptimizerWrapper, clock: IterationClock) -> None:
-    """Count what a pipeline stage does between its forward and backward passes as communication.
-
-    It is waiting for other stages, for the most part: the bubble, and what a slow stage adds to it, are no work of this
-    rank's. The same goes for data-parallel replicas, whose gradients a pipeline sums after its last pass.
-    """
-
-    def apart(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            clock.mark("communication")
-            result = function(*args, **kwargs)
-            clock.mark("other")
-            return result
-
-        return run
-
-    schedule.forward_step = apart(schedule.forward_step)
-    schedule.backward_step = apart(schedule.backward_step)
-    optimizer.step = apart(optimizer.step)
-
-
-def _tick_on_step(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
-    step = optimizer.step
-
-    @functools.wraps(step)
-    def step_and_tick(*args: Any, **kwargs: Any) -> Any:
-        balancer.before_step()
-        result = step(*args, **kwargs)
-        balancer.tick()
-        return result
-
-    optimizer.step = step_and_tick
-
-
-def _drop_gradients_with_others(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
-    """What is kept of gradients until they return goes when all others go."""
-    zero_grad = optimizer.zero_grad
-
-    @functools.wraps(zero_grad)
-    def drop(*args: Any, **kwargs: Any) -> Any:
-        balancer.drop_gradients()
-        return zero_grad(*args, **kwargs)
-
-    optimizer.zero_grad = drop

@@ -15,25 +15,27 @@ from ...planner.cluster.topology import Topology
 from ...planner.plans.plan import Plan
 from .planned_mesh import MakeGroup, ordered_group
 
-__all__ = ["groups_of", "name_adapters"]
+__all__ = ["plan_groups", "set_adapter_variables"]
 
 
-def groups_of(plan: Plan, topology: Topology, adapters: Mapping[str, Adapter] | None = None) -> MakeGroup:
-    """What makes groups of the ranks that run ``plan``: tensor-parallel ones in a node, data-parallel ones over RDMA
-    where all members have it, pipelines over what crosses clusters (Holmes, section 3).
+def plan_groups(plan: Plan, topology: Topology, adapters: Mapping[str, Adapter] | None = None) -> MakeGroup:
+    """A function that makes a process group of any ranks that run ``plan``, over the network that they share.
+
+    Tensor-parallel groups use the links within a node, data-parallel groups RDMA if all members have it, and pipelines
+    what crosses clusters (Holmes, section 3).
 
     Args:
-        plan: with ranks numbered as the devices of ``topology``, not yet as launched.
-        adapters: of this rank's node, by kind of NIC.
+        plan: with ranks numbered like the devices of ``topology``, not yet as launched.
+        adapters: the network adapters of this rank's node, by kind of NIC.
 
     Raises:
-        ValueError: the plan has devices that ``topology`` has not.
+        ValueError: the plan has a device that is not in ``topology``.
     """
     devices = sorted(rank for replica in plan.rank_order for group in replica for rank in group)
     if devices[-1] >= len(topology.devices):
         raise ValueError(
-            f"the plan has device {devices[-1]}, but the cluster's are 0 to {len(topology.devices) - 1}; "
-            "give the cluster that was planned for"
+            f"the plan has device {devices[-1]}, but the cluster has devices 0 to {len(topology.devices) - 1}; "
+            "give the cluster that the plan was made for"
         )
 
     def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -41,10 +43,10 @@ def groups_of(plan: Plan, topology: Topology, adapters: Mapping[str, Adapter] | 
         try:
             network = group_network(topology, [devices[rank] for rank in ranks])
         except ValueError:
-            # A pipeline's last stage need not reach its first.
+            # The first and the last stage of a pipeline share a group, but may have no link.
             return ordered_group(ranks)
         if network.backend != backend:
-            # The ranks were launched on other hardware than planned for, or with a backend of the user's choice.
+            # The ranks run on other hardware than in the plan, or the user chose another backend.
             if backend not in ("gloo", "nccl"):
                 return ordered_group(ranks)
             network = dataclasses.replace(network, backend=backend, nccl_net=None)
@@ -53,10 +55,10 @@ def groups_of(plan: Plan, topology: Topology, adapters: Mapping[str, Adapter] | 
     return group_of
 
 
-def name_adapters(adapters: Mapping[str, Adapter] | None) -> None:
-    """Tell NCCL what this node calls its NICs, where the process's environment does not say.
+def set_adapter_variables(adapters: Mapping[str, Adapter] | None) -> None:
+    """Set NCCL's environment variables for the names of this node's NICs, unless the user has set them.
 
-    NCCL reads it once, with the first communicator of the process, so this comes before any of the plan's groups.
+    NCCL reads them once, when it makes the first communicator of the process, so this comes before the plan's groups.
     """
     for name, value in process_environment(adapters or {}).items():
         os.environ.setdefault(name, value)

@@ -1,9 +1,9 @@
 """Unequal stages in the schedules that give a stage several chunks of the model.
 
-Colossal-AI's interleaved schedule cuts a model into ``stages × chunks`` parts, of which stage s holds the parts s,
-s + stages, s + 2·stages, …; the zero-bubble one into ``2 · stages``, of which stage s holds the parts s and
-2·stages − 1 − s, so that the pipeline goes there and back. Its stage manager can divide layers so, but its constructor
-asserts one number per stage, with which either schedule fails later; the numbers are given to it afterwards here.
+Colossal-AI's interleaved schedule divides a model into ``stages × chunks`` chunks, and stage s holds the chunks s,
+s + stages, s + 2·stages, … The zero-bubble schedule divides it into ``2 · stages`` chunks, and stage s holds the chunks
+s and 2·stages − 1 − s. Colossal-AI's stage manager can divide layers in these ways, but its constructor asserts one
+number per stage, with which both schedules fail later. So the numbers are set here after the constructor.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch.distributed as dist
 from colossalai.pipeline.stage_manager import PipelineStageManager
 from colossalai.shardformer.layer import linear
 
-__all__ = ["give_chunks", "take_chunks", "unequal_chunks"]
+__all__ = ["set_layers_per_chunk", "split_off_layers_per_chunk", "unequal_layer_counts"]
 
 
-def take_chunks(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[int] | None]:
-    """The plugin's ``arguments`` for its constructor, and what is to be given to its stage manager afterwards.
+def split_off_layers_per_chunk(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[int] | None]:
+    """The ``arguments`` for the plugin's constructor, and the layers of each chunk for :func:`set_layers_per_chunk`.
 
     Raises:
-        ValueError: ``num_layers_per_stage`` has not as many numbers as the schedule has parts.
+        ValueError: ``num_layers_per_stage`` does not have one number for each chunk.
     """
     given, pp_size = arguments.get("num_layers_per_stage"), arguments["pp_size"]
     if given is None or pp_size == 1:
@@ -44,8 +44,8 @@ def take_chunks(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]
     return {**arguments, "num_layers_per_stage": None}, layers
 
 
-def give_chunks(stage_manager: PipelineStageManager, layers: list[int]) -> None:
-    """Let ``stage_manager`` divide a model into parts of so many ``layers``."""
+def set_layers_per_chunk(stage_manager: PipelineStageManager, layers: list[int]) -> None:
+    """Let ``stage_manager`` divide a model into chunks with these numbers of ``layers``."""
     stage_manager.num_layers_per_stage = layers
     distribute = stage_manager.distribute_layers
 
@@ -61,20 +61,21 @@ def give_chunks(stage_manager: PipelineStageManager, layers: list[int]) -> None:
 
 
 @contextmanager
-def unequal_chunks() -> Iterator[None]:
+def unequal_layer_counts() -> Iterator[None]:
     """Let stages build different numbers of the layers that zero-bubble schedules use.
 
-    Each such layer asks all ranks whether they have built as many, for the random state that it would draw new weights
-    from, and ranks that build fewer never answer. It is made from a layer that has weights and draws nothing.
+    Each such layer asks all ranks how many they have built, to choose the random state for new weights. If a rank
+    builds fewer layers, it never answers. The layers are made from layers that have weights, so they need no random
+    state, and the question is left out.
     """
     make = linear.create_randomizer_with_offset
 
-    def make_alone(seed: int, process_group: dist.ProcessGroup | None = None, **offsets: bool) -> Any:
+    def make_locally(seed: int, process_group: dist.ProcessGroup | None = None, **offsets: bool) -> Any:
         if process_group is None:
             offsets["offset_by_index"] = False
         return make(seed, process_group, **offsets)
 
-    linear.create_randomizer_with_offset = make_alone
+    linear.create_randomizer_with_offset = make_locally
     try:
         yield
     finally:

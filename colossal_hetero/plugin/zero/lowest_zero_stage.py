@@ -1,8 +1,8 @@
-"""Configures a model for the lowest ZeRO stage at which every device holds a sample (Poplar, section 'Online
-Profiling').
+"""Configures a model for the lowest ZeRO stage at which every device can train with one sample (Poplar, section
+'Online Profiling').
 
-A device that runs out of memory must not leave its peers in a collective. So what it needs is tried out by itself
-first, and all ranks hear of each other's success before they go on together.
+If a device ran out of memory within a collective, the other ranks would wait for ever. So each rank first tries by
+itself whether it has enough memory, and all ranks learn the results of all before they go on.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import torch
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ...accelerator import get_accelerator
-from ...data_parallel.loader import HeteroDataLoader
 from ...processes.every_rank import on_every_rank
 from ...profiling.aborted_step import abort_step, find_zero_optimizer
 from ...profiling.batches.device_profiler import device_name, optimizer_state_bytes
@@ -25,79 +23,74 @@ from ...profiling.local_collectives import local_collectives
 from ...profiling.memory import is_out_of_memory, memory_limit, recover, reserved_memory, used_bytes
 from ...profiling.preserved_state import preserved_state
 from ...profiling.training_step import TrainingStep, TrialRun
-from .zero_stages import Configured
+from ..part import TrainingObjects
 
-__all__ = ["configure_lowest"]
+__all__ = ["configure_lowest_stage"]
 
 BROADCAST_BYTES = 250 * 2**20
-"""What DDP broadcasts at once as it begins; it holds as much beside the parameters."""
+"""Bytes that DDP broadcasts at once when it starts; it allocates as much in addition to the parameters."""
 
 
-def configure_lowest(
+def configure_lowest_stage(
     stages: Sequence[int],
     precision: str,
     plugin_of: Callable[[int], DPPluginBase],
     training_step: TrainingStep,
-    model: nn.Module,
-    optimizer: Optimizer,
-    criterion: Callable | None,
-    loader: HeteroDataLoader,
-    lr_scheduler: LRScheduler | None,
-) -> tuple[int, DPPluginBase, Configured]:
-    """Configure for the first of ``stages``, in ascending order, at which one sample fits on every rank.
+    objects: TrainingObjects,
+) -> tuple[int, DPPluginBase, TrainingObjects]:
+    """Configure ``objects`` for the first of ``stages``, in ascending order, at which one sample fits on every rank.
 
-    Returns the stage, its plugin, and what that has configured.
+    Returns the stage, its plugin, and the configured objects with the same data loader.
 
     Raises:
-        ValueError: on every rank, if some rank holds no sample at any of the stages; it names rank and device.
+        ValueError: on every rank, if one sample does not fit on some rank at any of the stages; the message names the
+            rank and its device.
     """
     casts = precision != "fp32" and not {1, 2}.isdisjoint(stages[:-1])
-    original = _Original(model, optimizer, casts)
+    original = _Original(objects.model, objects.optimizer, casts)
     for stage in stages:
         plugin = plugin_of(stage)
-        configured = _try_stage(stage, plugin, training_step, model, optimizer, criterion, loader, lr_scheduler)
-        if isinstance(configured, tuple):
+        configured = _try_stage(stage, plugin, training_step, objects)
+        if isinstance(configured, TrainingObjects):
             return stage, plugin, configured
         original.restore()
         failed = configured
     shown = f"stage {stages[0]}" if len(stages) == 1 else f"any of the stages {', '.join(map(str, stages))}"
-    remedy = 'try stage="auto" or a higher one' if stages[-1] < 3 else "use a smaller model, or train without"
-    raise ValueError(f"{'; '.join(failed)}: no memory for one sample at {shown}; {remedy}")
+    remedy = 'try stage="auto" or a higher stage' if stages[-1] < 3 else "use a smaller model, or leave these ranks out"
+    raise ValueError(f"{'; '.join(failed)}: not enough memory for one sample at {shown}; {remedy}")
 
 
 def _try_stage(
     stage: int,
     plugin: DPPluginBase,
     training_step: TrainingStep,
-    model: nn.Module,
-    optimizer: Optimizer,
-    criterion: Callable | None,
-    loader: HeteroDataLoader,
-    lr_scheduler: LRScheduler | None,
-) -> Configured | list[str]:
-    """What ``plugin`` configures, or the ranks that have no room for it."""
+    objects: TrainingObjects,
+) -> TrainingObjects | list[str]:
+    """The objects that ``plugin`` has configured, or the ranks that do not have enough memory, as text."""
     here = get_accelerator().get_current_device()
-    model_bytes = sum(value.numel() * value.element_size() for value in model.parameters())
-    configured: list[Any] = []
+    model_bytes = sum(value.numel() * value.element_size() for value in objects.model.parameters())
+    configured: list[TrainingObjects] = []
 
     def make_room() -> None:
         if stage == 0:
-            # DDP copies the model to the device, makes buckets as large as its gradients, and broadcasts.
+            # DDP copies the model to the device, allocates buckets as large as its gradients, and broadcasts.
             with reserved_memory(model_bytes + min(model_bytes, BROADCAST_BYTES), here):
                 pass
 
     def configure() -> None:
-        configured.extend(plugin.configure(model, optimizer, criterion, None, lr_scheduler))
+        # The stage's plugin gets no data loader: ours already has uneven batches.
+        result = TrainingObjects(*plugin.configure(*objects._replace(dataloader=None)))
+        configured.append(result._replace(dataloader=objects.dataloader))
 
     def run_one_sample() -> None:
-        boosted, wrapped = configured[0], configured[1]
-        trial = TrialRun(boosted, wrapped, configured[2], training_step, loader)
-        # DDP lays its buckets anew in its second step, and the old ones are still there.
+        boosted, wrapped, criterion, loader, _ = configured[0]
+        trial = TrialRun(boosted, wrapped, criterion, training_step, loader)
+        # In its second step DDP allocates new buckets while the old ones still exist.
         to_come = optimizer_state_bytes(wrapped) + (model_bytes if stage == 0 else 0)
         with preserved_state(boosted, wrapped), local_collectives(boosted):
             try:
                 with reserved_memory(to_come, here):
-                    trial(1)  # makes the gradients
+                    trial(1)  # allocates the gradients
                     trial(1)
             except Exception:
                 abort_step(boosted, wrapped)
@@ -106,18 +99,18 @@ def _try_stage(
                 wrapped.zero_grad()
 
     for attempt in (make_room, configure, run_one_sample):
-        failed = _without_room(attempt, here)
+        failed = _ranks_out_of_memory(attempt, here)
         if failed:
-            if len(configured) > 1:
-                _detach(configured[1])
+            if configured:
+                _remove_hooks(configured[0].optimizer)
             configured.clear()
             recover()
             return failed
-    return tuple(configured)  # type: ignore[return-value]
+    return configured[0]
 
 
-def _without_room(attempt: Callable[[], None], device: torch.device) -> list[str]:
-    """The ranks on which ``attempt`` ran out of memory, in words. Every rank calls it and gets the same answer."""
+def _ranks_out_of_memory(attempt: Callable[[], None], device: torch.device) -> list[str]:
+    """The ranks on which ``attempt`` ran out of memory, as text. All ranks call it and get the same answer."""
 
     def run() -> str | None:
         try:
@@ -129,15 +122,15 @@ def _without_room(attempt: Callable[[], None], device: torch.device) -> list[str
             limit, used = memory_limit(device), used_bytes(device)
             return (
                 f"{device_name(device)}, {used / 2**30:.2f} of {limit.bytes / 2**30:.2f} GiB used without it; "
-                f"what sets them is {limit.source}"
+                f"limited by {limit.source}"
             )
         return None
 
     shortages = on_every_rank(run, "a first training step")
-    return [f"rank {rank} ({words})" for rank, words in enumerate(shortages) if words is not None]
+    return [f"rank {rank} ({shortage})" for rank, shortage in enumerate(shortages) if shortage is not None]
 
 
-def _detach(optimizer: Any) -> None:
+def _remove_hooks(optimizer: Any) -> None:
     zero = find_zero_optimizer(optimizer)
     if zero is not None:
         for handle in zero.grad_handles:
@@ -149,10 +142,10 @@ class _Original:
     """A model and its optimizer as they were before a stage's plugin changed them in place.
 
     Args:
-        model: on whatever device.
-        optimizer: of its parameters.
-        casts: whether a stage casts to half precision, which cannot be taken back: copies are kept in the host's
-            memory.
+        model: on any device.
+        optimizer: of the model's parameters.
+        casts: whether a stage casts to half precision. This loses digits, so copies of the weights are kept in the
+            host's memory.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, casts: bool) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of a plugin that learns its stage late, and of sharded parameters on a CPU."""
+"""Checkpoints of a plugin whose ZeRO stage is chosen late, and of sharded parameters on a CPU."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _of_stage(name: str) -> Callable[..., Any]:
 
 
 class StageCheckpointIO(CheckpointIO):
-    """Asks for the stage's own when it is used.
+    """Forwards each call to the checkpoint IO of the present stage.
 
-    ``Booster`` fetches it as it is made, but ``stage="auto"`` is decided when it boosts.
+    ``Booster`` gets the checkpoint IO in its constructor, but ``stage="auto"`` is decided later, in ``boost``.
 
     Args:
-        of_stage: gives that of the stage in force; the same object as long as the stage does not change, because it
-            keeps what is being written in the background.
+        of_stage: returns the checkpoint IO of the present stage. It must be the same object as long as the stage does
+            not change, because it keeps what is being written in the background.
     """
 
     def __init__(self, of_stage: Callable[[], CheckpointIO]) -> None:
@@ -58,7 +58,7 @@ class StageCheckpointIO(CheckpointIO):
 
 
 class ShardedCheckpointIO(TorchFSDPCheckpointIO):
-    """FSDP's, which on a CPU does not move gathered parameters to the CPU: that would free the only copy."""
+    """FSDP's checkpoint IO. On a CPU it does not offload gathered parameters: that would free the only copy."""
 
     def save_unsharded_model(self, model: ModelWrapper, *args: Any, **kwargs: Any) -> None:
         with _without_offload():

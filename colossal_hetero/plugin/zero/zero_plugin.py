@@ -1,7 +1,8 @@
-"""ZeRO with a batch fitted to each device."""
+"""ZeRO and plain data parallelism with a batch that fits the speed and memory of each device."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,43 +13,42 @@ from colossalai.interface import OptimizerWrapper
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from ... import accelerator  # noqa: F401  (completes Colossal-AI on a CPU before anything of it is used)
-from ...data_parallel.attach import BatchSetup, attach_batches, profile_for
+from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
 from ...planner.batches.allocation import Allocation
-from ...profiling.batches.rank_profiler import describe
-from ..uneven_batches import UnevenLoaders
-from .lowest_zero_stage import configure_lowest
+from ..part import TrainingObjects
+from ..uneven_batches import UnevenBatches
+from .lowest_zero_stage import configure_lowest_stage
 from .zero_checkpoints import StageCheckpointIO
 from .zero_stages import PRECISIONS, STAGES, Configured, options_by_stage, plugin_of_stage, synchronizer
 
 __all__ = ["HeteroZeroPlugin"]
 
 
-class HeteroZeroPlugin(UnevenLoaders, DPPluginBase):
-    """ZeRO, or plain data parallelism, over devices that are not alike: each gets the batch that it can chew.
+class HeteroZeroPlugin(DPPluginBase):
+    """ZeRO, or plain data parallelism, over unequal devices: each gets a batch that fits its speed and memory.
 
-    A training loop for ``LowLevelZeroPlugin`` or ``TorchDDPPlugin`` stays as it is. The loader hands out
-    micro-batches; the optimizer steps once per global batch, with the mean gradient over its samples, however they
-    are divided.
+    A training loop for ``LowLevelZeroPlugin`` or ``TorchDDPPlugin`` needs no change. The loader returns micro-batches.
+    The optimizer steps once per global batch, with the mean gradient over its samples, independent of how the samples
+    are divided over ranks.
 
     Args:
-        stage: of ZeRO. 0 shards nothing (over ``TorchDDPPlugin``), 1 optimizer states, 2 gradients too (both over
-            ``LowLevelZeroPlugin``), 3 parameters too (over ``TorchFSDPPlugin``). ``"auto"``: the lowest at which every
-            device holds a sample.
+        stage: ZeRO stage. 0 shards nothing (uses ``TorchDDPPlugin``), 1 shards optimizer states, 2 also gradients (both
+            use ``LowLevelZeroPlugin``), 3 also parameters (uses ``TorchFSDPPlugin``). ``"auto"``: the lowest stage at
+            which every device can train with one sample.
         global_batch_size: samples per optimizer step, over all ranks.
         precision: ``fp32``, ``bf16`` or, below stage 3, ``fp16``.
-        max_norm: clip gradients to that 2-norm; 0 does not.
+        max_norm: clip gradients to this 2-norm; 0 for no clipping.
         method, accumulation, profile, max_micro_batch, reallocate_above, check_every, training_step: see
             :class:`~colossal_hetero.data_parallel.config.BatchConfig`.
-        options: go to the stage's plugin; with ``"auto"``, to those of the stages' plugins that have them.
+        options: further arguments of the stage's plugin; with ``"auto"``, of the plugins of all stages that have them.
 
     Raises:
-        TypeError: an option is none of the stage's plugin.
-        ValueError: an argument's value cannot be; the message says what can.
+        TypeError: the stage's plugin does not have an option.
+        ValueError: an argument has an impossible value; the message lists the possible ones.
     """
 
     def __init__(
@@ -84,23 +84,30 @@ class HeteroZeroPlugin(UnevenLoaders, DPPluginBase):
         self.stage = stage
         self.precision = precision
         self.max_norm = max_norm
-        self.balancer: BatchBalancer | None = None
-        self._plain = {}
         self._checkpoint_io: tuple[DPPluginBase, CheckpointIO] | None = None
+        self._uneven_batches = UnevenBatches(self.batches)
         self._stages = stages_to_try(stage, precision, self.batches.accumulation)
         self._options = options_by_stage(self._stages, options)
         self._inner = self._plugin_of(self._stages[0])
 
     @property
+    def batch_balancer(self) -> BatchBalancer | None:
+        """Divides the global batches; None before ``booster.boost``."""
+        return self._uneven_batches.balancer
+
+    @property
+    def balancer(self) -> BatchBalancer | None:
+        """Old name of :attr:`batch_balancer`, which both plugins have."""
+        warnings.warn("HeteroZeroPlugin.balancer is now batch_balancer", FutureWarning, stacklevel=2)
+        return self.batch_balancer
+
+    @property
     def allocation(self) -> Allocation | None:
         """How a full global batch is divided; None before ``booster.boost``."""
-        return None if self.balancer is None else self.balancer.allocation
+        return None if self.batch_balancer is None else self.batch_balancer.allocation
 
     def _plugin_of(self, stage: int) -> DPPluginBase:
         return plugin_of_stage(stage, self.precision, self.max_norm, self._options[stage])
-
-    def _replica(self) -> tuple[int, int]:
-        return self.rank, self.world_size
 
     def configure(
         self,
@@ -110,41 +117,49 @@ class HeteroZeroPlugin(UnevenLoaders, DPPluginBase):
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
-        """See ``Plugin.configure``; called by ``Booster.boost``. Measures the devices unless a profile is there."""
+        """See ``Plugin.configure``; called by ``Booster.boost``. Measures the devices unless there is a profile."""
         if optimizer is None:
             return self._inner.configure(model, optimizer, criterion, dataloader, lr_scheduler)
-        loader = self.loader_to_train_with(dataloader)
-        description = describe(model)
-        self.stage, self._inner, (model, optimizer, criterion, _, lr_scheduler) = configure_lowest(
-            self._stages,
-            self.precision,
-            self._plugin_of,
-            self.batches.training_step,
-            model,
-            optimizer,
-            criterion,
-            loader,
-            lr_scheduler,
+        objects = TrainingObjects(model, optimizer, criterion, dataloader, lr_scheduler)
+        objects = self._uneven_batches.before_configure(self, objects)
+        self.stage, self._inner, objects = configure_lowest_stage(
+            self._stages, self.precision, self._plugin_of, self.batches.training_step, objects
         )
-        setup = BatchSetup(
+        self._uneven_batches.measure(self, objects)
+        self._uneven_batches.attach(self, objects)
+        return objects
+
+    def prepare_dataloader(
+        self, dataset: Dataset, batch_size: int | None = None, *args: Any, **kwargs: Any
+    ) -> DataLoader:
+        """See :meth:`.UnevenBatches.prepare_dataloader`; the other arguments are those of Colossal-AI's plugins."""
+        make_loader = super().prepare_dataloader
+        return self._uneven_batches.prepare_dataloader(self, make_loader, dataset, batch_size, *args, **kwargs)
+
+    # For uneven batches ------------------------------------------------------------------------------------------
+
+    def replica(self) -> tuple[int, int]:
+        """See :class:`~.uneven_batches.ReplicaPlugin`."""
+        return self.rank, self.world_size
+
+    def batch_setup(self, objects: TrainingObjects) -> BatchSetup:
+        """See :class:`~.uneven_batches.ReplicaPlugin`."""
+        return BatchSetup(
             config=self.batches,
-            stage=self.stage,
+            stage=int(self.stage),
             precision=self.precision,
             replica_of=range(self.world_size),
-            synchronize=synchronizer(self.stage, model, optimizer),
-            max_norm=self.max_norm if self.stage in (0, 3) else 0.0,  # ZeRO's optimizer clips as it steps
+            synchronize=synchronizer(int(self.stage), objects.model, objects.optimizer),
+            max_norm=self.max_norm if self.stage in (0, 3) else 0.0,  # ZeRO's optimizer clips in its step
         )
-        profile = profile_for(setup, description, model, optimizer, criterion, loader)
-        self.balancer = attach_batches(setup, profile, model, optimizer, loader, lr_scheduler)
-        return model, optimizer, criterion, loader, lr_scheduler
 
-    # What the stage's plugin knows ------------------------------------------------------------------------------
+    # Answers of the stage's plugin -------------------------------------------------------------------------------
 
     def support_no_sync(self) -> bool:
         return False
 
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper) -> Iterator[None]:
-        raise RuntimeError("gradients are accumulated by the plugin itself, as many micro-batches as each rank has")
+        raise RuntimeError("no_sync is not available: the plugin itself accumulates the gradients of a global batch")
 
     def support_lora(self) -> bool:
         return self._inner.support_lora()
@@ -177,19 +192,19 @@ class HeteroZeroPlugin(UnevenLoaders, DPPluginBase):
 
 
 def stages_to_try(stage: int | str, precision: str, accumulation: str) -> list[int]:
-    """The stages that ``stage`` may come to, in ascending order.
+    """The ZeRO stages that the argument ``stage`` allows, in ascending order.
 
-    Raises ``ValueError`` for a stage that does not exist, or one that the other arguments cannot be had with.
+    Raises ``ValueError`` for a stage that does not exist, or that cannot be combined with the other arguments.
     """
     if isinstance(stage, bool) or stage not in (*STAGES, "auto"):
-        raise ValueError(f'stage={stage!r} is not a stage of ZeRO; there are 0, 1, 2, 3 and "auto"')
+        raise ValueError(f'stage={stage!r} is not a ZeRO stage; use 0, 1, 2, 3 or "auto"')
     if precision not in PRECISIONS[0]:
         raise ValueError(f"precision={precision!r} is not one of {', '.join(PRECISIONS[0])}")
     stages = [each for each in STAGES if stage in (each, "auto")]
     if accumulation == "per_rank" and stages[0] > 1:
         raise ValueError(
-            f'accumulation="per_rank" needs stage 0 or 1, not {stage}: stages 2 and 3 synchronize at every '
-            'micro-batch, so all ranks must run the same number of them; use accumulation="shared"'
+            f'accumulation="per_rank" needs stage 0 or 1, not {stage}: the others synchronize at every micro-batch, '
+            'so all ranks must run the same number of them; use accumulation="shared"'
         )
     known = [each for each in stages if precision in PRECISIONS[each]]
     if not known:

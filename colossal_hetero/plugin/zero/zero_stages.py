@@ -1,4 +1,4 @@
-"""What each ZeRO stage is built on, and how it is told that an optimizer step is not due yet."""
+"""The plugin of Colossal-AI that each ZeRO stage is built on, and how to accumulate gradients with it."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ PRECISIONS = {
     2: ("fp32", "fp16", "bf16"),
     3: ("fp32", "bf16"),
 }
-"""The precisions of each stage. FSDP in fp16 needs a loss scaler that knows of its shards, which Colossal-AI has
-not."""
+"""By stage: the precisions that it supports. FSDP in fp16 would need a loss scaler that handles shards, which
+Colossal-AI does not have."""
 
 _PLUGINS: dict[int, type] = {0: TorchDDPPlugin, 1: LowLevelZeroPlugin, 2: LowLevelZeroPlugin, 3: TorchFSDPPlugin}
 _OURS = {"stage", "precision", "max_norm"}
-"""What is not an option, because our plugin has an argument for it."""
+"""Arguments of those plugins that are not options, because ``HeteroZeroPlugin`` has its own arguments for them."""
 
 Configured = tuple[Any, Any, Callable | None, DataLoader | None, LRScheduler | None]
-"""Model, optimizer, criterion, data loader and learning rate's schedule."""
+"""Model, optimizer, criterion, data loader and learning-rate schedule."""
 
 
 class _AutocastModel(ModelWrapper):
@@ -70,9 +70,9 @@ class _ShardedOptimizer(FSDPOptimizerWrapper):
 
 
 class _Replicas(TorchDDPPlugin):
-    """Stage 0: Colossal-AI's DDP plugin, with the mixed precision that otherwise the ``Booster`` adds around it.
+    """Stage 0: Colossal-AI's DDP plugin with mixed precision inside, which otherwise the ``Booster`` adds around it.
 
-    It has to be inside: the gradient's weight must be on the loss before the loss scaler is.
+    It must be inside because the loss has to be multiplied by the weight of its gradient before the loss scaler.
     """
 
     def __init__(self, precision: str, **options: Any) -> None:
@@ -88,7 +88,7 @@ class _Replicas(TorchDDPPlugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
         if get_accelerator().name == "cpu":
-            # The parent makes SyncBatchNorm of BatchNorm, which runs on GPUs only.
+            # The parent's method converts BatchNorm to SyncBatchNorm, which runs only on GPUs.
             model = TorchDDPModel(model, **self.ddp_kwargs)
             if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
                 optimizer = OptimizerWrapper(optimizer)
@@ -99,14 +99,14 @@ class _Replicas(TorchDDPPlugin):
         if self.precision == "bf16":
             model = _AutocastModel(model)
         elif self.precision == "fp16":
-            # Without the parent's wrapper around it: loading in shards takes off only one.
+            # Without the parent's wrapper: loading a sharded checkpoint unwraps only once.
             bare: Any = inner_optimizer(optimizer) if optimizer is not None else None
             model, optimizer, criterion = FP16TorchMixedPrecision().configure(model, bare, criterion)
         return model, optimizer, criterion, dataloader, lr_scheduler
 
 
 class _ShardedStates(LowLevelZeroPlugin):
-    """Stages 1 and 2: Colossal-AI's ZeRO plugin, whose optimizer can be asked to clip."""
+    """Stages 1 and 2: Colossal-AI's ZeRO plugin, whose optimizer supports ``clip_grad_by_norm``."""
 
     def configure(
         self,
@@ -123,10 +123,9 @@ class _ShardedStates(LowLevelZeroPlugin):
 
 
 def _clip_in_step(optimizer: LowLevelZeroOptimizer, max_norm: float, norm_type: float = 2.0, *_: Any) -> None:
-    """``clip_grad_by_norm`` of ZeRO's optimizer, which clips as it steps, and whose parameters have no gradients
-    before.
+    """``clip_grad_by_norm`` for ZeRO's optimizer: it clips in its step, and parameters have no gradients before it.
 
-    Without this the call would change nothing, silently. Raises ``ValueError`` for another norm than the second.
+    Without this function the call would silently change nothing. Raises ``ValueError`` if ``norm_type`` is not 2.
     """
     if norm_type != 2.0:
         raise ValueError(f"norm_type={norm_type} is not available in ZeRO stages 1 and 2, which clip by the 2-norm")
@@ -134,7 +133,7 @@ def _clip_in_step(optimizer: LowLevelZeroOptimizer, max_norm: float, norm_type: 
 
 
 class _ShardedParameters(TorchFSDPPlugin):
-    """Stage 3: Colossal-AI's FSDP plugin, on whatever device there is, with the precision given by its name."""
+    """Stage 3: Colossal-AI's FSDP plugin, on any device, with the precision given by its name."""
 
     def __init__(self, precision: str, **options: Any) -> None:
         if precision == "bf16":
@@ -165,7 +164,7 @@ class _ShardedParameters(TorchFSDPPlugin):
                     f"the optimizer has {len(optimizer.param_groups)} groups of parameters; stage 3 flattens all "
                     "parameters into one, so use one group, or stage 0, 1 or 2"
                 )
-            # FSDP has replaced the parameters by flat ones; options of the one group go on to them.
+            # FSDP has replaced the parameters by flat ones, which take over the options of the one group.
             options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
             optimizer.state.clear()
             optimizer.param_groups.clear()
@@ -178,15 +177,17 @@ class _ShardedParameters(TorchFSDPPlugin):
 
 
 def options_by_stage(stages: Sequence[int], options: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Those of ``options`` that each stage's plugin has.
+    """By stage: those of ``options`` that the stage's plugin has.
 
-    Raises ``TypeError`` for one that no stage's plugin has.
+    Raises ``TypeError`` for an option that no stage's plugin has.
     """
     known = {stage: set(inspect.signature(_PLUGINS[stage]).parameters) - _OURS for stage in stages}
-    strange = set(options).difference(*known.values())
-    if strange:
-        names = " or ".join(dict.fromkeys(_PLUGINS[stage].__name__.split("_")[0] for stage in stages))
-        raise TypeError(f"{', '.join(sorted(strange))}: no argument of HeteroZeroPlugin, nor an option of {names}")
+    unknown = set(options).difference(*known.values())
+    if unknown:
+        plugins = " or ".join(dict.fromkeys(_PLUGINS[stage].__name__.split("_")[0] for stage in stages))
+        raise TypeError(
+            f"{', '.join(sorted(unknown))}: neither an argument of HeteroZeroPlugin nor an option of {plugins}"
+        )
     return {stage: {name: options[name] for name in options if name in known[stage]} for stage in stages}
 
 
@@ -203,21 +204,21 @@ def plugin_of_stage(stage: int, precision: str, max_norm: float, options: dict[s
 
 
 def synchronizer(stage: int, model: ModelWrapper, optimizer: OptimizerWrapper) -> Callable[[bool], None]:
-    """What tells a boosted model whether the gradients of the next backward pass are to be summed over ranks.
+    """A function that sets whether the gradients of the next backward pass of a boosted model are summed over ranks.
 
-    In stages 2 and 3 they always are: gradients are kept in shards, to which each micro-batch adds.
+    In stages 2 and 3 they are always summed: gradients are kept in shards, to which each micro-batch adds.
     """
     if stage == 0:
         replica = next(module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel))
 
-        def tell_ddp(due: bool) -> None:
+        def set_ddp(due: bool) -> None:
             replica.require_backward_grad_sync = due
 
-        return tell_ddp
+        return set_ddp
     if stage == 1:
 
-        def tell_zero(due: bool) -> None:
+        def set_zero(due: bool) -> None:
             optimizer.require_grad_sync = due
 
-        return tell_zero
+        return set_zero
     return lambda due: None

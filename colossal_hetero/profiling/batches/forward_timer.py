@@ -61,10 +61,7 @@ class ForwardTimer:
             self._handles.append(shard.module.register_forward_pre_hook(self._end_gap))
 
     def take(self) -> list[tuple[int, float]]:
-        """``(samples, seconds)`` of the latest passes since the last call, at most ``MAX_PASSES``.
-
-        Waits for the device.
-        """
+        """Return ``(samples, seconds)`` of the latest passes, at most ``MAX_PASSES``; wait for the device."""
         get_accelerator().synchronize()
         taken = [(each.samples, each.seconds()) for each in self._passes]
         self._passes.clear()

@@ -43,7 +43,7 @@ from tests.support.training import (
 )
 
 METHODS = ("block", "broadcast-reduce", "scatter-gather")
-ITERATIONS = 5
+ITERATIONS = 4
 IN_FORCE = 2
 """The first iteration that runs by the plan."""
 

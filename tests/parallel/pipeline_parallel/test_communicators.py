@@ -1,4 +1,4 @@
-"""Groups on their networks: over Gloo, whose sockets show where it connects, and what NCCL would be given."""
+"""Groups use their networks: with Gloo, whose sockets show where it connects; and the options that NCCL would get."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from colossal_hetero.pipeline_parallel.communicators import environment, group_maker, make_group
+from colossal_hetero.pipeline_parallel.communicators import environment, make_group
 from colossal_hetero.planner.cluster.group_networks import Adapter, Network, group_network
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.layout.layout import naive_layout
@@ -36,19 +36,18 @@ OTHERS = [name for name in addresses() if name != "lo"]
 
 
 def own_connections() -> set[tuple[str, int, str, int]]:
-    """Of this process, as (own address, port, peer's address, port)."""
+    """Connections of this process, as (own address, port, peer's address, port)."""
     found = psutil.Process().net_connections("tcp")
     return {(*one.laddr, *one.raddr) for one in found if one.status == psutil.CONN_ESTABLISHED}
 
 
 def sum_over(groups: tuple[tuple[int, ...], ...], topology: Topology, adapters: dict[str, Adapter]) -> list[Any]:
-    """Of every group that this rank is in: the sum of its ranks, and the addresses at which new connections end."""
+    """By group of this rank: its ranks, their sum, and the addresses at both ends of its new connections."""
     before_all = dict(os.environ)
-    make = group_maker(topology, adapters, ordered_group)
     found = []
     for ranks in groups:
         before = own_connections()
-        group = make(ranks)
+        group = make_group(ranks, group_network(topology, ranks), adapters=adapters, new_group=ordered_group)
         if dist.get_rank() not in ranks:
             assert group is dist.GroupMember.NON_GROUP_MEMBER
             continue
@@ -91,15 +90,15 @@ def fail_to_connect() -> tuple[str, bool]:
     return str(raised.value), "GLOO_SOCKET_IFNAME" in os.environ
 
 
-def test_an_interface_that_is_not_there() -> None:
+def test_an_interface_that_does_not_exist() -> None:
     ((words, left),) = run_ranks(1, fail_to_connect)
     assert "nowhere9" in words
     assert not left
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs torch with NCCL")
-def test_what_nccl_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the group is made NCCL's variable says the network, and the options keep it for later communicators."""
+def test_options_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's variable has the network while the group is made; the options keep it for later communicators."""
     monkeypatch.setenv("NCCL_NET", "other")
     seen = []
 
@@ -117,7 +116,7 @@ def test_what_nccl_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["NCCL_NET"] == "other"
 
 
-def test_the_environment_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SET_BEFORE", "1")
     with pytest.raises(KeyError), environment({"SET_BEFORE": "2", "NOT_SET_BEFORE": "3"}):
         assert (os.environ["SET_BEFORE"], os.environ["NOT_SET_BEFORE"]) == ("2", "3")

@@ -83,35 +83,45 @@ def fit(model: nn.Module, optimizer: Any, max_norm: float = 0.0) -> Tensor:
         return model(data.images)
 
 
+def train_each(runs: list[tuple[list[list[int]], dict[str, Any]]], tp_size: int) -> list[dict[str, Any]]:
+    """:func:`train` with each of these divisions and options."""
+    return [train(division, tp_size, options) for division, options in runs]
+
+
 @pytest.mark.parametrize(
-    ("tp_size", "division"),
+    ("tp_size", "divisions", "modes"),
     [
-        (1, [[5], [2]]),
-        (1, [[0, 0], [4, 3]]),
-        (1, [[2, 1], [1, 1], [1, 1]]),
-        (2, [[4, 2], [1, 0]]),
-        (2, [[1], [6]]),
+        (1, [[[5], [2]], [[0, 0], [4, 3]]], ["off"]),
+        (1, [[[2, 1], [1, 1], [1, 1]]], ["off"]),
+        (2, [[[4, 2], [1, 0]], [[1], [6]]], ["off", "auto"]),
     ],
 )
-@pytest.mark.parametrize("mode", ["off", "auto"])
-def test_training_is_that_of_one_process(tp_size: int, division: list[list[int]], mode: str) -> None:
-    options = {"precision": "fp32", "balance": BalanceConfig(mode=mode if tp_size > 1 else "off")}
-    for result in run_ranks(tp_size * len(division), train, division, tp_size, options):
-        torch.testing.assert_close(result["logits"], train_alone(), rtol=1e-3, atol=1e-4)
-        assert sum(result["samples"]) == GLOBAL_BATCH
-        # The balancer of layers counts optimizer steps, not micro-batches.
-        assert result["ticks"] == STEPS
+def test_training_is_that_of_one_process(tp_size: int, divisions: list[list[list[int]]], modes: list[str]) -> None:
+    runs: list[Any] = [
+        (division, {"precision": "fp32", "balance": BalanceConfig(mode=mode)})
+        for division in divisions
+        for mode in modes
+    ]
+    expected = train_alone()
+    for results in run_ranks(tp_size * len(divisions[0]), train_each, runs, tp_size):
+        for run, result in zip(runs, results, strict=True):
+            torch.testing.assert_close(
+                result["logits"], expected, rtol=1e-3, atol=1e-4, msg=lambda text, run=run: f"{run}: {text}"
+            )
+            assert sum(result["samples"]) == GLOBAL_BATCH, run
+            # The balancer of layers counts optimizer steps, not micro-batches.
+            assert result["ticks"] == STEPS, run
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2])
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_zero_in_half_precision_is_near(tp_size: int, zero_stage: int) -> None:
+def test_zero_in_half_precision_is_near(tp_size: int) -> None:
     division = [[3, 1], [2, 1]]
-    options = {"precision": "bf16", "zero_stage": zero_stage}
-    results = run_ranks(2 * tp_size, train, division, tp_size, options)
-    for result in results:
-        torch.testing.assert_close(result["logits"], train_alone(), rtol=0.1, atol=0.1)
-        assert torch.equal(result["logits"], results[0]["logits"])
+    runs: list[Any] = [(division, {"precision": "bf16", "zero_stage": zero_stage}) for zero_stage in (1, 2)]
+    results = run_ranks(2 * tp_size, train_each, runs, tp_size)
+    for of_rank in results:
+        for result, first in zip(of_rank, results[0], strict=True):
+            torch.testing.assert_close(result["logits"], train_alone(), rtol=0.1, atol=0.1)
+            assert torch.equal(result["logits"], first["logits"])
 
 
 def train_with_colossalai(tp_size: int, max_norm: float) -> Tensor:
@@ -134,23 +144,25 @@ def test_clipping_is_that_of_one_replica(tp_size: int) -> None:
         torch.testing.assert_close(result["logits"], expected, rtol=1e-3, atol=1e-4)
 
 
-def make(options: dict[str, Any], batches: Any) -> None:
-    HeteroHybridParallelPlugin(batches=batches, precision="bf16", **options)
+def check_refused(cases: list[tuple[dict[str, Any], dict[str, Any], str]]) -> None:
+    for options, batches, words in cases:
+        with pytest.raises(ValueError, match=words):
+            HeteroHybridParallelPlugin(batches=BatchConfig(**batches), precision="bf16", **options)
+    with pytest.raises(TypeError, match="is not a BatchConfig"):
+        HeteroHybridParallelPlugin(1, 1, batches=8, precision="bf16")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("options", "batches", "words"),
-    [
-        ({"tp_size": 1, "pp_size": 2, "num_microbatches": 2}, {"global_batch_size": 4}, "pp_size=2: a pipeline cuts"),
+def test_what_cannot_be_combined_is_refused() -> None:
+    cases: list[Any] = [
+        (
+            {"tp_size": 1, "pp_size": 2, "num_microbatches": 2},
+            {"global_batch_size": 4},
+            "pp_size=2: a pipeline cuts",
+        ),
         (
             {"tp_size": 1, "pp_size": 1, "zero_stage": 2},
             {"global_batch_size": 4, "accumulation": "per_rank"},
             'accumulation="per_rank" needs zero_stage 0 or 1, not 2',
         ),
-    ],
-)
-def test_what_cannot_be_combined_is_refused(options: dict[str, Any], batches: dict[str, Any], words: str) -> None:
-    with pytest.raises(RuntimeError, match=words):
-        run_ranks(2, make, options, BatchConfig(**batches))
-    with pytest.raises(RuntimeError, match="is not a BatchConfig"):
-        run_ranks(2, make, {"tp_size": 1, "pp_size": 1}, 8)
+    ]
+    run_ranks(2, check_refused, cases)

@@ -12,21 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data import Augmentation, DataInfo, ImageSet, find_data, load_data, padded_batches
-from display import Display
-from model import build_model, check_model
-from options import Layout, Options, check_options, parse_options
 from PIL import Image
-from results import Measurements, TraceFile, summarize, write_summary, write_timelines
-from usage import UsageError
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.report.records import IterationRecord, RankRecord
 from colossal_hetero.balance.report.timeline import IterationTimeline, Segment, Timelines
-from colossal_hetero.testing.stragglers import Stragglers
+from examples.common.flags.parser import UsageError
+from examples.common.flags.tensor_parallel import Layout
+from examples.common.flags.vit import VitOptions, check_options, parse_options
+from examples.common.images import Augmentation, DataInfo, ImageSet, find_data, load_data, padded_batches
+from examples.common.report.balancing import BalancingReport
+from examples.common.report.iteration_logs import TraceFile, write_timelines
+from examples.common.report.measurements import Measurements, summarize
+from examples.common.report.summary_file import write_json
+from examples.common.vit import build_chosen_vit, check_model
 
 
-def options(line: str = "") -> Options:
+def options(line: str = "") -> VitOptions:
     return parse_options(line.split())
 
 
@@ -175,11 +177,15 @@ def test_models_that_cannot_be_trained_here_are_refused(line, tp, says):
 def test_a_timm_model_takes_these_images():
     chosen = options("--model vit_tiny_patch16_224 --patch 8")
     check_model(chosen, Layout(3, 1, 1, 64, 1))
-    assert build_model(chosen, classes=5)(torch.zeros(1, 3, 32, 32)).shape == (1, 5)
+    assert build_chosen_vit(chosen, classes=5)(torch.zeros(1, 3, 32, 32)).shape == (1, 5)
 
 
 def test_weights_depend_on_the_seed_alone():
-    first, again, other = (build_model(options(f"--depth 1 --hidden 32 --seed {seed}"), 10) for seed in (3, 3, 4))
+    def build(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return build_chosen_vit(options("--depth 1 --hidden 32"), 10)
+
+    first, again, other = build(3), build(3), build(4)
     assert torch.equal(first.blocks[0].attn.qkv.weight, again.blocks[0].attn.qkv.weight)
     assert not torch.equal(first.blocks[0].attn.qkv.weight, other.blocks[0].attn.qkv.weight)
 
@@ -252,7 +258,7 @@ def test_a_large_folder_is_read_batch_by_batch(tmp_path, monkeypatch):
     root = make_folder(tmp_path, {"cat": 3, "dog": 2}, {"cat": 1, "dog": 1})
     chosen = options(f"--data folder --data-dir {root} --batch-size 4")
     held = load_data(chosen, no_track)[1].__getitems__([0, 1])[0]
-    monkeypatch.setattr("data.MAX_HELD_BYTES", 0)
+    monkeypatch.setattr("examples.common.images.MAX_HELD_BYTES", 0)
     assert torch.equal(load_data(chosen, no_track)[1].__getitems__([0, 1])[0], held)
 
 
@@ -295,8 +301,7 @@ def test_data_that_is_not_there_is_said(line, says):
 def measured(line: str, iterations: int, note: str = "", **slow: Any) -> Measurements:
     """A run in which rank 1 takes three times as long and prunes half, or what ``slow`` says of it."""
     chosen = options(line)
-    stragglers = Stragglers(slowdowns={1: 3.0}, world_size=2) if chosen.straggler else None
-    measurements = Measurements(chosen, check_options(chosen, 2), stragglers)
+    measurements = Measurements(chosen, check_options(chosen, 2), chosen.stragglers(2))
     records = []
     for number in range(iterations):
         measurements.iteration(0, 0.2)
@@ -305,8 +310,7 @@ def measured(line: str, iterations: int, note: str = "", **slow: Any) -> Measure
             dataclasses.replace(RankRecord(1, 0.15, 0.15, 0.0, 0.0, 0.3, 0.3, 0.5, relative_score=1 / 3), **slow),
         )
         records.append(IterationRecord(number, ranks, exchanged=False, plan_changed=False, note=note))
-    measurements.losses([2.0] * iterations)
-    measurements.epoch(0.5, records)
+    measurements.epoch([2.0] * iterations, 0.5, records)
     return measurements
 
 
@@ -317,7 +321,7 @@ def test_the_summary_holds_medians_after_warm_up_and_the_bound(tmp_path):
     assert summary["samples_per_second"] == pytest.approx(320)
     assert summary["bound"] == pytest.approx({"ideal_ratio": 1.5, "measured_ratio": 2.0})
     assert summary["ranks"][1]["resized"] == 0.5 and summary["ranks"][0]["wait_seconds"] == 0.05
-    write_summary(summary, tmp_path / "summary.json")
+    write_json(summary, tmp_path / "summary.json")
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert list(tmp_path.iterdir()) == [tmp_path / "summary.json"]
 
@@ -384,10 +388,11 @@ def test_an_iteration_is_that_of_the_group_which_takes_longest():
 def said(measurements: Measurements, capsys, monkeypatch) -> str:
     """What a user reads at an epoch's end and at the run's."""
     monkeypatch.setenv("COLUMNS", "140")
-    display = Display(measurements.options, visible=True)
-    display.start(measurements.layout, DataInfo(100, 50, 10), 1000, "cpu", 1, 4)
-    display.epoch(0, measurements)
-    display.report(measurements, summarize(measurements, [1, 1]))
+    report = BalancingReport(measurements.options, measurements.layout, plugin=None, baseline="chance is 10%")
+    report.measurements = measurements
+    report.start("ViT", str(DataInfo(100, 50, 10)), epochs=1, iterations=4)
+    report.print_epoch(0)
+    report.print_result(summarize(measurements, [1, 1]))
     return capsys.readouterr().out
 
 
@@ -400,7 +405,8 @@ def test_the_end_tells_what_balancing_brought(capsys, monkeypatch):
     assert "Unbalanced it would have taken 300 ms (2.0 times as long: balancing saved 150 ms)." in text
     assert "With all ranks as fast as the fastest it would have taken 100 ms;" in text
     assert "with nothing pruned and the work spread ideally, 150 ms." in text
-    assert re.search(r"0\.33 +1\.00", text)
+    assert re.search(r"vs fastest +vs own best", text) and re.search(r"0\.33 +1\.00", text)
+    assert "Accuracy on held-out images: 50.0% (chance is 10%)." in text
 
 
 def test_what_migrated_is_shown_and_what_balancing_cost(capsys, monkeypatch):

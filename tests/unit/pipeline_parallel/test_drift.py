@@ -1,4 +1,4 @@
-"""What is said about stages that take another time than planned: pure decisions."""
+"""What is reported about stages whose times differ from the plan, without any ranks."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_no_split_fits() -> None:
     plan = changed(two_stages(), memory_bytes=2e9, memory_available_bytes=1e9)
     report = compare(plan, planned_times(plan, {0: 3.0}), 0.2)
     assert report.drifted and report.proposal is None
-    assert "no split of the layers but 4+4 is known to fit in memory" in str(report)
+    assert "no split of the layers other than 4+4 is known to fit in memory" in str(report)
 
 
 def test_what_was_said_is_not_said_again() -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
-import os
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +16,10 @@ import torch
 
 from colossal_hetero.profiling import memory
 from colossal_hetero.profiling.memory import is_out_of_memory, memory_limit, recover, reserved_memory, used_bytes
-from tests.support.limited import ENVIRONMENT
-from tests.support.paths import REPOSITORY
+from tests.support.harness import run_alone
+from tests.support.limited import main
 
 CPU = torch.device("cpu")
-ROOT = REPOSITORY
 
 
 @contextmanager
@@ -41,11 +36,7 @@ def address_space(room: int) -> Iterator[int]:
 
 def limited(**arguments: Any) -> dict[str, Any]:
     """:mod:`tests.support.limited` in a process of its own."""
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.support.limited", json.dumps(arguments)]
-    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert answer.returncode == 0, answer.stderr
-    return json.loads(answer.stdout.splitlines()[-1])
+    return run_alone(main, **arguments)
 
 
 def check_trials(sizes: list[int], largest: int) -> None:
@@ -79,7 +70,7 @@ def test_the_largest_batch_under_a_limit_is_within_one_of_the_true_one_and_train
 def test_a_device_that_holds_no_sample(arguments: dict[str, int]) -> None:
     answer = limited(trained_before=False, **arguments)
     profile = answer["profile"]
-    assert profile["max_batch"] == 0 and profile["points"] == [] and profile["memory_bound"]
+    assert profile["max_batch"] == 0 and not profile["points"] and profile["memory_bound"]
     assert answer["after"] == answer["before"]
 
 

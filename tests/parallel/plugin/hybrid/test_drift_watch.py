@@ -1,10 +1,10 @@
-"""What a planned run says at the end of an epoch about stages that take another time than planned."""
+"""What a planned run reports at the end of an epoch about stages whose times differ from the plan."""
 
 from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -15,36 +15,27 @@ from torch.utils.data import TensorDataset
 from colossal_hetero import PlanConfig
 from colossal_hetero.pipeline_parallel.drift import PassSeconds
 from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.plugin.hybrid import drift_watch as drifting
+from colossal_hetero.plugin.hybrid import drift_watch
 from colossal_hetero.plugin.hybrid.drift_watch import StageClock
 from tests.parallel.plugin.hybrid.test_plan_agreement import profile
 from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, images_and_labels, train_planned
 from tests.support.harness import run_ranks
-from tests.support.planning import SECONDS, make_plan, planned
+from tests.support.planning import SECONDS, RecordingConsole, make_plan, planned
 from tests.support.training import Trained, loss_of, sgd, tiny_vit
-
-
-class Listener:
-    """In the place of a console."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    heard: ClassVar[list[str]] = []
-
-    def print(self, message: str, **kwargs: Any) -> None:
-        self.heard.append(message)
 
 
 def check_drift(
     plan: Plan, times: dict[int, PassSeconds] | None, slow: int | None, planning: PlanConfig | None = None
 ) -> tuple[list[str], Any]:
-    """Two epochs of three iterations, on a clock that tells ``times`` by rank or what ``slow`` really takes."""
+    """What is printed and reported in two epochs of three iterations. The clock returns ``times`` by rank. If they are
+    None it measures, and the blocks of rank ``slow`` take longer."""
+    printed: list[str] = []
     clock = nullcontext() if times is None else patch.object(StageClock, "read", lambda _: times[dist.get_rank()])
     model = tiny_vit(depth=plan.blocks)
     if dist.get_rank() == slow:
         for block in model.blocks:
             block.register_forward_pre_hook(lambda *_: time.sleep(0.05))
-    with clock, patch.object(drifting, "Console", Listener):
+    with clock, patch.object(drift_watch, "Console", lambda **kwargs: RecordingConsole(printed)):
         plugin = planned(plan, planning=planning)
         loader = plugin.prepare_dataloader(TensorDataset(torch.zeros(3 * MICRO_BATCH * MICRO_BATCHES)))
         optimizer = sgd(model)
@@ -65,37 +56,37 @@ def check_drift(
         train_planned(run, 3)
         second = plugin.drift
         assert second is not first
-        # The next model's epochs are as long as its own loader.
+        # The length of an epoch of the next model follows from that model's loader.
         model = tiny_vit(depth=plan.blocks)
         loader = plugin.prepare_dataloader(TensorDataset(torch.zeros(MICRO_BATCH * MICRO_BATCHES)))
         model, optimizer, *_ = booster.boost(model, sgd(model), loss_of, loader)
         train_planned(Trained([], model, optimizer, booster, plugin), 1)
         assert plugin.drift is not second
-    return Listener.heard[:2], second
+    return printed[:2], second
 
 
-def test_says_which_stage_drifts() -> None:
+def test_reports_a_stage_that_drifts() -> None:
     plan = make_plan([[[1], [0]]], (3, 3), MICRO_BATCH, MICRO_BATCHES)
     as_planned = PassSeconds(SECONDS, 2 * SECONDS)
     planning = PlanConfig(profile=profile())
     results = run_ranks(2, check_drift, plan, {0: PassSeconds(3 * SECONDS, 6 * SECONDS), 1: as_planned}, None, planning)
-    (heard, report), (other_heard, other_report) = results
-    assert report == other_report and other_heard == []
-    # The second epoch brings nothing new.
-    assert len(heard) == 1 and heard[0].startswith("epoch 1: stages take another time than planned\nstage 1 (cpu, rank")
-    assert "best split now: 5+1 layers" in heard[0]
+    (printed, report), (other_printed, other_report) = results
+    assert report == other_report and other_printed == []
+    # The second epoch has no news.
+    assert len(printed) == 1 and printed[0].startswith("epoch 1: stage times differ from the plan\nstage 1 (cpu, rank")
+    assert "best split now: 5+1 layers" in printed[0]
     assert report.proposal.layers_per_stage == (5, 1) and report.proposal.basis == "profile"
 
 
-def test_says_nothing_where_stages_are_as_planned() -> None:
+def test_prints_nothing_if_stage_times_agree() -> None:
     plan = make_plan([[[0], [1]]], (3, 3), MICRO_BATCH, MICRO_BATCHES)
     near = {0: PassSeconds(SECONDS, 2.1 * SECONDS), 1: PassSeconds(0.9 * SECONDS, 1.9 * SECONDS)}
-    for heard, report in run_ranks(2, check_drift, plan, near, None):
-        assert heard == [] and not report.drifted and len(report.stages) == 2
+    for printed, report in run_ranks(2, check_drift, plan, near, None):
+        assert printed == [] and not report.drifted and len(report.stages) == 2
 
 
 def test_measures_a_stage_that_is_slow() -> None:
-    """Planned are 10 ms for a pass in either stage; in one a forward pass takes at least 150."""
+    """Forward passes are planned with 10 ms in both stages; in one they take at least 150 ms."""
     plan = make_plan([[[1], [0]]], (3, 3), MICRO_BATCH, MICRO_BATCHES, forward_seconds=[0.01, 0.01])
     for _, report in run_ranks(2, check_drift, plan, None, 0):
         slow = next(stage for stage in report.drifted if stage.ranks == (0,))

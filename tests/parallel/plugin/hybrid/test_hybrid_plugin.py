@@ -172,7 +172,9 @@ def check_refused() -> list[str]:
     for balance in ("resize", {"mode": "resize"}):
         with pytest.raises(TypeError, match="BalanceConfig"):
             ours(balance, tp_size=2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"no policy for tests\.parallel\.test_plugin\.OtherModel"):
+    with pytest.raises(
+        ValueError, match=r"no policy for tests\.parallel\.plugin\.hybrid\.test_hybrid_plugin\.OtherModel"
+    ):
         boost(ours(tp_size=2), OtherModel())
     with pytest.raises(ValueError, match=r"tp_size=2 does not divide both the number of heads \(3\)"):
         boost(ours(tp_size=2), tiny_vit(num_heads=3))

@@ -12,10 +12,10 @@ from colossal_hetero import PlanConfig
 from colossal_hetero.planner.cluster.cluster_file import save_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, save_model_profile
-from colossal_hetero.plugin.hybrid import plan_agreement as planned_module
+from colossal_hetero.plugin.hybrid import plan_agreement
 from tests.parallel.plugin.hybrid.test_planned_run import train_alone, train_planned
 from tests.support.harness import run_ranks
-from tests.support.planning import planned
+from tests.support.planning import RecordingConsole, planned
 from tests.support.training import boost, sgd, tiny_vit
 
 BLOCKS, GLOBAL_BATCH = 6, 16
@@ -54,23 +54,13 @@ def profile(megabytes: int = 40) -> ModelProfile:
     return ModelProfile(name="tiny ViT", times=times, sizes=(sizes,))
 
 
-class Listener:
-    """In the place of a console."""
-
-    def __init__(self, heard: list[str]) -> None:
-        self._heard = heard
-
-    def print(self, message: str, **kwargs: Any) -> None:
-        self._heard.append(message)
-
-
 def check_auto(planning: PlanConfig, expected: list[float]) -> tuple[list[str], Any]:
-    heard: list[str] = []
-    with patch.object(planned_module, "Console", lambda **kwargs: Listener(heard)):
+    printed: list[str] = []
+    with patch.object(plan_agreement, "Console", lambda **kwargs: RecordingConsole(printed)):
         plugin = planned("auto", planning=planning)
     run = boost(plugin, tiny_vit(depth=BLOCKS), sgd)
     assert train_planned(run) == pytest.approx(expected, rel=1e-5)
-    return heard, plugin.plan
+    return printed, plugin.plan
 
 
 @pytest.mark.parametrize("from_files", [False, True])
@@ -84,12 +74,12 @@ def test_plans_and_trains(from_files: bool, tmp_path: Path) -> None:
         global_batch_size=GLOBAL_BATCH,
     )
     expected, _ = train_alone(BLOCKS, GLOBAL_BATCH)
-    (heard, plan), (other_heard, other_plan) = run_ranks(2, check_auto, planning, expected)
-    assert plan == other_plan and len(heard) == 1 and other_heard == []
+    (printed, plan), (other_printed, other_plan) = run_ranks(2, check_auto, planning, expected)
+    assert plan == other_plan and len(printed) == 1 and other_printed == []
     # The rank at half the speed has half of the other's blocks; small micro-batches keep the bubble small.
     layers_of = {stage.ranks: stage.blocks[1] - stage.blocks[0] for stage in plan.replicas[0].stages}
     assert layers_of == {(0,): 4, (1,): 2} and plan.micro_batch == 1
-    assert "micro-batch 1 × 16" in heard[0]
+    assert "micro-batch 1 × 16" in printed[0]
 
 
 def check_wishes() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
 from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.plugin.hybrid.plan_agreement import runnable
+from colossal_hetero.plugin.hybrid.plan_agreement import as_launched
 from colossal_hetero.plugin.hybrid.planned_mesh import PlannedMesh
 from tests.parallel.layers.test_checkpoints import load, save
 from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, train_alone, train_planned
@@ -102,7 +102,7 @@ def test_stages_of_a_replica_load_the_same_samples() -> None:
 )
 def test_rank_0_is_first_of_all_that_write(rank_order: list, expected: tuple) -> None:
     with patch.object(dist, "get_world_size", lambda: 4):
-        assert runnable(make_plan(rank_order, (1, 3), MICRO_BATCH, MICRO_BATCHES)).rank_order == expected
+        assert as_launched(make_plan(rank_order, (1, 3), MICRO_BATCH, MICRO_BATCHES)).rank_order == expected
 
 
 # Checkpoints -----------------------------------------------------------------------------------------------------

@@ -185,9 +185,9 @@ def change_speed(stage: int, slow: int, path: str, check_every: int | None, bias
     sixth."""
     plugin = HeteroZeroPlugin(stage, 8, profile=path, check_every=check_every)
     model, optimizer, criterion, loader = boost(plugin, make_model(), shuffle=True)
-    assert plugin.balancer is not None
+    assert plugin.batch_balancer is not None
     slowdown = 1.0
-    plugin.balancer._watch.take = lambda: [(1, slowdown / 4)] * 3
+    plugin.batch_balancer._watch.take = lambda: [(1, slowdown / 4)] * 3
     seen, samples = [], []
     for epoch in range(8):
         is_slow = torch.distributed.get_rank() == slow
@@ -200,7 +200,7 @@ def change_speed(stage: int, slow: int, path: str, check_every: int | None, bias
             optimizer.zero_grad()
         seen.append(ids)
         samples.append([share.samples for share in plugin.allocation.shares])
-    return {"seen": seen, "samples": samples, "reallocations": plugin.balancer.reallocations}
+    return {"seen": seen, "samples": samples, "reallocations": plugin.batch_balancer.reallocations}
 
 
 @pytest.mark.parametrize("check_every", [1, 3])
@@ -327,7 +327,9 @@ def test_auto_takes_the_first_stage_that_fits_on_all(highest: int, expected: int
 
 
 def test_a_model_that_fits_nowhere_says_so_on_all_ranks() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 1 \(cpu.*no memory for one sample at any of the stages 0, 1, 2, 3"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 \(cpu.*not enough memory for one sample at any of the stages 0, 1, 2, 3"
+    ):
         run_ranks(2, climb, [2000, 80], "auto", timeout_seconds=60)
     with pytest.raises(RuntimeError, match=r'rank 0 \(cpu.*at stage 1; try stage="auto"'):
         run_ranks(2, climb, [150, 2000], 1, timeout_seconds=60)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from colossal_hetero.balance import BalancePlan, Costs, RankTimes, predicted_seconds
 from colossal_hetero.balance.decide.optimum import RESERVE, optimal_plan
 from colossal_hetero.balance.report.summary import lossless_seconds
+from tests.support.random_examples import examples
 
 FREE = Costs()
 cost = st.one_of(st.just(0.0), st.floats(0.01, 0.5))
@@ -73,7 +74,7 @@ def random_seconds(
     return np.where(possible[:, 0], own.max(1) + np.where(total > 0, sending, 0.0), np.inf)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(ordinary=100, thorough=300)
 @given(groups(), all_costs, caps, st.integers(0, 2**32 - 1))
 def test_no_allowed_plan_is_better(times: list[RankTimes], costs: Costs, cap: float, seed: int) -> None:
     plan = optimal_plan(times, costs, cap)

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from colossal_hetero.balance import BalanceConfig, BalancePlan, RankTimes
 from colossal_hetero.balance.measure.damping import MAX_PATIENCE, RELAX_AFTER, Damping
 from colossal_hetero.balance.measure.speed import EqualWork, SpeedWatch
+from tests.support.random_examples import examples
 from tests.support.simulated_group import OTHER, SimulatedGroup
 
 RESIZE = BalanceConfig(mode="resize", reference="minimum")
 MIGRATE = BalanceConfig(mode="migrate")
 
 
-SIMULATED = settings(max_examples=150, deadline=None)
+SIMULATED = examples(ordinary=50, thorough=150)
 
 
 @SIMULATED

@@ -8,12 +8,13 @@ from functools import lru_cache
 from math import ceil, inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner import Allocation, Curve, Share, allocate
 from colossal_hetero.planner.batches.allocation import METHODS, evaluate
 from colossal_hetero.planner.batches.proportional import largest_remainders
+from tests.support.random_examples import examples
 
 SETTINGS = [(0, "shared"), (1, "shared"), (2, "shared"), (3, "shared"), (0, "per_rank"), (1, "per_rank")]
 ROUNDING = 1 + 1e-9
@@ -105,7 +106,7 @@ def check_sound(allocation: Allocation, curves: list[Curve], samples: int, commu
 
 
 @pytest.mark.parametrize("stage, accumulation", SETTINGS)
-@settings(max_examples=150, deadline=None)
+@examples(ordinary=50, thorough=150)
 @given(clusters(), st.integers(1, 11), communications)
 def test_no_allocation_is_better(
     stage: int, accumulation: str, curves: list[Curve], samples: int, communication: float
@@ -117,7 +118,7 @@ def test_no_allocation_is_better(
 
 
 @pytest.mark.parametrize("stage, accumulation", SETTINGS)
-@settings(max_examples=100, deadline=None)
+@examples(ordinary=35, thorough=100)
 @given(clusters(4, 12), st.integers(1, 300), communications, st.data())
 def test_exact_is_never_slower_than_the_simple_rules(
     stage: int, accumulation: str, curves: list[Curve], samples: int, communication: float, data: st.DataObject
@@ -141,7 +142,7 @@ def test_exact_is_never_slower_than_the_simple_rules(
 
 
 @pytest.mark.parametrize("stage, accumulation", SETTINGS)
-@settings(max_examples=50, deadline=None)
+@examples(ordinary=20, thorough=50)
 @given(clusters(4, 10), st.integers(1, 200), st.randoms(use_true_random=False))
 def test_the_order_of_ranks_and_equal_curves_do_not_matter(
     stage: int, accumulation: str, curves: list[Curve], samples: int, random

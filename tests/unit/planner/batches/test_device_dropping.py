@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import combinations, permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner import Curve, Share, allocate
 from colossal_hetero.planner.batches.device_dropping import adapt
 from colossal_hetero.planner.cluster.link import MeasuredLink
+from tests.support.random_examples import examples
 
 GPU, CPU = ("nccl", "gloo"), ("gloo",)
 
@@ -102,7 +103,7 @@ def test_missing_links_and_protocols_are_named() -> None:
         adapt([straight(1.0)], 4, 0, links=[], protocols=[CPU], message_bytes=0, redistribution="best")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(ordinary=25, thorough=60)
 @given(
     st.lists(st.tuples(st.floats(0.1, 5), st.booleans()), min_size=1, max_size=4),
     st.integers(1, 12),

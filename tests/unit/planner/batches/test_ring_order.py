@@ -19,6 +19,7 @@ from colossal_hetero.planner.batches.ring_order import (
     total_seconds,
 )
 from colossal_hetero.planner.cluster.link import MeasuredLink
+from tests.support.random_examples import examples
 
 
 def link(ranks: tuple[int, int], latency: float, bytes_per_second: float, protocol: str = "gloo") -> MeasuredLink:
@@ -34,7 +35,7 @@ def matrices(draw: st.DrawFn) -> np.ndarray:
     return np.minimum(seconds, seconds.T) if draw(st.booleans()) else seconds
 
 
-@settings(max_examples=300, deadline=None)
+@examples(ordinary=100, thorough=300)
 @given(matrices())
 def test_no_ring_is_better(seconds: np.ndarray) -> None:
     count = len(seconds)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds, ring_hops, synchronization_seconds
 from colossal_hetero.planner.cluster.topology import Channel, Topology
 from tests.support.machines import GIGABIT, NVLINK, Nodes, machines
+from tests.support.random_examples import examples
 
 LATENCY = 5e-6
 
@@ -26,7 +27,7 @@ def walked(topology: Topology, group: list[int], gradient_bytes: float) -> float
     return max(ready)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(ordinary=70, thorough=200)
 @given(
     st.lists(
         st.builds(Nodes, st.sampled_from(["InfiniBand", "RoCE"]), st.lists(st.integers(1, 4), min_size=1, max_size=3)),

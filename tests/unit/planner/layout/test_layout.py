@@ -15,6 +15,7 @@ from colossal_hetero.planner.layout.layout import Layout, naive_layout
 from colossal_hetero.planner.layout.layout_costs import LayoutCosts, layout_costs
 from colossal_hetero.planner.layout.nic_layout import nic_layout
 from tests.support.machines import Nodes, machines
+from tests.support.random_examples import examples
 
 GIGABIT = 1e9 / 8
 
@@ -46,7 +47,7 @@ def shapes(draw: st.DrawFn, most_nodes: int = 3, sizes: tuple[int, ...] = (1, 2,
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(ordinary=100, thorough=300)
 @given(shapes(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 8))
 def test_the_definition_holds_where_it_can(shape: list[Nodes], tp: int, pp: int, dp: int) -> None:
     topology = machines(*shape)
@@ -65,7 +66,7 @@ def test_the_definition_holds_where_it_can(shape: list[Nodes], tp: int, pp: int,
     assert [violation.rule for violation in layout.verify(topology)] == ["data"] * (missing * tp)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(ordinary=70, thorough=200)
 @given(shapes(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 6), st.booleans())
 def test_naive_layouts_are_numbered_as_colossalai_numbers(
     shape: list[Nodes], tp: int, pp: int, dp: int, outside: bool

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.search.device_groups import MemberKind, effective_power, find_grouping
+from tests.support.random_examples import examples
 
 
 def power_of(group: Sequence[int], kinds: Sequence[MemberKind], micro_batches: float) -> float:
@@ -46,7 +47,7 @@ def exhaustive(
     return best
 
 
-@settings(max_examples=150, deadline=None)
+@examples(ordinary=60, thorough=150)
 @given(
     counts=st.sampled_from([(6,), (3, 3), (5, 2), (1, 4), (2, 2, 2), (3, 1, 2)]),
     powers=st.lists(st.sampled_from([0.05, 0.3, 1.0, 1.7, 2.0, 6.3]), min_size=3, max_size=3),

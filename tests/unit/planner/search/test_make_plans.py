@@ -19,6 +19,7 @@ from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes
 from colossal_hetero.planner.search.draft import divide_micro_batches
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+from tests.support.random_examples import examples
 
 FAST_LINK, SLOW_LINK = Channel("NVLink", 300e9, 1e-5), Channel("RoCE", 25e9, 2e-5)
 
@@ -182,7 +183,7 @@ def exhaustive(topology: Topology, model: ModelProfile, global_batch: int) -> fl
     return float(best)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(ordinary=25, thorough=60)
 @given(
     fast=st.integers(0, 3),
     slow=st.integers(0, 3),

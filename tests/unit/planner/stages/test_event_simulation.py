@@ -14,6 +14,7 @@ from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages.event_simulation import PipelineTimeline, simulate, simulate_times
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+from tests.support.random_examples import examples
 
 TRANSFERS = ["blocking", "overlapped"]
 ROUNDING = 1e-9
@@ -125,7 +126,7 @@ def closed_form(forward, backward, hops, count: int) -> tuple[list[float], float
 
 
 @pytest.mark.parametrize("transfers", TRANSFERS)
-@settings(max_examples=400, deadline=None)
+@examples(ordinary=150, thorough=400)
 @given(pipelines())
 def test_ends_equal_those_of_a_queue_of_events(transfers, case):
     timeline = simulate_times(*case, transfers=transfers)
@@ -162,7 +163,7 @@ def test_events_are_the_schedule(transfers, case):
             assert sum(share) == pytest.approx(1.0)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(ordinary=150, thorough=400)
 @given(pipelines(most_stages=7, most_micro_batches=12))
 def test_closed_form_is_never_below_but_where_it_is_said_to_be(case):
     forward, backward, _, count = case

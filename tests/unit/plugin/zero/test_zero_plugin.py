@@ -11,7 +11,7 @@ from colossal_hetero.plugin.zero.zero_plugin import stages_to_try
 
 @pytest.mark.parametrize("stage", [4, -1, "3", None, True, 1.5])
 def test_a_stage_that_does_not_exist(stage: Any) -> None:
-    with pytest.raises(ValueError, match=r'is not a stage of ZeRO; there are 0, 1, 2, 3 and "auto"'):
+    with pytest.raises(ValueError, match=r'is not a ZeRO stage; use 0, 1, 2, 3 or "auto"'):
         stages_to_try(stage, "fp32", "shared")
 
 

@@ -1,38 +1,64 @@
-"""The vision transformer to train."""
+"""The vision transformer that three examples train, for 32 × 32 images."""
 
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 import torch
-from options import Layout, Options, check_model_sizes
-from usage import IMAGE_SIZE, UsageError
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-__all__ = ["build_model", "check_model"]
+from .flags.parser import IMAGE_SIZE, UsageError
+from .flags.tensor_parallel import Layout, check_model_sizes
+from .flags.vit import VitOptions
+
+__all__ = [
+    *("build_chosen_vit", "build_vit", "check_model", "describe_chosen_vit", "describe_vit"),
+    *("loss_of", "number_correct"),
+]
 
 
-def build_model(options: Options, classes: int) -> torch.nn.Module:
-    """A timm ``VisionTransformer`` for 32 × 32 images, with fresh weights that depend on the seed alone."""
-    import timm
+def build_vit(classes: int, *, hidden: int, depth: int, heads: int, patch: int) -> Any:
+    """A timm ``VisionTransformer`` with fresh weights. ``hidden`` is its width, ``patch`` in pixels."""
     from timm.models.vision_transformer import VisionTransformer
 
-    torch.manual_seed(options.seed)
+    return VisionTransformer(
+        img_size=IMAGE_SIZE,
+        patch_size=patch,
+        embed_dim=hidden,
+        depth=depth,
+        num_heads=heads,
+        num_classes=classes,
+        class_token=False,
+        global_pool="avg",
+    )
+
+
+def describe_vit(parameters: int, hidden: int, depth: int, heads: int, patch: int) -> str:
+    """For example "ViT, 256 wide, 4 deep, 4 heads, patch 8: 3.2 M parameters"."""
+    return f"ViT, {hidden} wide, {depth} deep, {heads} heads, patch {patch}: {parameters / 1e6:.1f} M parameters"
+
+
+def build_chosen_vit(options: VitOptions, classes: int) -> Any:
+    """The model that the ViT example's flags ask for: by sizes, or by the name of a timm model."""
+    import timm
+
     if options.model is None:
-        return VisionTransformer(
-            img_size=IMAGE_SIZE,
-            patch_size=options.shape("patch"),
-            embed_dim=options.shape("hidden"),
-            depth=options.shape("depth"),
-            num_heads=options.shape("heads"),
-            num_classes=classes,
-            class_token=False,
-            global_pool="avg",
-        )
+        return build_vit(classes, **options.vit_sizes)
     patch = {} if options.patch is None else {"patch_size": options.patch}
     return timm.create_model(options.model, img_size=IMAGE_SIZE, num_classes=classes, pretrained=False, **patch)
 
 
-def check_model(options: Options, layout: Layout) -> None:
+def describe_chosen_vit(options: VitOptions, model: Any) -> str:
+    """The model's name or sizes, and its number of parameters."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if options.model is None:
+        return describe_vit(parameters, **options.vit_sizes)
+    return f"{options.model}: {parameters / 1e6:.1f} M parameters"
+
+
+def check_model(options: VitOptions, layout: Layout) -> None:
     """Find whether ``--model`` names a model that can be built for these images and shared by these ranks.
 
     Raises:
@@ -50,7 +76,7 @@ def check_model(options: Options, layout: Layout) -> None:
         raise UsageError(f"{name}: timm has no such model; it has for example {', '.join(similar or known[:3])}")
     try:
         with torch.device("meta"):
-            model = build_model(options, classes=2)
+            model = build_chosen_vit(options, classes=2)
     except TypeError:
         raise UsageError(
             f"{name} does not take an image size; valid are timm's models of class VisionTransformer, for example "
@@ -75,3 +101,13 @@ def check_model(options: Options, layout: Layout) -> None:
         },
     }
     check_model_sizes(name, {what: values for what, values in sizes.items() if values}, len(model.blocks), layout)
+
+
+def loss_of(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The mean cross-entropy of ``logits [B, classes]`` for ``batch``, images and labels ``[B]``."""
+    return cross_entropy(logits.float(), batch[1])
+
+
+def number_correct(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """How many of ``logits [B, classes]`` are largest at the labels of ``batch``."""
+    return (logits.argmax(1) == batch[1]).sum().float()

@@ -1,4 +1,4 @@
-"""Labelled images: found, checked, read into memory, augmented and served in batches."""
+"""Labeled images: found, checked, read into memory, augmented and served in batches."""
 
 from __future__ import annotations
 
@@ -11,44 +11,36 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
-from torch.utils.data import Dataset
-from usage import IMAGE_SIZE, UsageError
+from torch.utils.data import Dataset, default_collate
 
-__all__ = ["DataInfo", "DataOptions", "ImageSet", "find_data", "load_data", "padded_batches"]
+from .flags.parser import IMAGE_SIZE, Options, UsageError
+
+__all__ = ["Augmentation", "DataInfo", "ImageSet", "find_data", "load_data", "padded_batches", "whole_batch"]
 
 MAX_HELD_BYTES = 2**30
-"""Decoded images of a folder that are held in memory, per rank; larger folders are read again for every batch."""
+"""Size up to which the decoded images of a folder are held in memory, per rank; larger ones are read batch by batch."""
 
 DIGITS_TEST_SHARE = 0.2
 DIGITS_IMAGES = (1438, 359)
-"""Images for training and testing that are in scikit-learn's digits, split by class at the share above."""
+"""Number of training and of test images in scikit-learn's digits when each class is split at the share above."""
 
 Track = Callable[[Sequence[Any], str], Iterator[Any]]
-"""Passes items on and shows how far it is."""
-
-
-class DataOptions(Protocol):
-    """What a command line says of the data."""
-
-    @property
-    def data(self) -> str:
-        """One of ``usage.DATA_SETS``."""
-        ...
-
-    @property
-    def data_dir(self) -> Path | None: ...
-
-    @property
-    def seed(self) -> int: ...
+"""Yields the items, and shows how many have been taken; the text names what is done."""
 
 
 @dataclass(frozen=True)
 class DataInfo:
-    """What is known of a data set before it is read."""
+    """What is known about a data set before it is read."""
 
     train_images: int
     test_images: int
     classes: int
+    name: str = "digits"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.train_images} images to train on, {self.test_images} held out, {self.classes} classes"
+        )
 
 
 class Pixels(Protocol):
@@ -62,7 +54,7 @@ class Pixels(Protocol):
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random crops out of the image with a black border, and mirror images."""
+    """Random crops of the image with a black border, and mirror images."""
 
     border: int
     """Pixels added on each side before a crop of the image's size is taken."""
@@ -72,8 +64,8 @@ class Augmentation:
 class ImageSet(Dataset):
     """Images with labels, normalized, in batches, and, for training, augmented.
 
-    What happens to an image in an epoch depends on the seed, the epoch and the image, not on the batch or on the rank
-    that it falls to, so all ranks of a tensor-parallel group see the same.
+    An image's crop in an epoch depends on the seed, the epoch and the image, not on the batch or on the rank, so all
+    ranks of a tensor-parallel group see the same.
     """
 
     def __init__(
@@ -109,7 +101,7 @@ class ImageSet(Dataset):
         return images[0], labels[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Images float32 ``[B, 3, 32, 32]`` and labels int64 ``[B]``; what a ``DataLoader`` asks for."""
+        """Images float32 ``[B, 3, 32, 32]`` and labels int64 ``[B]``; a ``DataLoader`` calls this for a batch."""
         chosen = torch.as_tensor(indices)
         images = self._pixels[chosen]
         if self._augmentation is not None:
@@ -127,16 +119,25 @@ class ImageSet(Dataset):
         return images[batch, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
+def whole_batch(batch: Any) -> Any:
+    """The ``collate_fn`` of a data loader over an :class:`ImageSet`, which returns whole batches.
+
+    A profiler may take single images out of the set; these are put together as usual.
+    """
+    return default_collate(batch) if isinstance(batch, list) else batch
+
+
 def padded_batches(images: ImageSet, batch_size: int, replica: int, replicas: int) -> Iterator[tuple[Tensor, Tensor]]:
     """A replica's share of ``images``, in order, in batches that all have ``batch_size`` images.
 
-    What a last batch lacks is filled up with its first image under the label −1, which no prediction equals: a pipeline
-    wants equal batches. Every image falls to one replica; all replicas have as many batches.
+    Every image belongs to one replica; all replicas have equally many batches, and all batches are equally large, as a
+    pipeline needs them. A batch with too few images is filled with image 0 under the label −1, which no prediction
+    equals.
     """
     per_replica = -(-len(images) // replicas)
-    own = list(range(len(images)))[replica::replicas]
+    of_replica = list(range(len(images)))[replica::replicas]
     for start in range(0, per_replica, batch_size):
-        indices = own[start : start + batch_size]
+        indices = of_replica[start : start + batch_size]
         missing = batch_size - len(indices)
         pixels, labels = images.__getitems__(indices + [0] * missing)
         labels = labels.clone()
@@ -144,16 +145,16 @@ def padded_batches(images: ImageSet, batch_size: int, replica: int, replicas: in
         yield pixels, labels
 
 
-def find_data(options: DataOptions, batch_size: int, batch_flag: str = "--batch-size") -> DataInfo:
+def find_data(options: Options, batch_size: int, batch_flag: str = "--batch-size") -> DataInfo:
     """How much data there is, without reading the images.
 
     Args:
-        options: say which data.
+        options: ``data`` and ``data_dir`` say which data.
         batch_size: images of an iteration.
-        batch_flag: what it is given by.
+        batch_flag: the flag that sets ``batch_size``, for the message.
 
     Raises:
-        UsageError: it is not there, or it is less than one batch.
+        UsageError: the data is not there, or there is less than one batch of it.
     """
     if options.data == "digits":
         info = _find_digits(options)
@@ -169,7 +170,7 @@ def find_data(options: DataOptions, batch_size: int, batch_flag: str = "--batch-
     return info
 
 
-def load_data(options: DataOptions, track: Track) -> tuple[ImageSet, ImageSet]:
+def load_data(options: Options, track: Track) -> tuple[ImageSet, ImageSet]:
     """Images to train on and images held out, read into memory where they fit."""
     if options.data == "digits":
         pixels, labels = _read_digits()
@@ -189,7 +190,7 @@ def load_data(options: DataOptions, track: Track) -> tuple[ImageSet, ImageSet]:
 
 
 def _statistics(pixels: Pixels) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation ``[3]`` of the channels, of 1, over at most 2,000 images."""
+    """Mean and standard deviation ``[3]`` of the channels, values in [0, 1], over at most 2,000 images."""
     sample = pixels[torch.linspace(0, len(pixels) - 1, min(len(pixels), 2000)).long()].float() / 255.0
     return sample.mean((0, 2, 3)), sample.std((0, 2, 3)).clamp_min(1e-3)
 
@@ -197,7 +198,7 @@ def _statistics(pixels: Pixels) -> tuple[Tensor, Tensor]:
 # digits ---------------------------------------------------------------------------------------------------
 
 
-def _find_digits(options: DataOptions) -> DataInfo:
+def _find_digits(options: Options) -> DataInfo:
     if options.data_dir is not None:
         raise UsageError(f"--data-dir {options.data_dir} is not used by --data digits; give --data folder or cifar10")
     import importlib.util
@@ -231,7 +232,7 @@ def _stratified_split(labels: Tensor, test_share: float) -> tuple[Tensor, Tensor
 # cifar10 --------------------------------------------------------------------------------------------------
 
 
-def _find_cifar10(options: DataOptions) -> DataInfo:
+def _find_cifar10(options: Options) -> DataInfo:
     _need_torchvision(options)
     if options.data_dir is None:
         raise UsageError("--data cifar10 needs --data-dir DIR, where torchvision's CIFAR10 was downloaded to")
@@ -240,7 +241,7 @@ def _find_cifar10(options: DataOptions) -> DataInfo:
             f"--data-dir {options.data_dir} has no cifar-10-batches-py; download it with python -c "
             f"\"from torchvision.datasets import CIFAR10; CIFAR10('{options.data_dir}', download=True)\""
         )
-    return DataInfo(50_000, 10_000, classes=10)
+    return DataInfo(50_000, 10_000, classes=10, name="cifar10")
 
 
 def _read_cifar10(root: Path, split: str, track: Track) -> tuple[Tensor, Tensor]:
@@ -254,7 +255,7 @@ def _read_cifar10(root: Path, split: str, track: Track) -> tuple[Tensor, Tensor]
 
 
 class _Files:
-    """Image files, decoded when they are asked for and brought to the model's size."""
+    """Image files, decoded when they are read and scaled to the model's size."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
@@ -280,7 +281,7 @@ def _decode(path: str) -> Tensor:
     return functional.pil_to_tensor(image)
 
 
-def _find_folder(options: DataOptions) -> DataInfo:
+def _find_folder(options: Options) -> DataInfo:
     _need_torchvision(options)
     root = options.data_dir
     if root is None:
@@ -294,7 +295,7 @@ def _find_folder(options: DataOptions) -> DataInfo:
         raise UsageError(f"--data-dir {root}: train/ and test/ must have the same classes; only one has {differing}")
     if len(classes["train"]) < 2:
         raise UsageError(f"--data-dir {root} has {len(classes['train'])} class; at least two are needed")
-    return DataInfo(len(found["train"][1]), len(found["test"][1]), len(classes["train"]))
+    return DataInfo(len(found["train"][1]), len(found["test"][1]), len(classes["train"]), "folder")
 
 
 def _list_folder(root: Path, split: str) -> tuple[list[str], list[tuple[str, int]]]:
@@ -323,7 +324,7 @@ def _read_folder(root: Path, split: str, track: Track) -> tuple[Pixels, Tensor]:
     return torch.stack([_decode(path) for path in track(paths, f"Reading {split}")]), labels
 
 
-def _need_torchvision(options: DataOptions) -> None:
+def _need_torchvision(options: Options) -> None:
     import importlib.util
 
     if importlib.util.find_spec("torchvision") is None:

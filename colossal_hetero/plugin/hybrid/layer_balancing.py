@@ -1,0 +1,137 @@
+"""The part of the hybrid plugin that balances tensor-parallel layers over the ranks of their group."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+from torch import nn
+
+from ...accelerator import get_accelerator
+from ...balance.balancer import Balancer, attach_balancer
+from ...balance.config import BalanceConfig
+from ...balance.measure.clock import IterationClock, make_clock
+from ...layers.policy import hetero_policy
+from ..part import PluginPart, TrainingObjects
+
+__all__ = ["LayerBalancing"]
+
+
+class LayerBalancing(PluginPart):
+    """Replaces parallel linear layers by layers that can be balanced, and measures and balances them in training.
+
+    Args:
+        config: what to do about slow ranks.
+    """
+
+    def __init__(self, config: BalanceConfig) -> None:
+        self.balancer: Balancer | None = None
+        """Of the model that was configured last; None before that."""
+        self._config = config
+
+    @contextmanager
+    def hetero_layers(self, plugin: HybridParallelPlugin, model: nn.Module) -> Iterator[None]:
+        """Let ``plugin`` configure ``model`` with layers that can be balanced. The next model may need another policy,
+        so the plugin's policy is restored afterwards."""
+        given_policy = plugin.custom_policy
+        if not isinstance(model, ModelWrapper):
+            plugin.custom_policy = hetero_policy(given_policy or model)
+        try:
+            yield
+        finally:
+            plugin.custom_policy = given_policy
+
+    def attach(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
+        """Measure every iteration and balance between iterations; see ``PluginPart.attach``."""
+        model, optimizer = objects.model, objects.optimizer
+        clock = make_clock(get_accelerator().get_current_device())
+        self.balancer = attach_balancer(
+            model,
+            self._config,
+            clock,
+            plugin.tp_group,
+            self._config.priority_interval or objects.iterations_per_epoch,
+            functools.partial(_is_last_pass, plugin, model, optimizer),
+        )
+        _begin_on_forward(model, self.balancer)
+        # Zero-bubble schedules have other passes, so their layers can neither be balanced nor timed.
+        if hasattr(plugin.scheduler, "backward_step"):
+            _count_waiting_between_passes(plugin.scheduler, optimizer, clock)
+        _tick_on_step(optimizer, self.balancer)
+        _drop_gradients_on_zero_grad(optimizer, self.balancer)
+
+    def weights_changed(self) -> None:
+        """Tell the balancer that weights were loaded."""
+        if self.balancer is not None:
+            self.balancer.weights_changed()
+
+
+def _is_last_pass(plugin: HybridParallelPlugin, model: ModelWrapper, optimizer: OptimizerWrapper, passes: int) -> bool:
+    """Whether a layer's backward pass number ``passes`` is the last before its gradients are summed over replicas."""
+    if plugin.scheduler is not None:
+        # The attribute has another name in each kind of schedule.
+        microbatches = getattr(plugin.scheduler, "num_microbatches", None) or plugin.scheduler.num_microbatch
+        return bool(passes >= microbatches)
+    return bool(getattr(optimizer, "require_grad_sync", True) and model.require_grad_sync)
+
+
+def _begin_on_forward(model: ModelWrapper, balancer: Balancer) -> None:
+    def begin(module: nn.Module, _: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            balancer.begin()
+
+    # On the innermost model, whose layers make the same check: the user may call it, or switch it to training, without
+    # the wrappers. It also runs inside the hooks by which ZeRO waits for weights that it gathers late.
+    model.unwrap(unwrap_peft=False).register_forward_pre_hook(begin)
+
+
+def _count_waiting_between_passes(schedule: Any, optimizer: OptimizerWrapper, clock: IterationClock) -> None:
+    """Count as communication what a pipeline stage does between its forward and backward passes.
+
+    There it mostly waits for other stages. The pipeline bubble, and the time that a slow stage adds to it, are not
+    this rank's work. The same holds for the sum of gradients over replicas after the last pass.
+    """
+
+    def counted(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            clock.mark("communication")
+            result = function(*args, **kwargs)
+            clock.mark("other")
+            return result
+
+        return run
+
+    schedule.forward_step = counted(schedule.forward_step)
+    schedule.backward_step = counted(schedule.backward_step)
+    optimizer.step = counted(optimizer.step)
+
+
+def _tick_on_step(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def step_and_tick(*args: Any, **kwargs: Any) -> Any:
+        balancer.before_step()
+        result = step(*args, **kwargs)
+        balancer.tick()
+        return result
+
+    optimizer.step = step_and_tick
+
+
+def _drop_gradients_on_zero_grad(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
+    """When the user drops all gradients, drop also those that other ranks computed and have not returned yet."""
+    zero_grad = optimizer.zero_grad
+
+    @functools.wraps(zero_grad)
+    def drop(*args: Any, **kwargs: Any) -> Any:
+        balancer.drop_gradients()
+        return zero_grad(*args, **kwargs)
+
+    optimizer.zero_grad = drop

@@ -1,0 +1,151 @@
+"""The part of the hybrid plugin that runs a plan: who computes what, over which networks, and whether times agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.interface import ModelWrapper
+
+from ...data_parallel.config import BatchConfig
+from ...pipeline_parallel.config import PlanConfig
+from ...pipeline_parallel.drift import DriftReport
+from ...planner.plans.plan import Plan
+from ..part import PluginPart, TrainingObjects
+from .drift_watch import DriftWatch
+from .plan_agreement import agree_on_plan, as_launched
+from .plan_checks import (
+    check_batch_size,
+    check_global_batch,
+    check_model,
+    check_model_at_division,
+    checked_batches,
+    valid_batch_sizes,
+)
+from .plan_groups import plan_groups, set_adapter_variables
+from .planned_mesh import planned_mesh
+from .plugin_arguments import arguments_from_plan
+
+__all__ = ["PlannedRun", "training_sizes_kept"]
+
+
+class PlannedRun(PluginPart):
+    """Runs the plan that all ranks agree on. Made by all ranks at once, before the plugin's process groups.
+
+    Args:
+        plan: a plan, the path of a plan file, or "auto".
+        planning: what to plan from, over which networks ranks communicate, and how much stages may drift.
+        tp_size: ranks in a tensor-parallel group that "auto" is limited to; None for any.
+        pp_size: stages that "auto" is limited to; None for any.
+        batches: how global batches are divided unevenly; None if they are not.
+
+    Raises:
+        TypeError, ValueError: see :func:`~.plan_agreement.agree_on_plan` and :func:`~.plan_agreement.as_launched`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str | Path,
+        planning: PlanConfig,
+        tp_size: int | None,
+        pp_size: int | None,
+        batches: BatchConfig | None,
+    ) -> None:
+        set_adapter_variables(planning.adapters)
+        agreed = agree_on_plan(plan, planning, tp_size, pp_size)
+        self.plan = as_launched(agreed.plan)
+        """With ranks as they were launched."""
+        self._planning = planning
+        self._profile = agreed.profile
+        self._batches = batches
+        self._watch: DriftWatch | None = None
+        self._make_group = (
+            None if agreed.topology is None else plan_groups(agreed.plan, agreed.topology, planning.adapters)
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a replica's batch."""
+        return valid_batch_sizes(self.plan)[0]
+
+    @property
+    def drift(self) -> DriftReport | None:
+        """The last epoch's stages against the plan; None before the first epoch ends, and without a pipeline."""
+        return None if self._watch is None else self._watch.report
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """See :func:`~.plugin_arguments.arguments_from_plan`."""
+        return arguments_from_plan(self.plan, given)
+
+    def mesh(self, dp_outside: bool) -> AbstractContextManager[None]:
+        """A context in which Colossal-AI's constructor puts every rank in the place that the plan gives it."""
+        return planned_mesh(self.plan.rank_order, dp_outside, self._make_group)
+
+    def check_plugin(self, plugin: HybridParallelPlugin) -> None:
+        """Check the constructed ``plugin`` now, and the number of a model's blocks when it divides them.
+
+        Raises:
+            ValueError: the global batch that is divided unevenly has another size than the plan's.
+        """
+        if plugin.stage_manager is not None:
+            check_model_at_division(plugin.stage_manager, self.plan)
+        if self._batches is not None:
+            check_global_batch(self.plan, self._batches)
+
+    def before_configure(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> TrainingObjects:
+        """Check the data loader and the model; see ``PluginPart.before_configure``.
+
+        Raises:
+            ValueError: the loader's batch size, or the number of the model's blocks, does not fit the plan.
+        """
+        if objects.optimizer is not None and self._batches is None:
+            check_batch_size(self.plan, getattr(objects.dataloader, "batch_size", None))
+        if not isinstance(objects.model, ModelWrapper) and plugin.stage_manager is None:
+            check_model(objects.model, self.plan)
+        return objects
+
+    def attach(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
+        """Time the passes of the pipeline's stages; see ``PluginPart.attach``."""
+        if plugin.scheduler is None or self._planning.drift_threshold == math.inf:
+            return
+        if self._watch is None:
+            self._watch = DriftWatch(
+                plugin.scheduler,
+                self.plan,
+                self._planning.drift_threshold,
+                self._profile,
+                objects.iterations_per_epoch,
+            )
+        else:
+            # Another model with the same schedule.
+            self._watch.interval = objects.iterations_per_epoch
+
+    def checked_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """See :func:`~.plan_checks.checked_batches`."""
+        return checked_batches(batches, self.plan)
+
+    def after_passes(self) -> None:
+        """The forward and backward passes of an iteration have ended."""
+        if self._watch is not None:
+            self._watch.tick()
+
+
+@contextmanager
+def training_sizes_kept(schedule: object) -> Iterator[None]:
+    """Let a 1F1B schedule evaluate batches of another size, and train on as before.
+
+    The schedule keeps the number of micro-batches of what it evaluates for training, and asserts that all batches are
+    as large as the last one.
+    """
+    sizes = ("num_microbatches", "microbatch_size", "batch_size", "last_batch_size")
+    shapes = ("send_tensor_metadata", "send_grad_metadata", "tensor_metadata_recv", "grad_metadata_recv")
+    before = {name: getattr(schedule, name) for name in (*sizes, "enable_metadata_cache", *shapes)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(schedule, name, value)

@@ -1,0 +1,319 @@
+"""Flags of the tensor-parallel examples: the plugin, balancing, stragglers and output files."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import math
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from colossal_hetero.balance.config import BalanceConfig, Imputation, Migration, Mode, Priority, Reference, Resizing
+from colossal_hetero.io.pictures import FORMATS, check_matplotlib
+from colossal_hetero.io.rank_factors import parse_rank_factors
+
+from .parser import Options, UsageError, attempt, check_at_least_one, check_file, check_training, flag
+
+if TYPE_CHECKING:
+    from colossal_hetero.testing.stragglers import Stragglers
+
+__all__ = [
+    *("Layout", "TensorParallelOptions", "add_balance_flags", "add_batch_flags", "add_output_flags"),
+    *("add_plugin_flags", "check_model_sizes"),
+]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks are divided: tensor-parallel groups of consecutive ranks, stages, data-parallel replicas."""
+
+    tp: int
+    pp: int
+    dp: int
+    local_batch: int
+    """Samples of one iteration that a replica works on."""
+    microbatches: int
+    """Parts that a replica's batch is cut into for the pipeline; 1 without a pipeline."""
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def tp_groups(self) -> list[list[int]]:
+        """The tensor-parallel groups as lists of global ranks."""
+        return [list(range(first, first + self.tp)) for first in range(0, self.world_size, self.tp)]
+
+
+class TensorParallelOptions(Options):
+    """The command line of an example with tensor parallelism."""
+
+    def balance_config(self) -> BalanceConfig:
+        """The plugin's ``balance``.
+
+        Raises:
+            UsageError: a value is outside the range that :class:`BalanceConfig` accepts.
+        """
+        try:
+            ratio = "auto" if self.resize_ratio == "auto" else float(self.resize_ratio)
+        except ValueError:
+            raise UsageError(f"--resize-ratio {self.resize_ratio} is neither auto nor a number in [0, 1)") from None
+        try:
+            return BalanceConfig(
+                mode=self.balance,
+                migration=self.migration,
+                resizing=self.resizing,
+                priority=self.priority,
+                imputation=self.imputation,
+                resize_ratio=ratio,  # type: ignore[arg-type]
+                max_resize=self.max_resize,
+                reference=self.reference,
+                seed=self.seed,
+            )
+        except ValueError as error:
+            raise UsageError(_in_flags(str(error))) from None
+
+    def stragglers(self, world_size: int) -> Stragglers | None:
+        """The ranks to slow down; None without ``--straggler``.
+
+        Raises:
+            UsageError: a rank does not exist, or a factor is below 1.
+        """
+        if self.straggler is None:
+            return None
+        from colossal_hetero.testing.stragglers import Stragglers  # here: it loads torch
+
+        try:
+            return Stragglers(
+                slowdowns=parse_rank_factors(self.straggler),
+                schedule=self.straggler_schedule,
+                period=self.straggler_period,
+                means=self.straggler_means,
+                seed=self.seed,
+                world_size=world_size,
+            )
+        except ValueError as error:
+            raise UsageError(f"--straggler {self.straggler}: {error}") from None
+
+    def layout(self, world_size: int, pp: int = 1) -> Layout:
+        """How ``world_size`` ranks are divided with ``pp`` pipeline stages.
+
+        Raises:
+            UsageError: the ranks, or the batch, cannot be divided like this.
+        """
+        if world_size % pp:
+            raise UsageError(f"--pp {pp} does not divide the {world_size} ranks; start a multiple of {pp} with --nproc")
+        tp = self.tp or world_size // pp
+        if world_size % (tp * pp):
+            raise UsageError(
+                f"--tp {tp} × --pp {pp} = {tp * pp} does not divide the {world_size} ranks; start a multiple of "
+                f"{tp * pp} with --nproc, or lower --tp"
+            )
+        dp = world_size // (tp * pp)
+        if self.batch_size % dp:
+            raise UsageError(
+                f"--batch-size {self.batch_size} cannot be shared by {dp} data-parallel replicas; use a multiple of "
+                f"{dp}"
+            )
+        local = self.batch_size // dp
+        microbatches = 1
+        if pp > 1:
+            fitting = [count for count in range(pp, 2 * pp + 1) if local % count == 0]
+            if not fitting:
+                raise UsageError(
+                    f"--batch-size {self.batch_size} is {local} samples per replica, which cannot be cut into "
+                    f"micro-batches for --pp {pp}; use a multiple of {dp * pp}"
+                )
+            microbatches = fitting[-1]
+        return Layout(tp, pp, dp, local, microbatches)
+
+    def check_numbers(self, *names: str) -> None:
+        """Raise ``UsageError`` if one of ``names`` is below 1, or the learning rate or the seed cannot be used."""
+        check_at_least_one(self, "nproc", "tp", "batch_size", "epochs", "steps", *names)
+        check_training(self)
+
+    def check_balancing(self, layout: Layout) -> None:
+        """Raise ``UsageError`` if balancing, a straggler or an output file is not possible with these options."""
+        self.balance_config()
+        if self.balance != "off":
+            if self.plugin != "hetero":
+                raise UsageError(
+                    f"--balance {self.balance} needs --plugin hetero; --plugin {self.plugin} cannot balance"
+                )
+            if layout.tp == 1:
+                raise UsageError(
+                    f"--balance {self.balance} has nothing to balance with --tp 1; use at least two tensor-parallel "
+                    "ranks"
+                )
+        if self.straggler is not None:
+            if self.plugin != "hetero":
+                raise UsageError(
+                    f"--straggler {self.straggler} is not possible with --plugin {self.plugin}; "
+                    "--plugin hetero --balance off is the baseline without balancing"
+                )
+            if layout.tp == 1:
+                raise UsageError(
+                    f"--straggler {self.straggler} slows tensor-parallel layers, and --tp 1 has none; use at least "
+                    "--tp 2"
+                )
+            self.stragglers(layout.world_size)
+        self._check_output()
+
+    def _check_output(self) -> None:
+        for name in ("summary", "trace", "plot", "chrome_trace"):
+            path = getattr(self, name)
+            if path is None:
+                continue
+            check_file(name, path)
+            if name in ("plot", "chrome_trace") and self.plugin != "hetero":
+                raise UsageError(
+                    f"{flag(name)} {path} needs --plugin hetero; --plugin {self.plugin} does not measure its ranks"
+                )
+        if self.plot is not None:
+            _check_plot(self.plot)
+        for name in ("tensorboard", "checkpoint"):
+            path = getattr(self, name)
+            if path is not None:
+                attempt(f"--{name} {path} cannot be created", lambda path=path: path.mkdir(parents=True, exist_ok=True))
+                attempt(
+                    f"--{name} {path} cannot be written", lambda path=path: tempfile.TemporaryFile(dir=path).close()
+                )
+        if self.tensorboard is not None:
+            try:
+                importlib.import_module("torch.utils.tensorboard")
+            except ImportError as error:
+                raise UsageError(
+                    f"--tensorboard {self.tensorboard} needs the package tensorboard, which cannot be imported "
+                    f"({error}); pip install tensorboard"
+                ) from None
+
+
+def _check_plot(path: Path) -> None:
+    if path.suffix[1:].lower() not in FORMATS:
+        raise UsageError(f"--plot {path} is not a supported picture format; end the name in .{', .'.join(FORMATS)}")
+    try:
+        check_matplotlib()
+    except ImportError as error:
+        raise UsageError(f"--plot {path}: {error}") from None
+
+
+def _in_flags(message: str) -> str:
+    """``resize_ratio=2 is …`` as ``--resize-ratio 2 is …``."""
+    names = "|".join(field.name for field in dataclasses.fields(BalanceConfig) if field.name != "mode")
+    return re.sub(rf"\b({names})=", lambda match: f"{flag(match[1])} ", message)
+
+
+def add_plugin_flags(group: argparse._ArgumentGroup) -> None:
+    """Add ``--tp`` and ``--plugin``."""
+    group.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks per group (default: all / stages)")
+    group.add_argument(
+        "--plugin",
+        choices=("hetero", "colossalai"),
+        default="hetero",
+        help="this project's plugin, or Colossal-AI's own as the baseline (default hetero)",
+    )
+
+
+def check_model_sizes(name: str, sizes: dict[str, set[int]], depth: int, layout: Layout) -> None:
+    """Find whether ``layout`` can share a model whose heads and MLP widths are ``sizes``.
+
+    Raises:
+        UsageError: ``tp`` does not divide a size, or there are more stages than blocks.
+    """
+    for what, values in sizes.items():
+        for value in sorted(values):
+            if value % layout.tp:
+                common = math.gcd(*(size for sizes_ in sizes.values() for size in sizes_))
+                valid = ", ".join(str(divisor) for divisor in range(1, common + 1) if common % divisor == 0)
+                raise UsageError(f"--tp {layout.tp} does not divide the {value} {what} of {name}; valid are {valid}")
+    if depth < layout.pp:
+        raise UsageError(f"--pp {layout.pp} needs at least as many blocks; {name} has {depth}")
+
+
+def add_batch_flags(group: argparse._ArgumentGroup, batch_size: int, samples: str) -> None:
+    """Add ``--batch-size`` and ``--steps``."""
+    what = f"{samples} per iteration (default {batch_size})"
+    group.add_argument("--batch-size", type=int, metavar="N", default=batch_size, help=what)
+    group.add_argument("--steps", type=int, metavar="N", help="stop after this many iterations in total")
+
+
+def add_balance_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what to do about slow ranks, and which ranks to make slow."""
+    default = {field.name: field.default for field in dataclasses.fields(BalanceConfig)}
+    balancing = parser.add_argument_group("balancing")
+    balancing.add_argument(
+        "--balance",
+        choices=get_args(Mode),
+        default=default["mode"],
+        help="off: measure only; resize: prune on slow ranks; migrate: give their work to the others; semi: both; "
+        "auto: whatever takes the least time, pruning no more than --max-resize allows (default off)",
+    )
+    for name, kinds, what in (
+        (
+            "migration",
+            Migration,
+            "what is given away: units of a block (neurons, heads), or columns of each product, all of them sent to "
+            "every rank (broadcast-reduce) or to each receiver its part (scatter-gather)",
+        ),
+        ("resizing", Resizing, "what is pruned: columns of each product, or units of a block"),
+        ("priority", Priority, "which columns are pruned"),
+        ("imputation", Imputation, "what gradients hold at pruned columns"),
+        ("reference", Reference, "the time that slow ranks are brought down to"),
+    ):
+        balancing.add_argument(
+            f"--{name}", choices=get_args(kinds), default=default[name], help=f"{what} (default {default[name]})"
+        )
+    balancing.add_argument(
+        "--resize-ratio",
+        metavar="auto|SHARE",
+        default=str(default["resize_ratio"]),
+        help="share of its columns that a slow rank prunes (default auto: by its measured time)",
+    )
+    balancing.add_argument(
+        "--max-resize",
+        type=float,
+        metavar="SHARE",
+        help="largest share that a rank may prune (default 0.9; with --balance auto 0: never)",
+    )
+    stragglers = parser.add_argument_group("stragglers")
+    stragglers.add_argument(
+        "--straggler", metavar="RANK:FACTOR[,…]", help="make ranks slower, for example 1:4 for rank 1 four times"
+    )
+    stragglers.add_argument(
+        "--straggler-schedule",
+        choices=("constant", "round-robin", "random"),
+        default="constant",
+        help="which ranks are slow: always the same, the next rank in each period, or random ranks in each period "
+        "(default constant)",
+    )
+    stragglers.add_argument(
+        "--straggler-period",
+        choices=("iteration", "epoch"),
+        default="epoch",
+        help="period of the schedule (default epoch)",
+    )
+    stragglers.add_argument(
+        "--straggler-means",
+        choices=("repeat", "sleep"),
+        default="repeat",
+        help="repeat each product, or pause after it (default repeat)",
+    )
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the files that a run writes."""
+    output = parser.add_argument_group("output")
+    output.add_argument("--summary", type=Path, metavar="FILE.json", help="write what the run measured, at its end")
+    output.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write a line per iteration")
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw an iteration before and after balancing (needs matplotlib)"
+    )
+    output.add_argument(
+        "--chrome-trace", type=Path, metavar="FILE.json", help="write the same two iterations for ui.perfetto.dev"
+    )
+    output.add_argument("--tensorboard", type=Path, metavar="DIR", help="log for TensorBoard")
+    output.add_argument("--checkpoint", type=Path, metavar="DIR", help="save the trained model's weights")

@@ -1,0 +1,103 @@
+"""The command line of the ViT example, and the checks of it that need no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .parser import (
+    IMAGE_SIZE,
+    OneLineParser,
+    UsageError,
+    add_data_flags,
+    add_ranks_flag,
+    add_training_flags,
+)
+from .tensor_parallel import (
+    Layout,
+    TensorParallelOptions,
+    add_balance_flags,
+    add_batch_flags,
+    add_output_flags,
+    add_plugin_flags,
+    check_model_sizes,
+)
+from .vit_sizes import check_patch
+
+__all__ = ["VitOptions", "check_options", "parse_options"]
+
+DEFAULT_SHAPE = {"hidden": 384, "depth": 2, "heads": 8, "patch": 8}
+
+
+class VitOptions(TensorParallelOptions):
+    """The command line. ``model`` names a timm model, or the sizes are given; None where a flag was not given."""
+
+    def size(self, name: str) -> int:
+        """``hidden``, ``depth``, ``heads`` or ``patch``, or its default; for models without a timm name."""
+        value = getattr(self, name)
+        return DEFAULT_SHAPE[name] if value is None else value
+
+    @property
+    def vit_sizes(self) -> dict[str, int]:
+        """All sizes by name."""
+        return {name: self.size(name) for name in DEFAULT_SHAPE}
+
+
+def _make_parser() -> OneLineParser:
+    parser = OneLineParser(
+        "Train a vision transformer with tensor parallelism on devices that are not equally fast.",
+        "It starts its own ranks; under torchrun or colossalai run it joins those.",
+    )
+    ranks = add_ranks_flag(parser)
+    ranks.add_argument("--pp", type=int, metavar="N", default=1, help="pipeline stages (default 1)")
+    add_plugin_flags(ranks)
+    model = parser.add_argument_group("model", "either a timm name or sizes")
+    model.add_argument("--model", metavar="NAME", help="a timm VisionTransformer, for example vit_tiny_patch16_224")
+    for name, what in (("hidden", "embedding width"), ("depth", "blocks"), ("heads", "attention heads")):
+        model.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default {DEFAULT_SHAPE[name]})")
+    model.add_argument(
+        "--patch",
+        type=int,
+        metavar="N",
+        help=f"patch size in pixels; images are {IMAGE_SIZE} × {IMAGE_SIZE} (default {DEFAULT_SHAPE['patch']}, or the "
+        "timm model's)",
+    )
+    add_data_flags(parser)
+    training = add_training_flags(parser, epochs=20)
+    add_batch_flags(training, 64, "images")
+    add_balance_flags(parser)
+    add_output_flags(parser)
+    return parser
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> VitOptions:
+    """The options in ``arguments``, by default those of the process.
+
+    Raises:
+        UsageError: a flag is unknown, or its value is not one that the flag takes.
+    """
+    return _make_parser().parse_args(arguments, namespace=VitOptions())
+
+
+def check_options(options: VitOptions, world_size: int) -> Layout:
+    """Find what cannot work with ``world_size`` ranks, without torch, and return how the ranks are divided.
+
+    Raises:
+        UsageError: names the flag and its value, why it cannot work, and what would.
+    """
+    options.check_numbers("pp", "hidden", "depth", "heads", "patch")
+    if options.patch is not None:
+        check_patch(options.patch)
+    layout = options.layout(world_size, options.pp)
+    if options.model is None:
+        _check_sizes(options, layout)
+    elif given := [f"--{name}" for name in ("hidden", "depth", "heads") if getattr(options, name) is not None]:
+        raise UsageError(f"{', '.join(given)} cannot be combined with --model {options.model}, which has its own sizes")
+    options.check_balancing(layout)
+    return layout
+
+
+def _check_sizes(options: VitOptions, layout: Layout) -> None:
+    hidden, heads = options.size("hidden"), options.size("heads")
+    if hidden % heads:
+        raise UsageError(f"--heads {heads} does not divide --hidden {hidden}; use a divisor of {hidden}")
+    check_model_sizes("this model", {"heads": {heads}, "MLP features": {4 * hidden}}, options.size("depth"), layout)

@@ -1,0 +1,83 @@
+"""The language example: what it computes, and that it learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from examples.common.flags.language import check_options, parse_options
+from examples.common.flags.parser import UsageError
+from examples.common.text import load_text
+from tests.support.harness import run_ranks
+
+SMALL = "--hidden 32 --depth 1 --heads 4 --context 16 --batch-size 16 --lr 1e-2 --steps 30"
+LINES = (
+    "--plugin colossalai",
+    "",
+    "--balance auto --straggler 1:4",
+    "--tp 1",
+)
+
+
+def _train() -> tuple[list[dict[str, Any] | None], bool]:
+    """The summaries of all lines; and whether an early byte's prediction depends on a later byte."""
+    import torch
+
+    from examples.language import train as example
+
+    summaries = [example.train(parse_options(f"{SMALL} {line}".split()), quiet=True) for line in LINES]
+    return summaries, _looks_ahead(example, torch)
+
+
+def _looks_ahead(example: Any, torch: Any) -> bool:
+    from colossalai.booster import Booster
+
+    from colossal_hetero import HeteroHybridParallelPlugin
+
+    options = parse_options(SMALL.split())
+    plugin = HeteroHybridParallelPlugin(tp_size=2, pp_size=1, precision="fp32")
+    model, *_ = Booster(plugin=plugin).boost(example.build_model(options))
+    tokens = torch.arange(16)[None]
+    other = tokens.clone()
+    other[0, 10] = 99
+    with torch.no_grad():
+        first, second = (model(**example.inputs(each)).logits for each in (tokens, other))
+    assert not torch.equal(first[:, 10:], second[:, 10:])
+    return not torch.equal(first[:, :10], second[:, :10])
+
+
+def test_it_learns_and_balancing_changes_only_the_time() -> None:
+    (summaries, looks_ahead), _ = run_ranks(2, _train)
+    assert not looks_ahead
+    colossalai, off, balanced, replicas = summaries
+    assert off["loss"] == colossalai["loss"] and off["accuracy"] == colossalai["accuracy"]
+    assert off["loss"][0] == pytest.approx(5.5, abs=0.2)  # log 256
+    assert sum(off["loss"][-5:]) / 5 < 3.5
+    for summary in (balanced, replicas):
+        assert summary["loss"] == pytest.approx(off["loss"], rel=2e-3)
+        assert len(summary["ranks"]) == 2
+    assert 0.1 < off["accuracy"][-1] < 0.6
+
+
+def test_pieces_of_text_do_not_overlap() -> None:
+    train, test = load_text(64)
+    assert len(train) > 15 * len(test) > 0
+    assert train[0].shape == (64,) and int(train.tokens.max()) < 256
+    assert bytes(train[0].tolist()).isascii()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--tp 3", ["--tp 3", "8 heads", "1, 2, 4, 8"]),
+        ("--heads 3", ["--heads 3", "--hidden 256"]),
+        ("--context 1", ["--context 1", "at least 2"]),
+        ("--balance auto --tp 1", ["--balance auto", "--tp 1"]),
+        ("--straggler 5:2", ["--straggler 5:2", "rank 5"]),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(line: str, says: list[str]) -> None:
+    with pytest.raises(UsageError) as error:
+        check_options(parse_options(line.split()), 3 if line == "--tp 3" else 2)
+    assert all(text in str(error.value) for text in says), str(error.value)

@@ -1,0 +1,190 @@
+"""How the examples start their ranks, and how a run ends when a rank does.
+
+A script that only adds numbers stands for the examples: the launcher is the same, and it starts in a third of the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.common import launch
+from tests.support.paths import REPOSITORY
+
+SCRIPT = """
+import sys
+from examples.common.flags.parser import OneLineParser, Options, UsageError, add_ranks_flag
+from examples.common.launch import run_command
+
+def parse():
+    parser = OneLineParser("Add.", "")
+    add_ranks_flag(parser)
+    parser.add_argument("--fail", action="store_true")
+    return parser.parse_args(namespace=Options())
+
+def check(options, world_size):
+    if world_size == 3:
+        raise UsageError("--nproc 3 is one too many")
+
+if __name__ == "__main__":
+    sys.exit(run_command("adding", parse, check))
+
+import torch
+import torch.distributed as dist
+
+def main(options):
+    dist.init_process_group("gloo")
+    number = 0
+    while True:
+        number += 1
+        if options.fail and number == 100 and dist.get_rank() == 1:
+            raise ArithmeticError("no sums today")
+        dist.all_reduce(torch.ones(1000))
+        if number == 50 and dist.get_rank() == 0:
+            print("adding", flush=True)
+"""
+
+
+class Run:
+    """A command as a process of its own, its output read line by line."""
+
+    def __init__(self, *command: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(iter(self.process.stdout.readline, ""))
+
+    def wait_for(self, text: str, timeout_seconds: float = 120) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        while not any(text in line for line in list(self.lines)):
+            assert self.process.poll() is None, "".join(self.lines)
+            assert time.monotonic() < deadline, "".join(self.lines)
+            time.sleep(0.05)
+
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a rank."""
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if child.environ().get("RANK") == str(number):
+                    return child
+        raise AssertionError(f"no rank {number}")
+
+    def end(self, timeout_seconds: float) -> tuple[int, str]:
+        """The exit status and the last line."""
+        status = self.process.wait(timeout_seconds)
+        self._reader.join(timeout_seconds)
+        return status, self.lines[-1].strip() if self.lines else ""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    script = tmp_path / "adding.py"
+    script.write_text(SCRIPT)
+    runs: list[Run] = []
+
+    def start_run(*arguments: str) -> Run:
+        runs.append(Run(str(script), *arguments))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.terminate()
+            run.process.wait(30)
+
+
+def test_a_rank_that_is_killed_ends_the_run_with_its_reason(start: Callable[..., Run]) -> None:
+    run = start()
+    run.wait_for("adding")
+    ranks = [run.rank(0), run.rank(1)]
+    ranks[1].send_signal(signal.SIGKILL)
+    status, last = run.end(20)
+    assert status == 1
+    assert "rank 1 was ended by SIGKILL" in last
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def test_an_error_on_one_rank_ends_the_run_with_its_reason(start: Callable[..., Run]) -> None:
+    run = start("--fail")
+    status, last = run.end(120)
+    assert status == 1
+    assert "rank 1 failed: ArithmeticError: no sums today" in last
+    assert sum("Traceback" in line for line in run.lines) == 1
+
+
+def test_an_interrupt_ends_the_run_quietly(start: Callable[..., Run]) -> None:
+    run = start()
+    run.wait_for("adding")
+    ranks = [run.rank(0), run.rank(1)]
+    run.process.send_signal(signal.SIGINT)
+    status, last = run.end(20)
+    assert (status, last) == (130, "Interrupted.")
+    assert not any("Traceback" in line for line in run.lines)
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def test_what_cannot_work_ends_before_ranks_start(start: Callable[..., Run]) -> None:
+    run = start("--nproc", "3")
+    assert run.end(60) == (2, "train.py: error: --nproc 3 is one too many")
+    assert len(run.lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("example", "refused", "says"),
+    [
+        ("vit", "--tp 3 --nproc 3 --heads 4", "--tp 3 does not divide the 4 heads"),
+        ("zero", "--global-batch 2000", "--global-batch 2000 is more than the 1438 training images"),
+        ("pipeline", "--depth 0", "--depth 0 must be at least 1"),
+        ("language", "--context 1", "--context 1 leaves nothing to predict from"),
+    ],
+)
+def test_every_example_is_started_by_its_path(
+    example: str, refused: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks import the module that it names, and what cannot work is said in one line."""
+    path = REPOSITORY / "examples" / example / "train.py"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = subprocess.run(
+        [sys.executable, str(path), *refused.split()], env=environment, cwd="/", capture_output=True, text=True
+    )
+    assert run.returncode == 2 and not run.stdout
+    assert run.stderr.startswith(f"train.py: error: {says}") and run.stderr.count("\n") == 1, run.stderr
+
+    named: list[str] = []
+    monkeypatch.setattr(launch, "run_command", lambda module, parse, check: named.append(module) or 0)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(path), run_name="__main__")
+    assert importlib.util.find_spec(named[0]).origin == str(path)  # type: ignore[attr-defined, union-attr]
+
+
+def test_an_old_spelling_works_and_warns() -> None:
+    path = REPOSITORY / "examples" / "zero" / "train.py"
+    run = subprocess.run(
+        [sys.executable, str(path), "--slow", "9:2", "--slow-by", "repeat"], capture_output=True, text=True
+    )
+    assert run.returncode == 2
+    first, second, error = run.stderr.splitlines()
+    assert "--slow is now called --straggler" in first and "--slow-by is now called --straggler-means" in second
+    assert error.startswith("train.py: error: --straggler 9:2: there is no rank 9")
