@@ -6,14 +6,32 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["check_outputs", "errors_on_one_line", "make_console", "warn_old_option"]
+__all__ = ["Numbers", "check_outputs", "errors_on_one_line", "make_console", "warn_old_option"]
+
+
+class Numbers(click.ParamType):
+    """Whole numbers of at least 1, separated by commas."""
+
+    name = "n,n,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers, ascending, each once."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(sorted({int(part) for part in str(value).split(",")}))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of whole numbers; write it like 1,2,4", param, ctx)
+        if numbers[0] < 1:
+            self.fail(f"{value!r}: {numbers[0]} is below 1", param, ctx)
+        return numbers
 
 
 class CommandError(click.ClickException):
