@@ -149,7 +149,7 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path, change: dict[str
 def test_a_profile_of_fewer_ranks_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     run_ranks(2, train_a_little, 1, str(path))
-    with pytest.raises(RuntimeError, match="of 2 ranks, these are 3"):
+    with pytest.raises(RuntimeError, match="of 2 ranks, but there are 3"):
         run_ranks(3, train_a_little, 1, str(path))
 
 
