@@ -44,7 +44,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-BENCHMARK = re.compile(r"\b((?:tensor_parallel|data_parallel|pipeline|planner)\.[a-z]\w*)\b([^\n]*)")
+BENCHMARK = re.compile(r"(?<![\w/])((?:tensor_parallel|data_parallel|pipeline|planner)\.(?!py\b)[a-z]\w*)\b([^\n]*)")
 
 LAUNCHER_FLAGS = {"--standalone", "--nnodes", "--nproc-per-node", "--nproc_per_node"}
 """Flags of torchrun and colossalai, which the pages show as well."""
