@@ -1,4 +1,4 @@
-"""Which stage gets which blocks of the model, by name of the method (ALGORITHMS.md, section 3)."""
+"""Which stage gets which blocks of the model, by name of the method (docs/algorithms.md, section 3)."""
 
 from __future__ import annotations
 
