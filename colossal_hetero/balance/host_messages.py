@@ -106,15 +106,15 @@ class Groups:
 def make_groups(tp_group: dist.ProcessGroup) -> Groups:
     """New process groups for the balancer of this rank. Collective over all ranks."""
     world = dist.new_group(backend="gloo")
-    own = dist.get_process_group_ranks(tp_group)
+    members = dist.get_process_group_ranks(tp_group)
     gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, own, group=world)
+    dist.all_gather_object(gathered, members, group=world)
     groups = sorted({tuple(ranks) for ranks in gathered})
     exchange = migration = None
     for ranks in groups:
         group = dist.new_group(list(ranks), backend="gloo")
         beside = dist.new_group(list(ranks))
-        if list(ranks) == own:
+        if list(ranks) == members:
             exchange, migration = Exchange(group), beside
     assert exchange is not None and migration is not None
     return Groups(exchange, world, [list(ranks) for ranks in groups], migration)

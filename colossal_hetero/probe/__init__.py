@@ -1,1 +1,1 @@
-"""What the machines are that this runs on: devices, memory, speed, networks. Writes the cluster file."""
+"""Measure the machines of the ranks (devices, memory, speed, networks) and write the cluster file."""

@@ -1,4 +1,4 @@
-"""Probe as one of several ranks, or start them on this machine. Effects: processes, the network, files."""
+"""Probe as one of several ranks and write the cluster file. Effects: processes, the network, files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..processes.launch import STARTED_HERE
+from ..processes.launch import STARTED_HERE, local_gpu
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,17 +22,18 @@ __all__ = ["probe_as_rank"]
 
 
 LOST_PEER_SECONDS = 10.0
-"""How long such a rank that lost another one waits to be ended, so that the reason that is seen is the other's."""
+"""If a rank started on this machine loses another rank, it waits this long to be ended, so that the user sees the error
+of the other rank."""
 
 MAX_LINES = 200
-"""Of measured links in the head of the file."""
+"""Largest number of measured links in the comment at the top of the file."""
 
 
 def probe_as_rank(out: Path, cluster_of: Sequence[tuple[str, str]], timeout_seconds: float, console: Console) -> None:
-    """Measure together with all other ranks; rank 0 shows how far it is, and writes the file.
+    """Measure together with all other ranks; rank 0 shows the progress and writes the file.
 
     Raises:
-        ValueError: ranks did not come together, were lost on the way, or cannot be described.
+        ValueError: the ranks could not connect, a rank was lost, or the machines cannot be described.
     """
     rank = int(os.environ["RANK"])
     alarm = threading.Timer(timeout_seconds, _give_up, (rank, timeout_seconds))
@@ -40,7 +41,7 @@ def probe_as_rank(out: Path, cluster_of: Sequence[tuple[str, str]], timeout_seco
     alarm.start()
     try:
         _probe(rank, out, cluster_of, timeout_seconds, console)
-    except RuntimeError as error:  # of which torch's DistError and its kin are
+    except RuntimeError as error:  # the base class of torch's DistError
         if STARTED_HERE in os.environ and "failed on rank" not in str(error):
             time.sleep(LOST_PEER_SECONDS)
         raise ValueError(f"rank {rank}: {str(error).splitlines()[0]}") from error
@@ -49,8 +50,10 @@ def probe_as_rank(out: Path, cluster_of: Sequence[tuple[str, str]], timeout_seco
 
 
 def _give_up(rank: int, timeout_seconds: float) -> None:
-    # The main thread may wait inside a library for ever.
-    message = f"rank {rank} gave up after {timeout_seconds:g} s: another rank is missing or stands still (--timeout)"
+    # The main thread may wait inside a library forever.
+    message = (
+        f"rank {rank} gave up after {timeout_seconds:g} s: another rank is missing or does not respond (--timeout)"
+    )
     print(message, file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -65,16 +68,7 @@ def _probe(
     from ..processes.every_rank import destroy_groups
     from .probe_ranks import probe_ranks
 
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"rank {rank} is number {local_rank} on its machine, which has {torch.cuda.device_count()} GPUs; start "
-                "one rank per GPU, or probe CPUs with CUDA_VISIBLE_DEVICES= in front of the command"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
+    device = local_gpu(rank, "probe") or torch.device("cpu")
     say = console.print if rank == 0 else (lambda *_: None)
     dist.init_process_group(
         "gloo",
@@ -85,7 +79,7 @@ def _probe(
     try:
         dist.barrier()
         topology, order, links = probe_ranks(device, cluster_of, say)
-        # Nobody leaves while somebody still asks the first rank where the others are.
+        # No rank may leave while another still asks rank 0 for the addresses of the others.
         dist.barrier()
     finally:
         destroy_groups()
@@ -97,16 +91,16 @@ def _probe(
     for number in dict.fromkeys(device.node for device in topology.devices if device.speed < 1):
         slow = [topology.devices[each] for each in topology.nodes[number].devices if topology.devices[each].speed < 1]
         speeds = ", ".join(f"{device.kind.name} at {device.speed:g}" for device in slow)
-        say(f"slower than others of their kind on {topology.nodes[number].name}: {speeds}")
+        say(f"on {topology.nodes[number].name}, slower than the fastest device of the same kind: {speeds}")
     if order != tuple(range(len(order))):
         hosts = [node.name for node in topology.nodes]
-        say(f"ranks are numbered cluster by cluster there: start the machines in the order {', '.join(hosts)}")
+        say(f"the file numbers ranks cluster by cluster: start the machines in the order {', '.join(hosts)}")
 
 
 def _head(links: Sequence[MeasuredLink]) -> str:
     lines = [
         f"Written by colossal-hetero probe on {datetime.date.today().isoformat()}.",
-        "A device's speed is its share of the fastest one's of its kind, in a matrix product.",
+        "The speed of a device is relative to the fastest device of its kind, measured with a matrix product.",
     ]
     if links:
         lines += ["", "Measured between ranks:"]

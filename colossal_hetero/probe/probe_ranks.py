@@ -1,4 +1,4 @@
-"""Probe the devices of the ranks that are running: their kinds, how fast they are, and how they reach each other."""
+"""Probe the devices of all ranks: their kinds, their speed, and the links between them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def probe_ranks(
     cluster_of: Sequence[tuple[str, str]] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[Topology, tuple[int, ...], list[MeasuredLink]]:
-    """What the ranks of ``torch.distributed`` run on. Collective over all ranks.
+    """Measure the machines of the ranks of ``torch.distributed``. Collective over all ranks.
 
     Args:
-        device: this rank's.
-        cluster_of: pattern of host names and the name of their cluster, see :func:`.rank_facts.make_topology`.
-        say: told what is being done, in a few lines.
+        device: this rank's device.
+        cluster_of: pairs of a host-name pattern and a cluster name, see :func:`.rank_facts.make_topology`.
+        say: called with lines that describe the progress.
 
     Returns:
-        The topology; for each of its ranks the one that was measured; the links that were.
+        The topology, the measured rank of each of its ranks, and the measured links.
 
     Raises:
-        ValueError: machines cannot reach each other, or a pattern fits no host.
+        ValueError: machines cannot reach each other, or no host matches a pattern.
         RuntimeError: on every rank, if one failed; it names the rank and the error.
     """
     say(f"measuring {dist.get_world_size()} devices")
@@ -48,7 +48,7 @@ def probe_ranks(
 
         def show(number: int, count: int, protocol: str = protocol) -> None:
             if number == 0 or (number + 1) * 10 // count > number * 10 // count:
-                say(f"measuring links by {protocol}: {number + 1} of {count}")
+                say(f"measuring links over {protocol}: {number + 1} of {count}")
 
         links += measure_links(rounds, protocol, at, group, show)
     topology, order = make_topology(facts, links, cluster_of)

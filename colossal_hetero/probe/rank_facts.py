@@ -1,4 +1,4 @@
-"""What is found out about machines, and the topology that it makes: pure functions, free of torch."""
+"""Facts about the ranks' machines, and the topology that follows from them: pure functions without torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..planner.cluster.topology import Channel, Device, DeviceKind, Node, Topolo
 __all__ = ["Nic", "RankFacts", "check_patterns", "make_topology", "pairs_to_measure"]
 
 TOLERANCE = 0.1
-"""Devices of a kind that differ by less in speed are alike."""
+"""Devices of a kind whose speeds differ by a smaller share count as equally fast."""
 MEMORY_TOLERANCE = 0.25
-"""Devices of a name that differ by more in memory are of different kinds."""
+"""Devices of one name whose memory differs by a larger share count as different kinds."""
 
 ETHERNET = "Ethernet"
 
@@ -25,28 +25,31 @@ class Nic:
     """A network card of a machine."""
 
     kind: str
+    """"InfiniBand", "RoCE" or "Ethernet"."""
     bytes_per_second: float | None
-    """Nominal; None where the system does not say."""
+    """Nominal bandwidth; None if the system does not report it."""
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank has found out about itself and its machine."""
+    """Facts that a rank has collected about its machine and device."""
 
     host: str
+    """Host name."""
     machine: str
-    """Differs between machines that call themselves alike."""
+    """Identifier that differs between machines with the same host name."""
     device: str
     """The GPU's name, or "cpu"."""
     memory_bytes: int
-    """What the process may use."""
+    """Memory of the device that the process may use."""
     flops: float
-    """Of a matrix product, measured: in half precision on a GPU."""
+    """Measured FLOP/s of a matrix product, in half precision on a GPU and in single precision on a CPU."""
     nics: tuple[Nic, ...] = ()
+    """Network cards of the machine."""
 
 
 def nodes_of(facts: Sequence[RankFacts]) -> list[list[int]]:
-    """Ranks by machine, in the order of their first ranks."""
+    """Ranks of each machine; machines are ordered by their first rank."""
     nodes: dict[tuple[str, str], list[int]] = {}
     for rank, fact in enumerate(facts):
         nodes.setdefault((fact.host, fact.machine), []).append(rank)
@@ -54,10 +57,10 @@ def nodes_of(facts: Sequence[RankFacts]) -> list[list[int]]:
 
 
 def pairs_to_measure(facts: Sequence[RankFacts]) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs of ranks; pairs of a round share nothing and are measured at the same time.
+    """Pairs of ranks to measure, in rounds; pairs of a round have no rank in common and are measured at the same time.
 
-    All pairs inside each machine, and one between each two machines, which tells what two devices reach, by one NIC if
-    a machine has several.
+    These are all pairs inside each machine and one pair between each two machines. The latter gives the bandwidth
+    between two devices, which is that of one NIC even if a machine has several.
     """
     nodes = nodes_of(facts)
     rounds: list[list[tuple[int, int]]] = []
@@ -69,33 +72,34 @@ def pairs_to_measure(facts: Sequence[RankFacts]) -> list[list[tuple[int, int]]]:
 
 
 def check_patterns(facts: Sequence[RankFacts], cluster_of: Sequence[tuple[str, str]]) -> None:
-    """Raise ``ValueError`` if a pattern fits no host; for before the links are measured, which takes longer."""
+    """Raise ``ValueError`` if no host matches a pattern. To be called before links are measured, which takes longer."""
     hosts = sorted({fact.host for fact in facts})
     for pattern, _ in cluster_of:
         if not any(fnmatch(host, pattern) for host in hosts):
-            raise ValueError(f"no host fits {pattern}; there are {', '.join(hosts)}")
+            raise ValueError(f"no host matches {pattern}; the hosts are {', '.join(hosts)}")
 
 
 def make_topology(
     facts: Sequence[RankFacts], links: Sequence[MeasuredLink], cluster_of: Sequence[tuple[str, str]] = ()
 ) -> tuple[Topology, tuple[int, ...]]:
-    """The machines as the planner knows them.
+    """The topology of the machines.
 
-    Machines are one cluster whose fastest NIC is of one kind. Between machines a measured number belongs to the
-    fastest kind of NIC that its protocol uses: Gloo's to Ethernet, NCCL's to the fastest that both have. If two
-    machines reach the slower one's bandwidth, each one's own is the largest that was measured with it.
+    Machines whose fastest NIC is of the same kind form a cluster. A bandwidth between two machines is assigned to the
+    fastest kind of NIC that its protocol uses: for Gloo this is Ethernet, for NCCL the fastest kind that both machines
+    have. The bandwidth between two machines is that of the slower one, so the bandwidth of a machine is the largest
+    that was measured with it.
 
     Args:
-        facts: by rank.
-        links: measured ones; :func:`pairs_to_measure` says which are needed.
-        cluster_of: pattern of host names and the name of their cluster, in which the first that fits counts.
+        facts: facts of each rank, by rank.
+        links: measured links of the pairs in :func:`pairs_to_measure`.
+        cluster_of: pairs of a host-name pattern and a cluster name; the first pattern that matches a host counts.
 
     Returns:
-        The topology, and for each of its ranks the rank that was measured: the same unless the machines of a cluster
+        The topology, and for each of its ranks the rank that was measured. They differ if the machines of a cluster
         were not started one after the other.
 
     Raises:
-        ValueError: a pattern fits no host.
+        ValueError: no host matches a pattern.
     """
     nodes = nodes_of(facts)
     names = _unique([facts[ranks[0]].host for ranks in nodes])
@@ -140,7 +144,8 @@ def make_topology(
 
 
 def _kinds(facts: Sequence[RankFacts]) -> list[DeviceKind]:
-    """By rank. Of one name and about equal memory is one kind, with the least memory and the highest speed of them."""
+    """The kind of each rank's device. Devices with one name and similar memory are one kind, which has the smallest
+    memory and the highest speed among them."""
     groups: dict[str, list[list[int]]] = {}
     for rank in sorted(range(len(facts)), key=lambda rank: -facts[rank].memory_bytes):
         name = kind_name(facts[rank].device, facts[rank].memory_bytes)
@@ -172,7 +177,7 @@ def _cluster_name(fact: RankFacts, cluster_of: Sequence[tuple[str, str]]) -> str
 
 
 def _fastest_kinds(fact: RankFacts) -> list[str]:
-    """Kinds of NIC, the fastest first; every machine has an Ethernet, or it could not have been measured."""
+    """Kinds of NIC, the fastest first. Ethernet is always included, because measuring uses it."""
     rates: dict[str, float] = {}
     for nic in fact.nics:
         rates[nic.kind] = max(rates.get(nic.kind, 0.0), nic.bytes_per_second or 0.0)
@@ -204,7 +209,7 @@ def _nics(
     facts: Sequence[RankFacts],
     neighbors: Mapping[int, Sequence[MeasuredLink]],
 ) -> tuple[Channel, ...]:
-    """By descending bandwidth: what was measured with the other machines of the cluster, else what the system says."""
+    """NICs of a machine by descending bandwidth, as measured with other machines of the cluster, otherwise nominal."""
     fact = facts[nodes[number][0]]
     own = _fastest_kinds(fact)
     by_kind: dict[str, list[MeasuredLink]] = {}
@@ -223,14 +228,14 @@ def _nics(
 
 
 def _inside(kind: str, links: Sequence[MeasuredLink]) -> Channel:
-    """Between a machine's devices, as its middle pair reaches each other."""
+    """The channel between the devices of a machine, with the median of the measured bandwidths."""
     usual = INSIDE.get(kind)
     name = usual.kind if usual else "local" if kind.startswith("cpu") else "PCIe"
     by_pair: dict[tuple[int, int], list[MeasuredLink]] = {}
     for link in links:
         by_pair.setdefault(link.ranks, []).append(link)
     if not by_pair:
-        return usual or Channel("PCIe", 15.75e9)  # of a lone device: nothing goes that way
+        return usual or Channel("PCIe", 15.75e9)  # there is one device, so the channel is not used
     return _middle([_best(found) for found in by_pair.values()], name)
 
 
@@ -240,14 +245,14 @@ def _middle(links: Sequence[MeasuredLink], kind: str) -> Channel:
 
 
 def _channel(kind: str, link: MeasuredLink, alike: Sequence[MeasuredLink]) -> Channel:
-    """The link's bandwidth with the middle latency of those alike, to three digits: more is noise."""
+    """The bandwidth of ``link`` and the median latency of ``alike``, rounded to three digits, as more are noise."""
     latencies = sorted(each.latency_seconds for each in alike)
     latency = latencies[(len(latencies) - 1) // 2]
     return Channel(kind, float(f"{link.bytes_per_second:.3g}"), float(f"{latency:.3g}"))
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Names of which none is there twice: a second "host" is "host-2"."""
+    """The names, with a number added to duplicates: a second "host" becomes "host-2"."""
     taken: set[str] = set()
     unique = []
     for name in names:

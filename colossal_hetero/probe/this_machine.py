@@ -1,4 +1,4 @@
-"""What a rank finds out about its own machine and device. Effects: files of the system, the clock, the device."""
+"""Collect the facts of one rank: its machine, network cards and device. Effects: system files, clock, device."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from .rank_facts import ETHERNET, Nic, RankFacts
 __all__ = ["find_nics", "probe_this_rank", "sustained_flops"]
 
 WINDOW_SECONDS = 0.3
-"""Longer than the period in which a control group grants its share of a core: a throttled CPU is fast in some short
-products and stands still in others."""
+"""Length of a window. It is longer than the period of a CPU quota, because a throttled CPU is fast in some short
+products and stopped in others."""
 WINDOWS = 5
+"""Number of windows, of which the median counts."""
 
 _ETHERNET_TYPE = "1"  # of /sys/class/net/*/type, as in linux/if_arp.h
 
 
 def probe_this_rank(device: torch.device) -> RankFacts:
-    """Measures the device for one to two seconds; there is no collective in it."""
+    """The facts of this rank. It measures the device for one to two seconds and calls no collective."""
     from ..profiling.memory import memory_limit
 
     flops = sustained_flops(device)
@@ -36,7 +37,7 @@ def probe_this_rank(device: torch.device) -> RankFacts:
 
 
 def sustained_flops(device: torch.device) -> float:
-    """FLOP/s of a matrix product, the median of some windows: in half precision on a GPU, in single on a CPU."""
+    """FLOP/s of a matrix product over some time: in half precision on a GPU, in single precision on a CPU."""
     on_cpu = device.type == "cpu"
     size = 512 if on_cpu else 8192
     factor = torch.ones(size, size, device=device, dtype=torch.float32 if on_cpu else torch.float16)
@@ -44,23 +45,24 @@ def sustained_flops(device: torch.device) -> float:
     torch.mm(factor, factor, out=result)
     rates = []
     for _ in range(WINDOWS):
-        _synchronize(device)
+        synchronize(device)
         products, start = 0, time.perf_counter()
         while (passed := time.perf_counter() - start) < WINDOW_SECONDS:
             torch.mm(factor, factor, out=result)
-            _synchronize(device)
+            synchronize(device)
             products += 1
         rates.append(2 * size**3 * products / passed)
     return median(rates)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def find_nics(root: Path = Path("/sys/class")) -> tuple[Nic, ...]:
-    """The machine's network cards that are up: InfiniBand and RoCE by their link layer, and Ethernet."""
+    """The machine's network cards that are active: InfiniBand and RoCE (by their link layer), and Ethernet."""
     nics = []
     for port in sorted(root.glob("infiniband/*/ports/*")):
         if "ACTIVE" not in _read(port / "state"):
@@ -69,7 +71,7 @@ def find_nics(root: Path = Path("/sys/class")) -> tuple[Nic, ...]:
         kind = "InfiniBand" if _read(port / "link_layer") == "InfiniBand" else "RoCE"
         nics.append(Nic(kind, float(rate[1]) * 1e9 / 8 if rate else None))
     for card in sorted(root.glob("net/*")):
-        # Without a device it is the loopback, a bridge or the like.
+        # Loopback, bridges and other virtual interfaces have no device.
         if _read(card / "type") != _ETHERNET_TYPE or not (card / "device").exists():
             continue
         if _read(card / "operstate") in ("up", "unknown"):
@@ -80,7 +82,7 @@ def find_nics(root: Path = Path("/sys/class")) -> tuple[Nic, ...]:
 
 
 def _read(path: Path) -> str:
-    """A file's text; nothing where there is none, or where the driver refuses."""
+    """The text of a file; empty if it does not exist or the driver refuses to read it."""
     with suppress(OSError):
         return path.read_text().strip()
     return ""

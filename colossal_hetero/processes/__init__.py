@@ -1,1 +1,1 @@
-"""Ranks as processes: start them on this machine, and run a function on every rank."""
+"""Start ranks as processes on this machine, and run a function on every rank."""

@@ -1,4 +1,4 @@
-"""What each rank does by itself, and all of them hear the end of."""
+"""Run a function on every rank and exchange its results or errors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import torch.distributed as dist
 __all__ = ["destroy_groups", "on_every_rank"]
 
 SETTLE_SECONDS = 0.2
+"""Time that Gloo's threads need to release the tensors of its last collective."""
 
 T = TypeVar("T")
 
 
 def on_every_rank(function: Callable[[], T], purpose: str) -> list[T]:
-    """What ``function``, in which there is no collective, returned on each rank.
+    """Call ``function`` on every rank; its results, by rank. ``function`` must not call collectives.
 
     Raises:
-        RuntimeError: on every rank, if it raised on any; it says on which, and what. So none waits for the other.
+        RuntimeError: on every rank, if ``function`` raised on any rank, so that no rank waits for another. The message
+            begins with ``purpose`` and names the ranks and their errors.
     """
     failure: Exception | None = None
     outcome: tuple[Any, str | None]
@@ -36,11 +38,11 @@ def on_every_rank(function: Callable[[], T], purpose: str) -> list[T]:
 
 
 def destroy_groups() -> None:
-    """``torch.distributed.destroy_process_group``, with Gloo left a moment to put away its last collective.
+    """``torch.distributed.destroy_process_group`` after a short pause, which avoids a deadlock in Gloo.
 
-    Gloo's threads drop the tensors of a collective when it is over for the caller already, for which they need the
-    interpreter. A group's destructor waits for these threads and (in torch 2.5) does not let go of the interpreter
-    meanwhile: if one of them is late, both wait for ever.
+    After a collective has returned, Gloo's threads still release its tensors, for which they need Python's global
+    interpreter lock. The destructor of a group waits for these threads and, in torch 2.5, holds that lock meanwhile. If
+    a thread is late, both wait forever.
     """
     time.sleep(SETTLE_SECONDS)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Start ranks on this machine, one process each, and end all of them when one fails."""
+"""Start ranks on this machine, one process each, and end all of them if one fails."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["STARTED_HERE", "is_rank", "local_devices", "start_ranks"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["STARTED_HERE", "is_rank", "local_devices", "local_gpu", "start_ranks"]
 
 STARTED_HERE = "COLOSSAL_HETERO_STARTED_HERE"
-"""Environment variable that a rank has which :func:`start_ranks` started: where the ranks meet."""
+"""Environment variable that is set in ranks that :func:`start_ranks` started."""
 
 
 def is_rank() -> bool:
@@ -23,17 +27,37 @@ def is_rank() -> bool:
 
 
 def local_devices() -> int:
-    """GPUs of this machine; 1 without any: the CPU."""
+    """Number of GPUs of this machine; 1, for the CPU, if it has none."""
     import torch
 
     return max(torch.cuda.device_count(), 1)
 
 
-def start_ranks(count: int, module: str, arguments: Sequence[str]) -> None:
-    """Run a module with these arguments as ``count`` ranks of this machine.
+def local_gpu(rank: int, action: str) -> torch.device | None:
+    """The GPU of this rank, which becomes torch's current one; None on a machine without GPUs.
 
     Raises:
-        ValueError: one of them failed; the others are ended, and the message says which one it was and why.
+        ValueError: the machine has fewer GPUs than ranks. ``action`` is what the user wants to do with CPUs instead.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"rank {rank} has local rank {local_rank}, but its machine has {torch.cuda.device_count()} GPUs; start one "
+            f"rank per GPU, or {action} CPUs with CUDA_VISIBLE_DEVICES= in front of the command"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def start_ranks(count: int, module: str, arguments: Sequence[str]) -> None:
+    """Run ``python -m module`` with the given arguments as ``count`` ranks on this machine.
+
+    Raises:
+        ValueError: a rank failed; the others are ended, and the message names the rank and the reason.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     command = [sys.executable, "-m", module, *arguments]
@@ -82,12 +106,12 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
             break
         time.sleep(0.05)
     failed = [rank for rank, state in enumerate(states) if state]
-    # One that the system ended explains what the others say.
+    # A rank that was ended by a signal is the cause of the errors of the others.
     rank = min(failed, key=lambda rank: (ranks[rank].returncode > 0, rank))
     status = ranks[rank].returncode
     if status < 0:
-        raise ValueError(f"rank {rank} was ended from outside by signal {-status}; the other ranks were stopped")
+        raise ValueError(f"rank {rank} was ended by signal {-status}; the other ranks were stopped")
     lines = Path(folder, f"errors_{rank}").read_text(errors="replace").strip().splitlines()
     reason = lines[-1].removeprefix("Error: ") if lines else f"ended with status {status}"
-    # What concerns all of them is said by rank 0.
+    # Rank 0 reports errors that concern all ranks, so its message needs no rank in front.
     raise ValueError(reason if rank == 0 or reason.startswith("rank ") else f"rank {rank}: {reason}")

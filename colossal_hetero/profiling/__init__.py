@@ -1,1 +1,1 @@
-"""Measuring a model or a device without leaving a trace in model, optimizer or random state."""
+"""Measure models and devices, with model, optimizer and random state restored afterwards."""

@@ -1,7 +1,7 @@
-"""Put ZeRO's optimizer and FSDP back between two steps after one that did not end.
+"""Make ZeRO's optimizer and FSDP usable again after a training step that did not finish.
 
-A step that runs out of memory leaves them in the middle: buckets half full, parameters gathered, hooks registered that
-only the end of a backward pass removes. Their own code has no way back, because in training such a step is the last.
+A step that runs out of memory leaves partly filled buckets, gathered parameters, and hooks that only the end of a
+backward pass removes. ZeRO and FSDP cannot undo this themselves, because in normal training such an error ends the run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["abort_step", "find_zero_optimizer"]
 
 
 def abort_step(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerWrapper | None = None) -> None:
-    """Make ``model`` and ``optimizer`` ready for the next forward pass, wherever the last step has ended.
+    """Make ``model`` and ``optimizer`` ready for the next forward pass, at whatever point the last step stopped.
 
-    Gradients that were there before the step stay allocated, with some or all of the abandoned step's added; those
-    that it had not finished are dropped. FSDP's parameters are sharded and are gathered anew when they are next used;
-    the order in which it prefetches them is recorded anew. After a complete step the call changes nothing else.
+    Gradients that existed before the step stay allocated and may contain a part of the aborted step's gradients.
+    Unfinished gradients are dropped. FSDP's parameters are sharded again, to be gathered when they are used next, and
+    FSDP records the order in which it prefetches them again. After a complete step the call changes nothing else.
     """
     get_accelerator().synchronize()
     zero = find_zero_optimizer(optimizer)
@@ -40,7 +40,7 @@ def abort_step(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerWra
 
 
 def find_zero_optimizer(optimizer: Any) -> LowLevelZeroOptimizer | None:
-    """The optimizer of ZeRO 1 or 2 among ``optimizer`` and those that it wraps; None without."""
+    """The optimizer of ZeRO stage 1 or 2 among ``optimizer`` and those that it wraps; None if there is none."""
     while isinstance(optimizer, OptimizerWrapper):
         if isinstance(optimizer, LowLevelZeroOptimizer):
             return optimizer
@@ -49,7 +49,7 @@ def find_zero_optimizer(optimizer: Any) -> LowLevelZeroOptimizer | None:
 
 
 def _empty_buckets(zero: LowLevelZeroOptimizer) -> None:
-    if zero.require_grad_sync:  # otherwise the parameters' own gradients are those accumulated so far
+    if zero.require_grad_sync:  # otherwise these gradients are the accumulated ones
         for parameters in zero._working_param_groups.values():
             for parameter in parameters:
                 parameter.grad = None
@@ -58,7 +58,7 @@ def _empty_buckets(zero: LowLevelZeroOptimizer) -> None:
 
 @torch.no_grad()
 def _abort(shard: Any) -> None:  # FullyShardedDataParallel, whose inner state has no types
-    """What FSDP does at the end of a backward pass, without the assumption that all of it has run."""
+    """Do what FSDP does at the end of a backward pass, without assuming that the pass is complete."""
     shard.training_state = TrainingState.IDLE
     if shard._is_root:
         shard._post_backward_callback_queued = False
@@ -89,10 +89,10 @@ def _abort(shard: Any) -> None:  # FullyShardedDataParallel, whose inner state h
         del parameter._post_backward_hook_state
     parameter._post_backward_called = False
     if handle._use_orig_params:
-        parameter._tensors[:] = [None] * len(parameter._tensors)  # views that hold the forward pass's graph
-    handle._reset_flat_param_grad_info_if_needed()  # what `zero_grad` has left to FSDP's next forward pass
+        parameter._tensors[:] = [None] * len(parameter._tensors)  # views that keep the graph of the forward pass
+    handle._reset_flat_param_grad_info_if_needed()  # after `zero_grad`, FSDP does this in the next forward pass
     if hasattr(parameter, "_saved_grad_shard"):
-        # The shard that was set aside while the whole gradient is computed in `grad`.
+        # FSDP stores the gradient's shard here while `grad` holds the whole gradient.
         saved = parameter._saved_grad_shard
         del parameter._saved_grad_shard
         parameter.grad = None

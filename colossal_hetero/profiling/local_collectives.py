@@ -1,8 +1,8 @@
-"""Collectives that need no peer, for the time of profiling.
+"""Replace collectives by local ones that do not communicate, while a rank is profiled.
 
-Each rank tries batches at its own pace and may run out of memory in the middle of a step. With collectives that end
-where they begin, no peer is left waiting in one, and the time of communication is not in what is measured, while all
-buffers are allocated as in training.
+Each rank tries micro-batches at its own pace and may run out of memory in the middle of a step. With local collectives
+no other rank is left waiting, and the measured times do not include communication, while all buffers are allocated as
+in training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Group = dist.ProcessGroup | None
 
 
 class FinishedWork(dist.Work):
-    """The handle of a collective that is over."""
+    """The handle of a finished collective."""
 
     def __init__(self, results: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class FinishedWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Nothing is pending."""
+        """Do nothing, because the collective is finished."""
 
     def result(self) -> list[Tensor]:
         return self._results
@@ -52,17 +52,17 @@ class FinishedWork(dist.Work):
 
 @contextmanager
 def local_collectives(model: torch.nn.Module | None = None) -> Iterator[None]:
-    """Let every collective of ``torch.distributed`` be done by this rank alone.
+    """In the block, collectives of ``torch.distributed`` use only the data of this rank and do not communicate.
 
-    Where others' parts would come in, this rank's own part stands in for them: a reduction leaves a tensor as it is,
-    a gathered tensor holds its own part as often as there are ranks. What is computed with them is meaningless, but it
-    takes the same memory and work. Values that are gathered in the block must not be used after it;
+    This rank's data replaces the data of the others: a reduction leaves a tensor unchanged, and a gathered tensor holds
+    this rank's part once per rank. The results are meaningless, but memory and compute are the same as in training.
+    Values that are gathered in the block must not be used after it;
     :func:`~colossal_hetero.profiling.aborted_step.abort_step` drops those that FSDP keeps.
 
-    What torch calls by name through ``torch.distributed`` is covered, which is all that ZeRO's optimizer, Gemini, FSDP
-    and ``SyncBatchNorm`` use. ``DistributedDataParallel`` reduces gradients in C++: those in ``model`` do not
-    synchronize inside the block, as between accumulation steps. Messages between two ranks and DTensor's functional
-    collectives are not covered.
+    Collectives that are called as attributes of ``torch.distributed`` are covered; ZeRO's optimizer, Gemini, FSDP and
+    ``SyncBatchNorm`` use no others. ``DistributedDataParallel`` reduces gradients in C++; instances in ``model`` do not
+    synchronize gradients in the block, as between accumulation steps. Point-to-point messages and the functional
+    collectives of DTensor are not covered.
     """
     modules = (dist, distributed_c10d)
     saved = [(module, name, getattr(module, name)) for module in modules for name in _LOCAL if hasattr(module, name)]
@@ -82,7 +82,7 @@ def local_collectives(model: torch.nn.Module | None = None) -> Iterator[None]:
 
 
 def _fill(output: Tensor, own: Tensor) -> None:
-    """Repeat ``own`` through ``output``; the piece of ``output`` that is ``own`` itself stays."""
+    """Fill ``output`` with copies of ``own``; a piece of ``output`` with the same memory as ``own`` is skipped."""
     flat, part = output.detach().view(-1), own.detach().reshape(-1)
     if part.numel() == 0:
         return
@@ -100,7 +100,7 @@ def _own(pieces: Sequence[Tensor], group: Group) -> Tensor:
 
 
 def _in_place(tensor: Tensor | Sequence[Tensor], *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-    """``all_reduce``, ``reduce``, ``broadcast`` and their coalesced forms; ``async_op`` is their last argument."""
+    """``all_reduce``, ``reduce``, ``broadcast`` and their coalesced versions; ``async_op`` is their last argument."""
     in_flight = async_op or (bool(args) and args[-1] is True)
     return _done([tensor] if isinstance(tensor, Tensor) else tensor, in_flight)
 
@@ -195,7 +195,7 @@ def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *args:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Objects that are broadcast, and coalesced buffers, stay what they are on this rank."""
+    """Broadcast objects and coalesced buffers keep their values on this rank."""
 
 
 def _barrier(group: Group = None, async_op: bool = False, device_ids: Any = None) -> FinishedWork | None:
@@ -225,4 +225,4 @@ _LOCAL: dict[str, Callable[..., Any]] = {
     "barrier": _barrier,
     "monitored_barrier": _nothing,
 }
-"""By the name that torch gives them."""
+"""The local replacement of each collective, by its name in ``torch.distributed``."""

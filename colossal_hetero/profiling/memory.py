@@ -1,7 +1,7 @@
-"""A device's memory: what the process may use, what it uses, running out of it, and recovering from that.
+"""The memory of a device: its limit, its use, and how to detect and recover from running out of memory.
 
-Where nothing but the machine limits a CPU process, too much memory does not raise: the kernel ends the process. Such a
-limit is not hard, and whoever searches for the largest batch stays below it.
+If only the machine's memory limits a CPU process, using too much does not raise an error, but the kernel ends the
+process. Such a limit is not hard, and a search for the largest batch must stay below it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 MARGIN = 0.1
-"""The share of what a machine has available that is left to others where the limit is not hard."""
+"""If the limit is not hard, this share of the machine's available memory is left to other processes."""
 
 _MESSAGES = (
     "out of memory",
@@ -47,38 +47,40 @@ _MESSAGES = (
     "std::bad_alloc",
     "bad allocation",
     "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED and its relatives of cuDNN, cuSPARSE and cuSOLVER
-    # oneDNN, which gives no reason; where the first sample ran, it is this one.
+    # oneDNN gives no reason; if one sample ran before, the reason is missing memory.
     "could not create a memory",
     "could not create a primitive",
     "could not execute a primitive",
     "ncclsystemerror: cuda error: out",
 )
-"""How libraries say it, in lower case, where their exception is not one of its own kind."""
+"""Parts of the out-of-memory messages of libraries without an exception type for it, in lower case."""
 
 
-# glibc keeps freed memory as long as something lives above it; pages in between can be given back. Looked up here,
-# because that needs memory itself.
+# glibc keeps freed memory as long as memory above it is in use; malloc_trim returns such pages to the system. It is
+# looked up at import, because the lookup itself needs memory.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What this process may use of a device."""
+    """The memory of a device that this process may use."""
 
     bytes: int
+    """Size of the limit, including memory that the process already uses."""
     is_hard: bool
-    """True: an allocation beyond it raises. False: the process is killed, so stay below."""
+    """True if an allocation beyond the limit raises an error; False if the kernel may end the process."""
     source: str
-    """What sets it, in words."""
+    """What sets the limit, in words."""
 
 
 def memory_limit(device: torch.device) -> MemoryLimit:
-    """What this process may use of ``device``, including what it uses already.
+    """The memory of ``device`` that this process may use, including memory that it already uses.
 
-    On a GPU this is the card's memory, or less with ``set_per_process_memory_fraction`` or where others use it. On a
-    CPU it is the limit of the address space (``RLIMIT_AS``) if there is one, which counts mapped bytes; else it is in
-    resident bytes what this process uses plus its part of what the control group or the machine has available, less a
-    tenth. Ranks on a machine have equal parts (``LOCAL_WORLD_SIZE``; unless that is set, all ranks are counted).
+    On a GPU it is the memory of the card, less memory that other processes use, and limited by
+    ``set_per_process_memory_fraction``. On a CPU with a limit of the address space (``RLIMIT_AS``), it is that limit,
+    in mapped bytes. On a CPU without one, it is in resident bytes: the memory that this process uses, plus its part of
+    90 % of the memory that its control group or the machine has available. Ranks on a machine have equal parts
+    (``LOCAL_WORLD_SIZE``; if that is not set, all ranks are counted).
     """
     if device.type == "cuda":
         return _limit_of_gpu(device)
@@ -97,7 +99,7 @@ def memory_limit(device: torch.device) -> MemoryLimit:
 
 
 def used_bytes(device: torch.device) -> int:
-    """What this process uses of ``device`` now, in the unit of :func:`memory_limit`."""
+    """Bytes of ``device`` that this process uses now, counted as in :func:`memory_limit`."""
     if device.type == "cpu":
         memory = psutil.Process().memory_info()
         return int(memory.rss if _address_space_limit() is None else memory.vms)
@@ -105,22 +107,22 @@ def used_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin to measure a peak. The peak of an address space cannot be reset: it is that since the process started."""
+    """Start measuring the peak. With an address-space limit it cannot be reset and counts from the process start."""
     get_accelerator().reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that was used since :func:`reset_peak`, in the unit of :func:`memory_limit`."""
+    """Largest number of bytes used since :func:`reset_peak`, counted as in :func:`memory_limit`."""
     if device.type == "cpu" and _address_space_limit() is not None:
         return _status_bytes("VmPeak") or used_bytes(device)
     return int(get_accelerator().max_memory_allocated(device))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether ``error``, or one that it follows from, says that memory did not suffice.
+    """Whether ``error``, or an error that caused it, is an out-of-memory error.
 
-    That is said by torch's allocators for CPU and GPU, Python, C++, the operating system and the libraries that torch
-    calls, in as many ways.
+    Such errors come from torch's CPU and GPU allocators, Python, C++, the operating system and the libraries that torch
+    calls, each with its own type or message.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -136,9 +138,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def recover(error: BaseException | None = None) -> None:
-    """Release what a failed step holds: the local variables of its frames, its graph, and what allocators keep.
+    """Release the memory of a failed step: local variables in its frames, its graph, and the caches of allocators.
 
-    ``error`` loses its traceback, which holds the frames.
+    The traceback of ``error``, which refers to the frames, is removed.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -154,11 +156,11 @@ def recover(error: BaseException | None = None) -> None:
 
 @contextmanager
 def reserved_memory(size_bytes: int, device: torch.device) -> Iterator[None]:
-    """Hold ``size_bytes`` of ``device``, written to, so that something else that is yet to come will have room.
+    """In the block, hold ``size_bytes`` of ``device``, so that later allocations of that size will fit.
 
-    Raises whatever allocation raises if there is no room; :func:`is_out_of_memory` knows it.
+    If there is not enough memory, the allocation raises an error that :func:`is_out_of_memory` recognizes.
     """
-    # Written, because the kernel counts a page of a CPU process only when it is first used.
+    # The memory is written, because the kernel counts a page of a CPU process only after its first use.
     held = torch.empty(max(size_bytes, 0), dtype=torch.uint8, device=device).fill_(1)
     try:
         yield
@@ -168,7 +170,7 @@ def reserved_memory(size_bytes: int, device: torch.device) -> Iterator[None]:
 
 def _limit_of_gpu(device: torch.device) -> MemoryLimit:
     free, total = torch.cuda.mem_get_info(device)
-    # torch tells the fraction that was set from version 2.7 on; before, trials find the limit without an estimate.
+    # torch reports the fraction from version 2.7 on; with older versions the trials find the limit themselves.
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
     reachable = free + torch.cuda.memory_reserved(device)
     if fraction * total <= reachable:
@@ -183,7 +185,7 @@ def _address_space_limit() -> int | None:
 
 
 def _status_bytes(name: str) -> int | None:
-    """A field of ``/proc/self/status`` that is in kB; None where there is none."""
+    """A field of ``/proc/self/status``, converted from kB; None if it is missing."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{name}:"):
@@ -192,7 +194,7 @@ def _status_bytes(name: str) -> int | None:
 
 
 def _left_in_control_group(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Bytes that the process's control group, and those above it, let it use in addition; None without a limit."""
+    """Bytes that the process may use in addition by its control group and the groups above it; None without a limit."""
     left: list[int] = []
     with suppress(OSError):
         for line in groups.read_text().splitlines():
@@ -207,9 +209,9 @@ def _left_in_control_group(root: Path = Path("/sys/fs/cgroup"), groups: Path = P
             group = top / name.lstrip("/")
             for folder in [group, *group.parents][: len(group.parts) - len(top.parts) + 1]:
                 with suppress(OSError, ValueError):  # no such file; "max"
-                    most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+                    maximum, used = int((folder / limit).read_text()), int((folder / usage).read_text())
                     counts = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
-                    left.append(most - used + int(counts.get(cache, 0)))
+                    left.append(maximum - used + int(counts.get(cache, 0)))
     return max(min(left), 0) if left else None
 
 

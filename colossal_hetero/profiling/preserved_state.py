@@ -1,4 +1,4 @@
-"""Leave model, optimizer and random state as they were found, whatever trial steps do to them."""
+"""Restore model, optimizer and random state after trial passes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ Restore = Callable[[], None]
 def preserved_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerWrapper | None = None
 ) -> Iterator[None]:
-    """Restore on leaving, bit for bit and in the same tensors, what forward and backward passes change.
+    """On leaving the block, restore what forward and backward passes change, bit for bit and in the same tensors.
 
-    That is: buffers, gradients (those of ZeRO's optimizer and FSDP too; where there was none there is none again),
+    This includes buffers, gradients (also those of ZeRO's optimizer and FSDP; a gradient that was None is None again),
     training or evaluation mode of each module, the random state of Python, NumPy, torch, the accelerator and
-    Colossal-AI's parallel dropout, and the entries of the optimizer's state and parameter groups. A step that was
-    broken off is abandoned (:func:`~colossal_hetero.profiling.aborted_step.abort_step`).
+    Colossal-AI's parallel dropout, and the entries of the optimizer's state and parameter groups. A step that did not
+    finish is aborted (:func:`~colossal_hetero.profiling.aborted_step.abort_step`).
 
-    Parameters and the tensors in the optimizer's state are changed by optimizer steps only; none may be in the block.
-    Other attributes of modules, such as a counter that is a Python number, are not restored.
+    The block must not contain optimizer steps, because parameters and the tensors in the optimizer's state are not
+    restored. Other attributes of modules, such as a counter that is a Python number, are not restored either.
     """
     abort_step(model, optimizer)
     tensors = _parameters(model, optimizer)
@@ -56,7 +56,7 @@ def preserved_state(
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> torch.optim.Optimizer:
-    """The optimizer that wrappers of Colossal-AI wrap."""
+    """The torch optimizer inside Colossal-AI's wrappers."""
     while isinstance(optimizer, OptimizerWrapper):
         optimizer = optimizer.optim
     return optimizer
@@ -78,7 +78,7 @@ def _random_state() -> Restore:
 
 
 def _modules(model: nn.Module) -> Iterator[Restore]:
-    """Modes, buffers and the random state of dropout that differs among ranks."""
+    """Restore modes, buffers and the random state of dropout that differs among ranks."""
     copies: dict[int, Tensor] = {}
     for module in model.modules():
         yield _mode(module)
@@ -99,7 +99,7 @@ def _mode(module: nn.Module) -> Restore:
 
 
 def _buffers(module: nn.Module, copies: dict[int, Tensor]) -> Restore:
-    """``copies`` by ``id`` are of this module's buffers and of those before it that they share."""
+    """Restore the buffers of ``module``; ``copies``, by ``id`` of a buffer, is shared by all modules."""
     before = dict(module._buffers)
     for buffer in before.values():
         if buffer is not None and id(buffer) not in copies:
@@ -109,7 +109,7 @@ def _buffers(module: nn.Module, copies: dict[int, Tensor]) -> Restore:
         module._buffers.clear()
         module._buffers.update(before)
         for buffer in before.values():
-            # Untouched ones are left alone: one whose elements share memory cannot be written.
+            # Unchanged buffers are not written, because a buffer whose elements share memory cannot be written.
             if buffer is not None and not _is_same(buffer, copies[id(buffer)]):
                 buffer.detach().copy_(copies[id(buffer)])
 
@@ -142,7 +142,7 @@ def _gradients(optimizer: Any, tensors: list[Tensor]) -> Iterator[Restore]:
 
     def restore() -> None:
         for tensor, gradient in found:
-            # Through None, because torch refuses an exchange between gradients of unlike kinds.
+            # Set to None first, because torch does not allow to replace a gradient by one of another type.
             tensor.grad = None
             tensor.grad = gradient
         values()
@@ -157,7 +157,7 @@ def _gradients(optimizer: Any, tensors: list[Tensor]) -> Iterator[Restore]:
 
 
 def _gradient_store(store: Any) -> Restore:
-    """The reduced gradients that ZeRO's optimizer keeps: lists of slices by parameter group and parameter."""
+    """Restore the reduced gradients of ZeRO's optimizer: lists of slices by parameter group and parameter."""
     slices = {
         group: {parameter: list(parts) for parameter, parts in parameters.items()}
         for group, parameters in store._grads_of_params.items()
@@ -174,7 +174,7 @@ def _gradient_store(store: Any) -> Restore:
 
 
 def _optimizer(optimizer: torch.optim.Optimizer | OptimizerWrapper | None) -> Iterator[Restore]:
-    """The entries of the optimizer's state and groups, without copies of the tensors among them."""
+    """Restore the entries of the optimizer's state and parameter groups; their tensors are not copied."""
     if optimizer is None:
         return
     inner = inner_optimizer(optimizer)
@@ -202,12 +202,12 @@ def _optimizer(optimizer: torch.optim.Optimizer | OptimizerWrapper | None) -> It
 
 
 def _copied(value: Any) -> Any:
-    """A parameter group's option as it is now; a tensor, such as a learning rate, is copied when it is changed."""
+    """A copy of an option of a parameter group. A tensor, such as a learning rate, is returned as it is."""
     return value if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _parameters(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Those of the model, of FSDP's shards and of the optimizer, which may have its own; each once."""
+    """The parameters of the model, of FSDP's shards and of the optimizer, which may have its own; each once."""
     tensors: list[Tensor] = list(model.parameters())
     shards = FullyShardedDataParallel.fsdp_modules(model)
     tensors += [shard._handle.flat_param for shard in shards if shard._handle is not None]
@@ -221,5 +221,5 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _is_same(tensor: Tensor, value: Tensor) -> bool:
-    """Equal bit for bit; NaN equals nothing and so is taken as changed."""
+    """Whether the values are equal; NaN is not equal to itself and counts as changed."""
     return torch.equal(tensor.detach().cpu(), value)

@@ -1,4 +1,4 @@
-"""One forward and backward pass of the user's model and loss, on samples taken from the user's data."""
+"""Run one forward and backward pass of the user's model and loss, on samples of the user's dataset."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from ..accelerator import get_accelerator
 __all__ = ["TrainingStep", "TrialRun", "default_training_step"]
 
 TrainingStep = Callable[[nn.Module, "Callable | None", Any], torch.Tensor]
-"""``(model, criterion, batch) -> mean loss over the batch``; the batch is on the device."""
+"""``(model, criterion, batch) -> mean loss over the batch``, with the batch on the device."""
 
 
 def default_training_step(model: nn.Module, criterion: Callable | None, batch: Any) -> torch.Tensor:
-    """The loss of the two usual kinds of batch.
+    """The loss for the two common types of batch.
 
-    ``(inputs, targets)``: ``criterion(model(inputs), targets)``. A mapping: ``model(**batch)``, whose ``loss`` is taken
-    where it has one, else ``criterion(outputs, batch)``, as Colossal-AI's scripts for transformers do.
+    For a pair ``(inputs, targets)`` it is ``criterion(model(inputs), targets)``. For a mapping it is the ``loss`` of
+    ``model(**batch)`` or, if the outputs have no loss, ``criterion(outputs, batch)``, as in Colossal-AI's scripts for
+    transformers.
 
     Raises:
-        TypeError: the batch is of another kind; the message says what to pass to the plugin.
+        TypeError: the batch has another type; the message says what to pass to the plugin.
     """
     if isinstance(batch, Mapping):
         outputs = model(**batch)
@@ -42,16 +43,16 @@ def default_training_step(model: nn.Module, criterion: Callable | None, batch: A
         return criterion(model(inputs), targets)
     kind = type(batch).__name__ + (" without a criterion" if criterion is None else "")
     raise TypeError(
-        f"a batch of type {kind} can be trained on in more than one way: give the plugin training_step=f, where "
+        f"there is no default training step for a batch of type {kind}; pass training_step=f to the plugin, where "
         "f(model, criterion, batch) returns the mean loss"
     )
 
 
 @dataclass
 class TrialRun:
-    """Runs micro-batches of any size for measuring, outside of the epoch's order.
+    """Runs trial micro-batches of any size, without drawing from the loader.
 
-    Samples are the first ones of the data set, repeated as often as it takes.
+    The samples are the first ones of the dataset, repeated if the micro-batch is larger than the dataset.
     """
 
     model: nn.Module
@@ -64,7 +65,7 @@ class TrialRun:
         self._samples: list[Any] = []
 
     def __call__(self, samples: int) -> float:
-        """Forward and backward once with so many ``samples``; seconds, loading the samples left out."""
+        """Run forward and backward of a micro-batch; the seconds that they take, without loading the samples."""
         device = get_accelerator().get_current_device()
         batch = tree_map(lambda part: _to(part, device), self.loader.collate_fn(self._first(samples)))
         get_accelerator().synchronize()
@@ -75,7 +76,7 @@ class TrialRun:
         return time.perf_counter() - begin
 
     def _first(self, samples: int) -> Any:
-        """What a ``DataLoader`` would give its ``collate_fn``."""
+        """The samples as a ``DataLoader`` passes them to its ``collate_fn``."""
         dataset: Any = self.loader.dataset
         length = len(dataset)
         if getattr(dataset, "__getitems__", None):

@@ -142,7 +142,7 @@ def train(
             dist.all_reduce(losses)
             shares = " + ".join(str(share.samples) for share in training.allocation.shares)
             report.epoch(epoch, losses.tolist(), evaluate(model, test_images), f"  images by rank {shares}")
-    training.reallocations = plugin.balancer.reallocations
+    training.reallocations = plugin.batch_balancer.reallocations
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:

@@ -175,15 +175,15 @@ class _Problem:
         jumps = [np.zeros(plain.sum())]
         if self.prunes.any():
             per_share, fixed = self.costs.resize_per_share, self.costs.resize_fixed
-            m, most = matmul[self.prunes], self.max_ratio[self.prunes]
+            m, max_ratio = matmul[self.prunes], self.max_ratio[self.prunes]
             work, late = self.work[self.prunes], self.pruned_work[self.prunes]
-            less = self.full[self.prunes] + (fixed + per_share * most) * m  # R_i
+            prune_less = self.full[self.prunes] + (fixed + per_share * max_ratio) * m  # R_i
             # S_i: the rank does not prune at all from Ω2·γ left of R_i on, or earlier by what Ω1 amounts to.
-            none = less - per_share * m * (most - fixed / self.gain)
+            prune_nothing = prune_less - per_share * m * (max_ratio - fixed / self.gain)
             steep = (1.0 / per_share - 1.0) / m if per_share > 0 else np.zeros_like(m)
             drop = np.zeros_like(m) if per_share > 0 else (work - late) / m
             zero = np.zeros_like(m)
-            positions += [late, less, none]
+            positions += [late, prune_less, prune_nothing]
             weights += [1.0 / m, steep, -steep]
             jumps += [zero, drop, zero]
         return np.concatenate(positions), np.concatenate(weights), np.concatenate(jumps)
@@ -229,14 +229,14 @@ class _Problem:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Let slow ranks, one after the other, prune more than they need until there is room for ``share``."""
         early, resize = early.copy(), resize.copy()
-        most = np.maximum(deadline - self.pruned_work, 0.0) * self.room
-        able = np.flatnonzero(self.prunes & (migrate == 0) & (most > early))
-        # First those that prune anyway and have paid for it, then those with most room to win.
-        for rank in sorted(able, key=lambda rank: (resize[rank] == 0, early[rank] - most[rank], rank)):
+        capacity = np.maximum(deadline - self.pruned_work, 0.0) * self.room
+        able = np.flatnonzero(self.prunes & (migrate == 0) & (capacity > early))
+        # First the ranks that prune in any case and have paid the fixed cost, then those that gain the most room.
+        for rank in sorted(able, key=lambda rank: (resize[rank] == 0, early[rank] - capacity[rank], rank)):
             lacking = share - early.sum()
             if lacking <= 0:
                 break
-            room = min(early[rank] + lacking, most[rank])
+            room = min(early[rank] + lacking, capacity[rank])
             seconds = self.work[rank] - deadline + room / self.room[rank]
             resize[rank] = min(
                 (seconds / self.matmul[rank] + self.costs.resize_fixed) / self.gain, float(self.max_ratio[rank])

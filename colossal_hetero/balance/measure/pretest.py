@@ -143,14 +143,14 @@ def measure_costs(
     """
     if group.size() == 1:
         return Costs()
-    tell = show or (lambda _: None)
-    resized, received = _time_products(shapes, rows, dtype, device, form, tell)
+    report = show or (lambda _: None)
+    resized, received = _time_products(shapes, rows, dtype, device, form, report)
     everyone = np.median(_gather([*resized, *received], group, device), axis=0)
     resize_fixed, resize_per_share = fit_resize(RESIZED_SHARES, everyone[: len(resized)])
     receive_factor = fit_receive_factor(RECEIVED_SHARES, everyone[len(resized) :])
     links = {}
     for kind, send in _message_kinds(group).items():
-        tell(f"timing messages: {kind}")
+        report(f"timing messages: {kind}")
         links[kind] = fit_link(*_time_messages(send, group, device))
     communication = []
     for share in MIGRATED_SHARES:
@@ -187,7 +187,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> FittedLink:
 
 
 def _time_products(
-    shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, device: torch.device, form: Form, tell: Show
+    shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, device: torch.device, form: Form, report: Show
 ) -> tuple[list[float], list[float]]:
     """Times of resized and received products relative to dense ones; means over shapes, weighted by their work."""
     largest = sorted(set(shapes), key=lambda shape: (-shape.outputs * shape.columns, shape.outputs))[:SHAPES]
@@ -199,7 +199,7 @@ def _time_products(
     for shape in largest:
         if time.perf_counter() - start > PRODUCT_SECONDS / 2:
             break
-        tell(f"timing products of {rows} × {shape.columns} × {shape.outputs}")
+        report(f"timing products of {rows} × {shape.columns} × {shape.outputs}")
         ratios.append(_time_shape(shape, rows, dtype, device, form, PRODUCT_SECONDS / len(largest)))
         weights.append(shape.outputs * shape.columns)
     mean = np.average(ratios, axis=0, weights=weights).tolist()

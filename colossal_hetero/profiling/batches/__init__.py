@@ -1,1 +1,1 @@
-"""Profile micro-batches: the largest one that fits on a device, and the time of each size."""
+"""Measure the largest micro-batch that fits on a device, and the time of micro-batches by size."""

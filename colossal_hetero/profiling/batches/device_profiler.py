@@ -1,6 +1,6 @@
-"""Measure a device: the largest micro-batch that it holds, and how long micro-batches take (Poplar, Algorithm 1).
+"""Measure a device: the largest micro-batch that it holds, and the time of micro-batches (Poplar, Algorithm 1).
 
-Every rank measures itself, at its own pace and without communication:
+Every rank measures its own device at its own pace, without communication:
 
 .. code-block:: python
 
@@ -10,12 +10,12 @@ Every rank measures itself, at its own pace and without communication:
             abort=lambda: abort_step(model, optimizer),
         )
 
-Where Algorithm 1 predicts the largest batch from one sample, here memory is measured anew with every trial, and the
-prediction says where to look, not what is found. The loop that searches between two sizes ends.
+Algorithm 1 predicts the largest batch from the memory of one sample. Here memory is measured with every trial, and the
+prediction only sets which sizes are tried first. The algorithm's loop between two sizes is corrected so that it ends.
 
-On a CPU whose address space is limited, oneDNN (convolutions, products in bfloat16) keeps some megabytes for every size
-it has run. Once it lacks memory while it compiles, it refuses to compile anything new in that thread. Sizes that have
-run still run then, others do not, and the largest that is found may be below the true one.
+On a CPU with an address-space limit, oneDNN (convolutions, matrix products in bfloat16) keeps some megabytes for every
+size that it has run. If it runs out of memory while it compiles, it does not compile anything new in that thread
+afterwards. Then only sizes that have run before still run, and the result may be below the true largest batch.
 """
 
 from __future__ import annotations
@@ -46,42 +46,46 @@ from colossalai.interface.optimizer import DistributedOptim
 __all__ = ["BatchProgress", "Timing", "device_name", "optimizer_state_bytes", "peak_flops", "profile_device"]
 
 MIN_SECONDS = 0.5
+"""A size is run until this much time has been measured. A device that is throttled for part of each tenth of a second
+is fast in some short passes and slow in others, so that a single short pass does not show its speed."""
 MAX_REPEATS = 30
-"""A size is run until that much time has been measured, or that often: a device that is throttled for part of each
-tenth of a second is fast in some short passes and slow in others."""
+"""Largest number of runs of a size."""
 
 MANY_RUNS = 4
+"""Number of runs from which a mean replaces the median."""
 
 REPEATS_OF_A_DIP = 2
-"""How often a time is measured again that is above that of a larger batch."""
+"""How often a size is measured again if it is slower than a larger one."""
 
 TOLERATED_DIP = 0.1
-"""Share by which a batch may be slower than a larger one; what is slower still makes no curve."""
+"""Largest share by which a size may be slower than a larger one; above it, it gets the time of the larger one."""
 
 
 DISTRIBUTED_STATE_BYTES = 8
-"""Per parameter, what Colossal-AI's distributed optimizers (Lamb, CAME, Adafactor, GaLore) keep at most: 2 moments."""
+"""Largest state, in bytes per parameter, of Colossal-AI's distributed optimizers (Lamb, CAME, Adafactor, GaLore), which
+keep two moments."""
 
 
 class Timing(NamedTuple):
-    """What a forward and backward pass took."""
+    """Time of a forward and backward pass."""
 
     seconds: float
     forward_seconds: float
-    """Of these, until the loss was there."""
+    """The part of ``seconds`` until the loss was computed."""
 
 
 @dataclass(frozen=True)
 class BatchProgress:
-    """How far a profile is."""
+    """Progress of profiling a device."""
 
     action: Literal["searching", "timing"]
+    """Whether it searches for the largest micro-batch or times known sizes."""
     batch: int
-    """What runs next."""
+    """Samples of the next micro-batch."""
     largest: int
-    """The largest batch that has run so far."""
+    """Samples of the largest micro-batch that has run so far."""
     runs: int
-    """Passes that have run or failed so far."""
+    """Number of passes that have run or failed so far."""
 
 
 Run = Callable[[int], tuple[float, float]]
@@ -101,30 +105,29 @@ def profile_device(
     """Find the largest micro-batch of at most ``cap`` samples that runs, and time every size on the way.
 
     Args:
-        run: runs forward, loss and backward of a micro-batch of that many samples, between synchronizations with the
-            device, and returns its :class:`Timing` (seconds in all, and of forward). Gradients stay between runs, as
-            they do when they are accumulated.
-        cap: the largest batch of interest, such as the global batch size.
-        state_bytes_to_come: what the optimizer's state will take that is not allocated yet; so much is held meanwhile.
-        device: on which ``run`` runs.
-        repeats: every size is run so often at least, its first run (which also prepares libraries for it) included.
+        run: runs forward, loss and backward of a micro-batch of that many samples, synchronizes with the device before
+            and after, and returns its :class:`Timing`. Gradients must stay between runs, as in accumulation.
+        cap: upper limit of the search, such as the global batch size.
+        state_bytes_to_come: bytes of the optimizer's state that are not allocated yet; they are reserved meanwhile.
+        device: the device that ``run`` uses.
+        repeats: smallest number of runs of every size, including the first one, which also prepares libraries.
         on_progress: called before each run.
-        abort: called after a run that failed for want of memory; makes the model ready for the next.
-        flops: nominal or measured FLOP/s, to be noted.
+        abort: called after a run that ran out of memory; it must make the model ready for the next run.
+        flops: nominal or measured FLOP/s, to be stored in the profile.
 
     Returns:
-        With ``max_batch`` 0 and no points if not even one sample fits. Where exceeding the limit would end the process
-        (see :func:`~colossal_hetero.profiling.memory.memory_limit`) the search stays below what memory measured so
-        far lets expect, and ``max_batch`` is the largest that does.
+        The device's profile. If not even one sample fits, ``max_batch`` is 0 and there are no points. If exceeding the
+        memory limit would end the process (see :func:`~colossal_hetero.profiling.memory.memory_limit`), no size is
+        tried that is expected to exceed it, and ``max_batch`` is the largest size below.
 
     Raises:
         ValueError: ``cap`` or ``repeats`` is below 1.
-        Exception: whatever ``run`` raises that does not say that memory did not suffice.
+        Exception: any error of ``run`` that is not an out-of-memory error.
 
-    There is no collective in it. See the module's docstring for the blocks to call it in.
+    The function calls no collective. The module's docstring shows the blocks to call it in.
     """
     if repeats < 1:
-        raise ValueError(f"repeats={repeats}; every size must run at least once")
+        raise ValueError(f"repeats={repeats} must be at least 1")
     limit = memory_limit(device)
     trials = _Trials(run, device, limit.bytes, on_progress, abort)
     state, sample = used_bytes(device), 0
@@ -132,7 +135,7 @@ def profile_device(
     search = LargestBatch(0, ((1, False),))
     try:
         with reserved_memory(state_bytes_to_come, device):
-            # The first pass also allocates the gradients and whatever libraries set up when they are first used.
+            # The first pass also allocates the gradients and everything that libraries allocate at their first use.
             if trials.attempt(1, keep=False):
                 recover()
                 state = trials.base = used_bytes(device)
@@ -143,7 +146,7 @@ def profile_device(
                 if largest < search.largest:
                     search = LargestBatch(largest, (*search.tried, (search.largest, False)))
     except Exception as error:
-        # Only the reserved_memory may lack memory here; passes are caught where they run.
+        # Only the reserved memory can be missing here; errors of passes are caught in `attempt`.
         if not is_out_of_memory(error):
             raise
         recover(error)
@@ -163,7 +166,7 @@ def profile_device(
 
 
 class _Trials:
-    """The passes that have run: their times, and the memory they took."""
+    """Runs passes, and stores their times and peak memory."""
 
     def __init__(
         self,
@@ -184,10 +187,10 @@ class _Trials:
         self._timings: dict[int, list[Timing]] = {}
         self._peaks: dict[int, int] = {}
         self.base = 0
-        """Bytes used between passes."""
+        """Bytes in use between passes."""
 
     def attempt(self, batch: int, keep: bool = True) -> bool:
-        """Run a batch; whether memory sufficed. ``keep`` its time."""
+        """Run a batch; whether it fits. ``keep`` says whether its time and memory are stored."""
         if self._on_progress is not None:
             self._on_progress(BatchProgress(self._action, batch, max(self._timings, default=0), self._runs))
         self._runs += 1
@@ -206,25 +209,25 @@ class _Trials:
             return False
         if keep:
             self._timings.setdefault(batch, []).append(timing)
-            # A peak that cannot be reset tells nothing once it has been at the limit.
+            # On a CPU the peak may not be resettable, and is useless after it has reached the limit once.
             if self._device.type != "cpu" or not self._failed:
                 self._peaks[batch] = max(peak_bytes(self._device), self._peaks.get(batch, 0))
         return True
 
     def expected(self) -> int | None:
-        """The largest batch that should fit, from the memory that the two largest have taken."""
+        """The largest batch expected to fit, from the peak memory of the two largest batches; None if unknown."""
         last, slope = self._line()
         return max(last + int((self._limit - self._peaks[last]) // slope), 0) if slope > 0 else None
 
     def sample_bytes(self, batch: int) -> int:
-        """What each sample of a ``batch`` takes beyond :attr:`base`, including its part of what does not grow."""
+        """Bytes per sample of a micro-batch of ``batch`` samples above :attr:`base`, including constant parts."""
         last, slope = self._line()
         if last == 0:
             return 0
         return max(math.ceil((self._peaks[last] + slope * (batch - last) - self.base) / batch), 0)
 
     def _line(self) -> tuple[int, float]:
-        """The largest batch whose memory is known, and how much more a sample took from the second largest to it."""
+        """The largest batch with known memory, and the bytes per sample between the second largest and it."""
         if not self._peaks:
             return 0, 0.0
         last = max(self._peaks)
@@ -232,11 +235,11 @@ class _Trials:
         return last, (self._peaks[last] - self._peaks.get(before, self.base)) / (last - before)
 
     def repeat(self, repeats: int) -> int:
-        """Run each size ``repeats`` times or more, and again those that look slow by chance; the largest that can."""
+        """Run each size at least ``repeats`` times, and repeat sizes that look slow by chance; the largest size."""
         self._action = "timing"
         for batch in sorted(self._timings):
             while self._lacks_runs(batch, repeats):
-                # Memory may lie in pieces; once more, now that it has been put in order.
+                # The memory may be fragmented; try again after the failed attempt has released its memory.
                 if self.attempt(batch) or self.attempt(batch):
                     continue
                 return self._step_down(batch, repeats)
@@ -256,58 +259,61 @@ class _Trials:
         return len(timings) < MAX_REPEATS and sum(timing.seconds for timing in timings) < MIN_SECONDS
 
     def _step_down(self, batch: int, repeats: int) -> int:
-        """Below a size that ran but does not do so reliably; its time and those of larger ones are dropped.
+        """Find a smaller size that runs reliably after ``batch`` did not; drop the times of ``batch`` and larger ones.
 
-        Libraries keep something for every size that they have seen (oneDNN its compiled primitives), so that a search
-        leaves less than it found. Ever larger steps down do not add to that for long.
+        Libraries keep memory for every size that they have run (oneDNN keeps compiled primitives), so less memory is
+        left after a search. The steps down grow, so that few new sizes are run.
         """
         for other in [other for other in self._timings if other >= batch]:
             del self._timings[other]
         reliable = max(self._timings, default=0)
-        less = 1
-        while batch - less > reliable:
-            batch -= less
-            less *= 2
+        step = 1
+        while batch - step > reliable:
+            batch -= step
+            step *= 2
             if all(self.attempt(batch) for _ in range(repeats)):
                 return batch
             self._timings.pop(batch, None)
         return reliable
 
     def _dips(self) -> list[int]:
-        """Sizes that are out of order: slower than a larger one, or faster than a smaller one."""
+        """Sizes that are slower than the next larger one or faster than the next smaller one."""
         seconds = {batch: self._typical(batch).seconds for batch in sorted(self._timings)}
         pairs = [(a, b) for a, b in pairwise(seconds) if seconds[a] > seconds[b]]
         return sorted({batch for pair in pairs for batch in pair})
 
     def _typical(self, batch: int) -> Timing:
-        """Of a size's runs but the first, which prepares libraries for it: of many the mean without the longest, which
-        may be a hiccup; of few the median."""
+        """The typical timing of a size, without its first run, which prepares libraries for it.
+
+        With many runs it is the mean without the longest one, which may be delayed by chance; with few, the median.
+        """
         timings = sorted(self._timings[batch][1:] or self._timings[batch])
         if len(timings) < MANY_RUNS:
             return timings[(len(timings) - 1) // 2]
         kept = timings[:-1]
-        return Timing(fmean(time.seconds for time in kept), fmean(time.forward_seconds for time in kept))
+        return Timing(fmean(each.seconds for each in kept), fmean(each.forward_seconds for each in kept))
 
     def points(self) -> tuple[TimedBatch, ...]:
-        """The sizes that ran. One that stays clearly slower than a larger one has that one's time."""
-        least = Timing(float("inf"), float("inf"))
+        """Times of all sizes that ran. If a size remains clearly slower than a larger one, it gets the time of that."""
+        shortest = Timing(float("inf"), float("inf"))
         points: list[TimedBatch] = []
         for batch in sorted(self._timings, reverse=True):
             timing = self._typical(batch)
-            if timing.seconds > least.seconds * (1 + TOLERATED_DIP):
-                timing = least
-            least = min(least, timing)
+            if timing.seconds > shortest.seconds * (1 + TOLERATED_DIP):
+                timing = shortest
+            shortest = min(shortest, timing)
             points.append(TimedBatch(batch=batch, seconds=timing.seconds, forward_seconds=timing.forward_seconds))
         return tuple(reversed(points))
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> int:
-    """What the optimizer's first step will allocate for its state that is not there yet.
+    """Bytes that the optimizer's first step will allocate for state that does not exist yet.
 
-    A real step with gradients of zero is taken by a twin of the optimizer, with one stand-in for the parameters of a
-    group that are alike at a time; the optimizer itself, its parameters and their gradients are not touched. The rest
-    of the memory that a step takes in passing is not counted: activations are gone by then. Colossal-AI's distributed
-    optimizers, which know their own shards only and communicate, take no such step; the most that they keep is counted.
+    They are measured with a copy of the optimizer object, which takes a real step with zero gradients for one parameter
+    of each shape, stride, dtype and device in a group. The optimizer itself, its parameters and their gradients do not
+    change. Temporary memory of a step is not counted, because activations are already released then. Colossal-AI's
+    distributed optimizers know only their own shards and communicate in a step, so for them the largest possible state
+    is counted instead.
     """
     inner = inner_optimizer(optimizer)
     total = 0
@@ -327,7 +333,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """FLOP/s of a matrix product of that ``dtype`` on ``device``: the best of a few, in tenths of a second."""
+    """FLOP/s of a matrix product with ``dtype`` on ``device``: the highest rate of repeated products within 0.2 s."""
     size = 512 if device.type == "cpu" else 4096
     factor = torch.ones(size, size, device=device, dtype=dtype)
     best, end = float("inf"), time.perf_counter() + 0.2
@@ -341,10 +347,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
 
 
 def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
-    """Bytes of the state of one parameter like ``parameter``."""
+    """Bytes of the optimizer's state of one parameter like ``parameter``."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler counts the steps there
+    twin.__dict__.pop("step", None)  # a learning-rate scheduler replaces it to count the steps
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(twin, hooks, OrderedDict())
     twin.state = defaultdict(dict)
@@ -362,14 +368,14 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any],
             raise
         recover(error)
     if parameter.numel() == 1:
-        return 0  # so little room is there that no sample will run either
-    # Where there is no room to try it on all of the parameter, half of it tells as much.
+        return 0  # with so little memory, no sample will fit either
+    # If there is not enough memory for the whole parameter, measure half of it and scale the result.
     half = parameter.detach().reshape(-1)[: parameter.numel() // 2]
     return math.ceil(_state_after_a_step(optimizer, group, half) * parameter.numel() / half.numel())
 
 
 def _tensor_bytes(state: Any, device: torch.device) -> int:
-    """Bytes on ``device`` of the tensors anywhere in ``state``."""
+    """Bytes on ``device`` of all tensors in ``state``, including nested containers."""
     if isinstance(state, Tensor):
         return state.numel() * state.element_size() if state.device == device else 0
     if isinstance(state, dict):
@@ -380,5 +386,5 @@ def _tensor_bytes(state: Any, device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """What a profile calls ``device``."""
+    """The name of ``device`` in profiles."""
     return "cpu" if device.type == "cpu" else str(get_accelerator().get_device_name(device))

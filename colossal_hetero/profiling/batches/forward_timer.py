@@ -1,8 +1,8 @@
-"""How long this rank's own forward passes take, whatever it waits for.
+"""Measure the forward passes of this rank during training, without waiting for other ranks.
 
-A device that changes its speed changes that of forward and backward passes alike, and the forward pass is the part that
-is this rank's own: gradients are summed in the backward pass, while fast ranks wait for slow ones. Only sharded
-parameters (stage 3) are gathered during the forward pass; those gaps are left out.
+If a device changes its speed, forward and backward passes change alike. Only forward passes are timed, because in the
+backward pass gradients are summed and fast ranks wait for slow ones. With sharded parameters (stage 3), parameters are
+gathered during the forward pass; these gaps are subtracted.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from ...accelerator import get_accelerator
 __all__ = ["MAX_PASSES", "ForwardTimer"]
 
 MAX_PASSES = 1000
-"""Passes that are remembered: enough to tell a speed, and few enough events to keep for an epoch of any length."""
+"""Number of passes that are kept: enough to compute a speed, and few enough to keep in memory for long epochs."""
 
 
 @dataclass
 class _Pass:
-    """Marks in the device's order of work, read when they are long past."""
+    """Timing events of one forward pass, recorded in the device's stream and read later."""
 
     samples: int
     begin: Any
     gaps: list[list[Any]] = field(default_factory=list)
+    """Pairs of events around each gathering of parameters."""
     end: Any = None
 
     def seconds(self) -> float:
@@ -39,11 +40,11 @@ class _Pass:
 
 
 class ForwardTimer:
-    """Measures the forward passes of a boosted model in training, at two events each.
+    """Times the forward passes of a boosted model in training, with two events per pass.
 
     Args:
-        model: the model as its stage's plugin wrapped it.
-        samples: how many samples are in the pass that begins.
+        model: the model, wrapped by the plugin of its stage.
+        samples: returns the number of samples of the pass that begins.
     """
 
     def __init__(self, model: nn.Module, samples: Callable[[], int]) -> None:
@@ -61,14 +62,14 @@ class ForwardTimer:
             self._handles.append(shard.module.register_forward_pre_hook(self._end_gap))
 
     def take(self) -> list[tuple[int, float]]:
-        """Return ``(samples, seconds)`` of the latest passes, at most ``MAX_PASSES``; wait for the device."""
+        """``(samples, seconds)`` of the passes since the last call, at most ``MAX_PASSES``; waits for the device."""
         get_accelerator().synchronize()
         taken = [(each.samples, each.seconds()) for each in self._passes]
         self._passes.clear()
         return taken
 
     def remove(self) -> None:
-        """Stop watching."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
@@ -77,7 +78,7 @@ class ForwardTimer:
             self._running = _Pass(self._samples(), _mark())
 
     def _end(self, module: nn.Module, _: Any, output: Any) -> None:
-        if self._running is not None and output is not None:  # None: it failed, out of memory for example
+        if self._running is not None and output is not None:  # None: the pass failed, e.g. out of memory
             self._running.end = _mark()
             self._passes.append(self._running)
         self._running = None
@@ -92,7 +93,7 @@ class ForwardTimer:
 
 
 def _innermost(model: nn.Module) -> nn.Module:
-    """The user's model: wrappers do their communication outside of it."""
+    """The user's model inside all wrappers; the wrappers communicate outside of it."""
     while hasattr(model, "module") and isinstance(model.module, nn.Module):
         model = model.module
     return model

@@ -1,4 +1,4 @@
-"""The largest micro-batch that a device holds, found in few trials (Poplar, Algorithm 1, with its loop mended)."""
+"""Find the largest micro-batch that a device holds in few trials (Poplar, Algorithm 1, with its loop corrected)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ __all__ = ["LargestBatch", "largest_batch"]
 Estimate = Callable[[], int | None]
 
 GUIDED = 2
-"""Trials that an estimate places: it and one of its neighbors prove an estimate that is exact."""
+"""Number of trials at the estimate; if it is exact, trying it and one neighbor proves that."""
 
 # [Note: trials]
 # Let L be the largest batch that fits and k = ⌊log2 L⌋. Doubling takes k + 1 trials that fit and one that does not, and
-# leaves at most 2^k − 1 sizes open; halving needs k trials for these, wherever the guided ones before it have cut them.
-# That is at most 2k + 2 + GUIDED ≤ 2·log2 L + 4, with a good estimate k + 4.
+# leaves at most 2^k − 1 candidates. Bisection needs at most k trials for these, also after trials at an estimate. In
+# total there are at most 2k + 2 + GUIDED ≤ 2·log2 L + 4 trials, and k + 4 with a good estimate.
 
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """What a search has found, and how."""
+    """The result of a search and its trials."""
 
     largest: int
-    """The largest batch that ran; 0 if not even one sample did."""
+    """Samples of the largest batch that ran; 0 if not even one sample fits."""
     tried: tuple[tuple[int, bool], ...]
-    """Every trial in its order: a batch, and whether it fitted."""
+    """All trials in order: the batch, and whether it fits."""
 
 
 def largest_batch(
@@ -34,19 +34,19 @@ def largest_batch(
     """Find the largest batch in 1..``cap`` that fits, in at most ``2·log2(largest) + 4`` trials.
 
     Args:
-        fits: runs a batch of that many samples; whether it could. Where it says yes, it does so for smaller ones too.
-        cap: no larger batch is of interest.
-        estimate: the largest batch to be expected after the trials so far, None if there is no telling. It is asked
-            anew before each trial. It decides where the search looks first, not what it finds: a wrong one costs two
+        fits: runs a batch of that many samples and returns whether it fits. If a batch fits, smaller ones must too.
+        cap: upper limit of the search.
+        estimate: returns the largest batch expected from the trials so far, or None if unknown; called before each
+            trial. It only sets which batches are tried first and does not change the result; a wrong estimate costs two
             trials.
-        may_exceed_estimate: False where trying too large a batch ends the process. Then no batch above the estimate
-            is tried (one sample always is), and what is found is the largest that the estimate permits.
+        may_exceed_estimate: False if trying too large a batch would end the process. Then no batch above the estimate
+            is tried, except one sample, and the result is the largest batch that the estimate permits.
 
     Raises:
         ValueError: ``cap`` is below 1.
     """
     if cap < 1:
-        raise ValueError(f"the largest batch of interest is {cap}; it must be at least 1")
+        raise ValueError(f"cap={cap} must be at least 1 sample")
     tried: list[tuple[int, bool]] = []
     largest, failed = 0, cap + 1
 
@@ -54,7 +54,7 @@ def largest_batch(
         return None if estimate is None else estimate()
 
     def permitted(batch: int) -> int:
-        """``batch``, or less where it must not exceed the estimate; at most ``largest`` if nothing may be tried."""
+        """``batch``, limited to the estimate if it must not be exceeded; at most ``largest`` if no trial is allowed."""
         room = None if may_exceed_estimate or largest == 0 else expected()
         return batch if room is None else min(batch, room)
 
@@ -71,7 +71,8 @@ def largest_batch(
     while failed > cap and largest < cap:
         double = min(max(2 * largest, 1), cap)
         batch = permitted(double)
-        # An estimate that grows with every trial would let the search creep: two trials less than double are enough.
+        # If the estimate grows a little with every trial, the search would take many trials; end it after two trials
+        # below double.
         held_back += batch < double
         if batch <= largest or held_back > 2:
             return LargestBatch(largest, tuple(tried))

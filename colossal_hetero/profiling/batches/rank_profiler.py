@@ -1,4 +1,4 @@
-"""Profiles all ranks of a boosted model at once, and leaves everything as it was."""
+"""Profile all ranks of a boosted model at once, with model, optimizer and random state restored afterwards."""
 
 from __future__ import annotations
 
@@ -26,24 +26,28 @@ from .forward_timer import ForwardTimer
 __all__ = ["ModelDescription", "describe", "profile_ranks"]
 
 FIRST_STEPS = 2
-"""Steps after which DDP has its buckets in their final order."""
+"""Number of steps after which DDP's buckets have their final order."""
 
 SYNCHRONIZATIONS = 3
-"""How often one is timed."""
+"""Number of synchronizations that are timed."""
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What tells a model from another before it is wrapped, cast or sharded."""
+    """Identity of a model before it is wrapped, cast or sharded."""
 
     name: str
+    """Name of its class."""
     parameters: int
+    """Number of parameters."""
     trained: int
+    """Number of trainable parameters."""
     digest: str
+    """Hash of the parameters' names, shapes and dtypes."""
 
 
 def describe(model: nn.Module) -> ModelDescription:
-    """The model's name, its numbers of parameters, and a digest of their names, shapes and dtypes."""
+    """The description of ``model``, which must not be wrapped, cast or sharded yet."""
     lines = [
         f"{name} {tuple(value.shape)} {value.dtype} {value.requires_grad}" for name, value in model.named_parameters()
     ]
@@ -67,21 +71,21 @@ def profile_ranks(
     synchronize: Callable[[bool], None],
     replica_of: Sequence[int],
 ) -> BatchProfile:
-    """Measure every rank's largest micro-batch and its times, all ranks at once, and what a synchronization takes.
+    """Measure every rank's largest micro-batch and times, all ranks at once, and the time of a synchronization.
 
-    Model, optimizer, buffers, gradients and random state are left bit for bit as they are found (Poplar, Algorithm 1).
+    Model, optimizer, buffers, gradients and random state are restored bit for bit (Poplar, Algorithm 1).
 
     Args:
-        model: as the stage's plugin wrapped it.
-        optimizer: likewise.
-        trial: one forward and backward pass.
-        description: of the model before it was wrapped.
-        stage: of ZeRO.
+        model: the model, wrapped by the plugin of the stage.
+        optimizer: the optimizer, wrapped by the plugin of the stage.
+        trial: runs one forward and backward pass.
+        description: description of the model before it was wrapped.
+        stage: stage of ZeRO.
         precision: ``fp32``, ``fp16`` or ``bf16``.
-        cap: no larger micro-batch is tried.
-        synchronize: tells whether the next backward pass sums gradients over ranks.
-        replica_of: which replica of the model each rank belongs to; a replica of several (tensor-parallel) ranks is
-            as slow as its slowest and holds what its smallest holds.
+        cap: largest micro-batch that is tried, in samples.
+        synchronize: called with whether the next backward pass is to sum gradients over ranks.
+        replica_of: index of the model replica that each rank belongs to, by rank. A replica of several
+            (tensor-parallel) ranks has the time of the slowest and the limit of the smallest of them.
 
     Raises:
         RuntimeError: on every rank, if a rank failed for another reason than memory; it names the rank and the error.
@@ -96,15 +100,15 @@ def profile_ranks(
         return seconds, sum(forward for _, forward in watch.take())
 
     def communicate_first() -> None:
-        """Let libraries allocate what they keep for communication: connections, threads, buckets in their final
-        order."""
+        """Let libraries allocate the memory that they keep for communication: connections, threads, final buckets."""
         synchronize(True)
         for _ in range(FIRST_STEPS):
             run(1)
 
     def measure() -> tuple[DeviceProfile, int]:
         to_come = optimizer_state_bytes(optimizer)
-        # Buckets and shards are filled as in training. Stage 0 fills its own in C++, which sums them at once.
+        # Fill buckets and shards as in training. In stage 0 this is not possible, because DDP fills its buckets in C++
+        # and communicates at once.
         synchronize(stage != 0)
         here = get_accelerator().get_current_device()
         with local_collectives(model):
@@ -120,16 +124,16 @@ def profile_ranks(
         return device, to_come
 
     def synchronization_seconds() -> float:
-        """What a step with the smallest micro-batch takes longer when it communicates. Contains waiting for others."""
-        apart, together = [], []
+        """How much longer a step of one sample takes with communication. It includes waiting for other ranks."""
+        local, synchronized = [], []
         for _ in range(SYNCHRONIZATIONS + 1):
             synchronize(stage != 0)
             with local_collectives(model):
-                apart.append(run(1)[0])
+                local.append(run(1)[0])
             synchronize(True)
             dist.barrier()
-            together.append(run(1)[0])
-        return statistics.median(together[1:]) - statistics.median(apart[1:])
+            synchronized.append(run(1)[0])
+        return statistics.median(synchronized[1:]) - statistics.median(local[1:])
 
     watch = ForwardTimer(model, lambda: size)
     try:
@@ -138,7 +142,7 @@ def profile_ranks(
             measured = on_every_rank(measure, "measuring batches")
             devices = [device for device, _ in measured]
             fits = all(device.max_batch > 0 for device in devices)
-            # Every rank waits for the slowest: the one that waited least has measured the communication itself.
+            # Every rank waits for the slowest one, so the smallest value contains the least waiting.
             seconds = min(on_every_rank(synchronization_seconds, "measuring communication")) if fits else 0.0
             optimizer.zero_grad()
     finally:
@@ -160,7 +164,7 @@ def profile_ranks(
 
 
 def _slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
-    """What several devices that wait for each other can do together."""
+    """The profile of several devices that wait for each other: the longest times and the smallest limits."""
     first = devices[0]
     if len(devices) == 1:
         return first
@@ -182,8 +186,8 @@ def _slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
 
 
 def _identity(description: ModelDescription, stage: int, precision: str, state_bytes: int) -> ModelIdentity:
-    # ZeRO's stages 1 and 2 compute in the precision asked for and keep fp32 weights beside; DDP and FSDP cast on the
-    # fly.
+    # ZeRO stages 1 and 2 hold the parameters in the chosen precision and additional fp32 copies; DDP and FSDP hold fp32
+    # parameters and cast them when they are used.
     zero = stage in (1, 2)
     width = 2 if zero and precision != "fp32" else 4
     return ModelIdentity(
@@ -198,12 +202,12 @@ def _identity(description: ModelDescription, stage: int, precision: str, state_b
 
 @contextmanager
 def _progress() -> Iterator[Callable[[BatchProgress], None]]:
-    """Shows on the first rank what is being tried."""
+    """Show on rank 0 what is being measured; yields the function to call with the progress."""
     if dist.get_rank() != 0:
         yield lambda progress: None
         return
-    with Console(stderr=True).status("measuring what each device can hold and how fast it is") as status:
+    with Console(stderr=True).status("measuring memory and speed of each device") as status:
         yield lambda progress: status.update(
-            f"measuring what each device can hold and how fast it is: {progress.action}, {progress.batch} samples, "
+            f"measuring memory and speed of each device: {progress.action}, {progress.batch} samples, "
             f"pass {progress.runs + 1}"
         )

@@ -1,1 +1,1 @@
-"""Profile the layers of a model: times, sizes and memory of its blocks."""
+"""Measure the layers of a model: times, parameters and activations of its blocks and of what surrounds them."""

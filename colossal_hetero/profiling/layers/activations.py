@@ -1,4 +1,4 @@
-"""How many bytes a part of a model keeps for its backward pass."""
+"""Count the bytes that a part of a model keeps for its backward pass."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ __all__ = ["SavedBytes", "saved_bytes"]
 
 @dataclass
 class SavedBytes:
-    """Storages that autograd has saved, each once, however many tensors look at it."""
+    """Storages that autograd has saved; a storage that several tensors share counts once."""
 
     excluded: set[int]
+    """Addresses of storages that do not count."""
     storages: dict[int, int] = field(default_factory=dict)
-    """Bytes by address. All of them live until backward, so no address is used twice."""
+    """Bytes of each storage, by address. All live until backward, so an address is not used again."""
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Bytes of all storages."""
         return sum(self.storages.values())
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor that is kept."""
+        """Count the storage of a tensor."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self.excluded:
             self.storages[storage.data_ptr()] = storage.nbytes()
@@ -34,12 +35,12 @@ class SavedBytes:
 
 @contextmanager
 def saved_bytes(excluded: Iterable[Tensor]) -> Iterator[SavedBytes]:
-    """Count what forward passes in the block save for backward.
+    """Count the tensors that forward passes in the block save for backward.
+
+    Tensors that a model keeps itself, outside of autograd's saved tensors, are not counted.
 
     Args:
-        excluded: tensors that are there anyway: parameters, and what is shared by all layers.
-
-    What code keeps by itself, outside of autograd's saved tensors, is not seen.
+        excluded: tensors that exist anyway: parameters, and tensors that all layers share.
     """
     saved = SavedBytes({tensor.untyped_storage().data_ptr() for tensor in excluded})
 

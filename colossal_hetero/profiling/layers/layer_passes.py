@@ -1,8 +1,8 @@
-"""Run parts of a model by themselves: some consecutive blocks, or what is before and after them.
+"""Run parts of a model separately: some consecutive blocks, or the parts before and after the blocks.
 
-One pass through the whole model shows with what each block is called. Blocks are then called with the same, and with
-any hidden state. For the ends, every block hands on a hidden state at no cost, so that forward and backward run through
-what is before and what is after the blocks and nothing else.
+One pass through the whole model records the arguments of each block. Blocks are then called with these arguments and
+any hidden state. To run the parts before and after the blocks, every block is replaced by a function that returns a
+stored hidden state at no cost.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from .model_layers import BlockRow, call_model
 __all__ = ["Duration", "EndDurations", "LayerPasses", "clock", "resized"]
 
 GRADIENT_SCALE = 1e-3
-"""Of the random gradients that come back into a block; too small ones would be denormal, which CPUs are slow at."""
+"""Scale of the random gradients of a block's output; smaller ones could become denormal, which is slow on CPUs."""
 
 
 class Duration(NamedTuple):
-    """What something took: by the wall, and of the process's time on the CPU."""
+    """Duration or point in time, in seconds."""
 
     wall: float
+    """Wall time."""
     cpu: float
+    """CPU time of the process."""
 
     def __add__(self, other: Any) -> Duration:
         return Duration(self.wall + other.wall, self.cpu + other.cpu)
@@ -41,7 +43,7 @@ class Duration(NamedTuple):
 
 
 class EndDurations(NamedTuple):
-    """Forward and backward of what is before the blocks, and of what is after, loss included."""
+    """Forward and backward durations of the part before the blocks, and of the part after them with the loss."""
 
     before: tuple[Duration, Duration]
     after: tuple[Duration, Duration]
@@ -49,27 +51,27 @@ class EndDurations(NamedTuple):
 
 @dataclass
 class _Call:
-    """How the model calls a block; the hidden state left out."""
+    """The arguments with which the model calls a block, without the hidden state."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     name: str | None
-    """Of the hidden state; None if it is the first positional argument."""
+    """Name of the argument with the hidden state; None if it is the first positional argument."""
     output: Any
-    """What the block returned, with None for the hidden state."""
+    """Output of the block, with None instead of the hidden state."""
 
 
 class LayerPasses:
     """Forward and backward passes through parts of ``model``, for one micro-batch.
 
     Args:
-        model: in training mode, on the device where it is to run.
+        model: the model in training mode, on its device.
         row: its blocks.
-        criterion: None if the model gives its loss itself; without a loss the mean of the outputs stands for it.
+        criterion: loss function. If it is None, the model's loss is used or, if it has none, the mean of its outputs.
         batch: the micro-batch, on the device.
 
     Raises:
-        ValueError: the blocks are called in a way that does not show what the hidden state is, or change its shape.
+        ValueError: the hidden state cannot be found among the arguments of a block, or a block changes its shape.
     """
 
     def __init__(self, model: nn.Module, row: BlockRow, criterion: Callable | None, batch: Any) -> None:
@@ -86,16 +88,16 @@ class LayerPasses:
 
     @property
     def hidden(self) -> Tensor:
-        """What the first block gets, with the micro-batch in the first dimension or not."""
+        """The input of the first block. The micro-batch is not necessarily its first dimension."""
         return self._first
 
     def shared_tensors(self) -> list[Tensor]:
-        """What all blocks are called with beside the hidden state, such as masks and positions."""
+        """Tensor arguments of the blocks other than the hidden state, such as masks and positions."""
         leaves = tree_leaves([(call.args, call.kwargs) for call in self._calls])
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def run(self, start: int, count: int) -> tuple[Duration, Duration]:
-        """Forward and backward of so many blocks; gradients are added to those of the parameters."""
+        """Durations of forward and backward of ``count`` blocks; gradients are added to those of the parameters."""
         hidden = self._first.detach().requires_grad_()
         begin = clock()
         output = self.forward(hidden, start, count)
@@ -104,13 +106,13 @@ class LayerPasses:
         return middle - begin, clock() - middle
 
     def forward(self, hidden: Tensor, start: int, count: int) -> Tensor:
-        """The hidden state after so many blocks."""
+        """The hidden state after ``count`` blocks from block ``start`` on."""
         for index in range(start, start + count):
             hidden = _hidden_of(self._call(index, hidden))
         return hidden
 
     def ends(self) -> EndDurations:
-        """Forward and backward of what is before and after the blocks."""
+        """Durations of forward and backward of the parts before and after the blocks."""
         ends = self.forward_ends()
         begin = clock()
         ends.loss.backward()
@@ -123,8 +125,7 @@ class LayerPasses:
     def forward_ends(
         self, on_before: Callable[[], Any] = lambda: None, on_after: Callable[[], Any] = lambda: None
     ) -> _Ends:
-        """Forward without blocks; ``on_before`` is called where the first one would begin, ``on_after`` after the
-        last."""
+        """Forward without the blocks; ``on_before`` is called instead of the first one, ``on_after`` after the last."""
         last = self._last.detach().requires_grad_()
         reached: list[Any] = []
         final = len(self.blocks) - 1
@@ -186,8 +187,8 @@ class LayerPasses:
                 result = _hidden_of(output)
                 if result.shape != hidden.shape:
                     raise ValueError(
-                        f"{row}.{index} makes {tuple(result.shape)} of {tuple(hidden.shape)}; only blocks that keep "
-                        "the shape of the hidden state can be timed in any number"
+                        f"{row}.{index} changes the shape of the hidden state from {tuple(hidden.shape)} to "
+                        f"{tuple(result.shape)}; only blocks that keep it can be profiled"
                     )
                 if index == 0:
                     self._first = hidden.detach().clone()
@@ -210,25 +211,27 @@ class LayerPasses:
 
 
 class _Ends(NamedTuple):
+    """Results of a forward pass without the blocks."""
+
     loss: Tensor
     hidden: Tensor
-    """What the first block would get."""
+    """Input of the first block."""
     last: Tensor
-    """What was handed on in the place of the last block's output; a leaf."""
+    """The stored hidden state that replaces the output of the last block; a leaf tensor."""
     before: Duration
     after: Duration
 
 
 def clock() -> Duration:
-    """Now, when the device has done what it was told."""
+    """The time now, after the device has finished its work."""
     get_accelerator().synchronize()
     return Duration(time.perf_counter(), time.process_time())
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """A batch of so many samples: the first ones of ``batch``, repeated as often as it takes.
+    """A batch with the first ``samples`` samples of ``batch``, repeated if it has fewer.
 
-    Every tensor in it has the samples in its first dimension.
+    Every tensor in ``batch`` has the samples in its first dimension.
     """
 
     def take(part: Any) -> Any:
@@ -259,7 +262,7 @@ def _first_tensor(outputs: Any) -> Tensor:
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """No cache of keys and values, which transformers fill also in training and Colossal-AI's pipeline does not."""
+    """In the block, switch off the key-value cache, which transformers fill in training but Colossal-AI does not."""
     configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
     cached = [config for config in configs.values() if getattr(config, "use_cache", False)]
     for config in cached:
@@ -273,15 +276,15 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _forwards(modules: tuple[nn.Module, ...], stand_in: Callable[[int], Callable]) -> Iterator[None]:
-    """Give modules other ``forward`` methods for a while."""
+    """In the block, replace the ``forward`` methods of modules."""
     before = [module.__dict__.get("forward") for module in modules]
     for index, module in enumerate(modules):
         module.__dict__["forward"] = stand_in(index)
     try:
         yield
     finally:
-        for module, own in zip(modules, before, strict=True):
-            if own is None:
+        for module, original in zip(modules, before, strict=True):
+            if original is None:
                 del module.__dict__["forward"]
             else:
-                module.__dict__["forward"] = own
+                module.__dict__["forward"] = original

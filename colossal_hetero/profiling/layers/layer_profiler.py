@@ -1,20 +1,20 @@
-"""Measure a model's layers on the devices that are to train it (AutoHet, section III-D).
+"""Measure a model's layers on the devices that will train it (AutoHet, section III-D).
 
-Runs of 1, 2, 4, 8 … consecutive blocks are timed forward and backward, and what is before and after the blocks by
-itself. The time of one block is such that it explains all runs together, and a stage of ``n`` blocks is predicted to
-take ``n`` times that: what a run takes beyond its blocks is within the noise
-(``benchmarks/pipeline/layer_profile.py``). The runs are kept in the profile, and ``LayerTimes.composed_seconds`` adds
+Runs of 1, 2, 4, 8 … consecutive blocks are timed forward and backward. The parts before and after the blocks are timed
+separately. The time of one block is fitted to all runs together, and a stage of ``n`` blocks is predicted to take ``n``
+times that; the difference between a run and the sum of its blocks is within the noise
+(``benchmarks/pipeline/layer_profile.py``). The profile also keeps the runs, and ``LayerTimes.composed_seconds`` adds
 them up as AutoHet does (Eq. 5).
 
-Every rank measures by itself, all at once, with nothing communicated in between. Passes are as in training: same size
-of micro-batch, same threads, gradients added to those that are there.
+All ranks measure at the same time without communication. Passes are as in training: with the same micro-batch size,
+the same number of threads, and gradients added to existing ones.
 
-Time on a CPU. A control group's quota lets a process run until its share of a period (100 ms, for most) is used up,
-and then stops it: a pass of 10 ms is seen at full speed or not at all, and the median of many passes is the full speed.
-So what counts is the mean over many periods. With one thread, passes are measured by the time that the process itself
-spent on the CPU, in which pauses do not count, and all are multiplied by the same ratio of wall time to CPU time, taken
-over the whole measurement. With more threads CPU time does not tell how well they shared the work; the mean of the wall
-times counts then, divided into forward and backward by CPU time. On other devices it is the median of wall times.
+Time on a CPU. With a CPU quota, a process runs until its share of a period (usually 100 ms) is used up and is then
+stopped. A pass of 10 ms is therefore measured either at full speed or with a long pause, and the median of many passes
+would be the full speed. So the mean over many periods is needed. With one thread, passes are measured in CPU time of
+the process, which excludes pauses, and all are multiplied by one ratio of wall time to CPU time over the whole
+measurement. With several threads, CPU time does not show how well they share the work. Then the mean wall time is used,
+divided into forward and backward in proportion to CPU time. On other devices the median wall time is used.
 """
 
 from __future__ import annotations
@@ -45,11 +45,15 @@ from .model_layers import BlockRow, LayerDescription, describe_layers, find_bloc
 __all__ = ["LayerProgress", "MeasuredLayers", "profile_layers"]
 
 MIN_SECONDS = 3.0
-"""How long each micro-batch is measured at least: 30 periods of a quota, of which one more or less may be seen."""
+"""Shortest measurement of each micro-batch size. It is 30 periods of a quota, so one period more or less is an error of
+3 %."""
 
 MIN_ROUNDS = 5
+"""Smallest number of rounds that are measured."""
 WARM_UP_ROUNDS = 2
+"""Number of rounds before the measured ones."""
 UPDATES = 5
+"""Number of optimizer steps that are measured."""
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -64,15 +68,16 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 
 @dataclass(frozen=True)
 class LayerProgress:
-    """How far a rank is."""
+    """Progress of one rank."""
 
     micro_batch: int
-    """What is measured, in samples."""
+    """Samples of the micro-batch that is measured now."""
     index: int
-    """Of this size among all."""
+    """Index of this size."""
     sizes: int
+    """Number of sizes."""
     rounds: int
-    """That have been measured of this size."""
+    """Number of rounds measured so far with this size."""
 
 
 def profile_layers(
@@ -91,33 +96,33 @@ def profile_layers(
     name: str | None = None,
     on_progress: Callable[[LayerProgress], None] | None = None,
 ) -> MeasuredLayers:
-    """Measure the layers of ``model`` on every rank's own device; to be called on all ranks, or without any.
+    """Measure the layers of ``model`` on every rank's device. All ranks call it; it also works without ranks.
 
-    The model is left as it is found: parameters, gradients, buffers, modes and random state. The passes add gradients
-    to its parameters meanwhile, and a stand-in for the optimizer takes as much memory as ``max_run`` blocks' state.
+    Parameters, gradients, buffers, modes and random state of the model are restored. Meanwhile the passes add gradients
+    to its parameters, and a copy of the optimizer takes as much memory as the state of ``max_run`` blocks.
 
     Args:
-        model: of timm or transformers, or built like these, on the device where it is to train.
-        batch: samples in the first dimension of each tensor: a mapping (``model(**batch)``), a pair of inputs and
-            targets, or inputs; micro-batches repeat its samples.
-        criterion: ``criterion(outputs, targets)``; None for a model that gives its loss, or to do without.
-        micro_batches: sizes to measure, in samples. From the first on for which memory does not suffice they are left
-            out; a CPU without a limit of the address space is better not asked for more than it holds.
-        optimizer: "adam", "adamw", "sgd", or what makes a ``torch.optim.Optimizer`` of parameters.
-        precision: "fp32", or "fp16" and "bf16", for which a cast copy of the model is measured.
-        max_run: most blocks that are timed together.
-        min_seconds: how long each micro-batch is measured at least; shorter is noisier.
-        blocks: name of the row of blocks, where a model has more than one.
-        tensor_parallel: how many ranks share each layer. Above 1, ``model`` is this rank's shard, whose layers
-            communicate: that is part of the times then.
-        group: those ranks.
-        name: of the model in the profile.
+        model: a model of timm or transformers, or built like these, on the device where it will be trained.
+        batch: a mapping (``model(**batch)``), a pair of inputs and targets, or inputs, with samples in the first
+            dimension of each tensor; micro-batches repeat its samples.
+        criterion: ``criterion(outputs, targets)``; None if the model returns its loss, or to measure without a loss.
+        micro_batches: sizes to measure, in samples. If one runs out of memory, it and larger ones are left out. On a
+            CPU without an address-space limit, pass only sizes that fit, because too large ones may end the process.
+        optimizer: "adam", "adamw", "sgd", or a function from parameters to a ``torch.optim.Optimizer``.
+        precision: "fp32", "fp16" or "bf16"; for the last two a cast copy of the model is measured.
+        max_run: largest number of blocks that are timed together.
+        min_seconds: shortest measurement of each micro-batch size; shorter is noisier.
+        blocks: name of the row of blocks, if the model has more than one.
+        tensor_parallel: number of ranks that share each layer. Above 1, ``model`` is this rank's shard, and the times
+            include the communication of its layers.
+        group: process group of these ranks.
+        name: name of the model in the profile.
         on_progress: called before each round.
 
     Raises:
-        ValueError: the model has no blocks to be cut between, or an argument cannot be; before anything is measured.
-        RuntimeError: on every rank, if a rank failed while it measured; it names the rank and the error. Without
-            ranks the error itself is raised.
+        ValueError: before measuring, if the model has no row of blocks or an argument is not possible.
+        RuntimeError: on every rank, if a rank failed while measuring; it names the rank and the error. Without
+            ``torch.distributed`` the error itself is raised.
     """
     _check(model, micro_batches, optimizer, precision, tensor_parallel, group)
     factory = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
@@ -150,7 +155,7 @@ def profile_layers(
 
 
 Part = tuple[str, int, int]
-"""What is timed: ("run", first block, blocks), or one of those below."""
+"""A part of the model that is timed: ("run", first block, number of blocks), or one of the constants below."""
 
 ENDS: Part = ("ends", 0, 0)
 BEFORE: Part = ("before", 0, 0)
@@ -158,7 +163,7 @@ AFTER: Part = ("after", 0, 0)
 
 
 class _Measurement:
-    """Measures on one rank."""
+    """The measurement on one rank."""
 
     def __init__(
         self,
@@ -185,14 +190,14 @@ class _Measurement:
         self._kinds = _kinds_of_blocks(layers.row)
         lengths = [2**power for power in range(count.bit_length()) if 2**power <= min(count, max(max_run, 1))]
         self._runs: list[Part] = [("run", 0, length) for length in lengths]
-        # One block of each kind by itself, where they are not all alike.
+        # One single block of each kind.
         self._singles: dict[int, Part] = {kind: ("run", self._kinds.index(kind), 1) for kind in set(self._kinds)}
         self._parts = list(dict.fromkeys([*self._runs, *self._singles.values()]))
         self._loop = Duration(0.0, 0.0)
 
     def __call__(self, sizes: Sequence[int], precision: str) -> RankLayers:
         memory_bytes = memory_limit(self._device).bytes
-        # As the cluster file of probed machines calls it.
+        # The same name as in the cluster file that `probe` writes.
         result = RankLayers(kind_name(device_name(self._device), memory_bytes), memory_bytes)
         times: dict[int, dict[Part, list[tuple[Duration, Duration]]]] = {}
         for index, size in enumerate(sizes):
@@ -206,7 +211,7 @@ class _Measurement:
                 recover(error)
                 break
         update, state_factor = self._update(precision)
-        # All of it, so that the ratio of wall to CPU time is taken over as many periods of a quota as there are.
+        # The ratio over the whole measurement, because it then covers as many periods of a quota as possible.
         pace = self._loop.wall / self._loop.cpu if self._by_cpu_time else 1.0
         result.update = [seconds * pace for seconds in update]
         result.state_factor = state_factor
@@ -225,12 +230,12 @@ class _Measurement:
         return self._device.type == "cpu" and torch.get_num_threads() == 1 and self._group is None
 
     def _time(self, size: int, index: int, sizes: int) -> dict[Part, list[tuple[Duration, Duration]]]:
-        """Durations of each part's forward and backward, of rounds in which every part runs once."""
+        """Forward and backward durations of each part, one per round; every part runs once per round."""
         passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
         durations: dict[Part, list[tuple[Duration, Duration]]] = {}
 
-        # In another order each time: with a fixed one, a quota's pauses may fall on the same part again and again. All
-        # ranks have the same orders, for layers that communicate.
+        # The order changes in each round, because in a fixed order the pauses of a quota might always hit the same
+        # part. It is the same on all ranks, because layers may communicate.
         order = random.Random(size)
 
         def round_of_all() -> None:
@@ -259,13 +264,13 @@ class _Measurement:
         more = rounds < (MIN_ROUNDS if self._least_seconds > 0 else 1) or seconds < self._least_seconds
         if self._group is None:
             return more
-        # Layers that communicate need all ranks of their group to run equally many rounds.
+        # If layers communicate, all ranks of the group must run the same number of rounds.
         flag = torch.tensor([float(more)], device=self._device)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag.item())
 
     def _typical(self, durations: Sequence[tuple[Duration, Duration]], pace: float) -> tuple[float, float]:
-        """Seconds of forward and backward; the module's docstring says why they are taken so."""
+        """Typical seconds of forward and backward, computed as the module's docstring explains."""
         ways = list(zip(*durations, strict=True))
         if self._by_cpu_time:
             forward, backward = (pace * statistics.median(each.cpu for each in way) for way in ways)
@@ -279,10 +284,10 @@ class _Measurement:
         return forward, backward
 
     def _single_blocks(self, seconds: dict[Part, tuple[float, float]], way: int) -> list[float]:
-        """Seconds of each block by itself, such that all runs together take as long as was measured.
+        """Seconds of each block, such that the sum of the predicted times of all runs equals the measured one.
 
-        Blocks of one kind take equally long, and kinds differ as measured by themselves. That leaves one factor; the
-        longest runs, which are measured best, count most in it.
+        Blocks of one kind have equal times, and the ratio between kinds is that of the single measured blocks. One
+        common factor remains; the longest runs, which are measured most accurately, have the largest weight in it.
         """
         alone = [seconds[self._singles[kind]][way] for kind in self._kinds]
         measured = sum(seconds[part][way] for part in self._runs)
@@ -293,9 +298,9 @@ class _Measurement:
     # Update -----------------------------------------------------------------------------------------------
 
     def _update(self, precision: str) -> tuple[list[float], float]:
-        """CPU (one thread) or wall seconds of the optimizer's step by layer, and bytes of state per parameter's byte.
+        """Seconds of the optimizer's step by layer (CPU time with one thread), and bytes of state per parameter byte.
 
-        Copies are updated, in the place of the model's own parameters: those of before, of the longest run, of after.
+        Copies of parameters are updated: of the part before the blocks, the longest run, and the part after them.
         """
         named = dict(self._model.named_parameters(remove_duplicate=False))
         count = self._runs[-1][2]
@@ -315,11 +320,11 @@ class _Measurement:
         return [seconds[0], *blocks, seconds[2]], held / of if of else 1.0
 
     def _update_of(self, parameters: Sequence[Tensor], precision: str) -> tuple[float, int, int]:
-        """Seconds of a step; bytes of parameters, gradients and state; bytes of parameters."""
+        """Seconds of a step, bytes of parameters, gradients and state, and bytes of parameters."""
         if not parameters:
             return 0.0, 0, 0
         size = sum(each.numel() * each.element_size() for each in parameters)
-        # With half precision the optimizer works on copies in single precision.
+        # In half precision the optimizer updates copies in single precision.
         copies = [nn.Parameter(each.detach().float().clone()) for each in parameters]
         for each in copies:
             each.grad = torch.full_like(each, 1e-3)
@@ -343,7 +348,7 @@ class _Measurement:
     # Memory -----------------------------------------------------------------------------------------------
 
     def _sizes(self, size: int) -> tuple[list[int], list[int]]:
-        """Bytes that a sample keeps for backward in each layer, and bytes that it hands on."""
+        """Bytes per sample that each layer keeps for backward, and bytes per sample of its output."""
         passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
         shared = [*self._model.parameters(), *self._model.buffers(), *passes.shared_tensors()]
         by_kind: dict[int, int] = {}
@@ -351,7 +356,7 @@ class _Measurement:
             with saved_bytes(shared) as saved:
                 hidden = passes.hidden.detach().clone().requires_grad_()
                 output = passes.forward(hidden, index, 1)
-                # The schedule holds what a stage got until its backward, whether or not the block needs it.
+                # The pipeline schedule keeps the input of a stage until its backward, even if no block needs it.
                 saved.add(hidden)
                 by_kind[kind] = saved.total
             del output
@@ -367,7 +372,7 @@ class _Measurement:
 
 
 def _kinds_of_blocks(row: BlockRow) -> list[int]:
-    """Which blocks are alike: a number for each, by class, and names, shapes and dtypes of parameters."""
+    """The kind of each block as a number; blocks of a kind have the same class and parameter names, shapes, dtypes."""
     seen: dict[Any, int] = {}
     return [
         seen.setdefault(
@@ -392,15 +397,15 @@ def _check(
     if not micro_batches or any(size < 1 for size in micro_batches):
         raise ValueError(f"micro_batches={tuple(micro_batches)}; give sizes of at least 1 sample, e.g. (1, 2, 4, 8)")
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer={optimizer!r} is not known; valid: {', '.join(OPTIMIZERS)}, or a function")
+        raise ValueError(f"unknown optimizer {optimizer!r}; valid are {', '.join(OPTIMIZERS)}, or a function")
     if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r} is not known; valid: {', '.join(PRECISIONS)}")
+        raise ValueError(f"unknown precision {precision!r}; valid are {', '.join(PRECISIONS)}")
     if tensor_parallel < 1 or (tensor_parallel > 1) != (group is not None):
         raise ValueError(
-            f"tensor_parallel={tensor_parallel} {'with' if group else 'without'} a group; give the ranks that share "
-            "the model's layers as group, or neither"
+            f"tensor_parallel={tensor_parallel} {'with' if group else 'without'} a group; above 1, pass the ranks that "
+            "share the model's layers as group, otherwise pass no group"
         )
     if group is not None and group.size() != tensor_parallel:
         raise ValueError(f"tensor_parallel={tensor_parallel}, but the group has {group.size()} ranks")
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("the model is on the meta device, which computes nothing; build it on the device to measure")
+        raise ValueError("the model is on the meta device, which cannot compute; build it on the device to measure")

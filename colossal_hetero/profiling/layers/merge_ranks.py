@@ -1,4 +1,4 @@
-"""What ranks have measured, as one profile: ranks that agree are one kind of device, others kinds of their own."""
+"""Merge the measurements of all ranks into one profile: ranks with similar times become one kind of device."""
 
 from __future__ import annotations
 
@@ -11,39 +11,46 @@ from ...planner.profile.layer_profile import BlockRun, LayerSizes, LayerTimes, M
 __all__ = ["MeasuredLayers", "RankLayers", "merge_ranks"]
 
 ALIKE = 0.1
-"""Ranks with the same name of device whose times differ by no more are one kind."""
+"""Ranks with the same device name whose times differ by at most this share are one kind."""
 
 
 @dataclass(frozen=True)
 class MeasuredLayers:
-    """A profile, and what is needed to describe the machines that it was measured on."""
+    """A profile, and the devices that it was measured on."""
 
     profile: ModelProfile
     devices: tuple[str, ...]
-    """Kind of each rank, as the profile calls it."""
+    """Name of the kind of each rank's device in the profile, by rank."""
     memory_bytes: tuple[int, ...]
-    """What each rank may use of its device."""
+    """Memory of its device that each rank may use, by rank."""
 
 
 @dataclass
 class RankLayers:
-    """What one rank found; lists are ``[layers]`` of seconds or bytes, as in the profile."""
+    """The measurements of one rank; lists are ``[layers]``, as in the profile."""
 
     device: str
+    """Name of the device."""
     memory_bytes: int
+    """Memory of the device that the rank may use."""
     forward: dict[int, list[float]] = field(default_factory=dict)
-    """By micro-batch."""
+    """Seconds of forward, by micro-batch."""
     backward: dict[int, list[float]] = field(default_factory=dict)
+    """Seconds of backward, by micro-batch."""
     runs: dict[int, dict[int, tuple[float, float]]] = field(default_factory=dict)
-    """By micro-batch and number of blocks: forward and backward."""
+    """Seconds of forward and backward of a run of blocks, by micro-batch and number of blocks."""
     update: list[float] = field(default_factory=list)
+    """Seconds of the optimizer's step."""
     activations: list[int] = field(default_factory=list)
+    """Bytes per sample kept for backward."""
     outputs: list[int] = field(default_factory=list)
+    """Bytes per sample of the output."""
     state_factor: float = 0.0
+    """Bytes of parameters, gradients and optimizer state per byte of parameters."""
 
     @property
     def seconds(self) -> float:
-        """Of all that was timed."""
+        """Sum of forward and backward over all layers and micro-batches."""
         return sum(map(sum, [*self.forward.values(), *self.backward.values()]))
 
 
@@ -55,16 +62,16 @@ def merge_ranks(
     precision: str,
     name: str,
 ) -> MeasuredLayers:
-    """One profile of what all ranks found.
+    """The profile of all ranks' measurements.
 
     Args:
-        measured: by rank.
-        groups: ranks that share layers; each by itself without tensor parallelism. A group is as slow as its slowest
-            rank, and groups that are alike are one kind.
-        parameter_bytes: ``[layers]``, per device.
-        tensor_parallel: ranks in a group.
-        precision: of the passes.
-        name: of the model.
+        measured: measurements of each rank, by rank.
+        groups: groups of ranks that share layers; without tensor parallelism, one per rank. A group has the times of
+            its slowest rank, and groups with similar times are one kind.
+        parameter_bytes: bytes of parameters per device, ``[layers]``.
+        tensor_parallel: number of ranks in a group.
+        precision: precision of the passes.
+        name: name of the model.
     """
     slowest = [max((measured[rank] for rank in group), key=lambda each: each.seconds) for group in groups]
     common = sorted(set.intersection(*(set(each.forward) for each in slowest)))
@@ -79,16 +86,16 @@ def merge_ranks(
             kinds.append([index])
     names = _names([slowest[kind[0]].device for kind in kinds])
     times = [
-        _times([slowest[index] for index in kind], own, tensor_parallel, size)
-        for kind, own in zip(kinds, names, strict=True)
+        _times([slowest[index] for index in kind], device, tensor_parallel, size)
+        for kind, device in zip(kinds, names, strict=True)
         for size in sorted(slowest[kind[0]].forward)
         if all(size in slowest[index].forward for index in kind)
     ]
     devices = [""] * len(measured)
-    for kind, own in zip(kinds, names, strict=True):
+    for kind, device in zip(kinds, names, strict=True):
         for index in kind:
             for rank in groups[index]:
-                devices[rank] = own
+                devices[rank] = device
     first = measured[0]
     profile = ModelProfile(
         name=name,
@@ -110,13 +117,13 @@ def merge_ranks(
 
 
 def _differ(one: RankLayers, other: RankLayers, sizes: Sequence[int]) -> float:
-    """By how much the slower takes longer, over all micro-batches that both have run."""
+    """Relative difference of the total times over the micro-batches ``sizes``."""
     seconds = [sum(sum(each.forward[size]) + sum(each.backward[size]) for size in sizes) for each in (one, other)]
     return max(seconds) / min(seconds) - 1
 
 
 def _times(measured: Sequence[RankLayers], device: str, tensor_parallel: int, size: int) -> LayerTimes:
-    """The mean of ranks that are alike."""
+    """The mean times of the ranks of a kind."""
 
     def mean(values: Iterable[Sequence[float]]) -> tuple[float, ...]:
         return tuple(statistics.fmean(each) for each in zip(*values, strict=True))

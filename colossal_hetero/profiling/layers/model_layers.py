@@ -1,11 +1,12 @@
-"""Which of a model's modules are the blocks that a pipeline cuts between, and how large each layer is.
+"""Find the blocks between which a pipeline cuts a model, and the size of each layer.
 
-Colossal-AI's policies cut a model inside one row of equal modules, and ``num_layers_per_stage`` counts these:
-``blocks`` of timm's vision transformers, ``transformer.h`` of GPT-2, ``model.layers`` of Llama and Qwen2,
-``encoder.layer`` of BERT. Here that row is found by its shape, not by the model's name: the ``ModuleList`` or
-``Sequential`` of modules of one class that holds most parameters.
+Colossal-AI's policies cut a model inside one row of modules of the same class, and ``num_layers_per_stage`` counts
+these modules: ``blocks`` of timm's vision transformers, ``transformer.h`` of GPT-2, ``model.layers`` of Llama and
+Qwen2, ``encoder.layer`` of BERT. Here the row is found by its structure, not by the model's name: it is the
+``ModuleList`` or ``Sequential`` of modules of one class with most parameters.
 
-A model's *layers* are then: what runs before the first block (one layer), the blocks, what runs after the last.
+The *layers* of a model are the part before the first block (one layer), each block, and the part after the last block
+(one layer).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 __all__ = ["BlockRow", "LayerDescription", "call_model", "describe_layers", "find_block_row"]
 
 RIVAL_SHARE = 0.25
-"""A second row with that share of the first one's parameters leaves it open which one is to be cut."""
+"""If a second row has at least this share of the parameters of the largest one, it is not clear which one to cut."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,35 +36,38 @@ class BlockRow:
     """The blocks of a model."""
 
     name: str
-    """Of the list that holds them, e.g. "transformer.h"."""
+    """Name of the module that holds them, e.g. "transformer.h"."""
     blocks: tuple[nn.Module, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerDescription:
-    """A model's layers: one before the blocks, the blocks, one after; tuples ``[blocks + 2]``."""
+    """A model's layers: the part before the blocks, the blocks, the part after them; tuples are ``[blocks + 2]``."""
 
     row: BlockRow
+    """The blocks."""
     parameters: tuple[int, ...]
-    """How many. Those that both ends use (tied embeddings) count at both, as both stages hold them."""
+    """Number of parameters of each layer. Tied embeddings count at both ends, because both stages hold them."""
     parameter_bytes: tuple[int, ...]
+    """Bytes of the parameters of each layer."""
     flops: tuple[int, ...] | None
-    """Floating-point operations of forward, for the batch that was given; backward takes about twice as many."""
+    """Floating-point operations of the forward pass of each layer for the given batch; None without a batch. Backward
+    has about twice as many."""
     before: tuple[str, ...]
     """Names of the parameters before the first block."""
     after: tuple[str, ...]
-    """Names of those after the last one."""
+    """Names of the parameters after the last block."""
 
 
 def find_block_row(model: nn.Module, name: str | None = None) -> BlockRow:
     """The row of blocks between which Colossal-AI's pipeline cuts ``model``.
 
     Args:
-        model: of timm, transformers, or one built like these; it may be on the meta device.
-        name: of the list, where there is more than one (``model.get_submodule``).
+        model: a model of timm or transformers, or built like these; it may be on the meta device.
+        name: name of the row (as for ``model.get_submodule``), if there is more than one.
 
     Raises:
-        ValueError: there is no such row, or more than one that may be meant, as in an encoder with a decoder.
+        ValueError: there is no such row, or it is not clear which one to use, as in an encoder with a decoder.
     """
     kind = type(model).__name__
     rows = {each: modules for each, modules in model.named_modules() if _is_row(modules)}
@@ -71,32 +75,33 @@ def find_block_row(model: nn.Module, name: str | None = None) -> BlockRow:
         if name not in rows:
             raise ValueError(f"{kind} has no row of blocks {name!r}; it has {', '.join(rows) or 'none'}")
         return BlockRow(name, tuple(rows[name].children()))
-    # A row inside of a block is a part of it.
+    # Skip rows inside blocks.
     outer = [each for each in rows if not any(each.startswith(f"{other}.") for other in rows)]
     sizes = {each: sum(parameter.numel() for parameter in rows[each].parameters()) for each in outer}
     if not sizes:
         raise ValueError(
-            f"{kind} has no ModuleList or Sequential of modules of one class, between which a pipeline could cut it"
+            f"{kind} has no ModuleList or Sequential of modules of one class, so a pipeline cannot cut it by layers"
         )
     largest = max(sizes, key=sizes.__getitem__)
     rivals = [each for each in sizes if each != largest and sizes[each] >= RIVAL_SHARE * sizes[largest]]
     if rivals:
         raise ValueError(
-            f"{kind} has more than one row of blocks: {', '.join([largest, *rivals])}; only a model with one row, like "
-            "timm's vision transformers, GPT-2, Llama or BERT, can be cut by layers per stage, or name the row"
+            f"{kind} has more than one row of blocks: {', '.join([largest, *rivals])}; name the row, or use a model "
+            "with one row, like timm's vision transformers, GPT-2, Llama or BERT"
         )
     return BlockRow(largest, tuple(rows[largest].children()))
 
 
 def describe_layers(model: nn.Module, batch: Any = None, *, blocks: str | None = None) -> LayerDescription:
-    """Parameters and FLOP of each layer.
+    """Parameters and floating-point operations of each layer.
 
     Args:
-        model: on any device; on the meta device too.
-        batch: what the model takes: a mapping (``model(**batch)``), a pair of inputs and targets, or the inputs. With
-            it FLOP are counted, and modules are told apart by when they run; without, by the order in which they are
-            registered. The model runs on shapes alone, which takes no time, or where that cannot be, as it is.
-        blocks: name of the row, where there is more than one.
+        model: a model on any device, also on the meta device.
+        batch: a mapping (``model(**batch)``), a pair of inputs and targets, or the inputs. With a batch, operations are
+            counted, and modules belong to the part before or after the blocks by the time when they run. Without one,
+            they belong to it by the order in which they are registered. The model runs on fake tensors, which takes no
+            compute; if that fails, it runs on real ones.
+        blocks: name of the row, if there is more than one.
 
     Raises:
         ValueError: as :func:`find_block_row`.
@@ -113,7 +118,7 @@ def describe_layers(model: nn.Module, batch: Any = None, *, blocks: str | None =
             if id(parameter) in inside:
                 continue
             place = None if ends is None else ends.get(id(module))
-            # Parameters of the model itself, such as a class token, are added to the input in all these models.
+            # Parameters of the model itself, such as a class token, are used before the blocks in all these models.
             by_order = "after" if passed and list(module.children()) == [] else "before"
             owned[place or by_order].append(name)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -133,14 +138,14 @@ def describe_layers(model: nn.Module, batch: Any = None, *, blocks: str | None =
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """``model``'s outputs for a mapping, for the inputs of a pair (inputs, targets), or for inputs."""
+    """The outputs of ``model`` for a batch: a mapping, a pair (inputs, targets) or inputs."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch[0] if isinstance(batch, tuple | list) else batch)
 
 
 def _is_row(module: nn.Module) -> bool:
-    """Whether these are modules of one class, each made of other modules and with parameters."""
+    """Whether ``module`` is a list of modules of one class that have children and parameters."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
     parts = list(module.children())
@@ -153,24 +158,25 @@ def _is_row(module: nn.Module) -> bool:
 
 
 def _trace(model: nn.Module, row: BlockRow, batch: Any) -> tuple[dict[int, str], tuple[int, ...]]:
-    """Run ``model`` once: which modules run before the first and after the last block, and FLOP per layer."""
-    # Fused attention on a CPU is not counted.
+    """Run ``model`` once: the part ("before" or "after" the blocks) of other modules by ``id``, and FLOP per layer."""
+    # torch does not count the operations of fused attention on a CPU, so it is switched off.
     with _quiet_modes(model), sdpa_kernel(SDPBackend.MATH):
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 return _trace_on(_with_fakes(model, batch), model, row, _ValuesAreTrue())
         except (RuntimeError, NotImplementedError, TypeError) as error:
-            # What a model does with values cannot always be told without them.
+            # Some models depend on values, which fake tensors do not have.
             if any(parameter.is_meta for parameter in model.parameters()):
                 raise ValueError(
-                    f"{type(model).__name__} does not run without values ({' '.join(str(error).split())[:200]}); build "
-                    "it with weights to count its FLOP, or leave the batch out"
+                    f"{type(model).__name__} does not run on tensors without values "
+                    f"({' '.join(str(error).split())[:200]}); build it with weights to count its FLOP, or leave the "
+                    "batch out"
                 ) from None
         return _trace_on(lambda: call_model(model, batch), model, row, nullcontext())
 
 
 class _ValuesAreTrue(TorchDispatchMode):
-    """Tensors without values are asked for one: transformers ask whether a mask masks nothing, which is so."""
+    """Answers True (or 1) if a model reads the value of a fake tensor: transformers test whether a mask is all True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -183,7 +189,7 @@ def _trace_on(
 ) -> tuple[dict[int, str], tuple[int, ...]]:
     places: dict[int, str] = {}
     done: list[int] = []
-    """FLOP so far when each block begins, and when the last one ends."""
+    """FLOP counted when each block begins, and when the last one ends."""
     left = False
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -214,15 +220,15 @@ def _trace_on(
             hook.remove()
     if len(done) != len(row.blocks) + 1:
         raise ValueError(
-            f"{type(model).__name__} does not run each module of {row.name} once, one after the other; a pipeline "
-            "cannot cut it by layers per stage"
+            f"{type(model).__name__} does not run each module of {row.name} exactly once in order, so a pipeline "
+            "cannot cut it by layers"
         )
     bounds = [0, *done, counter.get_total_flops()]
     return places, tuple(stop - start for start, stop in itertools.pairwise(bounds))
 
 
 def _with_fakes(model: nn.Module, batch: Any) -> Callable[[], Any]:
-    """Run the model with tensors that have a shape and no values in the place of its own, which stay as they are."""
+    """A function that runs the model with fake tensors instead of its parameters, which stay as they are."""
 
     def fake(part: Any) -> Any:
         return torch.empty(part.shape, dtype=part.dtype) if isinstance(part, Tensor) else part
@@ -243,7 +249,8 @@ def _first(batch: Any) -> Any:
 
 @contextmanager
 def _quiet_modes(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, in which a pass changes no buffer, draws no random number and takes a single sample."""
+    """In the block, use evaluation mode, in which a pass changes no buffer, draws no random number and accepts a single
+    sample."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Models of timm and transformers by name, with fresh weights, and a batch to run them on. Nothing is downloaded."""
+"""Build models of timm and transformers by name, with random weights, and a batch for them. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ... import accelerator  # noqa: F401  (a quiet import of what transformers 
 __all__ = ["NamedModel", "build_model"]
 
 CLASSES = 10
-"""Of labels in the batch; fewer than any model has."""
+"""Number of classes, if the model does not say."""
 
 
 @dataclass(frozen=True, eq=False)
 class NamedModel:
-    """What training needs."""
+    """A model with a batch and a loss."""
 
     model: nn.Module
     batch: Any
-    """One sample, on the model's device."""
+    """A batch of one sample, on the model's device."""
     criterion: Callable | None
-    """None if the model gives its loss itself."""
+    """The loss function; None if the model computes its loss itself."""
 
 
 def build_model(
@@ -41,20 +41,21 @@ def build_model(
     """Build ``timm:vit_tiny_patch16_224``, ``hf:gpt2`` or ``hf:/folder/with/config.json``.
 
     Args:
-        name: of timm, or a type of model of transformers, which is built by its default configuration.
-        image_size: of images, in pixels; None is the model's own.
+        name: ``timm:`` and a model of timm; or ``hf:`` and a model type of transformers, built with its default
+            configuration, or a folder with a ``config.json``.
+        image_size: width and height of images, in pixels; None is the model's default.
         sequence: tokens of a text.
         options: changes of the configuration, e.g. ``{"depth": 6}`` for timm or ``{"n_layer": 6}`` for GPT-2.
-        device: where; the meta device takes no memory.
+        device: device of the model; on the meta device it takes no memory.
 
     Raises:
-        ValueError: there is no such model, it cannot be built so, or does not run on such a batch.
+        ValueError: there is no such model, or it cannot be built with these arguments.
     """
-    library, _, own = name.partition(":")
+    library, _, model = name.partition(":")
     builders = {"timm": _from_timm, "hf": _from_transformers}
-    if library not in builders or not own:
-        raise ValueError(f"{name!r} is no name of a model; write timm:vit_tiny_patch16_224 or hf:gpt2")
-    return builders[library](own, image_size, sequence, dict(options or {}), torch.device(device))
+    if library not in builders or not model:
+        raise ValueError(f"{name!r} is not a model name; write for example timm:vit_tiny_patch16_224 or hf:gpt2")
+    return builders[library](model, image_size, sequence, dict(options or {}), torch.device(device))
 
 
 def _from_timm(
@@ -71,7 +72,7 @@ def _from_timm(
         with device:
             model = timm.create_model(name, pretrained=False, **options)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"timm:{name} cannot be built with {_told(options)}: {_first_line(error)}") from None
+        raise ValueError(f"timm:{name} cannot be built with {_in_words(options)}: {_first_line(error)}") from None
     size = image_size or model.default_cfg["input_size"][-1]
     channels = model.default_cfg["input_size"][0]
     images = torch.randn(1, channels, size, size, device=device)
@@ -89,7 +90,7 @@ def _from_transformers(
     config = _config(name, options)
     if image_size is not None:
         if not hasattr(config, "image_size"):
-            raise ValueError(f"hf:{name} takes no images; leave the image size out")
+            raise ValueError(f"hf:{name} does not take images; leave the image size out")
         config.image_size = image_size
     if hasattr(config, "image_size") and hasattr(config, "num_channels"):
         heads: list[Any] = [transformers.AutoModelForImageClassification]
@@ -102,20 +103,20 @@ def _from_transformers(
         longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or sequence
         if sequence > longest:
             raise ValueError(f"hf:{name} takes at most {longest} tokens, not {sequence}")
-        # 2, because several models take 0 or 1 for padding.
+        # Token 2, because several models use 0 or 1 for padding.
         tokens = torch.full((1, sequence), 2, dtype=torch.long, device=device)
         batch = {"input_ids": tokens, "labels": tokens.clone()}
-        # An encoder can be built as a decoder too, which would be another model.
+        # transformers could also build these encoders as decoders, but those are other models.
         if config.model_type in ("bert", "roberta", "electra", "albert"):
             heads = heads[1:]
     head = next((each for each in heads if type(config) in each._model_mapping), None)
     if head is None:
-        raise ValueError(f"hf:{name} ({type(config).__name__}) has no head for text or images that could be trained")
+        raise ValueError(f"hf:{name} ({type(config).__name__}) has no trainable head for text or images")
     try:
         with device:
             model = head.from_config(config)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"hf:{name} cannot be built with {_told(options)}: {_first_line(error)}") from None
+        raise ValueError(f"hf:{name} cannot be built with {_in_words(options)}: {_first_line(error)}") from None
     return NamedModel(model, batch, None)
 
 
@@ -129,7 +130,7 @@ def _config(name: str, options: dict[str, Any]) -> Any:
     else:
         close = difflib.get_close_matches(name, list(CONFIG_MAPPING), n=3, cutoff=0.3)
         raise ValueError(
-            f"transformers has no type of model {name!r} (and there is no {Path(name, 'config.json')}); it has for "
+            f"transformers has no model type {name!r} (and there is no {Path(name, 'config.json')}); it has for "
             f"example {', '.join(close) or 'gpt2, llama, bert'}"
         )
     for key, value in options.items():
@@ -140,7 +141,7 @@ def _config(name: str, options: dict[str, Any]) -> Any:
     return config
 
 
-def _told(options: Mapping[str, Any]) -> str:
+def _in_words(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in options.items()) or "its defaults"
 
 

@@ -1,4 +1,4 @@
-"""Profile a named model as one of several ranks, or alone; what ``colossal-hetero profile`` does on each of them."""
+"""Profile a named model as one of several ranks, or without a launcher; used by ``colossal-hetero profile``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from ...accelerator import get_accelerator
 from ...planner.profile.layer_profile import save_model_profile
 from ...processes.every_rank import destroy_groups
-from ...processes.launch import is_rank
+from ...processes.launch import is_rank, local_gpu
 from .layer_profiler import MIN_SECONDS, LayerProgress, MeasuredLayers, profile_layers
 from .model_layers import describe_layers
 from .named_models import build_model
@@ -25,11 +25,12 @@ __all__ = ["ProfileRequest", "check_request", "profile_named_model"]
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRequest:
-    """What is to be measured, and where the profile goes."""
+    """The model to profile, the settings, and the output file; see :func:`.layer_profiler.profile_layers`."""
 
     model: str
     """``timm:NAME`` or ``hf:NAME``."""
     out: Path
+    """Profile file to write."""
     image_size: int | None = None
     sequence: int = 512
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -40,10 +41,10 @@ class ProfileRequest:
 
 
 def check_request(request: ProfileRequest) -> int:
-    """Find what cannot work before any rank is started; the number of blocks.
+    """Check the request before any rank is started, without building weights; the number of blocks of the model.
 
     Raises:
-        ValueError: there is no such model, or it cannot be cut.
+        ValueError: there is no such model, or a pipeline cannot cut it.
     """
     named = build_model(
         request.model,
@@ -56,10 +57,10 @@ def check_request(request: ProfileRequest) -> int:
 
 
 def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLayers:
-    """Measure with all ranks of the launcher, or alone; rank 0 shows how far it is, and writes the file.
+    """Measure with all ranks of the launcher, or alone without one; rank 0 shows the progress and writes the file.
 
     Raises:
-        ValueError: the model cannot be built or measured; a rank failed.
+        ValueError: the model cannot be built or measured, or a rank failed.
     """
     rank, device = 0, torch.device("cpu")
     if is_rank():
@@ -100,7 +101,7 @@ def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLa
         if rank == 0:
             save_model_profile(measured.profile, request.out)
         if dist.is_initialized():
-            # Nobody leaves while somebody still asks the first rank where the others are.
+            # No rank may leave while another still asks rank 0 for the addresses of the others.
             dist.barrier()
         return measured
     except RuntimeError as error:
@@ -111,18 +112,9 @@ def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLa
 
 
 def _device(rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device(get_accelerator().get_current_device()) if _is_other() else torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(
-            f"rank {rank} is number {local_rank} on its machine, which has {torch.cuda.device_count()} GPUs; start one "
-            "rank per GPU, or measure CPUs with CUDA_VISIBLE_DEVICES= in front of the command"
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
-def _is_other() -> bool:
-    """Whether there is an accelerator that is no GPU."""
-    return get_accelerator().name not in ("cpu", "cuda")
+    """This rank's GPU; without GPUs another accelerator or the CPU."""
+    gpu = local_gpu(rank, "measure")
+    if gpu is not None:
+        return gpu
+    is_other = get_accelerator().name not in ("cpu", "cuda")
+    return torch.device(get_accelerator().get_current_device()) if is_other else torch.device("cpu")

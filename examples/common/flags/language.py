@@ -36,7 +36,7 @@ def _make_parser() -> OneLineParser:
         ("context", 64, "bytes that the model sees at a time"),
     ):
         model.add_argument(f"--{name}", type=int, metavar="N", default=default, help=f"{what} (default {default})")
-    add_batch_flags(add_training_flags(parser, epochs=2), 32, "pieces of text")
+    add_batch_flags(add_training_flags(parser, epochs=1), 32, "pieces of text")
     add_balance_flags(parser)
     add_output_flags(parser)
     return parser

@@ -85,7 +85,7 @@ def test_a_rank_that_is_killed_ends_it_in_words(tmp_path: Path) -> None:
         finally:
             command.kill()
     assert command.returncode == 2
-    assert errors.strip() == "Error: rank 1 was ended from outside by signal 9; the other ranks were stopped"
+    assert errors.strip() == "Error: rank 1 was ended by signal 9; the other ranks were stopped"
     assert not other.is_running()
     assert not path.exists()
 

@@ -18,7 +18,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from colossal_hetero.profiling.aborted_step import abort_step
-from colossal_hetero.profiling.batches import device_profiler
 from colossal_hetero.profiling.batches.device_profiler import optimizer_state_bytes, profile_device
 from colossal_hetero.profiling.local_collectives import local_collectives
 from colossal_hetero.profiling.memory import is_out_of_memory, recover
@@ -106,7 +105,7 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> list[str]:
 
 
 def timed(model: nn.Module, optimizer: Any, batch: int) -> tuple[float, float]:
-    """Run a batch for real and tell times that are long enough for the profiler not to repeat it for precision."""
+    """Run a batch for real, and return times so long that the profiler does not repeat it for precision."""
     forward_backward(model, optimizer, batch)
     seconds = 1 + 0.1 * batch
     return seconds, seconds / 2
@@ -132,12 +131,10 @@ def nothing(model: nn.Module, optimizer: Any) -> None:
 
 
 def profile_under_limits(model: nn.Module, optimizer: Any) -> tuple[int, bool, float]:
-    """The last rank runs out of memory for real, the others do not. Each size runs once, as no time is looked at."""
+    """The last rank runs out of memory for real, the others do not."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     try:
-        with pytest.MonkeyPatch.context() as patch, preserved_state(model, optimizer), local_collectives(model):
-            patch.setattr(device_profiler, "MIN_SECONDS", 0.0)
-            patch.setattr(device_profiler, "REPEATS_OF_A_DIP", 0)
+        with preserved_state(model, optimizer), local_collectives(model):
             if dist.get_rank() == dist.get_world_size() - 1:
                 room = psutil.Process().memory_info().vms + (40 << 20)
                 resource.setrlimit(resource.RLIMIT_AS, (room, limits[1]))

@@ -126,7 +126,7 @@ def test_clusters_by_name() -> None:
     assert found.clusters == ("new", "old")
     reached = topology.channel(0, 4).bytes_per_second
     assert found.channel(0, 4).bytes_per_second == pytest.approx(reached, rel=0.01)
-    with pytest.raises(ValueError, match="no host fits h100; there are a100, v100-0, v100-1"):
+    with pytest.raises(ValueError, match="no host matches h100; the hosts are a100, v100-0, v100-1"):
         make_topology(facts, links, [("h100", "new")])
 
 
@@ -229,7 +229,7 @@ def test_network_cards_as_the_system_shows_them(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--out", "nowhere/at/all/cluster.toml"], "there is no folder"),
-        (["--cluster-of", "east"], "'east' is not HOST=CLUSTER"),
+        (["--cluster-of", "east"], "'east' does not have the form HOST=CLUSTER"),
         (["--nproc", "0"], "0 is not in the range"),
     ],
 )
@@ -243,4 +243,4 @@ def test_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     result = CliRunner().invoke(probe, ["--nproc", "2"])
     assert result.exit_code == 2
-    assert "a launcher has started them already" in result.output
+    assert "a launcher has already started the ranks" in result.output

@@ -134,7 +134,7 @@ def test_an_address_space_limit_is_hard() -> None:
         assert is_out_of_memory(caught.value)
 
 
-def test_ballast_is_resident_and_goes() -> None:
+def test_reserved_memory_is_resident_and_released() -> None:
     before = used_bytes(CPU)
     with reserved_memory(64 << 20, CPU):
         assert used_bytes(CPU) - before > 60 << 20

@@ -88,7 +88,7 @@ def test_ranks_are_the_devices_that_the_plan_uses() -> None:
 
 
 def check_other_cluster() -> None:
-    with pytest.raises(ValueError, match=r"the plan has device 5, but the cluster's are 0 to 3"):
+    with pytest.raises(ValueError, match=r"the plan has device 5, but the cluster has devices 0 to 3"):
         planned(make_plan([[[0], [1]], [[2], [5]]], (1, 3)), planning=PlanConfig(cluster=two_nodes()))
 
 

@@ -149,7 +149,7 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path, change: dict[str
 def test_a_profile_of_fewer_ranks_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     run_ranks(2, train_a_little, 1, str(path))
-    with pytest.raises(RuntimeError, match="of 2 ranks, these are 3"):
+    with pytest.raises(RuntimeError, match="of 2 ranks, but there are 3"):
         run_ranks(3, train_a_little, 1, str(path))
 
 
@@ -187,7 +187,7 @@ def change_speed(stage: int, slow: int, path: str, check_every: int | None, bias
     model, optimizer, criterion, loader = boost(plugin, make_model(), shuffle=True)
     assert plugin.batch_balancer is not None
     slowdown = 1.0
-    plugin.batch_balancer._watch.take = lambda: [(1, slowdown / 4)] * 3
+    plugin.batch_balancer._timer.take = lambda: [(1, slowdown / 4)] * 3
     seen, samples = [], []
     for epoch in range(8):
         is_slow = torch.distributed.get_rank() == slow
