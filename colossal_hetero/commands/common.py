@@ -13,7 +13,9 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Numbers", "check_outputs", "errors_on_one_line", "make_console", "warn_old_option"]
+    from ..planner.profile.layer_profile import ModelProfile
+
+__all__ = ["Numbers", "check_outputs", "errors_on_one_line", "make_console", "show_profile", "warn_old_option"]
 
 
 class Numbers(click.ParamType):
@@ -57,6 +59,15 @@ def make_console() -> Console:
     if not console.is_terminal:
         console.width = 140
     return console
+
+
+def show_profile(result: ModelProfile, out: Path) -> None:
+    """Print a profile of layers that was written to ``out``."""
+    from ..planner.report.profile_table import render_profile
+
+    console = make_console()
+    console.print(render_profile(result))
+    console.print(f"{out}: layers of {result.name}, {result.source}")
 
 
 def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from .common import Numbers, check_outputs, errors_on_one_line
-from .profile import show_profile
+from .common import Numbers, check_outputs, errors_on_one_line, show_profile
 
 __all__ = ["estimate", "write_estimate"]
 

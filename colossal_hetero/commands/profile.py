@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from .common import Numbers, check_outputs, errors_on_one_line, make_console, warn_old_option
+from .common import Numbers, check_outputs, errors_on_one_line, make_console, show_profile, warn_old_option
 
-if TYPE_CHECKING:
-    from ..planner.profile.layer_profile import ModelProfile
-
-__all__ = ["profile", "show_profile"]
+__all__ = ["profile"]
 
 SIZES = ("layers", "hidden", "heads", "vocabulary")
 
@@ -165,15 +162,6 @@ def _measure(model: str, out: Path, nproc: int | None, given: dict[str, Any]) ->
     for key, value in request.options.items():
         arguments += ["--set", f"{key}={json.dumps(value)}"]
     start_ranks(nproc or local_devices(), "colossal_hetero.commands.profile", arguments)
-
-
-def show_profile(result: ModelProfile, out: Path) -> None:
-    """Print a profile that was written to ``out``."""
-    from ..planner.report.profile_table import render_profile
-
-    console = make_console()
-    console.print(render_profile(result))
-    console.print(f"{out}: layers of {result.name}, {result.source}")
 
 
 if __name__ == "__main__":  # a rank

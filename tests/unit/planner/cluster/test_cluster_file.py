@@ -189,7 +189,7 @@ MISTAKES = {
     "spelling of a network": (('"RoCE"', '"ROCE"'), "kind 'ROCE' is not known; did you mean RoCE?"),
     "NICs twice": (('"RoCE"', '"Ethernet"'), "Ethernet is given twice"),
     "schema": (("schema = 1", "schema = 2"), "has schema 2, this version reads schema 1"),
-    "no schema": (("schema = 1", ""), "no line schema = 1"),
+    "no schema": (("schema = 1", ""), 'is not a cluster file: it has no "schema"'),
     "no inside": (('inside = { kind = "PCIe", gigabytes_per_second = 16, latency_microseconds = 5 }', ""), "no inside"),
     "a date": (("speed = 0.25", "speed = 2020-01-01"), "must be a number"),
 }
@@ -236,7 +236,7 @@ def test_lone_device_of_an_own_kind_needs_no_inside() -> None:
     assert len(parse_cluster(text + 'devices = [{ kind = "x" }]').devices) == 1
     with pytest.raises(ValueError, match="the link between x devices is unknown"):
         parse_cluster(text + 'devices = [{ kind = "x", count = 2 }]')
-    with pytest.raises(ValueError, match="usually joined in different ways"):
+    with pytest.raises(ValueError, match="its kinds of devices usually have different links"):
         parse_cluster(text + 'devices = [{ kind = "A100-40" }, { kind = "T4" }]')
     slower = parse_cluster(text + 'devices = [{ kind = "RTX-3090" }, { kind = "T4" }]').nodes[0].inside
     assert slower == INSIDE["T4"]

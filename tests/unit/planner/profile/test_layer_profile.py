@@ -204,7 +204,7 @@ def put(*place: Any, value: Any) -> Callable[[Any], None]:
         (put("times", value=[]), "times is .*: must not be empty"),
         (put("sizes", value=[]), "sizes is .*: must not be empty"),
         (put("before", value=-1), "before is -1: must be at least 0"),
-        (put("before", value=4), "of 5 layers 4 are before and 1 after the blocks.*at least one block"),
+        (put("before", value=4), "4 of 5 layers are before the blocks and 1 after them.*must be at least one"),
         (put("times", 0, "forward_seconds", 2, value=-1), r"times\[0\].forward_seconds\[2\] is -1: must be at least 0"),
         (put("times", 0, "update_seconds", 2, value=float("nan")), r"update_seconds\[2\] is nan: must be a"),
         (put("times", 0, "update_seconds", 2, value=float("inf")), r"update_seconds\[2\] is inf: must be a"),
@@ -217,17 +217,26 @@ def put(*place: Any, value: Any) -> Callable[[Any], None]:
             r"times\[0\] has 5 layers, sizes\[0\] ",
         ),
         (lambda content: content["sizes"].append(sizes(tensor_parallel=2, **{n: [1] for n in sizes()})), r"sizes\[1\]"),
-        (put("times", 1, "micro_batch", value=1), "times has micro-batch 1 on fast at tensor_parallel 1 twice"),
+        (
+            put("times", 1, "micro_batch", value=1),
+            "times has two entries of micro-batch 1 on fast at tensor_parallel 1",
+        ),
         (lambda content: content["sizes"].append(sizes()), "sizes has two entries of tensor_parallel 1; keep one"),
-        (put("times", 1, "tensor_parallel", value=2), r"times\[1\] is at tensor_parallel 2.*no sizes \(sizes has 1\)"),
+        (
+            put("times", 1, "tensor_parallel", value=2),
+            r"times\[1\] is at tensor_parallel 2.*no sizes have that degree \(sizes has 1\)",
+        ),
         (
             put("times", 0, "block_runs", value=[{"blocks": 2, "forward_seconds": 1, "backward_seconds": 1}] * 2),
-            "twice",
+            "there are two runs of 2 blocks",
         ),
         (put("state_factor", value=0), "state_factor is 0: must be above 0"),
         (put("units", "seconds", value="ms"), "seconds is in 'ms', but is read in 's'"),
         (put("times", 0, "forward_second", value=1), r"forward_second is not a field; did you mean forward_seconds\?"),
-        (put("rank_devices", value=["fast", "third"]), "rank_devices names third.*there are of fast, slow"),
+        (
+            put("rank_devices", value=["fast", "third"]),
+            "rank_devices names third, but there are only times of fast, slow",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_words(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
