@@ -6,6 +6,7 @@ import click
 
 from . import __version__
 from .commands.batches import batches
+from .commands.estimate import estimate
 from .commands.plan import plan
 from .commands.probe import probe
 from .commands.profile import profile
@@ -20,7 +21,7 @@ def main() -> None:
     """Plan training on devices that are not equally fast."""
 
 
-for command in (probe, profile, plan, simulate, batches):
+for command in (probe, profile, estimate, plan, simulate, batches):
     main.add_command(command)
 
 

@@ -21,10 +21,10 @@ from benchmarks.common import print_table
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
-from colossal_hetero.planner.search.device_groups import GroupingKind, effective_power, find_grouping
-from colossal_hetero.planner.search.draft import Assembler, Draft, Offer
+from colossal_hetero.planner.search.device_groups import MemberKind, effective_power, find_grouping
+from colossal_hetero.planner.search.draft import Draft, DraftBuilder, SlotPool
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.search.placement import Links
+from colossal_hetero.planner.search.placement import NodeLinks
 from colossal_hetero.planner.search.tp_groups import slot_kinds
 
 NAMES = ("A100-80", "H800", "H20")
@@ -83,9 +83,9 @@ def gpt() -> ModelProfile:
     return ModelProfile(name="GPT-3 6.7B", precision="bf16", state_factor=8.0, times=tuple(times), sizes=tuple(sizes))
 
 
-def kinds_of(counts: Sequence[int]) -> list[GroupingKind]:
+def kinds_of(counts: Sequence[int]) -> list[MemberKind]:
     return [
-        GroupingKind(GPUS[name].flops / 1e12, GPUS[name].memory_bytes / 1e9, count)
+        MemberKind(GPUS[name].flops / 1e12, GPUS[name].memory_bytes / 1e9, count)
         for name, count in zip(NAMES, counts, strict=True)
     ]
 
@@ -95,7 +95,7 @@ def model_gigabytes(model: ModelProfile, size: int) -> float:
     return float(costs.state_bytes.sum() + costs.activation_bytes.sum()) / 1e9
 
 
-def scip(kinds: Sequence[GroupingKind], memory: float, micro_batches: int, limit: float) -> tuple[float, str, float]:
+def scip(kinds: Sequence[MemberKind], memory: float, micro_batches: int, limit: float) -> tuple[float, str, float]:
     """Eq. 3 by SCIP: the objective of the groups that it found, how it ended, and seconds."""
     try:
         from pyscipopt import Model, quicksum
@@ -144,23 +144,23 @@ def autohet_iteration(topology: Topology, model: ModelProfile, global_batch: int
 
     The groups are the exact ones, which SCIP does not always find in time; of the micro-batches the best one counts.
     """
-    assembler, best = Assembler(topology, "autohet"), np.inf
+    builder, best = DraftBuilder(topology, "autohet"), np.inf
     for degree in DEGREES:
         for size in SIZES:
             kinds = slot_kinds(topology, model, degree, size)
             total = global_batch // size
             costs = kinds[0].costs
             grouping = find_grouping(
-                [GroupingKind(1 / kind.model_seconds, kind.memory_bytes, len(kind.slots)) for kind in kinds],
+                [MemberKind(1 / kind.model_seconds, kind.memory_bytes, len(kind.slots)) for kind in kinds],
                 float(costs.state_bytes.sum() + costs.activation_bytes.sum()),
                 lambda groups, total=total: max(1.0, total / groups),
-                most_members=model.blocks,
-                most_groups=total,
+                max_members=model.blocks,
+                max_groups=total,
             )
             if grouping is None:
                 continue
-            links = Links(topology, float(costs.output_bytes.max()))
-            draft = assembler.assemble(Offer(degree, size, tuple(kinds), total, links), grouping.groups)
+            links = NodeLinks(topology, float(costs.output_bytes.max()))
+            draft = builder.build(SlotPool(degree, size, tuple(kinds), total, links), grouping.groups)
             if isinstance(draft, Draft):
                 best = min(best, draft.seconds)
     return best

@@ -6,14 +6,34 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["check_outputs", "errors_on_one_line", "make_console", "warn_old_option"]
+    from ..planner.profile.layer_profile import ModelProfile
+
+__all__ = ["Numbers", "check_outputs", "errors_on_one_line", "make_console", "show_profile", "warn_old_option"]
+
+
+class Numbers(click.ParamType):
+    """Whole numbers of at least 1, separated by commas."""
+
+    name = "n,n,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers, ascending, each once."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(sorted({int(part) for part in str(value).split(",")}))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of whole numbers; write it like 1,2,4", param, ctx)
+        if numbers[0] < 1:
+            self.fail(f"{value!r}: {numbers[0]} is below 1", param, ctx)
+        return numbers
 
 
 class CommandError(click.ClickException):
@@ -39,6 +59,15 @@ def make_console() -> Console:
     if not console.is_terminal:
         console.width = 140
     return console
+
+
+def show_profile(result: ModelProfile, out: Path) -> None:
+    """Print a profile of layers that was written to ``out``."""
+    from ..planner.report.profile_table import render_profile
+
+    console = make_console()
+    console.print(render_profile(result))
+    console.print(f"{out}: layers of {result.name}, {result.source}")
 
 
 def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from .common import check_outputs, errors_on_one_line, make_console, warn_old_option
+from .common import Numbers, check_outputs, errors_on_one_line, make_console, warn_old_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,24 +20,6 @@ __all__ = ["plan"]
 
 STATUS_AFTER_SECONDS = 1.0
 """If the work takes longer than this, a line says what is being done."""
-
-
-class Numbers(click.ParamType):
-    """Whole numbers of at least 1, separated by commas."""
-
-    name = "n,n,…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The numbers, ascending, each once."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = tuple(sorted({int(part) for part in str(value).split(",")}))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of whole numbers; write it like 1,2,4", param, ctx)
-        if numbers[0] < 1:
-            self.fail(f"{numbers[0]} is below 1", param, ctx)
-        return numbers
 
 
 @click.command()

@@ -1,1 +1,1 @@
-"""Files and text: JSON with schemas, atomic writes, pictures, numbers in words. Imports nothing of this package."""
+"""Files and text: JSON with schema versions, atomic writes, pictures, numbers in words. Imports nothing of ours."""

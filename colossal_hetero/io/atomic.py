@@ -1,4 +1,4 @@
-"""Atomic file writes: others see the old file or the complete new one, never a part of it."""
+"""Atomic file writes: readers see the old file or the complete new one, never a part."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["replacing"]
 
 @contextmanager
 def replacing(path: Path | str) -> Iterator[Path]:
-    """Give the path of a draft beside ``path``; when the block ends without an error, the draft replaces ``path``.
+    """The path of a temporary file beside ``path``. When the block ends, the temporary file replaces ``path``.
 
-    If the block raises, ``path`` stays as it was and the draft is removed.
+    If the block raises an error, ``path`` stays as it was and the temporary file is removed.
     """
     path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        yield draft
-        draft.replace(path)
+        yield temporary
+        temporary.replace(path)
     finally:
-        draft.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""JSON files that people read and edit: written as a whole, and what is wrong in them said in words."""
+"""JSON files that people read and edit: laid out for reading, written atomically, with mistakes named in words."""
 
 from __future__ import annotations
 
@@ -12,43 +12,56 @@ from pydantic import ValidationError
 
 from .atomic import replacing
 
-__all__ = ["check_units", "errors_in_words", "read_json", "write_json"]
+__all__ = ["check_units", "errors_in_words", "read_json", "read_text", "write_json"]
 
 
 def read_json(path: Path | str) -> tuple[str, Any]:
-    """A file's text, and what it says.
+    """A file's text and its content.
 
     Raises:
-        ValueError: no such file, not readable, or not JSON.
+        ValueError: There is no such file, it cannot be read, or it is not JSON.
     """
-    path = Path(path)
+    text = read_text(path, "JSON")
     try:
-        text = path.read_text(encoding="utf-8")
         return text, json.loads(text)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
+def read_text(path: Path | str, file_format: str) -> str:
+    """The text of a file in UTF-8, without a byte order mark.
+
+    Raises:
+        ValueError: There is no such file, it cannot be read, or it is not text and so not in ``file_format``.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not {file_format}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+
+
 def write_json(content: Any, path: Path | str, *, fill: bool = False) -> None:
-    """Write a file that others see as a whole or not at all.
+    """Write a file atomically: readers see the old file or the complete new one.
 
     Args:
-        fill: put several members of an object on a line, where it holds no other objects.
+        content: What to write.
+        path: Where.
+        fill: Whether several members of an object go on one line, if the object holds no other objects.
     """
-    with replacing(path) as draft:
-        draft.write_text(_lay_out(content, fill, 0) + "\n", encoding="utf-8")
+    with replacing(path) as temporary:
+        temporary.write_text(_lay_out(content, fill, 0) + "\n", encoding="utf-8")
 
 
-LINE = 110
-"""Characters of a line, without its indentation."""
+LINE_LENGTH = 110
+"""Characters per line at most, without indentation."""
 
 
 def _lay_out(value: Any, fill: bool, depth: int) -> str:
-    """Indented JSON with its innermost lists and objects on one line each, where that is not too long."""
+    """Indented JSON. Lists and objects that hold only simple values are on one line, if the line is not too long."""
     if not isinstance(value, dict | list | tuple) or not value:
         return json.dumps(value, ensure_ascii=False)
     is_object = isinstance(value, dict)
@@ -58,7 +71,7 @@ def _lay_out(value: Any, fill: bool, depth: int) -> str:
         texts = [f"{json.dumps(str(key), ensure_ascii=False)}: {text}" for key, text in zip(value, texts, strict=True)]
     joined = ", ".join(texts)
     joined = f"{{ {joined} }}" if is_object else f"[{joined}]"
-    if len(joined) <= LINE and not any(isinstance(member, dict | list | tuple) for member in members):
+    if len(joined) <= LINE_LENGTH and not any(isinstance(member, dict | list | tuple) for member in members):
         return joined
     lines = [f"{text}," for text in texts[:-1]] + texts[-1:]
     if fill and is_object and not any("\n" in text or "{" in text for text in texts):
@@ -70,7 +83,7 @@ def _lay_out(value: Any, fill: bool, depth: int) -> str:
 def _fill(texts: Sequence[str]) -> list[str]:
     lines = [texts[0]]
     for text in texts[1:]:
-        if len(lines[-1]) + 1 + len(text) <= LINE:
+        if len(lines[-1]) + 1 + len(text) <= LINE_LENGTH:
             lines[-1] += f" {text}"
         else:
             lines.append(text)
@@ -78,7 +91,7 @@ def _fill(texts: Sequence[str]) -> list[str]:
 
 
 def check_units(units: Mapping[str, str], read: Mapping[str, str]) -> None:
-    """Raise ValueError unless a file's ``units`` are those in which its numbers are ``read``."""
+    """Raise ``ValueError`` unless the ``units`` in a file are those in which its numbers are ``read``."""
     if units != read:
         changed = next(name for name in [*read, *units] if units.get(name) != read.get(name))
         raise ValueError(
@@ -88,14 +101,15 @@ def check_units(units: Mapping[str, str], read: Mapping[str, str]) -> None:
 
 
 def errors_in_words(error: ValidationError, names: Iterable[str]) -> str:
-    """Every field that is wrong, on one line.
+    """Every wrong field and what is wrong with it, on one line.
 
     Args:
-        names: of fields that there are, to suggest one for a field that there is not.
+        error: From pydantic.
+        names: The known fields. A similar one is suggested for an unknown field.
     """
     names = list(names)
     errors = error.errors()
-    # A list whose elements are all wrong is reported as too short as well.
+    # If all elements of a list are wrong, pydantic also reports the list as too short.
     deeper = {each["loc"][:end] for each in errors for end in range(len(each["loc"]))}
     return "; ".join(
         _in_words(each, names) for each in errors if not (each["type"] == "too_short" and each["loc"] in deeper)

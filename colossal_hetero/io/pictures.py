@@ -1,6 +1,6 @@
-"""What all pictures share: matplotlib loaded late, and a file that is there as a whole or not at all.
+"""Shared by all pictures: colors, file formats, and matplotlib, which is imported when something is drawn.
 
-matplotlib is an extra (``pip install 'colossal-hetero[plot]'``), loaded when something is drawn.
+matplotlib is an optional dependency: ``pip install 'colossal-hetero[plot]'``.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from .atomic import replacing
 __all__ = ["BLUE", "FORMATS", "GRAY", "LIGHT_BLUE", "ORANGE", "RED", "check_matplotlib", "check_name", "save_figure"]
 
 FORMATS = ("png", "pdf", "svg")
-"""Kinds of pictures, by the ending of the file's name."""
+"""Formats of pictures, by the ending of the file's name."""
 
 BLUE, LIGHT_BLUE, GRAY, ORANGE, RED = "#0072B2", "#8CCBF0", "#D9D9D9", "#E69F00", "#D55E00"
-"""After Okabe and Ito, told apart with every kind of color vision."""
+"""Colors after Okabe and Ito, which can be told apart with every kind of color vision."""
 
 
 def check_matplotlib() -> None:
-    """Find out before there is something to draw whether it can be drawn.
+    """Check, before the work starts, that its result can be drawn.
 
     Raises:
-        ImportError: matplotlib is not there; the message says how to get it.
+        ImportError: matplotlib is not installed; the message says how to install it.
     """
     try:
         importlib.import_module("matplotlib.figure")
@@ -35,10 +35,10 @@ def check_matplotlib() -> None:
 
 
 def check_name(path: Path | str) -> Path:
-    """The path of a picture.
+    """``path`` as a path.
 
     Raises:
-        ValueError: the name does not end in one of :data:`FORMATS`.
+        ValueError: The name does not end in one of :data:`FORMATS`.
     """
     path = Path(path)
     if path.suffix[1:].lower() not in FORMATS:
@@ -47,6 +47,6 @@ def check_name(path: Path | str) -> Path:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure in the format that the name says; a picture that is there stays until it is done."""
-    with replacing(path) as draft:
-        figure.savefig(draft, format=path.suffix[1:].lower(), dpi=150)
+    """Write a matplotlib figure atomically, in the format that the name of the file says."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)

@@ -1,4 +1,4 @@
-"""Numbers as people read them: one unit and equally many decimals in a column."""
+"""Numbers for people: plurals, and one unit and equally many decimals per column."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["aligned", "byte_unit", "count", "times"]
+__all__ = ["aligned", "byte_unit", "count", "spans", "times"]
 
 
 def count(number: int, noun: str) -> str:
-    """E.g. "1 rank", "1,024 ranks", "2 batches"."""
+    """A number with its noun, e.g. "1 rank", "1,024 ranks", "2 batches"."""
     ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
     return f"{number:,} {noun}{ending}"
 
 
 def aligned(values: Sequence[float]) -> list[str]:
-    """Numbers with as many decimals as give the largest four digits, at most three."""
+    """Numbers with equally many decimals: so many that the largest has four digits, but at most three decimals."""
     largest = max(values, default=0.0)
     decimals = 3 if largest <= 0 else min(max(3 - math.floor(math.log10(largest)), 0), 3)
     return [f"{value:,.{decimals}f}" for value in values]
 
 
 def times(*columns: Sequence[float]) -> tuple[Any, ...]:
-    """The unit in which the longest of these times reads well, and each column in that unit."""
+    """The unit that suits the longest of these seconds (s, ms or µs), and each column as text in that unit."""
     longest = max((value for column in columns for value in column), default=0.0)
     factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if longest * f >= 1.0), (1e6, "µs"))
     largest = [value * factor for column in columns for value in column]
@@ -32,12 +32,12 @@ def times(*columns: Sequence[float]) -> tuple[Any, ...]:
 
 
 def byte_unit(size: float) -> tuple[float, str]:
-    """The unit in which that many bytes read well, and its name."""
+    """The unit that suits ``size`` (KiB, MiB or GiB), in bytes, and its name."""
     return next(((u, name) for u, name in ((2.0**30, "GiB"), (2.0**20, "MiB")) if size >= u), (2.0**10, "KiB"))
 
 
-def spans(ranks: Sequence[int], most: int = 6) -> str:
-    """Ascending ranks in short: "0-3, 5"; of more than ``most`` stretches the first ones and the last rank."""
+def spans(ranks: Sequence[int], max_parts: int = 6) -> str:
+    """Ascending ranks in short: "0-3, 5". With more than ``max_parts`` ranges, the first ranges and the last rank."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:
@@ -45,6 +45,6 @@ def spans(ranks: Sequence[int], most: int = 6) -> str:
         else:
             parts.append([rank])
     texts = ["-".join(map(str, part)) for part in parts]
-    if len(texts) <= most:
+    if len(texts) <= max_parts:
         return ", ".join(texts)
-    return f"{', '.join(texts[: most - 2])}, …, {ranks[-1]} ({len(ranks)} ranks)"
+    return f"{', '.join(texts[: max_parts - 2])}, …, {ranks[-1]} ({len(ranks)} ranks)"

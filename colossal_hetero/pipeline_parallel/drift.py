@@ -183,7 +183,7 @@ def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | Non
             # The plan was made from another profile. Its means per stage are used instead.
             pass
     slots = tuple(
-        Slot(f"stage {each.stage}", _scaled(costs, stage, each.measured), stage.memory_available_bytes, stage.ranks)
+        Slot(f"stage {each.stage}", _scaled(costs, stage, each.measured), stage.memory_available_bytes)
         for each, stage, costs in zip(slowest, placed, whole, strict=True)
     )
     return Pipeline(slots, _channels(replica, whole[0].output_bytes), replica.micro_batches), basis

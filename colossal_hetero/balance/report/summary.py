@@ -65,7 +65,7 @@ class BalanceReport(WhatIf):
 
 
 def lossless_seconds(other_seconds: Sequence[float], matmul_seconds: Sequence[float]) -> float:
-    """The shortest time in which the ranks together can do all products, with nothing pruned (docs/algorithms.md).
+    """The shortest time in which the ranks together can do all products, with nothing pruned (docs/algorithms.md, 1.7).
 
     ``other_seconds`` is each rank's time for work that cannot be moved, ``matmul_seconds`` its time for an equal share
     of the products. The result is the smallest ``t`` with ``Σ_i max(0, t − other_i) / matmul_i = e``. If other times

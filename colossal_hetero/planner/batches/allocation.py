@@ -1,4 +1,4 @@
-"""How a global batch is divided into micro-batches of the ranks (Poplar, Algorithm 2; docs/algorithms.md 2.3).
+"""How a global batch is divided into micro-batches of the ranks (Poplar, Algorithm 2; docs/algorithms.md, 2.3).
 
 All functions are pure: the same curves give the same allocation on every rank. The predicted time depends on the ZeRO
 stage:

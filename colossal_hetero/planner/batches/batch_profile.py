@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from ...io.json_files import check_units, errors_in_words, read_json, write_json
-from ...io.schema import FilePart
+from ...io.json_files import check_units, write_json
+from ...io.schema import FilePart, load_json_file
 from ...io.text import spans
 from ..cluster.link import MeasuredLink
 from .time_curve import Curve
@@ -341,19 +341,7 @@ def load_profile(path: Path | str) -> BatchProfile:
         ValueError: the file is missing, not JSON, or of another schema, or fields are wrong, missing or unknown; the
             message names all of these fields.
     """
-    text, content = read_json(path)
-    if not isinstance(content, dict) or "schema" not in content:
-        raise ValueError(f'{path} is not a profile: it has no "schema"')
-    if content["schema"] != SCHEMA or isinstance(content["schema"], bool):
-        raise ValueError(
-            f"{path} has schema {content['schema']!r}, this version reads schema {SCHEMA}; make a new profile"
-        )
-    try:
-        return BatchProfile.model_validate_json(text, strict=True)
-    except ValidationError as error:
-        parts = (TimedBatch, DeviceProfile, MeasuredLink, ModelIdentity, BatchProfile)
-        names = {name for part in parts for name in part.model_fields}
-        raise ValueError(f"{path}: {errors_in_words(error, sorted(names))}") from None
+    return load_json_file(path, BatchProfile, kind="profile", schema=SCHEMA, remedy="make a new profile")
 
 
 def save_profile(profile: BatchProfile, path: Path | str) -> None:

@@ -1,4 +1,4 @@
-"""Choose which devices take part, in which ring, with which batches (ADAPT, chapter 5; docs/algorithms.md 2.4).
+"""Choose which devices take part, in which ring, with which batches (ADAPT, chapter 5; docs/algorithms.md, 2.4).
 
 If a device is dropped, the others run its samples. Dropping a device is an advantage if it costs more communication
 time than it saves compute time, for example if it is the only one without NCCL. The cost of a configuration in the

@@ -166,7 +166,7 @@ def exact_shared(curves: Sequence[Curve], samples: int) -> list[Runs]:
             whole = np.stack([np.searchsorted(times[1:], limits, side="right") for times in kinds.times])
         time = np.take_along_axis(table, whole, axis=1)
         extra = np.floor((ticks - steps * time) / (np.take_along_axis(table, whole + 1, axis=1) - time))
-        return np.minimum(steps * whole + extra, samples)
+        return np.asarray(np.minimum(steps * whole + extra, samples))
 
     def total(ticks: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
         return kinds.counts @ capacity(ticks, steps)
@@ -212,7 +212,7 @@ def exact_per_rank(curves: Sequence[Curve], samples: int) -> list[Runs]:
         times = kinds.times[kind]
         full = np.floor(ticks / times[sizes])
         rest = np.searchsorted(times[1:], ticks - full * times[sizes], side="right")
-        return np.minimum(full * sizes + rest, samples)
+        return np.asarray(np.minimum(full * sizes + rest, samples))
 
     # Bisection on the time, until the interval is as small as rounding. `high` is long enough for all samples, `low` is
     # not. A size remains a candidate as long as it runs at least as many samples in `high` as the best size in `low`.

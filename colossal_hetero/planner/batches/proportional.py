@@ -23,7 +23,7 @@ def largest_remainders(weights: Sequence[float] | NDArray[np.float64], samples: 
     shares = np.asarray(weights, dtype=np.float64)
     exact = shares / shares.sum() * samples
     # The small number keeps a whole number whole if it was rounded to slightly less.
-    parts = np.floor(exact + 1e-9).astype(np.int64)
+    parts: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
     first = np.argsort(-(exact - parts), kind="stable")
     parts[first[: samples - int(parts.sum())]] += 1
     return parts

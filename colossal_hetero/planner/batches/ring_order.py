@@ -1,4 +1,4 @@
-"""The order of devices in a ring all-reduce, and the protocol they share (ADAPT, chapter 5; docs/algorithms.md 2.4).
+"""The order of devices in a ring all-reduce, and the protocol they share (ADAPT, chapter 5; docs/algorithms.md, 2.4).
 
 In a ring all devices send at the same time, each to the next one, so the slowest link decides how long a step takes.
 The best ring is therefore the tour whose *longest* edge is shortest (a bottleneck traveling-salesman tour), and among

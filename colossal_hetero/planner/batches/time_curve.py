@@ -1,6 +1,6 @@
 """The time of a micro-batch as a function of its size, on one device: a curve through the measured sizes.
 
-As in Poplar (docs/algorithms.md 2.2), the curve is a natural cubic spline of time over samples. In addition, it never
+As in Poplar (docs/algorithms.md, 2.2), the curve is a natural cubic spline of time over samples. In addition, it never
 decreases, which :mod:`.exact_search` relies on.
 """
 

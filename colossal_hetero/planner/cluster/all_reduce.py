@@ -1,4 +1,4 @@
-"""How long replicas take to sum their gradients, over the networks that they share while they do.
+"""The time in which replicas sum their gradients, over networks that they share.
 
 A ring all-reduce of n devices sends ``bytes/n`` from each to the next, 2 (n − 1) times, all at once; the slowest hop
 sets the pace: ``2 (n−1)/n · bytes/bandwidth + 2 (n−1) · latency`` (Patarasuk and Yuan 2009). A ring visits its devices
@@ -7,10 +7,10 @@ network between nodes: that of its slowest hop.
 
 [Note: shared NICs] Rings that run at the same time share the NICs that they cross. A hop between nodes gets at most
 the channel's own bandwidth, and at most its share of what all of the node's NICs of that kind carry together: their sum
-divided by the number of rings that leave (or enter: NICs are full duplex) the node through them. A ring that ends early
-gives nothing back here, so the result is an upper bound where rings are of different sizes. Inside a node devices do
-not disturb each other, as behind a switch. A link between clusters is what a pair of nodes gets: it is shared by the
-rings that cross it from the same node, not by those of other nodes.
+divided by the number of rings that leave (or enter: NICs are full duplex) the node through them. The share of a
+ring that ends early is not given to the others, so the result is an upper bound if rings have different sizes. Inside
+a node, devices do not share bandwidth, as behind a switch. The bandwidth of a link between clusters is that of one pair
+of nodes: it is shared by the rings that cross it from the same node, but not by the rings of other nodes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from .topology import Channel, Topology
 __all__ = ["Hop", "concurrent_seconds", "ring_hops", "ring_network", "synchronization_seconds"]
 
 Hop = tuple[int, int]
-"""From node, to node."""
+"""A transfer between nodes: (from node, to node)."""
 
 
 def synchronization_seconds(topology: Topology, group: Sequence[int], gradient_bytes: float, sharing: int = 1) -> float:
     """Seconds of a ring all-reduce of ``gradient_bytes`` per device over ``group``; 0 for a single device.
 
     Args:
-        sharing: how many rings cross the same NICs at the same time, e.g. the tensor-parallel degree where every member
-            of a tensor-parallel group has a ring of its own. See Note: shared NICs.
+        topology: Machines.
+        group: Device numbers.
+        gradient_bytes: Per device.
+        sharing: How many rings cross the same NICs at the same time, e.g. the tensor-parallel degree if every member of
+            a tensor-parallel group has a ring of its own. See Note: shared NICs.
 
     Raises:
-        ValueError: no such device, one named twice, two that cannot reach each other, a negative number of bytes, or
-            ``sharing`` below 1.
+        ValueError: A device does not exist or is given twice, two devices cannot reach each other, the number of bytes
+            is negative, or ``sharing`` is below 1.
     """
     if sharing < 1:
         raise ValueError(f"sharing={sharing} must be at least 1, the ring itself")
@@ -46,14 +49,15 @@ def synchronization_seconds(topology: Topology, group: Sequence[int], gradient_b
 def concurrent_seconds(
     topology: Topology, groups: Sequence[Sequence[int]], gradient_bytes: Sequence[float]
 ) -> tuple[float, ...]:
-    """Seconds of each of ``groups`` if all of them synchronize at the same time. See Note: shared NICs.
+    """Seconds by group if all groups synchronize at the same time. See Note: shared NICs.
 
     Args:
-        groups: disjoint, as data-parallel groups are.
-        gradient_bytes: per device, by group.
+        topology: Machines.
+        groups: Device numbers of each group; the groups are disjoint, as data-parallel groups are.
+        gradient_bytes: Per device, by group.
 
     Raises:
-        ValueError: as :func:`synchronization_seconds`, or not one number of bytes per group.
+        ValueError: As :func:`synchronization_seconds`, or there is not one number of bytes per group.
     """
     if len(groups) != len(gradient_bytes):
         raise ValueError(f"{len(groups)} groups and {len(gradient_bytes)} numbers of bytes; give one per group")
@@ -73,14 +77,16 @@ def concurrent_seconds(
 
 
 def ring_hops(topology: Topology, group: Sequence[int]) -> tuple[Hop, ...]:
-    """Where a ring over ``group`` goes from node to node; none within one node.
+    """The transfers between nodes in a ring over ``group``; none if all devices are in one node.
 
     Raises:
-        ValueError: no such device, or one named twice.
+        ValueError: A device does not exist or is given twice.
     """
     for device in group:
         if not 0 <= device < len(topology.devices):
-            raise ValueError(f"device {device} of group {tuple(group)} is none of 0..{len(topology.devices) - 1}")
+            raise ValueError(
+                f"device {device} of group {tuple(group)} does not exist; there are {len(topology.devices)} devices"
+            )
     if len(set(group)) != len(group):
         raise ValueError(f"group {tuple(group)} names a device twice")
     nodes = sorted({topology.devices[device].node for device in group})
@@ -88,16 +94,19 @@ def ring_hops(topology: Topology, group: Sequence[int]) -> tuple[Hop, ...]:
 
 
 def ring_network(topology: Topology, hops: Sequence[Hop]) -> str:
-    """The kind of channel that a ring over several nodes uses: its slowest hop's.
+    """The kind of channel that a ring over several nodes uses: that of its slowest hop.
 
     Raises:
-        ValueError: two nodes cannot reach each other.
+        ValueError: Two nodes cannot reach each other.
     """
     return min((topology.node_channel(*hop) for hop in hops), key=lambda channel: channel.bytes_per_second).kind
 
 
 def hop_channel(topology: Topology, hop: Hop, kind: str) -> Channel:
-    """Between two nodes over that kind of NIC, at the slower one's bandwidth; over what they have, if they lack it."""
+    """The channel of a hop over NICs of ``kind``, with the bandwidth of the slower one.
+
+    If a node has no such NIC, it is the fastest channel between the two nodes.
+    """
     channel = topology.node_channel(*hop)
     if channel.kind == kind:
         return channel
@@ -106,9 +115,11 @@ def hop_channel(topology: Topology, hop: Hop, kind: str) -> Channel:
     return min(ends, key=lambda nic: nic.bytes_per_second) if len(ends) == 2 else channel
 
 
-def carried(topology: Topology, node: int, channel: Channel, message_bytes: float) -> float:
-    """Bytes per second that all NICs of the channel's kind carry together in a node; the channel's own if the topology
-    lists none of that kind."""
+def total_bandwidth(topology: Topology, node: int, channel: Channel, message_bytes: float) -> float:
+    """Bytes per second of all NICs in a node that have the channel's kind, together.
+
+    If the topology lists no NIC of that kind, the bandwidth of the channel itself.
+    """
     nics = [nic.bandwidth(message_bytes) for nic in topology.nodes[node].nics if nic.kind == channel.kind]
     return sum(nics) if nics else channel.bandwidth(message_bytes)
 
@@ -126,12 +137,12 @@ def _ring_seconds(
     if count < 2 or gradient_bytes == 0:
         return 0.0
     chunk = gradient_bytes / count
-    # A ring inside of nodes has more devices than nodes: at least one hop from device to neighbor.
+    # A node with several devices has at least one hop between two of them.
     inside = Counter(topology.devices[device].node for device in group)
     step = max((topology.nodes[node].inside.seconds(chunk) for node, here in inside.items() if here > 1), default=0.0)
     kind = ring_network(topology, hops) if hops else ""
     for hop in hops:
         channel = hop_channel(topology, hop, kind)
-        shares = [carried(topology, n, channel, chunk) / load(n, way, kind) for way, n in enumerate(hop)]
+        shares = [total_bandwidth(topology, n, channel, chunk) / load(n, way, kind) for way, n in enumerate(hop)]
         step = max(step, channel.latency_seconds + chunk / min(channel.bandwidth(chunk), *shares))
     return 2 * (count - 1) * step

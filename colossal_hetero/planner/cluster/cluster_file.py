@@ -1,10 +1,10 @@
-"""The cluster file: the machines to train on, in TOML, made to be written by hand or by ``colossal-hetero probe``.
+"""The cluster file: the machines to train on, in TOML, written by hand or by ``colossal-hetero probe``.
 
 .. code-block:: toml
 
     schema = 1
 
-    [kinds.A100-PCIe]            # a kind of device that gpus.py does not have, or has otherwise
+    [kinds.A100-PCIe]            # a kind of device that is not in gpu_catalog.py, or differs
     memory_gb = 40
     tflops = 312
 
@@ -21,14 +21,15 @@
         { kind = "Ethernet", gigabits_per_second = 25, latency_microseconds = 30 },
     ]
 
-    [[links]]                    # between clusters that share no Ethernet, or another one than that
+    [[links]]                    # between clusters without common Ethernet, or with another link
     clusters = ["east", "west"]
     kind = "Ethernet"
     gigabits_per_second = 10
 
-Left out: ``count`` and ``speed`` (the share of its kind's speed that a device reaches) are 1, a latency is 0, a node's
-name is its cluster's, and ``inside`` is that of its devices' usual form (``gpus.py``). Numbers carry their unit in the
-name; a rate may be given in ``gigabits_per_second``, ``gigabytes_per_second`` or ``bytes_per_second``.
+Defaults: ``count`` and ``speed`` (the share of its kind's speed that a device reaches) are 1, a latency is 0, a node
+has the name of its cluster, and ``inside`` is the usual connection of its devices (``gpu_catalog.py``). Fields have
+their unit in the name; a rate can be given in ``gigabits_per_second``, ``gigabytes_per_second`` or
+``bytes_per_second``.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from typing import Any
 
 import tomlkit
 import tomlkit.exceptions
-from pydantic import ValidationError
 
 from ...io.atomic import replacing
-from ...io.json_files import errors_in_words
+from ...io.json_files import read_text
+from ...io.schema import check_file
 from .cluster_schema import (
     LATENCIES,
     NETWORKS,
@@ -54,7 +55,6 @@ from .cluster_schema import (
     ClusterFields,
     KindFields,
     NodeFields,
-    field_names,
     read_number,
     suggest,
 )
@@ -68,47 +68,32 @@ def load_cluster(path: Path | str) -> Topology:
     """Read a cluster file. Ranks are numbered cluster by cluster, node by node, device by device.
 
     Raises:
-        ValueError: no such file, not TOML (with the line), of another schema, fields that are wrong, missing or
-            unknown, kinds that nobody describes, names that are there twice, or nodes that cannot reach each other.
+        ValueError: There is no such file, it is not TOML, has another schema version, or has fields that are wrong,
+            missing or unknown; or a kind of device is unknown, a name is given twice, or nodes cannot reach each other.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        return parse_cluster(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return parse_cluster(read_text(path, "TOML"), str(path))
 
 
-def parse_cluster(text: str) -> Topology:
-    """:func:`load_cluster`, of a file's text."""
+def parse_cluster(text: str, name: str = "the cluster file") -> Topology:
+    """:func:`load_cluster` for the text of a file; ``name`` is used in messages."""
     try:
         content = tomlkit.parse(text).unwrap()
     except tomlkit.exceptions.TOMLKitError as error:
-        raise ValueError(f"not TOML: {error}") from None
-    if "schema" not in content:
-        raise ValueError("not a cluster file: it has no line schema = 1")
-    if content["schema"] != SCHEMA or isinstance(content["schema"], bool):
-        raise ValueError(f"schema is {content['schema']!r}, this version reads schema {SCHEMA}")
+        raise ValueError(f"{name} is not TOML: {error}") from None
+    # TOML's dates become text.
+    json_text = json.dumps(content, default=str)
+    file = check_file(name, content, json_text, ClusterFields, kind="cluster file", schema=SCHEMA)
     try:
-        # By way of JSON, because strictness there still takes a list for a tuple. TOML's dates become text.
-        file = ClusterFields.model_validate_json(json.dumps(content, default=str), strict=True)
-    except ValidationError as error:
-        raise ValueError(errors_in_words(error, field_names())) from None
-    topology = _build(file)
-    _check_reachable(topology)
+        topology = _build(file)
+        _check_reachable(topology)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     return topology
 
 
 def _build(file: ClusterFields) -> Topology:
-    own = {name: _own_kind(name, kind) for name, kind in file.kinds.items()}
-    kinds = {**GPUS, **own}
+    described = {name: _described_kind(name, kind) for name, kind in file.kinds.items()}
+    kinds = {**GPUS, **described}
     devices: list[Device] = []
     nodes: list[Node] = []
     for cluster_number, cluster in enumerate(file.clusters):
@@ -134,7 +119,7 @@ def _build(file: ClusterFields) -> Topology:
     return Topology(tuple(devices), tuple(nodes), tuple(numbers), between)
 
 
-def _own_kind(name: str, kind: KindFields) -> DeviceKind:
+def _described_kind(name: str, kind: KindFields) -> DeviceKind:
     preset = GPUS.get(name)
     memory, flops = kind.memory_bytes, kind.flops
     if kind.memory_gb is not None:
@@ -152,30 +137,30 @@ def _own_kind(name: str, kind: KindFields) -> DeviceKind:
 
 
 def _usual_inside(node: str, part: NodeFields) -> Channel:
-    """The slowest of the devices' usual ones, where those are of one kind."""
+    """The usual channel between the devices of a node, the slowest if there are several of one kind of link."""
     own = [alike.kind for alike in part.devices if alike.kind not in INSIDE]
     usual = [INSIDE[alike.kind] for alike in part.devices if alike.kind in INSIDE]
     if own and sum(alike.count for alike in part.devices) == 1:
-        return LONE
+        return SINGLE_DEVICE
     if own or len({channel.kind for channel in usual}) > 1:
         reason = (
-            f"nobody knows how {own[0]} devices"
+            f"the link between {own[0]} devices is unknown"
             if own
-            else "its devices are usually joined in different ways, how they"
+            else "its kinds of devices usually have different links"
         )
         raise ValueError(
-            f'node {node} has no inside, and {reason} reach each other; give one, e.g. inside = {{ kind = "PCIe", '
+            f'node {node} has no inside, and {reason}; give one, e.g. inside = {{ kind = "PCIe", '
             "gigabytes_per_second = 15.75 }"
         )
     return min(usual, key=lambda channel: channel.bytes_per_second)
 
 
-LONE = Channel("PCIe", 15.75e9)
-"""Inside a node of one device of an own kind: nothing goes that way."""
+SINGLE_DEVICE = Channel("PCIe", 15.75e9)
+"""Inside a node with a single device: nothing is sent over it."""
 
 
 def _check_reachable(topology: Topology) -> None:
-    """Raise unless every node reaches every other. Nodes of a class stand for each other."""
+    """Raise ``ValueError`` unless each node reaches every other. Two nodes of a class are enough to check all of it."""
     seen: Counter[tuple[int, tuple[Channel, ...]]] = Counter()
     kept = []
     for number, node in enumerate(topology.nodes):
@@ -187,21 +172,23 @@ def _check_reachable(topology: Topology) -> None:
 
 
 def save_cluster(topology: Topology, path: Path | str, comment: str = "") -> None:
-    """Write a cluster file that reads as ``topology``; it is there as a whole or not at all.
+    """Write a cluster file from which :func:`load_cluster` reads ``topology``, atomically.
 
     Args:
-        comment: for its head; may have several lines.
+        topology: The machines.
+        path: The file.
+        comment: For the head of the file; may have several lines.
 
     Raises:
-        ValueError: no file says that, e.g. because ranks are not numbered node by node.
+        ValueError: No file can describe these machines, e.g. because ranks are not numbered node by node.
     """
     text = write_cluster(topology, comment)
-    with replacing(path) as draft:
-        draft.write_text(text, encoding="utf-8")
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_cluster(topology: Topology, comment: str = "") -> str:
-    """The text of :func:`save_cluster`."""
+    """The text that :func:`save_cluster` writes."""
     document = tomlkit.document()
     for line in comment.splitlines():
         document.add(tomlkit.comment(line) if line.strip() else tomlkit.nl())
@@ -245,7 +232,7 @@ def write_cluster(topology: Topology, comment: str = "") -> str:
 
 
 def _alike(topology: Topology, nodes: Sequence[Node]) -> list[list[Node]]:
-    """Neighbours that a count can say: alike, and named ``x-0``, ``x-1``, …"""
+    """Groups of consecutive nodes that can be written with a count: alike, and named ``x-0``, ``x-1``, …"""
     groups: list[list[Node]] = []
     for node in nodes:
         stem, dash, _ = node.name.rpartition("-")
@@ -298,7 +285,7 @@ def _inline(fields: Mapping[str, Any]) -> tomlkit.items.InlineTable:
 
 
 def _channel_fields(channel: Channel) -> dict[str, Any]:
-    # Networks are spoken of in bits, what is inside a machine in bytes.
+    # Rates of networks are usually given in bits, rates inside a machine in bytes.
     rates = RATES if channel.kind in NETWORKS else dict(sorted(RATES.items(), key=lambda item: -item[1]))
     fields = {"kind": channel.kind, **_best_unit(channel.bytes_per_second, rates)}
     if channel.latency_seconds:
@@ -309,10 +296,12 @@ def _channel_fields(channel: Channel) -> dict[str, Any]:
 
 
 def _best_unit(value: float, units: Mapping[str, float], whole: bool = False) -> dict[str, float]:
-    """The value as the field of the first unit in which it has few digits, and from which it is read exactly.
+    """The value as a field: the first unit in which it is short and from which it is read back exactly.
 
     Args:
-        whole: reading rounds.
+        value: In the base unit.
+        units: Factors by field.
+        whole: Whether the value is rounded to a whole number when it is read.
     """
     for field, unit in units.items():
         for digits in range(13):

@@ -1,4 +1,4 @@
-"""The fields of the cluster file, and what may stand in them; see :mod:`cluster_file` for what it looks like."""
+"""The fields of the cluster file and their valid values; :mod:`cluster_file` shows what the file looks like."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ __all__ = [
     "ClusterFields",
     "KindFields",
     "NodeFields",
-    "field_names",
     "read_number",
     "suggest",
 ]
@@ -28,27 +27,27 @@ __all__ = [
 SCHEMA = 1
 
 NETWORKS = ("InfiniBand", "RoCE", "Ethernet")
-"""Kinds of NIC that are known; others may be named, spelt alike everywhere."""
+"""Known kinds of NIC. Other kinds are possible, if they have the same name everywhere."""
 
 RATES = {"gigabits_per_second": 1e9 / 8, "gigabytes_per_second": 1e9, "bytes_per_second": 1.0}
 LATENCIES = {"latency_microseconds": 1e-6, "latency_seconds": 1.0}
-"""Units by field."""
+"""Fields for bandwidth and for latency, with the factor to bytes per second and to seconds."""
 
 Name = Annotated[str, Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0)]
 MAX_DEVICES = 65536
-"""Of a cluster file, so that a slip of the finger does not fill the memory of the machine that plans."""
+"""In a cluster file. The limit stops a typing mistake from filling the memory of the machine that plans."""
 Count = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 
 
 class KindFields(FilePart):
-    """A kind of device; what is left out is the preset's of that name."""
+    """A kind of device. Fields that are left out have the values of the preset of that name."""
 
     memory_gb: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    """10⁹ bytes."""
+    """In 10⁹ bytes."""
     memory_bytes: Annotated[int, Field(gt=0, le=10**18)] | None = None
     tflops: Annotated[float, Field(gt=0, le=1e12)] | None = None
-    """10¹² FLOP/s."""
+    """In 10¹² FLOP/s."""
     flops: Positive | None = None
 
     @model_validator(mode="after")
@@ -82,11 +81,11 @@ class _Channel(FilePart):
         return self
 
     def channel(self) -> Channel:
-        """As the planner knows it."""
+        """The channel that these fields describe."""
         return Channel(self.kind, self._first(RATES), self._first(LATENCIES), self.curve)
 
     def _first(self, units: Mapping[str, float]) -> float:
-        """The field that is given of those, in its base unit; 0 without one."""
+        """The value of the one field of ``units`` that is given, in its base unit; 0 if none is given."""
         given = ((getattr(self, name), unit) for name, unit in units.items())
         return next((read_number(number, unit) for number, unit in given if number is not None), 0.0)
 
@@ -95,7 +94,7 @@ class _Network(_Channel):
     @field_validator("kind")
     @classmethod
     def _known_spelling(cls, kind: str) -> str:
-        # A NIC that is spelt in two ways would silently not be common to two nodes.
+        # If a kind is spelled in two ways, two nodes would silently not have it in common.
         close = get_close_matches(kind.lower(), [name.lower() for name in NETWORKS], n=1, cutoff=0.8)
         wanted = next((name for name in NETWORKS if close and name.lower() == close[0]), kind)
         if kind != wanted:
@@ -104,7 +103,7 @@ class _Network(_Channel):
 
 
 class _Devices(FilePart):
-    """So many devices that are alike."""
+    """Several devices that are alike."""
 
     kind: Name
     count: Count = 1
@@ -112,7 +111,7 @@ class _Devices(FilePart):
 
 
 class NodeFields(FilePart):
-    """So many nodes that are alike."""
+    """Several nodes that are alike."""
 
     name: Name | None = None
     count: Count | None = None
@@ -125,11 +124,11 @@ class NodeFields(FilePart):
     def _different(cls, nics: tuple[_Network, ...]) -> tuple[_Network, ...]:
         twice = _twice(nic.kind for nic in nics)
         if twice is not None:
-            raise ValueError(f"{twice} is there twice; give each kind of NIC once")
+            raise ValueError(f"{twice} is given twice; give each kind of NIC once")
         return nics
 
     def names(self, cluster: str) -> list[str]:
-        """Of the nodes, in the cluster of that name."""
+        """Names of the nodes; without a name of their own they have the name of their cluster."""
         name = cluster if self.name is None else self.name
         return [name] if self.count is None else [f"{name}-{number}" for number in range(self.count)]
 
@@ -139,7 +138,7 @@ class _Cluster(FilePart):
     nodes: Annotated[tuple[NodeFields, ...], Field(min_length=1)]
 
 
-class _Link(_Network):
+class _ClusterLink(_Network):
     clusters: tuple[Name, Name]
 
     @field_validator("clusters")
@@ -156,7 +155,7 @@ class ClusterFields(FilePart):
     schema_version: Literal[1] = Field(alias="schema")
     kinds: dict[Name, KindFields] = Field(default_factory=dict)
     clusters: Annotated[tuple[_Cluster, ...], Field(min_length=1)]
-    links: tuple[_Link, ...] = ()
+    links: tuple[_ClusterLink, ...] = ()
 
     @model_validator(mode="after")
     def _names(self) -> ClusterFields:
@@ -179,22 +178,16 @@ class ClusterFields(FilePart):
         return self
 
 
-def field_names() -> list[str]:
-    """Of all parts of the file."""
-    parts = (KindFields, _Link, _Devices, NodeFields, _Cluster, ClusterFields)
-    return sorted({field.alias or name for part in parts for name, field in part.model_fields.items()})
-
-
 def suggest(name: str, names: Iterable[str]) -> str:
-    """Words that follow an unknown name: those of ``names`` that are spelt like it, if any."""
+    """The end of a message about an unknown name: similar ones of ``names``, if there are any."""
     by_lower = {each.lower(): each for each in names}
     close = get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(by_lower[each] for each in close)}?" if close else ""
 
 
 def read_number(number: float, unit: float) -> float:
-    """In the base unit, a number that is given in ``unit``."""
-    # 1e-6 is not exact, a million is: so 80 µs are 8e-05 s to the last digit.
+    """A number that is given in ``unit``, in the base unit."""
+    # 1e-6 is not exact, but a million is, so 80 µs are exactly 8e-05 s.
     return number * unit if unit >= 1 else number / round(1 / unit)
 
 

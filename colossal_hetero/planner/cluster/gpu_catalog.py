@@ -1,8 +1,8 @@
-"""Kinds of GPU that a cluster file may name without describing them, and how they reach each other inside a node.
+"""Kinds of GPU that a cluster file can name without describing them, and their channels inside a node.
 
-Memory is what the name says, in units of 10⁹ bytes: a card has some percent more, which the driver, the context and
-the communication libraries take. FLOP/s are those of a dense matrix product in half precision that sums in single
-precision, as training does: for tensor cores without sparsity, from the datasheet.
+Memory is the number in the name, in 10⁹ bytes: a card has a few percent more, which the driver, the context and the
+communication libraries use. FLOP/s are those of a dense matrix product in half precision with single-precision sums, as
+in training: tensor cores without sparsity, from the datasheet.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _KINDS = (
 GPUS: dict[str, DeviceKind] = {
     name: DeviceKind(name, round(gigabytes * 1e9), teraflops * 1e12) for name, gigabytes, teraflops, _, _ in _KINDS
 }
-"""By the name that a cluster file uses."""
+"""Kinds of GPU by the name that a cluster file uses."""
 
 INSIDE: dict[str, Channel] = {name: Channel(link, rate * 1e9) for name, _, _, link, rate in _KINDS}
-"""How devices of that kind reach each other in a node of the usual form: SXM where there is one, else PCIe."""
+"""The channel between devices of a kind in a usual node: SXM if the kind has it, else PCIe."""
 
 
 _PRESETS = (
@@ -81,9 +81,9 @@ _PRESETS = (
 
 
 def kind_name(device: str, memory_bytes: int) -> str:
-    """The preset of a device that calls itself so and has that much memory, else a name made of its own."""
+    """The name of the preset for a device with this name and memory; if there is none, a short form of its name."""
     for pattern, name, gigabytes in _PRESETS:
-        # Drivers show some percent more or less than the name says.
+        # Drivers report a few percent more or less than the name says.
         if re.search(rf"\b{pattern}", device) and abs(memory_bytes / (gigabytes * 1e9) - 1) < 0.15:
             return name
     short = re.sub(r"\b(NVIDIA|Tesla|GeForce|Quadro|AMD)\b", " ", device)

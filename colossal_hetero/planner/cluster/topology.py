@@ -1,10 +1,9 @@
-"""The machines that a plan is made for: devices in nodes in clusters, and how fast they reach each other."""
+"""The machines that a plan is made for: devices in nodes in clusters, and the channels between them."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -12,24 +11,26 @@ __all__ = ["Channel", "Device", "DeviceKind", "Node", "Topology"]
 
 MEGABYTE = 1e6
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -20, 30
-"""Of two, in megabytes: messages from a byte on."""
+"""Exponents of two, in megabytes, that message sizes are searched in."""
 STEPS_PER_OCTAVE = 16
+"""Message sizes that are tried between one power of two and the next."""
 
 
 @dataclass(frozen=True)
 class Channel:
-    """One way from device to device: ``latency + bytes / bandwidth`` (ADAPT, section 6: Comm between two devices).
+    """How one device sends to another, in ``latency + bytes / bandwidth`` seconds (ADAPT, section 6).
 
-    Bandwidth may depend on the message: with ``curve = (a, b, c)`` it is ``a·x² + b·x + c`` GB/s with
-    ``x = log2(megabytes)``, at most ``bytes_per_second``, and no message takes longer than a larger one.
+    The bandwidth may depend on the size of the message: with ``curve = (a, b, c)`` it is ``a·x² + b·x + c`` GB/s with
+    ``x = log2(megabytes)``, at most ``bytes_per_second``. A smaller message never takes longer than a larger one.
 
     Raises:
-        ValueError: a bandwidth that is not above 0, also that of a curve for large messages, or a latency below 0.
+        ValueError: The bandwidth is not above 0 (with a curve: for large messages), or the latency is below 0.
     """
 
     kind: str
     """E.g. "NVLink", "PCIe", "InfiniBand", "RoCE", "Ethernet"."""
     bytes_per_second: float
+    """With a curve: its upper limit."""
     latency_seconds: float = 0.0
     curve: tuple[float, float, float] | None = None
 
@@ -38,47 +39,50 @@ class Channel:
             raise ValueError(f"a {self.kind} channel of {self.bytes_per_second} bytes per second; it must be above 0")
         if not self.latency_seconds >= 0:
             raise ValueError(f"a {self.kind} channel with a latency of {self.latency_seconds} s; it must be at least 0")
-        if self.curve is not None and not math.isfinite(_least_message(self.curve, self.bytes_per_second)[0]):
+        if self.curve is not None and not math.isfinite(_fastest_message(self.curve, self.bytes_per_second)[0]):
             raise ValueError(f"a {self.kind} channel with curve {self.curve}, which gives large messages no bandwidth")
 
     def seconds(self, message_bytes: float) -> float:
-        """Time of one message; 0 for no bytes."""
+        """Seconds of one message; 0 for no bytes."""
         if message_bytes <= 0:
             return 0.0
         return self.latency_seconds + message_bytes / self.bandwidth(message_bytes)
 
     def bandwidth(self, message_bytes: float) -> float:
-        """Bytes per second for messages of that size."""
+        """Bytes per second for messages of this size."""
         if self.curve is None:
             return self.bytes_per_second
-        least_bytes, least_seconds = _least_message(self.curve, self.bytes_per_second)
-        if message_bytes < least_bytes:
-            return message_bytes / least_seconds
+        fastest_bytes, shortest_seconds = _fastest_message(self.curve, self.bytes_per_second)
+        if message_bytes < fastest_bytes:
+            return message_bytes / shortest_seconds
         return _fitted_bandwidth(self.curve, self.bytes_per_second, math.log2(message_bytes / MEGABYTE))
 
 
-def _fitted_bandwidth(curve: tuple[float, float, float], most: float, exponent: float) -> float:
-    """Bytes per second for messages of ``2 ** exponent`` megabytes; never falling as messages grow."""
+def _fitted_bandwidth(curve: tuple[float, float, float], max_bytes_per_second: float, exponent: float) -> float:
+    """Bytes per second for messages of ``2 ** exponent`` megabytes. It does not fall as messages grow."""
     a, b, c = curve
     if a != 0:
         turn = -b / (2 * a)
-        # Beyond its turn a parabola no longer says what was measured.
+        # Beyond its vertex, the parabola does not describe the measurement any more.
         exponent = min(exponent, turn) if a < 0 else max(exponent, turn)
-    return min((a * exponent * exponent + b * exponent + c) * 1e9, most)
+    return min((a * exponent * exponent + b * exponent + c) * 1e9, max_bytes_per_second)
 
 
 @functools.lru_cache(maxsize=1024)
-def _least_message(curve: tuple[float, float, float], most: float) -> tuple[float, float]:
-    """The message, in bytes, that takes least, and its seconds: below what was measured a fitted curve falls to nothing
-    and below, as if a smaller message took longer. All messages below take as long as that one."""
-    least_bytes, least_seconds = math.inf, math.inf
+def _fastest_message(curve: tuple[float, float, float], max_bytes_per_second: float) -> tuple[float, float]:
+    """The size in bytes of the message that takes the shortest time, and that time in seconds.
+
+    Below the measured sizes a fitted curve falls to 0, as if smaller messages took longer. All messages smaller than
+    the one returned count as taking the same time.
+    """
+    fastest_bytes, shortest_seconds = math.inf, math.inf
     for step in range(LARGEST_EXPONENT * STEPS_PER_OCTAVE, SMALLEST_EXPONENT * STEPS_PER_OCTAVE - 1, -1):
         exponent = step / STEPS_PER_OCTAVE
-        message, fitted = 2**exponent * MEGABYTE, _fitted_bandwidth(curve, most, exponent)
-        if fitted <= 0 or message / fitted >= least_seconds:
+        message, fitted = 2**exponent * MEGABYTE, _fitted_bandwidth(curve, max_bytes_per_second, exponent)
+        if fitted <= 0 or message / fitted >= shortest_seconds:
             break
-        least_bytes, least_seconds = message, message / fitted
-    return least_bytes, least_seconds
+        fastest_bytes, shortest_seconds = message, message / fitted
+    return fastest_bytes, shortest_seconds
 
 
 @dataclass(frozen=True)
@@ -88,18 +92,20 @@ class DeviceKind:
     name: str
     memory_bytes: int
     flops: float
-    """Nominal dense half-precision FLOP/s, or measured ones."""
+    """Dense half-precision FLOP/s, nominal or measured."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device; its number is its rank as launched: cluster by cluster, node by node."""
+    """One device. Devices are numbered cluster by cluster and node by node, like the ranks at launch."""
 
     kind: DeviceKind
     node: int
+    """Number of its node."""
     cluster: int
+    """Number of its cluster."""
     speed: float = 1.0
-    """Share of its kind's speed that it reaches: ¼ for one that is throttled to a quarter."""
+    """Share of its kind's speed that it reaches: ¼ if it is throttled to a quarter."""
 
 
 @dataclass(frozen=True)
@@ -108,43 +114,48 @@ class Node:
 
     name: str
     cluster: int
+    """Number of its cluster."""
     devices: tuple[int, ...]
+    """Numbers of its devices."""
     inside: Channel
-    """Between its devices."""
+    """The channel between its devices."""
     nics: tuple[Channel, ...]
-    """By descending bandwidth."""
+    """Network cards, by descending bandwidth."""
 
 
 @dataclass(frozen=True)
 class Topology:
     """All machines.
 
-    Channels between nodes are found once for each pair of *node classes*: nodes of one cluster with equal NICs.
+    Nodes of one cluster with equal NICs are a *node class*. Channels are looked up once per pair of classes.
     """
 
     devices: tuple[Device, ...]
     nodes: tuple[Node, ...]
     clusters: tuple[str, ...]
+    """Names."""
     between: tuple[tuple[int, int, Channel], ...] = ()
-    """Links between clusters, by cluster number."""
+    """Links between clusters: the numbers of both clusters, and the channel."""
 
     def __hash__(self) -> int:
         return self._hash
 
     def channel(self, a: int, b: int) -> Channel:
-        """The fastest way between two devices.
+        """The fastest channel between two devices.
 
         Raises:
-            ValueError: there is none; the message names both nodes.
+            ValueError: They cannot reach each other. The message names both nodes.
         """
         return self.node_channel(self.devices[a].node, self.devices[b].node)
 
     def node_channel(self, a: int, b: int) -> Channel:
-        """Between nodes: within a cluster by the fastest kind of NIC that both have, at the slower one's bandwidth;
-        between clusters by the link that is given, else by Ethernet where both have it.
+        """The channel between two nodes.
+
+        Within a cluster it is the fastest kind of NIC that both nodes have, with the bandwidth of the slower one.
+        Between clusters it is the link in :attr:`between`, or else Ethernet if both nodes have it.
 
         Raises:
-            ValueError: there is no way.
+            ValueError: They cannot reach each other.
         """
         if a == b:
             return self.nodes[a].inside
@@ -152,40 +163,10 @@ class Topology:
         pair = (classes[a], classes[b])
         found = self._channels.get(pair)
         if found is None:
-            # Either way round gives the same, so that what a sends to b takes as long as what b sends to a.
+            # The order of the two nodes does not matter: sending takes equally long in both directions.
             found = _find_channel(self, min(a, b), max(a, b))
             self._channels[pair] = self._channels[pair[::-1]] = found
         return found
-
-    def slowest(self, devices: Iterable[int], message_bytes: float | None = None) -> Channel:
-        """The slowest channel among these devices, which sets the pace of a ring: of those between their nodes, and
-        of those inside the nodes that have several of them.
-
-        Args:
-            message_bytes: compare by the time of such a message; None compares bandwidths.
-
-        Raises:
-            ValueError: two of them cannot reach each other, or there are fewer than two.
-        """
-        count_by_node: dict[int, int] = {}
-        for device in set(devices):
-            node = self.devices[device].node
-            count_by_node[node] = count_by_node.get(node, 0) + 1
-        if sum(count_by_node.values()) < 2:
-            raise ValueError("the slowest channel is that among two devices or more")
-        nodes = sorted(count_by_node)
-        channels = [self.nodes[node].inside for node in nodes if count_by_node[node] > 1]
-        # Two nodes of a class stand for all pairs of that class.
-        nodes_by_class: dict[int, list[int]] = {}
-        for node in nodes:
-            alike = nodes_by_class.setdefault(self._node_classes[node], [])
-            if len(alike) < 2:
-                alike.append(node)
-        kept = sorted(node for alike in nodes_by_class.values() for node in alike)
-        channels += [self.node_channel(a, b) for i, a in enumerate(kept) for b in kept[i + 1 :]]
-        if message_bytes is not None:
-            return max(channels, key=lambda channel: channel.seconds(message_bytes))
-        return min(channels, key=lambda channel: (channel.bytes_per_second, -channel.latency_seconds))
 
     @cached_property
     def _hash(self) -> int:
@@ -193,13 +174,13 @@ class Topology:
 
     @cached_property
     def _node_classes(self) -> tuple[int, ...]:
-        """By node: a number that nodes of one cluster with equal NICs share."""
+        """By node: the number of its class."""
         numbers: dict[tuple[int, tuple[Channel, ...]], int] = {}
         return tuple(numbers.setdefault((node.cluster, node.nics), len(numbers)) for node in self.nodes)
 
     @cached_property
     def _channels(self) -> dict[tuple[int, int], Channel]:
-        """Between different nodes, by their classes, as far as asked for."""
+        """Channels between different nodes by their classes; filled when they are asked for."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""What a layout costs in communication, over the networks that its groups share."""
+"""The communication time of a layout, over the networks that its groups share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..cluster.all_reduce import carried, concurrent_seconds
+from ..cluster.all_reduce import concurrent_seconds, total_bandwidth
 from ..cluster.topology import Topology
 from .layout import Layout
 
@@ -16,30 +16,30 @@ __all__ = ["LayoutCosts", "layout_costs"]
 
 @dataclass(frozen=True)
 class LayoutCosts:
-    """What a layout costs in communication, per iteration."""
+    """Communication time of a layout, per iteration."""
 
     synchronization_seconds: tuple[float, ...]
-    """By stage: its slowest data-parallel group, while those of all stages run. See synchronization.py, Note: shared
+    """By stage: its slowest data-parallel group, while the groups of all stages run; see all_reduce.py, Note: shared
     NICs."""
     hop_seconds: tuple[float, ...]
-    """By cut: one micro-batch one way, the slowest replica, while all replicas send."""
+    """By cut between stages: one micro-batch one way in the slowest replica, while all replicas send."""
     micro_batches: int
 
     @property
     def gradients_seconds(self) -> float:
-        """Until the slowest stage has synchronized."""
+        """Seconds until the slowest stage has summed its gradients."""
         return max(self.synchronization_seconds)
 
     @property
     def pipeline_seconds(self) -> float:
-        """What hops add to an iteration if all stages are equally busy, counted as in ``planner.stages.pipeline``."""
+        """Seconds that transfers add to an iteration if all stages are equally busy."""
         ends = [0.0, *self.hop_seconds, 0.0]
         longest = max(before + after for before, after in pairwise(ends))
         return 2 * sum(self.hop_seconds) + (self.micro_batches - 1) * longest
 
     @property
     def seconds(self) -> float:
-        """Both."""
+        """Seconds of gradients and transfers together."""
         return self.gradients_seconds + self.pipeline_seconds
 
 
@@ -50,15 +50,17 @@ def layout_costs(
     activation_bytes: float,
     micro_batches: int,
 ) -> LayoutCosts:
-    """What ``layout`` costs in communication between nodes and devices, but for tensor parallelism.
+    """The communication time of ``layout`` between nodes and devices, without that of tensor parallelism.
 
     Args:
-        gradient_bytes_per_stage: per device, of each stage or of all.
-        activation_bytes: that a device sends on per micro-batch.
-        micro_batches: per iteration and replica.
+        topology: Machines.
+        layout: Which device is in which place.
+        gradient_bytes_per_stage: Per device; one number per stage, or one for all stages.
+        activation_bytes: Sent on per device and micro-batch.
+        micro_batches: Per iteration and replica.
 
     Raises:
-        ValueError: not one number per stage, a negative one, or devices that cannot reach each other.
+        ValueError: There is not one number per stage, a number is negative, or devices cannot reach each other.
     """
     stages = range(layout.pipeline)
     if isinstance(gradient_bytes_per_stage, Sequence):
@@ -81,7 +83,7 @@ def layout_costs(
 
 
 def _hop_seconds(topology: Topology, layout: Layout, stage: int, activation_bytes: float) -> float:
-    """All replicas send at once and share NICs as rings do."""
+    """Seconds of the slowest transfer behind ``stage``. All replicas send at once and share NICs as rings do."""
     pairs = [
         (topology.devices[a].node, topology.devices[b].node)
         for replica in layout.ranks
@@ -96,7 +98,7 @@ def _hop_seconds(topology: Topology, layout: Layout, stage: int, activation_byte
         speeds = [channel.bandwidth(activation_bytes)]
         if a != b:
             speeds += [
-                carried(topology, node, channel, activation_bytes) / load[node, way, channel.kind]
+                total_bandwidth(topology, node, channel, activation_bytes) / load[node, way, channel.kind]
                 for way, node in enumerate((a, b))
             ]
         slowest = max(slowest, channel.latency_seconds + activation_bytes / min(speeds) if activation_bytes else 0.0)

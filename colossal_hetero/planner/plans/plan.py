@@ -1,25 +1,26 @@
-"""The plan file: which device runs which layers, in which groups, and what that is predicted to take.
+"""The plan file: which device runs which layers, in which groups, and the predicted times.
 
-JSON, made to be read and, with care, edited: what makes it a plan (blocks, groups, samples) is checked, the
-predictions in it are taken as they are.
+JSON that people can read and, with care, edit. Blocks, groups and samples are checked when it is read. The predictions
+in it are not checked.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Field, ValidationError, field_validator, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from ...io.json_files import check_units, errors_in_words, read_json, write_json
-from ...io.schema import FilePart
+from ...io.json_files import check_units, write_json
+from ...io.schema import FilePart, load_json_file
 from ...io.text import count
 
 __all__ = ["SCHEMA", "Plan", "Replica", "StagePlan", "load_plan", "save_plan"]
 
 SCHEMA = 1
-"""Version of the file's layout."""
+"""Version of the file's fields."""
 
 UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
 
@@ -33,21 +34,24 @@ class StagePlan(FilePart):
     blocks: tuple[Annotated[int, Field(ge=0)], int]
     """``[a, b)``: block numbers; embedding and head go with the first and the last block."""
     device: Name
-    """Kind."""
+    """Kind of device."""
     ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
-    """Of its tensor-parallel group: numbers of the devices as in the cluster file, which are the ranks as launched
-    when all of them are."""
+    """Its tensor-parallel group. Devices are numbered in the order of the cluster file; if one rank is launched per
+    device, these are the numbers of the ranks."""
     node: str
+    """Name of the node that the group is in."""
     forward_seconds: Seconds
     """Per micro-batch."""
     backward_seconds: Seconds
+    """Per micro-batch."""
     transfer_seconds: Seconds
-    """Per micro-batch in steady state: one way over each of its two cuts."""
+    """Per micro-batch in steady state: one way over the cut before the stage and one way over the cut behind it."""
     update_seconds: Seconds
     """Optimizer step, once per iteration."""
     memory_bytes: Seconds
-    """Predicted, of each of its devices."""
+    """Predicted, per device."""
     memory_available_bytes: Seconds
+    """Memory of each device."""
 
     @field_validator("blocks")
     @classmethod
@@ -61,10 +65,11 @@ class Replica(FilePart):
     """One pipeline that holds the whole model; replicas are data-parallel."""
 
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
+    """In the order of the blocks."""
     micro_batches: Annotated[int, Field(ge=1)]
     """K, per iteration."""
     pipeline_seconds: Seconds
-    """Predicted, without synchronization."""
+    """Predicted time of an iteration without synchronization."""
 
     @model_validator(mode="after")
     def _one_after_the_other(self) -> Replica:
@@ -81,7 +86,7 @@ class Replica(FilePart):
 
     @property
     def hop_seconds(self) -> tuple[float, ...]:
-        """What a micro-batch takes over each cut, one way; recovered from what each stage has at both its cuts."""
+        """Seconds of a micro-batch over each cut, one way; computed from ``transfer_seconds``, which has both cuts."""
         hops: list[float] = []
         for stage in self.stages[:-1]:
             hops.append(max(stage.transfer_seconds - (hops[-1] if hops else 0.0), 0.0))
@@ -89,7 +94,7 @@ class Replica(FilePart):
 
     @property
     def bubble_shares(self) -> tuple[float, ...]:
-        """By stage, the share of ``pipeline_seconds`` in which it waits, by the closed form."""
+        """By stage, the share of ``pipeline_seconds`` in which it waits, according to the closed form."""
         total = self.pipeline_seconds
         busy = (
             self.micro_batches * (stage.forward_seconds + stage.backward_seconds + stage.transfer_seconds)
@@ -100,38 +105,41 @@ class Replica(FilePart):
 
 
 class Plan(FilePart):
-    """Everything that training needs, and what it is predicted to take."""
+    """All that is needed to train, and the predicted times."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     units: dict[str, str] = Field(default_factory=lambda: dict(UNITS))
-    """For readers of the file."""
+    """Units of the numbers, for readers of the file."""
     model: str
+    """Name of the model."""
     cluster: str = ""
-    """Name of the cluster file that it was made for."""
+    """Name of the cluster file that the plan was made for."""
     profile: str = ""
-    """Name of the profile that it was made from."""
+    """Name of the profile file that the plan was made from."""
     precision: str = "fp32"
-    """That the layers were timed in."""
+    """Precision in which the layers were timed."""
     blocks: Annotated[int, Field(ge=1)]
+    """How many blocks the model has."""
     method: str
-    """How the stages were split."""
+    """Method by which the layers were split into stages."""
     schedule: Literal["1f1b"] = "1f1b"
     tensor_parallel: Annotated[int, Field(ge=1)]
+    """Ranks per stage and replica."""
     micro_batch: Annotated[int, Field(ge=1)]
-    """Samples."""
+    """Samples per micro-batch."""
     global_batch: Annotated[int, Field(ge=1)]
     """Samples per optimizer step, over all replicas."""
     iteration_seconds: Annotated[float, Field(gt=0)]
-    """Predicted."""
+    """Predicted time of an iteration."""
     synchronization_seconds: Seconds = Field(
         validation_alias=AliasChoices("synchronization_seconds", "synchronisation_seconds")  # as 0.1 wrote it
     )
-    """Of gradients over replicas, per iteration; a part of ``iteration_seconds``."""
+    """Predicted time to sum gradients over replicas, per iteration; included in ``iteration_seconds``."""
     uniform_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Predicted of the best plan whose stages all have equally many layers; None where there is none, or it was not
-    looked for."""
+    """Predicted time of an iteration of the best plan with equally many layers per stage. None if there is no such
+    plan, or it was not computed."""
     notes: tuple[str, ...] = ()
-    """What was decided and why, for readers."""
+    """Decisions and their reasons, for readers."""
     replicas: Annotated[tuple[Replica, ...], Field(min_length=1)]
 
     @field_validator("units")
@@ -162,7 +170,7 @@ class Plan(FilePart):
                         raise ValueError(
                             f"rank {rank} is in {seen[rank]} and in {place}; a rank runs one stage of one replica"
                             if seen[rank] != place
-                            else f"rank {rank} is twice in {place}; a group has different ranks"
+                            else f"rank {rank} is given twice in {place}; the ranks of a group are different"
                         )
                     seen[rank] = place
         self._check_samples()
@@ -180,30 +188,31 @@ class Plan(FilePart):
 
     @property
     def world_size(self) -> int:
-        """Ranks in use."""
+        """Number of ranks in use."""
         return sum(len(stage.ranks) for replica in self.replicas for stage in replica.stages)
 
     @property
     def samples_per_second(self) -> float:
-        """Predicted."""
+        """Predicted samples per second."""
         return self.global_batch / self.iteration_seconds
 
     @property
     def symmetric(self) -> bool:
-        """Whether all replicas cut the model alike and run equally many micro-batches: what the plugin can run."""
+        """Whether all replicas cut the model alike and run equally many micro-batches."""
         shapes = {(replica.micro_batches, tuple(stage.blocks for stage in replica.stages)) for replica in self.replicas}
         return len(shapes) == 1
 
     @property
     def rank_order(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Ranks by replica, stage and place in the tensor-parallel group; numbered as in the cluster file."""
+        """Ranks by replica, stage and place in the tensor-parallel group, ``[replicas][stages][tensor parallel]``;
+        numbered in the order of the cluster file."""
         return tuple(tuple(stage.ranks for stage in replica.stages) for replica in self.replicas)
 
     @property
     def launched_order(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """:attr:`rank_order` when the plan's devices alone are launched: ranks are then 0 … ``world_size`` − 1.
+        """:attr:`rank_order` if only the plan's devices are launched, with ranks 0 … ``world_size`` − 1.
 
-        The same where the plan uses every device of its cluster file.
+        If the plan uses every device of its cluster file, this is equal to :attr:`rank_order`.
         """
         used = itertools.chain.from_iterable(itertools.chain.from_iterable(self.rank_order))
         place = {rank: index for index, rank in enumerate(sorted(used))}
@@ -219,24 +228,18 @@ def load_plan(path: Path | str) -> Plan:
     """Read a plan.
 
     Raises:
-        ValueError: no such file, not JSON, of another schema, fields that are wrong, missing or unknown (all of them
-            are named), or a plan that cannot be: blocks that no stage or two stages hold, a rank in two places,
-            groups of another size than ``tensor_parallel``, micro-batches that are not the global batch.
+        ValueError: There is no such file, it is not JSON, has another schema version, or has fields that are wrong,
+            missing or unknown (all of them are named); or the plan is not consistent: a block belongs to no stage or to
+            two stages, a rank is in two places, a group has another size than ``tensor_parallel``, or the
+            micro-batches do not make up the global batch.
     """
-    text, content = read_json(path)
-    if not isinstance(content, dict) or "schema" not in content:
-        raise ValueError(f'{path} is not a plan: it has no "schema"')
-    if content["schema"] != SCHEMA or isinstance(content["schema"], bool):
-        raise ValueError(f"{path} has schema {content['schema']!r}, this version reads schema {SCHEMA}; plan again")
-    if "replicas" not in content:
-        raise ValueError(f'{path} is not a plan: it has no "replicas"; `colossal-hetero plan --out` writes one')
-    try:
-        return Plan.model_validate_json(text, strict=True)
-    except ValidationError as error:
-        names = {name for part in (StagePlan, Replica, Plan) for name in part.model_fields}
-        raise ValueError(f"{path}: {errors_in_words(error, sorted(names))}") from None
+    return load_json_file(path, Plan, kind="plan", schema=SCHEMA, remedy="plan again", other_kind=_other_kind)
+
+
+def _other_kind(content: Mapping[str, object]) -> str | None:
+    return None if "replicas" in content else 'it has no "replicas"; `colossal-hetero plan --out` writes one'
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:
-    """Write a plan; the file is there as a whole or not at all."""
+    """Write a plan, atomically."""
     write_json(plan.model_dump(mode="json", by_alias=True), path, fill=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ...io.text import spans
-from ..stages.event_simulation import Timeline, Transfers, simulate_times
+from ..stages.event_simulation import PipelineTimeline, Transfers, simulate_times
 from .plan import Plan, Replica, StagePlan
 
 __all__ = ["PlanSimulation", "simulate_plan", "slowed"]
@@ -23,7 +23,7 @@ class PlanSimulation:
 
     plan: Plan
     """With the times that were simulated, so its closed form can be compared."""
-    timelines: tuple[Timeline, ...]
+    timelines: tuple[PipelineTimeline, ...]
     """By replica; alike replicas share one."""
     slow: Mapping[int, float] = field(default_factory=dict)
     """Factors by rank."""
@@ -51,7 +51,7 @@ def simulate_plan(
     if most > MAX_MICRO_BATCHES:
         raise ValueError(f"{most:,} micro-batches are too many to simulate; at most {MAX_MICRO_BATCHES:,} can be")
     plan = slowed(plan, slow or {})
-    known: dict[object, Timeline] = {}
+    known: dict[object, PipelineTimeline] = {}
     timelines = []
     for replica in plan.replicas:
         forward, backward, update = (

@@ -1,4 +1,4 @@
-"""The machines with their devices called as a profile calls them."""
+"""The machines with the kinds of devices that a profile has for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["as_profiled"]
 
 
 def as_profiled(topology: Topology, profile: ModelProfile) -> Topology:
-    """``topology`` with each rank's device of the kind as which the profile measured that rank.
+    """``topology`` in which each device has the kind under which the profile measured its rank, and full speed.
 
-    A cluster file says how fast a device is by one number, a profile that was taken by the same ranks knows every
-    layer's time on each of them: there slow devices are kinds of their own ("cpu-2"). If the profile was taken
-    elsewhere, by other ranks or on devices of other names, the topology is returned as it is.
+    A cluster file gives one number for the speed of a device. A profile that was measured by the same ranks has the
+    times of every layer on each of them, and slow devices are kinds of their own ("cpu-2"). If the profile was measured
+    by other ranks or on devices with other names, ``topology`` is returned unchanged.
     """
     measured = profile.rank_devices
     if len(measured) != len(topology.devices) or not all(

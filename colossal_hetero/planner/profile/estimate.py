@@ -1,4 +1,4 @@
-"""A profile of a GPT that nobody measured, from its sizes and nominal speeds: to plan before there are machines."""
+"""Estimates the profile of a GPT from its sizes and the nominal speeds of GPUs, to plan before there are machines."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .layer_profile import LayerSizes, LayerTimes, ModelProfile
 __all__ = ["EFFICIENCY", "estimated_profile"]
 
 EFFICIENCY = 0.4
-"""Share of its nominal FLOP/s that a device achieves. Large models on A100s reach 0.44 to 0.52 (Narayanan et al. 2021,
-Table 1), smaller ones and slower networks less."""
+"""Share of its nominal FLOP/s that a device achieves. Large models on A100 GPUs reach 0.44 to 0.52 (Narayanan et al.
+2021, Table 1); smaller models and slower networks reach less."""
 
 PARAMETER_BYTES, STATE_FACTOR = 2, 8.0
 """In half precision with Adam, 16 bytes of state per parameter (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
@@ -29,22 +29,22 @@ def estimated_profile(
     recompute: Recompute = "none",
     name: str | None = None,
 ) -> ModelProfile:
-    """Times are FLOP over FLOP/s achieved; memory is that of half precision with Adam.
+    """A profile in which times are FLOP divided by achieved FLOP/s, and memory is that of half precision with Adam.
 
-    The communication of tensor parallelism and the optimizer's update take no time in it, and a micro-batch of one
-    sample is as efficient as a large one: such a profile tells kinds of devices apart, and is no prediction of seconds.
+    In this profile the communication of tensor parallelism and the optimizer's update take no time, and a micro-batch
+    of one sample is as efficient as a large one. It shows how kinds of devices compare; it does not predict seconds.
 
     Args:
-        model: its sizes.
-        devices: kinds, with their nominal FLOP/s.
-        efficiency: share of these that is achieved, above 0, at most 1.
-        micro_batches: sizes to plan with, in samples.
-        tensor_parallel: degrees to plan with.
-        recompute: what of a block's forward pass is run again in backward.
-        name: of the model.
+        model: The sizes of the model.
+        devices: Kinds of devices, with their nominal FLOP/s.
+        efficiency: Share of the nominal FLOP/s that is achieved, above 0 and at most 1.
+        micro_batches: Sizes in the profile, in samples.
+        tensor_parallel: Degrees in the profile.
+        recompute: What of a block's forward pass is run again in backward.
+        name: Name of the model.
 
     Raises:
-        ValueError: no device, one that is there twice, or an argument that cannot be.
+        ValueError: There is no device, a device is given twice, or an argument is out of range.
     """
     if not 0 < efficiency <= 1:
         raise ValueError(f"efficiency={efficiency}; the share of nominal FLOP/s is above 0 and at most 1, e.g. 0.4")
@@ -72,7 +72,7 @@ def _times(
     model: Transformer, device: DeviceKind, degree: int, size: int, efficiency: float, recompute: Recompute
 ) -> LayerTimes:
     share = size / (device.flops * efficiency * degree)
-    # Looking up embeddings is no arithmetic.
+    # Looking up embeddings takes no floating-point operations.
     forward = [0, *[model.block_forward_flop] * model.layers, model.head_forward_flop]
     block_backward = model.block_backward_flop(recompute == "full")
     backward = [0, *[block_backward] * model.layers, 2 * model.head_forward_flop]

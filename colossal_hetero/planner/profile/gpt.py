@@ -1,9 +1,9 @@
-"""A GPT by its sizes: parameters, floating-point operations and activation memory, without building it.
+"""Parameters, floating-point operations and activation memory of a GPT, computed from its sizes.
 
 Parameters and operations after Holmes, Eq. 5 and 6, which are those of Narayanan et al., "Efficient large-scale
 language model training on GPU clusters using Megatron-LM" (2021), Eq. 2 and 3; activation memory after Korthikanti et
 al., "Reducing activation recomputation in large transformer models" (2022), sections 4.1 to 5. Only matrix products
-count as operations, so FLOP are a lower bound, and a tight one.
+are counted as operations, so FLOP are a tight lower bound.
 """
 
 from __future__ import annotations
@@ -11,15 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
-from .layer_costs import LayerCosts
-
 __all__ = ["Recompute", "Transformer"]
 
 Recompute = Literal["none", "selective", "full"]
-"""What of a block's forward pass runs again during backward instead of being kept: nothing, the inside of attention
-(whose operations are not counted, as they are few), or all of it."""
+"""What of a block's forward pass is run again during backward instead of being kept: nothing, the inside of attention
+(few operations, which are not counted), or all of it."""
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -29,7 +25,7 @@ class Transformer:
     """A decoder-only transformer whose MLP is four times as wide as its hidden state, with tied embeddings.
 
     Raises:
-        ValueError: a size below 1, or a hidden size that the heads do not divide.
+        ValueError: A size is below 1, or the hidden size is not a multiple of the heads.
     """
 
     layers: int
@@ -49,41 +45,41 @@ class Transformer:
 
     @property
     def embedding_parameters(self) -> int:
-        """Words and positions."""
+        """Parameters of the word and position embeddings."""
         return (self.vocabulary + self.sequence) * self.hidden
 
     @property
     def block_parameters(self) -> int:
-        """Attention and MLP with their biases, and two layer norms."""
+        """Parameters of a block: attention and MLP with their biases, and two layer norms."""
         return 12 * self.hidden**2 + 13 * self.hidden
 
     @property
     def head_parameters(self) -> int:
-        """Those of the logits. They are the words of the embedding, counted once in :attr:`parameters`; a last stage
-        apart from the first holds a copy."""
+        """Parameters of the logits. They are those of the word embedding and counted once in :attr:`parameters`. If the
+        last stage is not the first, it holds a copy."""
         return self.vocabulary * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Of the whole model: ``P = 12 l h² (1 + 13/(12 h) + (V + s)/(12 l h))`` (Holmes, Eq. 5)."""
+        """Parameters of the whole model: ``P = 12 l h² (1 + 13/(12 h) + (V + s)/(12 l h))`` (Holmes, Eq. 5)."""
         return self.layers * self.block_parameters + self.embedding_parameters
 
     @property
     def block_forward_flop(self) -> int:
-        """Of one sample in one block: ``24 s h² + 4 s² h``."""
+        """FLOP of one sample in one block, forward: ``24 s h² + 4 s² h``."""
         return 24 * self.sequence * self.hidden**2 + 4 * self.sequence**2 * self.hidden
 
     @property
     def head_forward_flop(self) -> int:
-        """Of one sample in the logits: ``2 s h V``."""
+        """FLOP of one sample in the logits, forward: ``2 s h V``."""
         return 2 * self.sequence * self.hidden * self.vocabulary
 
     def block_backward_flop(self, recompute: bool = True) -> int:
-        """Of one sample in one block: twice forward, and forward again if its activations are recomputed."""
+        """FLOP of one sample in one block, backward: twice forward, and forward again if activations are recomputed."""
         return (3 if recompute else 2) * self.block_forward_flop
 
     def flop_per_iteration(self, batch: int, recompute: bool = True) -> int:
-        """Forward and backward of ``batch`` samples.
+        """FLOP of forward and backward of ``batch`` samples.
 
         With recomputation ``F = 96 B s l h² (1 + s/(6 h) + V/(16 l h))`` (Holmes, Eq. 6). The head is not recomputed.
 
@@ -95,27 +91,18 @@ class Transformer:
         block = self.block_forward_flop + self.block_backward_flop(recompute)
         return batch * (self.layers * block + 3 * self.head_forward_flop)
 
-    def samples_per_second(self, tflops_per_gpu: float, gpus: int, recompute: bool = True) -> float:
-        """Throughput of ``gpus`` that achieve ``tflops_per_gpu`` each, in 10¹² FLOP/s; it does not depend on the batch.
-
-        Raises:
-            ValueError: either is not positive.
-        """
-        if not tflops_per_gpu > 0 or gpus < 1:
-            raise ValueError(f"{gpus} GPUs at {tflops_per_gpu} TFLOP/s: both must be above 0")
-        return tflops_per_gpu * 1e12 * gpus / self.flop_per_iteration(1, recompute)
-
     def block_activation_bytes(
         self, tensor_parallel: int = 1, recompute: Recompute = "none", sequence_parallel: bool = False
     ) -> float:
-        """What one sample keeps for backward in one block, per device, in half precision.
+        """Bytes that one sample keeps for backward in one block, per device, in half precision.
 
-        ``s h (10 + 24/t + 5 a s/(h t))``; without the last term if the inside of attention is recomputed (or never
-        kept, as with flash attention); ``2 s h`` if all is. Sequence parallelism divides all of it by ``t``.
+        ``s h (10 + 24/t + 5 a s/(h t))``. Without the last term if the inside of attention is recomputed (or never
+        kept, as with flash attention). ``2 s h`` if the whole block is recomputed. Sequence
+        parallelism divides all of it by ``t``.
         (Korthikanti et al. 2022, Table 2.)
 
         Raises:
-            ValueError: heads are no multiple of ``tensor_parallel``, or ``recompute`` is unknown.
+            ValueError: The heads are not a multiple of ``tensor_parallel``, or ``recompute`` is unknown.
         """
         if recompute not in RECOMPUTE:
             raise ValueError(f"recompute={recompute!r}: choose one of {', '.join(RECOMPUTE)}")
@@ -130,60 +117,17 @@ class Transformer:
 
     @property
     def embedding_activation_bytes(self) -> int:
-        """The mask of the dropout, of one sample: ``s h`` (Korthikanti et al. 2022, section 4.3)."""
+        """Bytes of the dropout mask of one sample: ``s h`` (Korthikanti et al. 2022, section 4.3)."""
         return self.sequence * self.hidden
 
     def head_activation_bytes(self, tensor_parallel: int = 1) -> float:
-        """Final norm, input of the logits, and logits in single precision, of one sample: ``4 s h (1 + V/(h t))``."""
+        """Bytes of one sample in the head: ``4 s h (1 + V/(h t))``.
+
+        These are the final norm, the input of the logits, and the logits in single precision.
+        """
         return 4.0 * self.sequence * (self.hidden + self.vocabulary / tensor_parallel)
 
     @property
     def output_bytes(self) -> int:
-        """What one sample sends from block to block in half precision: ``2 s h``."""
+        """Bytes that one sample sends from block to block, in half precision: ``2 s h``."""
         return 2 * self.sequence * self.hidden
-
-    def costs(
-        self,
-        flops: float,
-        micro_batch: int,
-        *,
-        tensor_parallel: int = 1,
-        recompute: Recompute = "none",
-        update_seconds_per_parameter: float = 0.0,
-        state_bytes_per_parameter: float = 16.0,
-        gradient_bytes_per_parameter: float = 2.0,
-    ) -> LayerCosts:
-        """An estimate for a device nobody measured, which achieves ``flops`` FLOP/s.
-
-        Communication of tensor parallelism counts as far as ``flops`` was lowered for it. State is 16 bytes per
-        parameter with Adam in mixed precision: 2 of parameters, 2 of gradients, and 12 of the optimizer's single-
-        precision parameters and two moments (Rajbhandari et al., ZeRO, 2020, section 3.1). The head's copy of the
-        words is state of the last block; its gradients count with those of the embedding.
-
-        Raises:
-            ValueError: ``flops`` or ``micro_batch`` is not positive, or as :meth:`block_activation_bytes`.
-        """
-        if not flops > 0 or micro_batch < 1:
-            raise ValueError(f"flops={flops} and micro_batch={micro_batch} must be above 0")
-        forward = np.full(self.layers, float(self.block_forward_flop))
-        backward = np.full(self.layers, float(self.block_backward_flop(recompute == "full")))
-        forward[-1] += self.head_forward_flop
-        backward[-1] += 2 * self.head_forward_flop
-        parameters = np.full(self.layers, float(self.block_parameters))
-        parameters[0] += self.embedding_parameters
-        held = parameters.copy()
-        if self.layers > 1:
-            held[-1] += self.head_parameters
-        activations = np.full(self.layers, self.block_activation_bytes(tensor_parallel, recompute))
-        activations[0] += self.embedding_activation_bytes
-        activations[-1] += self.head_activation_bytes(tensor_parallel)
-        share = micro_batch / (flops * tensor_parallel)
-        return LayerCosts(
-            forward_seconds=forward * share,
-            backward_seconds=backward * share,
-            update_seconds=held / tensor_parallel * update_seconds_per_parameter,
-            state_bytes=held / tensor_parallel * state_bytes_per_parameter,
-            gradient_bytes=parameters / tensor_parallel * gradient_bytes_per_parameter,
-            activation_bytes=activations * micro_batch,
-            output_bytes=np.full(self.layers, float(self.output_bytes * micro_batch)),
-        )

@@ -1,4 +1,4 @@
-"""What each block of a model costs on one kind of device group."""
+"""Time and memory of each block of a model in one kind of slot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CumulativeCosts", "LayerCosts"]
 
 
 class CumulativeCosts(NamedTuple):
-    """What the first n blocks cost together; arrays ``[blocks + 1]``."""
+    """Costs of the first n blocks together, arrays ``[blocks + 1]`` for n = 0, 1, …"""
 
     forward_seconds: NDArray[np.float64]
     backward_seconds: NDArray[np.float64]
@@ -26,24 +26,26 @@ class CumulativeCosts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerCosts:
-    """What each block costs in one kind of slot, per micro-batch where that matters; arrays ``[blocks]``."""
+    """Costs of each block in one kind of slot (a tensor-parallel group of devices); arrays ``[blocks]``."""
 
     forward_seconds: NDArray[np.float64]
+    """Per micro-batch."""
     backward_seconds: NDArray[np.float64]
+    """Per micro-batch."""
     update_seconds: NDArray[np.float64]
     """Optimizer step, once per iteration."""
     state_bytes: NDArray[np.float64]
     """Parameters, gradients and optimizer state, per device."""
     gradient_bytes: NDArray[np.float64]
-    """Summed over replicas once per iteration, per device."""
+    """Gradients that are summed over replicas once per iteration, per device."""
     activation_bytes: NDArray[np.float64]
     """Kept for backward by one micro-batch in flight, per device."""
     output_bytes: NDArray[np.float64]
-    """Sent on by one micro-batch if the model is cut behind the block; its gradient comes back as large."""
+    """Size of what one micro-batch sends over a cut behind the block. The gradient that comes back is as large."""
 
     @cached_property
     def cumulative(self) -> CumulativeCosts:
-        """Sums over the first blocks, so that any run of blocks costs a subtraction."""
+        """Cumulative sums, so that the cost of consecutive blocks is one subtraction."""
         return CumulativeCosts(
             *(
                 np.concatenate([[0.0], np.cumsum(values)])
@@ -58,7 +60,7 @@ class LayerCosts:
         )
 
     def hop_seconds(self, channel: Channel) -> NDArray[np.float64]:
-        """One way over ``channel`` by place of the cut, ``[blocks + 1]``; 0 at both ends, where nothing is cut."""
+        """Seconds of one transfer over ``channel`` by place of the cut, ``[blocks + 1]``; 0 at both ends."""
         sizes, which = np.unique(self.output_bytes[:-1], return_inverse=True)
         seconds = np.zeros(len(self.output_bytes) + 1)
         if len(sizes):

@@ -1,49 +1,51 @@
 """The profile file of a model's layers: how long each takes on each kind of device, and how much memory.
 
-JSON, made to be read, reused and edited. Times and bytes carry their unit in the name.
+JSON that people can read, reuse and edit. Times and bytes have their unit in the name.
 
-Between two measured micro-batches times are interpolated linearly. Timings are noisy, and a planner that believed a
-smaller micro-batch to take longer than a larger one would choose by noise: such a time is replaced by the least of the
-larger ones' (a running minimum from above). Where measured times rise with the micro-batch they are used as they are.
+Between two measured micro-batches, times are interpolated linearly. Timings are noisy. If a smaller micro-batch took
+longer than a larger one, its time is replaced by the shortest time of all larger ones (a running minimum from above),
+so that the planner does not choose by noise. If measured times rise with the micro-batch, they are used unchanged.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from ...io.json_files import check_units, errors_in_words, read_json, write_json
-from ...io.schema import FilePart
+from ...io.json_files import check_units, write_json
+from ...io.schema import FilePart, load_json_file
 from .layer_costs import LayerCosts
 
 __all__ = ["SCHEMA", "BlockRun", "LayerSizes", "LayerTimes", "ModelProfile", "load_model_profile", "save_model_profile"]
 
 SCHEMA = 1
-"""Version of the file's layout."""
+"""Version of the file's fields."""
 
 UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
 
 Seconds = Annotated[float, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]
+Part = TypeVar("Part", bound=FilePart)
 
 
 class BlockRun(FilePart):
-    """How long so many consecutive blocks took together, per micro-batch (AutoHet, section III-D)."""
+    """Time of several consecutive blocks that were measured together, per micro-batch (AutoHet, section III-D)."""
 
     blocks: Annotated[int, Field(ge=1)]
+    """How many blocks."""
     forward_seconds: Seconds
     backward_seconds: Seconds
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
 
@@ -51,21 +53,25 @@ class LayerTimes(FilePart):
     """Seconds per layer on one kind of device, for one tensor-parallel degree and micro-batch."""
 
     device: Annotated[str, Field(min_length=1)]
-    """Kind, as in the cluster file."""
+    """Kind of device, as in the cluster file."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     micro_batch: Annotated[int, Field(ge=1)]
+    """Samples."""
     forward_seconds: tuple[Seconds, ...]
+    """By layer, per micro-batch."""
     backward_seconds: tuple[Seconds, ...]
+    """By layer, per micro-batch."""
     update_seconds: tuple[Seconds, ...]
+    """By layer: the optimizer's step, once per iteration."""
     block_runs: tuple[BlockRun, ...] = ()
-    """What was measured of several blocks together, where it was; the times of single blocks come from these."""
+    """Times of several blocks together, if they were measured; the times of single blocks come from these."""
 
     @field_validator("block_runs")
     @classmethod
     def _ascending(cls, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        twice = _twice([run.blocks for run in runs])
-        if twice is not None:
-            raise ValueError(f"the run of {twice} blocks is there twice; keep one")
+        duplicate = _duplicate([run.blocks for run in runs])
+        if duplicate is not None:
+            raise ValueError(f"there are two runs of {duplicate} blocks; keep one")
         return tuple(sorted(runs, key=lambda run: run.blocks))
 
     @model_validator(mode="after")
@@ -78,12 +84,13 @@ class LayerTimes(FilePart):
         return self.device, self.tensor_parallel, self.micro_batch
 
     def composed_seconds(self, blocks: int) -> float:
-        """Forward and backward of so many blocks from what was measured of few: ``T(n) = Σ α_i T(2^i)``.
+        """Seconds of forward and backward of ``blocks`` blocks, from measured runs: ``T(n) = Σ α_i T(2^i)``.
 
-        AutoHet, Eq. 5: ``n`` is taken apart into measured runs, the longest first, and their times are added.
+        AutoHet, Eq. 5: the number of blocks is divided into measured runs, the longest first, and their times are
+        added.
 
         Raises:
-            ValueError: the measured runs cannot make up so many blocks.
+            ValueError: The number of blocks is not a sum of measured runs.
         """
         left, seconds = blocks, 0.0
         for run in reversed(self.block_runs):
@@ -91,17 +98,20 @@ class LayerTimes(FilePart):
             seconds += count * run.seconds
         if left:
             measured = ", ".join(str(run.blocks) for run in self.block_runs) or "none"
-            raise ValueError(f"{blocks} blocks cannot be made up of the runs that were measured ({measured} blocks)")
+            raise ValueError(f"{blocks} blocks are not a sum of measured runs ({measured} blocks)")
         return seconds
 
 
 class LayerSizes(FilePart):
-    """Bytes per layer and device, for one tensor-parallel degree; activations per sample."""
+    """Bytes per layer and device, for one tensor-parallel degree."""
 
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     parameter_bytes: tuple[Bytes, ...]
+    """By layer."""
     activation_bytes: tuple[Bytes, ...]
+    """By layer: kept for backward, per sample."""
     output_bytes: tuple[Bytes, ...]
+    """By layer: passed on to the next layer, per sample."""
 
     @model_validator(mode="after")
     def _equally_long(self) -> LayerSizes:
@@ -109,22 +119,27 @@ class LayerSizes(FilePart):
 
 
 class ModelProfile(FilePart):
-    """A model's layers in order; the first ``before`` and the last ``after`` are no blocks (embedding, head)."""
+    """Times and sizes of a model's layers, in their order. The model is cut into stages between its blocks."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     units: dict[str, str] = Field(default_factory=lambda: dict(UNITS))
+    """Units of the numbers, for readers of the file."""
     name: str
+    """Name of the model."""
     precision: str = "fp32"
+    """Precision in which the layers were timed."""
     before: Annotated[int, Field(ge=0)] = 1
+    """Layers before the first block, such as the embedding."""
     after: Annotated[int, Field(ge=0)] = 1
+    """Layers after the last block, such as the head."""
     state_factor: Annotated[float, Field(gt=0)] = 4.0
     """Bytes of parameters, gradients and optimizer state together, per byte of parameters: 4 for Adam in fp32."""
     gradient_factor: Annotated[float, Field(gt=0)] = 1.0
-    """Bytes that replicas sum per byte of parameters."""
+    """Bytes of gradients that replicas sum, per byte of parameters."""
     source: str = ""
-    """Where the numbers come from, for readers: measured how, estimated from what."""
+    """Where the numbers come from: how they were measured, or from what they were estimated. For readers."""
     rank_devices: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Kind of the device of each rank that measured; empty if no ranks did."""
+    """Kind of device by rank, if the profile was measured by ranks; else empty."""
     times: Annotated[tuple[LayerTimes, ...], Field(min_length=1)]
     sizes: Annotated[tuple[LayerSizes, ...], Field(min_length=1)]
 
@@ -137,41 +152,41 @@ class ModelProfile(FilePart):
     @model_validator(mode="after")
     def _consistent(self) -> ModelProfile:
         degrees = [sizes.tensor_parallel for sizes in self.sizes]
-        twice = _twice(degrees)
-        if twice is not None:
-            raise ValueError(f"sizes has tensor_parallel {twice} twice; keep one")
-        key = _twice([times.key for times in self.times])
+        duplicate = _duplicate(degrees)
+        if duplicate is not None:
+            raise ValueError(f"sizes has two entries of tensor_parallel {duplicate}; keep one")
+        key = _duplicate([times.key for times in self.times])
         if key is not None:
-            raise ValueError(f"times has {_in_words(*key)} twice; keep one")
+            raise ValueError(f"times has two entries of {_in_words(*key)}; keep one")
         for index, sizes in enumerate(self.sizes):
             if len(sizes.parameter_bytes) != self.layers:
                 raise ValueError(
-                    f"sizes[{index}] is of {len(sizes.parameter_bytes)} layers, sizes[0] of {self.layers}; all lists "
+                    f"sizes[{index}] has {len(sizes.parameter_bytes)} layers, sizes[0] has {self.layers}; all lists "
                     "have one value per layer, embedding and head included"
                 )
         for index, times in enumerate(self.times):
             if len(times.forward_seconds) != self.layers:
                 raise ValueError(
-                    f"times[{index}] is of {len(times.forward_seconds)} layers, sizes[0] of {self.layers}; all lists "
+                    f"times[{index}] has {len(times.forward_seconds)} layers, sizes[0] has {self.layers}; all lists "
                     "have one value per layer, embedding and head included"
                 )
             if times.tensor_parallel not in degrees:
                 raise ValueError(
-                    f"times[{index}] is at tensor_parallel {times.tensor_parallel}, of which there are no sizes "
+                    f"times[{index}] is at tensor_parallel {times.tensor_parallel}, but no sizes have that degree "
                     f"(sizes has {_listed(sorted(degrees))}); give both"
                 )
         if self.blocks < 1:
             raise ValueError(
-                f"of {self.layers} layers {self.before} are before and {self.after} after the blocks, which leaves "
-                "none; there must be at least one block"
+                f"{self.before} of {self.layers} layers are before the blocks and {self.after} after them, so "
+                "there is no block; there must be at least one"
             )
         unknown = next((device for device in self.rank_devices if device not in self.devices), None)
         if unknown is not None:
-            raise ValueError(f"rank_devices names {unknown}, of which there are no times; there are of {self._known()}")
+            raise ValueError(f"rank_devices names {unknown}, but there are only times of {self._known()}")
         return self
 
     def __copy__(self) -> ModelProfile:
-        # The copy may get other numbers (model_copy with update=...), of which nothing is remembered yet.
+        # The copy may have other numbers (model_copy with update=...), so it starts with empty caches.
         copied = super().__copy__()
         for name in ("_costs", "_tables", "devices"):
             copied.__dict__.pop(name, None)
@@ -179,43 +194,43 @@ class ModelProfile(FilePart):
 
     @property
     def layers(self) -> int:
-        """All of them, embedding and head included."""
+        """Number of layers, embedding and head included."""
         return len(self.sizes[0].parameter_bytes)
 
     @property
     def blocks(self) -> int:
-        """Layers between which the model can be cut."""
+        """Number of blocks: the layers between which the model can be cut."""
         return self.layers - self.before - self.after
 
     # What was measured ------------------------------------------------------------------------------------
 
     @functools.cached_property
     def devices(self) -> tuple[str, ...]:
-        """Kinds of device with times, in the file's order."""
+        """Kinds of device that have times, in the order of the file."""
         return tuple(dict.fromkeys(times.device for times in self.times))
 
     def tensor_parallel_degrees(self, device: str) -> tuple[int, ...]:
-        """Degrees with times on that kind, ascending.
+        """Tensor-parallel degrees that were measured on a kind of device, ascending.
 
         Raises:
-            ValueError: no times of that kind; the message suggests one.
+            ValueError: There are no times of that kind. The message suggests a similar name.
         """
         self._check_device(device)
         return tuple(sorted({times.tensor_parallel for times in self.times if times.device == device}))
 
     def micro_batches(self, device: str, tensor_parallel: int) -> tuple[int, ...]:
-        """Measured micro-batches, ascending; :meth:`costs` takes all sizes from the first to the last.
+        """Measured micro-batches, ascending; :meth:`costs` accepts all sizes from the first to the last.
 
         Raises:
-            ValueError: no times of that kind, or not at that degree; the message says what there is.
+            ValueError: There are no times of that kind, or not at that degree. The message says what was measured.
         """
         return tuple(micro_batch for micro_batch, _ in self._table(device, tensor_parallel))
 
     def times_of(self, device: str, tensor_parallel: int, micro_batch: int) -> LayerTimes:
-        """What was measured there, as it was measured.
+        """The measured times, without interpolation.
 
         Raises:
-            ValueError: nothing was; the message says what was.
+            ValueError: This was not measured. The message says what was.
         """
         for times in self.times:
             if times.key == (device, tensor_parallel, micro_batch):
@@ -227,13 +242,14 @@ class ModelProfile(FilePart):
     # What a planner asks for ------------------------------------------------------------------------------
 
     def costs(self, device: str, tensor_parallel: int, micro_batch: int, speed: float = 1.0) -> LayerCosts:
-        """Per block, for a device that reaches ``speed`` of its kind's speed.
+        """Costs per block on a device that reaches the share ``speed`` of its kind's speed.
 
-        Times of a micro-batch between measured ones are interpolated, see the module's docstring. The same arguments
-        give the same object, by which slots that are alike are known; its arrays cannot be written.
+        Times of a micro-batch between two measured ones are interpolated, see the module's docstring. The same
+        arguments return the same object, and the planner takes slots with the same object for interchangeable. Its
+        arrays are read-only.
 
         Raises:
-            ValueError: that kind, degree or micro-batch was not measured; the message says what was.
+            ValueError: That kind, degree or micro-batch was not measured. The message says what was.
         """
         key = (device, tensor_parallel, micro_batch, speed)
         if key not in self._costs:
@@ -250,7 +266,7 @@ class ModelProfile(FilePart):
 
     def _make_costs(self, device: str, tensor_parallel: int, micro_batch: int, speed: float) -> LayerCosts:
         if not speed > 0:
-            raise ValueError(f"speed={speed}; a device that is to run layers needs a speed above 0")
+            raise ValueError(f"speed={speed}: must be above 0")
         forward, backward, update = self._interpolated(device, tensor_parallel, micro_batch) / speed
         sizes = next(each for each in self.sizes if each.tensor_parallel == tensor_parallel)
         parameters = self._by_block(sizes.parameter_bytes)
@@ -268,23 +284,23 @@ class ModelProfile(FilePart):
         return costs
 
     def _interpolated(self, device: str, tensor_parallel: int, micro_batch: int) -> NDArray[np.float64]:
-        """Forward, backward and update seconds ``[3, layers]``."""
+        """Seconds of forward, backward and update, ``[3, layers]``."""
         table = self._table(device, tensor_parallel)
         for (below, low), (above, high) in zip(table, [*table[1:], table[-1]], strict=True):
             if micro_batch == below:
                 return low
             if below < micro_batch < above:
                 share = (micro_batch - below) / (above - below)
-                return low + share * (high - low)
+                return np.asarray(low + share * (high - low))
         measured = [size for size, _ in table]
         valid = f"{measured[0]} to {measured[-1]}" if len(measured) > 1 else str(measured[0])
         raise ValueError(
-            f"{_in_words(device, tensor_parallel, micro_batch)} is beyond what was measured ({_listed(measured)}); "
-            f"take {valid}, or measure it"
+            f"{_in_words(device, tensor_parallel, micro_batch)} is outside of what was measured ({_listed(measured)}); "
+            f"use {valid}, or measure it"
         )
 
     def _table(self, device: str, tensor_parallel: int) -> list[tuple[int, NDArray[np.float64]]]:
-        """Micro-batches, ascending, with their times ``[3, layers]``, which never fall."""
+        """Micro-batches, ascending, each with its times ``[3, layers]``, which do not fall as micro-batches grow."""
         key = (device, tensor_parallel)
         if key not in self._tables:
             degrees = self.tensor_parallel_degrees(device)
@@ -297,7 +313,7 @@ class ModelProfile(FilePart):
                 key=lambda times: times.micro_batch,
             )
             arrays = np.array([(each.forward_seconds, each.backward_seconds, each.update_seconds) for each in found])
-            # The update does not depend on the micro-batch; what it was measured with is left alone.
+            # The update does not depend on the micro-batch, so its times are not changed.
             arrays[:, :2] = np.minimum.accumulate(arrays[::-1, :2], axis=0)[::-1]
             self._tables[key] = [(times.micro_batch, array) for times, array in zip(found, arrays, strict=True)]
         return self._tables[key]
@@ -312,10 +328,10 @@ class ModelProfile(FilePart):
         return ", ".join(self.devices)
 
     def _by_block(self, values: Sequence[float] | NDArray[np.float64], ends: bool = True) -> NDArray[np.float64]:
-        """Layers to blocks; what comes before and after is added to the first and the last."""
+        """Values by block. With ``ends``, layers before and after the blocks are added to the outer blocks."""
         array = np.asarray(values, dtype=float)
         stop = len(array) - self.after
-        blocks = array[self.before : stop].copy()
+        blocks: NDArray[np.float64] = array[self.before : stop].copy()
         if ends:
             blocks[0] += array[: self.before].sum()
             blocks[-1] += array[stop:].sum()
@@ -326,41 +342,40 @@ def load_model_profile(path: Path | str) -> ModelProfile:
     """Read a profile.
 
     Raises:
-        ValueError: no such file, not JSON, of another schema, or fields that are wrong, missing or unknown; all of
-            them are named.
+        ValueError: There is no such file, it is not JSON, has another schema version, or has fields that are wrong,
+            missing or unknown (all of them are named).
     """
-    text, content = read_json(path)
-    if not isinstance(content, dict) or "schema" not in content:
-        raise ValueError(f'{path} is not a profile of layers: it has no "schema"')
-    if content["schema"] != SCHEMA or isinstance(content["schema"], bool):
-        raise ValueError(
-            f"{path} has schema {content['schema']!r}, this version reads schema {SCHEMA}; make a new profile"
-        )
+    return load_json_file(
+        path,
+        ModelProfile,
+        kind="profile of layers",
+        schema=SCHEMA,
+        remedy="make a new profile",
+        other_kind=_other_kind,
+    )
+
+
+def _other_kind(content: Mapping[str, object]) -> str | None:
     if "kinds" in content and "times" not in content:
-        raise ValueError(f"{path} is a profile of batches, not of layers; make one with colossal-hetero profile")
-    try:
-        return ModelProfile.model_validate_json(text, strict=True)
-    except ValidationError as error:
-        parts = (BlockRun, LayerTimes, LayerSizes, ModelProfile)
-        names = {name for part in parts for name in part.model_fields}
-        raise ValueError(f"{path}: {errors_in_words(error, sorted(names))}") from None
+        return "it is a profile of batches; make a profile of layers with colossal-hetero profile"
+    return None
 
 
 def save_model_profile(profile: ModelProfile, path: Path | str) -> None:
-    """Write a profile; the file is there as a whole or not at all."""
+    """Write a profile, atomically."""
     write_json(profile.model_dump(mode="json", by_alias=True), path)
 
 
-def _check_equally_long(part: Any, names: Sequence[str]) -> Any:
+def _check_equally_long(part: Part, names: Sequence[str]) -> Part:
     lengths = {name: len(getattr(part, name)) for name in names}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{length} {name}" for name, length in lengths.items())
-        raise ValueError(f"there are {told}; all lists have one value per layer")
+        counts = ", ".join(f"{length} {name}" for name, length in lengths.items())
+        raise ValueError(f"there are {counts}; all lists have one value per layer")
     return part
 
 
-def _twice(values: Sequence[Any]) -> Any:
-    """The first that is there more than once."""
+def _duplicate(values: Sequence[Any]) -> Any:
+    """The first value that occurs more than once; None if there is none."""
     seen = set()
     for value in values:
         if value in seen:

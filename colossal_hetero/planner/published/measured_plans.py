@@ -44,21 +44,21 @@ ADDED_SHARE = 3 / 7
 """Memory traffic of adding one array to another, as a share of that of Adam's step."""
 
 
-class _Part(FilePart, extra="ignore"):
+class _LenientPart(FilePart, extra="ignore"):
     """Fields that are not used here are skipped."""
 
 
-class _Replica(_Part):
+class _Replica(_LenientPart):
     gpu: str
     tensor_parallel: Annotated[int, Field(ge=1)]
 
 
-class _Stage(_Part):
+class _Stage(_LenientPart):
     layers: tuple[int, int]
     replicas: Annotated[tuple[_Replica, ...], Field(min_length=1)]
 
 
-class MeasuredPlan(_Part):
+class MeasuredPlan(_LenientPart):
     """A plan, and what it took; replicas are alike."""
 
     name: str

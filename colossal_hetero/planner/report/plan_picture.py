@@ -15,7 +15,7 @@ from ..plans.plan import Plan
 from ..plans.simulate import PlanSimulation, simulate_plan
 from .plan_table import layout, replica_groups, short_ranks
 
-__all__ = ["Bar", "Lane", "lanes", "plot_plan", "windows"]
+__all__ = ["Lane", "StageBar", "lanes", "plot_plan", "windows"]
 
 MAX_LANES = 48
 """Stages that are drawn, at the most."""
@@ -41,7 +41,7 @@ KINDS = {
 BarKind = Literal["forward", "backward", "transfer", "update", "synchronization"]
 
 
-class Bar(NamedTuple):
+class StageBar(NamedTuple):
     """A stretch of time of one stage, in seconds from the start of the iteration."""
 
     kind: BarKind
@@ -58,7 +58,7 @@ class Lane:
     replicas: tuple[int, ...]
     stage: int
     name: str
-    bars: tuple[Bar, ...]
+    bars: tuple[StageBar, ...]
 
 
 def lanes(simulation: PlanSimulation) -> list[Lane]:
@@ -68,9 +68,9 @@ def lanes(simulation: PlanSimulation) -> list[Lane]:
     for group in replica_groups(plan):
         events = simulation.timelines[group.numbers[0]].events
         for index, stage in enumerate(group.first.stages):
-            bars = [Bar(*event) for event in events[index]]
+            bars = [StageBar(*event) for event in events[index]]
             if plan.synchronization_seconds > 0:
-                bars.append(Bar("synchronization", 0, end - plan.synchronization_seconds, end))
+                bars.append(StageBar("synchronization", 0, end - plan.synchronization_seconds, end))
             first, last = stage.blocks[0], stage.blocks[1] - 1
             layers = f"layer {first}" if first == last else f"layers {first}-{last}"
             own = sorted(rank for replica in group.replicas for rank in replica.stages[index].ranks)

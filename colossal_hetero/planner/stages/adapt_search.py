@@ -33,7 +33,7 @@ def adapt(pipeline: Pipeline, order: Sequence[int] | None, nodes: int = ADAPT_NO
     Raises:
         ValueError: nothing was found that fits, and not all was searched.
     """
-    search = _Search(pipeline, order, nodes)
+    search = _DepthFirstSearch(pipeline, order, nodes)
     search.run()
     if search.best is None and search.seen >= nodes:
         raise ValueError(
@@ -61,7 +61,7 @@ class _Node(NamedTuple):
     activation_bytes: float
 
 
-class _Search:
+class _DepthFirstSearch:
     def __init__(self, pipeline: Pipeline, order: Sequence[int] | None, nodes: int) -> None:
         self.order = order
         self.nodes = nodes

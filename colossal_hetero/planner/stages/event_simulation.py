@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from .pipeline import Pipeline, PipelineCost, Split, evaluate
 
-__all__ = ["Event", "StageShare", "Timeline", "Transfers", "simulate", "simulate_times"]
+__all__ = ["Event", "PipelineTimeline", "StageShare", "Transfers", "simulate", "simulate_times"]
 
 Transfers = Literal["blocking", "overlapped"]
 Kind = Literal["forward", "backward", "transfer", "update"]
@@ -57,7 +57,7 @@ class StageShare(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Timeline:
+class PipelineTimeline:
     """An iteration of one pipeline, in seconds from its start."""
 
     forward_seconds: NDArray[np.float64]
@@ -108,7 +108,7 @@ class Timeline:
         return tuple(tuple(events) for events in made)
 
 
-def simulate(pipeline: Pipeline, split: Split, transfers: Transfers = "blocking") -> Timeline:
+def simulate(pipeline: Pipeline, split: Split, transfers: Transfers = "blocking") -> PipelineTimeline:
     """The iteration of ``pipeline`` if it is divided so. A stage updates its parameters after its last backward.
 
     Raises:
@@ -125,7 +125,7 @@ def simulate_times(
     *,
     update_seconds: Iterable[float] | None = None,
     transfers: Transfers = "blocking",
-) -> Timeline:
+) -> PipelineTimeline:
     """Same, from times: per stage and micro-batch, and one way over each cut (one fewer).
 
     Raises:
@@ -143,10 +143,10 @@ def simulate_times(
             "P stages have P of each and P − 1 hops"
         )
     ends = _run(forward, backward, hops, micro_batches, transfers, None)
-    return Timeline(forward, backward, update, hops, micro_batches, transfers, ends)
+    return PipelineTimeline(forward, backward, update, hops, micro_batches, transfers, ends)
 
 
-def _of_cost(cost: PipelineCost, micro_batches: int, transfers: Transfers) -> Timeline:
+def _of_cost(cost: PipelineCost, micro_batches: int, transfers: Transfers) -> PipelineTimeline:
     return simulate_times(
         cost.forward_seconds,
         cost.backward_seconds,
@@ -216,7 +216,7 @@ def _run(
             free[cuts], free[rights] = left_stop, right_stop
             came_forward[rights] = left_stop + hop[cuts]
             came_back[cuts] = right_stop + hop[cuts]
-    return free[1:-1].copy()
+    return np.array(free[1:-1])
 
 
 def _note_work(

@@ -100,7 +100,7 @@ class _Table:
         for costs, memory in self.orders.kinds:
             total = costs.cumulative.state_bytes + in_flight * costs.cumulative.activation_bytes
             low.append(np.searchsorted(total, total - memory, side="left"))
-        return np.array(low)[self.kinds]
+        return np.asarray(np.array(low)[self.kinds])
 
     def times(self, least: float, most: float) -> _Floats:
         """What a stage can take, from ``least`` to ``most``, ascending; of those equal but for rounding, the most."""
@@ -198,7 +198,7 @@ class _Table:
         offset = level * values.size + (depth.exits * frame.width)[:, None]
         left = offset + np.minimum(first, frame.width - 1)
         right = offset + np.maximum(last - (1 << level) + 1, 0)
-        return np.minimum(flat[left], flat[right]) + ends
+        return np.asarray(np.minimum(flat[left], flat[right]) + ends)
 
     def _all_pairs(
         self, values: _Floats, begins: _Floats, ends: _Floats, first: _Ints, last: _Ints, longest: float
@@ -277,7 +277,7 @@ def _best_of_some(pipeline: Pipeline) -> Split | None:
 
 def best_split(pipeline: Pipeline, orders: Orders) -> Split | None:
     """The split with the least ``evaluate(pipeline, split).seconds`` over ``orders``; None if none fits in memory."""
-    search = _Search(pipeline, _Table(pipeline, orders))
+    search = _BoxSearch(pipeline, _Table(pipeline, orders))
     search.run()
     return search.best
 
@@ -307,7 +307,7 @@ class _Solved(NamedTuple):
     """Same of the updates."""
 
 
-class _Search:
+class _BoxSearch:
     """Best first over boxes of (τ, υ), from a split that is found by raising τ from its lower bound."""
 
     def __init__(self, pipeline: Pipeline, table: _Table) -> None:

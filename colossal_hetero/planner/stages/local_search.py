@@ -33,7 +33,7 @@ def refine(
     Raises:
         ValueError: an unknown way of transfers.
     """
-    search = _Search(pipeline, split, transfers, reorder, simulations, must_fit=evaluate(pipeline, split).fits)
+    search = _LocalSearch(pipeline, split, transfers, reorder, simulations, must_fit=evaluate(pipeline, split).fits)
     search.climb(split)
     if reorder:
         search.climb(_made(split.order[::-1], split.blocks_per_stage[::-1]))
@@ -46,7 +46,7 @@ def simulated(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
     return None if found is None else refine(pipeline, found, reorder=order is None)
 
 
-class _Search:
+class _LocalSearch:
     def __init__(
         self, pipeline: Pipeline, split: Split, transfers: Transfers, reorder: bool, simulations: int, must_fit: bool
     ) -> None:

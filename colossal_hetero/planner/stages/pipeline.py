@@ -37,14 +37,14 @@ __all__ = ["Pipeline", "PipelineCost", "Slot", "Split", "evaluate"]
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Where a stage can run."""
+    """A tensor-parallel group that can run one stage."""
 
     name: str
+    """For messages."""
     costs: LayerCosts
+    """Of each block in this slot."""
     memory_bytes: float
-    """Per device, what may be used."""
-    devices: tuple[int, ...] = ()
-    """Ranks of its tensor-parallel group."""
+    """Memory that may be used, per device."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Which stage gets which blocks of the model, by name of the method (ALGORITHMS.md, section 3)."""
+"""Which stage gets which blocks of the model, by name of the method; see docs/algorithms.md, section 3."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ _SPLITS: dict[str, Callable[[Pipeline, Sequence[int] | None], Split | None]] = {
 def split(pipeline: Pipeline, method: str = "exact", *, order: Sequence[int] | None = None) -> Split:
     """Divide the model over the slots.
 
-    ``exact`` has the least ``evaluate(...).seconds`` of all splits and orders that fit in memory (of some good orders,
-    if there are very many unlike slots: ``split_exact.MAX_STATES``); ``adapt`` and ``autohet`` keep within memory too;
-    ``uniform`` and ``holmes`` know no memory, so ask ``evaluate(...).fits``. ``simulated`` improves on ``exact`` under
-    the event simulation, which pays with few micro-batches (below four per stage).
+    ``exact`` has the smallest ``evaluate(...).seconds`` of all splits and orders that fit in memory. With very many
+    different slots (more than ``exact.MAX_STATES``) it tries only some good orders. ``adapt`` and ``autohet`` also
+    respect memory. ``uniform`` and ``holmes`` do not, so check ``evaluate(...).fits``. ``simulated`` improves the
+    result of ``exact`` under the event simulation, which helps if there are fewer than four micro-batches per stage.
 
     Args:
-        pipeline: what to divide.
-        method: one of ``METHODS``.
-        order: slot of each stage, if only the bounds are to be chosen. Without, ``exact``, ``simulated`` and ``adapt``
-            choose it, ``autohet`` takes the slowest first, and ``uniform`` and ``holmes`` take the slots as they come.
+        pipeline: The pipeline to divide.
+        method: One of ``METHODS``.
+        order: The slot of each stage, if only the bounds are to be chosen. Without it, ``exact``, ``simulated`` and
+            ``adapt`` choose the order, ``autohet`` puts the slowest slots first, and ``uniform`` and ``holmes`` keep
+            the order of the slots.
 
     Raises:
-        ValueError: an unknown method, an order that is no permutation of the slots, more stages than blocks, fewer
-            than one micro-batch, or (``exact``, ``simulated``, ``adapt``, ``autohet``) no split that fits in memory.
+        ValueError: The method is unknown, the order is not a permutation of the slots, there are more stages than
+            blocks or no micro-batch, or (``exact``, ``simulated``, ``adapt``, ``autohet``) no split fits in memory.
     """
     if method not in _SPLITS:
         raise ValueError(f"unknown method {method!r}: valid are {', '.join(METHODS)}")

@@ -217,7 +217,7 @@ def test_pictures_are_drawn(files: tuple[Path, Path], tmp_path: Path) -> None:
             ["--global-batch", 16, "--micro-batch", "1,two"],
             "'1,two' is not a list of whole numbers; write it like 1,2,4",
         ),
-        (["--global-batch", 16, "--micro-batch", "0,2"], "0 is below 1"),
+        (["--global-batch", 16, "--micro-batch", "0,2"], "'0,2': 0 is below 1"),
         (["--global-batch", 16, "--micro-batch", "3"], "3"),
         (["--global-batch", 16, "--tp", "2"], "2"),
         (["--global-batch", 16, "--method", "best"], "'best' is not one of"),
@@ -268,9 +268,9 @@ def test_what_if_a_rank_slows_down(tmp_path: Path) -> None:
     assert "if: rank 0 slowed 2.5 ×" in text and "it takes 2.50 × as long" in text
     assert "rank 7 is not in the plan, which uses ranks 0" in failure("simulate", path, "--slow", "7:2")
     for wrong, words in (
-        ("2", "'2' is no rank with its factor"),
-        ("0:x", "'0:x' is no rank with its factor"),
-        ("0:2,0:3", "rank 0 is there twice"),
+        ("2", "'2' is not RANK:FACTOR"),
+        ("0:x", "'0:x' is not RANK:FACTOR"),
+        ("0:2,0:3", "rank 0 is given twice"),
         ("0:0", "rank 0 cannot be 0.0 times as slow"),
     ):
         assert words in failure("simulate", path, "--slow", wrong)

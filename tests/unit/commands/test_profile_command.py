@@ -1,4 +1,4 @@
-"""``colossal-hetero profile``: what it measures and estimates, and what it says to what cannot be."""
+"""``colossal-hetero profile`` and ``colossal-hetero estimate``: what they write, and what they say about mistakes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from colossal_hetero.commands.estimate import estimate
 from colossal_hetero.commands.profile import profile
 from colossal_hetero.planner.profile.layer_profile import load_model_profile
 
@@ -21,9 +22,8 @@ def run(*arguments: str) -> Any:
 
 def test_an_estimate_is_written_and_shown(tmp_path: Path) -> None:
     out = tmp_path / "estimate.json"
-    result = run(
-        *GPT, "--device", "A100-40", "--device", "T4", "--tp", "1,2", "--micro-batch", "2,8", "--out", str(out)
-    )
+    arguments = [*GPT, "--device", "A100-40", "--device", "T4", "--tp", "1,2", "--micro-batch", "2,8"]
+    result = CliRunner().invoke(estimate, [*arguments, "--out", str(out)])
     assert result.exit_code == 0, result.output
     written = load_model_profile(out)
     assert written.devices == ("A100-40", "T4") and written.blocks == 4
@@ -31,20 +31,24 @@ def test_an_estimate_is_written_and_shown(tmp_path: Path) -> None:
     table = result.output
     assert table.count("│ A100-40 │") == 4 and table.count("│ T4 ") == 4
     assert f"{out}: layers of gpt-4x64, estimated from FLOP at 0.4" in table.replace("\n", "")
+    # As it was called in 0.1.
+    old = tmp_path / "old.json"
+    with pytest.warns(FutureWarning, match="use colossal-hetero estimate"):
+        assert run(*arguments, "--out", str(old)).exit_code == 0
+    assert load_model_profile(old) == written
+    with pytest.warns(FutureWarning, match="use colossal-hetero estimate"):
+        assert "--layers, --heads, --vocabulary are missing" in run("--hidden", "4").output
+    assert "an estimate needs none" in run(*arguments, "--nproc", "2").output
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "name a model to measure with --model, or the sizes of a GPT"),
+        (
+            [],
+            "for an estimate from the sizes of a GPT use colossal-hetero estimate",
+        ),
         (["--model", "timm:x", "--hidden", "4"], "--model measures and --hidden estimates; give one or the other"),
-        (["--hidden", "4"], "--layers, --heads, --vocabulary is missing"),
-        (GPT, "no device to estimate for; name at least one kind"),
-        ([*GPT, "--device", "A100"], "--device A100 is not known; valid: A100-40, .*; did you mean A"),
-        ([*GPT, "--device", "T4", "--efficiency", "2"], "efficiency=2.0"),
-        ([*GPT, "--device", "T4", "--nproc", "2"], "--nproc starts ranks to measure with; an estimate needs none"),
-        ([*GPT, "--device", "T4", "--micro-batch", "1,x"], "'1,x' is not a list of numbers, such as 1,2,4,8"),
-        ([*GPT, "--device", "T4", "--micro-batch", "0"], "'0': 0 is below 1"),
         (["--model", "resnet"], "'resnet' is not a model name; write for example timm:.* or hf:gpt2"),
         (["--model", "timm:vit_tiny"], "timm has no model 'vit_tiny'; it has for example .*vit"),
         (["--model", "timm:vit_tiny_patch16_224", "--set", "depht=2"], "cannot be built with depht=2: .*depht"),
@@ -57,8 +61,27 @@ def test_an_estimate_is_written_and_shown(tmp_path: Path) -> None:
         (["--model", "hf:gpt2", "--out", "/no/such/folder/p.json"], "there is no folder /no/such/folder"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+def test_mistakes_are_said_in_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
     result = run("--out", str(tmp_path / "p.json"), *arguments)
     assert result.exit_code == 2
     assert re.search(words, " ".join(result.output.split())), result.output
     assert "Traceback" not in result.output and not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hidden", "4"], "--layers, --heads, --vocabulary are missing"),
+        (GPT, "no device to estimate for; name at least one kind"),
+        ([*GPT, "--device", "A100"], "--device A100 is not known; valid: A100-40, .*; did you mean A"),
+        ([*GPT, "--device", "T4", "--efficiency", "2"], "efficiency=2.0"),
+        ([*GPT, "--device", "T4", "--micro-batch", "1,x"], "'1,x' is not a list of whole numbers; write it like 1,2,4"),
+        ([*GPT, "--device", "T4", "--micro-batch", "0"], "'0': 0 is below 1"),
+    ],
+)
+def test_mistakes_in_an_estimate_are_said_in_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    result = CliRunner().invoke(estimate, ["--out", str(out), *arguments])
+    assert result.exit_code == 2
+    assert re.search(words, " ".join(result.output.split())), result.output
+    assert "Traceback" not in result.output and not out.exists()

@@ -187,7 +187,7 @@ def change_speed(stage: int, slow: int, path: str, check_every: int | None, bias
     model, optimizer, criterion, loader = boost(plugin, make_model(), shuffle=True)
     assert plugin.batch_balancer is not None
     slowdown = 1.0
-    plugin.batch_balancer._watch.take = lambda: [(1, slowdown / 4)] * 3
+    plugin.batch_balancer._timer.take = lambda: [(1, slowdown / 4)] * 3
     seen, samples = [], []
     for epoch in range(8):
         is_slow = torch.distributed.get_rank() == slow

@@ -1,4 +1,4 @@
-"""Channels: time by message, the way between two devices, and the slowest among many, against trying all pairs."""
+"""Channels: time by message, and the channel between two devices."""
 
 from __future__ import annotations
 
@@ -138,28 +138,12 @@ def test_no_way(hybrid: Topology) -> None:
     without = Topology(hybrid.devices, hybrid.nodes, hybrid.clusters, hybrid.between[:1])
     assert without.channel(0, 15) == hybrid.channel(0, 15)
     with pytest.raises(ValueError, match=r"node b-1 of cluster b .* and node c of cluster c \(no NIC\)"):
-        without.slowest([15, 17])
-
-
-@given(st.sets(st.integers(0, 18), min_size=2))
-def test_slowest_is_that_of_all_pairs(devices: set[int]) -> None:
-    hybrid = parse_cluster(HYBRID)
-    pairs = [hybrid.channel(a, b) for a, b in itertools.combinations(sorted(devices), 2)]
-    slowest = hybrid.slowest(devices)
-    assert slowest in pairs
-    assert slowest.bytes_per_second == min(channel.bytes_per_second for channel in pairs)
-    for message in (1.0, 1e9):
-        assert hybrid.slowest(devices, message).seconds(message) == max(pair.seconds(message) for pair in pairs)
-
-
-def test_slowest_of_one(hybrid: Topology) -> None:
-    with pytest.raises(ValueError, match="two devices or more"):
-        hybrid.slowest([3])
+        without.channel(15, 17)
 
 
 def test_equal_topologies_have_equal_hashes_and_survive_pickling(hybrid: Topology) -> None:
     other = parse_cluster(HYBRID)
-    hybrid.slowest(range(len(hybrid.devices)))
+    hybrid.channel(0, 18)
     assert other == hybrid and hash(other) == hash(hybrid)
     assert pickle.loads(pickle.dumps(hybrid)) == hybrid
 
@@ -168,5 +152,6 @@ def test_channels_are_found_once_per_pair_of_classes() -> None:
     text = HYBRID.replace("count = 2\ndevices", "count = 256\ndevices")
     topology = parse_cluster(text)
     assert len(topology.devices) > 1000
-    topology.slowest(range(len(topology.devices)))
+    for a, b in itertools.combinations(range(len(topology.nodes)), 2):
+        topology.node_channel(a, b)
     assert len(topology._channels) <= 25  # five classes of nodes

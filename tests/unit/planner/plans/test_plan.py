@@ -193,7 +193,7 @@ def test_what_is_wrong_is_said_in_words(tmp_path: Path, change: Callable[[Any], 
 
 
 def test_a_rank_twice_in_a_group() -> None:
-    with pytest.raises(ValueError, match=r"rank 3 is twice in replicas\[0\]\.stages\[0\]"):
+    with pytest.raises(ValueError, match=r"rank 3 is given twice in replicas\[0\]\.stages\[0\]"):
         plan(replica(stage(0, 6, (3, 3))))
 
 

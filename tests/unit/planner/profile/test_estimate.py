@@ -54,7 +54,10 @@ def test_memory_is_sixteen_bytes_a_parameter() -> None:
         ({"tensor_parallel": [0]}, r"tensor_parallel=\(0,\)"),
         ({"tensor_parallel": [3]}, "does not divide heads=32"),
         ({"devices": []}, "no device to estimate for; name at least one kind"),
-        ({"devices": [DeviceKind("a", 1, 1.0)] * 2}, "times has micro-batch 1 on a at tensor_parallel 1 twice"),
+        (
+            {"devices": [DeviceKind("a", 1, 1.0)] * 2},
+            "times has two entries of micro-batch 1 on a at tensor_parallel 1",
+        ),
     ],
 )
 def test_what_cannot_be_estimated(options: dict[str, Any], words: str) -> None:

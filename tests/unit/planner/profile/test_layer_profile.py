@@ -159,9 +159,9 @@ def test_what_was_measured_can_be_asked_for() -> None:
         (("fsat", 1, 1), r"no times of device 'fsat', only of fast, slow; did you mean fast\?"),
         (("A100", 1, 1), "no times of device 'A100', only of fast, slow; measure it"),
         (("fast", 2, 1), "fast was not measured at tensor_parallel 2; it was at 1"),
-        (("fast", 1, 5), r"micro-batch 5 on fast .*beyond what was measured \(1, 4\); take 1 to 4, or measure it"),
+        (("fast", 1, 5), r"micro-batch 5 on fast .*outside of what was measured \(1, 4\); use 1 to 4, or measure it"),
         (("fast", 1, 0), "micro-batch 0 on fast"),
-        (("slow", 1, 2), r"beyond what was measured \(1\); take 1, or measure it"),
+        (("slow", 1, 2), r"outside of what was measured \(1\); use 1, or measure it"),
     ],
 )
 def test_what_was_not_measured_is_said(arguments: tuple[str, int, int], words: str) -> None:
@@ -181,7 +181,7 @@ def test_many_blocks_are_composed_of_powers_of_two() -> None:
     # 3 = 2 + 1, 7 = 4 + 2 + 1, 13 = 3·4 + 1
     for blocks, forward in ((1, 1.0), (3, 2.9), (7, 6.4), (13, 11.5)):
         assert mine.composed_seconds(blocks) == pytest.approx(3 * forward)
-    with pytest.raises(ValueError, match=r"3 blocks cannot be made up .*\(2 blocks\)"):
+    with pytest.raises(ValueError, match=r"3 blocks are not a sum of measured runs .*\(2 blocks\)"):
         LayerTimes.model_validate(times(block_runs=runs[2:])).composed_seconds(3)
 
 
@@ -204,7 +204,7 @@ def put(*place: Any, value: Any) -> Callable[[Any], None]:
         (put("times", value=[]), "times is .*: must not be empty"),
         (put("sizes", value=[]), "sizes is .*: must not be empty"),
         (put("before", value=-1), "before is -1: must be at least 0"),
-        (put("before", value=4), "of 5 layers 4 are before and 1 after the blocks.*at least one block"),
+        (put("before", value=4), "4 of 5 layers are before the blocks and 1 after them.*must be at least one"),
         (put("times", 0, "forward_seconds", 2, value=-1), r"times\[0\].forward_seconds\[2\] is -1: must be at least 0"),
         (put("times", 0, "update_seconds", 2, value=float("nan")), r"update_seconds\[2\] is nan: must be a"),
         (put("times", 0, "update_seconds", 2, value=float("inf")), r"update_seconds\[2\] is inf: must be a"),
@@ -214,20 +214,29 @@ def put(*place: Any, value: Any) -> Callable[[Any], None]:
         (put("sizes", 0, "parameter_bytes", 1, value=-1), r"parameter_bytes\[1\] is -1: must be at least 0"),
         (
             put("sizes", 0, value=sizes(**{name: [1] * 6 for name in sizes()})),
-            r"times\[0\] is of 5 layers, sizes\[0\] ",
+            r"times\[0\] has 5 layers, sizes\[0\] ",
         ),
         (lambda content: content["sizes"].append(sizes(tensor_parallel=2, **{n: [1] for n in sizes()})), r"sizes\[1\]"),
-        (put("times", 1, "micro_batch", value=1), "times has micro-batch 1 on fast at tensor_parallel 1 twice"),
-        (lambda content: content["sizes"].append(sizes()), "sizes has tensor_parallel 1 twice; keep one"),
-        (put("times", 1, "tensor_parallel", value=2), r"times\[1\] is at tensor_parallel 2.*no sizes \(sizes has 1\)"),
+        (
+            put("times", 1, "micro_batch", value=1),
+            "times has two entries of micro-batch 1 on fast at tensor_parallel 1",
+        ),
+        (lambda content: content["sizes"].append(sizes()), "sizes has two entries of tensor_parallel 1; keep one"),
+        (
+            put("times", 1, "tensor_parallel", value=2),
+            r"times\[1\] is at tensor_parallel 2.*no sizes have that degree \(sizes has 1\)",
+        ),
         (
             put("times", 0, "block_runs", value=[{"blocks": 2, "forward_seconds": 1, "backward_seconds": 1}] * 2),
-            "twice",
+            "there are two runs of 2 blocks",
         ),
         (put("state_factor", value=0), "state_factor is 0: must be above 0"),
         (put("units", "seconds", value="ms"), "seconds is in 'ms', but is read in 's'"),
         (put("times", 0, "forward_second", value=1), r"forward_second is not a field; did you mean forward_seconds\?"),
-        (put("rank_devices", value=["fast", "third"]), "rank_devices names third.*there are of fast, slow"),
+        (
+            put("rank_devices", value=["fast", "third"]),
+            "rank_devices names third, but there are only times of fast, slow",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_words(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
@@ -247,7 +256,7 @@ def test_a_profile_of_batches_is_told_from_one_of_layers(tmp_path: Path) -> None
     path = tmp_path / "batches.json"
     path.write_text('{"schema": 1, "kinds": []}')
     with pytest.raises(
-        ValueError, match="is a profile of batches, not of layers; make one with colossal-hetero profile"
+        ValueError, match="is a profile of batches; make a profile of layers with colossal-hetero profile"
     ):
         load_model_profile(path)
     path.write_text("[]")

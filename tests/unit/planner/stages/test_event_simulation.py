@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
-from colossal_hetero.planner.stages.event_simulation import Timeline, simulate, simulate_times
+from colossal_hetero.planner.stages.event_simulation import PipelineTimeline, simulate, simulate_times
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from tests.support.random_examples import examples
 
@@ -239,7 +239,7 @@ def test_a_pipeline_and_its_split():
     pipeline, split = pipeline_of([1.0, 3.0, 2.0], 5, update=0.5)
     timeline = simulate(pipeline, split)
     alike = simulate_times([1.0, 3.0, 2.0], [2.0, 6.0, 4.0], [0.1, 0.1], 5, update_seconds=[0.5, 1.5, 1.0])
-    assert isinstance(timeline, Timeline)
+    assert isinstance(timeline, PipelineTimeline)
     assert timeline.seconds == alike.seconds == max(np.array([0.5, 1.5, 1.0]) + timeline.stage_seconds)
     assert [events[-1].kind for events in timeline.events] == ["update"] * 3
     assert timeline.seconds <= evaluate(pipeline, split).seconds * (1 + ROUNDING)
