@@ -90,7 +90,7 @@ class _LocalSearch:
 
 def _shape(pipeline: Pipeline, split: Split) -> tuple[object, ...]:
     """Equal for splits that differ by an exchange of interchangeable slots, if channels are alike."""
-    slots = tuple((id(pipeline.slots[slot].costs), pipeline.slots[slot].memory_bytes) for slot in split.order)
+    slots = tuple(pipeline.slots[slot].kind for slot in split.order)
     hops = tuple(pipeline.channels[a][b] for a, b in itertools.pairwise(split.order))
     return slots, hops, split.bounds
 

@@ -18,7 +18,7 @@ PASSES = 4
 
 def like_kinds(pipeline: Pipeline) -> Pipeline:
     """The same with one channel between any two slots of two kinds, the fastest there is: few unlike slots remain."""
-    kinds = [(id(slot.costs), slot.memory_bytes) for slot in pipeline.slots]
+    kinds = [slot.kind for slot in pipeline.slots]
     fastest: dict[object, Channel] = {}
     pairs = [(a, b) for a in range(len(kinds)) for b in range(len(kinds)) if a != b]
     for a, b in pairs:
@@ -35,7 +35,7 @@ def like_kinds(pipeline: Pipeline) -> Pipeline:
 def near_each_other(pipeline: Pipeline, order: Sequence[int]) -> tuple[int, ...]:
     """The same kind of slot at each stage, each the one that the stage before reaches soonest; else the first."""
     seconds = _typical_seconds(pipeline)
-    kinds = [(id(slot.costs), slot.memory_bytes) for slot in pipeline.slots]
+    kinds = [slot.kind for slot in pipeline.slots]
     left = list(range(len(kinds)))
     chosen: list[int] = []
     for slot in order:
@@ -57,7 +57,7 @@ def by_speed(pipeline: Pipeline) -> Iterator[tuple[int, ...]]:
 
 def exchanged(pipeline: Pipeline, split: Split) -> Split:
     """The same bounds with slots of one kind exchanged as long as that makes it faster, or ``PASSES`` times over."""
-    kinds = [(id(slot.costs), slot.memory_bytes) for slot in pipeline.slots]
+    kinds = [slot.kind for slot in pipeline.slots]
     seconds = evaluate(pipeline, split).seconds
     for _ in range(PASSES):
         before = seconds

@@ -46,6 +46,14 @@ class Slot:
     memory_bytes: float
     """Memory that may be used, per device."""
 
+    @property
+    def kind(self) -> tuple[LayerCosts, float]:
+        """The costs object and the memory: slots with equal values are interchangeable, except for their channels.
+
+        It can be a dictionary key, because ``LayerCosts`` objects are compared by identity.
+        """
+        return self.costs, self.memory_bytes
+
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:

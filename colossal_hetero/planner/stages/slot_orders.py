@@ -241,16 +241,9 @@ def _flat(nested: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 def _kinds(pipeline: Pipeline) -> tuple[tuple[tuple[LayerCosts, float], ...], list[int]]:
     """Different costs and memory, and which each slot has."""
-    numbers: dict[tuple[int, float], int] = {}
-    kinds: list[tuple[LayerCosts, float]] = []
-    of_slot = []
-    for slot in pipeline.slots:
-        key = (id(slot.costs), slot.memory_bytes)
-        if key not in numbers:
-            numbers[key] = len(kinds)
-            kinds.append((slot.costs, slot.memory_bytes))
-        of_slot.append(numbers[key])
-    return tuple(kinds), of_slot
+    numbers: dict[tuple[LayerCosts, float], int] = {}
+    of_slot = [numbers.setdefault(slot.kind, len(numbers)) for slot in pipeline.slots]
+    return tuple(numbers), of_slot
 
 
 def _hops(pipeline: Pipeline, pairs: Iterable[tuple[int, int]]) -> tuple[NDArray[np.float64], NDArray[np.int_]]:
@@ -258,11 +251,11 @@ def _hops(pipeline: Pipeline, pairs: Iterable[tuple[int, int]]) -> tuple[NDArray
     none = np.zeros(pipeline.blocks + 1)
     vectors = [none]
     numbers = {none.tobytes(): NO_HOP}
-    known: dict[tuple[int, Channel], int] = {}
+    known: dict[tuple[LayerCosts, Channel], int] = {}
     between = np.full((len(pipeline.slots), len(pipeline.slots)), -1)
     for a, b in pairs:
         costs, channel = pipeline.slots[a].costs, pipeline.channels[a][b]
-        key = (id(costs), channel)
+        key = (costs, channel)
         if key not in known:
             seconds = costs.hop_seconds(channel)
             known[key] = numbers.setdefault(seconds.tobytes(), len(vectors))

@@ -268,8 +268,8 @@ def test_nodes_of_a_make_are_not_told_apart():
     pipeline = pipeline_of([1.0] * 16 + [3.0] * 16, 64, count=32)
     slots = list(pipeline.slots)
     sizes = np.full(64, 1e6)
-    costs = {id(slot.costs): replace(slot.costs, output_bytes=sizes) for slot in slots}
-    slots = [replace(slot, costs=costs[id(slot.costs)]) for slot in slots]
+    costs = {slot.costs: replace(slot.costs, output_bytes=sizes) for slot in slots}
+    slots = [replace(slot, costs=costs[slot.costs]) for slot in slots]
     inside, outside = Channel("NVLink", 1e9), Channel("Ethernet", 1e7)
     channels = tuple(tuple(inside if a // 4 == b // 4 else outside for b in range(32)) for a in range(32))
     found = split(Pipeline(tuple(slots), channels, 32))
