@@ -34,10 +34,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
 
-__all__ = ["Pipeline", "PipelineCost", "Slot", "Split", "evaluate"]
+__all__ = ["Pipeline", "PipelineCost", "Slot", "Split", "earliest_starts", "evaluate"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,3 +166,15 @@ def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
         fits=fits,
         seconds=sum(times) + (pipeline.micro_batches - 1) * max(times) + max(update),
     )
+
+
+def earliest_starts(costs: LayerCosts, memory_bytes: float, in_flight: int) -> NDArray[np.int_]:
+    """First block that a stage can have, by memory, for each end of the stage, ``[blocks + 1]``.
+
+    Args:
+        costs: Costs of the blocks in the stage's slot.
+        memory_bytes: Memory that may be used on each device.
+        in_flight: Number of micro-batches whose activations the stage holds.
+    """
+    total = costs.cumulative.state_bytes + in_flight * costs.cumulative.activation_bytes
+    return np.asarray(np.searchsorted(total, total - memory_bytes, side="left"))
