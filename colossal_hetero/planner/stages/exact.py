@@ -290,7 +290,7 @@ def _best_of_several_orders(pipeline: Pipeline) -> Split | None:
 
 
 def best_split(pipeline: Pipeline, orders: Orders) -> Split | None:
-    """The split with the smallest ``evaluate(pipeline, split).seconds`` over ``orders``; None if none fits in memory."""
+    """The split with the smallest ``evaluate(pipeline, split).seconds`` over ``orders``; None if none fits."""
     search = _BranchAndBound(pipeline, _DynamicProgram(pipeline, orders))
     search.run()
     return search.best
