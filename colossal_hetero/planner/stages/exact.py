@@ -17,8 +17,8 @@ Otherwise all pairs (a, b) are tried.
 
 `[Note: slack]`  Under tight limits, a slot of each kind can hold a certain number of blocks at most, wherever it is in
 the order. If all slots together can hold ``slack`` blocks more than the model has, the table of a node needs only
-``slack + 1`` entries: at least those blocks are placed that the remaining slots cannot hold, and at most those that the
-slots before can hold. With loose limits all ``blocks − stages + 1`` numbers of placed blocks are possible.
+``slack + 1`` entries: the number of placed blocks is at least the number that the remaining slots cannot hold, and at
+most the number that the slots before can hold. With loose limits all ``blocks − stages + 1`` numbers are possible.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Two slots are *twins* if they share one ``LayerCosts`` object and have the same memory and the same channels, so that
 exchanging them changes nothing. Twins form a *class*, usually the slots of one node. Two classes are twins if
 exchanging all their slots changes nothing, for example two nodes with the same devices; such classes form a *group*. A
-state of the search is the number of used slots in each class. Classes of one group are not distinguished: only their
-counts matter.
+state is the number of used slots in each class; for the classes of one group it does not matter which class has which
+number.
 
 Each path from the first depth to the last is an order. A node at depth s says which kind of slot stage s has, over
 which hop its input comes, and which slots are left. It says nothing else about the stages before.
