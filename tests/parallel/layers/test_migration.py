@@ -123,7 +123,7 @@ def _losses_with_adamw() -> tuple[list[float], list[float], dict[str, list[float
     def adamw(parameters: Iterator[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=3e-3)
 
-    steps = 200
+    steps = 60
     plain = Training(make_optimizer=adamw).steps(steps)
     # The control: the same sums in another order, because a block's units may have any order.
     control = Training(make_optimizer=adamw)
