@@ -14,17 +14,18 @@ __all__ = ["render_profile"]
 def render_profile(profile: ModelProfile) -> Group:
     """Times of the blocks and of the layers before and after them, by kind of device; below, memory per block."""
     table = Table(title=f"{profile.name}, {profile.precision}: forward plus backward pass, and optimizer step")
-    table.add_column("device")
-    columns = ("ranks", "tp", "micro-batch")
-    columns += (
-        "before\nblocks [ms]",
+    table.add_column("\ndevice")
+    counts = ("\nranks", "\ntp", "micro-batch\n[samples]")
+    milliseconds = (
+        "before blocks\n[ms]",
         "per block\n[ms]",
-        "after\nblocks [ms]",
-        "all layers, per\nsample [ms]",
+        "after blocks\n[ms]",
+        "all, per sample\n[ms]",
         "update\n[ms]",
     )
-    for column in columns:
-        table.add_column(column, justify="right")
+    for name in counts + milliseconds:
+        # In a plain string rich would read the brackets as markup.
+        table.add_column(Text(name), justify="right")
     for times in profile.times:
         table.add_row(*_row(profile, times), end_section=times is _last_of(profile, times.device))
     return Group(table, Text(_memory(profile)))

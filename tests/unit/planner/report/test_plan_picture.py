@@ -60,7 +60,7 @@ def test_a_slow_rank_slows_its_group_and_the_stages_that_wait_for_it() -> None:
     )
     assert slow.plan.replicas[0].pipeline_seconds == pytest.approx(expected.pipeline_seconds)
     assert slow.plan.iteration_seconds == pytest.approx(expected.pipeline_seconds + made.synchronization_seconds)
-    # The slowest rank of a group counts; factors of at most 1 change nothing.
+    # The slowest rank of a group counts, so a faster one changes nothing.
     assert simulate_plan(made, {2: 2.0, 3: 3.0}).seconds == slow.seconds
     assert slowed(made, {}) is made
     assert simulate_plan(made, {1: 0.5, 0: 1.0}).seconds == simulate_plan(made).seconds
