@@ -59,15 +59,16 @@ def implausible(plan: MeasuredPlan, pipeline_seconds: float) -> str:
     rest = plan.iteration_seconds - plan.gradient_seconds
     if rest < 0.5 * pipeline_seconds:
         return (
-            f"{plan.name}: {plan.gradient_seconds:.3f} s of {plan.iteration_seconds:.3f} s for gradients leave {rest:.3f} s "
-            f"for passes that take {pipeline_seconds:.3f} s by their layer times: one of the numbers is a misprint"
+            f"{plan.name}: {plan.gradient_seconds:.3f} s of {plan.iteration_seconds:.3f} s for gradients leave "
+            f"{rest:.3f} s for passes that take {pipeline_seconds:.3f} s by layer times: one of them is a misprint"
         )
     return ""
 
 
 def statistics(errors: Sequence[float], which: str) -> str:
     absolute = [abs(each) for each in errors]
-    return f"{which}: median error {100 * median(absolute):.1f} %, mean {100 * mean(absolute):.1f} %, {len(absolute)} plans"
+    percent = f"median error {100 * median(absolute):.1f} %, mean {100 * mean(absolute):.1f} %"
+    return f"{which}: {percent}, {len(absolute)} plans"
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
 """Predict how much plans for clusters of two or three kinds of GPU gain, from times measured on real GPUs.
 
-A cluster has two nodes of four GPUs of each kind, or one node of eight for RTX and Titan cards, in one network. Nodes of
-different kinds communicate at the bandwidth of the slower one. "Planned" is the planner's best plan. "Uniform" is the
-best plan that uses all devices and gives all pipelines the same number of micro-batches and all stages the same number
-of blocks, with ranks as launched. "Alone" is the planner's best plan for the nodes of one kind, without the others. A
-plan for all kinds may leave devices out, so it should never be slower than any of these; the last line says whether it
-is. One cost model predicts all of them; no two kinds were run together. `benchmarks.planner.measured_plans` compares
-the model with iterations that were run. A plan may use the nominal memory of a device.
+A cluster has two nodes of four GPUs of each kind, or one node of eight for RTX and Titan cards, in one network. Nodes
+of different kinds communicate at the bandwidth of the slower one. "Planned" is the planner's best plan. "Uniform" is
+the best plan that uses all devices and gives all pipelines the same number of micro-batches and all stages the same
+number of blocks, with ranks as launched. "Alone" is the planner's best plan for the nodes of one kind, without the
+others. A plan for all kinds may leave devices out, so it should never be slower than any of these; the last line says
+whether it is. One cost model predicts all of them; no two kinds were run together. `benchmarks.planner.measured_plans`
+compares the model with iterations that were run. A plan may use the nominal memory of a device.
 `benchmarks.data_parallel.clusters` is about dividing batches instead of layers.
 
 Times and bandwidths were measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH
