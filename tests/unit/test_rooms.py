@@ -132,3 +132,12 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     # A package's __init__ only offers names; modules import each other directly.
     graph = {module: set(imported(module)) for module, path in MODULES.items() if path.name != "__init__.py"}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
+
+
+def test_no_two_classes_have_one_name() -> None:
+    modules: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name, []).append(module)
+    assert {name: where for name, where in modules.items() if len(where) > 1} == {}

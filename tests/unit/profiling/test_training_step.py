@@ -37,7 +37,7 @@ def test_pairs_and_mappings() -> None:
 
 @pytest.mark.parametrize("batch", [torch.ones(2), (torch.ones(2),), (torch.ones(2),) * 3, "text"])
 def test_another_kind_of_batch_needs_a_step_of_its_own(batch: Any) -> None:
-    with pytest.raises(TypeError, match=r"give the plugin training_step=f, where f\(model, criterion, batch\)"):
+    with pytest.raises(TypeError, match=r"pass training_step=f to the plugin, where f\(model, criterion, batch\)"):
         default_training_step(nn.Identity(), nn.MSELoss(), batch)
 
 

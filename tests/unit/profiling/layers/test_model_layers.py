@@ -132,7 +132,7 @@ def test_a_wrapped_model_has_the_same_blocks() -> None:
 
 
 def test_a_model_that_needs_values_says_so_on_meta() -> None:
-    with pytest.raises(ValueError, match=r"Picky does not run without values .*leave the batch out"):
+    with pytest.raises(ValueError, match=r"Picky does not run on tensors without values .*leave the batch out"):
         describe_layers(Picky().to("meta"), torch.zeros(3, 2))
     torch.manual_seed(0)
     layers = describe_layers(Picky(), torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 3.0]]))
@@ -192,5 +192,5 @@ class Part(nn.Module):
 
 
 def test_blocks_that_run_twice() -> None:
-    with pytest.raises(ValueError, match=r"Twice does not run each module of parts once"):
+    with pytest.raises(ValueError, match=r"Twice does not run each module of parts exactly once"):
         describe_layers(Twice(), torch.zeros(1, 2))
