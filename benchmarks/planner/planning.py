@@ -249,7 +249,7 @@ def main() -> None:
         ),
         plans,
         (
-            '"runnable": all pipelines are divided in the same way, which is what can be run; "uniform": runnable, with '
+            '"runnable": all pipelines are divided in the same way, which can be run; "uniform": runnable, with '
             'the same number of layers per stage; "AutoHet": Algorithm 1 with exact groups, micro-batches by speed.',
         ),
     )

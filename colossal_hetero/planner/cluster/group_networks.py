@@ -77,7 +77,7 @@ def group_network(topology: Topology, group: Sequence[int]) -> Network:
         ValueError: The group is empty, a device does not exist or appears twice, or two cannot reach each other.
     """
     if not group:
-        raise ValueError("the group is empty; it needs at least one device")
+        raise ValueError("the group is empty; it needs a device")
     hops = ring_hops(topology, group)
     kinds = {topology.devices[device].kind.name for device in group}
     backend: Literal["nccl", "gloo"] = "gloo" if any(name.lower().startswith("cpu") for name in kinds) else "nccl"
