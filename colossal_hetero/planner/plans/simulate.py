@@ -1,4 +1,4 @@
-"""A plan run through the event simulation of its schedule, as planned or with ranks that turned slow."""
+"""Event simulation of a plan, as planned or with ranks that became slow."""
 
 from __future__ import annotations
 
@@ -14,42 +14,45 @@ from .plan import Plan, Replica, StagePlan
 __all__ = ["PlanSimulation", "simulate_plan", "slowed"]
 
 MAX_MICRO_BATCHES = 1_000_000
-"""Of a replica: a quarter of a minute, on a core of a few GHz."""
+"""Maximum number of micro-batches of a replica: simulating them takes about 15 seconds on one core."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlanSimulation:
-    """An iteration of a plan."""
+    """A simulated iteration of a plan."""
 
     plan: Plan
-    """With the times that were simulated, so its closed form can be compared."""
+    """The plan with the stage times that were simulated, so that its prediction can be compared with the simulation."""
     timelines: tuple[PipelineTimeline, ...]
-    """By replica; alike replicas share one."""
+    """Timeline of each replica; replicas with the same times share one object."""
     slow: Mapping[int, float] = field(default_factory=dict)
-    """Factors by rank."""
+    """Factor by which the work of each slow rank takes longer."""
 
     @cached_property
     def seconds(self) -> float:
-        """Of the iteration: replicas wait for the slowest of them, then sum their gradients."""
+        """Time of the iteration: the replicas wait for the slowest of them and then sum their gradients."""
         return max(timeline.seconds for timeline in self.timelines) + self.plan.synchronization_seconds
 
 
 def simulate_plan(
     plan: Plan, slow: Mapping[int, float] | None = None, transfers: Transfers = "blocking"
 ) -> PlanSimulation:
-    """Every event of every replica of ``plan``.
+    """Simulate an iteration of every replica of ``plan``.
 
     Args:
-        slow: by how much the work of a rank takes longer; 2 for one at half its speed. A tensor-parallel group is as
-            slow as the slowest of its ranks.
-        transfers: see :mod:`~colossal_hetero.planner.stages.event_simulation`.
+        plan: The plan to simulate.
+        slow: Factor by which the work of a rank takes longer, e.g. 2 for a rank at half its speed. A tensor-parallel
+            group is as slow as its slowest rank.
+        transfers: Model of the transfers, see :mod:`~colossal_hetero.planner.stages.event_simulation`.
 
     Raises:
-        ValueError: a rank that the plan does not use, a factor that is not above 0, or too many micro-batches.
+        ValueError: The plan does not use a slow rank, a factor is not above 0, or there are too many micro-batches.
     """
-    most = max(replica.micro_batches for replica in plan.replicas)
-    if most > MAX_MICRO_BATCHES:
-        raise ValueError(f"{most:,} micro-batches are too many to simulate; at most {MAX_MICRO_BATCHES:,} can be")
+    micro_batches = max(replica.micro_batches for replica in plan.replicas)
+    if micro_batches > MAX_MICRO_BATCHES:
+        raise ValueError(
+            f"{micro_batches:,} micro-batches are too many to simulate; at most {MAX_MICRO_BATCHES:,} are allowed"
+        )
     plan = slowed(plan, slow or {})
     known: dict[object, PipelineTimeline] = {}
     timelines = []
@@ -73,17 +76,19 @@ def simulate_plan(
 
 
 def slowed(plan: Plan, slow: Mapping[int, float]) -> Plan:
-    """The plan as it would be predicted by the closed form if these ranks were that much slower.
+    """The plan with the times that the closed form predicts if the work of some ranks takes longer by these factors.
 
     Raises:
-        ValueError: as :func:`simulate_plan`.
+        ValueError: The plan does not use a slow rank, or a factor is not above 0.
     """
     used = {rank for replica in plan.replicas for stage in replica.stages for rank in stage.ranks}
     for rank, factor in slow.items():
         if rank not in used:
             raise ValueError(f"rank {rank} is not in the plan, which uses ranks {spans(sorted(used))}")
         if not (math.isfinite(factor) and factor > 0):
-            raise ValueError(f"rank {rank} cannot be {factor} times as slow; 2 is one at half its speed")
+            raise ValueError(
+                f"rank {rank} cannot be {factor} times as slow: the factor must be above 0, e.g. 2 for half speed"
+            )
     if not slow:
         return plan
     replicas = tuple(_slowed_replica(replica, slow) for replica in plan.replicas)

@@ -11,61 +11,69 @@ from .pipeline import Pipeline, Split
 __all__ = ["ADAPT_NODES", "adapt"]
 
 ADAPT_NODES = 200_000
-"""Nodes of the search tree that are looked at, at most."""
+"""Maximum number of nodes of the search tree that are visited."""
 
 
 def adapt(pipeline: Pipeline, order: Sequence[int] | None, nodes: int = ADAPT_NODES) -> Split | None:
-    """The split with the least of ADAPT's cost: ``Σ Comp + (K − 1)·max Comp`` (Eq. 6.4) and each cut's transfer once
-    (Eq. 6.2), with Comp a stage's forward and backward.
+    """The split with the smallest cost of ADAPT: ``Σ Comp + (K − 1)·max Comp`` (Eq. 6.4), with Comp the forward and
+    backward time of a stage, plus the transfer over each cut once (Eq. 6.2).
 
-    Depth-first: each layer goes to the device of the layer before it or to one that is not used yet. First is tried
-    what promises the shortest longest stage if the layers that are left divide well, which the paper leaves open.
-    Pruned are (1) devices that were left: a device's layers are contiguous; (2) what exceeds a device's memory, with
-    the activations in flight at its place in the pipeline; (3) what costs no less than the best so far. Here every slot
-    is used, so a branch that keeps too few layers for the slots left is pruned too. As in the paper, interchangeable
-    devices are told apart.
+    The search is depth-first: each layer goes to the device of the layer before it or to a device that is not used yet.
+    The paper does not say which branch comes first; here it is the branch with the shortest longest stage if the
+    remaining layers are divided perfectly over the remaining devices. A branch is pruned if (1) it returns to a device
+    used before, because the layers of a device are contiguous; (2) it exceeds a device's memory, with the activations
+    in flight at its stage of the pipeline; (3) its cost is not below the best cost so far. Here every slot must be
+    used, so a branch is also pruned if fewer layers than slots remain. As in the paper, interchangeable devices are
+    treated as different.
 
-    The search is exponential: it ends after ``nodes`` nodes with the best so far, which then need not be the best.
+    The search takes exponential time. It stops after ``nodes`` nodes and returns the best split so far, which may not
+    be the best of all.
 
     Returns:
-        None if nothing fits.
+        The split; None if no split fits in memory.
 
     Raises:
-        ValueError: nothing was found that fits, and not all was searched.
+        ValueError: The search stopped after ``nodes`` nodes without a split that fits in memory.
     """
     search = _DepthFirstSearch(pipeline, order, nodes)
     search.run()
-    if search.best is None and search.seen >= nodes:
+    if search.best is None and search.visited >= nodes:
         raise ValueError(
-            f"method 'adapt' looked at {nodes:,} nodes and found no split that fits in memory; 'exact' finds one, or "
-            "that there is none"
+            f"method 'adapt' stopped after {nodes:,} nodes without a split that fits in memory; use method 'exact'"
         )
     return search.best
 
 
 class _Node(NamedTuple):
-    """The first ``placed`` layers have devices."""
+    """A partial split, in which the first ``placed`` layers have devices."""
 
     cost: float
+    """ADAPT's cost of the partial split, in seconds."""
     placed: int
+    """Number of layers that have a device."""
     order: tuple[int, ...]
+    """Device of each stage so far."""
     bounds: tuple[int, ...]
-    """Where each stage starts."""
+    """First layer of each stage so far."""
     finished: float
-    """Time of all stages but the last, and of the cuts."""
+    """Sum of the times of all stages except the last, and of the transfers over the cuts, in seconds."""
     longest: float
-    """Of these."""
+    """Longest time of all stages except the last, in seconds."""
     time: float
-    """Of the last stage so far."""
+    """Time of the last stage so far, in seconds."""
     state_bytes: float
+    """State of the last stage so far."""
     activation_bytes: float
+    """Activations of the last stage so far, for one micro-batch."""
 
 
 class _DepthFirstSearch:
+    """State of the search: the number of visited nodes and the best split so far."""
+
     def __init__(self, pipeline: Pipeline, order: Sequence[int] | None, nodes: int) -> None:
         self.order = order
         self.nodes = nodes
-        self.seen = 0
+        self.visited = 0
         self.best: Split | None = None
         self.best_cost = inf
         self.blocks, self.stages = pipeline.blocks, len(pipeline.slots)
@@ -83,13 +91,13 @@ class _DepthFirstSearch:
         ]
 
     def run(self) -> None:
-        """Search until all is seen, or as much as may be."""
+        """Search until all nodes or the maximum number of nodes are visited."""
         firsts = range(self.stages) if self.order is None else self.order[:1]
         root = _Node(0.0, 0, (), (), 0.0, 0.0, 0.0, 0.0, 0.0)
         waiting = self._sorted(self._child(root, device, new=True) for device in firsts)
-        while waiting and self.seen < self.nodes:
+        while waiting and self.visited < self.nodes:
             node = waiting.pop()
-            self.seen += 1
+            self.visited += 1
             if node.cost >= self.best_cost:
                 continue
             if node.placed == self.blocks:
@@ -98,16 +106,19 @@ class _DepthFirstSearch:
             waiting.extend(self._sorted(self._children(node)))
 
     def _sorted(self, children: Iterable[_Node | None]) -> list[_Node]:
-        """The most promising last, which is taken first."""
+        """The children, most promising last: the search takes the last one first."""
         return sorted((child for child in children if child is not None), key=self._promise, reverse=True)
 
     def _promise(self, node: _Node) -> tuple[float, float]:
-        """The longest stage if the layers that are left divide well over the devices that are left, and the cost."""
+        """Sort key: the longest stage if the remaining layers are divided perfectly over the remaining devices, and the
+        cost.
+        """
         speed = self.all_speed - sum(self.speed[device] for device in node.order)
         rest = (self.blocks - node.placed) / speed if len(node.order) < self.stages else 0.0
         return max(node.longest, node.time, rest), node.cost
 
     def _children(self, node: _Node) -> Iterator[_Node | None]:
+        """The partial splits with one more layer; None for each that is pruned."""
         if self.blocks - node.placed > self.stages - len(node.order):
             yield self._child(node, node.order[-1], new=False)
         if len(node.order) < self.stages:
@@ -117,7 +128,7 @@ class _DepthFirstSearch:
                     yield self._child(node, device, new=True)
 
     def _child(self, node: _Node, device: int, new: bool) -> _Node | None:
-        """The next layer on ``device``; None if a prune cuts it off."""
+        """The partial split with the next layer on ``device``; None if it is pruned."""
         layer = node.placed
         order, bounds, finished, longest = node.order, node.bounds, node.finished, node.longest
         time, state, activation = node.time, node.state_bytes, node.activation_bytes

@@ -1,21 +1,23 @@
 """Event simulation of a pipeline's iteration under 1F1B, as Colossal-AI's ``OneForwardOneBackwardSchedule`` runs it.
 
-Stage p of P does ``w = min(P − p − 1, K)`` warm-up forwards, then one forward and one backward in turn, then ``w``
-backwards. Over the cut behind it go, in this order: w forward messages, K − w exchanges (an activation one way and a
-gradient the other, in one ``batch_isend_irecv``), w backward messages. Two ways that a message can take its time:
+Stage p of P first does ``w = min(P − p − 1, K)`` warm-up forwards, then one forward and one backward in turn, and at
+the end ``w`` backwards. Over the cut behind stage p go, in this order: w forward messages, K − w exchanges (an
+activation in one direction and a gradient in the other, in one ``batch_isend_irecv``), and w backward messages. There
+are two models of how long a message keeps the stages waiting:
 
 ``blocking``
-    Both ends stand still from when the later of them is ready until the message is over; the two messages of an
-    exchange run at the same time. So it is with NCCL: the schedule has ``overlap_p2p=False``, each ``wait`` makes the
+    Both stages wait from when the later of them is ready until the message has arrived; the two messages of an exchange
+    run at the same time. NCCL behaves like this: the schedule has ``overlap_p2p=False``, each ``wait`` makes the
     compute stream wait for the transfer, and a send ends when the receiver takes it.
 ``overlapped``
-    The sender goes on at once, the receiver waits until the message is there: with Gloo as this package mends it
-    (``cpu/point_to_point.py``), where sends are buffered.
+    The sender continues at once, and the receiver waits until the message has arrived. Gloo behaves like this with this
+    package's corrections (``cpu/point_to_point.py``), because sends are buffered.
 
-`[Note: wavefront]`  Number the exchanges of cut p by the micro-batch n that goes forward in it; micro-batch m goes
-back in number ``m + P − 1 − p`` (beyond K − 1 where no forward is left). Exchange n of cut p needs only exchanges of
-the cuts p − 1, p and p + 1 with a smaller ``p + 2n``. So all cuts with the same ``p + 2n`` are done in one vector step,
-which touches each stage at most once, as their p are of one parity: 2(P + K) steps in all.
+`[Note: wavefront]`  The exchanges over cut p are numbered by the micro-batch n whose forward message they carry.
+Micro-batch m goes back over cut p in exchange ``m + P − 1 − p``; numbers above K − 1 have no forward message. Exchange
+n of cut p depends only on exchanges of the cuts p − 1, p and p + 1 with a smaller ``p + 2n``. So all cuts with the same
+``p + 2n`` can be computed in one vector step. Their p are all even or all odd, so a step uses each stage at most once.
+There are 2(P + K) steps in total.
 """
 
 from __future__ import annotations
@@ -37,48 +39,57 @@ Kind = Literal["forward", "backward", "transfer", "update"]
 
 
 class Event(NamedTuple):
-    """What a stage does for a while."""
+    """One thing that a stage does without interruption."""
 
     kind: Kind
     micro_batch: int
-    """Of a transfer both ways: the one that goes forward. 0 for the update."""
+    """Number of the micro-batch. For an exchange: of the forward message. For the update: 0."""
     start: float
+    """Seconds since the start of the iteration."""
     stop: float
+    """Seconds since the start of the iteration."""
 
 
 class StageShare(NamedTuple):
-    """How a stage spends the iteration; the shares sum to 1."""
+    """Shares of the iteration that a stage spends on each activity; they sum to 1."""
 
     compute: float
-    """Forward, backward and update."""
+    """Share of forward, backward and update."""
     transfer: float
+    """Share of transfers; 0 with ``overlapped`` transfers."""
     bubble: float
-    """Waiting for another stage, or for messages on their way."""
+    """Share of waiting, for another stage or for a message that has not arrived."""
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineTimeline:
-    """An iteration of one pipeline, in seconds from its start."""
+    """A simulated iteration of one pipeline."""
 
     forward_seconds: NDArray[np.float64]
-    """Per stage and micro-batch ``[stages]``, as the next two."""
+    """Forward time of each stage per micro-batch, ``[stages]``."""
     backward_seconds: NDArray[np.float64]
+    """Backward time of each stage per micro-batch, ``[stages]``."""
     update_seconds: NDArray[np.float64]
+    """Time of each stage's optimizer step, ``[stages]``."""
     hop_seconds: NDArray[np.float64]
-    """One way over the cut behind each stage but the last ``[stages − 1]``."""
+    """Time of one transfer in one direction over the cut behind each stage except the last, ``[stages − 1]``."""
     micro_batches: int
+    """Micro-batches per iteration."""
     transfers: Transfers
+    """Model of the transfers."""
     stage_seconds: NDArray[np.float64]
-    """When each stage has done its last backward and sent its gradient on ``[stages]``."""
+    """Time from the start of the iteration until each stage has finished its last backward and sent the gradient,
+    ``[stages]``.
+    """
 
     @property
     def seconds(self) -> float:
-        """When the last stage has done its update."""
+        """Time from the start of the iteration until all stages have finished their updates."""
         return float((self.stage_seconds + self.update_seconds).max())
 
     @cached_property
     def shares(self) -> tuple[StageShare, ...]:
-        """By stage."""
+        """How each stage spends the iteration, ``[stages]``."""
         stages, count = len(self.forward_seconds), self.micro_batches
         compute = count * (self.forward_seconds + self.backward_seconds) + self.update_seconds
         transfer = np.zeros(stages)
@@ -92,27 +103,30 @@ class PipelineTimeline:
 
     @cached_property
     def events(self) -> tuple[tuple[Event, ...], ...]:
-        """By stage, in order of time. Made on demand: it holds 2K events per stage, and K per cut."""
-        made: list[list[Event]] = [[] for _ in self.forward_seconds]
+        """Events of each stage in order of time.
+
+        Computed at the first use only, because a stage has 2K events of work, and up to 2K events per cut.
+        """
+        by_stage: list[list[Event]] = [[] for _ in self.forward_seconds]
         _run(
             self.forward_seconds,
             self.backward_seconds,
             self.hop_seconds,
             self.micro_batches,
             self.transfers,
-            made,
+            by_stage,
         )
-        for events, end, update in zip(made, self.stage_seconds, self.update_seconds, strict=True):
+        for events, end, update in zip(by_stage, self.stage_seconds, self.update_seconds, strict=True):
             if update > 0:
                 events.append(Event("update", 0, float(end), float(end + update)))
-        return tuple(tuple(events) for events in made)
+        return tuple(tuple(events) for events in by_stage)
 
 
 def simulate(pipeline: Pipeline, split: Split, transfers: Transfers = "blocking") -> PipelineTimeline:
-    """The iteration of ``pipeline`` if it is divided so. A stage updates its parameters after its last backward.
+    """Simulate an iteration of ``pipeline`` with ``split``. A stage updates its parameters after its last backward.
 
     Raises:
-        ValueError: fewer than one micro-batch, or an unknown way of transfers.
+        ValueError: There is no micro-batch, or ``transfers`` is unknown.
     """
     return _of_cost(evaluate(pipeline, split), pipeline.micro_batches, transfers)
 
@@ -126,21 +140,29 @@ def simulate_times(
     update_seconds: Iterable[float] | None = None,
     transfers: Transfers = "blocking",
 ) -> PipelineTimeline:
-    """Same, from times: per stage and micro-batch, and one way over each cut (one fewer).
+    """Simulate an iteration from the times of each stage.
+
+    Args:
+        forward_seconds: Forward time of each stage per micro-batch, ``[stages]``.
+        backward_seconds: Backward time of each stage per micro-batch, ``[stages]``.
+        hop_seconds: Time of one transfer in one direction over each cut, ``[stages − 1]``.
+        micro_batches: Micro-batches per iteration.
+        update_seconds: Time of each stage's optimizer step, ``[stages]``; 0 by default.
+        transfers: Model of the transfers, see the top of this module.
 
     Raises:
-        ValueError: fewer than one micro-batch, lengths that do not belong together, or an unknown way of transfers.
+        ValueError: There is no micro-batch, the numbers of times do not match, or ``transfers`` is unknown.
     """
     forward, backward, hops = (np.array(list(v), dtype=float) for v in (forward_seconds, backward_seconds, hop_seconds))
     update = np.zeros(len(forward)) if update_seconds is None else np.array(list(update_seconds), dtype=float)
     if micro_batches < 1:
-        raise ValueError(f"{micro_batches} micro-batches: an iteration has at least 1")
+        raise ValueError(f"{micro_batches} micro-batches: an iteration must have at least 1")
     if transfers not in ("blocking", "overlapped"):
-        raise ValueError(f"transfers {transfers!r}: valid are 'blocking' and 'overlapped'")
+        raise ValueError(f"unknown transfers {transfers!r}: valid are 'blocking' and 'overlapped'")
     if not len(forward) == len(backward) == len(update) == len(hops) + 1:
         raise ValueError(
             f"{len(forward)} forward, {len(backward)} backward and {len(update)} update times with {len(hops)} hops: "
-            "P stages have P of each and P − 1 hops"
+            "P stages need P times of each kind and P − 1 hops"
         )
     ends = _run(forward, backward, hops, micro_batches, transfers, None)
     return PipelineTimeline(forward, backward, update, hops, micro_batches, transfers, ends)
@@ -163,13 +185,15 @@ def _run(
     hops: NDArray[np.float64],
     count: int,
     transfers: Transfers,
-    made: list[list[Event]] | None,
+    events: list[list[Event]] | None,
 ) -> NDArray[np.float64]:
-    """When each stage is done ``[stages]``; see Note: wavefront. Appends events to ``made``, if given.
+    """Time when each stage has finished, ``[stages]``; see Note: wavefront.
 
-    The arrays are shifted by one: place c is the cut behind stage c − 1, so its left stage has place c and its right
-    one c + 1. Cuts 0 and P lie outside: only stage 0's backward goes "over" the former, and only the last stage's
-    forward over the latter, both in no time.
+    If ``events`` is given, the events of each stage are appended to its list.
+
+    The arrays are shifted by one: place c belongs to the cut behind stage c − 1, so the stage to the left of this cut
+    has place c and the stage to its right has place c + 1. The cuts at places 0 and P are outside the pipeline and take
+    no time: only the backwards of stage 0 use place 0, and only the forwards of the last stage use place P.
     """
     stages = len(forward)
     blocking = transfers == "blocking"
@@ -180,13 +204,13 @@ def _run(
     hop = np.zeros(stages + 1)
     hop[1:-1] = hops
     free = np.zeros(stages + 2)
-    """When each stage is done with what it did so far."""
-    came_forward = np.zeros(stages + 2)
-    came_back = np.zeros(stages + 2)
-    """When the message is there that each stage needs for its next forward, and its next backward."""
+    """Time when each stage has finished everything it has done so far."""
+    forward_arrival = np.zeros(stages + 2)
+    backward_arrival = np.zeros(stages + 2)
+    """Time when the message arrives that each stage needs for its next forward, and for its next backward."""
     last = 2 * (count + stages - 2)
     for level in range(-1, last + 2):
-        # Cuts p of this level's parity, from −1 on, whose exchange number n = (level − p) / 2 is one of theirs.
+        # The step computes the cuts p ≥ −1 that have an exchange n with p + 2n = level.
         first = -1 if level % 2 else 0
         top = min(stages - 1, level, last - level)
         if top < first:
@@ -194,38 +218,40 @@ def _run(
         cuts = slice(first + 1, top + 2, 2)
         rights = slice(first + 2, top + 3, 2)
         p = np.arange(first, top + 1, 2)
-        goes = p > level - 2 * count
-        comes = p >= 2 * (stages - 1) - level
+        has_forward = p > level - 2 * count
+        has_backward = p >= 2 * (stages - 1) - level
         left_start, right_start = free[cuts], free[rights]
         if not blocking:
-            left_start = np.where(goes, np.maximum(left_start, came_forward[cuts]), left_start)
-            right_start = np.where(comes, np.maximum(right_start, came_back[rights]), right_start)
-        left_stop = left_start + np.where(goes, left_work[cuts], 0.0)
-        right_stop = right_start + np.where(comes, right_work[cuts], 0.0)
-        if made is not None:
-            _note_work(made, p, level, stages, goes, comes, left_start, left_stop, right_start, right_stop)
+            left_start = np.where(has_forward, np.maximum(left_start, forward_arrival[cuts]), left_start)
+            right_start = np.where(has_backward, np.maximum(right_start, backward_arrival[rights]), right_start)
+        left_stop = left_start + np.where(has_forward, left_work[cuts], 0.0)
+        right_stop = right_start + np.where(has_backward, right_work[cuts], 0.0)
+        if events is not None:
+            _record_work(
+                events, p, level, stages, has_forward, has_backward, left_start, left_stop, right_start, right_stop
+            )
         if blocking:
-            inner = (p >= 0) & (p < stages - 1) & (goes | comes)
+            inner = (p >= 0) & (p < stages - 1) & (has_forward | has_backward)
             start = np.maximum(left_stop, right_stop)
             stop = start + hop[cuts]
-            if made is not None:
-                _note_transfers(made, p, level, stages, inner & (hop[cuts] > 0), goes, start, stop)
+            if events is not None:
+                _record_transfers(events, p, level, stages, inner & (hop[cuts] > 0), has_forward, start, stop)
             free[cuts] = np.where(inner, stop, left_stop)
             free[rights] = np.where(inner, stop, right_stop)
         else:
             free[cuts], free[rights] = left_stop, right_stop
-            came_forward[rights] = left_stop + hop[cuts]
-            came_back[cuts] = right_stop + hop[cuts]
+            forward_arrival[rights] = left_stop + hop[cuts]
+            backward_arrival[cuts] = right_stop + hop[cuts]
     return np.array(free[1:-1])
 
 
-def _note_work(
-    made: list[list[Event]],
+def _record_work(
+    events: list[list[Event]],
     cuts: NDArray[np.int_],
     level: int,
     stages: int,
-    goes: NDArray[np.bool_],
-    comes: NDArray[np.bool_],
+    has_forward: NDArray[np.bool_],
+    has_backward: NDArray[np.bool_],
     left_start: NDArray[np.float64],
     left_stop: NDArray[np.float64],
     right_start: NDArray[np.float64],
@@ -233,26 +259,27 @@ def _note_work(
 ) -> None:
     for i, p in enumerate(cuts.tolist()):
         number = (level - p) // 2
-        if goes[i] and p >= 0:
-            made[p].append(Event("forward", number, float(left_start[i]), float(left_stop[i])))
-        if comes[i] and p + 1 < stages:
+        if has_forward[i] and p >= 0:
+            events[p].append(Event("forward", number, float(left_start[i]), float(left_stop[i])))
+        if has_backward[i] and p + 1 < stages:
             back = number - (stages - 1 - p)
-            made[p + 1].append(Event("backward", back, float(right_start[i]), float(right_stop[i])))
+            events[p + 1].append(Event("backward", back, float(right_start[i]), float(right_stop[i])))
 
 
-def _note_transfers(
-    made: list[list[Event]],
+def _record_transfers(
+    events: list[list[Event]],
     cuts: NDArray[np.int_],
     level: int,
     stages: int,
     takes_time: NDArray[np.bool_],
-    goes: NDArray[np.bool_],
+    has_forward: NDArray[np.bool_],
     start: NDArray[np.float64],
     stop: NDArray[np.float64],
 ) -> None:
     for i in np.flatnonzero(takes_time).tolist():
         p = int(cuts[i])
         number = (level - p) // 2
-        event = Event("transfer", number if goes[i] else number - (stages - 1 - p), float(start[i]), float(stop[i]))
-        made[p].append(event)
-        made[p + 1].append(event)
+        micro_batch = number if has_forward[i] else number - (stages - 1 - p)
+        event = Event("transfer", micro_batch, float(start[i]), float(stop[i]))
+        events[p].append(event)
+        events[p + 1].append(event)

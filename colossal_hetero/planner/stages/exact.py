@@ -1,21 +1,24 @@
-"""The best contiguous split over all orders of the slots, under ``pipeline.evaluate`` and the memory limits.
+"""The fastest contiguous split over all orders of the slots, by ``pipeline.evaluate`` and within the memory limits.
 
-Wanted is the least ``Σ t + (K − 1)·max t + max u`` (t a stage's time per micro-batch, u its update). If the longest
-stage and the longest update are bounded, ``t ≤ τ`` and ``u ≤ υ``, only the sum is left, and a dynamic program finds
-its least: over stages, nodes of the graph of orders (``slot_order``) and blocks placed. A best-first search over boxes
-of (τ, υ) does the rest. The least sum within a box's upper bounds, put together with the box's lower bounds, is a bound
-for all splits in the box.
+The search minimizes ``Σ t + (K − 1)·max t + max u``, where t is a stage's time per micro-batch and u its update time.
+If the longest stage and the longest update have limits, ``t ≤ τ`` and ``u ≤ υ``, only the sum has to be minimized. A
+dynamic program does this over stages, nodes of the graph of orders (``slot_orders.py``) and numbers of placed blocks.
+Branch and bound finds the best τ and υ: it divides the pairs (τ, υ) into regions and takes the most promising region
+first. The minimum sum at the largest τ and υ of a region, plus the terms of its smallest τ and υ, is a lower bound for
+all splits in the region.
 
-`[Note: window minima]`  A stage's time is separable: ``t(a, b) = E[b] − A[a]`` with ``E[b]`` the cumulative time up to
-block b plus the hop behind b, and ``A[a]`` the same up to a less the hop before it. So the least sum over all starts a
-of the stage that ends at b is ``E[b] + min (g[a] − A[a])`` over the a that the limits allow. These are a window
-``[low(b), b − 1]`` wherever A does not fall, that is, where no block is quicker than the hop grows over it; its
-minimum comes from a table of minima over runs of 1, 2, 4, … starts. Elsewhere all pairs are tried.
+`[Note: window minima]`  A stage with blocks ``[a, b)`` takes ``t(a, b) = E[b] − A[a]``. ``E[b]`` is the cumulative time
+of the first b blocks plus the hop over the cut at b, and ``A[a]`` is the cumulative time of the first a blocks minus
+the hop over the cut at a. Let ``g[a]`` be the minimum sum of the stages before a. Then the minimum sum with a stage
+that ends at b is ``E[b] + min (g[a] − A[a])`` over the starts a that the limits allow. If A never decreases (for
+each block, the hop behind it is longer than the hop before it by at most the time of the block), these starts are a
+window ``[low(b), b − 1]``, and the minimum over it comes from a table of minima over runs of 1, 2, 4, … starts.
+Otherwise all pairs (a, b) are tried.
 
-`[Note: slack]`  Under tight bounds a slot of a kind holds at most so many blocks wherever it stands. If all slots
-together hold ``slack`` more than the model has, a node needs a table of ``slack + 1`` places only: from what must be
-placed, as the slots that are left cannot hold more, to what can be, as those before cannot. With loose bounds all
-``blocks − stages + 1`` places are possible.
+`[Note: slack]`  Under tight limits, a slot of each kind can hold a certain number of blocks at most, wherever it is in
+the order. If all slots together can hold ``slack`` blocks more than the model has, the table of a node needs only
+``slack + 1`` entries: the number of placed blocks is at least the number that the remaining slots cannot hold, and at
+most the number that the slots before can hold. With loose limits all ``blocks − stages + 1`` numbers are possible.
 """
 
 from __future__ import annotations
@@ -30,42 +33,48 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .many_orders import by_speed, exchanged, like_kinds, near_each_other
-from .pipeline import Pipeline, Split, evaluate
+from .pipeline import Pipeline, Split, earliest_starts, evaluate
 from .slot_orders import Depth, Orders, TooManyOrders, all_orders, one_order
 
 __all__ = ["best_split", "exact"]
 
 MAX_STATES = 20_000
-"""Up to so many ways to have used some of the slots, like ones not told apart, all orders are searched: 64 slots of 3
-kinds are 12,000, 16 slots in 4 unlike nodes 600."""
+"""All orders are searched if there are at most this many states. A state is a possible set of used slots, where
+interchangeable slots count as equal. Examples: 64 slots of 3 kinds have 12,000 states, and 16 slots in 4 different
+nodes have 600.
+"""
 
 ROUNDING = 1e-12
+"""Relative rounding error that is allowed when a time is compared with a limit."""
 
-SAME = 1e-11
-"""Times that differ by less, relatively, are the same but for rounding."""
+TOLERANCE = 1e-11
+"""Times with a smaller relative difference are considered equal."""
 
 STEPS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.8, 3.0, 10.0, np.inf)
-"""By which the lower bound of the longest stage is raised until there is a split."""
+"""Factors on the lower bound of the longest stage; they are tried in this order until a split exists."""
 
 _Floats = NDArray[np.float64]
 _Ints = NDArray[np.int_]
 
 
-class _Frame(NamedTuple):
-    """Which numbers of placed blocks the table of a node has: ``base(left) + [0, width)``."""
+class _TableRange(NamedTuple):
+    """The numbers of placed blocks in the table of a node: ``base(left) + [0, width)``."""
 
     blocks: int
+    """Number of blocks of the model."""
     step: _Ints
-    """How far the base goes on behind a slot of each kind."""
+    """Increase of the base after a slot of each kind, ``[kinds]``."""
     shift: int
+    """Amount by which all bases are lowered: 0 under tight limits, ``blocks − stages`` under loose limits."""
     width: int
+    """Number of entries of a table."""
 
     def base(self, left: _Ints) -> _Ints:
-        """By slots of each kind that are left ``[..., kinds]``."""
+        """Smallest number of placed blocks, if ``left`` slots of each kind remain, ``[..., kinds]``."""
         return self.blocks - self.shift - left @ self.step
 
 
-class _Table:
+class _DynamicProgram:
     """The dynamic program for one pipeline and graph of orders."""
 
     def __init__(self, pipeline: Pipeline, orders: Orders) -> None:
@@ -77,7 +86,7 @@ class _Table:
         totals = [costs.cumulative for costs, _ in orders.kinds]
         self.work = np.array([total.forward_seconds + total.backward_seconds for total in totals])
         self.update = np.array([total.update_seconds for total in totals])
-        # Which (kind, hop in, hop out) occur, and which of them each exit of each depth is.
+        # All (kind, incoming hop, outgoing hop) that occur, and the one of each exit at each depth.
         triples = [
             np.stack([depth.kinds[depth.exits], depth.hops_in[depth.exits], depth.hops_out], axis=1)
             for depth in orders.depths
@@ -88,99 +97,103 @@ class _Table:
         self.kinds = kinds
         self.ends = self.work[kinds] + orders.hop_seconds[hops_out]
         self.begins = self.work[kinds] - orders.hop_seconds[hops_in]
-        # Only the first stage starts at block 0, without a hop; for others the place is not used.
+        # Only the first stage, which has no incoming hop, can start at block 0.
         self.begins[hops_in > 0, 0] = -np.inf
         self.windows = bool((np.diff(self.begins[:, :-1], axis=1) >= 0).all())
-        self.memory_low = [self._memory_low(stage) for stage in range(self.stages)]
+        self.earliest_by_memory = [self._earliest_by_memory(stage) for stage in range(self.stages)]
 
-    def _memory_low(self, stage: int) -> _Ints:
-        """Earliest start of this stage by memory, for each triple and each end: ``[triples, blocks + 1]``."""
+    def _earliest_by_memory(self, stage: int) -> _Ints:
+        """Earliest start of this stage by memory, for each triple and each end, ``[triples, blocks + 1]``."""
         in_flight = min(self.pipeline.micro_batches, self.stages - stage)
-        low = []
-        for costs, memory in self.orders.kinds:
-            total = costs.cumulative.state_bytes + in_flight * costs.cumulative.activation_bytes
-            low.append(np.searchsorted(total, total - memory, side="left"))
-        return np.asarray(np.array(low)[self.kinds])
+        by_kind = [earliest_starts(costs, memory, in_flight) for costs, memory in self.orders.kinds]
+        return np.asarray(np.array(by_kind)[self.kinds])
 
-    def times(self, least: float, most: float) -> _Floats:
-        """What a stage can take, from ``least`` to ``most``, ascending; of those equal but for rounding, the most."""
+    def times(self, min_seconds: float, max_seconds: float) -> _Floats:
+        """Possible times of a stage between two values, ascending; of times that are equal within ``TOLERANCE``, only
+        the longest.
+        """
         rows = [
             (ends - begins[:, None])[np.triu_indices(len(ends), 1)]
             for begins, ends in zip(self.begins, self.ends, strict=True)
         ]
-        return _different(np.concatenate(rows), least, most)
+        return _distinct(np.concatenate(rows), min_seconds, max_seconds)
 
-    def updates(self, least: float, most: float) -> _Floats:
-        """Same of the updates."""
+    def updates(self, min_seconds: float, max_seconds: float) -> _Floats:
+        """Possible update times of a stage between two values, as :meth:`times`."""
         rows = [(update - update[:, None])[np.triu_indices(len(update), 1)] for update in self.update]
-        return _different(np.concatenate(rows), least, most)
+        return _distinct(np.concatenate(rows), min_seconds, max_seconds)
 
     def solve(self, longest: float, longest_update: float) -> tuple[float, Split] | None:
-        """The least sum of times under both bounds, and its split; None if there is no split.
+        """Minimum sum of stage times under both limits, and its split; None if there is no split.
 
         See Note: slack.
         """
-        low = self._low(longest, longest_update)
-        frame = self._frame(low)
-        if frame is None:
+        earliest = self._earliest(longest, longest_update)
+        table_range = self._table_range(earliest)
+        if table_range is None:
             return None
-        least = np.full((len(self.orders.depths[0].kinds), frame.width), np.inf)
-        least[:, -frame.base(self.orders.depths[0].left[0])] = 0.0
+        min_sums = np.full((len(self.orders.depths[0].kinds), table_range.width), np.inf)
+        min_sums[:, -table_range.base(self.orders.depths[0].left[0])] = 0.0
         tables = []
         for stage, depth in enumerate(self.orders.depths):
-            tables.append(least)
-            through = self._through(stage, depth, least, low, longest, frame)
-            least = np.minimum.reduceat(through[depth.edges], depth.starts, axis=0)
-        total = float(least[0, frame.shift])
+            tables.append(min_sums)
+            extended = self._extended(stage, depth, min_sums, earliest, longest, table_range)
+            min_sums = np.minimum.reduceat(extended[depth.edges], depth.starts, axis=0)
+        total = float(min_sums[0, table_range.shift])
         if total == np.inf:
             return None
-        return total, self._trace(tables, low, longest, frame)
+        return total, self._backtrack(tables, earliest, longest, table_range)
 
-    def _low(self, longest: float, longest_update: float) -> _Ints:
-        """Earliest start by time and update, for each triple and each end ``[triples, blocks + 1]``."""
-        low = np.zeros(self.ends.shape, dtype=int)
+    def _earliest(self, longest: float, longest_update: float) -> _Ints:
+        """Earliest start by time and update, for each triple and each end, ``[triples, blocks + 1]``."""
+        earliest = np.zeros(self.ends.shape, dtype=int)
         if self.windows and longest < np.inf:
             for row, (begins, ends) in enumerate(zip(self.begins, self.ends, strict=True)):
-                low[row] = np.searchsorted(begins[:-1], ends - longest * (1 + ROUNDING), side="left")
+                earliest[row] = np.searchsorted(begins[:-1], ends - longest * (1 + ROUNDING), side="left")
         if longest_update < np.inf:
             by_update = [
                 np.searchsorted(update, update - longest_update * (1 + ROUNDING), side="left") for update in self.update
             ]
-            low = np.maximum(low, np.array(by_update)[self.kinds])
-        return low
+            earliest = np.maximum(earliest, np.array(by_update)[self.kinds])
+        return earliest
 
-    def _frame(self, low: _Ints) -> _Frame | None:
-        """Which numbers of placed blocks are looked at; None if no more than some blocks can be placed."""
+    def _table_range(self, earliest: _Ints) -> _TableRange | None:
+        """Numbers of placed blocks that have to be considered; None if the slots cannot hold all blocks."""
         room = self.width - 1
-        most = np.arange(self.blocks + 1) - np.maximum(low, self.memory_low[-1])
+        max_blocks = np.arange(self.blocks + 1) - np.maximum(earliest, self.earliest_by_memory[-1])
         capacity = np.zeros(len(self.work), dtype=int)
-        np.maximum.at(capacity, self.kinds, most.max(axis=1))
+        np.maximum.at(capacity, self.kinds, max_blocks.max(axis=1))
         capacity = np.minimum(capacity, room + 1)
         slack = int(self.orders.depths[0].left[0] @ capacity) - self.blocks
         if slack < 0:
             return None
         if slack < room:
-            return _Frame(self.blocks, capacity, 0, slack + 1)
-        return _Frame(self.blocks, np.ones_like(capacity), room, room + 1)
+            return _TableRange(self.blocks, capacity, 0, slack + 1)
+        return _TableRange(self.blocks, np.ones_like(capacity), room, room + 1)
 
-    def _through(self, stage: int, depth: Depth, least: _Floats, low: _Ints, longest: float, frame: _Frame) -> _Floats:
-        """Least sum over all starts by exit and end of ``stage`` ``[exits, width]``, places as in the frame."""
+    def _extended(
+        self, stage: int, depth: Depth, min_sums: _Floats, earliest: _Ints, longest: float, table_range: _TableRange
+    ) -> _Floats:
+        """Minimum sum over all starts of ``stage`` for each exit and each end, ``[exits, width]``.
+
+        The ends are the numbers of placed blocks of the table range after this stage.
+        """
         triples = self.exit_triples[stage]
         node_triples = np.empty(len(depth.kinds), dtype=int)
         node_triples[depth.exits] = triples
-        place = np.arange(frame.width)
-        base = frame.base(depth.left)
+        place = np.arange(table_range.width)
+        base = table_range.base(depth.left)
         starts = np.clip(base[:, None] + place, 0, self.blocks)
-        values = least - self.begins[node_triples[:, None], starts]
+        values = min_sums - self.begins[node_triples[:, None], starts]
         base = base[depth.exits]
-        stops = (base + frame.step[depth.kinds[depth.exits]])[:, None] + place
+        stops = (base + table_range.step[depth.kinds[depth.exits]])[:, None] + place
         possible = (stops > stage) & (stops <= self.blocks - (self.stages - stage - 1))
         stops = np.clip(stops, 0, self.blocks)
         pairs = triples[:, None] * (self.blocks + 1) + stops
-        first = np.maximum(low.reshape(-1)[pairs], self.memory_low[stage].reshape(-1)[pairs]) - base[:, None]
-        first = np.maximum(first, 0)
+        by_memory = self.earliest_by_memory[stage].reshape(-1)[pairs]
+        first = np.maximum(np.maximum(earliest.reshape(-1)[pairs], by_memory) - base[:, None], 0)
         ends = np.where(possible, self.ends.reshape(-1)[pairs], np.inf)
-        last = np.minimum(stops - 1 - base[:, None], frame.width - 1)
+        last = np.minimum(stops - 1 - base[:, None], table_range.width - 1)
         if not self.windows:
             return self._all_pairs(
                 values[depth.exits], self.begins[triples[:, None], starts[depth.exits]], ends, first, last, longest
@@ -195,25 +208,25 @@ class _Table:
             np.minimum(minima[power - 1, :, :-run], minima[power - 1, :, run:], out=minima[power, :, :-run])
             minima[power, :, -run:] = minima[power - 1, :, -run:]
         flat = minima.reshape(-1)
-        offset = level * values.size + (depth.exits * frame.width)[:, None]
-        left = offset + np.minimum(first, frame.width - 1)
+        offset = level * values.size + (depth.exits * table_range.width)[:, None]
+        left = offset + np.minimum(first, table_range.width - 1)
         right = offset + np.maximum(last - (1 << level) + 1, 0)
         return np.asarray(np.minimum(flat[left], flat[right]) + ends)
 
     def _all_pairs(
         self, values: _Floats, begins: _Floats, ends: _Floats, first: _Ints, last: _Ints, longest: float
     ) -> _Floats:
-        """Same where windows do not do: every start for every end."""
+        """As :meth:`_extended`, without the assumption that the allowed starts are a window: tries every start."""
         place = np.arange(values.shape[1])[:, None]
-        through = np.empty_like(values)
+        extended = np.empty_like(values)
         for row in range(len(values)):
             allowed = (place >= first[row]) & (place <= last[row])
             allowed &= ends[row] - begins[row][:, None] <= longest * (1 + ROUNDING)
-            through[row] = np.where(allowed, values[row][:, None], np.inf).min(axis=0)
-        return through + ends
+            extended[row] = np.where(allowed, values[row][:, None], np.inf).min(axis=0)
+        return extended + ends
 
-    def _trace(self, tables: Sequence[_Floats], low: _Ints, longest: float, frame: _Frame) -> Split:
-        """The split of the least sum, from its end."""
+    def _backtrack(self, tables: Sequence[_Floats], earliest: _Ints, longest: float, table_range: _TableRange) -> Split:
+        """The split with the minimum sum, found from its last stage backwards."""
         bounds = [self.blocks]
         path: list[int] = []
         target, end = 0, self.blocks
@@ -223,11 +236,11 @@ class _Table:
             edges = depth.edges[depth.starts[target] : stop]
             triples = self.exit_triples[stage][edges]
             nodes = depth.exits[edges]
-            starts = frame.base(depth.left[nodes])[:, None] + np.arange(frame.width)
+            starts = table_range.base(depth.left[nodes])[:, None] + np.arange(table_range.width)
             inside = (starts >= stage) & (starts < end)
             starts = np.clip(starts, 0, self.blocks)
             times = self.ends[triples, end][:, None] - self.begins[triples[:, None], starts]
-            first = np.maximum(low[triples, end], self.memory_low[stage][triples, end])[:, None]
+            first = np.maximum(earliest[triples, end], self.earliest_by_memory[stage][triples, end])[:, None]
             inside &= (starts >= first) & (times <= longest * (1 + ROUNDING))
             sums = np.where(inside, tables[stage][nodes] + times, np.inf)
             which, place = (int(index) for index in np.unravel_index(np.argmin(sums), sums.shape))
@@ -238,27 +251,28 @@ class _Table:
         return Split(self.orders.slots(path[::-1]), tuple(bounds[::-1]))
 
 
-def _different(values: _Floats, least: float, most: float) -> _Floats:
-    kept = np.sort(values[(values >= least * (1 - SAME)) & (values <= most * (1 + SAME))])
-    return kept[np.append(kept[1:] > kept[:-1] * (1 + SAME), True)] if len(kept) else kept
+def _distinct(values: _Floats, min_seconds: float, max_seconds: float) -> _Floats:
+    """The values between two bounds, ascending; of values that are equal within ``TOLERANCE``, only the largest."""
+    kept = np.sort(values[(values >= min_seconds * (1 - TOLERANCE)) & (values <= max_seconds * (1 + TOLERANCE))])
+    return kept[np.append(kept[1:] > kept[:-1] * (1 + TOLERANCE), True)] if len(kept) else kept
 
 
 def exact(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
-    """The split with the least ``evaluate(pipeline, split).seconds``; None if none fits in memory.
+    """The split with the smallest ``evaluate(pipeline, split).seconds``; None if none fits in memory.
 
-    If there are too many unlike slots (``MAX_STATES``), it is the best for each of several good orders, and may miss
-    the best order, or what fits in memory only in another one.
+    If there are too many different slots (``MAX_STATES``), only several good orders are searched. Then the result may
+    not be the best one, and it may be None although a split in another order fits in memory.
     """
     if order is not None:
         return best_split(pipeline, one_order(pipeline, order))
     try:
         return best_split(pipeline, all_orders(pipeline, MAX_STATES))
     except TooManyOrders:
-        return _best_of_some(pipeline)
+        return _best_of_several_orders(pipeline)
 
 
-def _best_of_some(pipeline: Pipeline) -> Split | None:
-    """Over orders by speed, and the best one if only the kinds of slots mattered, put where hops are short."""
+def _best_of_several_orders(pipeline: Pipeline) -> Split | None:
+    """The best split of several orders: by speed, and the best order of kinds, with slots chosen for short hops."""
     orders = list(by_speed(pipeline))
     alike = like_kinds(pipeline)
     with contextlib.suppress(TooManyOrders):
@@ -276,147 +290,162 @@ def _best_of_some(pipeline: Pipeline) -> Split | None:
 
 
 def best_split(pipeline: Pipeline, orders: Orders) -> Split | None:
-    """The split with the least ``evaluate(pipeline, split).seconds`` over ``orders``; None if none fits in memory."""
-    search = _BoxSearch(pipeline, _Table(pipeline, orders))
+    """The split with the smallest ``evaluate(pipeline, split).seconds`` over ``orders``; None if none fits."""
+    search = _BranchAndBound(pipeline, _DynamicProgram(pipeline, orders))
     search.run()
     return search.best
 
 
-class _Box(NamedTuple):
-    """Splits whose longest stage and longest update are among those numbered, both ends included, and whose times
-    sum to ``least`` or more.
-    """
+class _Region(NamedTuple):
+    """Splits whose longest stage and longest update are in a range of the possible times."""
 
     first: int
+    """Index of the shortest possible longest stage."""
     last: int
+    """Index of the longest possible longest stage, included."""
     first_update: int
+    """Index of the shortest possible longest update."""
     last_update: int
-    least: float
+    """Index of the longest possible longest update, included."""
+    min_sum: float
+    """Lower bound of the sum of stage times."""
 
 
-class _Solved(NamedTuple):
-    """What the table gave under two bounds."""
+class _Solution(NamedTuple):
+    """Result of the dynamic program under two limits."""
 
     longest: float
+    """Limit of the longest stage, in seconds."""
     longest_update: float
+    """Limit of the longest update, in seconds."""
     split: Split | None = None
-    least: float = np.inf
+    """The split with the minimum sum; None if there is no split."""
+    min_sum: float = np.inf
+    """The minimum sum of stage times."""
     time: float = np.inf
-    """Longest stage of the split, a little less for rounding."""
+    """Longest stage of the split, reduced by ``TOLERANCE``."""
     update: float = np.inf
-    """Same of the updates."""
+    """Longest update of the split, reduced by ``TOLERANCE``."""
 
 
-class _BoxSearch:
-    """Best first over boxes of (τ, υ), from a split that is found by raising τ from its lower bound."""
+class _BranchAndBound:
+    """Best-first branch and bound over regions of (τ, υ).
 
-    def __init__(self, pipeline: Pipeline, table: _Table) -> None:
+    The first split is found by raising τ from its lower bound.
+    """
+
+    def __init__(self, pipeline: Pipeline, program: _DynamicProgram) -> None:
         self.pipeline = pipeline
-        self.table = table
+        self.program = program
         self.weight = pipeline.micro_batches - 1
         self.best: Split | None = None
         self.best_seconds = np.inf
-        self.relaxed = _Relaxed(table.orders)
+        self.relaxation = _Relaxation(program.orders)
         self.times = np.array([0.0])
         self.updates = np.array([0.0])
-        self.boxes: list[tuple[float, int, _Box]] = []
+        self.regions: list[tuple[float, int, _Region]] = []
         self.number = itertools.count()
-        self.known: list[_Solved] = []
+        self.known: list[_Solution] = []
 
     def run(self) -> None:
-        """Search; ``best`` stays None if nothing fits."""
-        above = below = self.relaxed.longest
+        """Search; ``best`` remains None if no split fits in memory."""
+        above = below = self.relaxation.longest
         for step in STEPS:
-            below = self.relaxed.longest * step
-            if self._try(below, np.inf) is not None:
+            below = self.relaxation.longest * step
+            if self._solve(below, np.inf) is not None:
                 break
             above = below
         if self.best is None:
             return
-        # What is left of the best so far for the longest stage or the longest update, if all else is least.
-        rest = self.best_seconds - self.relaxed.least_sum(np.inf)
-        self.updates = self.table.updates(self.relaxed.longest_update, rest - self.weight * above)
+        # Time that a better split can spend on its longest stage and update, if its sum is the smallest possible.
+        rest = self.best_seconds - self.relaxation.min_sum(np.inf)
+        self.updates = self.program.updates(self.relaxation.longest_update, rest - self.weight * above)
         if self.weight:
-            self.times = self.table.times(above, (rest - self.relaxed.longest_update) / self.weight)
+            self.times = self.program.times(above, (rest - self.relaxation.longest_update) / self.weight)
         else:
             self.times = np.array([self.best_seconds])
-        everything = _Box(0, len(self.times) - 1, 0, len(self.updates) - 1, 0.0)
+        everything = _Region(0, len(self.times) - 1, 0, len(self.updates) - 1, 0.0)
         if everything.last >= 0 and everything.last_update >= 0:
-            self._look(everything)
-        while self.boxes:
-            bound, _, box = heapq.heappop(self.boxes)
+            self._examine(everything)
+        while self.regions:
+            bound, _, region = heapq.heappop(self.regions)
             if bound >= self.best_seconds * (1 - ROUNDING):
                 break
-            self._search(box)
+            self._branch(region)
 
-    def _try(self, longest: float, longest_update: float) -> _Solved | None:
-        """Solve with these bounds, unless looser ones are known to allow nothing, or what these allow as well."""
+    def _solve(self, longest: float, longest_update: float) -> _Solution | None:
+        """Solve with these limits, or reuse the result of looser limits if it also holds for these."""
         for known in self.known:
             if longest <= known.longest and longest_update <= known.longest_update:
                 if known.split is None:
                     return None
                 if known.time <= longest and known.update <= longest_update:
                     return known
-        found = self.table.solve(longest, longest_update)
+        found = self.program.solve(longest, longest_update)
         if found is None:
-            self.known.append(_Solved(longest, longest_update))
+            self.known.append(_Solution(longest, longest_update))
             return None
-        least, split = found
+        min_sum, split = found
         cost = evaluate(self.pipeline, split)
         if cost.seconds < self.best_seconds:
             self.best, self.best_seconds = split, cost.seconds
-        time, update = max(cost.stage_seconds) * (1 - SAME), max(cost.update_seconds) * (1 - SAME)
-        self.known.append(_Solved(longest, longest_update, split, least, time, update))
+        time, update = max(cost.stage_seconds) * (1 - TOLERANCE), max(cost.update_seconds) * (1 - TOLERANCE)
+        self.known.append(_Solution(longest, longest_update, split, min_sum, time, update))
         return self.known[-1]
 
-    def _search(self, box: _Box) -> None:
-        """Halve a box along its dearer side, and look at the lower half."""
-        spare = self.best_seconds - self._bound(box)
+    def _branch(self, region: _Region) -> None:
+        """Halve a region along the side that changes the iteration time more, and examine the lower half."""
+        spare = self.best_seconds - self._lower_bound(region)
         if self.weight:
-            most = self.times[box.first] + spare / self.weight
-            box = box._replace(last=min(box.last, int(np.searchsorted(self.times, most, side="right")) - 1))
-        # Longest updates that are too long are not cut off: the same bounds are then asked for more often.
-        most = min(self.updates[box.first_update] + spare, self.updates[box.last_update])
-        by_update = most - self.updates[box.first_update]
-        by_time = self.weight * (self.times[box.last] - self.times[box.first])
-        if box.last > box.first and (by_time >= by_update or box.last_update == len(self.updates) - 1):
-            middle = (box.first + box.last) // 2
-            self._keep(box._replace(first=middle + 1))
-            box = box._replace(last=middle)
-        elif box.last_update > box.first_update and box.last_update < len(self.updates) - 1:
-            middle = (box.first_update + int(np.searchsorted(self.updates, most, side="right")) - 1) // 2
-            self._keep(box._replace(first_update=middle + 1))
-            box = box._replace(last_update=middle)
-        self._look(box)
+            max_time = self.times[region.first] + spare / self.weight
+            region = region._replace(
+                last=min(region.last, int(np.searchsorted(self.times, max_time, side="right")) - 1)
+            )
+        # Update times that are too long stay in the region, so that the same limits occur again and are known.
+        max_update = min(self.updates[region.first_update] + spare, self.updates[region.last_update])
+        by_update = max_update - self.updates[region.first_update]
+        by_time = self.weight * (self.times[region.last] - self.times[region.first])
+        if region.last > region.first and (by_time >= by_update or region.last_update == len(self.updates) - 1):
+            middle = (region.first + region.last) // 2
+            self._push(region._replace(first=middle + 1))
+            region = region._replace(last=middle)
+        elif region.last_update > region.first_update and region.last_update < len(self.updates) - 1:
+            middle = (region.first_update + int(np.searchsorted(self.updates, max_update, side="right")) - 1) // 2
+            self._push(region._replace(first_update=middle + 1))
+            region = region._replace(last_update=middle)
+        self._examine(region)
 
-    def _look(self, box: _Box) -> None:
-        """Solve with the upper bounds of a box, and keep what then is left of it."""
-        found = self._try(self.times[box.last], self.updates[box.last_update])
+    def _examine(self, region: _Region) -> None:
+        """Solve with the upper limits of a region, and queue the parts of it that can contain a better split."""
+        found = self._solve(self.times[region.last], self.updates[region.last_update])
         if found is None:
             return
-        # A split that is neither shorter in its longest stage nor in its longest update is not better.
+        # A better split has a shorter longest stage or a shorter longest update.
         time = int(np.searchsorted(self.times, found.time, side="left"))
         update = int(np.searchsorted(self.updates, found.update, side="left"))
-        below = min(box.last_update, update - 1)
-        self._keep(box._replace(last=min(box.last, time - 1), least=found.least))
-        self._keep(box._replace(first=max(box.first, time), last_update=below, least=found.least))
+        below = min(region.last_update, update - 1)
+        self._push(region._replace(last=min(region.last, time - 1), min_sum=found.min_sum))
+        self._push(region._replace(first=max(region.first, time), last_update=below, min_sum=found.min_sum))
 
-    def _keep(self, box: _Box) -> None:
-        if box.first > box.last or box.first_update > box.last_update:
+    def _push(self, region: _Region) -> None:
+        """Queue a region, unless it is empty or cannot contain a better split."""
+        if region.first > region.last or region.first_update > region.last_update:
             return
-        box = box._replace(least=max(box.least, self.relaxed.least_sum(self.times[box.last])))
-        bound = self._bound(box)
+        region = region._replace(min_sum=max(region.min_sum, self.relaxation.min_sum(self.times[region.last])))
+        bound = self._lower_bound(region)
         if bound < self.best_seconds * (1 - ROUNDING):
-            heapq.heappush(self.boxes, (bound, next(self.number), box))
+            heapq.heappush(self.regions, (bound, next(self.number), region))
 
-    def _bound(self, box: _Box) -> float:
-        return float(box.least + self.weight * self.times[box.first] + self.updates[box.first_update])
+    def _lower_bound(self, region: _Region) -> float:
+        """Lower bound of the iteration time of all splits in a region."""
+        return float(region.min_sum + self.weight * self.times[region.first] + self.updates[region.first_update])
 
 
-class _Relaxed:
-    """Bounds for all splits and orders, from work that can be divided at will.
+class _Relaxation:
+    """Lower bounds for all splits and orders, from a relaxed problem in which work can be divided into any parts.
 
-    Work is counted in seconds on the best slot for each block; slot i takes at least ``rate[i]`` times as long.
+    The work of a block is its time in seconds on the fastest slot for this block. A slot of kind i takes at least
+    ``rate[i]`` times as long.
     """
 
     def __init__(self, orders: Orders) -> None:
@@ -424,34 +453,42 @@ class _Relaxed:
         work = np.array([costs.forward_seconds + costs.backward_seconds for costs, _ in orders.kinds])
         update = np.array([costs.update_seconds for costs, _ in orders.kinds])
         self.count = left
-        self.work, self.rate, self.smallest, lowest = _shared_out(work, left)
+        self.work, self.rate, self.smallest, lowest = _relaxed_bounds(work, left)
         self.hop = float(orders.hop_seconds[_hops_used(orders), 1:-1].min()) if len(orders.depths) > 1 else 0.0
         self.longest = lowest + self.hop
-        self.longest_update = _shared_out(update, left)[3]
+        self.longest_update = _relaxed_bounds(update, left)[3]
         self.hops = 2 * (len(orders.depths) - 1) * self.hop
 
-    def least_sum(self, longest: float) -> float:
-        """Of the times of all stages, if none is longer than that: the quickest slots are filled first."""
+    def min_sum(self, longest: float) -> float:
+        """Lower bound of the sum of stage times if no stage is longer than ``longest``.
+
+        It fills the fastest slots first.
+        """
         seconds, left = 0.0, self.work - float(self.count.sum()) * self.smallest
         for kind in np.argsort(self.rate):
-            most = max((longest - self.hop) / self.rate[kind] - self.smallest, 0.0) * self.count[kind]
-            taken = min(most, max(left, 0.0))
+            capacity = max((longest - self.hop) / self.rate[kind] - self.smallest, 0.0) * self.count[kind]
+            taken = min(capacity, max(left, 0.0))
             left -= taken
             seconds += self.rate[kind] * (self.count[kind] * self.smallest + taken)
-        return float(seconds + self.hops) * (1 - SAME)
+        return float(seconds + self.hops) * (1 - TOLERANCE)
 
 
-def _shared_out(seconds: _Floats, count: _Ints) -> tuple[float, _Floats, float, float]:
-    """Work of all blocks, rate by kind, work of the smallest block, and the least for the longest stage."""
+def _relaxed_bounds(seconds: _Floats, count: _Ints) -> tuple[float, _Floats, float, float]:
+    """Bounds from the times of each block on each kind of slot, ``[kinds, blocks]``, and the slots of each kind.
+
+    Returns:
+        Work of all blocks, rate of each kind, work of the smallest block, and lower bound of the longest stage.
+    """
     best = seconds.min(axis=0)
     rate = np.ones(len(seconds))
-    some = best > 0
-    if some.any():
-        rate = (seconds[:, some] / best[some]).min(axis=1)
+    positive = best > 0
+    if positive.any():
+        rate = (seconds[:, positive] / best[positive]).min(axis=1)
     used = count > 0
     longest = max(best.sum() / (count / rate).sum(), best.max(), seconds.min(axis=1)[used].max())
     return float(best.sum()), rate, float(best.min()), float(longest)
 
 
 def _hops_used(orders: Orders) -> list[int]:
+    """Numbers of the hops that occur between stages, ascending."""
     return sorted({int(hop) for depth in orders.depths[:-1] for hop in depth.hops_out})

@@ -1,9 +1,10 @@
-"""The best split for a given order of the slots, in milliseconds: for comparing thousands of possible pipelines.
+"""The best split for a given order of the slots, in milliseconds, so that thousands of pipelines can be compared.
 
-Minimizes ``Σ t + (K − 1)·max t``, with t a stage's time per micro-batch (optimizer updates are left out). For a limit τ
-on ``max t``, a dynamic program over stages and blocks finds the smallest Σ t, for several limits at once. The sum never
-rises with τ, so between two limits no split takes less than the sum at the upper limit and the max at the lower limit.
-Ranges of τ that cannot be better are dropped; the others are divided further.
+The search minimizes ``Σ t + (K − 1)·max t``, with t a stage's time per micro-batch; optimizer updates are left out. For
+a limit τ on ``max t``, a dynamic program over stages and blocks finds the smallest Σ t. It is run for several limits at
+once. A higher limit never gives a larger sum. So for all limits between two values, a lower bound is the sum at the
+upper value with the maximum at the lower value. Ranges of τ that cannot contain a better split are dropped; the others
+are divided further.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .pipeline import Pipeline, Split
 __all__ = ["split_in_order"]
 
 LIMITS = 16
-"""How many limits are tried at once."""
+"""Number of limits that are tried at once."""
 
 _Floats = NDArray[np.float64]
 
@@ -40,10 +41,10 @@ def split_in_order(pipeline: Pipeline) -> Split | None:
     limits = limits[limits * repetitions + sums[1] < best]
     sum_above = np.full(len(limits), sums[1])
     while len(limits):
-        hopeful = np.flatnonzero(repetitions * limits + sum_above < best * (1 - 1e-12))
-        if not len(hopeful):
+        promising = np.flatnonzero(repetitions * limits + sum_above < best * (1 - 1e-12))
+        if not len(promising):
             break
-        tried = hopeful[np.unique(np.linspace(0, len(hopeful) - 1, LIMITS).astype(int))]
+        tried = promising[np.unique(np.linspace(0, len(promising) - 1, LIMITS).astype(int))]
         found, cuts = _min_sums(seconds, limits[tried])
         totals = found + repetitions * limits[tried]
         if totals.min() < best:
@@ -52,14 +53,14 @@ def split_in_order(pipeline: Pipeline) -> Split | None:
         above = np.searchsorted(tried, np.arange(len(limits)))
         known = np.append(found, sums[1])[above]
         sum_above = np.maximum(sum_above, known)
-        open_ = np.ones(len(limits), dtype=bool)
-        open_[tried] = False
-        limits, sum_above = limits[open_], sum_above[open_]
+        untried = np.ones(len(limits), dtype=bool)
+        untried[tried] = False
+        limits, sum_above = limits[untried], sum_above[untried]
     return Split(tuple(range(stages)), tuple(int(bound) for bound in bounds))
 
 
 def _stage_seconds(pipeline: Pipeline) -> _Floats:
-    """Each stage's time per micro-batch with blocks ``[a, b)``, ``[stages, a, b]``; infinite if it does not fit."""
+    """Time per micro-batch of each stage with blocks ``[a, b)``, ``[stages, a, b]``; infinite if it does not fit."""
     stages, blocks = len(pipeline.slots), pipeline.blocks
     seconds = np.full((stages, blocks + 1, blocks + 1), np.inf)
     possible = np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1)
@@ -83,7 +84,7 @@ def _stage_seconds(pipeline: Pipeline) -> _Floats:
 
 
 def _min_longest(seconds: _Floats) -> float:
-    """The smallest possible ``max t``."""
+    """The smallest possible ``max t`` of all splits, in seconds; infinite if no split fits."""
     reached = seconds[0, 0]
     for stage in seconds[1:]:
         reached = np.maximum(reached[:, None], stage).min(axis=0)
@@ -91,7 +92,7 @@ def _min_longest(seconds: _Floats) -> float:
 
 
 def _min_sums(seconds: _Floats, limits: _Floats) -> tuple[_Floats, list[list[int]]]:
-    """For each limit, the smallest Σ t with no stage above it, ``[limits]``, and the bounds of that split."""
+    """For each limit, the smallest Σ t of the splits with no stage above the limit, ``[limits]``, and their bounds."""
     chosen = []
     sums = np.where(seconds[0, 0] <= limits[:, None], seconds[0, 0], np.inf)
     for stage in seconds[1:]:
@@ -101,7 +102,7 @@ def _min_sums(seconds: _Floats, limits: _Floats) -> tuple[_Floats, list[list[int
     cuts = []
     for number in range(len(limits)):
         bounds = [seconds.shape[1] - 1]
-        for came in reversed(chosen):
-            bounds.append(int(came[number, bounds[-1]]))
+        for starts in reversed(chosen):
+            bounds.append(int(starts[number, bounds[-1]]))
         cuts.append([0, *reversed(bounds)])
     return sums[:, -1], cuts

@@ -1,7 +1,8 @@
-"""Improve a split under the event simulation, which the closed form only approximates.
+"""Local search for a split that is faster in the event simulation, which the closed form only approximates.
 
-With few micro-batches it matters where in the pipeline the longest stage is: what the closed form adds for the stages
-behind it (``pipeline``, Note: closed form) is partly hidden behind its warm-up. The closed form sees no difference.
+With few micro-batches, the place of the longest stage in the pipeline matters: part of the work of the stages behind it
+happens during warm-up and cool-down, at the same time as its own work (``pipeline.py``, Note: closed form). In the
+closed form the place makes no difference.
 """
 
 from __future__ import annotations
@@ -17,85 +18,100 @@ from .pipeline import Pipeline, Split, evaluate
 
 __all__ = ["refine", "simulated"]
 
-BETTER = 1e-9
+MIN_IMPROVEMENT = 1e-9
+"""Relative improvement in time from which a split counts as faster."""
 
 
 def refine(
     pipeline: Pipeline, split: Split, transfers: Transfers = "blocking", *, reorder: bool = True, simulations: int = 500
 ) -> Split:
-    """A split that simulates no slower than ``split`` and fits in memory if ``split`` does.
+    """A split that is not slower than ``split`` in the event simulation, and that fits in memory if ``split`` does.
 
-    Local search, first improvement, from ``split`` and, with ``reorder``, from its mirror image: a stage gives one or
-    two blocks to another; and with ``reorder`` two stages trade places, with their blocks or without. It ends where
-    none of these helps, or after so many simulations, and need not find the best there is. Pays with few micro-batches:
-    ``benchmarks/planner/splits.py``.
+    This is a local search that takes the first improvement. In one step, one or two blocks move from one stage to
+    another, or (with ``reorder``) two stages exchange their slots, with or without their numbers of blocks. The search
+    ends if no step improves the split, or after ``simulations`` simulations. The result is not always the best split.
+    The search helps most with few micro-batches; ``benchmarks/planner/splits.py`` shows how much.
+
+    Args:
+        pipeline: The pipeline to divide.
+        split: The split to start from.
+        transfers: Model of the transfers in the event simulation.
+        reorder: Whether the order of the slots may change. The search then also starts from the reversed split.
+        simulations: Maximum number of simulations.
 
     Raises:
-        ValueError: an unknown way of transfers.
+        ValueError: ``transfers`` is unknown.
     """
     search = _LocalSearch(pipeline, split, transfers, reorder, simulations, must_fit=evaluate(pipeline, split).fits)
     search.climb(split)
     if reorder:
-        search.climb(_made(split.order[::-1], split.blocks_per_stage[::-1]))
+        search.climb(_split_of(split.order[::-1], split.blocks_per_stage[::-1]))
     return search.best
 
 
 def simulated(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
-    """What :func:`refine` makes of the best split under the closed form; None if none fits in memory."""
+    """The best split by the closed form, improved by :func:`refine`; None if none fits in memory."""
     found = exact(pipeline, order)
     return None if found is None else refine(pipeline, found, reorder=order is None)
 
 
 class _LocalSearch:
+    """State of a search: the best split so far, the splits that were tried, and the number of simulations left."""
+
     def __init__(
         self, pipeline: Pipeline, split: Split, transfers: Transfers, reorder: bool, simulations: int, must_fit: bool
     ) -> None:
         self.pipeline = pipeline
         self.transfers = transfers
         self.reorder = reorder
-        self.left = simulations
+        self.simulations_left = simulations
         self.must_fit = must_fit
         self.best = split
         self.best_seconds = np.inf
-        self.seen: set[tuple[object, ...]] = set()
+        self.tried: set[tuple[object, ...]] = set()
 
     def climb(self, split: Split) -> None:
-        """From ``split`` to what has no better neighbor."""
-        here = self._seconds(split, np.inf)
-        improved = here < np.inf
+        """Go from ``split`` to faster neighbors until there is none."""
+        current = self._seconds(split, np.inf)
+        improved = current < np.inf
         while improved:
-            if here < self.best_seconds * (1 - BETTER):
-                self.best, self.best_seconds = split, here
+            if current < self.best_seconds * (1 - MIN_IMPROVEMENT):
+                self.best, self.best_seconds = split, current
             improved = False
-            for other in _neighbors(split, self.reorder):
-                found = self._seconds(other, here)
-                if found < here * (1 - BETTER):
-                    split, here, improved = other, found, True
+            for neighbor in _neighbors(split, self.reorder):
+                found = self._seconds(neighbor, current)
+                if found < current * (1 - MIN_IMPROVEMENT):
+                    split, current, improved = neighbor, found, True
                     break
 
-    def _seconds(self, split: Split, most: float) -> float:
-        """Simulated; endless if it was tried before, does not fit, takes at least ``most``, or if enough was tried."""
-        shape = _shape(self.pipeline, split)
-        if shape in self.seen or self.left == 0:
+    def _seconds(self, split: Split, limit: float) -> float:
+        """Simulated time of an iteration. Infinite if the split was tried before, does not fit in memory or certainly
+        takes ``limit`` or longer, or if no simulations are left.
+        """
+        key = _key(self.pipeline, split)
+        if key in self.tried or self.simulations_left == 0:
             return np.inf
-        self.seen.add(shape)
+        self.tried.add(key)
         cost = evaluate(self.pipeline, split)
         work = zip(cost.forward_seconds, cost.backward_seconds, strict=True)
-        # A stage alone takes so long, whatever the others do.
-        if self.pipeline.micro_batches * max(map(sum, work)) >= most or (self.must_fit and not cost.fits):
+        # No iteration is shorter than the work of one stage.
+        if self.pipeline.micro_batches * max(map(sum, work)) >= limit or (self.must_fit and not cost.fits):
             return np.inf
-        self.left -= 1
+        self.simulations_left -= 1
         return simulate(self.pipeline, split, self.transfers).seconds
 
 
-def _shape(pipeline: Pipeline, split: Split) -> tuple[object, ...]:
-    """Equal for splits that differ by an exchange of interchangeable slots, if channels are alike."""
-    slots = tuple((id(pipeline.slots[slot].costs), pipeline.slots[slot].memory_bytes) for slot in split.order)
+def _key(pipeline: Pipeline, split: Split) -> tuple[object, ...]:
+    """A key that is equal for splits that differ only by interchangeable slots with equal channels."""
+    slots = tuple(pipeline.slots[slot].kind for slot in split.order)
     hops = tuple(pipeline.channels[a][b] for a, b in itertools.pairwise(split.order))
     return slots, hops, split.bounds
 
 
 def _neighbors(split: Split, reorder: bool) -> Iterator[Split]:
+    """Splits that are one step away from ``split``: first moves between adjacent stages, then exchanges, then other
+    moves.
+    """
     order, parts = split.order, split.blocks_per_stage
     stages = range(len(order))
     for a, b in itertools.permutations(stages, 2):
@@ -105,23 +121,24 @@ def _neighbors(split: Split, reorder: bool) -> Iterator[Split]:
         for a, b in itertools.combinations(stages, 2):
             swapped, lengths = list(order), list(parts)
             swapped[a], swapped[b] = swapped[b], swapped[a]
-            yield _made(tuple(swapped), parts)
+            yield _split_of(tuple(swapped), parts)
             lengths[a], lengths[b] = lengths[b], lengths[a]
-            yield _made(tuple(swapped), tuple(lengths))
+            yield _split_of(tuple(swapped), tuple(lengths))
     for a, b in itertools.permutations(stages, 2):
         if abs(a - b) > 1:
             yield from _moved(order, parts, a, b)
 
 
 def _moved(order: tuple[int, ...], parts: tuple[int, ...], a: int, b: int) -> Iterator[Split]:
-    """With one or two blocks less in stage a, and more in stage b."""
+    """Splits in which one or two blocks have moved from stage a to stage b."""
     for amount in (1, 2):
         if parts[a] > amount:
             moved = list(parts)
             moved[a] -= amount
             moved[b] += amount
-            yield _made(order, tuple(moved))
+            yield _split_of(order, tuple(moved))
 
 
-def _made(order: tuple[int, ...], parts: tuple[int, ...]) -> Split:
+def _split_of(order: tuple[int, ...], parts: tuple[int, ...]) -> Split:
+    """The split with these slots and these numbers of blocks per stage."""
     return Split(order, (0, *itertools.accumulate(parts)))

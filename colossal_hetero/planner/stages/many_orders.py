@@ -1,4 +1,4 @@
-"""Orders of slots where there are too many unlike ones to try all: good ones, without a proof that they are best."""
+"""Good orders of slots, without a proof that they are the best, for pipelines with too many orders to try them all."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from .pipeline import Pipeline, Split, evaluate
 __all__ = ["by_speed", "exchanged", "like_kinds", "near_each_other"]
 
 PASSES = 4
+"""Maximum number of passes over all pairs of slots in :func:`exchanged`."""
 
 
 def like_kinds(pipeline: Pipeline) -> Pipeline:
-    """The same with one channel between any two slots of two kinds, the fastest there is: few unlike slots remain."""
-    kinds = [(id(slot.costs), slot.memory_bytes) for slot in pipeline.slots]
+    """The pipeline with the same channel between all slots of two kinds, which is the fastest channel between them.
+
+    So slots of one kind are interchangeable, and there are few different orders.
+    """
+    kinds = [slot.kind for slot in pipeline.slots]
     fastest: dict[object, Channel] = {}
     pairs = [(a, b) for a in range(len(kinds)) for b in range(len(kinds)) if a != b]
     for a, b in pairs:
@@ -33,9 +37,13 @@ def like_kinds(pipeline: Pipeline) -> Pipeline:
 
 
 def near_each_other(pipeline: Pipeline, order: Sequence[int]) -> tuple[int, ...]:
-    """The same kind of slot at each stage, each the one that the stage before reaches soonest; else the first."""
+    """An order with the same kind of slot at each stage as ``order`` and with short hops.
+
+    Each stage gets the remaining slot of its kind that the stage before reaches fastest; of several such slots, and for
+    the first stage, the one with the lowest number.
+    """
     seconds = _typical_seconds(pipeline)
-    kinds = [(id(slot.costs), slot.memory_bytes) for slot in pipeline.slots]
+    kinds = [slot.kind for slot in pipeline.slots]
     left = list(range(len(kinds)))
     chosen: list[int] = []
     for slot in order:
@@ -47,7 +55,7 @@ def near_each_other(pipeline: Pipeline, order: Sequence[int]) -> tuple[int, ...]
 
 
 def by_speed(pipeline: Pipeline) -> Iterator[tuple[int, ...]]:
-    """As given, the slowest first, and the fastest first; slots that are equally fast as given."""
+    """Three orders: as given, slowest slots first, and fastest slots first. Equally fast slots keep their order."""
     totals = [slot.costs.cumulative for slot in pipeline.slots]
     work = np.array([float(total.forward_seconds[-1] + total.backward_seconds[-1]) for total in totals])
     yield tuple(range(len(work)))
@@ -56,8 +64,11 @@ def by_speed(pipeline: Pipeline) -> Iterator[tuple[int, ...]]:
 
 
 def exchanged(pipeline: Pipeline, split: Split) -> Split:
-    """The same bounds with slots of one kind exchanged as long as that makes it faster, or ``PASSES`` times over."""
-    kinds = [(id(slot.costs), slot.memory_bytes) for slot in pipeline.slots]
+    """The split with slots of the same kind exchanged wherever this makes it faster; the bounds remain the same.
+
+    It ends if a pass over all pairs of stages improves nothing, or after ``PASSES`` passes.
+    """
+    kinds = [slot.kind for slot in pipeline.slots]
     seconds = evaluate(pipeline, split).seconds
     for _ in range(PASSES):
         before = seconds
@@ -75,7 +86,7 @@ def exchanged(pipeline: Pipeline, split: Split) -> Split:
 
 
 def _typical_seconds(pipeline: Pipeline) -> dict[tuple[int, int], float]:
-    """From slot to slot, of the largest output."""
+    """Time of a transfer of the largest output from slot to slot, in seconds."""
     return {
         (a, b): channel.seconds(float(pipeline.slots[a].costs.output_bytes.max()))
         for a, row in enumerate(pipeline.channels)

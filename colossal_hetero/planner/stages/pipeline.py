@@ -1,27 +1,32 @@
-"""A pipeline of unequal stages: what is to be divided, and what a division costs in time and memory.
+"""A pipeline of unequal stages: its description, and the time and memory that a split of the model costs.
 
-A model is a row of *blocks* between which it can be cut. What comes before the first block (embedding) and after the
-last (norm, head) belongs to these blocks: a stage holds at least one block, so it lies where they lie.
+A model is a row of *blocks* and can be cut between any two of them. The layers before the first block (embedding) are
+part of the first block, and those after the last block (norm, head) are part of the last block. A stage holds at least
+one block.
 
-A stage runs in a *slot*: a tensor-parallel group of devices of one kind in one node. Slots that share one
-``LayerCosts`` object and the same memory are interchangeable.
+A stage runs in a *slot*: a tensor-parallel group of devices of one kind in one node. Slots are interchangeable if they
+share one ``LayerCosts`` object, have the same memory and have the same channels.
 
-`[Note: closed form]`  AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t``: one micro-batch through the empty pipeline, then
-one more per period of the longest stage. Against the event simulation (``simulation.py``; F, B forward and backward,
-h the hops, t = F + B + the hops of both cuts, K micro-batches, P stages):
+`[Note: closed form]`  The time of an iteration is estimated by AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t``: the first
+micro-batch passes through the empty pipeline, and each further micro-batch takes one period of the longest stage. This
+note compares C with the event simulation (``event_simulation.py``). F and B are the forward and backward time of a
+stage, h the time of a hop, t = F + B + the hops over the cuts before and behind the stage, K the number of
+micro-batches, P the number of stages.
 
-- The period is right: in every cycle of what waits for what, forwards and backwards of a stage come in pairs.
-- Never below: the simulation takes ``Σ_{q<c} t_q + K·t_c`` or more for every stage c, and ``Σ t`` (with ``blocking``
-  transfers). So C is above the simulation by no more than the time of the stages behind the longest one, and by nothing
-  if K = 1 or the last stage is the longest: then both are equal.
-- C counts the stages behind the longest one as if they only worked before it starts and after it ends, but warm-up and
-  cool-down fill that time. So C is usually a little above, by ``Σ_{q>c} t_q`` at most.
-- Not always: the simulation takes at most ``C + max_e Σ (g − t_q)``, the sum over the last e = 0 … P − 1 stages, with
-  ``g = max (t − B) + max (t − F) − max t`` (``overlapped``: ``g = max F + max B − max t``). A path through the schedule
-  alternates between F and B of one stage but for at most e forwards at its start and e backwards at its end, if it does
-  not reach the last e stages. So C is an upper bound if no stage but the first is shorter than g: without transfers, if
-  forward and backward have the same ratio in all stages. It can be below if the longest forward and the longest
-  backward are in different stages, or if very short stages follow expensive hops.
+- The period is exact: every cycle in the graph of dependencies has as many forwards as backwards of each stage.
+- Lower bound of the simulation: with ``blocking`` transfers it takes at least ``Σ_{q<c} t_q + K·t_c`` for every stage
+  c, and at least ``Σ t``. So C exceeds the simulation at most by the time of the stages behind the longest stage. If
+  the last stage is the longest, C does not exceed the simulation. If K = 1, both are equal.
+- Usually C is slightly higher than the simulation, by at most ``Σ_{q>c} t_q``. The reason: C counts the time of the
+  stages behind the longest stage in full, while part of their work happens during warm-up and cool-down, at the same
+  time as the work of the longest stage.
+- C can also be lower. The simulation takes at most ``C + max_e Σ (g − t_q)``, where e = 0 … P − 1, the sum is over the
+  last e stages, and ``g = max (t − B) + max (t − F) − max t`` (``overlapped``: ``g = max F + max B − max t``). Reason:
+  a path through the schedule that does not reach the last e stages alternates between F and B of one stage, except for
+  at most e forwards at its start and e backwards at its end. So C is an upper bound if every stage except the first
+  takes at least g. Without transfers this is always true if the ratio of forward to backward time is the same in all
+  stages. C can be lower if the longest forward and the longest backward are in different stages, or if very short
+  stages follow expensive hops.
 """
 
 from __future__ import annotations
@@ -29,10 +34,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
 
-__all__ = ["Pipeline", "PipelineCost", "Slot", "Split", "evaluate"]
+__all__ = ["Pipeline", "PipelineCost", "Slot", "Split", "earliest_starts", "evaluate"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,26 +48,35 @@ class Slot:
     """A tensor-parallel group that can run one stage."""
 
     name: str
-    """For messages."""
+    """Name of the slot in error messages."""
     costs: LayerCosts
-    """Of each block in this slot."""
+    """Time and memory of each block in this slot."""
     memory_bytes: float
-    """Memory that may be used, per device."""
+    """Memory that may be used on each device, in bytes."""
+
+    @property
+    def kind(self) -> tuple[LayerCosts, float]:
+        """The costs object and the memory: slots with equal values are interchangeable, except for their channels.
+
+        It can be a dictionary key, because ``LayerCosts`` objects are compared by identity.
+        """
+        return self.costs, self.memory_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """What is to be divided: as many stages as slots, each with at least one block."""
+    """A model and the slots to divide it over: there are as many stages as slots, each with at least one block."""
 
     slots: tuple[Slot, ...]
+    """The slots, which all have costs of the same blocks."""
     channels: tuple[tuple[Channel, ...], ...]
-    """``[slots][slots]``: how one sends to another; the diagonal is not used."""
+    """``channels[a][b]`` is the channel from slot a to slot b, ``[slots][slots]``. The diagonal is not used."""
     micro_batches: int
-    """K, per iteration."""
+    """Micro-batches per iteration, K."""
 
     @property
     def blocks(self) -> int:
-        """Of the model."""
+        """Number of blocks of the model."""
         return len(self.slots[0].costs.forward_seconds)
 
 
@@ -68,44 +85,56 @@ class Split:
     """Which slot runs which blocks: stage s runs blocks ``[bounds[s], bounds[s + 1])`` in slot ``order[s]``."""
 
     order: tuple[int, ...]
+    """Index of each stage's slot, ``[stages]``."""
     bounds: tuple[int, ...]
+    """First block of each stage, and the number of blocks at the end, ``[stages + 1]``."""
 
     @property
     def blocks_per_stage(self) -> tuple[int, ...]:
-        """How many blocks each stage has."""
+        """Number of blocks of each stage, ``[stages]``."""
         return tuple(stop - start for start, stop in itertools.pairwise(self.bounds))
 
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """What a split costs, by stage; the closed form of AutoHet, Eq. 1, without synchronization."""
+    """Time and memory of a split by the closed form (AutoHet, Eq. 1, without gradient synchronization).
+
+    Tuples have one value per stage.
+    """
 
     forward_seconds: tuple[float, ...]
+    """Forward time per micro-batch."""
     backward_seconds: tuple[float, ...]
+    """Backward time per micro-batch."""
     transfer_seconds: tuple[float, ...]
-    """Per micro-batch in steady state: one way over each of the two cuts."""
+    """Transfer time per micro-batch in steady state: one hop over each of the stage's two cuts."""
     hop_seconds: tuple[float, ...]
-    """One way over the cut behind each stage but the last."""
+    """Time of one transfer in one direction over the cut behind each stage except the last, ``[stages − 1]``."""
     update_seconds: tuple[float, ...]
+    """Time of the optimizer step, once per iteration."""
     memory_bytes: tuple[float, ...]
+    """Memory that is used on each device of the stage."""
     fits: bool
+    """Whether every stage fits in the memory of its slot."""
     seconds: float
-    """``Σ t + (K − 1)·max t`` with ``t`` forward, backward and transfer, plus the longest update."""
+    """Time of an iteration: ``Σ t + (K − 1)·max t`` (see ``stage_seconds``) plus the longest update."""
 
     @property
     def stage_seconds(self) -> tuple[float, ...]:
-        """t: forward, backward and transfer per micro-batch."""
+        """t: forward, backward and transfer time of each stage per micro-batch."""
         parts = zip(self.forward_seconds, self.backward_seconds, self.transfer_seconds, strict=True)
         return tuple(forward + backward + transfer for forward, backward, transfer in parts)
 
 
 def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
-    """What ``split`` costs; see Note: closed form.
+    """Time and memory of ``split`` by the closed form; see Note: closed form.
 
-    A transfer occupies both of its ends (a stage waits until what it sent was taken, as Colossal-AI's schedule does
-    with NCCL), activations one way and gradients the other at the same time. So in steady state a stage gives one hop
-    to each of its cuts per micro-batch, and ``Σ t`` holds every hop twice: the way there and the way back of one
-    micro-batch. Memory: stage s holds the activations of ``min(K, P − s)`` micro-batches.
+    A transfer keeps both of its stages busy, because the sender waits until the receiver has taken the message, as in
+    Colossal-AI's schedule with NCCL. Activations in one direction and gradients in the other are sent at the same
+    time. So in steady state a stage spends one hop on each of its cuts per micro-batch, and ``Σ t`` contains every hop
+    twice: once for the activations and once for the gradients of one micro-batch.
+
+    Under 1F1B, stage s holds the activations of ``min(K, P − s)`` micro-batches.
     """
     forward, backward, update, memory = [], [], [], []
     stages = len(split.order)
@@ -137,3 +166,15 @@ def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
         fits=fits,
         seconds=sum(times) + (pipeline.micro_batches - 1) * max(times) + max(update),
     )
+
+
+def earliest_starts(costs: LayerCosts, memory_bytes: float, in_flight: int) -> NDArray[np.int_]:
+    """First block that a stage can have, by memory, for each end of the stage, ``[blocks + 1]``.
+
+    Args:
+        costs: Costs of the blocks in the stage's slot.
+        memory_bytes: Memory that may be used on each device.
+        in_flight: Number of micro-batches whose activations the stage holds.
+    """
+    total = costs.cumulative.state_bytes + in_flight * costs.cumulative.activation_bytes
+    return np.asarray(np.searchsorted(total, total - memory_bytes, side="left"))

@@ -1,4 +1,4 @@
-"""Splits by a rule: Colossal-AI's equal parts, Holmes' by speed, AutoHet's by speed and memory."""
+"""Splits by a rule: Colossal-AI's equal parts, Holmes' partition by speed, AutoHet's balance by speed and memory."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .pipeline import Pipeline, Split
+from .pipeline import Pipeline, Split, earliest_starts
 
 __all__ = ["HOLMES_ALPHA", "autohet", "holmes", "speeds", "uniform", "uniform_bounds"]
 
 HOLMES_ALPHA = 1.05
-"""Holmes, section 4.4."""
+"""α of Holmes' Eq. 2; the value is from section 4.4."""
 
 ROUNDING = 1e-9
+"""Relative rounding error of speeds and loads."""
 
 
 def speeds(pipeline: Pipeline) -> NDArray[np.float64]:
-    """Models per second of each slot if it ran all blocks ``[slots]``."""
+    """Speed of each slot, in micro-batches per second if the slot ran all blocks, ``[slots]``."""
     totals = [slot.costs.cumulative for slot in pipeline.slots]
     return np.array([1.0 / max(float(t.forward_seconds[-1] + t.backward_seconds[-1]), 1e-30) for t in totals])
 
 
 def uniform_bounds(blocks: int, stages: int) -> tuple[int, ...]:
-    """Colossal-AI's own division (``PipelineStageManager.distribute_layers``): equal parts, and one block more for the
-    stages in the middle if it does not come out even.
+    """Bounds of Colossal-AI's division (``PipelineStageManager.distribute_layers``): equal parts, and if the blocks
+    cannot be divided equally, one more block for the stages in the middle.
     """
     parts = np.full(stages, blocks // stages)
     extra = blocks % stages
@@ -36,17 +37,17 @@ def uniform_bounds(blocks: int, stages: int) -> tuple[int, ...]:
 
 
 def uniform(pipeline: Pipeline, order: Sequence[int] | None) -> Split:
-    """Colossal-AI's division."""
-    return Split(_as_given(pipeline, order), uniform_bounds(pipeline.blocks, len(pipeline.slots)))
+    """Colossal-AI's division into equal parts, see :func:`uniform_bounds`."""
+    return Split(_order_or_default(pipeline, order), uniform_bounds(pipeline.blocks, len(pipeline.slots)))
 
 
 def holmes(pipeline: Pipeline, order: Sequence[int] | None, alpha: float = HOLMES_ALPHA) -> Split:
-    """Holmes' self-adapting partition (section 3.3, Eq. 2): of N blocks a stage of speed S gets ``⌊α·N·S/ΣS⌋``, from
-    the fastest on; the slowest stages share what is left.
+    """Holmes' self-adapting partition (section 3.3, Eq. 2): a stage of speed S gets ``⌊α·N·S/ΣS⌋`` of the N blocks, in
+    order of speed; the slowest stages share the remaining blocks.
 
-    Each stage gets one block at least, which the paper does not say. If all are equally fast, the parts are equal.
+    Difference to the paper: each stage gets at least one block. If all stages are equally fast, the parts are equal.
     """
-    order = _as_given(pipeline, order)
+    order = _order_or_default(pipeline, order)
     by_stage = speeds(pipeline)[list(order)]
     slowest = by_stage <= by_stage.min() * (1 + ROUNDING)
     parts = np.zeros(len(order), dtype=int)
@@ -63,11 +64,14 @@ def holmes(pipeline: Pipeline, order: Sequence[int] | None, alpha: float = HOLME
 
 
 def autohet(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
-    """AutoHet's balance (section III-C, Eq. 4): the least ``max l/g`` that fits in memory, with l a stage's blocks and
-    g its speed; of several the one with the least ``Σ l/g``. Without an order the weaker slots come first. None if
-    nothing fits.
+    """AutoHet's balance (section III-C, Eq. 4): the split that fits in memory with the smallest ``max l/g``, where l is
+    the number of blocks of a stage and g its speed. Of several such splits, it is one with the smallest ``Σ l/g``.
 
-    The print has ``max g/l``, which is least if all the work is at one stage; the text asks for balance.
+    If no order is given, slower slots come first. The printed equation has ``max g/l``, which is smallest if one stage
+    does all the work; the text of the paper asks for balance.
+
+    Returns:
+        The split; None if no split fits in memory.
     """
     speed = speeds(pipeline)
     if order is None:
@@ -75,37 +79,37 @@ def autohet(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
     by_stage = speed[list(order)] / speed.sum() * pipeline.blocks
     lengths = np.arange(1, pipeline.blocks - len(order) + 2)
     candidates = np.unique(lengths / by_stage[:, None])
-    low = _memory_low(pipeline, order)
+    earliest = _earliest_by_memory(pipeline, order)
     first, last = 0, len(candidates)
     while first < last:
         middle = (first + last) // 2
-        if _least_loads(pipeline, by_stage, low, float(candidates[middle])) is None:
+        if _min_loads(pipeline, by_stage, earliest, float(candidates[middle])) is None:
             first = middle + 1
         else:
             last = middle
     if first == len(candidates):
         return None
-    bounds = _least_loads(pipeline, by_stage, low, float(candidates[first]))
+    bounds = _min_loads(pipeline, by_stage, earliest, float(candidates[first]))
     assert bounds is not None
     return Split(tuple(order), bounds)
 
 
-def _least_loads(
-    pipeline: Pipeline, speed: NDArray[np.float64], low: NDArray[np.int_], limit: float
+def _min_loads(
+    pipeline: Pipeline, speed: NDArray[np.float64], earliest: NDArray[np.int_], limit: float
 ) -> tuple[int, ...] | None:
-    """Bounds with the least ``Σ l/g`` with each ``l/g ≤ limit``; None if there are none."""
+    """Bounds of the split with the smallest ``Σ l/g`` in which each ``l/g ≤ limit``; None if there is no such split."""
     blocks = pipeline.blocks
     place = np.arange(blocks + 1)
-    least = np.full(blocks + 1, np.inf)
-    least[0] = 0.0
+    min_sums = np.full(blocks + 1, np.inf)
+    min_sums[0] = 0.0
     chosen = []
     for stage, rate in enumerate(speed):
         loads = (place - place[:, None]) / rate
-        allowed = (loads > 0) & (loads <= limit * (1 + ROUNDING)) & (place[:, None] >= low[stage])
-        sums = np.where(allowed, least[:, None] + loads, np.inf)
+        allowed = (loads > 0) & (loads <= limit * (1 + ROUNDING)) & (place[:, None] >= earliest[stage])
+        sums = np.where(allowed, min_sums[:, None] + loads, np.inf)
         chosen.append(sums.argmin(axis=0))
-        least = sums.min(axis=0)
-    if least[-1] == np.inf:
+        min_sums = sums.min(axis=0)
+    if min_sums[-1] == np.inf:
         return None
     bounds = [blocks]
     for starts in reversed(chosen):
@@ -113,19 +117,20 @@ def _least_loads(
     return tuple(reversed(bounds))
 
 
-def _memory_low(pipeline: Pipeline, order: Sequence[int]) -> NDArray[np.int_]:
-    """Earliest start of each stage by memory, for each end ``[stages, blocks + 1]``."""
-    low = []
+def _earliest_by_memory(pipeline: Pipeline, order: Sequence[int]) -> NDArray[np.int_]:
+    """Earliest start of each stage by memory, for each end, ``[stages, blocks + 1]``."""
+    earliest = []
     for stage, slot in enumerate(pipeline.slots[index] for index in order):
         in_flight = min(pipeline.micro_batches, len(order) - stage)
-        total = slot.costs.cumulative.state_bytes + in_flight * slot.costs.cumulative.activation_bytes
-        low.append(np.searchsorted(total, total - slot.memory_bytes, side="left"))
-    return np.array(low)
+        earliest.append(earliest_starts(slot.costs, slot.memory_bytes, in_flight))
+    return np.array(earliest)
 
 
-def _as_given(pipeline: Pipeline, order: Sequence[int] | None) -> tuple[int, ...]:
+def _order_or_default(pipeline: Pipeline, order: Sequence[int] | None) -> tuple[int, ...]:
+    """The order; if there is none, the order of the pipeline's slots."""
     return tuple(range(len(pipeline.slots))) if order is None else tuple(order)
 
 
 def _bounds(parts: NDArray[np.int_]) -> tuple[int, ...]:
+    """Bounds for these numbers of blocks per stage."""
     return (0, *(int(bound) for bound in np.cumsum(parts)))

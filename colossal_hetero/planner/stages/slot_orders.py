@@ -1,12 +1,13 @@
-"""All orders of a pipeline's slots, as a graph in which orders that cost the same are one path.
+"""All orders of a pipeline's slots, as a graph in which orders that cost the same share one path.
 
-Two slots are *twins* if they share one ``LayerCosts`` object, the memory and all channels: exchanging them changes
-nothing. Twins form a *class*, usually the slots of one node. Two classes are twins again if exchanging them as a whole
-changes nothing, like two nodes of the same make; these form a *group*. A place in an order is then told by how many
-slots of each class have been used, where classes of one group are counted and not named.
+Two slots are *twins* if they share one ``LayerCosts`` object and have the same memory and the same channels, so that
+exchanging them changes nothing. Twins form a *class*, usually the slots of one node. Two classes are twins if
+exchanging all their slots changes nothing, for example two nodes with the same devices; such classes form a *group*. A
+state is the number of used slots in each class; for the classes of one group it does not matter which class has which
+number.
 
-Each path from the first depth to the last is an order. A node at depth s stands for "the slot of stage s is of this
-kind, and what comes in comes over this hop", and knows no more of the past than which slots are left.
+Each path from the first depth to the last is an order. A node at depth s says which kind of slot stage s has, over
+which hop its input comes, and which slots are left. It says nothing else about the stages before.
 """
 
 from __future__ import annotations
@@ -27,55 +28,63 @@ from .pipeline import Pipeline
 __all__ = ["Depth", "Orders", "TooManyOrders", "all_orders", "one_order"]
 
 NO_HOP = 0
+"""Number of the hop before the first stage and behind the last stage, which takes no time."""
 
 _State = tuple[tuple[int, ...], ...]
-"""By group: how many slots of each of its classes are used, ascending."""
+"""For each group, the numbers of used slots of its classes, ascending."""
 _Key = tuple[_State, int, int, int]
-"""State before the stage, group of its slot, how many slots of that slot's class are used, incoming hop."""
+"""State before the stage, group of the stage's slot, number of used slots of this slot's class, and incoming hop."""
 
 
 class TooManyOrders(Exception):
-    """More states than were allowed."""
+    """The graph of all orders would have more states than allowed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Depth:
-    """The nodes of one stage, their ways out, and what leads to the next depth."""
+    """The nodes of one stage, their exits, and the edges to the next depth.
+
+    A node has one exit for each different outgoing hop. An edge leads from an exit to a node of the next depth.
+    """
 
     kinds: NDArray[np.int_]
-    """Kind of slot, by node."""
+    """Kind of slot of each node, ``[nodes]``."""
     hops_in: NDArray[np.int_]
-    """By node."""
+    """Incoming hop of each node, ``[nodes]``."""
     left: NDArray[np.int_]
-    """Slots of each kind that are left, with the node's own ``[nodes, kinds]``."""
+    """Number of slots of each kind that are left, including the node's slot, ``[nodes, kinds]``."""
     exits: NDArray[np.int_]
-    """Node, by exit; exits of one node differ in the hop out."""
+    """Node of each exit, ``[exits]``."""
     hops_out: NDArray[np.int_]
-    """By exit."""
+    """Outgoing hop of each exit, ``[exits]``."""
     edges: NDArray[np.int_]
-    """Exit, by edge; ordered by the node of the next depth to which it leads, each of which has one or more."""
+    """Exit of each edge, ``[edges]``, ordered by the node that the edge leads to. Every node has at least one edge."""
     starts: NDArray[np.int_]
-    """First edge to each node of the next depth."""
+    """First edge to each node of the next depth, ``[nodes of the next depth]``."""
     members: tuple[tuple[int, int], ...]
-    """Group and use of the class, by node, to find a slot again; the slot itself and 0 where the order is given."""
+    """Group and number of used slots of the class, for each node, to find its slot.
+
+    In the graph of one given order: the slot itself, and 0.
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class Orders:
-    """A graph of orders, and what its numbers mean."""
+    """A graph of orders, with the kinds, hops and slots that its numbers stand for."""
 
     depths: tuple[Depth, ...]
+    """One depth per stage."""
     kinds: tuple[tuple[LayerCosts, float], ...]
-    """Costs and memory."""
+    """Costs and memory in bytes of each kind of slot."""
     hop_seconds: NDArray[np.float64]
-    """``[hops, blocks + 1]`` by place of the cut; hop 0 is none."""
+    """Time of each hop for each place of the cut, ``[hops, blocks + 1]``. Hop 0 takes no time."""
     groups: tuple[tuple[tuple[int, ...], ...], ...] | None
-    """Group, class, slots; None where the order is given."""
+    """``groups[group][class]`` holds slots. None in the graph of one given order."""
     hop_between: NDArray[np.int_]
-    """``[slots, slots]``; −1 on the diagonal."""
+    """Hop from slot to slot, ``[slots, slots]``; −1 on the diagonal."""
 
     def slots(self, path: Sequence[int]) -> tuple[int, ...]:
-        """The order that a path of nodes stands for; of several that cost the same, one with the lowest numbers."""
+        """An order of slots for a path of nodes; of several orders that cost the same, one with low slot numbers."""
         if self.groups is None:
             return tuple(depth.members[node][0] for depth, node in zip(self.depths, path, strict=True))
         left = [[list(slots) for slots in group] for group in self.groups]
@@ -83,17 +92,17 @@ class Orders:
         for depth, node in zip(self.depths, path, strict=True):
             group, used = depth.members[node]
             for place, slots in enumerate(left[group]):
-                fresh = len(self.groups[group][place]) - len(slots) == used
-                if fresh and slots and (not order or self.hop_between[order[-1], slots[0]] == depth.hops_in[node]):
+                matches = len(self.groups[group][place]) - len(slots) == used
+                if matches and slots and (not order or self.hop_between[order[-1], slots[0]] == depth.hops_in[node]):
                     order.append(slots.pop(0))
                     break
             else:  # pragma: no cover
-                raise AssertionError("a path leads through slots that are not there")
+                raise AssertionError("no free slot matches a node of the path")
         return tuple(order)
 
 
 def one_order(pipeline: Pipeline, order: Sequence[int]) -> Orders:
-    """The graph of a given order."""
+    """The graph of one given order."""
     kinds, kind_of = _kinds(pipeline)
     neighbors = set(itertools.pairwise(order))
     hop_seconds, hop_between = _hops(pipeline, neighbors)
@@ -115,11 +124,11 @@ def one_order(pipeline: Pipeline, order: Sequence[int]) -> Orders:
     return Orders(depths, kinds, hop_seconds, None, hop_between)
 
 
-def all_orders(pipeline: Pipeline, most_states: int) -> Orders:
+def all_orders(pipeline: Pipeline, max_states: int) -> Orders:
     """The graph of all orders.
 
     Raises:
-        TooManyOrders: there are more than ``most_states`` ways to have used some of the slots.
+        TooManyOrders: There are more than ``max_states`` states.
     """
     slots = range(len(pipeline.slots))
     kinds, kind_of = _kinds(pipeline)
@@ -137,7 +146,7 @@ def all_orders(pipeline: Pipeline, most_states: int) -> Orders:
         )
         for one in groups
     )
-    if math.prod(math.comb(classes + size, size) for _, classes, size in shapes) > most_states:
+    if math.prod(math.comb(classes + size, size) for _, classes, size in shapes) > max_states:
         raise TooManyOrders
     return Orders(_depths(shapes, inside, across), kinds, hop_seconds, groups, hop_between)
 
@@ -148,8 +157,12 @@ def _depths(
     inside: tuple[int, ...],
     across: tuple[tuple[int, ...], ...],
 ) -> tuple[Depth, ...]:
-    """The graph for groups of ``shapes`` (kind, classes, slots per class), with the hop inside a class of each group,
-    and the hops from a class of one group to another class of the same or another group.
+    """The depths of the graph of all orders.
+
+    Args:
+        shapes: Kind, number of classes and slots per class of each group.
+        inside: Hop between two slots of one class, for each group.
+        across: ``across[a][b]`` is the hop from a class of group a to another class, of group b.
     """
     stages = sum(classes * size for _, classes, size in shapes)
     all_slots = np.zeros(1 + max(kind for kind, _, _ in shapes), dtype=int)
@@ -172,14 +185,14 @@ def _depths(
                 hops_out.append(NO_HOP)
                 continue
             after = _used(state, group, used)
-            ways: dict[int, int] = {}
+            exit_of_hop: dict[int, int] = {}
             for other, other_used, hop in _next(after, group, used + 1, shapes, inside, across):
-                if hop not in ways:
-                    ways[hop] = len(exits)
+                if hop not in exit_of_hop:
+                    exit_of_hop[hop] = len(exits)
                     exits.append(node)
                     hops_out.append(hop)
                 targets.append(following.setdefault((after, other, other_used, hop), len(following)))
-                sources.append(ways[hop])
+                sources.append(exit_of_hop[hop])
         by_target = np.argsort(targets, kind="stable")
         depths.append(
             Depth(
@@ -198,14 +211,14 @@ def _depths(
 
 
 def _used(state: _State, group: int, used: int) -> _State:
-    """One slot more of a class of ``group`` of which ``used`` were used."""
+    """The state after one more slot of a class of ``group``, of which ``used`` slots are used in ``state``."""
     counts = list(state[group])
     counts[counts.index(used)] += 1
     return (*state[:group], tuple(sorted(counts)), *state[group + 1 :])
 
 
 def _used_by_kind(states: Sequence[_State], shapes: tuple[tuple[int, int, int], ...]) -> NDArray[np.int_]:
-    """``[states, kinds]``."""
+    """Number of used slots of each kind, ``[states, kinds]``."""
     used = np.array([[sum(counts) for counts in state] for state in states])
     by_kind = np.zeros((len(states), 1 + max(kind for kind, _, _ in shapes)), dtype=int)
     for group, (kind, _, _) in enumerate(shapes):
@@ -221,7 +234,10 @@ def _next(
     inside: tuple[int, ...],
     across: tuple[tuple[int, ...], ...],
 ) -> Iterator[tuple[int, int, int]]:
-    """Group, use of the class, and hop of every slot that may come after one of a class that is now ``used``."""
+    """The slots that can come next: group, number of used slots of the class, and hop to the slot.
+
+    The slot before is of a class of ``group`` that has ``used`` used slots in ``state``.
+    """
     for other, (_, _, size) in enumerate(shapes):
         for count in sorted(set(state[other])):
             if count == size:
@@ -236,33 +252,32 @@ def _next(
 
 
 def _flat(nested: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """All slots of several tuples, ascending."""
     return tuple(sorted(slot for slots in nested for slot in slots))
 
 
 def _kinds(pipeline: Pipeline) -> tuple[tuple[tuple[LayerCosts, float], ...], list[int]]:
-    """Different costs and memory, and which each slot has."""
-    numbers: dict[tuple[int, float], int] = {}
-    kinds: list[tuple[LayerCosts, float]] = []
-    of_slot = []
-    for slot in pipeline.slots:
-        key = (id(slot.costs), slot.memory_bytes)
-        if key not in numbers:
-            numbers[key] = len(kinds)
-            kinds.append((slot.costs, slot.memory_bytes))
-        of_slot.append(numbers[key])
-    return tuple(kinds), of_slot
+    """The different kinds of slots, and the number of each slot's kind."""
+    numbers: dict[tuple[LayerCosts, float], int] = {}
+    of_slot = [numbers.setdefault(slot.kind, len(numbers)) for slot in pipeline.slots]
+    return tuple(numbers), of_slot
 
 
 def _hops(pipeline: Pipeline, pairs: Iterable[tuple[int, int]]) -> tuple[NDArray[np.float64], NDArray[np.int_]]:
-    """Different hop times ``[hops, blocks + 1]``, the first being none, and which each pair of slots has."""
+    """The different hops and the hop of each pair of slots.
+
+    Returns:
+        Time of each hop for each place of the cut, ``[hops, blocks + 1]``, where hop 0 takes no time, and the number of
+        the hop from slot to slot, ``[slots, slots]``, −1 where no pair is given.
+    """
     none = np.zeros(pipeline.blocks + 1)
     vectors = [none]
     numbers = {none.tobytes(): NO_HOP}
-    known: dict[tuple[int, Channel], int] = {}
+    known: dict[tuple[LayerCosts, Channel], int] = {}
     between = np.full((len(pipeline.slots), len(pipeline.slots)), -1)
     for a, b in pairs:
         costs, channel = pipeline.slots[a].costs, pipeline.channels[a][b]
-        key = (id(costs), channel)
+        key = (costs, channel)
         if key not in known:
             seconds = costs.hop_seconds(channel)
             known[key] = numbers.setdefault(seconds.tobytes(), len(vectors))
@@ -275,7 +290,7 @@ def _hops(pipeline: Pipeline, pairs: Iterable[tuple[int, int]]) -> tuple[NDArray
 def _twins(
     items: Sequence[tuple[int, ...]], kind_of: Sequence[int], between: NDArray[np.int_]
 ) -> list[list[tuple[int, ...]]]:
-    """Items, each of slots that are twins, put together if exchanging one for the other changes nothing."""
+    """Items, grouped by twins. An item is a tuple of slots that are twins of each other."""
     found: dict[tuple[object, ...], list[list[tuple[int, ...]]]] = {}
     for item in items:
         row, column = between[item[0]], between[:, item[0]]
@@ -290,7 +305,7 @@ def _twins(
 
 
 def _interchangeable(one: tuple[int, ...], other: tuple[int, ...], between: NDArray[np.int_]) -> bool:
-    """Whether the two, of one kind and size, have the same hops inside, to each other and to all else."""
+    """Whether two items of the same kind and size have the same hops inside, to each other and to all other slots."""
     a, b = one[0], other[0]
     if between[a, b] != between[b, a]:
         return False

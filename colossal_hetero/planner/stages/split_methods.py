@@ -1,4 +1,4 @@
-"""Which stage gets which blocks of the model, by name of the method; see docs/algorithms.md, section 3."""
+"""The methods that divide the blocks of a model over the stages, by name; see docs/algorithms.md, section 3."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .rules import autohet, holmes, uniform, uniform_bounds
 __all__ = ["METHODS", "split", "uniform_bounds"]
 
 METHODS = ("exact", "simulated", "uniform", "holmes", "adapt", "autohet")
+"""Names of the methods."""
 
 _SPLITS: dict[str, Callable[[Pipeline, Sequence[int] | None], Split | None]] = {
     "exact": exact,
@@ -50,41 +51,42 @@ def split(pipeline: Pipeline, method: str = "exact", *, order: Sequence[int] | N
     _check(pipeline, order)
     found = _SPLITS[method](pipeline, None if order is None else tuple(order))
     if found is None:
-        raise ValueError(_what_does_not_fit(pipeline, order))
+        raise ValueError(_memory_message(pipeline, order))
     return found
 
 
 def _check(pipeline: Pipeline, order: Sequence[int] | None) -> None:
     stages = len(pipeline.slots)
     if stages == 0:
-        raise ValueError("no slots: a pipeline has at least one")
+        raise ValueError("no slots: a pipeline needs at least one")
     if stages > pipeline.blocks:
         raise ValueError(
-            f"{stages} stages for {pipeline.blocks} blocks: each stage holds at least one, so use at most "
+            f"{stages} stages for {pipeline.blocks} blocks: each stage needs at least one block, so use at most "
             f"{pipeline.blocks} slots"
         )
     different = sorted({len(slot.costs.forward_seconds) for slot in pipeline.slots})
     if len(different) > 1:
-        raise ValueError(f"the slots' costs are of models with {different} blocks: all must be of the same")
+        raise ValueError(f"the slots have costs for different numbers of blocks: {different}; they must be the same")
     if pipeline.micro_batches < 1:
-        raise ValueError(f"{pipeline.micro_batches} micro-batches: an iteration has at least 1")
+        raise ValueError(f"{pipeline.micro_batches} micro-batches: an iteration must have at least 1")
     if order is not None and sorted(order) != list(range(stages)):
-        raise ValueError(f"order {list(order)} is no permutation of the slots 0 to {stages - 1}")
+        raise ValueError(f"order {list(order)} is not a permutation of the slots 0 to {stages - 1}")
 
 
-def _what_does_not_fit(pipeline: Pipeline, order: Sequence[int] | None) -> str:
-    """A block that no slot can hold even alone, else what most is asked of the slot that the filling ends at."""
+def _memory_message(pipeline: Pipeline, order: Sequence[int] | None) -> str:
+    """Error message that names a block which no slot can hold even alone, or else the first stage that overflows."""
     stages = len(pipeline.slots)
-    roomiest: list[tuple[float, int, int, float]] = []
+    best_by_block: list[tuple[float, int, int, float]] = []
     for block in range(pipeline.blocks):
-        ways = []
+        by_slot = []
         for index, slot in enumerate(pipeline.slots):
-            stage = order.index(index) if order is not None else _latest_stage(block, pipeline.blocks, stages)
+            # The last stage that can hold the block has the fewest micro-batches in flight.
+            stage = order.index(index) if order is not None else min(block, stages - 1)
             in_flight = min(pipeline.micro_batches, stages - stage)
             need = float(slot.costs.state_bytes[block] + in_flight * slot.costs.activation_bytes[block])
-            ways.append((need - slot.memory_bytes, block, index, need))
-        roomiest.append(min(ways))
-    over, block, index, need = max(roomiest)
+            by_slot.append((need - slot.memory_bytes, block, index, need))
+        best_by_block.append(min(by_slot))
+    over, block, index, need = max(best_by_block)
     slot = pipeline.slots[index]
     if over > 0:
         return (
@@ -92,16 +94,14 @@ def _what_does_not_fit(pipeline: Pipeline, order: Sequence[int] | None) -> str:
             f"{_gigabytes(slot.memory_bytes)}, and no other slot can hold it; use smaller micro-batches, more tensor "
             "parallelism, or devices with more memory"
         )
-    return _where_filling_ends(pipeline, order)
+    return _overflow_message(pipeline, order)
 
 
-def _latest_stage(block: int, blocks: int, stages: int) -> int:
-    """The last stage that can hold a block, where the fewest micro-batches are in flight."""
-    return min(block, stages - 1) if blocks else 0
+def _overflow_message(pipeline: Pipeline, order: Sequence[int] | None) -> str:
+    """Error message: fills the stages in turn with as many blocks as fit, and names the blocks that do not fit.
 
-
-def _where_filling_ends(pipeline: Pipeline, order: Sequence[int] | None) -> str:
-    """Fill stage by stage, as much as fits, the slots as ordered or the smallest first; name the block left over."""
+    If no order is given, the slots with the least memory come first.
+    """
     stages = len(pipeline.slots)
     if order is None:
         order = sorted(range(stages), key=lambda index: pipeline.slots[index].memory_bytes)
@@ -117,16 +117,17 @@ def _where_filling_ends(pipeline: Pipeline, order: Sequence[int] | None) -> str:
         start = min(stop, pipeline.blocks - (stages - stage - 1))
     else:
         return (
-            "no split fits in memory, in any order; use smaller micro-batches, more tensor parallelism, or more devices"
+            "no split fits in memory in any order; use smaller micro-batches, more tensor parallelism, or more devices"
         )
     what = f"block {start}" if stop == start else f"blocks {start} to {stop}"
     return (
-        f"no split fits in memory: if the {stages} slots are filled one after the other, {what} in slot {slot.name} as "
-        f"stage {stage}, with {in_flight} micro-batches in flight, need{'s' if stop == start else ''} "
-        f"{_gigabytes(float(total[stop + 1] - total[start]))} of {_gigabytes(slot.memory_bytes)}; use smaller "
-        "micro-batches, more tensor parallelism, or more devices"
+        f"no split fits in memory: if the slots are filled in turn, {what} in slot {slot.name} as stage {stage}, with "
+        f"{in_flight} micro-batch{'' if in_flight == 1 else 'es'} in flight, need{'s' if stop == start else ''} "
+        f"{_gigabytes(float(total[stop + 1] - total[start]))}, but the slot has {_gigabytes(slot.memory_bytes)}; use "
+        "smaller micro-batches, more tensor parallelism, or more devices"
     )
 
 
 def _gigabytes(size: float) -> str:
+    """A number of bytes as text in GB."""
     return f"{size / 1e9:.3g} GB"

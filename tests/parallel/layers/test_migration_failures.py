@@ -183,12 +183,12 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
 # A rank that dies ----------------------------------------------------------------------------------------------------
 
 Moment = tuple[type, str]
-"""The method, of all that a migrating rank calls, in which it dies."""
+"""The function, of those that a migrating rank calls, in which the rank dies."""
 
 
 def check_death(method: str, victim: int, moment: Moment) -> None:
     owner, name = moment
-    method = getattr(owner, name)
+    function = getattr(owner, name)
     calls: list[int] = []
 
     def die(*args: Any, **kwargs: Any) -> Any:
@@ -196,7 +196,7 @@ def check_death(method: str, victim: int, moment: Moment) -> None:
         # Not in the first iteration of the plan.
         if dist.get_rank() == victim and len(calls) > 12:
             os._exit(1)
-        return method(*args, **kwargs)
+        return function(*args, **kwargs)
 
     with scripted(slow(1)), patch.object(owner, name, die):
         run = boost(ours(migrate(method), tp_size=dist.get_world_size()), None, sgd)
@@ -210,10 +210,10 @@ def check_death(method: str, victim: int, moment: Moment) -> None:
         pytest.param(2, "block", 0, (UnitExchange, "_return_gradients"), id="block-receiver-backward"),
         pytest.param(2, "block", 1, (UnitExchange, "begin_iteration"), id="block-sender-forward"),
         pytest.param(3, "block", 2, (UnitExchange, "_return_gradients"), id="block-one-of-two-receivers"),
-        pytest.param(2, "scatter-gather", 0, (ScatterGather, "add_up"), id="scatter-gather-receiver-forward"),
-        pytest.param(3, "scatter-gather", 1, (ScatterGather, "deal"), id="scatter-gather-sender-forward"),
-        pytest.param(3, "broadcast-reduce", 1, (BroadcastReduce, "deal"), id="broadcast-reduce-sender-forward"),
-        pytest.param(2, "broadcast-reduce", 0, (BroadcastReduce, "collect"), id="broadcast-reduce-receiver-backward"),
+        pytest.param(2, "scatter-gather", 0, (ScatterGather, "reduce"), id="scatter-gather-receiver-forward"),
+        pytest.param(3, "scatter-gather", 1, (ScatterGather, "distribute"), id="scatter-gather-sender-forward"),
+        pytest.param(3, "broadcast-reduce", 1, (BroadcastReduce, "distribute"), id="broadcast-reduce-sender-forward"),
+        pytest.param(2, "broadcast-reduce", 0, (BroadcastReduce, "gather"), id="broadcast-reduce-receiver-backward"),
     ],
 )
 def test_a_rank_that_dies_ends_the_others_with_the_reason(world: int, method: str, victim: int, moment: Moment) -> None:

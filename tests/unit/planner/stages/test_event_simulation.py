@@ -1,4 +1,4 @@
-"""The event simulation against another that is slow and obvious: a queue of events, ranks that run programs."""
+"""The event simulation compared with a slow and simple one, in which ranks run programs from a queue of events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUNDING = 1e-9
 
 
 def program(stage: int, stages: int, count: int) -> list[tuple[str, ...]]:
-    """What a rank calls, as in Colossal-AI's ``run_forward_backward``."""
+    """The calls of a rank, as in Colossal-AI's ``run_forward_backward``."""
     warm_up = min(stages - stage - 1, count)
     first, last = stage == 0, stage == stages - 1
     receive_forward = () if first else ("receive forward",)
@@ -50,7 +50,7 @@ def other_side(message: str) -> str:
 
 
 def slow_ends(forward, backward, hops, count: int, transfers: str) -> list[float]:
-    """When each rank has run its program."""
+    """Time when each rank has finished its program."""
     stages = len(forward)
     calls = [program(stage, stages, count) for stage in range(stages)]
     at = [0] * stages
@@ -76,7 +76,7 @@ def slow_ends(forward, backward, hops, count: int, transfers: str) -> list[float
         if call[0] in ("forward", "backward"):
             go_on(time + (forward if call[0] == "forward" else backward)[stage], stage)
         elif transfers == "blocking":
-            # Wait until the rank on the other side calls for just these messages.
+            # Wait until the other rank calls for exactly these messages.
             other = peer(stage, call[0])
             arrived_at_call[stage] = time
             theirs = calls[other][at[other]] if other in arrived_at_call else ()
@@ -108,15 +108,15 @@ seconds = st.one_of(st.sampled_from([0.0, 1.0, 2.0, 5.0]), st.floats(0.01, 5.0))
 
 
 @st.composite
-def pipelines(draw: st.DrawFn, most_stages: int = 6, most_micro_batches: int = 9):
-    stages = draw(st.integers(1, most_stages))
+def pipelines(draw: st.DrawFn, max_stages: int = 6, max_micro_batches: int = 9):
+    stages = draw(st.integers(1, max_stages))
     same_ratio, hop = draw(st.booleans()), draw(st.sampled_from(["none", "one", "any"]))
     forward = draw(st.lists(seconds, min_size=stages, max_size=stages))
     backward = [2 * f for f in forward] if same_ratio else draw(st.lists(seconds, min_size=stages, max_size=stages))
     hops = draw(st.lists(seconds, min_size=stages - 1, max_size=stages - 1))
     if hop != "any":
         hops = [draw(seconds) if hop == "one" else 0.0] * (stages - 1)
-    return forward, backward, hops, draw(st.integers(1, most_micro_batches))
+    return forward, backward, hops, draw(st.integers(1, max_micro_batches))
 
 
 def closed_form(forward, backward, hops, count: int) -> tuple[list[float], float]:
@@ -141,7 +141,7 @@ def test_events_are_the_schedule(transfers, case):
     timeline = simulate_times(*case, transfers=transfers)
     for stage, events in enumerate(timeline.events):
         assert all(one.stop <= other.start + ROUNDING for one, other in pairwise(events))
-        # A transfer that takes no time is no event, but may be waited for.
+        # A transfer that takes no time has no event, but a stage may wait for it.
         assert max(event.stop for event in events) <= timeline.stage_seconds[stage]
         assert all(event.start >= 0 for event in events)
         work = [(event.kind, event.micro_batch) for event in events if event.kind != "transfer"]
@@ -164,8 +164,8 @@ def test_events_are_the_schedule(transfers, case):
 
 
 @examples(ordinary=150, thorough=400)
-@given(pipelines(most_stages=7, most_micro_batches=12))
-def test_closed_form_is_never_below_but_where_it_is_said_to_be(case):
+@given(pipelines(max_stages=7, max_micro_batches=12))
+def test_closed_form_is_below_only_where_the_note_says_so(case):
     forward, backward, _, count = case
     times, closed = closed_form(*case)
     blocking, overlapped = (simulate_times(*case, transfers=transfers).seconds for transfers in TRANSFERS)
@@ -178,7 +178,7 @@ def test_closed_form_is_never_below_but_where_it_is_said_to_be(case):
     assert closed <= blocking + behind + slack
     assert sum(times) - slack <= overlapped
 
-    for simulated, most_forward, most_backward in (
+    for simulated, max_forward, max_backward in (
         (
             blocking,
             max(t - b for t, b in zip(times, backward, strict=True)),
@@ -186,7 +186,7 @@ def test_closed_form_is_never_below_but_where_it_is_said_to_be(case):
         ),
         (overlapped, max(forward), max(backward)),
     ):
-        excess = most_forward + most_backward - max(times)
+        excess = max_forward + max_backward - max(times)
         beyond = max(sum(excess - t for t in times[len(times) - last :]) for last in range(len(times)))
         assert simulated <= closed + beyond + slack
         if all(t >= excess for t in times[1:]):
@@ -195,7 +195,7 @@ def test_closed_form_is_never_below_but_where_it_is_said_to_be(case):
 
 @settings(max_examples=200, deadline=None)
 @given(pipelines())
-def test_closed_form_is_never_below_at_one_ratio_without_transfers(case):
+def test_closed_form_is_never_below_with_one_ratio_without_transfers(case):
     forward, _, _, count = case
     hops = [0.0] * (len(forward) - 1)
     times, closed = closed_form(forward, [2 * f for f in forward], hops, count)
@@ -206,7 +206,7 @@ def test_closed_form_is_never_below_at_one_ratio_without_transfers(case):
 
 
 def test_closed_form_can_be_below():
-    # The longest forward and the longest backward are in different stages; each ends after the other's last.
+    # The longest forward and the longest backward are in different stages.
     forward, backward, count = [10.0, 0.0, 0.0], [0.0, 10.0, 0.0], 50
     assert closed_form(forward, backward, [0.0, 0.0], count)[1] == 510
     assert simulate_times(forward, backward, [0.0, 0.0], count).seconds == 520
@@ -225,7 +225,7 @@ def test_512_stages_of_2048_micro_batches():
 
 
 def pipeline_of(work: list[float], count: int, update: float = 0.0) -> tuple[Pipeline, Split]:
-    """A block per stage."""
+    """A pipeline with one block per stage, and its split."""
     each = np.array(work)
     same = np.ones(len(work))
     costs = LayerCosts(each, 2 * each, update * each, same, same, same, same)

@@ -1,4 +1,4 @@
-"""Stage splits: the exact one against every other split there is, the papers' against their rules."""
+"""Stage splits: the exact split compared with all splits, and the splits of the papers compared with their rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
-from colossal_hetero.planner.stages import exact as split_exact
+from colossal_hetero.planner.stages import exact as exact_module
 from colossal_hetero.planner.stages.adapt_search import adapt
 from colossal_hetero.planner.stages.event_simulation import simulate
 from colossal_hetero.planner.stages.local_search import refine
@@ -23,10 +23,10 @@ ROUNDING = 1e-9
 IN_MEMORY = ("exact", "simulated", "adapt", "autohet")
 
 
-def random_pipeline(random: np.random.Generator, most_slots: int = 4, most_blocks: int = 7) -> Pipeline:
-    """1 to 4 slots of up to 3 kinds in 3 nodes; blocks alike or not, memory that binds or not, transfers or none."""
-    stages = int(random.integers(1, most_slots + 1))
-    blocks = int(random.integers(stages, most_blocks + 1))
+def random_pipeline(random: np.random.Generator, max_slots: int = 4, max_blocks: int = 7) -> Pipeline:
+    """Slots of up to 3 kinds in 3 nodes: equal or different blocks, enough or too little memory, fast or slow links."""
+    stages = int(random.integers(1, max_slots + 1))
+    blocks = int(random.integers(stages, max_blocks + 1))
     shape = random.integers(3)
 
     def values(low: int, high: int) -> np.ndarray:
@@ -77,7 +77,7 @@ def every_split(pipeline: Pipeline, order: tuple[int, ...] | None = None):
 
 
 def plain_cost(pipeline: Pipeline, division: Split) -> tuple[bool, float]:
-    """Whether it fits, and the closed form, written out."""
+    """Whether a split fits in memory, and its time by the closed form, computed with plain loops."""
     count, stages = pipeline.micro_batches, len(division.order)
     times, updates, fits = [0.0] * stages, [], True
     for s, index in enumerate(division.order):
@@ -96,7 +96,7 @@ def plain_cost(pipeline: Pipeline, division: Split) -> tuple[bool, float]:
     return fits, sum(times) + (count - 1) * max(times) + max(updates)
 
 
-def least_seconds(pipeline: Pipeline, order: tuple[int, ...] | None = None) -> float:
+def min_seconds(pipeline: Pipeline, order: tuple[int, ...] | None = None) -> float:
     costs = [plain_cost(pipeline, division) for division in every_split(pipeline, order)]
     return min((seconds for fits, seconds in costs if fits), default=np.inf)
 
@@ -116,7 +116,7 @@ def test_exact_is_the_best_of_all(seed):
         pipeline = random_pipeline(random)
         order = tuple(int(slot) for slot in random.permutation(len(pipeline.slots)))
         for given_order in (None, order):
-            best = least_seconds(pipeline, given_order)
+            best = min_seconds(pipeline, given_order)
             if best == np.inf:
                 impossible += 1
                 with pytest.raises(ValueError, match="no split fits in memory"):
@@ -136,14 +136,14 @@ def test_exact_is_the_best_of_all(seed):
 @given(st.integers(0, 2**32), st.sampled_from(METHODS), st.booleans())
 def test_every_method_makes_valid_splits_none_better_than_exact(seed, method, ordered):
     random = np.random.default_rng(seed)
-    pipeline = random_pipeline(random, most_slots=5, most_blocks=9)
+    pipeline = random_pipeline(random, max_slots=5, max_blocks=9)
     order = tuple(int(slot) for slot in random.permutation(len(pipeline.slots))) if ordered else None
     try:
         found = split(pipeline, method, order=order)
     except ValueError as error:
         assert method in IN_MEMORY
         assert "no split fits in memory" in str(error)
-        assert least_seconds(pipeline, order) == np.inf or (method == "autohet" and order is None)
+        assert min_seconds(pipeline, order) == np.inf or (method == "autohet" and order is None)
         return
     check(pipeline, found)
     assert order is None or found.order == order
@@ -191,7 +191,7 @@ def test_holmes(speeds, blocks, parts):
     assert split(pipeline_of(speeds, blocks), "holmes").blocks_per_stage == parts
 
 
-def test_autohet_has_the_least_longest_load_that_fits():
+def test_autohet_has_the_smallest_maximum_load_that_fits():
     random = np.random.default_rng(3)
     for _ in range(100):
         stages, blocks = int(random.integers(1, 5)), int(random.integers(4, 10))
@@ -213,7 +213,7 @@ def test_autohet_has_the_least_longest_load_that_fits():
         assert load(found) == pytest.approx(min(loads))
 
 
-def test_adapt_has_the_least_of_its_own_cost():
+def test_adapt_has_the_smallest_adapt_cost():
     random = np.random.default_rng(4)
     for _ in range(60):
         pipeline = random_pipeline(random)
@@ -228,7 +228,7 @@ def test_adapt_has_the_least_of_its_own_cost():
             assert cost(split(pipeline, "adapt")) == pytest.approx(min(costs))
 
 
-def test_adapt_ends_where_its_search_would_be_endless():
+def test_adapt_stops_after_the_maximum_number_of_nodes():
     pipeline = pipeline_of([1.0, 2.0, 3.0, 4.0] * 4, 48)
     found = adapt(pipeline, None, nodes=2000)
     assert found is not None
@@ -238,16 +238,16 @@ def test_adapt_ends_where_its_search_would_be_endless():
         adapt(tight, None, nodes=2000)
 
 
-def test_too_many_unlike_slots_still_get_a_good_split(monkeypatch):
+def test_too_many_different_slots_still_get_a_good_split(monkeypatch):
     random = np.random.default_rng(6)
     ratios = []
     for _ in range(60):
-        pipeline = random_pipeline(random, most_slots=5, most_blocks=9)
+        pipeline = random_pipeline(random, max_slots=5, max_blocks=9)
         try:
             best = evaluate(pipeline, split(pipeline)).seconds
         except ValueError:
             continue
-        monkeypatch.setattr(split_exact, "MAX_STATES", 1)
+        monkeypatch.setattr(exact_module, "MAX_STATES", 1)
         try:
             found = split(pipeline)
         except ValueError:
@@ -263,13 +263,13 @@ def test_too_many_unlike_slots_still_get_a_good_split(monkeypatch):
     assert np.mean(ratios) < 1.1
 
 
-def test_nodes_of_a_make_are_not_told_apart():
-    # 32 slots in 8 nodes of 4 would be 5^8 states if the nodes had names.
+def test_nodes_with_the_same_devices_are_interchangeable():
+    # 32 slots in 8 nodes of 4 would be 5^8 states if the nodes were distinguished.
     pipeline = pipeline_of([1.0] * 16 + [3.0] * 16, 64, count=32)
     slots = list(pipeline.slots)
     sizes = np.full(64, 1e6)
-    costs = {id(slot.costs): replace(slot.costs, output_bytes=sizes) for slot in slots}
-    slots = [replace(slot, costs=costs[id(slot.costs)]) for slot in slots]
+    costs = {slot.costs: replace(slot.costs, output_bytes=sizes) for slot in slots}
+    slots = [replace(slot, costs=costs[slot.costs]) for slot in slots]
     inside, outside = Channel("NVLink", 1e9), Channel("Ethernet", 1e7)
     channels = tuple(tuple(inside if a // 4 == b // 4 else outside for b in range(32)) for a in range(32))
     found = split(Pipeline(tuple(slots), channels, 32))
@@ -317,7 +317,7 @@ def test_no_micro_batches():
 
 
 def test_bad_order():
-    with pytest.raises(ValueError, match="no permutation"):
+    with pytest.raises(ValueError, match="not a permutation"):
         split(pipeline_of([1.0, 1.0], 2), order=[0, 0])
 
 
@@ -330,5 +330,5 @@ def test_a_block_that_fits_nowhere():
 
 def test_blocks_that_do_not_fit_together():
     pipeline = pipeline_of([1.0, 2.0], 8, memory=[6.0, 6.0])
-    with pytest.raises(ValueError, match=r"blocks .* in slot .* as stage 1, with 1 micro-batches in flight, need"):
+    with pytest.raises(ValueError, match=r"blocks .* in slot .* as stage 1, with 1 micro-batch in flight, need"):
         split(pipeline)
