@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from timm.models.vision_transformer import VisionTransformer
 
 import colossal_hetero.accelerator  # noqa: F401  (prepares Colossal-AI for a CPU)
@@ -134,7 +135,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
     console.print(f"{title}\n")
     table = Table(box=MARKDOWN)
     for column in columns:
-        table.add_column(column)
+        # In a plain string rich would read a unit in brackets as markup.
+        table.add_column(Text(column))
     for row in rows:
         table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row))
     console.print(table)

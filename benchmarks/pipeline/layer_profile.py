@@ -1,11 +1,11 @@
-"""Stages of n blocks as the layer profile predicts them, against what they take: at several CPU quotas.
+"""Compare the time of stages of n blocks with the prediction from the layer profile, at several CPU quotas.
 
 python -m benchmarks.pipeline.layer_profile [--quotas 1 0.5 0.25] [--seconds 4]      (quotas below 1 need root)
 
-One process per quota, with one thread. It profiles a vision transformer, then runs stages by themselves: forward and
-backward of micro-batches, gradients added. The table says how far off predictions are: from the time of one block,
-which planners use, and composed of measured runs (AutoHet, Eq. 5); and by how much a block in a run of n takes longer
-than in all runs, which is how far stages are from additive.
+Each quota has a process with one thread. It profiles a vision transformer, then runs single stages: forward and
+backward passes of micro-batches, gradients added up. The table shows the errors of two predictions: n times the time of
+one block, which planning uses, and the sum of measured runs of consecutive blocks (AutoHet, Eq. 5). The last column
+shows by how much a block in a run of n blocks takes longer than an average block, so it is 0 if times are additive.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STAGES = (1, 2, 3, 5, 7, 9, 11, 12)
 
 
 def measure(seconds: float) -> dict[str, Any]:
-    """Profile, then time stages in turn for so many seconds each."""
+    """Profile the model, then time its stages in turn for ``seconds`` each. Returns times, predictions and errors."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = MODEL()
@@ -60,21 +60,21 @@ def measure(seconds: float) -> dict[str, Any]:
         F.cross_entropy(model(batch[0]), batch[1]).backward()
 
     calls = [*(partial(passes.run, 0, count) for count in STAGES), whole]
-    *stages, took = in_turn(calls, seconds)
+    *stages, whole_seconds = in_turn(calls, seconds)
     block = times.forward_seconds[1] + times.backward_seconds[1]
     return {
         "stages": dict(zip(STAGES, stages, strict=True)),
         "block": {count: count * block for count in STAGES},
         "composed": {count: times.composed_seconds(count) for count in STAGES},
         "runs": {run.blocks: run.seconds / run.blocks / block - 1 for run in times.block_runs},
-        "whole": (float(costs.forward_seconds.sum() + costs.backward_seconds.sum()), took),
+        "whole": (float(costs.forward_seconds.sum() + costs.backward_seconds.sum()), whole_seconds),
     }
 
 
 def in_turn(calls: Sequence[Callable[[], Any]], seconds: float) -> list[float]:
-    """Mean wall time of each call, in rounds that go on for so many seconds for each of them.
+    """Mean wall time of each call in seconds. Rounds of all calls are repeated for ``seconds`` times their number.
 
-    Rounds are in another order each time, so that a quota's pauses fall on all alike.
+    Each round has another order, so that the pauses of a CPU quota affect all calls equally.
     """
     for call in calls:
         call()
@@ -90,8 +90,8 @@ def in_turn(calls: Sequence[Callable[[], Any]], seconds: float) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quotas", type=float, nargs="+", default=[1.0, 0.5, 0.25])
-    parser.add_argument("--seconds", type=float, default=4.0, help="per stage")
+    parser.add_argument("--quotas", type=float, nargs="+", default=[1.0, 0.5, 0.25], help="shares of a CPU core")
+    parser.add_argument("--seconds", type=float, default=4.0, help="time per stage (default: 4)")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
@@ -108,13 +108,14 @@ def main() -> None:
         predicted, took = result["whole"]
         rows.append([f"{quota:g}", "whole model", f"{took * 1e3:.1f}", f"{predicted / took - 1:+.1%}", "", ""])
     print_table(
-        "predicted against measured stages",
-        ["quota", "blocks", "measured ms", "n × block", "composed (Eq. 5)", "a run of n, per block"],
+        "Error of the predicted time of stages",
+        ["quota", "blocks", "measured [ms]", "n × one block", "sum of runs (Eq. 5)", "block in a run of n"],
         rows,
     )
 
 
 def error(result: dict[str, Any], count: str, took: float) -> list[str]:
+    """The last three cells of a row: errors of both predictions, and how much longer a block in a run takes."""
     run = result["runs"].get(count)
     return [
         f"{result['block'][count] / took - 1:+.1%}",

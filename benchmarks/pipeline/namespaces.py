@@ -1,7 +1,7 @@
-"""Nodes on one machine: network namespaces whose NICs are limited, on bridges as their switches.
+"""Several nodes on one machine: network namespaces with NICs of limited bandwidth, and bridges as switches.
 
-Each node has "eth0" on a bridge that all nodes share, and "rdma0" on its cluster's. A NIC sends and receives at most
-at its rate (token bucket filters at both ends of its cable). Needs root and iproute2 (``ip``, ``tc``).
+Each node has the NIC "eth0" on a bridge that all nodes share, and "rdma0" on the bridge of its cluster. Token bucket
+filters at both ends of a cable limit what a NIC sends and receives. Needs root and iproute2 (``ip``, ``tc``).
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
-"""Of a full TCP segment with time stamps; the filters count frames."""
+"""Sizes of a full TCP segment with time stamps. The filters count frames."""
 CLONE_NEWNET = 0x40000000
+"""Flag of ``setns``: the namespace is a network namespace."""
 BURST = "256kb"
-"""Of a filter: what it lets through between two of its turns on a busy processor. With less it stays below its rate."""
+"""Bytes that a filter may pass at once. With less, a busy processor would hold it below its rate."""
 
 
 @dataclass(frozen=True)
 class NodeAddresses:
-    """A namespace and where it is reached."""
+    """A node: its network namespace and the IP addresses of its two NICs."""
 
     namespace: str
     ethernet: str
@@ -31,21 +32,21 @@ class NodeAddresses:
 
 
 def payload_bytes_per_second(megabits: float) -> float:
-    """What a program can send through a NIC of that rate."""
+    """Bytes per second that a program can send through a NIC of ``megabits`` Mbit/s."""
     return megabits * 1e6 / 8 * PAYLOAD_BYTES / FRAME_BYTES
 
 
 def missing() -> str | None:
-    """Why namespaces cannot be made here."""
+    """Why namespaces cannot be made here; None if they can."""
     if os.geteuid() != 0:
-        return "it needs root, for network namespaces"
+        return "network namespaces need root"
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    return f"it needs {' and '.join(absent)} (iproute2)" if absent else None
+    return f"{' and '.join(absent)} (iproute2) not found" if absent else None
 
 
 @contextmanager
 def nodes(clusters: Sequence[int], rdma_megabits: float, ethernet_megabits: float) -> Iterator[list[NodeAddresses]]:
-    """As many nodes as ``clusters`` says of each; all of it is removed on leaving."""
+    """Make ``clusters[c]`` nodes for each cluster c, with NICs of these bandwidths; remove them at the end."""
     prefix = f"nic{os.getpid()}"
     switch = f"{prefix}-switch"
     made: list[str] = []
@@ -87,7 +88,7 @@ def _cable(node: str, nic: str, address: str, switch: str, port: str, bridge: st
 
 
 def enter(namespace: str) -> None:
-    """Move this thread, and those that it starts, into a namespace."""
+    """Move this thread, and the threads that it starts, into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/var/run/netns/{namespace}") as handle:
         if libc.setns(handle.fileno(), CLONE_NEWNET):

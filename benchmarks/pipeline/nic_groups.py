@@ -1,8 +1,9 @@
-"""Groups by NIC against the order of launch: how long replicas take to sum their gradients, measured and predicted.
+"""Time of gradient reduction with groups by NIC and with groups in launch order, measured and predicted.
 
-Two clusters of nodes that are network namespaces on this machine, each node with a fast NIC inside its cluster ("RDMA")
-and a slow one to all ("Ethernet"); ranks are processes over Gloo. All data-parallel groups sum at the same time. The
-bandwidths are small so that the network, not the processor, sets the time.
+There are two clusters of nodes, which are network namespaces on this machine. Each node has a fast NIC inside its
+cluster ("RDMA") and a slow one to all nodes ("Ethernet"). Ranks are processes that communicate over Gloo. All
+data-parallel groups reduce at the same time. Bandwidths are low, so that the network and not the processor limits the
+time.
 
     sudo python -m benchmarks.pipeline.nic_groups [--gradients MB] [--fast MBIT] [--slow MBIT] [--rounds N]
 """
@@ -41,7 +42,7 @@ PORT = 29617
 
 @dataclass(frozen=True)
 class Case:
-    """Two clusters, and degrees."""
+    """Size of the two clusters, and degrees of parallelism."""
 
     nodes_per_cluster: int
     ranks_per_node: int
@@ -57,11 +58,11 @@ class Case:
 
 
 CASES = (Case(2, 1, 1, 2, 2), Case(3, 1, 1, 2, 3), Case(2, 2, 1, 2, 4), Case(2, 2, 2, 2, 2))
-"""The last two have two rings per NIC: in the order of launch, and in both."""
+"""In the last two cases two rings share a NIC: in launch order only, and with both kinds of groups."""
 
 
 def describe(case: Case, fast_megabits: float, slow_megabits: float) -> Topology:
-    """The namespaces as a cluster file would describe them."""
+    """The topology of the namespaces."""
     devices, machines = [], []
     inside = Channel("loopback", LOOPBACK_BYTES_PER_SECOND)
     ethernet = Channel("Ethernet", payload_bytes_per_second(slow_megabits))
@@ -82,7 +83,7 @@ def run_rank(
     master: str,
     arguments: argparse.Namespace,
 ) -> list[list[float]]:
-    """Seconds of each sum, by layout."""
+    """Seconds of each all-reduce on this rank, for each layout. The first all-reduce is not counted."""
     enter(node.namespace)
     torch.set_num_threads(1)
     with environment({"GLOO_SOCKET_IFNAME": "eth0"}):
@@ -91,11 +92,11 @@ def run_rank(
         )
     groups = []
     for layout in layouts:
-        mine = None
+        own_group = None
         for ranks in layout.data_groups:
             group = make_group(ranks, group_network(topology, ranks), adapters=ADAPTERS)
-            mine = group if rank in ranks else mine
-        groups.append(mine)
+            own_group = group if rank in ranks else own_group
+        groups.append(own_group)
     gradients = torch.ones(int(arguments.gradients * 1e6) // 4)
     seconds: list[list[float]] = [[] for _ in layouts]
     for turn in range(arguments.rounds + 1):
@@ -104,7 +105,7 @@ def run_rank(
             start = time.perf_counter()
             dist.all_reduce(gradients, group=group)
             taken = time.perf_counter() - start
-            # The first sum of each group opens the buckets and is not counted.
+            # The first all-reduce of each group connects its ranks and is not counted.
             if turn:
                 times.append(taken)
             gradients.fill_(1.0)
@@ -117,20 +118,20 @@ def child(pipe: Connection, *arguments: object) -> None:
     try:
         pipe.send(run_rank(*arguments))  # type: ignore[arg-type]
     finally:
-        # Nothing of the parent's is to be cleaned up here.
+        # Exit without the clean-up of the parent process, which this process inherited.
         sys.stdout.flush()
         os._exit(0)
 
 
 def measure(case: Case, layouts: list[Layout], topology: Topology, arguments: argparse.Namespace) -> list[float]:
-    """Median seconds until the last rank is done, by layout."""
+    """Median seconds until the last rank has finished an all-reduce, for each layout."""
     context = mp.get_context("fork")
     with nodes([case.nodes_per_cluster] * 2, arguments.fast, arguments.slow) as found:
         pipes, processes = [], []
         for rank, device in enumerate(topology.devices):
             receiver, sender = context.Pipe(duplex=False)
-            everything = (sender, rank, topology, layouts, found[device.node], found[0].ethernet, arguments)
-            processes.append(context.Process(target=child, args=everything, daemon=True))
+            child_arguments = (sender, rank, topology, layouts, found[device.node], found[0].ethernet, arguments)
+            processes.append(context.Process(target=child, args=child_arguments, daemon=True))
             processes[-1].start()
             sender.close()
             pipes.append(receiver)
@@ -145,10 +146,12 @@ def measure(case: Case, layouts: list[Layout], topology: Topology, arguments: ar
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--gradients", type=float, default=16, help="megabytes per rank (%(default)s)")
-    parser.add_argument("--fast", type=float, default=400, help="Mbit/s inside a cluster (%(default)s)")
-    parser.add_argument("--slow", type=float, default=100, help="Mbit/s between clusters (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="of sums, by turns (%(default)s)")
+    parser.add_argument(
+        "--gradients", type=float, default=16, help="megabytes of gradients per rank (default: %(default)s)"
+    )
+    parser.add_argument("--fast", type=float, default=400, help="Mbit/s inside a cluster (default: %(default)s)")
+    parser.add_argument("--slow", type=float, default=100, help="Mbit/s between clusters (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="all-reduces with each layout (default: %(default)s)")
     arguments = parser.parse_args()
     reason = missing()
     if reason:
@@ -162,18 +165,18 @@ def main() -> None:
         predicted = [
             layout_costs(topology, each, arguments.gradients * 1e6, 0, 1).gradients_seconds for each in layouts
         ]
-        ratio, expected = measured[1] / measured[0], predicted[1] / predicted[0]
-        cells = [f"{was:.3f} ({said:.3f})" for was, said in zip(measured, predicted, strict=True)]
-        rows.append([case, *cells, f"{ratio:.2f}", f"{expected:.2f}", f"{expected / ratio - 1:+.1%}"])
+        ratio, predicted_ratio = measured[1] / measured[0], predicted[1] / predicted[0]
+        cells = [f"{took:.3f} ({expected:.3f})" for took, expected in zip(measured, predicted, strict=True)]
+        rows.append([case, *cells, f"{ratio:.2f}", f"{predicted_ratio:.2f}", f"{predicted_ratio / ratio - 1:+.1%}"])
     print_table(
         f"{arguments.gradients:g} MB of gradients per rank, {arguments.fast:g} Mbit/s inside a cluster, "
-        f"{arguments.slow:g} between",
+        f"{arguments.slow:g} Mbit/s between clusters",
         [
             "clusters × nodes × ranks",
-            "by NIC, s (predicted)",
-            "as launched, s (predicted)",
+            "by NIC (predicted) [s]",
+            "as launched (predicted) [s]",
             "ratio",
-            "predicted",
+            "predicted ratio",
             "error",
         ],
         rows,

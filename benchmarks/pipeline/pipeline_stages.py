@@ -1,13 +1,14 @@
-"""Predicted and measured iteration time of a pipeline with unequal stages, one rank slow from outside.
+"""Predicted and measured iteration time of a pipeline with unequal stages, when a CPU quota slows one rank.
 
 sudo python -m benchmarks.pipeline.pipeline_stages [--quotas 1,0.5,0.25] [--blocks 6] [--rounds 3]
 
-Two ranks, a ViT, 1F1B. Rank 1 is under a CPU quota, of which the program knows nothing. For each quota the layers are
-measured on both ranks, every split of the blocks is predicted from that (the closed form by which plans are chosen, and
-the simulation of the schedule), and then trained with, in turns. With --orders the slow rank also takes the first
-stage: all that a planner can choose from. The plan that it chose is compared with the best one found by trying all.
+Two ranks train a ViT with the 1F1B schedule. Rank 1 is under a CPU quota that the program is not told. For each quota
+the layers are measured on both ranks. From these times the iteration time of every split of the blocks is predicted,
+with the closed form that plans are chosen by and with the simulation of the schedule. Then the splits are trained in
+turns. With --orders the slow rank also takes the first stage, so that all plans that a planner can choose are tried.
+The planner's plan is compared with the best of those tried.
 
-Needs Linux, cgroups (version 1 or 2) and the right to write to them.
+Needs Linux and write access to cgroups (version 1 or 2).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
-import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, and quietly)
+import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
 from benchmarks.common import print_table, start_ranks
 
 # isort: split
@@ -63,7 +64,7 @@ def make_batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Trained:
-    """A model in training by one plan, one of several that take turns."""
+    """A model that is trained with one plan, and its iteration times."""
 
     def __init__(self, plan: Plan, arguments: argparse.Namespace) -> None:
         self.plan = plan
@@ -76,12 +77,13 @@ class Trained:
         self.batch = list(make_batch(arguments.global_batch))
 
     def iterate(self) -> float:
+        """Train one iteration; returns its seconds."""
         dist.barrier()
         start = time.perf_counter()
         self.booster.execute_pipeline(iter([self.batch]), self.model, loss, self.optimizer, return_loss=True)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        # An iteration is over when it is on all ranks.
+        # An iteration ends when all ranks have finished it.
         dist.barrier()
         return time.perf_counter() - start
 
@@ -101,15 +103,15 @@ def loss(outputs: torch.Tensor, batch: list[torch.Tensor]) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quotas", default="1,0.5,0.25")
-    parser.add_argument("--period-us", type=int, default=20_000)
-    parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--hidden", type=int, default=192)
-    parser.add_argument("--micro-batch", type=int, default=8)
-    parser.add_argument("--global-batch", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--block", type=int, default=3, help="iterations in a row")
-    parser.add_argument("--orders", action="store_true", help="also with the slow rank first")
+    parser.add_argument("--quotas", default="1,0.5,0.25", help="shares of a CPU core for rank 1 (default: %(default)s)")
+    parser.add_argument("--period-us", type=int, default=20_000, help="period of the quota (default: %(default)s)")
+    parser.add_argument("--blocks", type=int, default=6, help="blocks of the ViT (default: %(default)s)")
+    parser.add_argument("--hidden", type=int, default=192, help="hidden size of the ViT (default: %(default)s)")
+    parser.add_argument("--micro-batch", type=int, default=8, help="images per micro-batch (default: %(default)s)")
+    parser.add_argument("--global-batch", type=int, default=64, help="images per iteration (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each split (default: %(default)s)")
+    parser.add_argument("--block", type=int, default=3, help="timed iterations per turn (default: %(default)s)")
+    parser.add_argument("--orders", action="store_true", help="also try splits with the slow rank first")
     arguments = parser.parse_args()
     start_ranks(2)
     for quota in map(float, arguments.quotas.split(",")):
@@ -178,9 +180,9 @@ def compare(quota: float, arguments: argparse.Namespace) -> None:
         if shape(variant.plan) == shape(chosen):
             took = variant.median_seconds
             notes.append(
-                f"Planned: {variant.name}, {took:.3f} s: {took / best.median_seconds:.3f} of the best of those tried "
-                f"({best.name}, {best.median_seconds:.3f} s), {uniform.median_seconds / took:.2f} times as fast as the "
-                f"uniform split ({uniform.median_seconds:.3f} s)."
+                f"Planned: {variant.name}, {took:.3f} s. That is {took / best.median_seconds:.3f} times the best time "
+                f"({best.name}, {best.median_seconds:.3f} s), and {uniform.median_seconds / took:.2f} times as fast as "
+                f"the uniform split ({uniform.median_seconds:.3f} s)."
             )
     errors = [abs(variant.plan.iteration_seconds / variant.median_seconds - 1) for variant in variants]
     notes.append(f"Closed form: largest error {max(errors):.1%}, median {median(errors):.1%}.")

@@ -1,16 +1,16 @@
-"""What the planner's cost model says of plans that were really run on up to 32 GH200, and what they really took.
+"""Predict the iteration time of plans that others ran on up to 32 GH200, and compare it with the measured time.
 
-Layer times and bandwidths alone go in; nothing is fitted to what is predicted. Layers, links and plans were measured by
-the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich), training with Megatron-DeepSpeed.
-What is assumed, and why, is said in `colossal_hetero/planner/measured_plans.py`; how tables are read in
-`gpu_profiles.py`. GPT-Neo-2.7 was not timed on GH200 (its published rows are those of OPT-350); `gpu_estimates.py`
-estimates it there from OPT-350 and OPT-30, corrected by how far that misses on V100, where all three were timed. The
-estimate is fitted up to micro-batch 8, which plans use; fitted to all that were timed, up to 128, the median error over
-all plans is 6.5 % instead of 5.9 %.
+Predictions use layer times and bandwidths only; nothing is fitted to the iterations. Layers, links and plans were
+measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich), training with
+Megatron-DeepSpeed. `colossal_hetero/planner/published/measured_plans.py` states the assumptions, and `sailor_tables.py`
+beside it how the tables are read. GPT-Neo-2.7 was not timed on GH200 (its published rows are those of OPT-350);
+`estimated_times.py` estimates its times there from OPT-350 and OPT-30, corrected by the error on V100, where all three
+were timed. The estimate is fitted to micro-batches of up to 8, which plans use. Fitted to all timed sizes, up to 128,
+the median error over all plans is 6.5 % instead of 5.9 %.
 
-"Formula" is the closed form that the planner searches with, "simulated" the 1F1B schedule event by event; both with the
-gradient reduction. Memory is of the fullest GPU; what was measured is nvidia-smi's figure, with the context, the
-communicators' buffers and the allocator's reserve, none of which is predicted.
+"Formula" is the closed form that the planner searches with. "Simulated" is the 1F1B schedule, simulated event by event.
+Both include the gradient reduction. Memory is that of the GPU that uses most. The measured figure is from nvidia-smi;
+it contains CUDA's context, communication buffers and the allocator's reserve, which are not predicted.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from statistics import mean, median
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.published.estimated_times import estimate_times
@@ -39,11 +40,11 @@ from colossal_hetero.planner.stages.event_simulation import simulate
 DATA = Path(__file__).resolve().parents[2] / "../shared/data/gpu-profiles"
 MICRO_BATCHES = (1, 2, 4, 8)
 TARGET_PERCENT = 6
-SAILOR_PERCENT = "8.0 % (mean 12.5 %) over all of its published plans, more than these"
+SAILOR_PERCENT = "8.0 % (mean 12.5 %) over all of its published plans, which are more than these"
 
 
 def profiles(data: Path, notes: list[str]) -> dict[str, ModelProfile]:
-    """Of both models, with times on GH200."""
+    """Profiles of both models with times on GH200; ``notes`` gets what was left out or estimated."""
     tables = {model: read_gpu_tables(data, model) for model in ("OPT-350", "GPT-Neo-2.7", "OPT-30")}
     for model in ("OPT-350", "GPT-Neo-2.7"):
         notes += [f"{model}, {each}." for each in tables[model].left_out]
@@ -53,20 +54,21 @@ def profiles(data: Path, notes: list[str]) -> dict[str, ModelProfile]:
     return {"OPT-350": opt, "GPT-Neo-2.7": neo}
 
 
-def doubt(plan: MeasuredPlan, pipeline_seconds: float) -> str:
-    """Why what was measured cannot be right, in words; empty if it can."""
+def implausible(plan: MeasuredPlan, pipeline_seconds: float) -> str:
+    """Why the measurements of a plan contradict each other; "" if they do not."""
     rest = plan.iteration_seconds - plan.gradient_seconds
     if rest < 0.5 * pipeline_seconds:
         return (
-            f"{plan.name}: {plan.gradient_seconds:.3f} s of {plan.iteration_seconds:.3f} for the gradients leave "
-            f"{rest:.3f} s for passes that were timed to take {pipeline_seconds:.3f}: one of the two is a misprint"
+            f"{plan.name}: {plan.gradient_seconds:.3f} s of {plan.iteration_seconds:.3f} s for gradients leave "
+            f"{rest:.3f} s for passes that take {pipeline_seconds:.3f} s by layer times: one of them is a misprint"
         )
     return ""
 
 
 def statistics(errors: Sequence[float], which: str) -> str:
-    size = [abs(each) for each in errors]
-    return f"{which}: median error {100 * median(size):.1f} %, mean {100 * mean(size):.1f} %, {len(size)} plans"
+    absolute = [abs(each) for each in errors]
+    percent = f"median error {100 * median(absolute):.1f} %, mean {100 * mean(absolute):.1f} %"
+    return f"{which}: {percent}, {len(absolute)} plans"
 
 
 def main() -> None:
@@ -75,18 +77,25 @@ def main() -> None:
     arguments = parser.parse_args()
     if not (arguments.data / "measured_iterations.json").exists():
         sys.exit(
-            f"no measurements in {arguments.data}; name with --data a folder with layer_times.csv, layer_memory.csv, "
+            f"no measurements in {arguments.data}; give with --data a folder with layer_times.csv, layer_memory.csv, "
             "bandwidth.csv, models.json and measured_iterations.json, made from github.com/eth-easl/sailor"
         )
     notes: list[str] = []
     models = profiles(arguments.data, notes)
     channels = import_bandwidths(arguments.data)
     table = Table(box=MARKDOWN)
-    for column in ("plan", "stages × replicas × TP", "micro-batches", "measured [s]", "formula [s]", "error"):
-        table.add_column(column)
-    for column in ("simulated [s]", "gradients: measured", "predicted [s]", "memory: measured", "predicted [GB]"):
-        table.add_column(column)
-    errors, sound, doubts, repeated = [], [], [], []
+    for column in ("plan", "stages × replicas × TP", "micro-batches × size", "measured [s]", "formula [s]", "error"):
+        # In a plain string rich would read the brackets as markup.
+        table.add_column(Text(column))
+    for column in (
+        "simulated [s]",
+        "gradients: measured [s]",
+        "predicted [s]",
+        "memory: measured [GB]",
+        "predicted [GB]",
+    ):
+        table.add_column(Text(column))
+    errors, plausible, misprints, repeated = [], [], [], []
     by_model: dict[str, list[float]] = {}
     reductions, memory = [], []
     for plan in load_measured_plans(arguments.data):
@@ -96,11 +105,11 @@ def main() -> None:
         error = predicted.iteration_seconds / plan.iteration_seconds - 1
         errors.append(error)
         by_model.setdefault(plan.model, []).append(error)
-        reason = doubt(plan, predicted.pipeline.seconds)
+        reason = implausible(plan, predicted.pipeline.seconds)
         if reason:
-            doubts.append(reason)
+            misprints.append(reason)
         else:
-            sound.append(error)
+            plausible.append(error)
         if plan.replicas > 1 and not reason:
             reductions.append(plan.gradient_seconds / predicted.gradient_seconds)
         memory.append((plan.memory_bytes - predicted.memory_bytes) / 1e9)
@@ -123,18 +132,18 @@ def main() -> None:
     console = Console(width=240, highlight=False)
     console.print(table)
     console.print(statistics(errors, "All"))
-    if doubts:
-        console.print(statistics(sound, "Without those marked (?)"))
+    if misprints:
+        console.print(statistics(plausible, "Without those marked (?)"))
     for model, of_model in by_model.items():
         console.print(statistics(of_model, model))
-    console.print(statistics(repeated, "With more than one micro-batch an iteration"))
+    console.print(statistics(repeated, "More than one micro-batch per iteration"))
     console.print(
-        f"Gradients of replicas: measured over predicted {min(reductions):.1f} to {max(reductions):.1f}, median "
-        f"{median(reductions):.1f}. Memory: measured less predicted {min(memory):.1f} to {max(memory):.1f} GB, median "
+        f"Gradient reduction: measured over predicted time {min(reductions):.1f} to {max(reductions):.1f}, median "
+        f"{median(reductions):.1f}. Memory: measured minus predicted {min(memory):.1f} to {max(memory):.1f} GB, median "
         f"{median(memory):.1f}."
     )
     console.print(f"Aim: at most {TARGET_PERCENT} % (median). Sailor's own simulator: {SAILOR_PERCENT}.")
-    for note in (*doubts, *notes):
+    for note in (*misprints, *notes):
         console.print(note, soft_wrap=True)
 
 

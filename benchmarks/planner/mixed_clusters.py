@@ -1,15 +1,17 @@
-"""What plans for clusters of two or three kinds of GPU are predicted to bring, from times that real GPUs took.
+"""Predict how much plans for clusters of two or three kinds of GPU gain, from times measured on real GPUs.
 
-Two nodes of each kind with four GPUs each, or one with eight of RTX and Titan cards, in one network; between different
-kinds at the slower one's rate. "Planned" is the planner's best plan. "Uniform" is the best that uses every device and
-gives all pipelines as many micro-batches and all stages as many blocks, ranks as launched. "Alone" is the planner's
-best for the nodes of one kind, without the others. A plan for all may leave devices out, so it should never be slower
-than any of these; the last line says whether that is so. All are judged by the same cost model; no two kinds were run
-together. `measured_plans.py` says how far the model is from iterations that were run. A device may use its nominal
-memory. Not to be confused with `clusters.py`, which divides batches and not layers.
+A cluster has two nodes of four GPUs of each kind, or one node of eight for RTX and Titan cards, in one network. Nodes
+of different kinds communicate at the bandwidth of the slower one. "Planned" is the planner's best plan. "Uniform" is
+the best plan that uses all devices and gives all pipelines the same number of micro-batches and all stages the same
+number of blocks, with ranks as launched. "Alone" is the planner's best plan for the nodes of one kind, without the
+others. A plan for all kinds may leave devices out, so it should never be slower than any of these; the last line says
+whether it is. One cost model predicts all of them; no two kinds were run together. `benchmarks.planner.measured_plans`
+compares the model with iterations that were run. A plan may use the nominal memory of a device.
+`benchmarks.data_parallel.clusters` is about dividing batches instead of layers.
 
 Times and bandwidths were measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH
-Zurich), in single precision with TF32 products. GPT-Neo-2.7 on GH200 is an estimate, see `gpu_estimates.py`.
+Zurich), in single precision with TF32 matrix products. The times of GPT-Neo-2.7 on GH200 are estimated, see
+`colossal_hetero/planner/published/estimated_times.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import numpy as np
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.plans.plan import Plan
@@ -44,10 +47,10 @@ DATA = Path(__file__).resolve().parents[2] / "../shared/data/gpu-profiles"
 MODELS = ("OPT-350", "GPT-Neo-2.7")
 MICRO_BATCHES = (1, 2, 4, 8)
 NODES = {"RTX-3090": (1, 8), "RTX-2080": (1, 8), "Titan-RTX": (1, 8)}
-"""How many and of how many GPUs; others two of four. Of the RTX and Titan nodes there was one each."""
+"""Number of nodes, and GPUs per node; other kinds have two nodes of four. Sailor had one node of each RTX and Titan."""
 CLUSTERS = (("A100-40", "V100-16"), ("GH-96", "A100-80"), ("RTX-3090", "RTX-2080", "Titan-RTX"))
 SHIPPED = (("A100-40", "V100-16"), (1, 2, 4), 8)
-"""Of OPT-350: devices, degrees, largest micro-batch in ``examples/plans``."""
+"""Devices, tensor-parallel degrees and largest micro-batch of the OPT-350 profile in ``examples/plans``."""
 
 Kinds = Sequence[str]
 
@@ -57,7 +60,7 @@ def topology_of(channels: dict[str, GpuChannels], kinds: Kinds) -> Topology:
 
 
 def planned_for(topology: Topology, profile: ModelProfile, global_batch: int) -> Plan | str:
-    """The planner's best plan, or why there is none."""
+    """The planner's best plan, or the reason why there is none."""
     try:
         return make_plans(topology, profile, global_batch=global_batch, micro_batches=MICRO_BATCHES, keep=1)[0].plan
     except ValueError as error:
@@ -65,9 +68,10 @@ def planned_for(topology: Topology, profile: ModelProfile, global_batch: int) ->
 
 
 def uniform_for(topology: Topology, profile: ModelProfile, global_batch: int) -> Plan | str:
-    """The best plan that uses every device and gives all pipelines and all stages alike, as without a planner.
+    """The best plan without a planner, which uses all devices and makes all pipelines and all stages equal.
 
-    All degrees, divisions and micro-batches are tried, ranks as launched: pipeline by pipeline, and stage by stage.
+    All degrees and micro-batch sizes are tried, with ranks as launched: pipeline by pipeline, and stage by stage.
+    Returns the reason if there is no such plan.
     """
     best, reason = None, "no division into equal parts"
     count = len(topology.devices)
@@ -98,7 +102,7 @@ def uniform_for(topology: Topology, profile: ModelProfile, global_batch: int) ->
 
 
 def shape(plan: Plan) -> str:
-    """Pipelines that are alike, how many of each: stages with their blocks."""
+    """The plan in words: how many pipelines of each kind, and the blocks and devices of their stages."""
     shapes: dict[str, int] = {}
     for replica in plan.replicas:
         stages = " + ".join(f"{stage.blocks[1] - stage.blocks[0]} {stage.device}" for stage in replica.stages)
@@ -119,12 +123,16 @@ def ratio(found: Plan | str, plan: Plan) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the tables (default: %(default)s)")
-    parser.add_argument("--global-batch", type=int, default=256, help="sequences (default: 256, half a million tokens)")
-    parser.add_argument("--save", type=Path, help="only write the profile that examples/plans has to this file")
+    parser.add_argument(
+        "--global-batch", type=int, default=256, help="sequences per iteration (default: 256, half a million tokens)"
+    )
+    parser.add_argument(
+        "--save", type=Path, help="write the profile that examples/plans has to this file, and do nothing else"
+    )
     arguments = parser.parse_args()
     if not (arguments.data / "layer_times.csv").exists():
         sys.exit(
-            f"no measurements in {arguments.data}; name with --data a folder with layer_times.csv, layer_memory.csv, "
+            f"no measurements in {arguments.data}; give with --data a folder with layer_times.csv, layer_memory.csv, "
             "bandwidth.csv and models.json, made from github.com/eth-easl/sailor"
         )
     opt, neo, large = (import_gpu_profiles(arguments.data, model) for model in (*MODELS, "OPT-30"))
@@ -134,10 +142,11 @@ def main() -> None:
     neo = estimate_times(neo, [opt, large], "GH-96", reference="V100-16", micro_batches=MICRO_BATCHES)
     channels = import_bandwidths(arguments.data)
     table = Table(box=MARKDOWN)
-    for column in ("cluster", "model", "planned [s]", "uniform [s]", "alone [s]", "× uniform", "× best alone"):
-        table.add_column(column)
-    for column in ("devices used", "plan", "planned in [s]"):
-        table.add_column(column)
+    for column in ("cluster", "model", "planned [s]", "uniform [s]", "alone [s]", "uniform / planned"):
+        # In a plain string rich would read the brackets as markup.
+        table.add_column(Text(column))
+    for column in ("best alone / planned", "devices used", "plan", "planning took [s]"):
+        table.add_column(Text(column))
     notes, slower = [], []
     for kinds in CLUSTERS:
         for profile in (opt, neo):
@@ -156,7 +165,7 @@ def main() -> None:
             notes += [f"{where}, {name}: {plan}" for name, plan in found.items() if isinstance(plan, str)]
             others = {name: plan for name, plan in found.items() if isinstance(plan, Plan) and name != "planned"}
             if not isinstance(planned, Plan):
-                slower += [f"{where}: {name} has a plan, all together have none" for name in others]
+                slower += [f"{where}: {name} has a plan, but the whole cluster has none" for name in others]
                 continue
             slower += [
                 f"{where}: {name} takes {plan.iteration_seconds:.3f} s, planned {planned.iteration_seconds:.3f}"
@@ -187,7 +196,9 @@ def main() -> None:
         console.print(note, soft_wrap=True)
     for each in slower:
         console.print(f"SLOWER: {each}", soft_wrap=True)
-    console.print("Never slower than the best of the others." if not slower else f"{len(slower)} slower.")
+    console.print(
+        "Planned is never slower than the others." if not slower else f"Planned is slower in {len(slower)} cases."
+    )
     sys.exit(bool(slower))
 
 

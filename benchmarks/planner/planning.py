@@ -1,7 +1,8 @@
-"""Planning time and quality by number of GPUs, with AutoHet's own formulation solved by SCIP beside it. No training.
+"""Planning time and plan quality by number of GPUs, compared with AutoHet's formulation solved by SCIP. No training.
 
-The clusters are AutoHet's: nodes of eight A100, H800 or H20, NVLink inside, 400 Gb/s between, GPT-3 6.7B, with layer
-times estimated from nominal FLOP/s. SCIP gets Eq. 2 and 3 as they are printed: a binary variable per GPU and group.
+The clusters are AutoHet's: nodes of eight A100, H800 or H20, with NVLink inside and 400 Gb/s between nodes. The model
+is GPT-3 6.7B, with layer times estimated from nominal FLOP/s. SCIP solves Eq. 2 and 3 as they are printed, with a
+binary variable per GPU and group.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ from colossal_hetero.planner.search.tp_groups import slot_kinds
 
 NAMES = ("A100-80", "H800", "H20")
 CLUSTERS = {16: (8, 4, 4), 24: (8, 8, 8), 32: (16, 8, 8), 64: (24, 24, 16), 256: (88, 88, 80), 1024: (344, 344, 336)}
-"""GPUs of each kind."""
+"""By total number of GPUs: the number of each kind in ``NAMES``."""
 NVLINK, ROCE = Channel("NVLink", 300e9, 1e-5), Channel("RoCE", 50e9, 2e-5)
 LAYERS, HIDDEN, SEQUENCE, VOCABULARY = 32, 4096, 2048, 50257
-"""GPT-3 6.7B."""
+"""Sizes of GPT-3 6.7B."""
 DEGREES, SIZES = (1, 2, 4, 8), (1, 2, 4, 8)
 REACHED = 0.45
-"""Share of the nominal FLOP/s, less with tensor parallelism and small micro-batches; the same for all kinds."""
+"""Share of the nominal FLOP/s that layers reach, for all kinds; tensor parallelism and small micro-batches lower it."""
 
 
 def cluster(counts: Sequence[int]) -> Topology:
+    """A cluster of nodes of up to eight GPUs, with ``counts`` GPUs of the kinds in ``NAMES``."""
     devices: list[Device] = []
     nodes = []
     for name, count in zip(NAMES, counts, strict=True):
@@ -50,7 +52,10 @@ def cluster(counts: Sequence[int]) -> Topology:
 
 
 def gpt() -> ModelProfile:
-    """Layer times from FLOP (Holmes, Eq. 6, by layer), mixed precision with Adam: 16 bytes per parameter."""
+    """Profile of GPT-3 6.7B with layer times from FLOP (Holmes, Eq. 6, by layer).
+
+    Mixed precision with Adam takes 16 bytes per parameter.
+    """
     block = 24 * SEQUENCE * HIDDEN**2 * (1 + SEQUENCE / (6 * HIDDEN))
     head = 2 * SEQUENCE * HIDDEN * VOCABULARY
     times, sizes = [], []
@@ -96,7 +101,10 @@ def model_gigabytes(model: ModelProfile, size: int) -> float:
 
 
 def scip(kinds: Sequence[MemberKind], memory: float, micro_batches: int, limit: float) -> tuple[float, str, float]:
-    """Eq. 3 by SCIP: the objective of the groups that it found, how it ended, and seconds."""
+    """Solve Eq. 3 by SCIP. Returns the objective of the groups that it found, its status, and its seconds.
+
+    ``limit`` is SCIP's time limit in seconds.
+    """
     try:
         from pyscipopt import Model, quicksum
     except ImportError:
@@ -140,9 +148,10 @@ def scip(kinds: Sequence[MemberKind], memory: float, micro_batches: int, limit: 
 
 
 def autohet_iteration(topology: Topology, model: ModelProfile, global_batch: int) -> float:
-    """AutoHet's Algorithm 1: for each degree the groups with the best Eq. 3, stages by Eq. 4, as predicted here.
+    """Predicted seconds per iteration of AutoHet's Algorithm 1: for each degree the best groups by Eq. 3, then Eq. 4.
 
-    The groups are the exact ones, which SCIP does not always find in time; of the micro-batches the best one counts.
+    The groups are exact solutions, which SCIP does not always find in its time limit. All micro-batch sizes are tried;
+    the best one counts.
     """
     builder, best = DraftBuilder(topology, "autohet"), np.inf
     for degree in DEGREES:
@@ -167,7 +176,7 @@ def autohet_iteration(topology: Topology, model: ModelProfile, global_batch: int
 
 
 def seconds_of(function: Any, repeats: int) -> tuple[float, Any]:
-    """Median of several runs, and what came of it."""
+    """Median seconds of ``repeats`` calls, and the result of the last call."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -178,12 +187,23 @@ def seconds_of(function: Any, repeats: int) -> tuple[float, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, nargs="*", default=list(CLUSTERS), choices=list(CLUSTERS))
-    parser.add_argument("--repeats", type=int, default=5, help="timings of each (default: 5)")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        nargs="*",
+        default=list(CLUSTERS),
+        choices=list(CLUSTERS),
+        help="cluster sizes (default: all)",
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions of each timing (default: 5)")
     parser.add_argument("--global-batch", type=int, default=512, help="samples (default: 512)")
-    parser.add_argument("--micro-batches", type=int, default=64, help="K of Eq. 2 (default: 64)")
-    parser.add_argument("--scip-seconds", type=float, default=60.0, help="SCIP's limit; 0 leaves it out (default: 60)")
-    parser.add_argument("--scip-gpus", type=int, default=64, help="most GPUs that SCIP is asked about (default: 64)")
+    parser.add_argument(
+        "--micro-batches", type=int, default=64, help="micro-batches per iteration, K of Eq. 2 (default: 64)"
+    )
+    parser.add_argument(
+        "--scip-seconds", type=float, default=60.0, help="SCIP's time limit; 0: do not run it (default: 60)"
+    )
+    parser.add_argument("--scip-gpus", type=int, default=64, help="run SCIP up to this number of GPUs (default: 64)")
     arguments = parser.parse_args()
     model = gpt()
     plans, groupings = [], []
@@ -199,45 +219,53 @@ def main() -> None:
             )
             cells += [seconds, found[0].plan.iteration_seconds]
         uniform = make_plans(topology, model, global_batch=arguments.global_batch, method="uniform", runnable=True)
-        theirs_seconds = autohet_iteration(topology, model, arguments.global_batch)
-        plans.append((f"{gpus:,}", *cells, uniform[0].plan.iteration_seconds, theirs_seconds))
+        autohet_seconds = autohet_iteration(topology, model, arguments.global_batch)
+        plans.append((f"{gpus:,}", *cells, uniform[0].plan.iteration_seconds, autohet_seconds))
 
         kinds, memory = kinds_of(CLUSTERS[gpus]), model_gigabytes(model, 1)
         seconds, grouping = seconds_of(
             lambda kinds=kinds, memory=memory: find_grouping(kinds, memory, arguments.micro_batches), arguments.repeats
         )
-        theirs: tuple[float, str, float] = (np.nan, "not asked", np.nan)
+        scip_result: tuple[float, str, float] = (np.nan, "not run", np.nan)
         if arguments.scip_seconds > 0 and gpus <= arguments.scip_gpus:
-            # In a process of its own: SCIP has been seen to abort on the larger problems.
+            # In its own process, because SCIP sometimes aborts on the larger problems.
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                asked = process.submit(scip, kinds, memory, arguments.micro_batches, arguments.scip_seconds)
+                future = process.submit(scip, kinds, memory, arguments.micro_batches, arguments.scip_seconds)
                 try:
-                    theirs = asked.result()
+                    scip_result = future.result()
                 except BrokenProcessPool:
-                    theirs = (np.nan, "aborted", np.nan)
-        groupings.append((f"{gpus:,}", len(grouping.groups), seconds, grouping.objective, *theirs))
+                    scip_result = (np.nan, "aborted", np.nan)
+        groupings.append((f"{gpus:,}", len(grouping.groups), seconds, grouping.objective, *scip_result))
     print_table(
-        f"Whole plans, GPT-3 6.7B, global batch {arguments.global_batch}: seconds to plan, seconds per iteration",
+        f"Whole plans, GPT-3 6.7B, global batch {arguments.global_batch}: planning time and predicted iteration time",
         (
             "GPUs",
-            "planning",
-            "iteration",
-            "planning, alike",
-            "iteration, alike",
-            "iteration, uniform",
-            "iteration, AutoHet",
+            "planning [s]",
+            "iteration [s]",
+            "planning, runnable [s]",
+            "iteration, runnable [s]",
+            "iteration, uniform [s]",
+            "iteration, AutoHet [s]",
         ),
         plans,
         (
-            '"alike": all pipelines cut alike, which is what can be run; "uniform": alike, with equally many layers '
-            'per stage; "AutoHet": Algorithm 1 with exact groups, micro-batches dealt by speed.',
+            '"runnable": all pipelines are divided in the same way, which can be run; "uniform": runnable, with '
+            'the same number of layers per stage; "AutoHet": Algorithm 1 with exact groups, micro-batches by speed.',
         ),
     )
     print_table(
-        f"\nEq. 3 alone, K = {arguments.micro_batches}, one GPU per stage: seconds and objective (TFLOP/s)",
-        ("GPUs", "groups", "seconds", "objective", "SCIP's objective", "SCIP ended", "SCIP's seconds"),
+        f"\nEq. 3 alone, K = {arguments.micro_batches}, one GPU per stage",
+        (
+            "GPUs",
+            "groups",
+            "time [s]",
+            "objective [TFLOP/s]",
+            "SCIP: objective [TFLOP/s]",
+            "SCIP: status",
+            "SCIP: time [s]",
+        ),
         groupings,
-        ("AutoHet's planning times on its machine: 16, 24, 32, 64 GPUs in 1.23, 5.72, 16.96, 159 s.",),
+        ("AutoHet's published planning times: 1.23, 5.72, 16.96 and 159 s for 16, 24, 32 and 64 GPUs.",),
     )
 
 

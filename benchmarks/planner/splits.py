@@ -1,8 +1,7 @@
-"""Stage splits against exhaustive search, how they compare, and how fast they and the event simulation are. Nothing is
-trained.
+"""Quality of the split methods, and the time that they and the event simulation take. Nothing is trained.
 
-The exhaustive search tries every order of the slots and every contiguous split, on random pipelines small enough for
-that. The tables of methods and of times are of pipelines beyond it.
+On random small pipelines, `exact` is compared with an exhaustive search over all orders of the slots and all contiguous
+splits. The tables of methods and of times use larger pipelines.
 """
 
 from __future__ import annotations
@@ -24,15 +23,17 @@ from colossal_hetero.planner.stages.slot_orders import _depths
 from colossal_hetero.planner.stages.split_methods import METHODS, split
 
 BLOCK_SECONDS = 0.03
-"""Forward and backward of a block on the slowest kind."""
+"""Forward plus backward pass of a block on the slowest kind of device."""
 SPEEDS = (1.0, 2.2, 3.7)
+"""Speed of each kind of device, relative to the slowest."""
 GIGABYTES = (16.0, 24.0, 40.0)
+"""Memory of each kind of device."""
 MODEL_GIGABYTES = 60.0
-"""Parameters, gradients and optimizer state."""
+"""Parameters, gradients and optimizer state of a model for 16 stages."""
 
 
 def small(random: np.random.Generator) -> Pipeline:
-    """1 to 4 slots of up to 3 kinds in 3 nodes, up to 8 blocks, memory that binds in part."""
+    """A random pipeline: 1 to 4 slots of up to 3 kinds in 3 nodes, up to 8 blocks, sometimes with little memory."""
     stages = int(random.integers(1, 5))
     blocks = int(random.integers(stages, 9))
     kinds = []
@@ -51,10 +52,13 @@ def small(random: np.random.Generator) -> Pipeline:
 
 
 def mixed(
-    random: np.random.Generator, stages: int, kinds: int, blocks: int, micro_batches: int, alike: bool = False
+    random: np.random.Generator, stages: int, kinds: int, blocks: int, micro_batches: int, equal_blocks: bool = False
 ) -> Pipeline:
-    """Kinds of slots one after the other, as many of each, in a node per kind; the head weighs more than a block."""
-    weight = np.full(blocks, 1.0) if alike else random.uniform(0.8, 1.2, blocks)
+    """A random pipeline with equally many slots of each kind, slots of one kind in one node.
+
+    The last block includes the head and takes 1.6 times as long as a block.
+    """
+    weight = np.full(blocks, 1.0) if equal_blocks else random.uniform(0.8, 1.2, blocks)
     weight[-1] *= 1.6
     made = []
     for kind in range(kinds):
@@ -69,7 +73,8 @@ def mixed(
     return Pipeline(slots, channels, micro_batches)
 
 
-def every_split(pipeline: Pipeline) -> list[Split]:
+def all_splits(pipeline: Pipeline) -> list[Split]:
+    """All orders of the slots with all contiguous splits."""
     stages, blocks = len(pipeline.slots), pipeline.blocks
     return [
         Split(order, (0, *cuts, blocks))
@@ -79,11 +84,12 @@ def every_split(pipeline: Pipeline) -> list[Split]:
 
 
 def against_exhaustive_search(pipelines: int, seed: int) -> list[tuple[object, ...]]:
+    """Table of `exact` against the optimum of all splits."""
     random = np.random.default_rng(seed)
     equal, worst, impossible = 0, 1.0, 0
     for _ in range(pipelines):
         pipeline = small(random)
-        costs = [evaluate(pipeline, one) for one in every_split(pipeline)]
+        costs = [evaluate(pipeline, one) for one in all_splits(pipeline)]
         best = min((cost.seconds for cost in costs if cost.fits), default=np.inf)
         try:
             found = evaluate(pipeline, split(pipeline))
@@ -98,6 +104,7 @@ def against_exhaustive_search(pipelines: int, seed: int) -> list[tuple[object, .
 
 
 def methods(pipelines: int, seed: int) -> list[tuple[object, ...]]:
+    """Table of all methods relative to `exact`, by the closed form."""
     rows = []
     for stages, kinds, blocks in ((4, 2, 24), (8, 3, 48), (16, 3, 96)):
         for count in (stages, 4 * stages):
@@ -131,13 +138,14 @@ def methods(pipelines: int, seed: int) -> list[tuple[object, ...]]:
 
 
 def under_simulation(pipelines: int, seed: int) -> list[tuple[object, ...]]:
+    """Table of the closed form and of `exact` under the event simulation."""
     rows = []
     for stages, count in ((2, 4), (3, 4), (4, 4), (2, 8), (4, 8), (4, 16), (4, 64)):
         random = np.random.default_rng(seed)
         closed, exact, refined = [], [], []
         for _ in range(pipelines):
             pipeline = mixed(random, stages, 2, 9, count)
-            best = min(simulate(pipeline, one).seconds for one in every_split(pipeline) if evaluate(pipeline, one).fits)
+            best = min(simulate(pipeline, one).seconds for one in all_splits(pipeline) if evaluate(pipeline, one).fits)
             found = split(pipeline)
             simulated = simulate(pipeline, found).seconds
             closed.append(evaluate(pipeline, found).seconds / simulated)
@@ -148,13 +156,14 @@ def under_simulation(pipelines: int, seed: int) -> list[tuple[object, ...]]:
 
 
 def split_times(repeats: int, seed: int) -> list[tuple[object, ...]]:
+    """Table of the seconds that `exact` takes."""
     rows = []
     for stages, kinds, blocks in ((8, 3, 48), (16, 2, 96), (16, 3, 96), (32, 3, 96), (64, 3, 128)):
         cells = []
-        for alike in (True, False):
+        for equal_blocks in (True, False):
             first, again = [], []
             for number in range(repeats):
-                pipeline = mixed(np.random.default_rng(seed + number), stages, kinds, blocks, 4 * stages, alike)
+                pipeline = mixed(np.random.default_rng(seed + number), stages, kinds, blocks, 4 * stages, equal_blocks)
                 _depths.cache_clear()
                 for seconds in (first, again):
                     start = time.perf_counter()
@@ -166,6 +175,7 @@ def split_times(repeats: int, seed: int) -> list[tuple[object, ...]]:
 
 
 def simulation_times(repeats: int, seed: int) -> list[tuple[object, ...]]:
+    """Table of the seconds that the event simulation takes."""
     rows = []
     for stages, replicas, count in ((64, 64, 512), (512, 8, 2048), (4096, 1, 8192)):
         random = np.random.default_rng(seed)
@@ -185,12 +195,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipelines", type=int, default=1000, help="random small pipelines (default: 1000)")
     parser.add_argument("--mixed", type=int, default=20, help="random larger pipelines per row (default: 20)")
-    parser.add_argument("--repeats", type=int, default=3, help="timings of each (default: 3)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions of each timing (default: 3)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random pipelines (default: 0)")
     arguments = parser.parse_args()
     print_table(
         "Iteration time of 'exact' against the optimum of exhaustive search: 1 to 4 slots, all orders, up to 8 blocks",
-        ("equal", "worst / optimum", "found that none fits"),
+        ("equal to the optimum", "worst / optimum", "no split fits, and found so"),
         against_exhaustive_search(arguments.pipelines, arguments.seed),
     )
     print_table(
@@ -199,18 +209,18 @@ def main() -> None:
         methods(arguments.mixed, arguments.seed),
     )
     print_table(
-        "\nUnder the event simulation: closed form / simulated; 'exact', and it refined, relative to the best of all\n"
-        "splits and orders under the simulation; 9 blocks, 2 kinds",
-        ("stages", "micro-batches", "closed / simulated", "exact, mean", "worst", "refined, mean", "worst"),
+        "\nUnder the event simulation: closed form / simulated time; 'exact', and 'exact' refined by local search,\n"
+        "relative to the best of all splits and orders under the simulation; 9 blocks, 2 kinds",
+        ("stages", "micro-batches", "closed form / simulated", "exact, mean", "worst", "refined, mean", "worst"),
         under_simulation(arguments.mixed, arguments.seed),
     )
     print_table(
-        "\nSeconds of 'exact', the longest of all repeats, for the first of its shape and again",
-        ("stages of kinds", "blocks", "blocks alike", "again", "blocks differ", "again"),
+        "\nSeconds of 'exact', the longest of all repeats, for the first pipeline of a shape and again",
+        ("stages of kinds", "blocks", "equal blocks, first", "again", "unequal blocks, first", "again"),
         split_times(arguments.repeats, arguments.seed),
     )
     print_table(
-        "\nSeconds to simulate an iteration of unlike replicas, the longest of all repeats",
+        "\nSeconds to simulate an iteration of replicas that all differ, the longest of all repeats",
         ("devices", "stages", "replicas", "micro-batches", "transfers", "seconds"),
         simulation_times(arguments.repeats, arguments.seed),
     )

@@ -1,4 +1,4 @@
-"""Clusters for tests of layouts: nodes of devices with NVLink inside, an RDMA NIC and Ethernet."""
+"""Clusters for tests of layouts: nodes with NVLink inside, RDMA NICs and Ethernet."""
 
 from __future__ import annotations
 
@@ -13,28 +13,38 @@ NVLINK = Channel("NVLink", 300e9)
 
 @dataclass(frozen=True)
 class Nodes:
-    """Of one cluster: their fastest kind of NIC, and how many devices each has."""
+    """The nodes of one cluster."""
 
     nic: str
+    """Kind of the fastest NIC: "InfiniBand", "RoCE" or "Ethernet"."""
     sizes: Sequence[int]
+    """Number of devices of each node."""
     nics: int = 1
+    """Number of RDMA NICs per node."""
 
 
 def machines(
     *clusters: Nodes, latency_seconds: float = 5e-6, one_cluster: bool = False, device: str = "A100-80"
 ) -> Topology:
-    """200 Gbit/s of InfiniBand or RoCE per NIC and 25 Gbit/s of Ethernet per node, as in Holmes' Table 1."""
+    """A topology with 200 Gbit/s per InfiniBand or RoCE NIC and 25 Gbit/s of Ethernet per node, as in Holmes' Table 1.
+
+    Args:
+        clusters: The nodes of each cluster.
+        latency_seconds: Latency of all NICs.
+        one_cluster: Put all nodes in one cluster, where they may have different NICs.
+        device: Name of the kind of all devices.
+    """
     kind = DeviceKind(device, 80 << 30, 312e12)
     devices: list[Device] = []
     nodes: list[Node] = []
     for number, cluster in enumerate(clusters):
-        place = 0 if one_cluster else number
+        index = 0 if one_cluster else number
         for size in cluster.sizes:
             numbers = tuple(range(len(devices), len(devices) + size))
-            devices += [Device(kind, len(nodes), place)] * size
+            devices += [Device(kind, len(nodes), index)] * size
             nics = [Channel("Ethernet", 25 * GIGABIT, latency_seconds)]
             if cluster.nic != "Ethernet":
                 nics = [Channel(cluster.nic, 200 * GIGABIT, latency_seconds)] * cluster.nics + nics
-            nodes.append(Node(f"node-{len(nodes)}", place, numbers, NVLINK, tuple(nics)))
+            nodes.append(Node(f"node-{len(nodes)}", index, numbers, NVLINK, tuple(nics)))
     count = 1 if one_cluster else len(clusters)
     return Topology(tuple(devices), tuple(nodes), tuple(f"cluster-{number}" for number in range(count)))

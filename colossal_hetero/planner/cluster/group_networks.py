@@ -1,11 +1,12 @@
-"""Which backend and which network a group of ranks communicates over, and the environment that brings it about.
+"""Which backend and network a group of ranks communicates over, and the environment variables that select them.
 
 [Note: what is read when]  NCCL reads the *name of the network*, ``NCCL_NET`` ("IB" for InfiniBand and RoCE, "Socket"
 for Ethernet) or ``ncclConfig_t.netName``, for every communicator that it makes (init.cc, ``envConfigOverride``; the
-variable goes before the configuration). All else that chooses NICs is read once per process, when its network is used
-for the first time: ``NCCL_IB_HCA``, ``NCCL_IB_GID_INDEX``, ``NCCL_IB_DISABLE`` and ``NCCL_SOCKET_IFNAME`` (net_ib.cc,
-net_socket.cc, param.cc; NVIDIA/nccl, issue 443). That suffices: a rank has one node, hence one set of adapters, and
-only between RDMA and Ethernet must its groups differ. Gloo reads ``GLOO_SOCKET_IFNAME`` for each group.
+variable takes precedence over the configuration). All other variables that choose NICs are read once per process, when
+their network is used for the first time: ``NCCL_IB_HCA``, ``NCCL_IB_GID_INDEX``, ``NCCL_IB_DISABLE`` and
+``NCCL_SOCKET_IFNAME`` (net_ib.cc, net_socket.cc, param.cc; NVIDIA/nccl, issue 443). This is sufficient: a rank is on
+one node and has one set of adapters, so its groups differ only in the choice between RDMA and Ethernet. Gloo reads
+``GLOO_SOCKET_IFNAME`` for each group.
 """
 
 from __future__ import annotations
@@ -25,31 +26,35 @@ ETHERNET = "Ethernet"
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """What a node calls its NICs of one kind."""
+    """The names of a node's NICs of one kind."""
 
     interface: str | None = None
-    """Of the operating system, e.g. "eth0"; Gloo and NCCL's sockets need one."""
+    """Name in the operating system, e.g. "eth0"; Gloo and NCCL's sockets need it."""
     hca: str | None = None
-    """RDMA devices as ``NCCL_IB_HCA`` takes them, e.g. "mlx5_0" or "=mlx5_0:1,mlx5_1:1"; None leaves it to NCCL."""
+    """RDMA devices as the value of ``NCCL_IB_HCA``, e.g. "mlx5_0" or "=mlx5_0:1,mlx5_1:1"; None: NCCL chooses."""
     gid_index: int | None = None
-    """RoCE's, as ``NCCL_IB_GID_INDEX`` takes it; None leaves it to NCCL, which finds it from 2.21 on."""
+    """GID index of RoCE, the value of ``NCCL_IB_GID_INDEX``; None: NCCL chooses it, from version 2.21 on."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """What the members of a group have in common."""
+    """The network that a group of ranks communicates over."""
 
     backend: Literal["nccl", "gloo"]
     kind: str
-    """Of the slowest channel in its ring: "NVLink", "InfiniBand", "RoCE", "Ethernet", …; "" for a single device."""
+    """Kind of the slowest channel in the group's ring: "NVLink", "InfiniBand", "RoCE", "Ethernet", …; "" for one
+    device."""
     nccl_net: Literal["IB", "Socket"] | None = None
-    """Between nodes, for NCCL; None leaves the choice to NCCL, as inside a node."""
+    """Value of ``NCCL_NET`` for a group that spans nodes; None: NCCL chooses, as it does inside a node."""
 
     def environment(self, adapters: Mapping[str, Adapter] | None = None) -> dict[str, str]:
-        """Variables to set while this group's communicator is made, on a node with ``adapters`` by kind of NIC.
+        """Environment variables to set while this group's communicator is made.
 
-        Gloo speaks IP, also over InfiniBand if the adapter names an interface; without one Gloo takes the interface of
-        the host's name.
+        Gloo uses IP, also over InfiniBand if the adapter names an interface. Without an interface it uses the one that
+        the host name resolves to.
+
+        Args:
+            adapters: The node's adapters, by kind of NIC.
         """
         if self.backend == "nccl":
             return {} if self.nccl_net is None else {"NCCL_NET": self.nccl_net}
@@ -58,16 +63,21 @@ class Network:
 
 
 def group_network(topology: Topology, group: Sequence[int]) -> Network:
-    """NCCL among GPUs, Gloo as soon as a CPU takes part (ADAPT, section 6); and the network that all hops can use.
+    """The backend of a group, and the network that all hops of its ring can use.
 
-    A CPU is a kind of device whose name begins with "cpu". Where hops differ the whole group takes the slowest's: one
-    communicator of NCCL has one network.
+    GPUs use NCCL; if a CPU is in the group, all use Gloo (ADAPT, section 6). A device is a CPU if the name of its kind
+    begins with "cpu". If the hops have different networks, the whole group uses the slowest one, because an NCCL
+    communicator has one network.
+
+    Args:
+        topology: Machines.
+        group: Device numbers.
 
     Raises:
-        ValueError: an empty group, no such device, one named twice, or two that cannot reach each other.
+        ValueError: The group is empty, a device does not exist or appears twice, or two cannot reach each other.
     """
     if not group:
-        raise ValueError("a group needs a device")
+        raise ValueError("the group is empty; it needs a device")
     hops = ring_hops(topology, group)
     kinds = {topology.devices[device].kind.name for device in group}
     backend: Literal["nccl", "gloo"] = "gloo" if any(name.lower().startswith("cpu") for name in kinds) else "nccl"
@@ -82,10 +92,10 @@ def group_network(topology: Topology, group: Sequence[int]) -> Network:
 
 
 def process_environment(adapters: Mapping[str, Adapter]) -> dict[str, str]:
-    """Variables that a process needs before its first communicator. See Note: what is read when.
+    """Environment variables that a process needs before it makes its first communicator. See Note: what is read when.
 
     Args:
-        adapters: of its node, by kind of NIC.
+        adapters: The node's adapters, by kind of NIC.
     """
     environment = {}
     for kind in RDMA:
@@ -94,7 +104,7 @@ def process_environment(adapters: Mapping[str, Adapter]) -> dict[str, str]:
             environment["NCCL_IB_HCA"] = adapter.hca
         if kind == "RoCE" and adapter.gid_index is not None:
             environment["NCCL_IB_GID_INDEX"] = str(adapter.gid_index)
-    # Communicators of several clusters also say hello over this interface, so it must be the one that all can reach.
+    # Communicators that span clusters also connect for the first time over this interface, so all nodes must reach it.
     ethernet = adapters.get(ETHERNET)
     if ethernet is not None and ethernet.interface is not None:
         environment["NCCL_SOCKET_IFNAME"] = f"={ethernet.interface}"

@@ -1,1 +1,1 @@
-"""Assign ranks to places in the parallel layout, and price the communication of a layout."""
+"""Assign ranks to places in the parallel layout, and predict the communication time of a layout."""

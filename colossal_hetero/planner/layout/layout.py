@@ -1,8 +1,8 @@
-"""Which device takes which place in a 3D-parallel layout, so that each kind of traffic has the network it needs.
+"""Which device takes which place in a 3D-parallel layout.
 
-Holmes (section 3): tensor parallelism stays inside a node; devices are numbered cluster by cluster, stage-major, so
-that each data-parallel group lies inside one cluster and sums its gradients over that cluster's RDMA network; only
-pipelines cross clusters, over Ethernet.
+Holmes (section 3) gives each kind of traffic the network it needs: tensor parallelism stays inside a node. Devices are
+numbered cluster by cluster, stage-major, so that each data-parallel group lies inside one cluster and reduces its
+gradients over that cluster's RDMA network. Only pipelines cross clusters, over Ethernet.
 """
 
 from __future__ import annotations
@@ -20,76 +20,79 @@ __all__ = ["Layout", "Violation", "naive_layout"]
 
 @dataclass(frozen=True)
 class Violation:
-    """Where a layout departs from Holmes' definition."""
+    """A group of a layout that does not meet Holmes' definition."""
 
     rule: Literal["tensor", "data", "network"]
-    """A tensor-parallel group leaves its node; a data-parallel group leaves its cluster; one inside a cluster leaves
-    its nodes' fastest kind of NIC."""
+    """"tensor": a tensor-parallel group spans several nodes. "data": a data-parallel group spans several clusters.
+    "network": a data-parallel group inside one cluster does not use its nodes' fastest kind of NIC."""
     group: tuple[int, ...]
+    """The devices of the group."""
     text: str
+    """The violation in words."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A device for each place: ``ranks[replica][stage][place in the tensor-parallel group]``.
+    """The device at each place of a 3D-parallel layout.
 
     Raises:
-        ValueError: no place at all, stages or groups of different sizes, or a device in two places.
+        ValueError: There is no place, replicas or tensor-parallel groups differ in size, or a device has two places.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    """Devices, indexed as ``ranks[replica][stage][place in the tensor-parallel group]``."""
 
     def __post_init__(self) -> None:
         shapes = {(len(replica), len(group)) for replica in self.ranks for group in replica}
         if len(shapes) != 1 or (0 in next(iter(shapes))) or len({len(replica) for replica in self.ranks}) != 1:
             raise ValueError(
-                f"replicas have (stages, tensor-parallel degree) {sorted(shapes)}; give all of them one shape"
+                f"replicas have (stages, tensor-parallel degree) {sorted(shapes)}; all of them need one shape"
             )
-        twice = [device for device, count in Counter(self.devices).items() if count > 1]
-        if twice:
-            raise ValueError(f"device {twice[0]} has more than one place")
+        duplicates = [device for device, count in Counter(self.devices).items() if count > 1]
+        if duplicates:
+            raise ValueError(f"device {duplicates[0]} has more than one place")
 
     @property
     def data_parallel(self) -> int:
-        """Replicas."""
+        """Number of replicas."""
         return len(self.ranks)
 
     @property
     def pipeline(self) -> int:
-        """Stages."""
+        """Number of stages."""
         return len(self.ranks[0])
 
     @property
     def tensor_parallel(self) -> int:
-        """Devices of a stage of one replica."""
+        """Number of devices in a tensor-parallel group, which is one stage of one replica."""
         return len(self.ranks[0][0])
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """All in use, by replica, stage and place."""
+        """All devices in use, ordered by replica, stage and place in the tensor-parallel group."""
         return tuple(device for replica in self.ranks for group in replica for device in group)
 
     @property
     def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
-        """By replica, then stage."""
+        """The tensor-parallel groups, ordered by replica, then stage."""
         return tuple(group for replica in self.ranks for group in replica)
 
     def stage_groups(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """The data-parallel groups of a stage, by place in the tensor-parallel group."""
+        """The data-parallel groups of ``stage``, ordered by place in the tensor-parallel group."""
         return tuple(zip(*(replica[stage] for replica in self.ranks), strict=True))
 
     @property
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Which sum their gradients: by stage, then place in the tensor-parallel group."""
+        """The data-parallel groups, ordered by stage, then place in the tensor-parallel group."""
         return tuple(group for stage in range(self.pipeline) for group in self.stage_groups(stage))
 
     @property
     def pipeline_groups(self) -> tuple[tuple[int, ...], ...]:
-        """By replica, then place in the tensor-parallel group; each from first to last stage."""
+        """The pipelines, each from first to last stage: ordered by replica, then place in the tensor-parallel group."""
         return tuple(group for replica in self.ranks for group in zip(*replica, strict=True))
 
     def verify(self, topology: Topology) -> tuple[Violation, ...]:
-        """Where this departs from Holmes' definition; nothing if it holds."""
+        """The groups that do not meet Holmes' definition; an empty tuple if all do."""
         found = [
             Violation("tensor", group, f"tensor-parallel group {_list(group)} spans nodes {_nodes(topology, group)}")
             for group in self.tensor_groups
@@ -98,11 +101,11 @@ class Layout:
         for stage in range(self.pipeline):
             for group in self.stage_groups(stage):
                 name = f"data-parallel group {_list(group)} of stage {stage}"
-                here = Counter(topology.clusters[topology.devices[device].cluster] for device in group)
-                if len(here) > 1:
-                    parts = ", ".join(f"{count} in {cluster}" for cluster, count in here.items())
-                    pace = _slowest_kind(topology, group)
-                    found.append(Violation("data", group, f"{name} spans clusters ({parts}) and runs over {pace}"))
+                by_cluster = Counter(topology.clusters[topology.devices[device].cluster] for device in group)
+                if len(by_cluster) > 1:
+                    parts = ", ".join(f"{count} in {cluster}" for cluster, count in by_cluster.items())
+                    slowest = _slowest_kind(topology, group)
+                    found.append(Violation("data", group, f"{name} spans clusters ({parts}) and runs over {slowest}"))
                     continue
                 for a, b in ring_hops(topology, group):
                     kind = topology.node_channel(a, b).kind
@@ -118,11 +121,17 @@ class Layout:
 def naive_layout(
     topology: Topology, tensor_parallel: int, pipeline: int, data_parallel: int, dp_outside: bool = True
 ) -> Layout:
-    """Devices in the order in which they were launched: Colossal-AI's (dp, pp, tp), or (pp, dp, tp) as with its
-    ``dp_outside=False``; consecutive ranks are tensor-parallel.
+    """Colossal-AI's layout: devices in the order in which they were launched, consecutive ranks tensor-parallel.
+
+    Args:
+        topology: Machines.
+        tensor_parallel: Devices in a tensor-parallel group.
+        pipeline: Stages.
+        data_parallel: Replicas.
+        dp_outside: As in Colossal-AI's plugin: True numbers the mesh (dp, pp, tp), False (pp, dp, tp).
 
     Raises:
-        ValueError: a degree below 1, or more places than devices.
+        ValueError: A degree is below 1, or there are more places than devices.
     """
     check_degrees(topology, tensor_parallel, pipeline, data_parallel)
 
@@ -139,6 +148,11 @@ def naive_layout(
 
 
 def check_degrees(topology: Topology, tensor_parallel: int, pipeline: int, data_parallel: int) -> None:
+    """Check the degrees of parallelism against each other and the number of devices.
+
+    Raises:
+        ValueError: A degree is below 1, or there are more places than devices.
+    """
     degrees = {"tensor_parallel": tensor_parallel, "pipeline": pipeline, "data_parallel": data_parallel}
     for name, degree in degrees.items():
         if degree < 1:
@@ -146,10 +160,11 @@ def check_degrees(topology: Topology, tensor_parallel: int, pipeline: int, data_
     places = tensor_parallel * pipeline * data_parallel
     if places > len(topology.devices):
         product = " × ".join(f"{name}={degree}" for name, degree in degrees.items())
-        raise ValueError(f"{product} takes {places} devices, and there are {len(topology.devices)}")
+        raise ValueError(f"{product} needs {places} devices, but there are {len(topology.devices)}")
 
 
 def _slowest_kind(topology: Topology, group: Sequence[int]) -> str:
+    """Kind and bandwidth of the slowest channel in the group's ring."""
     channels = [topology.node_channel(*hop) for hop in ring_hops(topology, group)]
     slowest = min(channels, key=lambda channel: channel.bytes_per_second)
     return f"{slowest.kind} ({slowest.bytes_per_second * 8 / 1e9:g} Gbit/s)"

@@ -1,4 +1,4 @@
-"""The communication time of a layout, over the networks that its groups share."""
+"""Communication time of a layout, when its groups share networks."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ class LayoutCosts:
     """Communication time of a layout, per iteration."""
 
     synchronization_seconds: tuple[float, ...]
-    """By stage: its slowest data-parallel group, while the groups of all stages run; see all_reduce.py, Note: shared
-    NICs."""
+    """Seconds of gradient reduction for each stage: its slowest data-parallel group, while the groups of all stages
+    communicate. See ``planner/cluster/all_reduce.py``, Note: shared NICs."""
     hop_seconds: tuple[float, ...]
-    """By cut between stages: one micro-batch one way in the slowest replica, while all replicas send."""
+    """Seconds to send one micro-batch in one direction, for each pair of neighboring stages: the slowest replica, while
+    all replicas send."""
     micro_batches: int
+    """Micro-batches per iteration and replica."""
 
     @property
     def gradients_seconds(self) -> float:
-        """Seconds until the slowest stage has summed its gradients."""
+        """Seconds until the slowest stage has reduced its gradients."""
         return max(self.synchronization_seconds)
 
     @property
     def pipeline_seconds(self) -> float:
-        """Seconds that transfers add to an iteration if all stages are equally busy."""
+        """Seconds that transfers between stages add to an iteration if all stages compute equally long."""
         ends = [0.0, *self.hop_seconds, 0.0]
         longest = max(before + after for before, after in pairwise(ends))
         return 2 * sum(self.hop_seconds) + (self.micro_batches - 1) * longest
 
     @property
     def seconds(self) -> float:
-        """Seconds of gradients and transfers together."""
+        """Sum of ``gradients_seconds`` and ``pipeline_seconds``."""
         return self.gradients_seconds + self.pipeline_seconds
 
 
@@ -50,14 +52,14 @@ def layout_costs(
     activation_bytes: float,
     micro_batches: int,
 ) -> LayoutCosts:
-    """The communication time of ``layout`` between nodes and devices, without that of tensor parallelism.
+    """Predict the communication time of ``layout`` without that of tensor parallelism.
 
     Args:
         topology: Machines.
-        layout: Which device is in which place.
-        gradient_bytes_per_stage: Per device; one number per stage, or one for all stages.
-        activation_bytes: Sent on per device and micro-batch.
-        micro_batches: Per iteration and replica.
+        layout: The device at each place.
+        gradient_bytes_per_stage: Gradients per device; one number per stage, or one for all stages.
+        activation_bytes: Bytes that a device sends to the next stage per micro-batch.
+        micro_batches: Micro-batches per iteration and replica.
 
     Raises:
         ValueError: There is not one number per stage, a number is negative, or devices cannot reach each other.
@@ -65,12 +67,16 @@ def layout_costs(
     stages = range(layout.pipeline)
     if isinstance(gradient_bytes_per_stage, Sequence):
         if len(gradient_bytes_per_stage) != layout.pipeline:
-            raise ValueError(f"{len(gradient_bytes_per_stage)} numbers of bytes for {layout.pipeline} stages")
+            raise ValueError(
+                f"gradient_bytes_per_stage has {len(gradient_bytes_per_stage)} values for {layout.pipeline} stages"
+            )
         gradients = list(gradient_bytes_per_stage)
     else:
         gradients = [gradient_bytes_per_stage for _ in stages]
     if activation_bytes < 0 or micro_batches < 1:
-        raise ValueError(f"activation_bytes={activation_bytes} must be at least 0, micro_batches={micro_batches} 1")
+        raise ValueError(
+            f"activation_bytes={activation_bytes} must be at least 0, micro_batches={micro_batches} at least 1"
+        )
     seconds = concurrent_seconds(
         topology, layout.data_groups, [each for each in gradients for _ in range(layout.tensor_parallel)]
     )
@@ -83,14 +89,17 @@ def layout_costs(
 
 
 def _hop_seconds(topology: Topology, layout: Layout, stage: int, activation_bytes: float) -> float:
-    """Seconds of the slowest transfer behind ``stage``. All replicas send at once and share NICs as rings do."""
+    """Seconds of the slowest transfer from ``stage`` to the next, when all replicas send at once and share NICs."""
     pairs = [
         (topology.devices[a].node, topology.devices[b].node)
         for replica in layout.ranks
         for a, b in zip(replica[stage], replica[stage + 1], strict=True)
     ]
     load = Counter(
-        (node, way, topology.node_channel(a, b).kind) for a, b in pairs if a != b for way, node in enumerate((a, b))
+        (node, direction, topology.node_channel(a, b).kind)
+        for a, b in pairs
+        if a != b
+        for direction, node in enumerate((a, b))
     )
     slowest = 0.0
     for a, b in set(pairs):
@@ -98,8 +107,8 @@ def _hop_seconds(topology: Topology, layout: Layout, stage: int, activation_byte
         speeds = [channel.bandwidth(activation_bytes)]
         if a != b:
             speeds += [
-                total_bandwidth(topology, node, channel, activation_bytes) / load[node, way, channel.kind]
-                for way, node in enumerate((a, b))
+                total_bandwidth(topology, node, channel, activation_bytes) / load[node, direction, channel.kind]
+                for direction, node in enumerate((a, b))
             ]
         slowest = max(slowest, channel.latency_seconds + activation_bytes / min(speeds) if activation_bytes else 0.0)
     return slowest

@@ -1,1 +1,1 @@
-"""Other people's measured tables. Used by benchmarks and tests only."""
+"""Measurements published by other authors, and what is estimated from them. Used by benchmarks and tests only."""

@@ -1,17 +1,18 @@
-"""Layer times of a model on a GPU that it was not timed on, from other models' times there.
+"""Estimate the layer times of a model on a GPU on which only other models were timed.
 
-A layer's pass takes ``c + p·parameters + a·activations`` per micro-batch: launches and latencies, the matrix products
-(two operations per parameter and token; all models here have the same tokens per sample), and everything that reads or
-writes activations, softmax, masks and collectives among them. The three coefficients, none negative, are fitted to the
-relative errors of the other models' layers on that GPU at that tensor-parallel degree, up to the largest micro-batch
-that is estimated; models count alike.
+A pass of a layer takes ``c + p·parameters + a·activations`` per micro-batch. The terms stand for launches and
+latencies, for matrix products (two operations per parameter and token; all models here have the same number of tokens
+per sample), and for everything that reads or writes activations, such as softmax, masks and collectives. The three
+coefficients are non-negative. They are fitted to the other models' layers on that GPU at that tensor-parallel degree,
+up to the largest micro-batch that is estimated. The fit minimizes relative errors; all models have the same weight.
 
-Models differ in more than these sizes. By how much this misses the model is known on a *reference* GPU where it was
-timed itself, beside the others; what is predicted is divided by the mean miss there.
+Models differ in more than these sizes. Therefore the estimate of the blocks is corrected on a *reference* GPU on which
+the model and the others were all timed: it is divided by the mean ratio of fitted to measured time there.
 
-The plainer way, another GPU's times of the model scaled by how much faster the new one runs another model, is not used:
-it takes the mixture of products and of memory traffic to be that of the other model. From A100-40 to V100-16, which has
-no TF32, it predicts GPT-Neo-2.7 from OPT-350 to run in about six tenths of the time that it really takes.
+A simpler method would scale the model's times on one GPU by the ratio of another model's times on the two GPUs. It is
+not used, because it assumes that both models spend the same share of their time on matrix products and on memory
+traffic. From A100-40 to V100-16, which has no TF32, it predicts for GPT-Neo-2.7, scaled with OPT-350, only about six
+tenths of the measured time.
 """
 
 from __future__ import annotations
@@ -29,41 +30,47 @@ from ..profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
 __all__ = ["estimate_times"]
 
 PASSES = ("forward_seconds", "backward_seconds")
+"""Fields of a layer's times that are fitted."""
 
 
 def estimate_times(
     model: ModelProfile, others: Sequence[ModelProfile], device: str, *, reference: str, micro_batches: Sequence[int]
 ) -> ModelProfile:
-    """``model`` with estimated times on ``device`` added, at all degrees at which ``others`` were timed there.
+    """``model`` with estimated times on ``device`` added, for all tensor-parallel degrees that ``others`` have there.
 
     Args:
-        others: models of as many tokens per sample, timed on ``device`` and on ``reference``; two or more.
-        reference: a kind of GPU where ``model`` was timed as well; it sets the correction.
-        micro_batches: to estimate.
+        model: The model to estimate.
+        others: At least two models with the same number of tokens per sample, timed on ``device`` and ``reference``.
+        device: The kind of GPU to estimate times for.
+        reference: A kind of GPU on which ``model`` was timed as well; it sets the correction.
+        micro_batches: Micro-batch sizes to estimate.
 
     Raises:
-        ValueError: ``model`` was timed on ``device``, fewer than two others, or none of their degrees in common.
+        ValueError: ``model`` was timed on ``device``, there are fewer than two other models, or the models have no
+            tensor-parallel degree in common.
     """
     if device in model.devices:
-        raise ValueError(f"{model.name} was timed on {device}; nothing is to be estimated")
+        raise ValueError(f"{model.name} was timed on {device}; no estimate is needed")
     if len(others) < 2:
-        raise ValueError(f"{len(others)} other models; two or more are needed to tell products from memory traffic")
+        raise ValueError(
+            f"{len(others)} other models; at least two are needed to separate matrix products from memory traffic"
+        )
     degrees = _common_degrees((*others,), device, [sizes.tensor_parallel for sizes in model.sizes])
-    checked = _common_degrees((*others, model), reference, [sizes.tensor_parallel for sizes in model.sizes])
-    times, misses, largest = [], [], max(micro_batches)
+    reference_degrees = _common_degrees((*others, model), reference, [sizes.tensor_parallel for sizes in model.sizes])
+    times, errors, max_micro_batch = [], [], max(micro_batches)
     for name in PASSES:
-        found = [_miss(model, others, reference, degree, name, largest) for degree in checked]
-        misses.append(exp(mean(log(each) for each in found)))
+        ratios = [_error(model, others, reference, degree, name, max_micro_batch) for degree in reference_degrees]
+        errors.append(exp(mean(log(each) for each in ratios)))
     for degree in degrees:
         sizes = _sizes(model, degree)
-        # Adam's time goes with the parameters; seconds per byte differ little between models.
+        # Adam's time is proportional to the parameters; its seconds per byte differ little between models.
         per_byte = exp(mean(log(_step_per_byte(other, device, degree)) for other in others))
         update = tuple(round(per_byte * each, 9) for each in sizes.parameter_bytes)
-        laws = [_Law(others, device, degree, name, largest) for name in PASSES]
+        fits = [_FittedTimes(others, device, degree, name, max_micro_batch) for name in PASSES]
         for micro_batch in micro_batches:
             forward, backward = (
-                tuple(round(each, 9) for each in law.layers(sizes, model.before, model.after, micro_batch, miss))
-                for law, miss in zip(laws, misses, strict=True)
+                tuple(round(s, 9) for s in fit.layers(sizes, model.before, model.after, micro_batch, error))
+                for fit, error in zip(fits, errors, strict=True)
             )
             times.append(
                 LayerTimes(
@@ -76,47 +83,53 @@ def estimate_times(
                 )
             )
     note = (
-        f"{device}: estimated from {' and '.join(other.name for other in others)} there, less the mean miss on "
-        f"{reference} ({', '.join(f'{100 * (miss - 1):+.0f} %' for miss in misses)} forward, backward)"
+        f"{device}: estimated from {' and '.join(other.name for other in others)} there, corrected by the error on "
+        f"{reference} ({', '.join(f'{100 * (error - 1):+.0f} %' for error in errors)} forward, backward)"
     )
     fields = {name: getattr(model, name) for name in ModelProfile.model_fields}
     source = f"{model.source}; {note}" if model.source else note
     return ModelProfile(**{**fields, "times": (*model.times, *times), "source": source})
 
 
-class _Law:
-    """Seconds of embedding, block and head by their bytes, fitted to what other models take."""
+class _FittedTimes:
+    """Seconds of a pass of embedding, block and head as functions of their sizes, fitted to other models' times."""
 
-    def __init__(self, others: Sequence[ModelProfile], device: str, degree: int, name: str, largest: int) -> None:
-        self.parts = [
-            _fit([_points(other, device, degree, name, part, largest) for other in others]) for part in range(3)
+    def __init__(
+        self, others: Sequence[ModelProfile], device: str, degree: int, name: str, max_micro_batch: int
+    ) -> None:
+        self.coefficients = [
+            _fit([_points(other, device, degree, name, kind, max_micro_batch) for other in others]) for kind in range(3)
         ]
 
-    def layers(self, sizes: LayerSizes, before: int, after: int, micro_batch: int, miss: float) -> list[float]:
-        """Seconds per layer; ``miss``: of the blocks."""
+    def layers(self, sizes: LayerSizes, before: int, after: int, micro_batch: int, error: float) -> list[float]:
+        """Seconds of each layer. Those of blocks are divided by ``error``, the ratio of fitted to measured time."""
         count = len(sizes.parameter_bytes)
         kinds = [0] * before + [1] * (count - before - after) + [2] * after
         return [
-            float(self.parts[kind] @ _features(sizes, layer, micro_batch, kind)) / (miss if kind == 1 else 1.0)
+            float(self.coefficients[kind] @ _features(sizes, layer, micro_batch, kind)) / (error if kind == 1 else 1.0)
             for layer, kind in enumerate(kinds)
         ]
 
 
 def _features(sizes: LayerSizes, layer: int, micro_batch: int, kind: int) -> NDArray[np.float64]:
-    # An embedding looks rows up: it does not touch all of its parameters.
+    """What the coefficients are multiplied with: 1, GB of parameters and GB of activations, times the micro-batch.
+
+    ``kind`` is 0 for the embedding, 1 for a block and 2 for the head.
+    """
+    # An embedding reads a few rows only, not all of its parameters.
     parameters = 0 if kind == 0 else sizes.parameter_bytes[layer]
     return np.array([1.0, parameters * micro_batch / 1e9, sizes.activation_bytes[layer] * micro_batch / 1e9])
 
 
 def _points(
-    profile: ModelProfile, device: str, degree: int, name: str, kind: int, largest: int
+    profile: ModelProfile, device: str, degree: int, name: str, kind: int, max_micro_batch: int
 ) -> list[tuple[NDArray[np.float64], float]]:
-    """Features and seconds of the embedding, the middle block or the head, by micro-batch."""
+    """Features and seconds of embedding (kind 0), middle block (1) or head (2), for each micro-batch size."""
     sizes = _sizes(profile, degree)
     layer = (0, profile.layers // 2, profile.layers - 1)[kind]
-    batches = [batch for batch in profile.micro_batches(device, degree) if batch <= largest]
+    batches = [batch for batch in profile.micro_batches(device, degree) if batch <= max_micro_batch]
     seconds = [getattr(profile.times_of(device, degree, batch), name)[layer] for batch in batches]
-    # A smaller micro-batch never needs longer: what says so was disturbed.
+    # A smaller micro-batch cannot take longer than a larger one; if it was measured so, the measurement was disturbed.
     seconds = np.minimum.accumulate(seconds[::-1])[::-1].tolist()
     return [
         (_features(sizes, layer, batch, kind), max(each, 1e-9)) for batch, each in zip(batches, seconds, strict=True)
@@ -124,6 +137,7 @@ def _points(
 
 
 def _fit(models: Sequence[Sequence[tuple[NDArray[np.float64], float]]]) -> NDArray[np.float64]:
+    """Non-negative coefficients that minimize the squared relative errors; each model has the same weight."""
     rows, values = [], []
     for points in models:
         weight = len(points) ** -0.5
@@ -133,20 +147,21 @@ def _fit(models: Sequence[Sequence[tuple[NDArray[np.float64], float]]]) -> NDArr
     return np.asarray(nnls(np.array(rows), np.array(values))[0])
 
 
-def _miss(
-    model: ModelProfile, others: Sequence[ModelProfile], device: str, degree: int, name: str, largest: int
+def _error(
+    model: ModelProfile, others: Sequence[ModelProfile], device: str, degree: int, name: str, max_micro_batch: int
 ) -> float:
-    """Predicted over measured, of the blocks where they were measured."""
-    law = _Law(others, device, degree, name, largest)
+    """Mean ratio of fitted to measured time of the blocks of ``model`` on ``device``."""
+    fit = _FittedTimes(others, device, degree, name, max_micro_batch)
     return exp(
         mean(
-            log(float(law.parts[1] @ features) / seconds)
-            for features, seconds in _points(model, device, degree, name, 1, largest)
+            log(float(fit.coefficients[1] @ features) / seconds)
+            for features, seconds in _points(model, device, degree, name, 1, max_micro_batch)
         )
     )
 
 
 def _step_per_byte(profile: ModelProfile, device: str, degree: int) -> float:
+    """Seconds of the optimizer's step per byte of parameters."""
     times = profile.times_of(device, degree, profile.micro_batches(device, degree)[0])
     return sum(times.update_seconds) / sum(_sizes(profile, degree).parameter_bytes)
 
@@ -156,8 +171,9 @@ def _sizes(profile: ModelProfile, degree: int) -> LayerSizes:
 
 
 def _common_degrees(profiles: Sequence[ModelProfile], device: str, wanted: Sequence[int]) -> list[int]:
+    """Those of the ``wanted`` tensor-parallel degrees at which all ``profiles`` were timed on ``device``."""
     common = [each for each in wanted if all(each in p.tensor_parallel_degrees(device) for p in profiles)]
     if not common:
         names = ", ".join(profile.name for profile in profiles)
-        raise ValueError(f"{names} were timed at no common tensor-parallel degree on {device}")
+        raise ValueError(f"{names} have no tensor-parallel degree in common on {device}")
     return common

@@ -1,23 +1,23 @@
-"""Plans whose iterations were measured, and what the cost model makes of them.
+"""Plans whose iterations were measured by others, and the cost model's predictions for them.
 
-The file ``measured_iterations.json`` of the tables that ``gpu_profiles.py`` reads: Megatron-DeepSpeed on GH200 nodes
-with 4 GPUs, by the authors of Sailor. :func:`predict` takes layer times, bandwidths and the plan, nothing of what was
-measured of plans. Blocks, stages and replicas go through ``pipeline.evaluate``; what it assumes, and why:
+The measurements are in the file ``measured_iterations.json``, beside the tables that ``sailor_tables.py`` reads: the
+authors of Sailor ran Megatron-DeepSpeed on GH200 nodes of 4 GPUs. :func:`predict` uses layer times, bandwidths and the
+plan, but no measurement of a plan. Stages are evaluated by ``planner/stages/pipeline.py``, with these assumptions:
 
-- An activation and its gradient are cut among the tensor-parallel ranks, each rank sends its part to its counterpart,
-  and the receiving ranks gather the parts inside their node: DeepSpeed's pipeline does so (``pipe_partitioned``). All
-  ranks of a node send at once, so the measured rate of that many GPUs together holds.
-- The gradient of each micro-batch after the first is added to what is there: two arrays are read and one written, of
-  the seven that Adam's step reads or writes. Layers were timed with one micro-batch per step, which adds nothing. So
-  backward takes 3/7 of the layer's step more, in K − 1 of K micro-batches.
-- Gradients are summed in a ring over the stage's replicas, each tensor-parallel rank in a ring of its own, all at once,
-  after the last backward pass; the slowest stage counts. Then comes the optimizer's step.
-- Parameters, gradients and Adam's moments are in fp32, without ZeRO; stage s of S keeps activations of up to S − s
-  micro-batches. CUDA's context, NCCL's buffers and what the allocator keeps are not in the prediction; ``nvidia-smi``'s
-  figure, which was measured, holds them.
+- An activation and its gradient are divided among the tensor-parallel ranks. Each rank sends its part to its
+  counterpart, and the receiving ranks gather the parts inside their node, as DeepSpeed's pipeline does
+  (``pipe_partitioned``). All ranks of a node send at once, so the bandwidth measured for that many GPUs together holds.
+- The gradient of each micro-batch after the first is added to the sum of those before. That reads two arrays and writes
+  one, where Adam's step reads or writes seven. Layers were timed with one micro-batch per step, without such a sum.
+  Therefore the backward pass takes 3/7 of the layer's optimizer step longer, in K − 1 of K micro-batches.
+- After the last backward pass, gradients are reduced in a ring over the stage's replicas. Each tensor-parallel rank has
+  its own ring, all rings run at once, and the slowest stage counts. The optimizer's step follows.
+- Parameters, gradients and Adam's moments are in fp32, without ZeRO. Stage s of S keeps activations of up to S − s
+  micro-batches. The measured figure, from ``nvidia-smi``, also contains CUDA's context, NCCL's buffers and the
+  allocator's reserve, which are not predicted.
 
-Left out because nothing independent measures them: loading data, waiting for the slowest of several replicas (the
-maximum of noise), what launching from Python costs between layers.
+Not predicted, because there is no independent measurement of it: loading data, waiting for the slowest of several
+replicas because of noise, and the time that Python needs to launch layers.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from .sailor_tables import GpuChannels
 __all__ = ["MeasuredPlan", "PlanPrediction", "load_measured_plans", "measured_pipeline", "predict"]
 
 ADDED_SHARE = 3 / 7
-"""Memory traffic of adding one array to another, as a share of that of Adam's step."""
+"""Memory traffic of adding one array to another, as a share of the memory traffic of Adam's step."""
 
 
 class _LenientPart(FilePart, extra="ignore"):
-    """Fields that are not used here are skipped."""
+    """A part of the file whose further fields are ignored."""
 
 
 class _Replica(_LenientPart):
@@ -59,7 +59,7 @@ class _Stage(_LenientPart):
 
 
 class MeasuredPlan(_LenientPart):
-    """A plan, and what it took; replicas are alike."""
+    """A plan that was run, and its measurements. All replicas are alike."""
 
     name: str
     model: str
@@ -67,7 +67,7 @@ class MeasuredPlan(_LenientPart):
     micro_batch: Annotated[int, Field(ge=1)]
     global_batch: Annotated[int, Field(ge=1)]
     stages: Annotated[tuple[_Stage, ...], Field(min_length=1)]
-    """Layers ``[a, b)``, embedding and head counted."""
+    """Each stage has the layers ``[a, b)``; embedding and head are counted as layers."""
     iteration_seconds: Annotated[float, Field(alias="measured_iteration_seconds", gt=0)]
     gradient_seconds: Annotated[float, Field(alias="measured_gradient_reduction_seconds", ge=0)]
     memory_bytes: Annotated[int, Field(alias="measured_max_memory_bytes", gt=0)]
@@ -79,35 +79,37 @@ class MeasuredPlan(_LenientPart):
 
     @property
     def micro_batches(self) -> int:
-        """Per replica and iteration."""
+        """Number of micro-batches per replica and iteration."""
         return self.global_batch // (self.micro_batch * self.replicas)
 
     def bounds(self, profile: ModelProfile) -> tuple[int, ...]:
-        """Of stages, in blocks."""
+        """Bounds of the stages in blocks: stage s has the blocks ``[bounds[s], bounds[s + 1])``."""
         ends = [stage.layers[1] - profile.before for stage in self.stages[:-1]]
         return (0, *ends, profile.blocks)
 
 
 @dataclass(frozen=True)
 class PlanPrediction:
-    """What the cost model says of a plan."""
+    """The cost model's prediction for a plan."""
 
     pipeline: PipelineCost
+    """Time and memory of one replica, with the optimizer's step."""
     gradient_seconds: float
+    """Seconds of gradient reduction in the slowest stage."""
     memory_bytes: float
-    """Of the fullest device."""
+    """Bytes used on the device that uses most."""
 
     @property
     def iteration_seconds(self) -> float:
-        """Pipeline, with the optimizer's step, and gradient reduction."""
+        """Seconds of the pipeline, the optimizer's step and the gradient reduction."""
         return self.pipeline.seconds + self.gradient_seconds
 
 
 def load_measured_plans(folder: Path | str) -> list[MeasuredPlan]:
-    """All of ``measured_iterations.json``.
+    """All plans in ``measured_iterations.json`` of ``folder``.
 
     Raises:
-        ValueError: no such file, not JSON, or fields that are wrong or missing.
+        ValueError: The file does not exist, is not JSON, or has wrong or missing fields.
     """
     path = Path(folder) / "measured_iterations.json"
     _, content = read_json(path)
@@ -126,19 +128,21 @@ def load_measured_plans(folder: Path | str) -> list[MeasuredPlan]:
 def measured_pipeline(
     plan: MeasuredPlan, profile: ModelProfile, channels: Mapping[str, GpuChannels]
 ) -> tuple[Pipeline, Split]:
-    """One replica of ``plan``, one stage per node.
+    """The pipeline of one replica of ``plan`` with one stage per node, and its split into stages.
 
     Args:
-        profile: of the plan's model, with times on its GPUs at its degrees and micro-batch.
-        channels: by kind of GPU.
+        plan: A plan with replicas that are alike.
+        profile: The profile of the plan's model, with times for the plan's GPUs, tensor-parallel degrees and
+            micro-batch.
+        channels: Bandwidths by kind of GPU.
 
     Raises:
-        ValueError: a GPU, degree or micro-batch was not measured, or replicas differ.
+        ValueError: A GPU, degree or micro-batch was not measured, or replicas differ.
     """
     slots, links = [], []
     for number, stage in enumerate(plan.stages):
         if len(set(stage.replicas)) > 1 or len(stage.replicas) != plan.replicas:
-            raise ValueError(f"{plan.name}: replicas of stage {number} differ; only equal ones can be predicted")
+            raise ValueError(f"{plan.name}: replicas of stage {number} differ; a prediction needs equal replicas")
         replica = stage.replicas[0]
         costs = profile.costs(replica.gpu, replica.tensor_parallel, plan.micro_batch)
         slots.append(Slot(f"stage {number} on {replica.gpu}", _accumulating(costs, plan.micro_batches), math.inf))
@@ -151,7 +155,7 @@ def measured_pipeline(
 
 
 def predict(plan: MeasuredPlan, profile: ModelProfile, channels: Mapping[str, GpuChannels]) -> PlanPrediction:
-    """What the cost model says of ``plan``; arguments and errors as :func:`measured_pipeline`."""
+    """The cost model's prediction for ``plan``. Arguments and errors are those of :func:`measured_pipeline`."""
     pipeline, split = measured_pipeline(plan, profile, channels)
     cost = evaluate(pipeline, split)
     gradient_seconds = []
@@ -166,30 +170,32 @@ def predict(plan: MeasuredPlan, profile: ModelProfile, channels: Mapping[str, Gp
 def _channels(plan: MeasuredPlan, stage: _Stage, channels: Mapping[str, GpuChannels]) -> GpuChannels:
     gpu, degree = stage.replicas[0].gpu, stage.replicas[0].tensor_parallel
     if gpu not in channels or degree not in channels[gpu].between:
-        raise ValueError(f"{plan.name}: no bandwidth of {degree} {gpu} that send to another node")
+        raise ValueError(
+            f"{plan.name}: no bandwidth was measured for {degree} {gpu} of a node that send to another node at once"
+        )
     return channels[gpu]
 
 
 def _accumulating(costs: LayerCosts, micro_batches: int) -> LayerCosts:
-    """With what it takes to add each micro-batch's gradient to the sum of those before."""
+    """``costs`` with the time to add a micro-batch's gradient to the earlier sum, averaged over micro-batches."""
     added = ADDED_SHARE * costs.update_seconds * (micro_batches - 1) / micro_batches
     return replace(costs, backward_seconds=costs.backward_seconds + added)
 
 
 def _link(sender: tuple[GpuChannels, int], receiver: tuple[GpuChannels, int], message_bytes: float) -> Channel:
-    """Between nodes, for activations of just this size: all parts at once, then the gathering at the receiver."""
+    """The channel between two stages for messages of exactly this size: all parts are sent at once, then gathered."""
     degree = min(sender[1], receiver[1])
     part = message_bytes / degree
     slower = min((side[0].between[degree] for side in (sender, receiver)), key=lambda each: each.bandwidth(part))
     seconds = degree * slower.seconds(part)
     if receiver[1] > 1:
-        # Each rank gets the other parts in a ring, one step for each.
+        # Each rank receives the other parts in a ring, one part per step.
         seconds += (receiver[1] - 1) * receiver[0].inside[2].seconds(message_bytes / receiver[1])
     return Channel(slower.kind, message_bytes / seconds)
 
 
 def _ring_seconds(gradient_bytes: float, replicas: int, channels: GpuChannels, degree: int) -> float:
-    """A ring for each tensor-parallel rank, all at once, one replica a node."""
+    """Seconds of gradient reduction: one ring per tensor-parallel rank, all at once, one replica per node."""
     if replicas == 1:
         return 0.0
     return 2 * (replicas - 1) * degree * channels.between[degree].seconds(gradient_bytes / replicas)

@@ -1,19 +1,21 @@
 """Layer times and bandwidths of real GPUs, from the tables that the authors of Sailor published (SOSP 2025).
 
-The tables are CSV: ``layer_times.csv``, ``layer_memory.csv``, ``bandwidth.csv``, and ``models.json`` with the number of
-layers of each model. What they are is known from their own figures, and from the public code that made them
+The tables are ``layer_times.csv``, ``layer_memory.csv``, ``bandwidth.csv``, and ``models.json`` with the number of
+layers of each model. How to read them follows from their values and from the public code that made them
 (github.com/eth-easl/sailor, MIT):
 
-- Training is in single precision. A logit, an activation that is sent on and a parameter have four bytes: 412,090,372
-  leave OPT-350's head, 2048 × 50304 logits and the loss. Matrix products run in TF32 where a card has it: an A100
-  reaches 27 TFLOP/s on OPT-350's layers, and only 19.5 without tensor cores. So parameters, gradients and Adam's two
-  moments are four times the parameters (``state_factor``), and replicas sum as much as parameters take.
-- ``update_seconds`` is the optimizer's step of the model that was timed, an embedding, two blocks and a head, and is
-  given for each layer. Adam reads four arrays and writes three: over the parameters of those four layers that makes
-  0.75 TB/s on V100-16 and 1.24 on A100-40, for both models and all degrees but the smallest slices, where memory has
-  0.9 and 1.6. So here the step is divided among layers by their parameters. A step of 0 was not timed.
-- Bandwidth is that of all GPUs that take part together (for ``inside a node``: of all pairs together), by the size of
-  the message that each of them sends.
+- Training is in single precision. Parameters, logits and activations between layers have four bytes: OPT-350's head has
+  412,090,372 bytes of output, which is 2048 × 50304 logits and the loss. Matrix products run in TF32 on GPUs that have
+  it: an A100 reaches 27 TFLOP/s on OPT-350's layers, but without tensor cores its peak is 19.5 TFLOP/s. Therefore
+  parameters, gradients and Adam's two moments take four times the bytes of the parameters (``state_factor``), and
+  replicas reduce gradients of as many bytes as the parameters.
+- ``update_seconds`` is the optimizer's step of the whole model that was timed, which had an embedding, two blocks and a
+  head; the table repeats the value for each layer. Adam reads four arrays and writes three. For the parameters of those
+  four layers this amounts to 0.75 TB/s on V100-16 and 1.24 TB/s on A100-40, where memory has 0.9 and 1.6 TB/s; it is
+  the same for both models and all degrees except the smallest slices. Therefore the step is divided among the layers in
+  proportion to their parameters here. A value of 0 means that the step was not timed.
+- A bandwidth is the sum over all GPUs that send at once (for ``inside a node``: over all pairs), as a function of the
+  size of the message that each of them sends.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ __all__ = [
 
 SOURCE = "timed by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich)"
 BLOCKS_TIMED = 2
-"""Of the model whose step was timed; the other blocks' rows repeat the second one's."""
+"""Number of blocks of the model whose step was timed. The rows of the other blocks repeat the second block's."""
 
 TIME_COLUMNS = ("forward_seconds", "backward_seconds", "update_seconds")
 SIZE_COLUMNS = ("parameter_bytes", "activation_bytes", "output_bytes")
@@ -54,45 +56,47 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True)
 class GpuChannels:
-    """How GPUs of one kind reach each other, by how many of a node take part at once.
+    """Bandwidths between GPUs of one kind, by the number of a node's GPUs that send at once.
 
-    Rates are of all that take part together, curves by the bytes that each of them sends: one of n gets an n-th.
+    Each bandwidth is the sum over these GPUs, as a function of the bytes that each of them sends: each of n GPUs gets
+    one n-th of it.
     """
 
     inside: Mapping[int, Channel]
-    """By 2, 4, 8 GPUs of a node, which make half as many pairs."""
+    """Inside a node, by the number of GPUs: 2, 4, 8, which make half as many pairs."""
     between: Mapping[int, Channel]
-    """By 1, 2, 4, 8 GPUs of a node that each send to one of another node."""
+    """Between two nodes, by the number of GPUs that each send to a GPU of the other node: 1, 2, 4, 8."""
 
 
 @dataclass(frozen=True)
 class GpuTables:
-    """What the tables hold of one model."""
+    """What the tables contain about one model."""
 
     profile: ModelProfile
     left_out: tuple[str, ...]
-    """In words: GPUs with rows that cannot be of this model, and why; GPUs whose step was not timed."""
+    """Notes on rows that were not used because they cannot belong to this model, and on GPUs whose optimizer step was
+    not timed."""
 
 
 def import_gpu_profiles(folder: Path | str, model: str) -> ModelProfile:
-    """What was measured of ``model``; devices are named as in ``gpus.py``.
+    """The measured profile of ``model``; devices are named as in ``planner/cluster/gpu_catalog.py``.
 
-    Rows that cannot be of this model are left out, see :func:`read_gpu_tables`.
+    Rows that cannot belong to this model are left out, see :func:`read_gpu_tables`.
 
     Raises:
-        ValueError: as :func:`read_gpu_tables`.
+        ValueError: As :func:`read_gpu_tables`.
     """
     return read_gpu_tables(folder, model).profile
 
 
 def read_gpu_tables(folder: Path | str, model: str) -> GpuTables:
-    """What was measured of ``model``, and what of the tables is not used.
+    """The measured profile of ``model``, and notes on rows that are not used.
 
-    A GPU's rows are left out if their number of layers is not the model's: the published rows of GPT-Neo-2.7 on GH-96
-    have the 26 layers of OPT-350 and its times, to the last digit.
+    If the rows of a GPU have another number of layers than the model, they are left out: the published rows of
+    GPT-Neo-2.7 on GH-96 have the 26 layers of OPT-350 and exactly its times.
 
     Raises:
-        ValueError: a file or a column is missing, a number is none, the model is unknown, or no rows are left.
+        ValueError: A file or a column is missing, a value is not a number, the model is unknown, or no rows are left.
     """
     folder = Path(folder)
     sizes = _sizes(folder / "layer_memory.csv", model)
@@ -100,8 +104,8 @@ def read_gpu_tables(folder: Path | str, model: str) -> GpuTables:
     stated = _stated_layers(folder / "models.json").get(model, layers)
     if stated != layers:
         raise ValueError(
-            f"{folder / 'layer_memory.csv'} has {layers} layers of {model}, models.json says {stated}; one of them is "
-            "of another model"
+            f"{folder / 'layer_memory.csv'} has {layers} layers of {model}, models.json says {stated}; one of them "
+            "belongs to another model"
         )
     ends = _ends(sizes[0].parameter_bytes)
     by_degree = {each.tensor_parallel: each for each in sizes}
@@ -113,14 +117,16 @@ def read_gpu_tables(folder: Path | str, model: str) -> GpuTables:
     for (gpu, degree, micro_batch), rows in groups.items():
         rows = sorted(rows, key=lambda row: int(row["layer"]))
         if len(rows) != layers:
-            left_out[gpu] = f"{gpu}: its rows are of {len(rows)} layers, {model} has {layers}: of another model"
+            left_out[gpu] = (
+                f"{gpu}: its rows have {len(rows)} layers, but {model} has {layers}; they belong to another model"
+            )
             continue
         if degree not in by_degree:
             left_out[gpu] = f"{gpu} at tensor_parallel {degree}: layer_memory.csv has no sizes"
             continue
         forward, backward, update = (tuple(_number(row, column) for row in rows) for column in TIME_COLUMNS)
         if not any(update):
-            left_out.setdefault(gpu, f"{gpu}: the optimizer's step was not timed and counts as 0")
+            left_out.setdefault(gpu, f"{gpu}: the optimizer's step was not timed; it is taken as 0")
         times.append(
             LayerTimes(
                 device=gpu,
@@ -133,7 +139,7 @@ def read_gpu_tables(folder: Path | str, model: str) -> GpuTables:
         )
     if not times:
         raise ValueError(
-            f"{folder / 'layer_times.csv'} has no times of {model} that can be used"
+            f"{folder / 'layer_times.csv'} has no usable times of {model}"
             + "".join(f"; {each}" for each in left_out.values())
         )
     times.sort(key=lambda each: each.key)
@@ -150,17 +156,19 @@ def read_gpu_tables(folder: Path | str, model: str) -> GpuTables:
 
 
 def import_bandwidths(folder: Path | str) -> dict[str, GpuChannels]:
-    """How fast GPUs reach each other, by their kind. Between nodes all are "Ethernet", so that kinds can be mixed.
+    """The measured bandwidths by kind of GPU.
+
+    All channels between nodes are of the kind "Ethernet", so that nodes of different GPUs can be combined.
 
     Raises:
-        ValueError: the file or a column is missing, or a number is none.
+        ValueError: The file or a column is missing, or a value is not a number.
     """
     path = Path(folder) / "bandwidth.csv"
     found: dict[str, dict[str, dict[int, Channel]]] = defaultdict(lambda: {INSIDE_NODE: {}, BETWEEN_NODES: {}})
     for row in _rows(path, ("gpu", "where", "gpus", "a", "b", "c", "max_bytes_per_second")):
         gpu, where = row["gpu"], row["where"]
         if where not in (INSIDE_NODE, BETWEEN_NODES):
-            raise ValueError(f"{path} has {where!r} as a place; there are {INSIDE_NODE!r} and {BETWEEN_NODES!r}")
+            raise ValueError(f"{path} has the place {where!r}; it must be {INSIDE_NODE!r} or {BETWEEN_NODES!r}")
         kind = "Ethernet" if where == BETWEEN_NODES else INSIDE[gpu].kind if gpu in INSIDE else "PCIe"
         found[gpu][where][int(row["gpus"])] = Channel(
             kind,
@@ -171,24 +179,24 @@ def import_bandwidths(folder: Path | str) -> dict[str, GpuChannels]:
 
 
 def make_topology(channels: Mapping[str, GpuChannels], nodes: Sequence[tuple[str, int, int]]) -> Topology:
-    """Nodes in one network, with the bandwidths that were measured.
+    """A topology of nodes in one network, with the measured bandwidths.
 
-    A node's NIC has the rate of as many GPUs as the node has, together. Its devices reach each other at the least of
-    the rates measured inside: between some pairs there is more.
+    A node's NIC has the bandwidth that was measured for as many sending GPUs as the node has. All its devices reach
+    each other at the lowest bandwidth measured inside a node, although some pairs have more.
 
     Args:
-        channels: by kind of GPU.
-        nodes: kind, how many nodes, how many GPUs in each.
+        channels: Bandwidths by kind of GPU.
+        nodes: For each kind of GPU: its name, the number of nodes, the number of GPUs per node.
 
     Raises:
-        ValueError: a kind without bandwidths, or that ``gpus.py`` does not have.
+        ValueError: A kind of GPU has no bandwidths, or is not in ``planner/cluster/gpu_catalog.py``.
     """
     devices: list[Device] = []
     made: list[Node] = []
     for kind, count, size in nodes:
         if kind not in channels or kind not in GPUS:
             known = ", ".join(each for each in channels if each in GPUS)
-            raise ValueError(f"no measured bandwidths of {kind}; there are of {known}")
+            raise ValueError(f"no measured bandwidths of {kind}; known kinds are {known}")
         inside = min(channels[kind].inside.values(), key=lambda channel: channel.bytes_per_second)
         between = channels[kind].between
         nic = between[max((each for each in between if each <= size), default=min(between))]
@@ -200,21 +208,21 @@ def make_topology(channels: Mapping[str, GpuChannels], nodes: Sequence[tuple[str
 
 
 def profile_part(
-    profile: ModelProfile, devices: Sequence[str], degrees: Sequence[int], largest_micro_batch: int
+    profile: ModelProfile, devices: Sequence[str], degrees: Sequence[int], max_micro_batch: int
 ) -> ModelProfile:
-    """What ``profile`` has of these kinds of device and tensor-parallel degrees, up to that micro-batch."""
+    """The part of ``profile`` for these kinds of device and tensor-parallel degrees, up to ``max_micro_batch``."""
     fields = {name: getattr(profile, name) for name in ModelProfile.model_fields}
     fields["times"] = tuple(
         times
         for times in profile.times
-        if times.device in devices and times.tensor_parallel in degrees and times.micro_batch <= largest_micro_batch
+        if times.device in devices and times.tensor_parallel in degrees and times.micro_batch <= max_micro_batch
     )
     fields["sizes"] = tuple(sizes for sizes in profile.sizes if sizes.tensor_parallel in degrees)
     return ModelProfile(**fields)
 
 
 def _divide_step(step_seconds: float, parameter_bytes: Sequence[int], ends: tuple[int, int]) -> tuple[float, ...]:
-    """The timed model's step, by layer of the whole model."""
+    """Seconds of the optimizer's step for each layer of the whole model, from the step of the model that was timed."""
     before, after = ends
     timed = sum(parameter_bytes[:before]) + sum(parameter_bytes[len(parameter_bytes) - after :])
     timed += BLOCKS_TIMED * parameter_bytes[before]
@@ -222,7 +230,7 @@ def _divide_step(step_seconds: float, parameter_bytes: Sequence[int], ends: tupl
 
 
 def _ends(parameter_bytes: Sequence[int]) -> tuple[int, int]:
-    """How many layers are before and after the blocks, which all have as many parameters."""
+    """The number of layers before and after the blocks. All blocks have the same number of parameters."""
     after = next(count for count, each in enumerate(reversed(parameter_bytes)) if each == parameter_bytes[1])
     return 1, after
 
@@ -272,7 +280,7 @@ def _rows(path: Path, columns: Sequence[str]) -> list[Row]:
                 )
             return [dict(row, **{"": f"{path}, line {reader.line_num}"}) for row in reader]
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; the tables are needed as a folder") from None
+        raise ValueError(f"{path}: no such file; give the folder that has all tables") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 

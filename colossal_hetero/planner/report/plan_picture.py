@@ -1,4 +1,4 @@
-"""The picture of a plan: what each stage does when, during one iteration."""
+"""The picture of a plan: a timeline of each stage during one iteration."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from .plan_table import layout, replica_groups, short_ranks
 __all__ = ["Lane", "StageBar", "lanes", "plot_plan", "windows"]
 
 MAX_LANES = 48
-"""Stages that are drawn, at the most."""
+"""Largest number of stages that are drawn."""
 
 SHOWN_STEPS = 8
-"""Micro-batches in steady state that are drawn of a long iteration, at either end."""
+"""If an iteration is too long to be drawn whole, about this many micro-batches in steady state are drawn at its
+beginning, and half as many at its end."""
 
 MAX_NUMBERS = 1500
-"""Numbers in the picture, at the most."""
+"""Largest number of micro-batch numbers in the picture."""
 
 GREEN = "#009E73"
-"""After Okabe and Ito, like the others."""
+"""From the palette of Okabe and Ito, like the other colors."""
 
 KINDS = {
     "forward": ("forward", BLUE, "#FFFFFF"),
@@ -36,33 +37,36 @@ KINDS = {
     "update": ("optimizer step", GRAY, "#000000"),
     "synchronization": ("gradient synchronization", GREEN, "#FFFFFF"),
 }
-"""What each kind is called, its color and that of the numbers in it."""
+"""For each kind of bar: its name in the legend, its color, and the color of the number in it."""
 
 BarKind = Literal["forward", "backward", "transfer", "update", "synchronization"]
 
 
 class StageBar(NamedTuple):
-    """A stretch of time of one stage, in seconds from the start of the iteration."""
+    """One activity of one stage. Times are in seconds from the start of the iteration."""
 
     kind: BarKind
     micro_batch: int
-    """0 for update and synchronization."""
+    """Number of the micro-batch, from 0; 0 for update and synchronization."""
     start: float
     stop: float
 
 
 @dataclass(frozen=True)
 class Lane:
-    """A row of the picture: a stage of one of several alike replicas."""
+    """A row of the picture: one stage, drawn once for all replicas that are alike."""
 
     replicas: tuple[int, ...]
+    """Numbers of the replicas."""
     stage: int
+    """Number of the stage in its replica."""
     name: str
+    """Device, ranks and layers, in words."""
     bars: tuple[StageBar, ...]
 
 
 def lanes(simulation: PlanSimulation) -> list[Lane]:
-    """One row per stage of each kind of replica."""
+    """One row per stage; replicas that are alike share their rows."""
     plan, end = simulation.plan, simulation.seconds
     rows = []
     for group in replica_groups(plan):
@@ -73,20 +77,20 @@ def lanes(simulation: PlanSimulation) -> list[Lane]:
                 bars.append(StageBar("synchronization", 0, end - plan.synchronization_seconds, end))
             first, last = stage.blocks[0], stage.blocks[1] - 1
             layers = f"layer {first}" if first == last else f"layers {first}-{last}"
-            own = sorted(rank for replica in group.replicas for rank in replica.stages[index].ranks)
-            ranks = f"{'rank' if len(own) == 1 else 'ranks'} {short_ranks(own)}"
+            stage_ranks = sorted(rank for replica in group.replicas for rank in replica.stages[index].ranks)
+            ranks = f"{'rank' if len(stage_ranks) == 1 else 'ranks'} {short_ranks(stage_ranks)}"
             rows.append(Lane(group.numbers, index, f"{stage.device}, {ranks}\n{layers}", tuple(bars)))
     return rows
 
 
 def windows(simulation: PlanSimulation) -> list[tuple[float, float]]:
-    """Which stretches of the iteration are drawn: all of it, or its beginning and its end."""
+    """The time windows that are drawn, in seconds: the whole iteration, or its beginning and its end."""
     plan, end = simulation.plan, simulation.seconds
     longest = max(range(len(plan.replicas)), key=lambda number: simulation.timelines[number].seconds)
     stages = plan.replicas[longest].stages
     step = max(stage.forward_seconds + stage.backward_seconds + stage.transfer_seconds for stage in stages)
-    trip = sum(stage.forward_seconds + stage.backward_seconds + stage.transfer_seconds for stage in stages)
-    fill, drain = trip + SHOWN_STEPS * step, trip + SHOWN_STEPS / 2 * step
+    pass_seconds = sum(stage.forward_seconds + stage.backward_seconds + stage.transfer_seconds for stage in stages)
+    fill, drain = pass_seconds + SHOWN_STEPS * step, pass_seconds + SHOWN_STEPS / 2 * step
     drain += max(stage.update_seconds for stage in stages) + plan.synchronization_seconds
     if fill + drain > 0.8 * end:
         return [(0.0, end)]
@@ -100,26 +104,29 @@ def plot_plan(
     slow: Mapping[int, float] | None = None,
     simulation: PlanSimulation | None = None,
 ) -> None:
-    """Draw an iteration as a timeline per stage: forwards and backwards by the number of their micro-batch, transfers,
-    optimizer steps and synchronization; white is waiting.
+    """Draw one iteration as a timeline for each stage.
 
-    Alike replicas are drawn once; of long iterations the beginning and the end.
+    Bars are forward and backward passes with the number of their micro-batch, transfers, optimizer steps and gradient
+    synchronization; white is waiting. Replicas that are alike are drawn once. If the iteration is long, only its
+    beginning and its end are drawn.
 
     Args:
-        slow: factors by rank, see :func:`~colossal_hetero.planner.plans.simulate.simulate_plan`.
-        simulation: of this plan, where it was made already.
+        plan: The plan.
+        path: The picture file; the ending of its name sets the format.
+        slow: Slowdown factors by rank, see :func:`~colossal_hetero.planner.plans.simulate.simulate_plan`.
+        simulation: The simulation of this plan, if it has been made already; ``slow`` is not used then.
 
     Raises:
-        ImportError: matplotlib is not there.
-        ValueError: the name does not end in a kind of picture, or ``slow`` has ranks that the plan has not.
+        ImportError: matplotlib is not installed.
+        ValueError: The file name has no known picture format, or the plan does not have a rank in ``slow``.
     """
     path = check_name(path)
     check_matplotlib()
     from matplotlib.figure import Figure
 
     made = simulation or simulate_plan(plan, slow)
-    every = lanes(made)
-    shown, parts = every[:MAX_LANES], windows(made)
+    all_lanes = lanes(made)
+    shown, parts = all_lanes[:MAX_LANES], windows(made)
     height = 0.34 if len(shown) > 16 else 0.46
     figure = Figure(figsize=(14, 1.7 + height * max(len(shown), 2)), layout="constrained")
     axes = figure.subplots(
@@ -133,14 +140,14 @@ def plot_plan(
     _label(axes[0], made, shown, places)
     _break(axes)
     axes[0].set_xlabel(f"time [{unit}]", fontsize=9)
-    figure.suptitle(_title(made, len(shown), len(every)), x=0.01, ha="left", fontsize=11)
+    figure.suptitle(_title(made, len(shown), len(all_lanes)), x=0.01, ha="left", fontsize=11)
     _legend(figure, shown)
     _number(figure, axes, shown, places, parts, scale)
     save_figure(figure, path)
 
 
 def _places(shown: Sequence[Lane]) -> list[float]:
-    """Where each row is; between kinds of replicas is room."""
+    """The vertical position of each row, with a gap between replicas that differ."""
     places: list[float] = []
     for index, lane in enumerate(shown):
         gap = 0.6 if index and shown[index - 1].replicas != lane.replicas else 0.0
@@ -152,15 +159,15 @@ def _draw(axis: Any, shown: Sequence[Lane], places: Sequence[float], window: tup
     start, stop = window
     for lane, place in zip(shown, places, strict=True):
         for kind, (_, color, _) in KINDS.items():
-            spells = [
+            intervals = [
                 (bar.start * scale, (bar.stop - bar.start) * scale)
                 for bar in lane.bars
                 if bar.kind == kind and bar.stop > start and bar.start < stop
             ]
-            if spells:
-                # White edges tell micro-batches from each other; they would hide what is short.
+            if intervals:
+                # White edges separate micro-batches; short bars have none, because an edge would hide them.
                 width = 0.4 if kind in ("forward", "backward") else 0.0
-                axis.broken_barh(spells, (place - 0.4, 0.8), facecolor=color, edgecolor="#FFFFFF", linewidth=width)
+                axis.broken_barh(intervals, (place - 0.4, 0.8), facecolor=color, edgecolor="#FFFFFF", linewidth=width)
     axis.set_xlim(start * scale, stop * scale)
     axis.set_ylim(places[-1] + 0.6, -0.9 if len({lane.replicas for lane in shown}) > 1 else -0.8)
     for side in ("top", "right"):
@@ -178,10 +185,10 @@ def _label(axis: Any, made: PlanSimulation, shown: Sequence[Lane], places: Seque
     for index, (lane, place) in enumerate(zip(shown, places, strict=True)):
         if index and shown[index - 1].replicas == lane.replicas:
             continue
-        number, each = len(lane.replicas), made.plan.replicas[lane.replicas[0]].micro_batches
+        number, micro_batches = len(lane.replicas), made.plan.replicas[lane.replicas[0]].micro_batches
         text = f"replica{'s' if number > 1 else ''} {spans(lane.replicas, 3)}{f' (×{number})' if number > 1 else ''}"
         axis.annotate(
-            f"{text}: {count(each, 'micro-batch')}{' each' if number > 1 else ''}",
+            f"{text}: {count(micro_batches, 'micro-batch')}{' each' if number > 1 else ''}",
             (0, place - 0.45),
             xycoords=("axes fraction", "data"),
             xytext=(4, 1),
@@ -193,7 +200,7 @@ def _label(axis: Any, made: PlanSimulation, shown: Sequence[Lane], places: Seque
 
 
 def _break(axes: Sequence[Any]) -> None:
-    """Marks between two stretches of time, so that nobody takes them for one."""
+    """Mark the gap between two time windows, so that they do not look like one."""
     for left, right in itertools.pairwise(axes):
         right.spines["left"].set_visible(False)
         right.tick_params(axis="y", length=0, labelleft=False)
@@ -215,7 +222,7 @@ def _title(made: PlanSimulation, shown: int, stages: int) -> str:
     slow = "".join(f", rank {rank} slowed {factor:g} ×" for rank, factor in sorted(made.slow.items()))
     return (
         textwrap.fill(f"{plan.model}: {layout(plan)}", 150)
-        + f"\nan iteration takes {simulated} {unit} by simulation, {closed} {unit} by the closed form{slow}{rows}"
+        + f"\niteration time: {simulated} {unit} by simulation, {closed} {unit} by the closed form{slow}{rows}"
     )
 
 
@@ -236,7 +243,7 @@ def _number(
     parts: Sequence[tuple[float, float]],
     scale: float,
 ) -> None:
-    """Numbers of micro-batches in the bars that have room for them."""
+    """Write the number of its micro-batch into each bar that has room for it."""
     figure.draw_without_rendering()
     numbers = 0
     for axis, (start, stop) in zip(axes, parts, strict=True):

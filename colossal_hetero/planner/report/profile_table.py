@@ -1,4 +1,4 @@
-"""A profile of layers as a table."""
+"""A layer profile as a table."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ __all__ = ["render_profile"]
 
 
 def render_profile(profile: ModelProfile) -> Group:
-    """Times of one block and of what is before and after them, by kind of device, and memory by layer."""
-    table = Table(title=f"{profile.name}, {profile.precision}: milliseconds forward and backward")
-    table.add_column("device")
-    columns = ("ranks", "tp", "micro-batch", "before", "a block", "after", "all, per sample", "update")
-    for column in columns:
-        table.add_column(column, justify="right")
+    """Times of the blocks and of the layers before and after them, by kind of device; below, memory per block."""
+    table = Table(title=f"{profile.name}, {profile.precision}: forward plus backward pass, and optimizer step")
+    table.add_column("\ndevice")
+    counts = ("\nranks", "\ntp", "micro-batch\n[samples]")
+    milliseconds = (
+        "before blocks\n[ms]",
+        "per block\n[ms]",
+        "after blocks\n[ms]",
+        "all, per sample\n[ms]",
+        "update\n[ms]",
+    )
+    for name in counts + milliseconds:
+        # In a plain string rich would read the brackets as markup.
+        table.add_column(Text(name), justify="right")
     for times in profile.times:
         table.add_row(*_row(profile, times), end_section=times is _last_of(profile, times.device))
     return Group(table, Text(_memory(profile)))
@@ -70,8 +78,8 @@ def _memory(profile: ModelProfile) -> str:
         state = sum(sizes.parameter_bytes) * profile.state_factor
         lines.append(
             f"{profile.blocks} blocks{degree}; {_bytes(state)} of parameters, gradients and optimizer state; per "
-            f"sample a block keeps {_bytes(sizes.activation_bytes[block])} for backward and hands on "
-            f"{_bytes(sizes.output_bytes[block])}"
+            f"sample, a block keeps {_bytes(sizes.activation_bytes[block])} for the backward pass and sends "
+            f"{_bytes(sizes.output_bytes[block])} to the next block"
         )
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What the event simulation of a plan says, for people: how each stage spends an iteration."""
+"""The event simulation of a plan as a table: how each stage spends an iteration."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from .plan_table import layout, replica_groups, short_ranks
 __all__ = ["render_simulation"]
 
 MAX_ROWS = 64
-"""Stages that are printed, at the most."""
+"""Largest number of stages that are printed."""
 
 
 def render_simulation(simulation: PlanSimulation, without: PlanSimulation | None = None) -> RenderableType:
-    """A line per stage of each kind of replica, and the iteration beside the closed form's.
+    """A row for each stage, and the iteration time by simulation and by the closed form.
+
+    Replicas that are alike share their rows.
 
     Args:
-        without: the same without slow ranks, to compare with.
+        simulation: The simulated plan.
+        without: The simulation of the same plan without slow ranks, to compare with.
     """
     plan = simulation.plan
     parts: list[RenderableType] = [Text.assemble((plan.model, "bold"), f": {layout(plan)}")]
     if simulation.slow:
         ranks = ", ".join(f"rank {rank} slowed {factor:g} ×" for rank, factor in sorted(simulation.slow.items()))
-        parts.append(Text(f"if: {ranks}"))
+        parts.append(Text(f"with {ranks}"))
     parts += [_stages(simulation), *(Text(line) for line in _totals(simulation, without))]
     return Group(*parts)
 
@@ -42,8 +45,8 @@ def _stages(simulation: PlanSimulation) -> Table:
         timeline = simulation.timelines[group.numbers[0]]
         share = timeline.shares[index]
         compute, transfer = share.compute * timeline.seconds, share.transfer * timeline.seconds
-        waits = max(whole - compute - transfer - plan.synchronization_seconds, 0.0)
-        for column, value in zip(columns, (compute, transfer, waits, plan.synchronization_seconds), strict=True):
+        idle = max(whole - compute - transfer - plan.synchronization_seconds, 0.0)
+        for column, value in zip(columns, (compute, transfer, idle, plan.synchronization_seconds), strict=True):
             column.append(value)
     unit, *texts = times(*columns)
     many = len(plan.replicas) > 1
@@ -52,7 +55,7 @@ def _stages(simulation: PlanSimulation) -> Table:
         table.add_column(name, overflow="fold")
     names = ("layers\n[a, b)", f"busy\n[{unit}]", f"transfer\n[{unit}]", f"idle\n[{unit}]")
     for name in (*names, *([f"sync.\n[{unit}]"] if many else []), "idle\n[%]"):
-        # As texts: what is in brackets would be taken for markup in a string.
+        # In a plain string rich would read the brackets as markup.
         table.add_column(Text(name), justify="right", no_wrap=True)
     for row, (group, index) in enumerate(shown):
         stage = group.first.stages[index]
@@ -76,11 +79,11 @@ def _totals(simulation: PlanSimulation, without: PlanSimulation | None) -> list[
     off = plan.iteration_seconds / simulation.seconds - 1
     (speed,) = aligned([plan.global_batch / simulation.seconds])
     lines = [
-        f"an iteration by event simulation: {simulated} {unit} ({speed} samples/s); "
+        f"iteration time by event simulation: {simulated} {unit} ({speed} samples/s); "
         f"by the closed form: {closed} {unit} ({off:+.1%})"
     ]
     if without is not None:
         unit, (before,) = times([without.seconds])
         ratio = simulation.seconds / without.seconds
-        lines.append(f"without slow ranks: {before} {unit}; it takes {ratio:.2f} × as long with them")
+        lines.append(f"without slow ranks: {before} {unit}; with them the iteration takes {ratio:.2f} × as long")
     return lines

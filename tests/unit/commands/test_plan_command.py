@@ -253,7 +253,7 @@ def test_a_simulation_stands_beside_the_closed_form(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     save_plan(unequal(), path)
     text = output("simulate", path)
-    assert "an iteration by event simulation:" in text and "by the closed form:" in text
+    assert "iteration time by event simulation:" in text and "by the closed form:" in text
     assert "without slow ranks" not in text
     busy = [float(line.split()[-5]) for line in text.splitlines() if "[" in line and "T4" in line and "×" not in line]
     # Four micro-batches of two layers each, 10 ms forward and 20 ms backward per layer, and the update.
@@ -265,7 +265,7 @@ def test_what_if_a_rank_slows_down(tmp_path: Path) -> None:
     alone = replica(stage(0, 6, (0,), transfer_seconds=0.0, update_seconds=0.0))
     save_plan(plan(alone), path)
     text = output("simulate", path, "--slow", "0:2.5")
-    assert "if: rank 0 slowed 2.5 ×" in text and "it takes 2.50 × as long" in text
+    assert "with rank 0 slowed 2.5 ×" in text and "the iteration takes 2.50 × as long" in text
     assert "rank 7 is not in the plan, which uses ranks 0" in failure("simulate", path, "--slow", "7:2")
     for wrong, words in (
         ("2", "'2' is not RANK:FACTOR"),

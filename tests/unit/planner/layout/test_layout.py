@@ -1,4 +1,4 @@
-"""Layouts against Holmes' definition, written out here, and against every way to divide small clusters into stages."""
+"""Layouts against Holmes' definition, written out here, and against all ways to divide small clusters into stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIGABIT = 1e9 / 8
 def as_launched(
     topology: Topology, tp: int, pp: int, dp: int, gradient_bytes: float, activation_bytes: float, micro_batches: int
 ) -> list[tuple[Layout, LayoutCosts]]:
-    """Colossal-AI's two orders of ranks and what they cost, but those that no link allows."""
+    """Colossal-AI's two orders of ranks and their costs, without orders that need a missing link."""
     found = []
     for dp_outside in (True, False):
         layout = naive_layout(topology, tp, pp, dp, dp_outside)
@@ -35,13 +35,13 @@ def as_launched(
 
 
 @st.composite
-def shapes(draw: st.DrawFn, most_nodes: int = 3, sizes: tuple[int, ...] = (1, 2, 3, 4, 8)) -> list[Nodes]:
-    """Clusters of unequal nodes, up to three."""
+def shapes(draw: st.DrawFn, max_nodes: int = 3, sizes: tuple[int, ...] = (1, 2, 3, 4, 8)) -> list[Nodes]:
+    """One to three clusters of nodes that differ in size."""
     clusters = draw(st.integers(1, 3))
     return [
         Nodes(
             draw(st.sampled_from(["InfiniBand", "RoCE", "Ethernet"])),
-            draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=most_nodes)),
+            draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=max_nodes)),
         )
         for _ in range(clusters)
     ]
@@ -60,7 +60,7 @@ def test_the_definition_holds_where_it_can(shape: list[Nodes], tp: int, pp: int,
     cluster = [device.cluster for device in topology.devices]
     assert all(len({node[device] for device in group}) == 1 for group in layout.tensor_groups)
     across = [len({cluster[device] for device in group}) > 1 for group in layout.data_groups]
-    # A stage needs dp groups of one cluster; each that no cluster can give whole spans several.
+    # A stage needs dp groups of one cluster; a stage that no cluster has enough groups for spans several.
     missing = max(0, pp - sum(count // dp for count in groups))
     assert sum(across) == missing * tp
     assert [violation.rule for violation in layout.verify(topology)] == ["data"] * (missing * tp)
@@ -84,33 +84,35 @@ def test_naive_layouts_are_numbered_as_colossalai_numbers(
                 expected += 1
 
 
-def assignments(cells: Sequence[int], pipeline: int, replicas: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """All ways to give each stage its cells."""
+def assignments(devices: Sequence[int], pipeline: int, replicas: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """All ways to give ``replicas`` devices to each stage."""
     if pipeline == 0:
         yield ()
         return
-    for chosen in combinations(cells, replicas):
-        rest = [cell for cell in cells if cell not in chosen]
+    for chosen in combinations(devices, replicas):
+        rest = [device for device in devices if device not in chosen]
         for others in assignments(rest, pipeline - 1, replicas):
             yield (chosen, *others)
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes(most_nodes=2, sizes=(1, 2, 3)), st.integers(1, 3), st.integers(1, 3))
-def test_fewest_groups_leave_their_network_and_synchronize_soonest(shape: list[Nodes], pp: int, dp: int) -> None:
+@given(shapes(max_nodes=2, sizes=(1, 2, 3)), st.integers(1, 3), st.integers(1, 3))
+def test_no_layout_has_fewer_violations_or_with_as_many_a_shorter_synchronization(
+    shape: list[Nodes], pp: int, dp: int
+) -> None:
     topology = machines(*shape)
     assume(pp * dp <= len(topology.devices) <= 7)
 
     def rank(layout: Layout) -> tuple[int, float]:
         return len(layout.verify(topology)), layout_costs(topology, layout, 1e9, 0.0, 8).seconds
 
-    every = [
-        Layout(tuple(tuple((cell,) for cell in replica) for replica in zip(*stages, strict=True)))
+    all_layouts = [
+        Layout(tuple(tuple((device,) for device in replica) for replica in zip(*stages, strict=True)))
         for stages in assignments(range(len(topology.devices)), pp, dp)
     ]
-    broken, seconds = min(rank(layout) for layout in every)
+    violations, seconds = min(rank(layout) for layout in all_layouts)
     found = rank(nic_layout(topology, 1, pp, dp, gradient_bytes=1e9, activation_bytes=0.0))
-    assert found[0] == broken
+    assert found[0] == violations
     assert found[1] <= seconds * (1 + 1e-9)
 
 
@@ -145,9 +147,9 @@ def test_holmes_example() -> None:
     )
 
 
-def test_what_the_layout_would_cost_otherwise() -> None:
-    """Ethernet of 25 Gbit/s instead of 200 Gbit/s, and one group per NIC in both: eight times the time; the ring over
-    both clusters has as many devices."""
+def test_costs_by_nic_and_as_launched() -> None:
+    """As launched, gradients use Ethernet of 25 Gbit/s instead of 200 Gbit/s, with one ring per NIC and rings of equal
+    length in both layouts: eight times the time."""
     topology = machines(Nodes("InfiniBand", [1, 1]), Nodes("RoCE", [1, 1]), latency_seconds=0.0)
     ours = nic_layout(topology, 1, 2, 2, gradient_bytes=1e9, activation_bytes=1e6, micro_batches=4)
     costs = layout_costs(topology, ours, 1e9, 1e6, 4)
@@ -168,15 +170,15 @@ def test_stages_span_clusters_only_where_they_must() -> None:
 
 
 def test_heavy_activations_keep_pipelines_inside_nodes() -> None:
-    """In one cluster replicas or stages may share a node; which is better is a matter of bytes."""
+    """In one cluster, replicas or stages may share a node; which is faster depends on the number of bytes."""
     topology = machines(Nodes("InfiniBand", [2, 2]))
     assert nic_layout(topology, 1, 2, 2).data_groups == ((0, 1), (2, 3))
     assert nic_layout(topology, 1, 2, 2, gradient_bytes=1e6, activation_bytes=1e9).data_groups == ((0, 2), (1, 3))
 
 
 def test_a_cluster_of_two_kinds_of_nic_is_two_networks() -> None:
-    """InfiniBand and RoCE do not talk to each other (Holmes, 2.2), so a data-parallel group of both runs over
-    Ethernet though it stays in its cluster."""
+    """InfiniBand and RoCE cannot communicate with each other (Holmes, 2.2), so a data-parallel group of both runs over
+    Ethernet although it stays in its cluster."""
     topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]), one_cluster=True)
     assert not nic_layout(topology, 2, 2, 2).verify(topology)
     violations = naive_layout(topology, 2, 2, 2).verify(topology)
@@ -185,7 +187,7 @@ def test_a_cluster_of_two_kinds_of_nic_is_two_networks() -> None:
 
 
 def test_stages_stay_inside_nodes_where_devices_can_be_left_out() -> None:
-    """Of two nodes of three, two stages of two leave one each rather than share a node."""
+    """Two nodes of three devices, two stages of two: one device per node stays unused, and no stage spans nodes."""
     layout = nic_layout(machines(Nodes("InfiniBand", [3, 3])), 1, 2, 2)
     assert layout.data_groups == ((0, 1), (3, 4))
 
@@ -194,7 +196,7 @@ def test_stages_stay_inside_nodes_where_devices_can_be_left_out() -> None:
     ("degrees", "words"),
     [
         ((0, 1, 1), "tensor_parallel=0"),
-        ((2, 2, 2), "takes 8 devices, and there are 6"),
+        ((2, 2, 2), "needs 8 devices, but there are 6"),
         ((2, 3, 1), r"hold 2 \(2 nodes of 3 devices: 1 each\)"),
         ((4, 1, 1), "hold 0"),
     ],
@@ -213,23 +215,23 @@ def test_degrees_that_do_not_fit(degrees: tuple[int, int, int], words: str) -> N
         ((((0,), (0,)),), "device 0 has more than one place"),
     ],
 )
-def test_layouts_that_cannot_be(ranks: tuple, words: str) -> None:
+def test_invalid_layouts_are_refused(ranks: tuple, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Layout(ranks)
 
 
-def test_costs_that_cannot_be_reckoned() -> None:
+def test_invalid_arguments_of_costs_are_refused() -> None:
     topology = machines(Nodes("InfiniBand", [2, 2]))
     layout = nic_layout(topology, 1, 2, 2)
-    with pytest.raises(ValueError, match="3 numbers of bytes for 2 stages"):
+    with pytest.raises(ValueError, match="gradient_bytes_per_stage has 3 values for 2 stages"):
         layout_costs(topology, layout, [1, 2, 3], 1, 1)
     with pytest.raises(ValueError, match="micro_batches=0"):
         layout_costs(topology, layout, 1, 1, 0)
 
 
 def test_clusters_in_a_chain() -> None:
-    """Without Ethernet, the second and the third reach only the first: stages must follow the chain, and orders
-    as launched, which would need the other way, are left out."""
+    """Without Ethernet, the second and the third cluster reach only the first. Stages must follow that chain; orders as
+    launched would need the missing link and are left out."""
     topology = machines(Nodes("RoCE", [2]), Nodes("RoCE", [2]), Nodes("RoCE", [2]))
     nodes = tuple(dataclasses.replace(node, nics=node.nics[:1]) for node in topology.nodes)
     link = Channel("fibre", GIGABIT)

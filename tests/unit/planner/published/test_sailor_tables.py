@@ -1,6 +1,6 @@
-"""Tables of real GPUs: read as they are meant, refused in words, and what is estimated and predicted from them.
+"""Published tables of real GPUs: reading them, refusing wrong ones, and the estimates and predictions made from them.
 
-The published tables are used where they lie beside the checkout (`../shared/data/gpu-profiles`), else tests skip.
+Tests of the published tables themselves need them in `../shared/data/gpu-profiles`; without them they are skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STEP_SECONDS = 0.028
 
 @pytest.fixture
 def tables(tmp_path: Path) -> Path:
-    """Model "tiny" of 5 layers on "GH-96", degrees 1 and 2; on "V100-16" the rows have one layer less."""
+    """Tables of the model "tiny": 5 layers on "GH-96" at degrees 1 and 2; on "V100-16" one layer less."""
     times = ["model,gpu,tensor_parallel,micro_batch,layer,forward_seconds,backward_seconds,update_seconds"]
     for gpu, count in (("GH-96", LAYERS), ("V100-16", LAYERS - 1)):
         for degree in (1, 2):
@@ -84,7 +84,7 @@ def test_times_and_sizes_are_read_as_they_stand(tables: Path) -> None:
 
 
 def test_the_step_is_divided_by_parameters(tables: Path) -> None:
-    """28 ms are of an embedding, two blocks and a head: 1,400 bytes; a third block adds what a block takes."""
+    """An embedding, two blocks and a head with 1,400 bytes take 28 ms; the third block takes as long as the others."""
     update = import_gpu_profiles(tables, "tiny").times_of("GH-96", 1, 1).update_seconds
     assert update == pytest.approx([0.014, 0.002, 0.002, 0.002, 0.010])
 
@@ -92,7 +92,7 @@ def test_the_step_is_divided_by_parameters(tables: Path) -> None:
 def test_rows_of_another_model_are_left_out_and_named(tables: Path) -> None:
     read = read_gpu_tables(tables, "tiny")
     assert read.profile.devices == ("GH-96",)
-    assert read.left_out == ("V100-16: its rows are of 4 layers, tiny has 5: of another model",)
+    assert read.left_out == ("V100-16: its rows have 4 layers, but tiny has 5; they belong to another model",)
 
 
 def test_an_untimed_step_is_named(tables: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_missing_column_is_named(tables: Path, name: str, column: str) -> None
         import_gpu_profiles(tables, "tiny")
 
 
-def test_what_is_no_number_is_named_with_its_line(tables: Path) -> None:
+def test_a_value_that_is_not_a_number_is_named_with_its_line(tables: Path) -> None:
     _replace(tables / "layer_times.csv", "tiny,GH-96,1,1,4,0.01", "tiny,GH-96,1,1,4,fast")
     with pytest.raises(ValueError, match=r"layer_times.csv, line 2: forward_seconds is 'fast', not a number"):
         import_gpu_profiles(tables, "tiny")
@@ -146,7 +146,7 @@ def test_sizes_and_stated_layers_must_agree(tables: Path) -> None:
 def test_no_usable_rows_are_an_error(tables: Path) -> None:
     text = (tables / "layer_times.csv").read_text().splitlines()
     _write(tables / "layer_times.csv", [line for line in text if "GH-96" not in line])
-    with pytest.raises(ValueError, match="no times of tiny that can be used; V100-16: its rows are of 4 layers"):
+    with pytest.raises(ValueError, match="no usable times of tiny; V100-16: its rows have 4 layers"):
         import_gpu_profiles(tables, "tiny")
 
 
@@ -159,7 +159,7 @@ def test_a_part_has_only_what_was_asked_for(tables: Path) -> None:
 # Bandwidths ------------------------------------------------------------------------------------------------
 
 
-def test_bandwidths_are_gigabytes_by_the_megabytes_of_a_message(tables: Path) -> None:
+def test_bandwidths_depend_on_the_size_of_a_message(tables: Path) -> None:
     between = import_bandwidths(tables)["GH-96"].between
     assert between[1].seconds(1e6) == pytest.approx(1e6 / 2e9)  # x = 0: c
     assert between[1].seconds(8e6) == pytest.approx(8e6 / 5e9)  # x = 3: 3 b + c
@@ -172,15 +172,15 @@ def test_a_topology_has_the_rates_of_whole_nodes(tables: Path) -> None:
     assert [device.node for device in topology.devices] == [0, 0, 1, 1]
     assert topology.channel(0, 3).seconds(1e6) == pytest.approx(1e6 / 4e9)
     assert topology.channel(0, 1).seconds(1e6) == pytest.approx(1e6 / 100e9)
-    with pytest.raises(ValueError, match="no measured bandwidths of T4; there are of GH-96"):
+    with pytest.raises(ValueError, match="no measured bandwidths of T4; known kinds are GH-96"):
         make_topology(import_bandwidths(tables), [("T4", 1, 1)])
 
 
 # Estimates -------------------------------------------------------------------------------------------------
 
 
-def _lawful(name: str, parameters: int, activations: int, factors: dict[str, float]) -> ModelProfile:
-    """Blocks that take 1 ms, 2 ms per GB of parameters and 3 per GB of activations a sample, times a factor by GPU."""
+def _exact_profile(name: str, parameters: int, activations: int, factors: dict[str, float]) -> ModelProfile:
+    """Blocks take 1 ms, plus per sample 2 ms per GB of parameters and 3 of activations, times a factor by GPU."""
     sizes = LayerSizes(
         parameter_bytes=(10**8, parameters, parameters, 10**8),
         activation_bytes=(10**6, activations, activations, 10**6),
@@ -204,11 +204,11 @@ def _lawful(name: str, parameters: int, activations: int, factors: dict[str, flo
     return ModelProfile(name=name, times=tuple(times), sizes=(sizes,))
 
 
-def test_an_estimate_follows_the_law_and_the_miss_on_the_reference() -> None:
-    small = _lawful("small", 10**8, 10**9, {"new": 2.0, "old": 5.0})
-    large = _lawful("large", 10**9, 2 * 10**9, {"new": 2.0, "old": 5.0})
-    # On "old" it takes a fifth more than its sizes say.
-    wanted = _lawful("wanted", 4 * 10**8, 10**9, {"old": 6.0})
+def test_an_estimate_follows_the_fit_and_the_error_on_the_reference() -> None:
+    small = _exact_profile("small", 10**8, 10**9, {"new": 2.0, "old": 5.0})
+    large = _exact_profile("large", 10**9, 2 * 10**9, {"new": 2.0, "old": 5.0})
+    # On "old" it takes a fifth longer than its sizes predict.
+    wanted = _exact_profile("wanted", 4 * 10**8, 10**9, {"old": 6.0})
     estimated = estimate_times(wanted, [small, large], "new", reference="old", micro_batches=(1, 3))
     assert estimated.devices == ("old", "new")
     for batch in (1, 3):
@@ -220,11 +220,11 @@ def test_an_estimate_follows_the_law_and_the_miss_on_the_reference() -> None:
 
 
 def test_an_estimate_needs_two_other_models_and_an_untimed_device() -> None:
-    small = _lawful("small", 10**8, 10**9, {"new": 2.0, "old": 5.0})
-    wanted = _lawful("wanted", 4 * 10**8, 10**9, {"old": 6.0})
-    with pytest.raises(ValueError, match="1 other models; two or more"):
+    small = _exact_profile("small", 10**8, 10**9, {"new": 2.0, "old": 5.0})
+    wanted = _exact_profile("wanted", 4 * 10**8, 10**9, {"old": 6.0})
+    with pytest.raises(ValueError, match="1 other models; at least two"):
         estimate_times(wanted, [small], "new", reference="old", micro_batches=(1,))
-    with pytest.raises(ValueError, match="was timed on old; nothing is to be estimated"):
+    with pytest.raises(ValueError, match="was timed on old; no estimate is needed"):
         estimate_times(wanted, [small, small], "old", reference="old", micro_batches=(1,))
 
 
@@ -249,14 +249,14 @@ def _plan(tables: Path, stages: list[list[int]], replicas: int, degree: int, glo
     (tables / "measured_iterations.json").write_text(json.dumps([plan]))
 
 
-def test_one_stage_takes_its_passes_its_sums_its_step_and_its_ring(tables: Path) -> None:
+def test_time_of_one_stage_is_passes_sums_step_and_ring(tables: Path) -> None:
     _plan(tables, [[0, 5]], replicas=2, degree=1, global_batch=8)
     (plan,) = load_measured_plans(tables)
     assert (plan.replicas, plan.micro_batches) == (2, 4)
     predicted = predict(plan, import_gpu_profiles(tables, "tiny"), import_bandwidths(tables))
     step = 0.028 * 1500 / 1400
     assert predicted.pipeline.seconds == pytest.approx(4 * 5 * 0.03 + 3 * 3 / 7 * step + step)
-    # 1,500 bytes over two replicas: two messages of 750, which take as long as any that small.
+    # 1,500 bytes over two replicas: two messages of 750 bytes.
     channel = import_bandwidths(tables)["GH-96"].between[1]
     assert predicted.gradient_seconds == pytest.approx(2 * channel.seconds(750))
     assert predicted.memory_bytes == pytest.approx(4 * 1500 + 5 * 30)
@@ -268,7 +268,7 @@ def test_two_stages_send_parts_and_gather_them(tables: Path) -> None:
     profile, channels = import_gpu_profiles(tables, "tiny"), import_bandwidths(tables)
     assert plan.bounds(profile) == (0, 2, 3)
     predicted = predict(plan, profile, channels)
-    # 4 MB in two parts of 2 MB: x = 1, 2 + 4 GB/s together; then each gets the other's part inside.
+    # 4 MB in two parts of 2 MB: x = 1, 2 + 4 GB/s together; then each rank receives the other's part in its node.
     hop = 4e6 / 6e9 + 2e6 / 100e9
     assert predicted.pipeline.hop_seconds == pytest.approx((hop,))
     assert predicted.gradient_seconds == 0
@@ -296,13 +296,14 @@ def test_a_field_that_is_missing_in_a_plan_is_named(tables: Path) -> None:
 def test_published_rows_of_gpt_neo_on_gh200_are_refused() -> None:
     read = read_gpu_tables(REAL, "GPT-Neo-2.7")
     assert "GH-96" not in read.profile.devices
-    assert "GH-96: its rows are of 26 layers, GPT-Neo-2.7 has 34: of another model" in read.left_out
+    assert "GH-96: its rows have 26 layers, but GPT-Neo-2.7 has 34; they belong to another model" in read.left_out
 
 
 @real
 @pytest.mark.parametrize(("gpu", "rate"), [("V100-16", 0.75e12), ("A100-40", 1.24e12)])
 def test_published_steps_are_those_of_four_layers(gpu: str, rate: float) -> None:
-    """Adam moves 28 bytes per parameter; divided by parameters, both models' steps run at one card's one rate."""
+    """Adam moves 28 bytes per parameter. If steps are divided by parameters, both models have the same bytes per second
+    on one kind of GPU."""
     for model in ("OPT-350", "GPT-Neo-2.7"):
         profile = import_gpu_profiles(REAL, model)
         parameters = sum(profile.sizes[0].parameter_bytes) / 4
@@ -311,8 +312,9 @@ def test_published_steps_are_those_of_four_layers(gpu: str, rate: float) -> None
 
 
 @real
-def test_scaling_by_another_model_misses() -> None:
-    """Why estimates do not: GPT-Neo on V100, where it was timed, from A100's times and OPT-350's ratio of the two."""
+def test_scaling_by_another_model_is_inaccurate() -> None:
+    """The simpler method that estimates do not use: GPT-Neo on V100, where it was timed, from its times on A100 and the
+    ratio of OPT-350's times on both."""
     opt, neo = (import_gpu_profiles(REAL, model) for model in ("OPT-350", "GPT-Neo-2.7"))
 
     def block_seconds(profile: ModelProfile, gpu: str) -> float:

@@ -16,6 +16,7 @@ from tests.unit.planner.report.test_plan_table import large, unequal
 
 
 def long() -> Plan:
+    """A plan of two stages with 300 micro-batches."""
     return plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), "T4"), micro_batches=300))
 
 
@@ -25,12 +26,12 @@ def test_every_micro_batch_is_in_every_stage_of_every_kind_of_replica(made: Plan
     rows = lanes(simulation)
     assert sorted({number for lane in rows for number in lane.replicas}) == list(range(len(made.replicas)))
     for lane in rows:
-        own = made.replicas[lane.replicas[0]]
-        timed = own.stages[lane.stage]
+        first = made.replicas[lane.replicas[0]]
+        timed = first.stages[lane.stage]
         for kind, seconds in (("forward", timed.forward_seconds), ("backward", timed.backward_seconds)):
             bars = [bar for bar in lane.bars if bar.kind == kind]
-            assert [bar.micro_batch for bar in bars] == list(range(own.micro_batches))
-            assert [bar.stop - bar.start for bar in bars] == pytest.approx([seconds] * own.micro_batches)
+            assert [bar.micro_batch for bar in bars] == list(range(first.micro_batches))
+            assert [bar.stop - bar.start for bar in bars] == pytest.approx([seconds] * first.micro_batches)
         for before, after in pairwise(lane.bars):
             assert before.stop <= after.start + 1e-9
         last = lane.bars[-1]
@@ -38,13 +39,13 @@ def test_every_micro_batch_is_in_every_stage_of_every_kind_of_replica(made: Plan
         assert last.stop - last.start == pytest.approx(made.synchronization_seconds)
 
 
-def test_a_stage_alone_takes_what_the_closed_form_says() -> None:
+def test_one_stage_takes_as_long_as_the_closed_form_predicts() -> None:
     made = plan(replica(stage(0, 6, (0,), transfer_seconds=0.0)))
     assert simulate_plan(made).seconds == pytest.approx(made.iteration_seconds)
     assert made.iteration_seconds == pytest.approx(8 * (0.06 + 0.12) + 0.001)
 
 
-def test_a_slow_rank_slows_its_group_and_what_waits_for_it() -> None:
+def test_a_slow_rank_slows_its_group_and_the_stages_that_wait_for_it() -> None:
     made = plan(replica(stage(0, 4, (0, 1)), stage(4, 6, (2, 3))), replica(stage(0, 4, (4, 5)), stage(4, 6, (6, 7))))
     slow = simulate_plan(made, {3: 3.0})
     first, second = slow.timelines
@@ -52,20 +53,20 @@ def test_a_slow_rank_slows_its_group_and_what_waits_for_it() -> None:
     assert first.forward_seconds == pytest.approx([0.04, 3 * 0.02])
     assert first.backward_seconds == pytest.approx([0.08, 3 * 0.04])
     assert slow.seconds == pytest.approx(first.seconds + made.synchronization_seconds)
-    # The same plan with these times from the start.
+    # The same plan, made with the slower times.
     expected = replica(
         stage(0, 4, (0, 1)),
         stage(4, 6, (2, 3), forward_seconds=0.06, backward_seconds=0.12, update_seconds=0.003),
     )
     assert slow.plan.replicas[0].pipeline_seconds == pytest.approx(expected.pipeline_seconds)
     assert slow.plan.iteration_seconds == pytest.approx(expected.pipeline_seconds + made.synchronization_seconds)
-    # The slowest of a group counts; what is not slow stays as it is.
+    # The slowest rank of a group counts, so a faster one changes nothing.
     assert simulate_plan(made, {2: 2.0, 3: 3.0}).seconds == slow.seconds
     assert slowed(made, {}) is made
     assert simulate_plan(made, {1: 0.5, 0: 1.0}).seconds == simulate_plan(made).seconds
 
 
-def test_slow_ranks_that_cannot_be() -> None:
+def test_invalid_slow_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="rank 9 is not in the plan, which uses ranks 0-3"):
         simulate_plan(plan(), {9: 2.0})
     for factor in (0.0, -1.0, float("nan"), float("inf")):
@@ -92,7 +93,7 @@ def test_long_iterations_are_cut_in_two() -> None:
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Those that were saved."""
+    """The figures that were saved."""
     made: list[Figure] = []
     save = Figure.savefig
 
@@ -123,7 +124,7 @@ def test_the_picture_has_a_row_per_stage_and_a_number_per_micro_batch(tmp_path: 
     assert [text for text in texts if text.isdigit()].count("11") == 2 * 2
 
 
-def test_long_and_large_plans_stay_pictures(tmp_path: Path, figures: list[Figure]) -> None:
+def test_pictures_of_long_and_large_plans_are_limited(tmp_path: Path, figures: list[Figure]) -> None:
     plot_plan(long(), tmp_path / "long.png")
     assert (tmp_path / "long.png").read_bytes().startswith(b"\x89PNG")
     left, right = figures[0].axes
@@ -134,14 +135,14 @@ def test_long_and_large_plans_stay_pictures(tmp_path: Path, figures: list[Figure
     assert f"{MAX_LANES} of 60 stages" in figures[1].get_suptitle()
 
 
-def test_a_picture_of_slow_ranks_says_so(tmp_path: Path, figures: list[Figure]) -> None:
+def test_a_picture_names_slow_ranks(tmp_path: Path, figures: list[Figure]) -> None:
     plot_plan(plan(), tmp_path / "slow.svg", slow={1: 2.0})
     assert "rank 1 slowed 2 ×" in figures[0].get_suptitle()
-    # Replica 1 is not slow, so it has rows of its own.
+    # Replica 1 is not slow, so it has its own rows.
     assert len(figures[0].axes[0].get_yticklabels()) == 4
 
 
-def test_pictures_of_no_known_kind(tmp_path: Path) -> None:
+def test_unknown_picture_formats_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"end the name in \.png, \.pdf, \.svg"):
         plot_plan(plan(), tmp_path / "plan.doc")
 
