@@ -7,10 +7,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from colossal_hetero import PlanConfig
 from colossal_hetero.planner.cluster.cluster_file import save_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, save_model_profile
 from colossal_hetero.plugin.hybrid import plan_agreement
 from tests.parallel.plugin.hybrid.test_planned_run import train_alone, train_planned
@@ -54,6 +56,18 @@ def profile(megabytes: int = 40) -> ModelProfile:
     return ModelProfile(name="tiny ViT", times=times, sizes=(sizes,))
 
 
+def auto_plan(planning: PlanConfig, **sizes: int) -> Plan:
+    """The plan of a plugin that is not used further.
+
+    Its groups are destroyed only after all ranks have made them. If a group is destroyed while another rank still
+    connects to it, Gloo may wait for ever.
+    """
+    plugin = planned("auto", planning=planning, **sizes)
+    dist.barrier()
+    assert plugin.plan is not None
+    return plugin.plan
+
+
 def check_auto(planning: PlanConfig, expected: list[float]) -> tuple[list[str], Any]:
     printed: list[str] = []
     with patch.object(plan_agreement, "Console", lambda **kwargs: RecordingConsole(printed)):
@@ -84,7 +98,7 @@ def test_plans_and_trains(from_files: bool, tmp_path: Path) -> None:
 
 def check_wishes() -> None:
     wishes: dict[str, Any] = dict(global_batch_size=GLOBAL_BATCH, method="uniform", micro_batch_sizes=(2,))
-    plan = planned("auto", planning=PlanConfig(cluster=cluster((1.0, 0.5)), profile=profile(), **wishes)).plan
+    plan = auto_plan(PlanConfig(cluster=cluster((1.0, 0.5)), profile=profile(), **wishes))
     assert plan.layers_per_stage == (3, 3) and (plan.method, plan.micro_batch) == ("uniform", 2)
     # What was measured on each rank counts, not the one number in the cluster file.
     layers = profile()
@@ -100,7 +114,7 @@ def check_wishes() -> None:
     ]
     measured = layers.model_copy(update={"times": (*layers.times, *slow), "rank_devices": ("cpu", "cpu-2")})
     planning = PlanConfig(cluster=cluster((1.0, 1.0)), profile=measured, global_batch_size=GLOBAL_BATCH)
-    plan = planned("auto", planning=planning).plan
+    plan = auto_plan(planning)
     layers_of = {stage.ranks: stage.blocks[1] - stage.blocks[0] for stage in plan.replicas[0].stages}
     assert layers_of == {(0,): 5, (1,): 1}
 
@@ -121,7 +135,7 @@ def check_refused() -> None:
         planned("auto", planning=missing)
     # The best plan leaves the slow rank idle, but every rank that was started needs a place.
     speeds = PlanConfig(cluster=cluster((1.0, 0.01)), profile=profile(), global_batch_size=GLOBAL_BATCH)
-    assert planned("auto", planning=speeds).plan.world_size == 2
+    assert auto_plan(speeds).world_size == 2
     single = PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile(), global_batch_size=1)
     with pytest.raises(ValueError, match="no plan uses all 2 devices; the fastest plan uses 1"):
         planned("auto", planning=single, pp_size=1)
@@ -134,8 +148,8 @@ def test_refuses_what_cannot_be_planned() -> None:
 def check_sizes() -> None:
     # Gradients that take no time make replicas the best plan for equal devices, but for who wants stages.
     planning = PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile(0), global_batch_size=GLOBAL_BATCH)
-    assert len(planned("auto", planning=planning).plan.replicas) == 2
-    plan = planned("auto", planning=planning, pp_size=2).plan
+    assert len(auto_plan(planning).replicas) == 2
+    plan = auto_plan(planning, pp_size=2)
     assert len(plan.replicas) == 1 and plan.layers_per_stage == (3, 3)
     with pytest.raises(ValueError, match="tensor"):
         planned("auto", planning=planning, tp_size=2)
