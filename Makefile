@@ -9,8 +9,8 @@ help:
 	@echo "make zero      train with ZeRO on two ranks, one of them slowed, with equal and with fitted batches"
 	@echo "make pipeline  train in a pipeline on two ranks, one of them slowed, with equal and with fitted stages"
 	@echo "make language  train a GPT-2 on two ranks, one of them slowed, balancing on"
-	@echo "make test      run all tests (about 7 minutes on 2 cores)"
-	@echo "make check     lint and run the unit tests, before a commit (about 90 seconds)"
+	@echo "make test      run all tests (12 to 13 minutes on 2 cores)"
+	@echo "make check     lint and run the unit tests, before a commit"
 	@echo "make lint      ruff and mypy"
 	@echo "make test-thorough  run all tests, with many more examples where examples are drawn at random"
 
