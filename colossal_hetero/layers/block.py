@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .block_rules import BlockRule, rule_for
 from .linear import HeteroLinear
 from .unit_layout import UnitPlace, UnitShare
-from .workload import Selector, is_recorded
+from .workload import Selector, is_recorded, values_of
 
 __all__ = ["Block", "BlockWorkload", "attach_blocks"]
 
@@ -86,7 +86,7 @@ class Block:
     def parameters(self) -> list[list[Tensor]]:
         """The detached tensors that hold units, ordered as ``places``: each layer's weight and each input's bias."""
         return [
-            [tensor.detach() for tensor in (layer.weight, layer.bias)[: len(places)]]  # type: ignore[attr-defined]
+            [values_of(tensor) for tensor in (layer.weight, layer.bias)[: len(places)]]  # type: ignore[attr-defined]
             for layer, places in zip(self.layers, self.places, strict=True)
         ]
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from .column_migration import ColumnMigration, MigratedProductContext, migrated_product
 from .product import CONV1D_LAYOUT, LINEAR_LAYOUT, ProductContext, WeightLayout, parallel_product
 from .unit_layout import UnitShare
-from .workload import Clock, Lineage, Part, Slowdown, Workload, is_recorded, matrix_view
+from .workload import Clock, Lineage, Part, Slowdown, Workload, is_recorded, matrix_view, values_of
 
 __all__ = [
     "HeteroFusedLinear1D_Col",
@@ -148,7 +148,7 @@ class HeteroLinear:
     @property
     def matrix(self) -> Tensor:
         """This rank's weight as a detached view ``[N, L]``."""
-        return self._layout.as_matrix(self.weight.detach())  # type: ignore[attr-defined]
+        return self._layout.as_matrix(values_of(self.weight))  # type: ignore[attr-defined]
 
     def _passes_through(self) -> bool:
         """Whether the parent's forward runs."""

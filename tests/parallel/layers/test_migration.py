@@ -1,14 +1,18 @@
-"""Migration is exact: training with it equals training without it, up to the order of summation."""
+"""Migration is exact: training with it differs from training without it only by the order of summation."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
+from colossalai.tensor.d_tensor import api
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +29,7 @@ from colossal_hetero.layers.transport import Transport
 from colossal_hetero.layers.unit_exchange import UnitExchange
 from tests.parallel.layers.test_layers import KINDS, build, inputs, owned
 from tests.support.harness import run_ranks
+from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import BATCH, batch, loss_of, ours, tiny_vit
 
 METHODS = ("broadcast-reduce", "scatter-gather", "block")
@@ -32,7 +37,7 @@ TOKENS = 5  # four patches and the class token
 
 
 def plan_for(senders: dict[int, float], ranks: int) -> BalancePlan:
-    """A plan in which some ranks give these shares and the others take equal parts."""
+    """A plan in which the ``senders`` migrate these shares of their work, and all other ranks receive equal parts."""
     share = sum(senders.values()) / (ranks - len(senders))
     return BalancePlan(
         resize=(0.0,) * ranks,
@@ -42,13 +47,17 @@ def plan_for(senders: dict[int, float], ranks: int) -> BalancePlan:
 
 
 class Training:
-    """A tiny vision transformer on all ranks as one tensor-parallel group, balanced by hand."""
+    """A tiny vision transformer on all ranks as one tensor-parallel group; tests apply plans to it themselves."""
 
     def __init__(
-        self, method: str = "block", make_optimizer: Callable | None = None, priority: str = "norm-product"
+        self,
+        method: str = "block",
+        make_optimizer: Callable | None = None,
+        priority: str = "norm-product",
+        depth: int = 2,
     ) -> None:
         self.plugin = ours(tp_size=dist.get_world_size())
-        model = tiny_vit()
+        model = tiny_vit(depth=depth)
         make_optimizer = make_optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
         self.booster = Booster(plugin=self.plugin)
         self.model, self.optimizer, *_ = self.booster.boost(model, make_optimizer(model.parameters()), loss_of)
@@ -57,6 +66,7 @@ class Training:
         self.blocks: list[Block] = attach_blocks(self.model) if method == "block" else []
         config = BalanceConfig(mode="migrate", migration=method, priority=priority)
         self.applier = Applier(self.layers, self.blocks, config, 100, self.transport)
+        self._start = self.parameters
 
     def steps(self, count: int) -> list[float]:
         """Train; returns the loss of every step."""
@@ -73,19 +83,25 @@ class Training:
             losses.append(loss.item())
         return losses
 
+    def reset(self) -> None:
+        """Restore the initial state of parameters and optimizer."""
+        for name, parameter in self.model.unwrap().named_parameters():
+            parameter.data.copy_(self._start[name])
+        self.optimizer.optim.state.clear()
+
     @property
     def parameters(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.model.unwrap().named_parameters()}
 
 
-def furthest(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative difference of a tensor."""
+def largest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest relative difference of any tensor."""
     assert list(actual) == list(expected)
     return max(float((actual[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
 
 
 def plans(ranks: int) -> Iterator[BalancePlan]:
-    """Every rank alone as the straggler, and what more than two ranks can do together."""
+    """Plans with each rank as the only sender; for more than two ranks also with several senders and uneven parts."""
     for rank in range(ranks):
         yield plan_for({rank: 0.6}, ranks)
     if ranks > 2:
@@ -95,38 +111,43 @@ def plans(ranks: int) -> Iterator[BalancePlan]:
         yield BalancePlan(resize=(0.0,) * ranks, migrate=(sum(uneven), *(0.0,) * (ranks - 1)), receive=tuple(uneven))
 
 
-def _differences_after_training(steps: int) -> dict[tuple[str, BalancePlan], float]:
-    expected = Training()
+def _differences_after_training(steps: int, depth: int) -> dict[tuple[str, BalancePlan], float]:
+    ranks = dist.get_world_size()
+    expected = Training(depth=depth)
     expected.steps(steps)
     differences = {}
     for method in METHODS:
-        for plan in plans(dist.get_world_size()):
-            training = Training(method)
+        training = Training(method, depth=depth)
+        for number, plan in enumerate(plans(ranks)):
+            if ranks > 2 and method == METHODS[number % 2] and not IS_THOROUGH:
+                continue  # on more ranks each plan is checked in block form and in one of the column forms
+            training.reset()
+            training.transport.reset()
             training.applier.apply(plan)
             training.steps(steps)
-            differences[method, plan] = furthest(training.parameters, expected.parameters)
+            differences[method, plan] = largest_difference(training.parameters, expected.parameters)
             assert training.transport.sent["point_to_point"].messages > 0 or method == "broadcast-reduce"
     return differences
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(2, 20), (3, 5), (4, 5)])
-def test_parameters_after_training_are_those_of_training_without_migration(ranks: int, steps: int) -> None:
-    for of_rank in run_ranks(ranks, _differences_after_training, steps):
+@pytest.mark.parametrize(("ranks", "steps", "depth"), [(2, 10, 2), (3, 3, 1), (4, 3, 1)])
+def test_parameters_after_training_are_those_of_training_without_migration(ranks: int, steps: int, depth: int) -> None:
+    for of_rank in run_ranks(ranks, _differences_after_training, steps, depth):
         for (method, plan), difference in of_rank.items():
             assert difference <= 1e-5, f"{method}, {plan}"
 
 
-# AdamW divides small gradients by small numbers -----------------------------------------------------------------------
+# AdamW, which amplifies rounding errors of small gradients -----------------------------------------------------------
 
 
 def _losses_with_adamw() -> tuple[list[float], list[float], dict[str, list[float]]]:
     def adamw(parameters: Iterator[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=3e-3)
 
-    steps = 60
-    plain = Training(make_optimizer=adamw).steps(steps)
-    # The control: the same sums in another order, because a block's units may have any order.
-    control = Training(make_optimizer=adamw)
+    steps = 40
+    plain = Training(make_optimizer=adamw, depth=1).steps(steps)
+    # The control computes the same sums in another order: it reverses the units of each block, whose order is free.
+    control = Training(make_optimizer=adamw, depth=1)
     for block in control.blocks:
         order = torch.arange(block.units - 1, -1, -1)
         for tensors, places in zip(block.parameters, block.places, strict=True):
@@ -135,7 +156,7 @@ def _losses_with_adamw() -> tuple[list[float], list[float], dict[str, list[float
     reordered = control.steps(steps)
     migrated = {}
     for method in METHODS:
-        training = Training(method, adamw)
+        training = Training(method, adamw, depth=1)
         training.applier.apply(plan_for({dist.get_world_size() - 1: 0.6}, dist.get_world_size()))
         migrated[method] = training.steps(steps)
     return plain, reordered, migrated
@@ -144,18 +165,18 @@ def _losses_with_adamw() -> tuple[list[float], list[float], dict[str, list[float
 def test_losses_with_adamw_differ_no_more_than_with_another_order_of_summation() -> None:
     plain, reordered, migrated = run_ranks(2, _losses_with_adamw)[0]
 
-    def apart(losses: Sequence[float]) -> float:
+    def difference_from_plain(losses: Sequence[float]) -> float:
         return max(abs(one - other) for one, other in zip(losses, plain, strict=True))
 
-    assert plain[-1] < 0.5 * plain[0], "nothing was learnt"
-    control = apart(reordered)
+    assert plain[-1] < 0.5 * plain[0], "training did not reduce the loss"
+    control = difference_from_plain(reordered)
     assert control > 0
     for method, losses in migrated.items():
-        # In both trainings rounding errors grow chaotically up to some scale; only these scales can be compared.
-        assert apart(losses) <= 3 * control, method
+        # Rounding errors grow chaotically in both runs, up to some scale. Only these scales can be compared.
+        assert difference_from_plain(losses) <= 3 * control, method
 
 
-# Traffic --------------------------------------------------------------------------------------------------------------
+# Traffic -------------------------------------------------------------------------------------------------------------
 
 
 def _sent_in_one_step(method: str, plan: BalancePlan) -> tuple[dict[str, tuple[int, int]], Traffic]:
@@ -180,7 +201,7 @@ def _sent_in_one_step(method: str, plan: BalancePlan) -> tuple[dict[str, tuple[i
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("ranks", "senders"), [(2, {1: 0.6}), (3, {0: 0.5}), (4, {1: 0.4, 2: 0.7})])
-def test_what_is_sent_is_what_the_formula_says(method: str, ranks: int, senders: dict[int, float]) -> None:
+def test_messages_and_bytes_are_those_of_the_formula(method: str, ranks: int, senders: dict[int, float]) -> None:
     results = run_ranks(ranks, _sent_in_one_step, method, plan_for(senders, ranks))
     expected = results[0][1]
     for name in ("point_to_point", "broadcast", "reduce"):
@@ -190,11 +211,30 @@ def test_what_is_sent_is_what_the_formula_says(method: str, ranks: int, senders:
     assert expected.point_to_point.bytes > 0
 
 
-# Pruning and migrating at once ----------------------------------------------------------------------------------------
+# Cost on the host ---------------------------------------------------------------------------------------------------
+
+
+def _layout_copies(method: str) -> int:
+    """How often Colossal-AI copies the layout of a parameter, with its device mesh, in an iteration with a plan."""
+    training = Training(method)
+    training.applier.apply(BalancePlan(resize=(0.0, 0.3), migrate=(0.0, 0.3), receive=(0.3, 0.0)))
+    training.steps(2)
+    with patch.object(api, "copy", Mock(wraps=copy)) as copies:
+        training.steps(1)
+    return copies.deepcopy.call_count
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_iteration_does_not_copy_the_layout_of_parameters(method: str) -> None:
+    """Each layer would make several copies of 0.13 ms in an iteration, while the device waits."""
+    assert run_ranks(2, _layout_copies, method) == [0, 0]
+
+
+# Pruning and migrating at once ---------------------------------------------------------------------------------------
 
 
 def _pruned_and_migrated(form: str, sender: int) -> float:
-    """The difference between pruning units ``[k, l)`` while migrating ``[l, U)``, and pruning them alone."""
+    """How far parameters after pruning units ``[k, l)`` and migrating ``[l, U)`` are from those after pruning alone."""
     rank = dist.get_rank()
 
     def train(migrates: bool) -> dict[str, Tensor]:
@@ -231,7 +271,7 @@ def _pruned_and_migrated(form: str, sender: int) -> float:
                 layer.begin_iteration()
         return training.parameters
 
-    return furthest(train(True), train(False))
+    return largest_difference(train(True), train(False))
 
 
 @pytest.mark.parametrize("sender", [0, 1])
@@ -240,7 +280,7 @@ def test_a_rank_can_prune_some_units_and_migrate_others(form: str, sender: int) 
     assert max(run_ranks(2, _pruned_and_migrated, form, sender)) <= 1e-5
 
 
-# Each kind of layer ---------------------------------------------------------------------------------------------------
+# Each kind of layer --------------------------------------------------------------------------------------------------
 
 
 def _layer_variants(kind: str) -> Iterator[dict[str, Any]]:
@@ -283,21 +323,22 @@ def _differences_of_layers(steps: int) -> dict[str, float]:
                 expected = _train_layer(build(their_class, kind, **options), kind, options, checkpointed, steps)
                 # The effect of a layer's options does not depend on the sender.
                 every = list(plans(ranks))[: None if not (options or checkpointed) else 1]
-                for method, column_exchange in COLUMN_EXCHANGES.items():
-                    for plan in every:
-                        layer = build(our_class, kind, **options)
-                        moves = divide(layer.contraction_columns, plan).moves
-                        assert moves
-                        layer.assign(None, ColumnMigration(column_exchange(transport), moves))
-                        actual = _train_layer(layer, kind, options, checkpointed, steps)
-                        what = f"{kind} {options} {method} {plan} {checkpointed=}"
-                        differences[what] = furthest(actual, expected)
+                for number, (plan, method) in enumerate(product(every, COLUMN_EXCHANGES)):
+                    if ranks > 2 and number % 4 in (1, 2) and not IS_THOROUGH:
+                        continue  # on more ranks each plan is checked with one of the two methods in turn
+                    layer = build(our_class, kind, **options)
+                    moves = divide(layer.contraction_columns, plan).moves
+                    assert moves
+                    layer.assign(None, ColumnMigration(COLUMN_EXCHANGES[method](transport), moves))
+                    actual = _train_layer(layer, kind, options, checkpointed, steps)
+                    what = f"{kind} {options} {method} {plan} {checkpointed=}"
+                    differences[what] = largest_difference(actual, expected)
     return differences
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(2, 20), (3, 4), (4, 4)])
-def test_each_kind_of_layer_computes_what_colossalai_s_does(ranks: int, steps: int) -> None:
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 6), (3, 2), (4, 2)])
+def test_each_kind_of_layer_computes_the_same_as_colossalais(ranks: int, steps: int) -> None:
     for of_rank in run_ranks(ranks, _differences_of_layers, steps):
-        assert len(of_rank) >= 6 * 2 * (ranks + 3)
+        assert len(of_rank) >= 6 * (ranks + 3)
         for what, difference in of_rank.items():
             assert difference <= 1e-5, what
