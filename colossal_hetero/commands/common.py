@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
     from ..planner.profile.layer_profile import ModelProfile
 
-__all__ = ["Numbers", "check_outputs", "errors_on_one_line", "make_console", "show_profile", "warn_old_option"]
+__all__ = [
+    *("Numbers", "check_outputs", "errors_on_one_line", "make_console", "micro_batch_option"),
+    *("profile_out_option", "show_profile", "warn_old_option"),
+]
 
 
 class Numbers(click.ParamType):
@@ -34,6 +37,26 @@ class Numbers(click.ParamType):
         if numbers[0] < 1:
             self.fail(f"{value!r}: {numbers[0]} is below 1", param, ctx)
         return numbers
+
+
+micro_batch_option = click.option(
+    "--micro-batch",
+    "micro_batches",
+    type=Numbers(),
+    default="1,2,4,8",
+    show_default=True,
+    help="Sizes of micro-batches, in samples. Plans may use all sizes from the first to the last.",
+)
+"""``--micro-batch`` of the commands that write a profile of layers."""
+
+profile_out_option = click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("profile.json"),
+    show_default=True,
+    help="The file to write.",
+)
+"""``--out`` of the commands that write a profile of layers."""
 
 
 class CommandError(click.ClickException):

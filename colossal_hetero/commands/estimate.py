@@ -6,7 +6,14 @@ from pathlib import Path
 
 import click
 
-from .common import Numbers, check_outputs, errors_on_one_line, show_profile
+from .common import (
+    Numbers,
+    check_outputs,
+    errors_on_one_line,
+    micro_batch_option,
+    profile_out_option,
+    show_profile,
+)
 
 __all__ = ["estimate", "write_estimate"]
 
@@ -20,27 +27,14 @@ SIZES = ("layers", "hidden", "heads", "vocabulary")
 @click.option("--vocabulary", type=click.IntRange(min=1), help="Tokens in the vocabulary.")
 @click.option("--sequence", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens per sample.")
 @click.option("--device", "devices", multiple=True, metavar="KIND", help="Kind of GPU, e.g. A100-40; repeatable.")
-@click.option(
-    "--micro-batch",
-    "micro_batches",
-    type=Numbers(),
-    default="1,2,4,8",
-    show_default=True,
-    help="Sizes of micro-batches, in samples. Plans may use all sizes from the first to the last.",
-)
+@micro_batch_option
 @click.option(
     "--tp", "tensor_parallel", type=Numbers(), default="1", show_default=True, help="Tensor-parallel degrees."
 )
 @click.option(
     "--efficiency", type=float, default=0.4, show_default=True, help="Share of the nominal FLOP/s that is reached."
 )
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("profile.json"),
-    show_default=True,
-    help="The file to write.",
-)
+@profile_out_option
 def estimate(
     layers: int | None,
     hidden: int | None,

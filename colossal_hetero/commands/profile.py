@@ -8,7 +8,16 @@ from typing import Any
 
 import click
 
-from .common import Numbers, check_outputs, errors_on_one_line, make_console, show_profile, warn_old_option
+from .common import (
+    Numbers,
+    check_outputs,
+    errors_on_one_line,
+    make_console,
+    micro_batch_option,
+    profile_out_option,
+    show_profile,
+    warn_old_option,
+)
 
 __all__ = ["profile"]
 
@@ -46,14 +55,7 @@ def _settings(context: click.Context, parameter: click.Parameter, values: tuple[
     show_default=True,
     help="Tokens per sample of a language model.",
 )
-@click.option(
-    "--micro-batch",
-    "micro_batches",
-    type=Numbers(),
-    default="1,2,4,8",
-    show_default=True,
-    help="Sizes of micro-batches, in samples. Plans may use all sizes from the first to the last.",
-)
+@micro_batch_option
 @click.option(
     "--optimizer",
     type=click.Choice(["adam", "adamw", "sgd"]),
@@ -87,13 +89,7 @@ def _settings(context: click.Context, parameter: click.Parameter, values: tuple[
 @click.option("--device", "devices", multiple=True, hidden=True)
 @click.option("--tp", "tensor_parallel", type=Numbers(), default="1", hidden=True)
 @click.option("--efficiency", type=float, default=0.4, hidden=True)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("profile.json"),
-    show_default=True,
-    help="The file to write.",
-)
+@profile_out_option
 def profile(
     model: str | None,
     out: Path,

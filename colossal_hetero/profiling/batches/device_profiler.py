@@ -54,6 +54,9 @@ MAX_REPEATS = 30
 MANY_RUNS = 4
 """Number of runs from which a mean replaces the median."""
 
+PEAK_SECONDS = 0.2
+"""How long matrix products are repeated to find the device's peak rate."""
+
 REPEATS_OF_A_DIP = 2
 """How often a size is measured again if it is slower than a larger one."""
 
@@ -333,10 +336,10 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """FLOP/s of a matrix product with ``dtype`` on ``device``: the highest rate of repeated products within 0.2 s."""
+    """FLOP/s of a matrix product with ``dtype`` on ``device``: the highest rate of products repeated for 0.2 s."""
     size = 512 if device.type == "cpu" else 4096
     factor = torch.ones(size, size, device=device, dtype=dtype)
-    best, end = float("inf"), time.perf_counter() + 0.2
+    best, end = float("inf"), time.perf_counter() + PEAK_SECONDS
     while time.perf_counter() < end:
         get_accelerator().synchronize()
         start = time.perf_counter()
