@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from colossal_hetero.io.pictures import check_matplotlib, check_name
 from colossal_hetero.planner.profile.layer_profile import load_model_profile
 
-from . import slow_processes
+from .comparison import (
+    ComparisonOptions,
+    add_global_batch_flag,
+    add_profile_flag,
+    check_comparison,
+    check_outputs,
+    existing_profile,
+)
 from .parser import (
     OneLineParser,
     UsageError,
@@ -17,17 +23,16 @@ from .parser import (
     add_ranks_flag,
     add_training_flags,
     check_at_least_one,
-    check_file,
-    check_training,
     flag,
 )
-from .vit_sizes import VitSizeOptions, add_vit_size_flags, check_vit_sizes
+from .slow_processes import add_straggler_flags
+from .vit_sizes import add_vit_size_flags
 
 __all__ = ["PipelineOptions", "check_options", "parse_options"]
 
 
-class PipelineOptions(VitSizeOptions):
-    """The command line. ``straggler`` is None for the default, and "none" for no slow rank."""
+class PipelineOptions(ComparisonOptions):
+    """See :class:`ComparisonOptions`."""
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -39,17 +44,13 @@ class PipelineOptions(VitSizeOptions):
         """Micro-batches of an iteration."""
         return self.global_batch // self.micro_batch
 
-    def as_json(self) -> dict[str, Any]:
-        """The values by name, as summary files hold them."""
-        return slow_processes.summary_names(super().as_json())
-
 
 def _make_parser() -> OneLineParser:
     parser = OneLineParser(
         "Train in a pipeline on devices that are not equally fast, with equal stages and with fitted ones.",
         "It starts its own ranks, one per stage; under torchrun or colossalai run it joins those.",
     )
-    slow_processes.add_straggler_flags(add_ranks_flag(parser, ", one per stage"))
+    add_straggler_flags(add_ranks_flag(parser, ", one per stage"))
     stages = parser.add_argument_group("stages")
     stages.add_argument(
         "--way",
@@ -64,14 +65,9 @@ def _make_parser() -> OneLineParser:
         default="exact",
         help="how stages are planned (default exact)",
     )
-    stages.add_argument("--global-batch", type=int, metavar="N", default=64, help="images per step (default 64)")
+    add_global_batch_flag(stages)
     stages.add_argument("--micro-batch", type=int, metavar="N", default=8, help="images per micro-batch (default 8)")
-    stages.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE.json",
-        help="time of each layer on each rank: read if the file exists, else measured and written",
-    )
+    add_profile_flag(stages, "time of each layer on each rank")
     add_data_flags(parser)
     add_training_flags(parser, epochs=5, what="epochs of each way", precisions=("fp32", "bf16"))
     add_vit_size_flags(parser, hidden=128, depth=8, heads=4, patch=4)
@@ -97,9 +93,8 @@ def check_options(options: PipelineOptions, world_size: int) -> None:
     Raises:
         UsageError: names the flag and its value, why it cannot work, and what would.
     """
-    check_at_least_one(options, "nproc", "global_batch", "micro_batch", "epochs")
-    check_training(options)
-    check_vit_sizes(options)
+    check_comparison(options, world_size)
+    check_at_least_one(options, "micro_batch")
     if options.global_batch % options.micro_batch:
         valid = ", ".join(str(size) for size in range(1, options.global_batch + 1) if options.global_batch % size == 0)
         raise UsageError(
@@ -119,20 +114,12 @@ def check_options(options: PipelineOptions, world_size: int) -> None:
             f"{options.micro_batches} micro-batch{'es' if options.micro_batches > 1 else ''}, fewer than the "
             f"{world_size} stages; use --micro-batch {options.global_batch // world_size} or less"
         )
-    slow_processes.check_stragglers(options.straggler, world_size)
     _check_files(options)
 
 
 def _check_files(options: PipelineOptions) -> None:
-    if options.profile is not None and options.profile.is_file():
-        try:
-            load_model_profile(options.profile)
-        except ValueError as error:
-            raise UsageError(f"--profile {options.profile}: {' '.join(str(error).split())}") from None
-    for name in ("summary", "plan", "plot", "profile"):
-        path = getattr(options, name)
-        if path is not None and not (name == "profile" and path.is_file()):
-            check_file(name, path)
+    existing_profile(options, load_model_profile)
+    check_outputs(options, "summary", "plan", "plot", "profile")
     if options.plot is not None:
         try:
             check_name(options.plot)

@@ -4,37 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from colossal_hetero.planner.batches.batch_profile import load_profile
+from colossal_hetero.planner.batches.batch_profile import BatchProfile, load_profile
 
-from . import slow_processes
-from .parser import (
-    OneLineParser,
-    UsageError,
-    add_data_flags,
-    add_ranks_flag,
-    add_training_flags,
-    check_at_least_one,
-    check_file,
-    check_training,
+from .comparison import (
+    ComparisonOptions,
+    add_global_batch_flag,
+    add_profile_flag,
+    check_comparison,
+    check_outputs,
+    existing_profile,
 )
-from .vit_sizes import VitSizeOptions, add_vit_size_flags, check_vit_sizes
+from .parser import OneLineParser, UsageError, add_data_flags, add_ranks_flag, add_training_flags
+from .slow_processes import add_straggler_flags
+from .vit_sizes import add_vit_size_flags
 
 __all__ = ["ZeroOptions", "check_options", "parse_options"]
 
 
-class ZeroOptions(VitSizeOptions):
-    """The command line. ``straggler`` is None for the default, and "none" for no slow rank."""
+class ZeroOptions(ComparisonOptions):
+    """See :class:`ComparisonOptions`."""
 
     @property
     def methods(self) -> tuple[str, ...]:
         """The ways to divide batches that are trained with, in their order."""
         return ("uniform", "exact") if self.method == "both" else (self.method,)
-
-    def as_json(self) -> dict[str, Any]:
-        """The values by name, as summary files hold them."""
-        return slow_processes.summary_names(super().as_json())
 
 
 def _make_parser() -> OneLineParser:
@@ -42,7 +36,7 @@ def _make_parser() -> OneLineParser:
         "Train with ZeRO on devices that are not equally fast, with equal batches and with fitted ones.",
         "It starts its own ranks; under torchrun or colossalai run it joins those.",
     )
-    slow_processes.add_straggler_flags(add_ranks_flag(parser))
+    add_straggler_flags(add_ranks_flag(parser))
     batches = parser.add_argument_group("batches")
     batches.add_argument(
         "--stage",
@@ -50,7 +44,7 @@ def _make_parser() -> OneLineParser:
         default="1",
         help="ZeRO stage; auto: the lowest at which a sample fits (default 1)",
     )
-    batches.add_argument("--global-batch", type=int, metavar="N", default=64, help="images per step (default 64)")
+    add_global_batch_flag(batches)
     batches.add_argument(
         "--method",
         choices=("uniform", "exact", "both"),
@@ -58,12 +52,7 @@ def _make_parser() -> OneLineParser:
         help="uniform: the same for every rank, as Colossal-AI divides; exact: the division that takes the least time; "
         "both: one after the other (default both)",
     )
-    batches.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE.json",
-        help="memory and speed of each device: read if the file exists, else measured and written",
-    )
+    add_profile_flag(batches, "memory and speed of each device")
     add_data_flags(parser)
     add_training_flags(parser, epochs=8, what="epochs of each way")
     add_vit_size_flags(parser, hidden=256, depth=4, heads=4, patch=8)
@@ -87,34 +76,25 @@ def check_options(options: ZeroOptions, world_size: int) -> None:
     Raises:
         UsageError: names the flag and its value, why it cannot work, and what would.
     """
-    check_at_least_one(options, "nproc", "global_batch", "epochs")
-    check_training(options)
-    check_vit_sizes(options)
+    check_comparison(options, world_size)
     if options.precision == "fp16" and options.stage == "3":
         raise UsageError("--precision fp16 is not available with --stage 3; use bf16 or fp32")
     if options.method == "both" and options.stage == "auto" and options.profile is not None:
         # The second method could use what the first has measured at another stage.
         raise UsageError("--profile holds for one stage; give it with --stage 0, 1, 2 or 3 rather than auto")
-    slow_processes.check_stragglers(options.straggler, world_size)
-    if options.profile is not None and options.profile.is_file():
-        _check_profile(options, options.profile, world_size)
-    for name in ("summary", "profile"):
-        path = getattr(options, name)
-        if path is not None and not (name == "profile" and path.is_file()):
-            check_file(name, path)
+    if (profile := existing_profile(options, load_profile)) is not None:
+        _check_profile(options, profile, world_size)
+    check_outputs(options, "summary", "profile")
 
 
-def _check_profile(options: ZeroOptions, path: Path, world_size: int) -> None:
-    try:
-        profile = load_profile(path)
-    except ValueError as error:
-        raise UsageError(f"--profile {path}: {' '.join(str(error).split())}") from None
+def _check_profile(options: ZeroOptions, profile: BatchProfile, world_size: int) -> None:
+    made = f"--profile {options.profile}"
     remedy = "delete the file, or name another one, to measure again"
     if len(profile.ranks) != world_size:
-        raise UsageError(f"--profile {path} is of {len(profile.ranks)} ranks, not {world_size}; {remedy}")
+        raise UsageError(f"{made} is of {len(profile.ranks)} ranks, not {world_size}; {remedy}")
     for name, wanted, found in (
         ("stage", options.stage, str(profile.stage)),
         ("precision", options.precision, profile.precision),
     ):
         if wanted not in (found, "auto"):
-            raise UsageError(f"--profile {path} was made with --{name} {found}, not {wanted}; {remedy}")
+            raise UsageError(f"{made} was made with --{name} {found}, not {wanted}; {remedy}")

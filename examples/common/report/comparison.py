@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ __all__ = ["ComparisonReport", "Training"]
 
 
 @dataclass
-class Training:
+class Training(ABC):
     """One way of training, and what was measured of it."""
 
     name: str
@@ -43,15 +44,15 @@ class Training:
         return median(self.settled_seconds)
 
     @property
+    @abstractmethod
     def predicted_seconds(self) -> float:
         """Predicted duration of an iteration."""
-        raise NotImplementedError
 
 
 T = TypeVar("T", bound=Training)
 
 
-class ComparisonReport(Terminal, Generic[T]):
+class ComparisonReport(Terminal, ABC, Generic[T]):
     """Follows both trainings; prints and writes on rank 0.
 
     A subclass says what the ways to train are called (``WAYS_ARE``) and what is compared (``FITTED``), and shows what
@@ -170,9 +171,9 @@ class ComparisonReport(Terminal, Generic[T]):
         """The cell of that column."""
         return [f"× {self.factors[rank]}" if rank in self.factors else ""] if self.factors else []
 
+    @abstractmethod
     def _rank_table(self) -> Any:
         """What each rank did."""
-        raise NotImplementedError
 
     def _comparison_table(self) -> Any:
         columns = ("ms per iteration", "predicted ms", "it/s", "images/s", "loss", "accuracy")
