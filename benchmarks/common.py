@@ -1,7 +1,8 @@
-"""Common parts of the benchmarks: starting ranks, a model to train, timing in alternating blocks, and a table.
+"""Common parts of the benchmarks: starting ranks, a model to train, timing in alternating blocks, and tables.
 
-Every benchmark is one command, ``python -m benchmarks.FOLDER.NAME``. It starts its own ranks with one thread each;
-variants are timed in alternating blocks of the same processes, so that all variants see the same load of the machine.
+Every benchmark is one command, ``python -m benchmarks.FOLDER.NAME``. It starts its own ranks with one thread each.
+Variants are timed in alternating blocks in the same processes, so that other work on the machine slows all of them
+equally.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MODEL = {"embed_dim": 512, "depth": 2, "num_heads": 8, "patch_size": 4, "img_siz
 
 
 def start_ranks(count: int) -> None:
-    """Run this script as ``count`` ranks: the first process restarts it under torchrun; ranks connect and return."""
+    """Run this script as ``count`` ranks. The first process restarts it under torchrun; ranks connect and return."""
     if "RANK" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
         # Use huge pages for large tensors; otherwise page faults take a large part of the time of small products.
@@ -53,7 +54,7 @@ def start_ranks(count: int) -> None:
 
 
 def describe_machine() -> str:
-    """One line: processor, cores, versions."""
+    """The processor, its cores, and the versions of the software, in one line."""
     processor = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as lines:
@@ -69,16 +70,16 @@ def describe_machine() -> str:
 
 @dataclass
 class Variant:
-    """A model in training, one of several that take turns."""
+    """One of several models in training that take turns."""
 
     name: str
     balance: BalanceConfig | None = None
-    """None is Colossal-AI's own plugin."""
+    """Settings of our plugin; None: use Colossal-AI's own plugin."""
     stragglers: Stragglers | None = None
     seconds: list[float] = field(default_factory=list)
 
     def build(self) -> None:
-        """Make and boost the model; every variant starts from the same weights."""
+        """Make and boost the model. All variants start from the same weights."""
         torch.manual_seed(1)
         model: torch.nn.Module = VisionTransformer(**MODEL)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -96,7 +97,7 @@ class Variant:
         self.labels = torch.randint(0, 10, (BATCH,), generator=generator)
 
     def iterate(self) -> float:
-        """One training iteration; its seconds."""
+        """Train one iteration. Returns its seconds."""
         start = time.perf_counter()
         loss = F.cross_entropy(self.model(self.images), self.labels)
         self.booster.backward(loss, self.optimizer)
@@ -112,9 +113,9 @@ class Variant:
 def take_turns(
     variants: Sequence[Variant], warmup: int, rounds: int, block: int, before: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Time ``rounds`` blocks of ``block`` iterations of each variant, in turn, after ``warmup`` iterations of each.
+    """Train ``warmup`` iterations of each variant; then time ``rounds`` blocks of ``block`` iterations of each in turn.
 
-    The first iteration of a block re-warms the caches and is not counted.
+    Before each block, one more iteration fills the caches and is not timed.
     """
     for variant in variants:
         for _ in range(warmup):
@@ -128,7 +129,7 @@ def take_turns(
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> None:
-    """A table on rank 0, in Markdown so that it can be pasted into the README of this folder."""
+    """Print a table on rank 0, in Markdown, so that it can be pasted into the README of the folder."""
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     console = Console(width=200, highlight=False)

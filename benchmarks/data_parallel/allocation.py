@@ -1,7 +1,7 @@
-"""Batch allocation against exhaustive search, and how long it takes. Nothing is trained.
+"""Compare batch allocation with an exhaustive search, and measure how long it takes. Nothing is trained.
 
-The exhaustive search tries every way to deal the samples, every number of micro-steps and every micro-batch, on random
-clusters small enough for that. The times are of clusters far beyond it.
+On small random clusters, the exhaustive search tries every division of the samples, every number of micro-steps and
+every micro-batch. Times are measured on clusters that are too large for such a search.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from colossal_hetero.planner import Curve, allocate
 
 SETTINGS = ((0, "shared"), (1, "shared"), (2, "shared"), (3, "shared"), (0, "per_rank"), (1, "per_rank"))
 CLUSTERS = ((1024, 8, 64), (1024, 8, 512), (2, 2, 64), (2, 2, 512), (2, 2, 65536), (1024, 1024, 64))
-"""Devices, kinds, largest micro-batch."""
+"""Number of devices, number of kinds, and largest micro-batch."""
 
 
 @lru_cache(maxsize=256)
-def deals(samples: int, ranks: int) -> np.ndarray:
-    """Every way to deal ``samples`` to ``ranks``: ``[ways, ranks]``."""
+def divisions(samples: int, ranks: int) -> np.ndarray:
+    """All divisions of ``samples`` among ``ranks``, as an array ``[divisions, ranks]``."""
     places = list(combinations(range(samples + ranks - 1), ranks - 1))
     bars = np.array(places, dtype=int).reshape(len(places), ranks - 1)
     ends = np.pad(bars, ((0, 0), (1, 1)), constant_values=((0, 0), (-1, samples + ranks - 1)))
@@ -33,8 +33,9 @@ def deals(samples: int, ranks: int) -> np.ndarray:
 
 @np.errstate(invalid="ignore")
 def exhaustive_seconds(curves: list[Curve], samples: int, stage: int, accumulation: str, communication: float) -> float:
-    """The least wall time there is."""
-    # By rank and micro-batch, endless where it does not fit; no such micro-batches (0·inf) are not a number, nor used.
+    """The shortest possible wall time."""
+    # Indices are rank and micro-batch. Infinity marks micro-batches that do not fit. Zero of them take 0·inf, which is
+    # not a number; np.where discards these values below.
     seconds = np.full((len(curves), samples + 1), np.inf)
     for row, curve in zip(seconds, curves, strict=True):
         held = curve.seconds[: samples + 1]
@@ -42,29 +43,29 @@ def exhaustive_seconds(curves: list[Curve], samples: int, stage: int, accumulati
     every = np.arange(len(curves))
     if stage >= 2:
         step = [0.0] + [
-            float(seconds[every, deals(count, len(curves))].max(axis=1).min()) + communication
+            float(seconds[every, divisions(count, len(curves))].max(axis=1).min()) + communication
             for count in range(1, samples + 1)
         ]
         return min(samples // size * step[size] + step[samples % size] for size in range(1, samples + 1))
-    dealt = deals(samples, len(curves))
+    divided = divisions(samples, len(curves))
     if accumulation == "per_rank":
         sizes = np.arange(1, samples + 1)
         counts = np.arange(1, samples + 1)[:, None]
         rest = np.where(counts % sizes > 0, seconds[:, counts % sizes], 0.0)
         full = np.where(counts // sizes > 0, counts // sizes * seconds[:, sizes][:, None, :], 0.0)
         costs = np.concatenate([seconds[:, :1], (full + rest).min(axis=2)], axis=1)
-        return float(costs[every, dealt].max(axis=1).min()) + communication
+        return float(costs[every, divided].max(axis=1).min()) + communication
     best = np.inf
     for steps in range(1, samples + 1):
         whole, larger = np.divmod(np.arange(samples + 1), steps)
         more = np.where(larger > 0, larger * seconds[:, np.minimum(whole + 1, samples)], 0.0)
         costs = (steps - larger) * seconds[:, whole] + more
-        best = min(best, float(costs[every, dealt].max(axis=1).min()))
+        best = min(best, float(costs[every, divided].max(axis=1).min()))
     return best + communication
 
 
 def random_curve(random: np.random.Generator, most: int) -> Curve:
-    """Straight, in steps, or anything that rises."""
+    """A random time curve: straight, in steps, or with random increments."""
     batches = np.arange(1, random.integers(1, most + 1) + 1)
     fixed, slope = random.uniform(0, 3), random.uniform(0.05, 2)
     shape = random.integers(3)
@@ -140,7 +141,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timings of each allocation (default: 3)")
     arguments = parser.parse_args()
     print_table(
-        "Wall time against the optimum of exhaustive search: 2 to 4 ranks of 3 kinds, batches of 1 to 16",
+        "Wall time relative to the optimum of exhaustive search: 2 to 4 ranks of 3 kinds, global batches of 1 to 16",
         ("stage", "accumulation", "equal", "worst / optimum", "uniform / optimum, mean", "flops / optimum, mean"),
         compare(arguments.clusters),
     )

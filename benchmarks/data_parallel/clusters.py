@@ -1,14 +1,16 @@
-"""What uneven batches are predicted to bring on clusters of unlike GPUs, from times that real GPUs took.
+"""Predict the gain from uneven batches on clusters of different GPUs, from times measured on real GPUs.
 
-Poplar's three shapes of cluster: A, as fast but with other memory; B, other speed; C, both. Every method is judged by
-the same cost model (`colossal_hetero.planner.batches.allocation`); nothing is trained here, and no two GPUs were
-measured together. The times are those of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich):
-layers of models in half precision with sequences of 2,048 tokens, timed one by one.
+The clusters have the three forms that Poplar studies: in A devices differ in memory, in B in speed, in C in both. All
+methods are compared under the same cost model (`colossal_hetero.planner.batches.allocation`). Nothing is trained here,
+and different kinds of GPU were not measured together. The times are those of Sailor (SOSP 2025,
+github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich): the layers of models in half precision with sequences of 2,048
+tokens, timed one by one.
 
-Assumed: a device may use its nominal memory; mixed-precision Adam takes 16 bytes per parameter, 2 for the parameter,
-2 for its gradient, 12 for its copy and two moments in fp32; activations are kept as Megatron keeps them, without
-recomputation. Each kind has a node of its own; all synchronize in a ring as wide as the slowest link between nodes.
-"Best kind alone" is one of the kinds without the other, inside its node: below 1, the others are not worth taking.
+These assumptions are made. A device may use its nominal memory. Mixed-precision Adam takes 16 bytes per parameter: 2
+for the parameter, 2 for its gradient, and 12 for its copy and two moments in fp32. Activations are kept as in Megatron,
+without recomputation. Each kind of device has a node of its own. All devices synchronize in a ring with the bandwidth
+of the slowest link between nodes. "Best kind alone" is the faster of both kinds without the other, inside its node. If
+the ratio to it is below 1, adding the other kind makes training slower.
 """
 
 from __future__ import annotations
@@ -46,8 +48,11 @@ class Card(NamedTuple):
     name: str
     gibibytes: int
     teraflops: float
-    """Nominal, fp16 tensor cores with fp32 accumulation, dense: NVIDIA's data sheets of A100, V100 SXM2 and GH200, and
-    appendix A of the white papers on Turing (RTX 2080 Ti, Titan RTX) and GA102 (RTX 3090)."""
+    """Nominal TFLOP/s of dense fp16 tensor cores with fp32 accumulation.
+
+    From NVIDIA's data sheets of A100, V100 SXM2 and GH200, and appendix A of the white papers on Turing (RTX 2080 Ti,
+    Titan RTX) and GA102 (RTX 3090).
+    """
 
 
 CARDS = {
@@ -73,7 +78,7 @@ CLUSTERS = (
 
 
 class Measured:
-    """The tables of the folder ``data``."""
+    """The tables in the folder ``data``."""
 
     def __init__(self, data: Path) -> None:
         with open(data / "models.json") as file:
@@ -86,8 +91,10 @@ class Measured:
                 seconds[key] += float(row["forward_seconds"]) + float(row["backward_seconds"])
                 count[key] += 1
         self.seconds = {key: value for key, value in seconds.items() if count[key] == layers.get(key[0])}
-        """Of forward and backward through all layers, by model, card and micro-batch. The table's GPT-Neo-2.7 on GH-96
-        has the layers and the times of OPT-350, so it is not that model."""
+        """Seconds of forward and backward through all layers, by model, card and micro-batch.
+
+        GPT-Neo-2.7 on GH-96 is left out, because in the table it has the layers and times of OPT-350.
+        """
         self.parameters: dict[str, int] = defaultdict(int)
         self.activation_bytes: dict[str, int] = defaultdict(int)
         for row in _rows(data / "layer_memory.csv"):
@@ -97,7 +104,7 @@ class Measured:
         self.links = {(row["gpu"], row["where"], int(row["gpus"])): row for row in _rows(data / "bandwidth.csv")}
 
     def bytes_per_second(self, card: str, where: str, count: int, size: int) -> float:
-        """For messages of ``size`` bytes that ``count`` cards of a node send together."""
+        """The bandwidth of ``count`` cards of a node that send messages of ``size`` bytes together."""
         counts = [gpus for own, place, gpus in self.links if (own, place) == (card, where) and gpus <= count]
         row = self.links[card, where, max(counts)]
         x = math.log2(size / 2**20)
@@ -105,7 +112,7 @@ class Measured:
         return min(value, float(row["max_bytes_per_second"]))
 
     def profile(self, model: str, cluster: Sequence[tuple[str, int]]) -> BatchProfile:
-        """What profiling at stage 0 would have written."""
+        """The profile that profiling at stage 0 would write."""
         ranks = [kind for kind, (_, count) in enumerate(cluster) for _ in range(count)]
         parameters = self.parameters[model]
         identity = ModelIdentity(
@@ -142,7 +149,7 @@ class Measured:
             stage=0,
             precision="fp16",
             model=identity,
-            # An all-reduce in a ring: everything but one's own part, twice.
+            # In an all-reduce in a ring, each rank sends all but its own part, twice.
             communication_seconds=round(2 * (len(ranks) - 1) / len(ranks) * size / speed, 6),
             kinds=tuple(kinds),
             ranks=tuple(ranks),
@@ -155,10 +162,12 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def usable_curves(profile: BatchProfile, stage: int, global_batch: int, extrapolate: bool) -> list[Curve]:
-    """The curves up to what memory holds and, unless ``extrapolate``, was timed; still one object per kind.
+    """The time curves up to the largest micro-batch that fits and, unless ``extrapolate``, that was timed.
+
+    Ranks of one kind share one object.
 
     Raises:
-        ValueError: a device holds no sample.
+        ValueError: a device cannot hold one sample.
     """
     curves = profile.curves(stage, global_batch)
     if extrapolate:
@@ -170,7 +179,7 @@ def usable_curves(profile: BatchProfile, stage: int, global_batch: int, extrapol
     return [own[kind] for kind in profile.ranks]
 
 
-def deal(
+def divide(
     profile: BatchProfile, curves: Sequence[Curve], stage: int, accumulation: str, method: str, global_batch: int
 ) -> Allocation:
     return allocate(
@@ -185,7 +194,7 @@ def deal(
 
 
 def merged(rows: Sequence[list[str]]) -> list[list[str]]:
-    """Rows that differ in the stage alone become one."""
+    """Merge rows that differ only in the stage."""
     stages: dict[tuple[str, ...], list[str]] = {}
     for stage, *rest in rows:
         stages.setdefault(tuple(rest), []).append(stage)
@@ -193,7 +202,7 @@ def merged(rows: Sequence[list[str]]) -> list[list[str]]:
 
 
 def batches(profile: BatchProfile, allocation: Allocation) -> str:
-    """Micro-batch and samples of each kind's ranks, in short."""
+    """Micro-batch and samples of the ranks of each kind, for example ``5 (172), 3 (84)``."""
     parts = []
     for kind in range(len(profile.kinds)):
         shares = [share for own, share in zip(profile.ranks, allocation.shares, strict=True) if own == kind]
@@ -210,16 +219,18 @@ def _range(values: Sequence[int]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the tables (default: %(default)s)")
-    parser.add_argument("--global-batch", type=int, default=1024, help="sequences (default: 1024, 2 million tokens)")
+    parser.add_argument(
+        "--global-batch", type=int, default=1024, help="sequences per global batch (default: 1024, 2 million tokens)"
+    )
     parser.add_argument(
         "--extrapolate",
         action="store_true",
-        help="allow micro-batches above the largest that was timed, if memory does",
+        help="allow micro-batches above the largest that was timed, if they fit in memory",
     )
     parser.add_argument("--save", type=Path, help="also write the profile of cluster A with OPT-350 to this file")
     arguments = parser.parse_args()
     if not (arguments.data / "layer_times.csv").exists():
-        sys.exit(f"no measurements in {arguments.data}; name their folder with --data")
+        sys.exit(f"no measurements in {arguments.data}; give their folder with --data")
     measured = Measured(arguments.data)
 
     table = Table(box=MARKDOWN)
@@ -245,19 +256,19 @@ def main() -> None:
             fitting = profile.kind_max_batches(stage, arguments.global_batch)
             if any(batch > kind.measured_batch for batch, kind in zip(fitting, profile.kinds, strict=True)):
                 beyond = True
-                what = "extrapolated to" if arguments.extrapolate else "not used up to"
-                notes.append(f"{names}, {model}, stage {stage}: beyond the micro-batches timed, {what} {fitting}.")
+                used = "extrapolated to" if arguments.extrapolate else "not used, although memory holds up to"
+                notes.append(f"{names}, {model}, stage {stage}: micro-batches above those timed are {used} {fitting}.")
             for accumulation in ("shared", "per_rank") if stage < 2 else ("shared",):
                 made = {
-                    method: deal(profile, curves, stage, accumulation, method, arguments.global_batch)
+                    method: divide(profile, curves, stage, accumulation, method, arguments.global_batch)
                     for method in ("exact", "uniform", "flops")
                 }
                 best = 0.0
                 for single in alone:
-                    with suppress(ValueError):  # it does not fit there
+                    with suppress(ValueError):  # the model does not fit on this kind alone
                         own = usable_curves(single, stage, arguments.global_batch, arguments.extrapolate)
-                        dealt = deal(single, own, stage, accumulation, "exact", arguments.global_batch)
-                        best = max(best, dealt.samples_per_second)
+                        divided = divide(single, own, stage, accumulation, "exact", arguments.global_batch)
+                        best = max(best, divided.samples_per_second)
                 speed = made["exact"].samples_per_second
                 ratios = [speed / made[method].samples_per_second for method in ("uniform", "flops")]
                 rows.append(
@@ -273,12 +284,12 @@ def main() -> None:
         for row in merged(rows):
             table.add_row(names, model, *row)
     console = Console(width=220, highlight=False)
-    console.print(f"Predicted throughput, {arguments.global_batch:,} sequences in a global batch\n")
+    console.print(f"Predicted throughput with {arguments.global_batch:,} sequences in a global batch\n")
     console.print(table)
     for note in notes:
         console.print(note, soft_wrap=True)
     if not beyond:
-        console.print("Memory ends before the largest micro-batch that was timed, everywhere.")
+        console.print("In every row, memory limits the micro-batch to sizes that were timed.")
 
 
 if __name__ == "__main__":

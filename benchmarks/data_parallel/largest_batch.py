@@ -1,8 +1,8 @@
-"""The largest micro-batch that is found under a limit of the address space, against the true one.
+"""Limit the address space, and compare the largest micro-batch that profiling finds with the true one.
 
-Each line is two processes under the same limit. One trains for an iteration and then tries every size, 1, 2, 3, …,
-until one runs out of memory: the true largest batch. The other profiles before the first iteration, as the plugin does,
-and then trains three iterations at the batch that was found.
+Each row needs two processes with the same limit. One trains an iteration and then tries every size, 1, 2, 3, …, until
+one runs out of memory; this gives the true size. The other profiles before the first iteration, as the plugin does, and
+then trains three iterations with the size that it found.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ EXACT = {
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_ARENA_MAX": "1",
 }
-"""With these, what glibc frees leaves the address space at once."""
+"""With these settings, glibc returns freed memory to the system at once."""
 
 
 def step(model: nn.Module, batch: int) -> Timing:
@@ -113,12 +113,12 @@ def profile(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
         if not is_out_of_memory(error):
             raise
         trains = "no"
-    # The first pass of one sample warms up and is the search's first trial run twice.
+    # The first pass with one sample is a warm-up; it is also reported as a trial, but not counted.
     return {"found": found, "trials": max(len(searched) - 1, 1), "seconds": seconds, "trains": trains}
 
 
 def alone(model_name: str, room: int, way: str) -> None:
-    """In a process of its own: what the ``way`` finds with ``room`` bytes more than are mapped now."""
+    """Print what ``way`` finds if this process, which must be a new one, may map ``room`` bytes more than now."""
     torch.manual_seed(1)
     torch.set_num_threads(1)
     if way.endswith("exactly"):
@@ -132,7 +132,7 @@ def alone(model_name: str, room: int, way: str) -> None:
 
 
 def in_process(caches: str, name: str, room: str, way: str) -> Any:
-    """What comes of it ``alone``. With caches ``off`` what fits depends little on what ran before."""
+    """Call :func:`alone` in a new process. With caches ``off`` the result depends little on sizes that ran before."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(EXACT if caches == "off" else {})}
     command = [sys.executable, "-m", __spec__.name, "--alone", name, room, f"{way} exactly" if caches == "off" else way]
     return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
@@ -140,9 +140,15 @@ def in_process(caches: str, name: str, room: str, way: str) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rooms", type=float, nargs="+", default=[40, 65, 100, 150, 210], help="limits in MB")
+    parser.add_argument(
+        "--rooms",
+        type=float,
+        nargs="+",
+        default=[40, 65, 100, 150, 210],
+        help="free memory before the first pass, in MB",
+    )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--caches", choices=["off", "default"], default="off", help="of glibc and oneDNN")
+    parser.add_argument("--caches", choices=["off", "default"], default="off", help="caches of glibc and oneDNN")
     parser.add_argument("--alone", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.alone:
@@ -158,12 +164,13 @@ def main() -> None:
             cells = (found["found"], found["trials"], bound, found["seconds"], found["trains"])
             rows.append((name, f"{room:g}", true, *cells))
     print_table(
-        f"The largest micro-batch under a limit of the address space, caches {arguments.caches}",
-        ("model", "limit, MB above start", "true", "found", "trials", "2·log2 + 4", "profile, s", "then trains"),
+        f"The largest micro-batch in a limited address space, caches {arguments.caches}",
+        ("model", "free memory [MB]", "true", "found", "trials", "bound", "profiling [s]", "then trains"),
         rows,
         [
-            "The limit counts gradients, optimizer state and activations, and what libraries map when first used.",
-            "caches off: glibc returns what is freed, and oneDNN, which keeps megabytes for each size, is not used.",
+            "Gradients, optimizer state, activations and what libraries map at their first use need this memory.",
+            "The bound of the number of trials is 2·log2(true) + 4.",
+            "caches off: glibc returns freed memory, and oneDNN, which keeps megabytes for each size, is not used.",
         ],
     )
 

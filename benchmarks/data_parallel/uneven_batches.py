@@ -1,13 +1,13 @@
-"""Batches that fit unequal ranks: throughput against that of each rank training alone, rank 1 under a CPU quota.
+"""Throughput of fitted batches when a CPU quota slows rank 1, relative to the ranks training alone.
 
 sudo python -m benchmarks.data_parallel.uneven_batches [--quotas 0.5 0.25] [--stages 1 3] [--rounds 8]
 
-Needs Linux, cgroups (version 1 or 2) and the right to write to them. The quota comes from outside and holds all that
-rank 1 does, measuring included. What can be reached is the sum of both ranks' throughput when each trains for itself
-at the same time, without communication, in the micro-batches of the plugin's division. Aim: at least 0.95 of it.
-Windows of the variants take turns in the same processes, after an epoch of warm-up. Gradients are few bytes beside
-the computing (ViT, patch 4: 64 tokens use each weight 64 times), so that the division is seen and not the network; a
-smaller --batch shows more of what a synchronization and an optimizer step cost.
+Needs Linux, and write access to cgroups (version 1 or 2). The program does not know the quota, which slows all work of
+rank 1, also measuring. The bound is the sum of both ranks' throughput when each trains alone at the same time, without
+communication, in the micro-batches of the plugin's division. Aim: at least 0.95 of this sum. Windows of the variants
+take turns in the same processes, after an epoch of warm-up. The model computes much per byte of gradients (a ViT with
+patch 4 uses each weight for 64 tokens), so that the result shows the division and not the network. With a smaller
+--batch, the time of synchronization and optimizer steps has a larger effect.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ METHODS = ("exact", "uniform")
 
 
 class Alone:
-    """A rank that trains for itself, without any plugin, in micro-batches of given sizes."""
+    """A model that this rank trains alone, without a plugin, in micro-batches of given sizes."""
 
     def __init__(self, shape: tuple[int, int, int], images: Tensor, labels: Tensor, sizes: Sequence[int]) -> None:
         self._model = make_model(*shape)
@@ -49,7 +49,7 @@ class Alone:
         self._optimizer.zero_grad()
 
     def samples_per_second(self, iterations: int) -> float:
-        """Of this rank, over a window that all ranks begin together."""
+        """The throughput of this rank, over a window that all ranks begin at the same time."""
         dist.barrier()
         start = time.perf_counter()
         for _ in range(iterations):
@@ -58,7 +58,7 @@ class Alone:
 
 
 def measure(quota: float, stage: int, arguments: argparse.Namespace, folder: Path) -> list[tuple]:
-    """Rows of the table for one quota and one stage. The quota is in force already."""
+    """Rows of the table for one quota and one stage. The quota must already apply."""
     shape = (arguments.hidden, arguments.depth, arguments.patch)
     batch, data = arguments.batch, digits()
     variants = [
@@ -72,10 +72,10 @@ def measure(quota: float, stage: int, arguments: argparse.Namespace, folder: Pat
         for method in METHODS
     ]
     for variant in variants:
-        # A whole epoch, at whose end speeds are looked at; equal batches stay as they are.
+        # The warm-up is a whole epoch, because the plugin checks speeds at its end. Equal batches need no check.
         for _ in range(variant.epoch_iterations if variant.name == "exact" else 2):
             variant.iterate()
-    # In the micro-batches that our plugin chose, which suit the device best; larger ones can be slower per sample.
+    # Each rank uses the micro-batches that our plugin chose. Larger ones can take longer per sample.
     alone = Alone(shape, *data.tensors, variants[0].plugin.allocation.shares[dist.get_rank()].sizes)
     alone.samples_per_second(2)
     speeds: dict[str, list[float]] = {name: [] for name in (*METHODS, "rank 0 alone", "rank 1 alone")}
@@ -103,15 +103,15 @@ def measure(quota: float, stage: int, arguments: argparse.Namespace, folder: Pat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quotas", type=float, nargs="+", default=[0.5, 0.25], help="of one core, for rank 1")
-    parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=[1, 3], help="of ZeRO")
+    parser.add_argument("--quotas", type=float, nargs="+", default=[0.5, 0.25], help="share of a core that rank 1 gets")
+    parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=[1, 3], help="stages of ZeRO")
     parser.add_argument("--rounds", type=int, default=8, help="windows of each variant")
-    parser.add_argument("--block", type=int, default=2, help="iterations of a window")
+    parser.add_argument("--block", type=int, default=2, help="iterations per window")
     parser.add_argument("--batch", type=int, default=256, help="samples per iteration, over both ranks")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--patch", type=int, default=4)
-    parser.add_argument("--period-us", type=int, default=100_000, help="of the quota")
+    parser.add_argument("--period-us", type=int, default=100_000, help="period of the quota")
     arguments = parser.parse_args()
     start_ranks(2)
     rows = []
@@ -133,8 +133,8 @@ def main() -> None:
         f"({parameters / 1e6:.1f} M parameters), digits, {arguments.batch} samples per iteration, AdamW, fp32"
     )
     notes = [
-        "`exact` is our plugin, `uniform` its equal batches, which is how Colossal-AI divides. Medians over windows; "
-        "least and most are single windows."
+        "`exact` is our plugin. `uniform` is our plugin with equal batches, as Colossal-AI divides. Values are medians "
+        "over windows; least and most are single windows."
     ]
     print_table(title, columns, rows, notes)
 

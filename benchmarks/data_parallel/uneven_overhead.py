@@ -1,10 +1,10 @@
-"""What fitting batches costs where all ranks are equal: iteration time against Colossal-AI's own plugins.
+"""The cost of fitted batches when all ranks are equal: iteration time relative to Colossal-AI's own plugins.
 
 python -m benchmarks.data_parallel.uneven_overhead [--stages 0 1 2] [--rounds 12]
 
 Stage 0 is compared with ``TorchDDPPlugin``, stages 1 and 2 with ``LowLevelZeroPlugin``, at the same global batch. The
-control is the plain plugin once more, a second model in the same processes. Aim: at most 1.02. Our plugin measures the
-ranks as it begins and again while it trains; what that makes of equal ranks is in the column of samples.
+control is a second model with the plain plugin in the same processes. Aim: at most 1.02. Our plugin measures the ranks
+before and during training. The column of samples shows how it divides the batch among equal ranks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def plain_plugin(stage: int) -> DPPluginBase:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, nargs="+", choices=(0, 1, 2), default=[0, 1, 2], help="of ZeRO")
+    parser.add_argument("--stages", type=int, nargs="+", choices=(0, 1, 2), default=[0, 1, 2], help="stages of ZeRO")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--block", type=int, default=4, help="iterations of a round that count")
+    parser.add_argument("--block", type=int, default=4, help="timed iterations per round")
     parser.add_argument("--batch", type=int, default=64, help="samples per iteration, over both ranks")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--depth", type=int, default=4)
@@ -44,9 +44,9 @@ def main() -> None:
         variants = [
             Turns("plain", plain_plugin(stage), make_model(*shape), data, arguments.batch // 2),
             Turns("plain again", plain_plugin(stage), make_model(*shape), data, arguments.batch // 2),
-            # As it is used, with what it does at the end of an epoch; nothing is divided anew for less than its 10 %.
+            # The plugin as users run it, with its check at the end of an epoch. Differences below 10 % change nothing.
             Turns("fitted", HeteroZeroPlugin(stage, arguments.batch), make_model(*shape), data, None),
-            # The same without the choice: equal parts, whatever measuring says.
+            # The same plugin with equal parts, whatever it measured.
             Turns(
                 "fitted, equal parts",
                 HeteroZeroPlugin(stage, arguments.batch, method="uniform", reallocate_above=math.inf),
@@ -61,8 +61,8 @@ def main() -> None:
             rows.append((stage, variant.name, variant.median_seconds, ratio, variant.division))
     columns = ("stage", "variant", "iteration [s]", "ratio", "samples by rank")
     title = (
-        f"Nobody slow, against Colossal-AI's plugins (2 ranks): ViT, {arguments.hidden} wide, {arguments.depth} deep, "
-        f"patch {arguments.patch}, {arguments.batch} samples per iteration, AdamW, fp32"
+        f"No straggler, relative to Colossal-AI's plugins (2 ranks): ViT, {arguments.hidden} wide, "
+        f"{arguments.depth} deep, patch {arguments.patch}, {arguments.batch} samples per iteration, AdamW, fp32"
     )
     print_table(title, columns, rows)
 

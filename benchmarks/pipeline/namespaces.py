@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
-"""Sizes of a full TCP segment with time stamps. The filters count frames."""
+"""Bytes of a full TCP segment with time stamps: the whole frame, and its payload. The filters count frames."""
 CLONE_NEWNET = 0x40000000
 """Flag of ``setns``: the namespace is a network namespace."""
 BURST = "256kb"
-"""Bytes that a filter may pass at once. With less, a busy processor would hold it below its rate."""
+"""Bytes that a filter may pass at once. With fewer bytes, a filter on a busy processor would not reach its rate."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def payload_bytes_per_second(megabits: float) -> float:
 
 
 def missing() -> str | None:
-    """Why namespaces cannot be made here; None if they can."""
+    """Why namespaces cannot be made on this machine; None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]

@@ -2,8 +2,8 @@
 
 There are two clusters of nodes, which are network namespaces on this machine. Each node has a fast NIC inside its
 cluster ("RDMA") and a slow one to all nodes ("Ethernet"). Ranks are processes that communicate over Gloo. All
-data-parallel groups reduce at the same time. Bandwidths are low, so that the network and not the processor limits the
-time.
+data-parallel groups reduce at the same time. Bandwidths are so low that the network, and not the
+processor, determines the time.
 
     sudo python -m benchmarks.pipeline.nic_groups [--gradients MB] [--fast MBIT] [--slow MBIT] [--rounds N]
 """
@@ -42,7 +42,7 @@ PORT = 29617
 
 @dataclass(frozen=True)
 class Case:
-    """Size of the two clusters, and degrees of parallelism."""
+    """The size of both clusters, and the degrees of parallelism."""
 
     nodes_per_cluster: int
     ranks_per_node: int
@@ -58,7 +58,7 @@ class Case:
 
 
 CASES = (Case(2, 1, 1, 2, 2), Case(3, 1, 1, 2, 3), Case(2, 2, 1, 2, 4), Case(2, 2, 2, 2, 2))
-"""In the last two cases two rings share a NIC: in launch order only, and with both kinds of groups."""
+"""In the last two cases two rings share a NIC: in the third case only in launch order, in the last in both layouts."""
 
 
 def describe(case: Case, fast_megabits: float, slow_megabits: float) -> Topology:

@@ -2,11 +2,11 @@
 
 sudo python -m benchmarks.pipeline.pipeline_stages [--quotas 1,0.5,0.25] [--blocks 6] [--rounds 3]
 
-Two ranks train a ViT with the 1F1B schedule. Rank 1 is under a CPU quota that the program is not told. For each quota
-the layers are measured on both ranks. From these times the iteration time of every split of the blocks is predicted,
-with the closed form that plans are chosen by and with the simulation of the schedule. Then the splits are trained in
-turns. With --orders the slow rank also takes the first stage, so that all plans that a planner can choose are tried.
-The planner's plan is compared with the best of those tried.
+Two ranks train a ViT with the 1F1B schedule. Rank 1 is under a CPU quota that the program does not know. For each
+quota the layers are measured on both ranks. From these times the iteration time of every split of the blocks is
+predicted, with the closed form that the planner uses and with a simulation of the schedule. Then the splits are trained
+in turns. With --orders the slow rank also takes the first stage, so that all plans that the planner can choose are
+trained. The planner's plan is compared with the best of them.
 
 Needs Linux and write access to cgroups (version 1 or 2).
 """
@@ -90,7 +90,7 @@ class Trained:
     @property
     def name(self) -> str:
         stages = self.plan.replicas[0].stages
-        return " | ".join(f"rank {stage.ranks[0]}: {stage.blocks[1] - stage.blocks[0]}" for stage in stages)
+        return " then ".join(f"rank {stage.ranks[0]}: {stage.blocks[1] - stage.blocks[0]}" for stage in stages)
 
     @property
     def median_seconds(self) -> float:

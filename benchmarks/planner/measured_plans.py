@@ -9,8 +9,8 @@ were timed. The estimate is fitted to micro-batches of up to 8, which plans use.
 the median error over all plans is 6.5 % instead of 5.9 %.
 
 "Formula" is the closed form that the planner searches with. "Simulated" is the 1F1B schedule, simulated event by event.
-Both include the gradient reduction. Memory is that of the GPU that uses most. The measured figure is from nvidia-smi;
-it contains CUDA's context, communication buffers and the allocator's reserve, which are not predicted.
+Both include the gradient reduction. Memory is that of the GPU that uses most. The measured value is from nvidia-smi. It
+includes CUDA's context, communication buffers and the allocator's reserve, which are not predicted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SAILOR_PERCENT = "8.0 % (mean 12.5 %) over all of its published plans, which are
 
 
 def profiles(data: Path, notes: list[str]) -> dict[str, ModelProfile]:
-    """Profiles of both models with times on GH200; ``notes`` gets what was left out or estimated."""
+    """Profiles of both models with times on GH200; appends to ``notes`` what was left out or estimated."""
     tables = {model: read_gpu_tables(data, model) for model in ("OPT-350", "GPT-Neo-2.7", "OPT-30")}
     for model in ("OPT-350", "GPT-Neo-2.7"):
         notes += [f"{model}, {each}." for each in tables[model].left_out]

@@ -10,7 +10,7 @@ compares the model with iterations that were run. A plan may use the nominal mem
 `benchmarks.data_parallel.clusters` is about dividing batches instead of layers.
 
 Times and bandwidths were measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH
-Zurich), in single precision with TF32 matrix products. The times of GPT-Neo-2.7 on GH200 are estimated, see
+Zurich), in single precision with TF32 matrix products. The times of GPT-Neo-2.7 on GH200 are estimated; see
 `colossal_hetero/planner/published/estimated_times.py`.
 """
 

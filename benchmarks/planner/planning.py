@@ -196,7 +196,7 @@ def main() -> None:
         help="cluster sizes (default: all)",
     )
     parser.add_argument("--repeats", type=int, default=5, help="repetitions of each timing (default: 5)")
-    parser.add_argument("--global-batch", type=int, default=512, help="samples (default: 512)")
+    parser.add_argument("--global-batch", type=int, default=512, help="samples per iteration (default: 512)")
     parser.add_argument(
         "--micro-batches", type=int, default=64, help="micro-batches per iteration, K of Eq. 2 (default: 64)"
     )

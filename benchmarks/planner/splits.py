@@ -196,11 +196,11 @@ def main() -> None:
     parser.add_argument("--pipelines", type=int, default=1000, help="random small pipelines (default: 1000)")
     parser.add_argument("--mixed", type=int, default=20, help="random larger pipelines per row (default: 20)")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions of each timing (default: 3)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random pipelines (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random pipelines (default: 0)")
     arguments = parser.parse_args()
     print_table(
-        "Iteration time of 'exact' against the optimum of exhaustive search: 1 to 4 slots, all orders, up to 8 blocks",
-        ("equal to the optimum", "worst / optimum", "no split fits, and found so"),
+        "Iteration time of 'exact' relative to the optimum of all splits and orders: 1 to 4 slots, up to 8 blocks",
+        ("equal to the optimum", "worst / optimum", "found that no split fits"),
         against_exhaustive_search(arguments.pipelines, arguments.seed),
     )
     print_table(

@@ -1,4 +1,4 @@
-"""Accuracy lost by resizing: selection rules and imputations at γ = ½ on one rank, against an unpruned control.
+"""Loss of accuracy by resizing: priority rules and imputations with γ = ½ on one rank, relative to an unpruned control.
 
 python -m benchmarks.tensor_parallel.accuracy --data-dir DIR [--results FILE.json] [--jobs 2] [--epochs 5] [--seeds 3]
 
@@ -57,7 +57,7 @@ def make_runs(epochs: int, seeds: int) -> list[Run]:
     runs = []
     for seed in range(seeds):
         for ranks in (2, 4):
-            # Nothing depends on the number of ranks when nothing is pruned.
+            # Without pruning, the number of ranks has no effect, so the control runs once.
             runs += [Run(ranks, *variant, seed, epochs) for variant in variants if variant[0] != "none" or ranks == 2]
     return runs
 
@@ -110,7 +110,7 @@ def train(run: Run, directory: str) -> dict:
 
 
 def tabulate(results: dict[str, dict], epochs: int, seeds: int) -> None:
-    """Mean and standard deviation over the seeds of the last epoch's accuracy, and the loss against the control."""
+    """Mean and standard deviation over the seeds of the last epoch's accuracy, and the loss relative to the control."""
     groups: dict[tuple, list[float]] = {}
     for run in make_runs(epochs, seeds):
         if run.key in results:
@@ -124,7 +124,7 @@ def tabulate(results: dict[str, dict], epochs: int, seeds: int) -> None:
         name = "control, nothing pruned" if rule == "none" else rule
         loss = mean(control) - mean(values)
         rows.append((ranks, name, imputation, f"{mean(values):.1f} ± {spread:.1f}", f"{loss:.1f}", len(values)))
-    title = f"Held-out accuracy [%] after {epochs} epochs; γ = {RATIO} on one of the ranks throughout"
+    title = f"Held-out accuracy [%] after {epochs} epochs; γ = {RATIO} on one rank in all iterations"
     print_table(title, ("ranks", "columns by", "imputation", "accuracy", "loss", "seeds"), rows)
 
 

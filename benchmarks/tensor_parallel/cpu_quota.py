@@ -1,12 +1,12 @@
-"""Balancing a rank that is slow from outside: rank 1 under a CPU quota, which the program does not know of.
+"""Balancing a rank under a CPU quota that the program does not know.
 
 sudo python -m benchmarks.tensor_parallel.cpu_quota [--quota 0.25] [--rounds 8]
 
-It needs Linux, cgroups (version 1 or 2) and permission to write to them. Everything that the rank does is slow, not
-only its products, so nothing brings it back to the others' speed. What can be reached follows from the work of each
-rank as measured without balancing under the same quota: for ``resize``, the slow rank's work outside the parallel
-layers plus (1 − γ_max) of its products; for ``auto``, which prunes nothing here, each rank's fixed work and what can
-move, spread in the best way. Communication without waiting is added to both. The models take turns.
+Needs Linux, and write access to cgroups (version 1 or 2). The quota slows all work of rank 1, not only its products, so
+balancing cannot make it as fast as the other rank. The reachable time is computed from the work of each rank, measured
+without balancing under the same quota. For ``resize`` it is the slow rank's work outside the products plus (1 − γ_max)
+of its products. For ``auto``, which prunes nothing here, it is the fixed work of each rank and the optimal division of
+the work that can be moved. The time of communication without waiting is added to both. The models take turns.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
     records = [variant.plugin.balancer.collect() or [] for variant in [free, *variants]]
     if dist.get_rank() != 0:
         return
-    # Settled: the last rounds.
+    # In the second half of the iterations, plans are settled.
     settled = [part[len(part) // 2 :] for part in records]
 
     def typical(part: list[IterationRecord], rank: int, seconds: Callable[[RankRecord], float]) -> float:
@@ -87,7 +87,7 @@ def main() -> None:
         *("movable [s]", "other work [s]", "collectives [s]", "resized", "migrated"),
     )
     title = f"Rank 1 of 2 under a CPU quota of {arguments.quota:g} of a core"
-    notes = ["Movable work (products and the rest of blocks), other work, collectives and shares are rank 1's."]
+    notes = ["Movable work (products and the rest of blocks), other work, collectives and shares are those of rank 1."]
     print_table(title, columns, rows, notes)
 
 

@@ -1,7 +1,8 @@
 """The time of a decision, and the quality of plans in the setting of the paper's Fig. 11; nothing is trained.
 
-Half of eight ranks straggle, 8, 6, 4 and 2 times slower. By hand, every subset of the four may migrate while the others
-resize; the paper tries the λ slowest. All are compared by predicted iteration time, as are modes `semi` and `auto`.
+Four of eight ranks are stragglers, 8, 6, 4 and 2 times slower. By hand, each subset of the four migrates while the
+other stragglers resize; the paper tries only the λ slowest. These divisions and the modes `semi` and `auto` are
+compared by predicted iteration time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MODES = ("off", "resize", "migrate", "semi", "auto")
 
 
 def decision_seconds(mode: str, ranks: int, repeats: int) -> float:
-    """Median seconds of a decision about random times, a third of the ranks slow, with new times for each decision."""
+    """Median seconds of a decision. Each decision gets new random times, in which a third of the ranks is slow."""
     random = np.random.default_rng(ranks)
     config = BalanceConfig(mode=mode, max_resize=0.5)
     seconds = []
@@ -69,7 +70,7 @@ def compare_divisions(costs: Costs, matmul_seconds: float, max_resize: float) ->
         rows.append((name, seconds / matmul_seconds, seconds / least, sum(plan.resize) / 8, sum(plan.migrate) / 8))
     print_table(
         f"\nFig. 11, at most {max_resize:.0%} of a rank's work pruned: predicted iteration time",
-        ("division", "× homogeneous", "× best by hand", "pruned, of all work", "migrated, of all work"),
+        ("division", "× homogeneous", "× best by hand", "pruned / all work", "migrated / all work"),
         rows,
         [f"{mode}: {plans[mode].note}" for mode in ("semi", "auto")],
     )
@@ -77,8 +78,12 @@ def compare_divisions(costs: Costs, matmul_seconds: float, max_resize: float) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--costs", type=Path, help="a cost file that training has kept, instead of assumed costs")
-    parser.add_argument("--matmul-seconds", type=float, default=1.0, help="of a rank that is not slow (default: 1)")
+    parser.add_argument(
+        "--costs", type=Path, help="use the costs in this file of the cost cache instead of assumed costs"
+    )
+    parser.add_argument(
+        "--matmul-seconds", type=float, default=1.0, help="time of the products on a rank that is not slow (default: 1)"
+    )
     parser.add_argument("--max-resize", type=float, nargs="+", default=[0.9, 0.5, 0.0])
     arguments = parser.parse_args()
     costs = Costs(**json.loads(arguments.costs.read_text())["costs"]) if arguments.costs else ASSUMED

@@ -1,10 +1,10 @@
-"""A straggler that comes and goes every few iterations: each mode against no balancing.
+"""A straggler that comes and goes every few iterations: each mode relative to no balancing.
 
 python -m benchmarks.tensor_parallel.flicker [--slowdown 4] [--every 3] [--rounds 6]
 
-Rank 1 of 2 computes its products ``slowdown`` times for ``every`` iterations, then once for as many. Aim: never more
-than 1.02 of ``off``. Models take turns in blocks of whole periods; the times are sums over all iterations, the first
-ones, in which a mode may still count the rank as slow, included.
+Rank 1 of 2 computes its products ``slowdown`` times for ``every`` iterations, then once for as many iterations. Aim: at
+most 1.02 times ``off``. Models take turns in blocks of whole periods. The times are sums over all iterations, also the
+first ones, in which a mode may still treat the rank as slow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slowdown", type=float, default=4.0)
     parser.add_argument("--every", type=int, default=3)
-    parser.add_argument("--modes", nargs="+", default=MODES, help="the first is what the others are held to")
+    parser.add_argument("--modes", nargs="+", default=MODES, help="the others are compared with the first")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
     arguments = parser.parse_args()
@@ -56,7 +56,7 @@ def main() -> None:
     ]
     title = f"Slowdown {arguments.slowdown:g} on rank 1 of 2, on and off every {arguments.every} iterations"
     iterations = len(variants[0].seconds)
-    print_table(title, ("mode", f"{iterations} iterations [s]", "against off", "plan changes"), rows)
+    print_table(title, ("mode", f"{iterations} iterations [s]", "/ off", "plan changes"), rows)
 
 
 if __name__ == "__main__":

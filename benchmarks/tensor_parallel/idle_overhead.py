@@ -1,4 +1,4 @@
-"""The cost of balancing when no rank is slow: iteration time and peak memory compared with Colossal-AI's plugin.
+"""The cost of balancing when no rank is slow: iteration time and peak memory relative to Colossal-AI's plugin.
 
 python -m benchmarks.tensor_parallel.idle_overhead [--rounds 12]
 
@@ -64,7 +64,7 @@ def main() -> None:
         for v, peak in zip(variants, memory, strict=True)
     ]
     columns = ("variant", "iteration [s]", "ratio", "peak memory [MiB]", "ratio")
-    print_table("Nobody slow, against Colossal-AI's plugin (2 ranks)", columns, rows)
+    print_table("No straggler, relative to Colossal-AI's plugin (2 ranks)", columns, rows)
 
 
 if __name__ == "__main__":

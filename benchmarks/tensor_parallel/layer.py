@@ -1,8 +1,8 @@
-"""One resized layer, forward and backward, against Colossal-AI's dense one: M = 4160, K = 2048, N = 1024.
+"""Time of one resized layer, forward and backward, relative to Colossal-AI's dense layer: M = 4160, K = 2048, N = 1024.
 
 python -m benchmarks.tensor_parallel.layer [--rounds 15] [--dtype float32] [--device cpu]
 
-The rank is alone in its group, so nothing is communicated. Column selection is part of what is timed, once per
+The rank is alone in its group, so nothing is communicated. The times include the selection of columns, once per
 iteration as in training.
 """
 

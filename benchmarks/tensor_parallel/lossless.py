@@ -1,11 +1,11 @@
-"""The fastest exact training with a straggler: mode ``auto`` without resizing, and the bound, by migration method.
+"""Exact training with a straggler, relative to the shortest possible time: modes ``migrate`` and ``auto``, by method.
 
 python -m benchmarks.tensor_parallel.lossless [--slowdown 8] [--rounds 8] [--hidden 512] [--methods METHOD …]
 
-Rank 1 of 2 computes every product ``slowdown`` times. The bound is the products' time with no rank slow, divided
-optimally over one and 1/χ ranks, ``e/(e − 1 + 1/χ)`` times the homogeneous time, plus the rest of an iteration.
-``migrate`` always migrates what would make ranks equally late; ``auto`` only if that pays. All models take turns in the
-same two processes.
+Rank 1 of 2 computes every product ``slowdown`` times. The bound assumes that the products are divided optimally: it is
+their time without a straggler, times ``e/(e − 1 + 1/χ)``, plus the remaining time of an iteration without a straggler.
+``migrate`` always migrates so much that all ranks finish at the same time; ``auto`` does so only if that saves time.
+All models take turns in the same two processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     MODEL.update(embed_dim=arguments.hidden, num_heads=arguments.heads)
     slow = Stragglers(slowdowns={1: arguments.slowdown})
     variants = [
-        Variant("nobody slow, off", BalanceConfig(mode="off")),
+        Variant("no straggler, off", BalanceConfig(mode="off")),
         Variant("slow, off", BalanceConfig(mode="off"), slow),
     ]
     for method in arguments.methods:
@@ -51,7 +51,7 @@ def main() -> None:
             continue
         seconds = variant.median_seconds
         if not rows:
-            # Of a homogeneous iteration, what the products take the slower of two equal ranks.
+            # The time of the products without a straggler: that of the slower of the two equal ranks.
             products = median(max(rank.matmul_seconds for rank in record.ranks) for record in records)
             base = seconds
             bound = seconds - products + ideal_ratio(slow.slowdowns, 2) * products
@@ -60,7 +60,7 @@ def main() -> None:
         rows.append((variant.name, seconds, seconds / base, seconds / bound, f"{migrated:.0%}"))
         if records[-1].note:
             notes.append(f"{variant.name}: {records[-1].note}.")
-    columns = ("variant", "iteration [s]", "against nobody slow", "against the bound", "migrated")
+    columns = ("variant", "iteration [s]", "/ no straggler", "/ bound", "migrated")
     print_table(f"Slowdown {arguments.slowdown:g} on rank 1 of 2, nothing pruned", columns, rows, notes)
 
 

@@ -1,4 +1,4 @@
-"""Iteration time and accuracy of every balance mode with the same straggler: the ViT example, trained to the end.
+"""Iteration time and accuracy of every balance mode with the same straggler, in complete runs of the ViT example.
 
 python -m benchmarks.tensor_parallel.modes --data-dir DIR [--slowdown 8] [--epochs 2] [--seeds 3] [--results FILE.json]
 
@@ -28,7 +28,7 @@ MODEL = ["--hidden", "128", "--depth", "6", "--heads", "4", "--patch", "8", "--b
 TIMED_ITERATIONS = 60
 
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "off, nobody slow": ("--balance", "off"),
+    "off, no straggler": ("--balance", "off"),
     "off": ("--balance", "off"),
     "resize": ("--balance", "resize"),
     "resize, blocks": ("--balance", "resize", "--resizing", "block"),
@@ -42,7 +42,7 @@ def arguments_of(variant: str, options: argparse.Namespace, seed: int) -> list[s
     """The example's arguments for a run."""
     line = [*VARIANTS[variant], *MODEL, "--data", "folder", "--data-dir", options.data_dir, "--seed", str(seed)]
     line += ["--epochs", str(options.epochs)]
-    if variant != "off, nobody slow":
+    if variant != "off, no straggler":
         line += ["--straggler", f"1:{options.slowdown:g}"]
     if variant == "off":
         line += ["--steps", str(TIMED_ITERATIONS)]
@@ -70,7 +70,7 @@ def tabulate(results: dict[str, dict], options: argparse.Namespace) -> None:
             continue
         seconds = median(run["iteration_seconds"]["median"] for run in runs)
         accuracy = [100.0 * run["accuracy"][-1] for run in runs]
-        if variant == "off, nobody slow":
+        if variant == "off, no straggler":
             control, base = accuracy, seconds
         shares = [mean(run["ranks"][1][name] for run in runs) for name in ("resized", "migrated")]
         measured = variant != "off"

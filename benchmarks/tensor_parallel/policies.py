@@ -2,10 +2,10 @@
 
 python -m benchmarks.tensor_parallel.policies [--ranks 4] [--rounds 4] [--senders 1 3]
 
-The first ``senders`` ranks give a share γ of their work to the others, which take equal parts. No rank is slow, so
-the difference to γ = 0 is the cost of migrating plus the additional work of the receivers. All methods and shares take
-turns in the same processes. More ranks than cores share them; then the work of all ranks counts, not that of the
-latest.
+The first ``senders`` ranks migrate a share γ of their work to the others, which receive equal parts. No rank is slow,
+so the difference from γ = 0 is the cost of migrating plus the additional work of the receivers. All methods take turns
+in the same processes. If there are more ranks than cores, the iteration time depends on the total work of all ranks,
+not on the slowest rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NEVER = 10**9
 
 
 def plan(senders: int, share: float) -> BalancePlan:
-    """The first ranks give ``share`` of their work to the others."""
+    """A plan in which the first ``senders`` ranks migrate ``share`` of their work to the others."""
     ranks = dist.get_world_size()
     taken = senders * share / (ranks - senders)
     return BalancePlan(
@@ -73,7 +73,7 @@ def main() -> None:
         for senders in arguments.senders
         for method in METHODS
     ]
-    title = f"Seconds per iteration, {arguments.ranks} ranks, by the share γ that the first (n) ranks give away"
+    title = f"Seconds per iteration, {arguments.ranks} ranks, by the share γ that the first (n) ranks migrate"
     print_table(title, ("method (senders)", *(f"γ = {share:g}" for share in SHARES), "MiB sent at γ = ½"), rows)
 
 

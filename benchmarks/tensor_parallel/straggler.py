@@ -1,10 +1,10 @@
-"""Resizing under an injected straggler: iteration time against no straggler, and how fast the plan settles.
+"""Resizing with an injected straggler: iteration time relative to no straggler, and how fast the plan settles.
 
 python -m benchmarks.tensor_parallel.straggler [--slowdown 4] [--rounds 8]
 
-Rank 1's products are computed ``slowdown`` times (``repeat``; resizing shrinks the repeated work too). The reference is
-the minimum over the ranks. Three models take turns in the same two processes: no rank slow, slow without balancing,
-slow with resizing.
+Rank 1 computes its products ``slowdown`` times (``repeat``), so resizing shrinks the repeated work too. Resizing uses
+``reference="minimum"``. Three models take turns in the same two processes: without a straggler, with a straggler and no
+balancing, and with a straggler and resizing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from colossal_hetero.testing.stragglers import Stragglers
 
 
 def iterations_to_settle(variant: Variant, before: float, after: float) -> int:
-    """Iterations from rank 1's slowdown going from ``before`` to ``after`` until the plan changes for the last time."""
+    """The number of iterations until the plan stops changing, after rank 1's slowdown changes."""
     slow_down = next(iter(hetero_layers(variant.model).values())).slow_down
 
     def iterate(slowdown: float) -> bool:
@@ -47,7 +47,7 @@ def main() -> None:
     slow = Stragglers(slowdowns={1: arguments.slowdown})
     resize = BalanceConfig(mode="resize", reference="minimum")
     variants = [
-        Variant("nobody slow, off", BalanceConfig(mode="off")),
+        Variant("no straggler, off", BalanceConfig(mode="off")),
         Variant("slow, off", BalanceConfig(mode="off"), slow),
         Variant("slow, resize", resize, slow),
     ]

@@ -1,4 +1,4 @@
-"""What the benchmarks of uneven batches share: a model and data to train with, and a plugin that takes turns."""
+"""Common parts of the benchmarks of uneven batches: a model, its data, and training runs that take turns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def digits() -> TensorDataset:
 
 
 def make_model(hidden: int, depth: int, patch: int) -> nn.Module:
-    """A ViT for them, the same on every call."""
+    """A ViT for the digits, with the same weights on every call."""
     torch.manual_seed(1)
     return VisionTransformer(
         img_size=32, patch_size=patch, embed_dim=hidden, depth=depth, num_heads=4, num_classes=10, class_token=False,
@@ -46,14 +46,14 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Turns:
-    """A model in training with a data-parallel plugin, one of several that take turns.
+    """One of several models in training with data-parallel plugins that take turns.
 
     Args:
-        name: in the table.
-        plugin: Colossal-AI's or ours.
-        model: to be trained; boosted here.
-        data: all of it; every rank draws its own.
-        batch_size: of each rank, for Colossal-AI's plugins; None for ours, which decide.
+        name: name in the table.
+        plugin: a plugin of Colossal-AI or ours.
+        model: the model, which is boosted here.
+        data: the whole data set; each rank samples its part.
+        batch_size: samples per rank for Colossal-AI's plugins; None for ours, which choose it.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Turns:
         self._batches = self._endless()
 
     def _endless(self) -> Iterator[tuple[Any, bool]]:
-        """Batches of one epoch after the other, and whether the optimizer steps after them."""
+        """Batches of all epochs without end, each with whether the optimizer steps after it."""
         epoch = 0
         while True:
             self._loader.sampler.set_epoch(epoch)
@@ -82,11 +82,11 @@ class Turns:
 
     @property
     def epoch_iterations(self) -> int:
-        """Optimizer steps of an epoch of our loader."""
+        """Optimizer steps per epoch, for loaders of our plugins."""
         return self._loader.global_batches
 
     def iterate(self) -> float:
-        """One optimizer step; its seconds."""
+        """Train until the next optimizer step. Returns the seconds."""
         start = time.perf_counter()
         is_last = False
         while not is_last:
@@ -103,6 +103,6 @@ class Turns:
 
     @property
     def division(self) -> str:
-        """Samples by rank, for ours."""
+        """Samples by rank, for our plugins; otherwise empty."""
         allocation = getattr(self.plugin, "allocation", None)
         return "" if allocation is None else " + ".join(str(share.samples) for share in allocation.shares)
