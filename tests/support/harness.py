@@ -1,4 +1,4 @@
-"""Run a function on several ranks over Gloo, each rank a process, and return what every rank returned.
+"""Run a function on several ranks over Gloo, each in a process of its own, and return the results of all ranks.
 
 Processes come from a fork server that has torch and Colossal-AI loaded already, so a test with four ranks costs
 tenths of a second rather than half a minute of imports.
@@ -18,7 +18,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 Rank = tuple[Any, Any]
-"""A process, and the end of the pipe through which it answers."""
+"""A process, and the end of the pipe on which its answer arrives."""
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.preload"])
@@ -82,10 +82,10 @@ def run_alone(function: Callable[..., Any], timeout_seconds: float = 120, **argu
 
 @contextmanager
 def start_ranks(world_size: int, function: Callable[..., Any], *args: Any, seed: int = 1024) -> Iterator[list[Rank]]:
-    """Call ``function(*args)`` on ``world_size`` ranks; their processes and pipes, by rank.
+    """Call ``function(*args)`` on ``world_size`` ranks. Yields their processes and pipes, by rank.
 
-    Through its pipe every rank sends ``(True, result)`` or ``(False, traceback)``. Whoever still runs on leaving the
-    block is killed.
+    Through its pipe every rank sends ``(True, result)`` or ``(False, traceback)``. At the end of the ``with`` block,
+    ranks that still run are killed.
     """
     port = free_port()
     ranks: list[Rank] = []
@@ -106,7 +106,11 @@ def start_ranks(world_size: int, function: Callable[..., Any], *args: Any, seed:
 
 
 def answer(receiver: Any) -> tuple[bool, Any]:
-    """What a rank sent; ``EOFError`` if it died without."""
+    """The answer of a rank.
+
+    Raises:
+        EOFError: the rank ended without an answer.
+    """
     return pickle.loads(receiver.recv_bytes())
 
 
@@ -115,8 +119,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(*args)`` on ``world_size`` ranks and return the results by rank.
 
-    ``function`` is a module-level function; results travel through a pipe, pickled whole. The first
-    rank that fails ends all the others, and its traceback is raised here.
+    ``function`` must be defined at the top of a module, and its results are pickled. When a rank fails, all other ranks
+    are ended, and its traceback is raised here.
     """
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_seconds
@@ -131,7 +135,7 @@ def run_ranks(
                 try:
                     succeeded, value = answer(receiver)
                 except EOFError:
-                    raise RuntimeError(f"rank {rank} of {world_size} died without a word") from None
+                    raise RuntimeError(f"rank {rank} of {world_size} ended without an answer") from None
                 if not succeeded:
                     raise RuntimeError(f"rank {rank} of {world_size} failed:\n{value}")
                 results[rank] = value

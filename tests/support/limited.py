@@ -1,7 +1,6 @@
-"""Train under a limit of the address space, with or without a profile in between.
+"""Train with a limited address space, and profile before training if asked to.
 
-:func:`main` runs in a process of its own (``run_alone`` of the harness), because the limit holds for all that a process
-does.
+:func:`main` runs in a process of its own (``run_alone`` of the harness), because the limit applies to a whole process.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ DEVICE = torch.device("cpu")
 
 
 class Net(nn.Module):
-    """Half a megabyte of activations per sample, running statistics and dropout."""
+    """A model with half a megabyte of activations per sample, with running statistics and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +39,7 @@ class Net(nn.Module):
         self.last = nn.Linear(512, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [batch, 64, 64]``"""
+        """``x`` is ``[batch, 64, 64]``, the result ``[batch, 10]``."""
         return self.last(self.dropout(torch.relu(self.norm(self.first(x)))).mean(1))
 
 
@@ -67,7 +66,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of everything that a profile must leave as it was."""
+    """A hash of all state that profiling must not change."""
     state = hashlib.sha256()
     tensors = [*model.state_dict().values(), torch.get_rng_state()]
     tensors += [value for entry in optimizer.state.values() for value in entry.values()]
@@ -81,7 +80,7 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def every_size(model: nn.Module, cap: int) -> int:
-    """The largest batch, found by trying 1, 2, 3, …"""
+    """The largest batch that fits, up to ``cap``, found by trying 1, 2, 3, …"""
     largest = 0
     while largest < cap:
         try:
@@ -96,13 +95,13 @@ def every_size(model: nn.Module, cap: int) -> int:
 
 
 def limit_address_space(room: int) -> None:
-    """``room`` bytes more than are mapped now."""
+    """Limit the address space of this process to ``room`` bytes more than are mapped now."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, hard))
 
 
 def map_large_tensors() -> None:
-    """From now on each tensor of 64 kB or more is mapped and unmapped alone: the address space holds what is in use."""
+    """Map and unmap each tensor of 64 kB or more separately, so that the address space contains only tensors in use."""
     mallopt = ctypes.CDLL(None).mallopt
     assert mallopt(M_MMAP_THRESHOLD, 65536) and mallopt(M_TRIM_THRESHOLD, 65536) and mallopt(M_ARENA_MAX, 1)
 
@@ -133,7 +132,7 @@ def main(
             )
             result.update(profile=profile.model_dump(), sizes=sizes)
         if not profile.max_batch:
-            resource.setrlimit(resource.RLIMIT_AS, limits)  # to train at all
+            resource.setrlimit(resource.RLIMIT_AS, limits)  # without this, training would run out of memory
         else:
             with preserved_state(model, optimizer), reserved_memory(to_come + optimizer_state_bytes(optimizer), DEVICE):
                 step(model, 1)

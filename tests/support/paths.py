@@ -1,4 +1,4 @@
-"""Where tests find files."""
+"""Paths that tests use."""
 
 from pathlib import Path
 

@@ -11,7 +11,7 @@ from colossal_hetero.planner.plans.plan import Plan, Replica, StagePlan
 from tests.support.training import Trained, boost, sgd, tiny_vit
 
 SECONDS = 1.0
-"""Planned forward time of a stage, and half of its planned backward time; stages of a tiny model are faster."""
+"""Planned forward time of a stage; the backward time is twice as long. Stages of a tiny model take less."""
 
 
 def make_plan(
@@ -22,7 +22,7 @@ def make_plan(
     forward_seconds: Sequence[float] | None = None,
     **changes: Any,
 ) -> Plan:
-    """A plan whose replicas all have ``layers`` per stage.
+    """A plan in which stage ``i`` of each replica has ``layers[i]`` layers.
 
     Args:
         rank_order: ranks by replica, stage and place in the tensor-parallel group.

@@ -1,4 +1,4 @@
-"""How many random examples a test with expensive ones runs: few in ``make test``, all in ``make test-thorough``."""
+"""What only ``make test-thorough`` does: more random examples, and each case with each method."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
 
 def examples(*, ordinary: int, thorough: int) -> settings:
-    """Settings for a test that runs ``ordinary`` examples, or ``thorough`` ones in the profile of that name."""
+    """Settings for a test that runs ``ordinary`` examples, or ``thorough`` examples in the profile "thorough"."""
     return settings(max_examples=thorough if IS_THOROUGH else ordinary, deadline=None)

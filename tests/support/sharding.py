@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -27,24 +27,27 @@ from colossal_hetero.layers.policy import HETERO_LAYERS
 
 LossOf = Callable[[nn.Module], torch.Tensor]
 
+Prepare = Callable[[nn.Module], None]
+"""Changes a sharded model before it runs."""
+
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Give every parameter, biases and norms included, values whose gradients are all of a visible size."""
+    """Give all parameters, also biases and norms, random values with which no gradient is too small to compare."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            # Norms keep a weight near one, or deep models lose their signal.
+            # Weights of norms stay near 1; otherwise activations vanish in deep models.
             parameter.copy_(1 + 0.1 * noise if (parameter == 1).all() else 0.1 * noise)
     return model
 
 
 def shard(model: nn.Module, policy: Policy | None = None, **options: Any) -> nn.Module:
-    """Shard ``model`` over all ranks by ``policy``, by default its own with this package's layers.
+    """Shard ``model`` over all ranks with ``policy``, by default that of its family with this package's layers.
 
     ``options`` are those of ``ShardConfig``.
     """
-    # Losses are summed over the sequence-parallel group whether or not it is in use, so it is this rank alone.
+    # Colossal-AI sums losses over the sequence-parallel group even if it is not used. So the group has only this rank.
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     config = ShardConfig(
         tensor_parallel_process_group=dist.group.WORLD, sequence_parallel_process_group=alone, **options
@@ -53,7 +56,7 @@ def shard(model: nn.Module, policy: Policy | None = None, **options: Any) -> nn.
 
 
 def own_share(parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of ``whole``, a tensor laid out like the unsharded ``parameter``."""
+    """Return this rank's part of ``whole``, a tensor with the layout of the unsharded ``parameter``."""
     if is_customized_distributed_tensor(parameter):
         return parameter.shard_fn(whole)
     if is_distributed_tensor(parameter):
@@ -68,13 +71,18 @@ def parallel_layer_counts(model: nn.Module) -> dict[str, int]:
     return {name: counts[name] for name in names if counts[name]}
 
 
+def _leave(sharded: nn.Module) -> None:
+    """Change nothing."""
+
+
 def assert_same_as_unsharded(
-    model: nn.Module, loss_of: LossOf, prepare: Callable[[nn.Module], None] = lambda sharded: None, **options: Any
+    model: nn.Module, loss_of: LossOf, prepare: Iterable[Prepare] = (_leave,), **options: Any
 ) -> nn.Module:
     """Assert that loss and gradients of the sharded ``model`` are those of an unsharded copy.
 
-    ``loss_of`` runs a model on the same inputs each time and returns a scalar; ``prepare`` is given the sharded model
-    before it runs; ``options`` are those of ``ShardConfig``. Returns the sharded model.
+    ``loss_of`` runs a model on the same inputs each time and returns a scalar. The functions in ``prepare`` are called
+    one after the other on the same sharded model, which runs once after each of them. ``options`` are those of
+    ``ShardConfig``. Returns the sharded model.
     """
     expected, gradients = _loss_and_gradients(copy.deepcopy(model), loss_of)
     sharded = shard(model, **options)
@@ -83,20 +91,18 @@ def assert_same_as_unsharded(
         for name, parameter in sharded.named_parameters()
         if gradients[name] is not None
     }
-    prepare(sharded)
-    _assert_loss_and_gradients(sharded, loss_of, expected, shares)
+    _assert_loss_and_gradients(sharded, loss_of, prepare, expected, shares)
     return sharded
 
 
 def assert_same_as_colossalai(
-    model: nn.Module, loss_of: LossOf, prepare: Callable[[nn.Module], None] = lambda sharded: None, **options: Any
+    model: nn.Module, loss_of: LossOf, prepare: Iterable[Prepare] = (_leave,), **options: Any
 ) -> nn.Module:
-    """Assert that ``model`` sharded with this package's layers does what it does with Colossal-AI's own."""
+    """Assert that ``model`` has the same loss and gradients with this package's layers as with Colossal-AI's."""
     theirs = copy.deepcopy(model)
     expected, gradients = _loss_and_gradients(shard(theirs, get_autopolicy(theirs), **options), loss_of)
     ours = shard(model, **options)
-    prepare(ours)
-    _assert_loss_and_gradients(ours, loss_of, expected, gradients)
+    _assert_loss_and_gradients(ours, loss_of, prepare, expected, gradients)
     return ours
 
 
@@ -107,15 +113,23 @@ def _loss_and_gradients(model: nn.Module, loss_of: LossOf) -> tuple[torch.Tensor
 
 
 def _assert_loss_and_gradients(
-    model: nn.Module, loss_of: LossOf, expected: torch.Tensor, gradients: dict[str, torch.Tensor | None]
+    model: nn.Module,
+    loss_of: LossOf,
+    prepare: Iterable[Prepare],
+    expected: torch.Tensor,
+    gradients: dict[str, torch.Tensor | None],
 ) -> None:
-    """Assert ``model``'s loss and, parameter by parameter, the gradients that this rank holds."""
-    loss, own = _loss_and_gradients(model, loss_of)
-    close = partial(torch.testing.assert_close, rtol=2e-4, atol=2e-5)
-    close(loss, expected, msg=lambda text: f"loss: {text}")
-    assert any(gradient is not None for gradient in own.values()), "nothing has a gradient"
-    for name, gradient in own.items():
-        wanted = gradients.get(name)
-        assert (gradient is None) == (wanted is None), f"only one of the models has a gradient of {name}"
-        if gradient is not None:
-            close(gradient, wanted, msg=lambda text, name=name: f"gradient of {name}: {text}")
+    """After each of ``prepare``, assert ``model``'s loss and, for each parameter, the gradient that this rank holds."""
+    for number, change in enumerate(prepare):
+        change(model)
+        model.zero_grad()
+        loss, own = _loss_and_gradients(model, loss_of)
+        what = f"run {number}: "
+        close = partial(torch.testing.assert_close, rtol=2e-4, atol=2e-5)
+        close(loss, expected, msg=lambda text, what=what: f"{what}loss: {text}")
+        assert any(gradient is not None for gradient in own.values()), f"{what}no parameter has a gradient"
+        for name, gradient in own.items():
+            wanted = gradients.get(name)
+            assert (gradient is None) == (wanted is None), f"{what}only one of the models has a gradient of {name}"
+            if gradient is not None:
+                close(gradient, wanted, msg=lambda text, of=f"{what}gradient of {name}": f"{of}: {text}")

@@ -1,4 +1,4 @@
-"""A tensor-parallel group in which ranks take simulated times and balance as real ones do."""
+"""A tensor-parallel group with simulated times, which balances like a real group."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from colossal_hetero.balance.decide.modes import decide
 from colossal_hetero.balance.measure.speed import EqualWork, SpeedWatch
 
 OTHER = 0.3
-"""Seconds of a rank's iteration that cannot be moved, where its products take 0.7 s, times its slowdown."""
+"""Seconds of work per rank and iteration that cannot be moved. The products of a rank take 0.7 s times its slowdown."""
 
 
 class SimulatedGroup:
-    """Ranks with true speeds, noise and a resizing overhead, run through the same state machines as real ones."""
+    """Ranks with given slowdowns, noise and a resizing overhead. They run the same state machines as real ranks."""
 
     def __init__(
         self, ranks: int, config: BalanceConfig, seed: int = 0, noise: float = 0.0, overhead: float = 0.0
@@ -28,10 +28,10 @@ class SimulatedGroup:
         self.flag = False
         self.exchanges = 0
         self.seconds = 0.0
-        """What all iterations took together."""
+        """Total time of all iterations."""
 
     def iterate(self, slowdowns: Sequence[float]) -> None:
-        """Run one iteration; a plan that is decided at its end applies from the next one on."""
+        """Run one iteration; a plan that is decided at its end applies from the next iteration on."""
         moved, works = [], []
         for rank, slowdown in enumerate(slowdowns):
             load = self.plan.load(rank)

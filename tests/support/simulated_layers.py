@@ -1,4 +1,4 @@
-"""A model whose passes take a given time on a simulated clock, throttled or not."""
+"""A model whose passes take given times on a simulated clock, with or without a CPU quota."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from colossal_hetero.profiling.layers.layer_passes import Duration
 
 WIDTH, CLASSES = 8, 3
 PERIOD = 0.1
-"""Of a quota, in seconds."""
+"""Period of the quota in seconds."""
 
 
 class SimulatedClock:
-    """Time of a process that gets ``quota`` of a core: it runs until its share of a period is used up, then stands."""
+    """The time of a process with a ``quota`` of a core. In each period it uses up its share, then waits."""
 
     def __init__(self, quota: float = 1.0, threads: int = 1) -> None:
         self.quota = quota
         self.threads = threads
         self.busy = 0.0
-        """Seconds that the process has run."""
+        """Seconds for which the process has run."""
 
     def advance(self, seconds: float) -> None:
         self.busy += seconds
@@ -36,7 +36,7 @@ class SimulatedClock:
 
 
 class TakesTime(torch.autograd.Function):
-    """The identity, which takes so long forward and backward per sample."""
+    """The identity, which takes given seconds per sample in the forward and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, clock: SimulatedClock, forward: float, backward: float) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Part(nn.Module):
 
 
 class Model(nn.Module):
-    """``before``, ``blocks``, ``after``; each with its seconds forward and backward per sample."""
+    """A model of ``before``, ``blocks`` and ``after``, each with its seconds per sample forward and backward."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Model(nn.Module):
 
 
 class SlowSGD(torch.optim.SGD):
-    """Takes ``SECONDS`` per parameter tensor."""
+    """An SGD optimizer that takes ``SECONDS`` per parameter tensor."""
 
     SECONDS = 0.01
 
@@ -105,7 +105,7 @@ class SlowSGD(torch.optim.SGD):
 
 
 def use_clock(clock: SimulatedClock, patch: pytest.MonkeyPatch) -> None:
-    """Let the profiler see this clock."""
+    """Let the profiler use this clock."""
     for module in ("layer_passes", "layer_profiler"):
         patch.setattr(f"colossal_hetero.profiling.layers.{module}.clock", clock)
     patch.setattr(torch, "get_num_threads", lambda: clock.threads)

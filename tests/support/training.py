@@ -27,7 +27,7 @@ CLASSES = 7
 
 
 def tiny_vit(seed: int = 0, **options: Any) -> VisionTransformer:
-    """A model with heads of width 3, whose sizes 2, 3 and 4 ranks can divide and are not powers of two."""
+    """A small ViT with heads of width 3. Its sizes are divisible by 2, 3 and 4, and are not powers of two."""
     torch.manual_seed(seed)
     sizes = dict(img_size=8, patch_size=4, num_classes=CLASSES, embed_dim=36, depth=2, num_heads=12, mlp_ratio=5 / 3)
     return VisionTransformer(**(sizes | options))
@@ -46,11 +46,11 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 # Clocks ----------------------------------------------------------------------------------------------------------
 
 SlowdownScript = Callable[[int, int], float]
-"""χ of a global rank in an iteration."""
+"""A function of a global rank and an iteration that returns the slowdown χ."""
 
 
 class ScriptedClock:
-    """A clock with the times of a rank that is as slow as the script says and prunes as much as the real one."""
+    """A clock with invented times: the script sets the slowdown, and the rank's actual pruning shortens them."""
 
     MATMUL_SECONDS = 0.8
     OTHER_SECONDS = 0.2
@@ -73,13 +73,13 @@ class ScriptedClock:
         return finished
 
 
-def nobody(rank: int, iteration: int) -> float:
+def no_straggler(rank: int, iteration: int) -> float:
     return 1.0
 
 
 @contextmanager
-def scripted(slowdown: SlowdownScript = nobody) -> Iterator[None]:
-    """Plugins that boost inside get a :class:`ScriptedClock`."""
+def scripted(slowdown: SlowdownScript = no_straggler) -> Iterator[None]:
+    """Plugins that boost a model inside this context use a :class:`ScriptedClock`."""
     with patch.object(layer_balancing, "make_clock", lambda device: ScriptedClock(slowdown)):
         yield
 
@@ -89,20 +89,20 @@ def scripted(slowdown: SlowdownScript = nobody) -> Iterator[None]:
 
 @dataclass
 class Trained:
-    """What a run left behind on one rank."""
+    """The state of a training run on one rank."""
 
     losses: list[float]
-    """Of every iteration; empty on pipeline stages other than the one that computes it."""
+    """The loss of each iteration; empty on pipeline stages that do not compute it."""
     model: Any
     optimizer: Any
     booster: Booster
     plugin: Any
     plans: list[tuple[float, ...]] = field(default_factory=list)
-    """The ratios by rank in the group that hold after each iteration."""
+    """After each iteration, the pruned shares of all ranks of the group."""
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's shares."""
+        """This rank's part of all parameters."""
         return {name: parameter.detach().clone() for name, parameter in self.model.unwrap().named_parameters()}
 
 
@@ -120,7 +120,7 @@ def adamw(model: nn.Module) -> Optimizer:
 
 
 def sgd(model: nn.Module) -> Optimizer:
-    """Unlike AdamW it does not divide by gradients that are zero but for rounding."""
+    """SGD with momentum. Unlike AdamW it does not amplify gradients that are zero except for rounding errors."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -142,9 +142,9 @@ def train(
     each: Callable[[int], None] = lambda iteration: None,
     no_sync: bool = True,
 ) -> Trained:
-    """Go on with ``run``; ``each`` is called with the iteration's number after its step.
+    """Continue ``run``; ``each`` is called with the number of the iteration after its step.
 
-    With ``no_sync`` gradients are accumulated before they are summed over replicas.
+    If ``no_sync``, gradients are accumulated before they are summed over replicas.
     """
     plugin, model, optimizer = run.plugin, run.model, run.optimizer
     replica = int(plugin.pg_mesh.coordinate(plugin.dp_axis))
@@ -179,7 +179,7 @@ def train(
 
 
 def assert_same_parameters(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
-    """Bit for bit."""
+    """Assert that parameters are equal bit for bit."""
     assert list(actual) == list(expected), what
     for name in expected:
         assert torch.equal(actual[name], expected[name]), f"{what}: {name} differs"
