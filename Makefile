@@ -9,10 +9,10 @@ help:
 	@echo "make zero      train with ZeRO on two ranks, one of them slowed, with equal and with fitted batches"
 	@echo "make pipeline  train in a pipeline on two ranks, one of them slowed, with equal and with fitted stages"
 	@echo "make language  train a GPT-2 on two ranks, one of them slowed, balancing on"
-	@echo "make test      run all tests (12 to 13 minutes on 2 cores)"
-	@echo "make check     lint and run the unit tests, before a commit"
+	@echo "make test      run all tests (7 to 8 minutes on 2 cores)"
+	@echo "make check     lint and run the unit tests, before a commit (a minute and a half)"
 	@echo "make lint      ruff and mypy"
-	@echo "make test-thorough  run all tests, with many more examples where examples are drawn at random"
+	@echo "make test-thorough  run all tests, with many more random examples and all combinations of cases"
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,7 +33,7 @@ pipeline: install
 language: install
 	$(BIN)/python examples/language/train.py --balance auto --straggler 1:4
 
-# Two tests at a time; a process that has run its share takes over tests of the other.
+# Two tests at a time, each with half of the cores. A process that has run its share takes over tests of the other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test: install

@@ -12,11 +12,24 @@ from hypothesis import settings
 FOLDER = Path(__file__).parent
 MARKERS = {"unit": pytest.mark.unit, "parallel": pytest.mark.parallel, "examples": pytest.mark.example}
 
-# How long an example takes depends on what else the machine does, so it has no deadline. The thorough profile runs
-# ten times as many examples where a test does not name a number.
-settings.register_profile("ordinary", deadline=None)
+# How long an example takes depends on what else the machine does, so it has no deadline. The numbers of examples are
+# those of tests that do not name a number.
+settings.register_profile("ordinary", deadline=None, max_examples=50)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ordinary"))
+
+
+def pytest_configure() -> None:
+    """Give each process of pytest-xdist its own share of the cores.
+
+    Ranks of a test wake each other many thousand times a second, which is slow across busy cores.
+    """
+    worker, workers = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+    if worker is None or workers is None or not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    number, count = int(worker.removeprefix("gw")), min(int(workers), len(cores))
+    os.sched_setaffinity(0, cores[number % count :: count])
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -11,7 +12,7 @@ from examples.common.flags.parser import UsageError
 from examples.common.text import load_text
 from tests.support.harness import run_ranks
 
-SMALL = "--hidden 32 --depth 1 --heads 4 --context 16 --batch-size 16 --lr 1e-2 --steps 30"
+SMALL = "--hidden 32 --depth 1 --heads 4 --context 16 --batch-size 16 --lr 1e-2 --steps 20"
 LINES = (
     "--plugin colossalai",
     "",
@@ -24,9 +25,11 @@ def _train() -> tuple[list[dict[str, Any] | None], bool]:
     """The summaries of all lines; and whether an early byte's prediction depends on a later byte."""
     import torch
 
+    from examples.common import text
     from examples.language import train as example
 
-    summaries = [example.train(parse_options(f"{SMALL} {line}".split()), quiet=True) for line in LINES]
+    with patch.object(text, "HELD_OUT_SHARE", 0.005):  # a tenth of it, for a shorter evaluation
+        summaries = [example.train(parse_options(f"{SMALL} {line}".split()), quiet=True) for line in LINES]
     return summaries, _looks_ahead(example, torch)
 
 
@@ -53,7 +56,7 @@ def test_it_learns_and_balancing_changes_only_the_time() -> None:
     colossalai, off, balanced, replicas = summaries
     assert off["loss"] == colossalai["loss"] and off["accuracy"] == colossalai["accuracy"]
     assert off["loss"][0] == pytest.approx(5.5, abs=0.2)  # log 256
-    assert sum(off["loss"][-5:]) / 5 < 3.5
+    assert sum(off["loss"][-5:]) / 5 < 4.0
     for summary in (balanced, replicas):
         assert summary["loss"] == pytest.approx(off["loss"], rel=2e-3)
         assert len(summary["ranks"]) == 2

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-from contextlib import redirect_stdout
-from typing import Any
 
 import pytest
 
@@ -13,34 +10,22 @@ from colossal_hetero.planner.plans.plan import load_plan
 from colossal_hetero.planner.profile.layer_profile import load_model_profile
 from examples.common.flags.parser import UsageError
 from examples.common.flags.pipeline import check_options, parse_options
-from tests.support.harness import run_ranks
+from tests.support.comparison_examples import compared
 from tests.support.paths import REPOSITORY
 
 SMALL = "--hidden 32 --depth 6 --heads 2 --patch 16 --global-batch 256 --micro-batch 64 --epochs 1"
 
 
-def _compare(lines: list[str]) -> tuple[list[dict[str, Any] | None], str]:
-    from examples.pipeline.train import compare
-
-    with redirect_stdout(io.StringIO()) as shown:
-        return [compare(parse_options(f"{SMALL} {line}".split())) for line in lines], shown.getvalue()
-
-
-def compared(ranks: int, *lines: str) -> tuple[list[dict[str, Any]], str]:
-    """Run once per line on ``ranks`` ranks; rank 0's summaries, and what it printed."""
-    (summaries, shown), *others = run_ranks(ranks, _compare, list(lines))
-    assert all(summary is None for found, _ in others for summary in found) and not any(text for _, text in others)
-    return summaries, shown
-
-
 def test_both_ways_train_alike_and_the_slow_rank_gets_fewer_blocks(tmp_path):
     paths = {name: tmp_path / f"{name}.json" for name in ("summary", "plan", "profile")}
-    flags = " ".join(f"--{name} {path}" for name, path in paths.items())
-    # Sixteen times: what else the machine does is no match for it.
-    (summary,), shown = compared(2, f"--straggler 1:16 --straggler-means repeat {flags} --plot {tmp_path / 'plan.png'}")
+    outputs = " ".join(f"--{name} {path}" for name, path in paths.items())
+    flags = f"{SMALL} --straggler 1:8 --straggler-means repeat {outputs} --plot {tmp_path / 'plan.png'}"
+    # One block on the slow rank is best if it is measured to be at least 2.5 times slower. It is 8 times slower, which
+    # leaves room for the noise of a busy machine.
+    (summary,), shown = compared("pipeline", 2, flags)
     for text in (
         "ViT, 32 wide, 6 deep",
-        "rank 1 slowed × 16",
+        "rank 1 slowed × 8",
         "uniform: tp 1",
         "planned: tp 1",
         "Both ways",
@@ -48,14 +33,14 @@ def test_both_ways_train_alike_and_the_slow_rank_gets_fewer_blocks(tmp_path):
     ):
         assert text in shown
     assert json.loads(paths["summary"].read_text()) == summary
-    assert summary["slowed"] == {"ranks": {"1": 16}, "means": "repeat"} and summary["world_size"] == 2
+    assert summary["slowed"] == {"ranks": {"1": 8}, "means": "repeat"} and summary["world_size"] == 2
     uniform, planned = summary["trainings"]
     assert (uniform["way"], planned["way"]) == ("uniform", "planned")
     assert [stage["blocks"] for stage in uniform["stages"]] == [[0, 3], [3, 6]]
     blocks = {stage["rank"]: stage["blocks"][1] - stage["blocks"][0] for stage in planned["stages"]}
     assert blocks == {0: 5, 1: 1}
     assert len(planned["loss"]) == planned["iterations"] == 1438 // 256 and len(planned["accuracy"]) == 1
-    # Other stages, the same sums: rounding, nothing else.
+    # Stages change only the rounding.
     assert planned["loss"] == pytest.approx(uniform["loss"], rel=1e-3)
     assert planned["accuracy"] == pytest.approx(uniform["accuracy"], abs=0.02)
     assert summary["largest_loss_difference"] < 1e-2
@@ -70,7 +55,8 @@ def test_both_ways_train_alike_and_the_slow_rank_gets_fewer_blocks(tmp_path):
 
 def test_a_profile_is_used_again_and_three_ranks_work(tmp_path):
     path = tmp_path / "profile.json"
-    (first, second), _ = compared(3, *[f"--way planned --straggler 0:8 --straggler-means repeat --profile {path}"] * 2)
+    flags = f"{SMALL} --way planned --straggler 0:8 --straggler-means repeat --profile {path}"
+    (first, second), _ = compared("pipeline", 3, flags, flags)
     assert second["profile_seconds"] < first["profile_seconds"]
     assert first["speedup"] is None and len(second["trainings"]) == 1
     for summary in (first, second):

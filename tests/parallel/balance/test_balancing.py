@@ -1,4 +1,4 @@
-"""Balancing through the plugin: ranks that are detected as slow prune, all ranks agree, and training continues."""
+"""Balancing through the plugin: slow ranks are detected and prune, all ranks have the same plan, training continues."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from tests.support.training import (
 RESIZE = BalanceConfig(mode="resize", resize_overhead=0.0)
 SLOWDOWN = 4.0
 RATIO = 0.75  # (T − T_ref) / M = (χ − 1) / χ
-PHASE = 8
-SETTLED = 5
-"""Iterations within which a plan follows a change."""
+PHASE = 6
+SETTLED = 4
+"""After a change of speed, the plan is adapted within this number of iterations."""
 
 
-def slow_in_turn(rank: int, iteration: int) -> float:
+def each_rank_slow_in_turn(rank: int, iteration: int) -> float:
     """No rank is slow in the first phase, then rank 0, then none, then rank 1, and so on."""
     phase = iteration // PHASE
     return SLOWDOWN if phase % 2 == 1 and phase // 2 == rank else 1.0
@@ -54,7 +54,7 @@ def is_replicated(parameter: torch.Tensor) -> bool:
 
 
 def assert_identical(model: torch.nn.Module, group: dist.ProcessGroup, what: str, replicated_only: bool) -> None:
-    """Parameters that the ranks of ``group`` hold in common are the same bit for bit."""
+    """Assert that parameters that all ranks of ``group`` hold are the same bit for bit."""
     compared = 0
     for name, parameter in model.named_parameters():
         if replicated_only and not is_replicated(parameter):
@@ -66,14 +66,14 @@ def assert_identical(model: torch.nn.Module, group: dist.ProcessGroup, what: str
     assert compared > 4
 
 
-def assert_in_step(run: Trained, what: str) -> None:
+def assert_replicas_are_equal(run: Trained, what: str) -> None:
     model, plugin = run.model.unwrap(), run.plugin
     assert_identical(model, plugin.tp_group, f"{what}, tensor-parallel group", replicated_only=True)
     assert_identical(model, plugin.dp_group, f"{what}, data-parallel group", replicated_only=False)
 
 
-def assert_carried_out(run: Trained, what: str) -> None:
-    """The layers of this rank prune what the plan says and nothing else."""
+def assert_layers_follow_the_plan(run: Trained, what: str) -> None:
+    """Assert that the layers of this rank prune exactly what the plan says."""
     ratio = run.plugin.balancer.plan.resize[dist.get_rank(run.plugin.tp_group)]
     layers = hetero_layers(run.model)
     assert layers, what
@@ -84,20 +84,20 @@ def assert_carried_out(run: Trained, what: str) -> None:
             assert layer.workload is not None and layer.workload.prune == ratio, f"{what}: {name}"
 
 
-# Who prunes ------------------------------------------------------------------------------------------------------
+# Which ranks prune ---------------------------------------------------------------------------------------------------
 
 
 def check_every_rank_in_turn(balance: BalanceConfig, options: dict[str, Any]) -> tuple[Any, ...]:
     world = dist.get_world_size()
-    with scripted(slow_in_turn):
-        run = boost(ours(balance, **options))
+    with scripted(each_rank_slow_in_turn):
+        run = boost(ours(balance, **options), tiny_vit(depth=options.get("pp_size", 1)))
     balancer = run.plugin.balancer
 
     def each(iteration: int) -> None:
         what = f"rank {dist.get_rank()} after iteration {iteration}"
-        assert_carried_out(run, what)
+        assert_layers_follow_the_plan(run, what)
         if iteration % PHASE == PHASE - 1:
-            assert_in_step(run, what)
+            assert_replicas_are_equal(run, what)
 
     train(run, PHASE * (2 * world + 1), same_batch=True, each=each)
     records = balancer.collect()
@@ -111,50 +111,51 @@ def check_every_rank_in_turn(balance: BalanceConfig, options: dict[str, Any]) ->
 
 
 def assert_follows(plans: list[tuple[float, ...]], ranks: list[int], world: int, capped: float = RATIO) -> None:
-    """The ``plans`` of the group of global ``ranks`` are those that :func:`slow_in_turn` calls for."""
+    """Assert that the ``plans`` of the group of global ``ranks`` follow :func:`each_rank_slow_in_turn`."""
     for iteration, plan in enumerate(plans):
-        now = [slow_in_turn(rank, iteration) for rank in ranks]
-        before = [slow_in_turn(rank, max(0, iteration - SETTLED)) for rank in ranks]
+        now = [each_rank_slow_in_turn(rank, iteration) for rank in ranks]
+        before = [each_rank_slow_in_turn(rank, max(0, iteration - SETTLED)) for rank in ranks]
         if now == before:
             expected = [capped if slowdown > 1 else 0.0 for slowdown in now]
             assert plan == pytest.approx(expected), f"iteration {iteration}: {plan}"
-        # Until the plan has followed a change, only the present or the former straggler may prune.
+        # Until the plan is adapted to a change, only the present and the former straggler may prune.
         assert all(ratio == 0 or max(now[i], before[i]) > 1 for i, ratio in enumerate(plan)), f"{iteration}: {plan}"
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_rank_as_the_straggler_in_turn(world: int) -> None:
+def test_the_plan_follows_when_each_rank_is_the_straggler_in_turn(world: int) -> None:
     results = run_ranks(world, check_every_rank_in_turn, RESIZE, dict(tp_size=world))
     for plans, losses, _ in results:
-        assert plans == results[0][0], "ranks hold different plans"
-        assert losses == results[0][1], "ranks see different losses"
+        assert plans == results[0][0], "ranks have different plans"
+        assert losses == results[0][1], "ranks have different losses"
     plans, losses, (exchanges, changes, resized) = results[0]
     assert_follows(plans, list(range(world)), world)
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < 0.5 * losses[0], losses
-    # One exchange to begin with, and one for each time that a rank's speed changed.
+    # Times are exchanged once at the start, and once after each change of a rank's speed.
     assert len(exchanges) == 1 + 2 * world, exchanges
     assert len(changes) == 2 * world, changes
     assert set(changes) < set(exchanges)
     for iteration, shares in enumerate(resized):
         planned = plans[iteration - 1] if iteration else (0.0,) * world
-        assert shares == pytest.approx(planned, abs=0.05), f"iteration {iteration}"  # up to whole columns
+        # Shares are rounded to whole columns.
+        assert shares == pytest.approx(planned, abs=0.05), f"iteration {iteration}"
 
 
-def test_every_data_parallel_replica_balances_by_itself() -> None:
+def test_each_data_parallel_replica_has_its_own_plan() -> None:
     results = run_ranks(4, check_every_rank_in_turn, RESIZE, dict(tp_size=2))
     for ranks in ([0, 1], [2, 3]):
         for rank in ranks:
-            assert results[rank][0] == results[ranks[0]][0], f"rank {rank} holds another plan"
+            assert results[rank][0] == results[ranks[0]][0], f"rank {rank} has another plan"
             assert_follows(results[rank][0], ranks, 4)
         assert results[ranks[0]][1][-1] < 0.5 * results[ranks[0]][1][0]
 
 
-def test_every_pipeline_stage_balances_by_itself() -> None:
+def test_each_pipeline_stage_has_its_own_plan() -> None:
     results = run_ranks(4, check_every_rank_in_turn, RESIZE, dict(tp_size=2, pp_size=2, num_microbatches=3))
     for ranks in ([0, 1], [2, 3]):
         for rank in ranks:
-            assert results[rank][0] == results[ranks[0]][0], f"rank {rank} holds another plan"
+            assert results[rank][0] == results[ranks[0]][0], f"rank {rank} has another plan"
             assert_follows(results[rank][0], ranks, 4)
     assert not results[0][1]
     assert results[3][1][-1] < 0.5 * results[3][1][0]
@@ -183,17 +184,17 @@ def check_variants() -> None:
     for name, (choices, options) in VARIANTS[dist.get_world_size()].items():
         with scripted(always(1)):
             run = boost(ours(BalanceConfig(mode="resize", resize_overhead=0.0, **choices), tp_size=2, **options))
-        train(run, 16, same_batch=True)
+        train(run, 12, same_batch=True)
         mine = RATIO if dist.get_rank() == 1 else 0.0
         assert run.plans[-1][dist.get_rank(run.plugin.tp_group)] == pytest.approx(mine), f"{name}: {run.plans[-1]}"
         assert run.plugin.balancer.shares.resized == pytest.approx(mine, abs=0.05), name
         if run.losses:
             assert run.losses[-1] < 0.8 * run.losses[0], f"{name}: {run.losses}"
-        assert_in_step(run, name)
+        assert_replicas_are_equal(run, name)
 
 
 @pytest.mark.parametrize("world", VARIANTS)
-def test_rules_and_precisions_train_with_a_straggler(world: int) -> None:
+def test_training_with_a_straggler_converges_for_all_rules_and_precisions(world: int) -> None:
     run_ranks(world, check_variants)
 
 
@@ -207,18 +208,21 @@ def check_never() -> None:
         assert_same_parameters(run.parameters, expected.parameters, str(balance))
         records = run.plugin.balancer.collect()
         if records is not None:
-            # Mode off still measures, so that a report can show what balancing would have saved.
+            # Mode "off" still measures, so that a report can show what balancing would have saved.
             assert all(r.ranks[1].work_seconds > 3 * r.ranks[0].work_seconds for r in records)
             assert any(r.exchanged for r in records) == (balance.mode != "off")
 
 
-def test_off_and_a_cap_of_zero_never_prune() -> None:
+def test_mode_off_and_max_resize_0_never_prune() -> None:
     run_ranks(2, check_never)
 
 
 def check_checkpointing() -> None:
     options = dict(tp_size=2) if dist.get_world_size() == 2 else dict(tp_size=2, pp_size=2, num_microbatches=3)
-    for rule, kind in (("random", RandomColumns), ("norm-product", NormProduct)):
+    rules = {"random": RandomColumns, "norm-product": NormProduct}
+    if dist.get_world_size() > 2:
+        del rules["norm-product"]  # it chooses the same columns for the same values, so it shows less
+    for rule, kind in rules.items():
         runs, forwards, choices = [], [], []
         for checkpointing in (False, True):
             model = tiny_vit()
@@ -253,16 +257,15 @@ def check_checkpointing() -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_activation_checkpointing_changes_nothing(world: int) -> None:
-    """Recomputed forwards use the columns that the first ones chose, in a pipeline too."""
+    """A recomputed forward pass uses the columns that the first one chose, also in a pipeline."""
     run_ranks(world, check_checkpointing)
 
 
-# What must not disturb the balancer
-# ------------------------------------------------------------------------------------
+# What must not disturb the balancer --------------------------------------------------------------------------------
 
 
 def check_overflow() -> None:
-    # Gradients overflow until the scale has come down from 2^32.
+    # The loss scale starts at 2^32; gradients overflow until it has become small enough.
     with scripted(always(1)):
         run = boost(ours(RESIZE, tp_size=2, precision="fp16", initial_scale=2**32, hysteresis=1))
     skipped = 0
@@ -274,12 +277,12 @@ def check_overflow() -> None:
 
     train(run, 30, same_batch=True, each=each)
     assert 6 <= skipped < 28, f"{skipped} steps were skipped"
-    assert run.plans[5] == pytest.approx((0.0, RATIO)), "not found while steps were skipped"
+    assert run.plans[5] == pytest.approx((0.0, RATIO)), "the straggler was not found while steps were skipped"
     assert set(run.plans[5:]) == {run.plans[5]}
     assert all(math.isfinite(loss) for loss in run.losses) and run.losses[-1] < run.losses[0]
 
 
-def test_steps_skipped_by_an_overflow_count_like_others() -> None:
+def test_a_straggler_is_found_while_an_overflow_skips_steps() -> None:
     run_ranks(2, check_overflow)
 
 
@@ -325,7 +328,7 @@ def check_evaluation() -> None:
                 assert 0 < rank.work_seconds + rank.communication_seconds < 10, rank
 
 
-def test_evaluation_and_pauses_between_steps_are_not_work() -> None:
+def test_evaluation_and_pauses_between_steps_do_not_count_as_work() -> None:
     run_ranks(2, check_evaluation)
 
 
@@ -356,7 +359,7 @@ def check_pipeline_waiting() -> None:
                 assert 0 < rank.matmul_seconds < rank.work_seconds < 20, rank
 
 
-def test_waiting_for_other_stages_is_not_work() -> None:
+def test_waiting_for_other_stages_does_not_count_as_work() -> None:
     run_ranks(4, check_pipeline_waiting)
 
 
@@ -364,7 +367,7 @@ def test_waiting_for_other_stages_is_not_work() -> None:
 
 
 class CpuSeconds:
-    """A clock of the CPU time of this process, which other processes do not change, and of its pauses."""
+    """A clock that counts the CPU time of this process and its own pauses, so that other processes do not affect it."""
 
     def __init__(self) -> None:
         self.paused = 0.0

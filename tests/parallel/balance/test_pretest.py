@@ -30,7 +30,7 @@ def traffic(share: float) -> Traffic:
 
 
 def prepare(group: dist.ProcessGroup, form: str = "block", **options: object) -> PREPARED:
-    """The costs, how often they were measured, and what was warned of."""
+    """The costs, the number of times that they were measured, and the texts of warnings."""
     config = BalanceConfig(mode="auto", **options)
     with (
         warnings.catch_warnings(record=True) as caught,
@@ -42,23 +42,23 @@ def prepare(group: dist.ProcessGroup, form: str = "block", **options: object) ->
 
 
 def measure_quickly(ranks: int) -> None:
-    """Fewer and smaller measurements, for tests that do not check them."""
+    """Make fewer and shorter measurements, for tests that do not check the measured values."""
     assert dist.get_world_size() == ranks
     pretest.PRODUCT_SECONDS = 0.01
     pretest.MESSAGES = {2**12: 3, 2**14: 3}
 
 
-def measure_both_ways(ranks: int) -> list[PREPARED]:
+def measure_both_forms(ranks: int) -> list[PREPARED]:
     measure_quickly(ranks)
     before = torch.get_rng_state()
     found = [prepare(dist.group.WORLD, form, cost_cache="") for form in ("column", "block")]
-    assert torch.equal(torch.get_rng_state(), before), "measuring has changed what training draws"
+    assert torch.equal(torch.get_rng_state(), before), "measuring changed the state of the random numbers"
     return found
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_have_the_same_costs(ranks: int) -> None:
-    results = run_ranks(ranks, measure_both_ways, ranks)
+    results = run_ranks(ranks, measure_both_forms, ranks)
     for form in range(2):
         costs, measured, warned = results[0][form]
         assert measured == 1 and not warned
@@ -82,16 +82,17 @@ def prepare_again_and_again(folder: str) -> list[PREPARED]:
 def test_costs_are_measured_once(tmp_path: Path) -> None:
     first, second = run_ranks(2, prepare_again_and_again, str(tmp_path))
     assert first == second
-    assert [measured for _, measured, _ in first] == [1, 0, 1, 1, 0]  # again for another form, and after damage
+    # Costs are measured again for another form, and after the file was damaged.
+    assert [measured for _, measured, _ in first] == [1, 0, 1, 1, 0]
     assert first[0][0] == first[1][0] and first[3][0] == first[4][0]
     contents = [json.loads(path.read_text()) for path in tmp_path.iterdir() if path.read_text().endswith("}\n")]
-    (content,) = contents  # the other one is still damaged
+    (content,) = contents  # the file of the other form is still damaged
     assert content["circumstances"]["shapes"] == [[64, 96], [96, 64]] and content["circumstances"]["backend"] == "gloo"
     assert Costs(**content["costs"]) == first[4][0]
 
 
 def prepare_on_one_disk_only(folder: str) -> list[PREPARED]:
-    """The second rank sees an empty folder, as on a host of its own."""
+    """Give the second rank an empty folder, as if it ran on another machine."""
     measure_quickly(2)
     own = folder if dist.get_rank() == 0 else folder + "-elsewhere"
     return [prepare(dist.group.WORLD, cost_cache=own) for _ in range(2)]
@@ -103,8 +104,8 @@ def test_one_rank_reads_the_cache_for_all(tmp_path: Path) -> None:
     assert not (tmp_path / "cache-elsewhere").exists()
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
+def test_if_the_folder_cannot_be_written_to_costs_are_measured_each_time(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file, not a folder")
     first, second = run_ranks(2, prepare_on_one_disk_only, str(tmp_path / "file" / "folder"))
     assert [measured for _, measured, _ in first] == [1, 1]
     assert [len(warned) for _, _, warned in first] == [1, 1] and "cannot be kept" in first[0][2][0]
@@ -117,7 +118,7 @@ def prepare_without_need() -> tuple[PREPARED, PREPARED]:
     return prepare(alone, cost_cache=""), prepare(dist.group.WORLD, measure_costs=False)
 
 
-def test_no_costs_without_measuring() -> None:
+def test_without_measuring_costs_have_their_defaults() -> None:
     for results in run_ranks(2, prepare_without_need):
         assert results == ((Costs(), 0, []), (Costs(), 0, []))
 
@@ -128,20 +129,20 @@ SIZES = (2**12, 2**16, 2**20)
 
 
 @given(st.floats(0, 1e-2), st.floats(1e-11, 1e-6))
-def test_a_link_is_found_again(latency: float, per_byte: float) -> None:
+def test_the_fit_recovers_the_latency_and_bandwidth_of_a_link(latency: float, per_byte: float) -> None:
     link = fit_link(SIZES, [latency + size * per_byte for size in SIZES])
     assert link.latency_seconds == pytest.approx(latency, abs=1e-9)
     assert link.seconds_per_byte == pytest.approx(per_byte)
 
 
-def test_links_by_hand() -> None:
-    assert fit_link([1000], [0.5]) == FittedLink(0.0, 0.0005)  # too slow a network for a second size
+def test_fitted_links_equal_values_computed_by_hand() -> None:
+    assert fit_link([1000], [0.5]) == FittedLink(0.0, 0.0005)  # the network was too slow to measure a second size
     assert fit_link([1000, 2000], [0.5, 0.4]) == FittedLink(0.5, 0.0)
     assert FittedLink(0.25, 0.5).seconds(Volume(2, 3)) == 2.0
 
 
-def test_fits_of_products() -> None:
+def test_the_fits_recover_the_costs_of_products() -> None:
     shares = (0.25, 0.5, 0.9)
     assert fit_resize(shares, [1 - share + 0.02 + 0.1 * share for share in shares]) == pytest.approx((0.02, 0.1))
-    assert fit_resize(shares, [0.7 * (1 - share) for share in shares]) == (0.0, 0.0)  # never a gain
+    assert fit_resize(shares, [0.7 * (1 - share) for share in shares]) == (0.0, 0.0)  # costs are never negative
     assert fit_receive_factor(shares, [1.2 * share for share in shares]) == pytest.approx(1.2)

@@ -1,4 +1,4 @@
-"""The timelines that the balancer keeps of a run: one before any plan, and the latest."""
+"""The two timelines that the balancer keeps of a run: one from before the first plan, and the latest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = dict(embed_dim=192, num_heads=6, mlp_ratio=4, patch_size=2)
 
 
 class VirtualTime:
-    """A rank's time, which advances by a millisecond when it is read and when the rank sleeps."""
+    """The time of a rank. It advances by a millisecond at each reading, and when the rank sleeps."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -42,7 +42,10 @@ class VirtualTime:
 
 @contextmanager
 def virtual_time() -> Iterator[None]:
-    """Clocks and pauses in virtual time: two ranks leave a collective at the same time, and all ranks an iteration."""
+    """Use virtual time for clocks and pauses.
+
+    The ranks of a group leave a collective at the same time, and all ranks end an iteration at the same time.
+    """
     time = VirtualTime()
     pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
     pair = pairs[dist.get_rank() // 2]
@@ -77,7 +80,7 @@ def check_kept(options: dict[str, Any], iterations: int) -> tuple[Any, Any] | No
 
 
 @pytest.mark.parametrize("options", [{}, dict(pp_size=2, num_microbatches=3)])
-def test_an_iteration_before_balancing_and_one_after_it(options: dict[str, Any]) -> None:
+def test_timelines_show_an_iteration_before_balancing_and_one_after(options: dict[str, Any]) -> None:
     world = 2 * options.get("pp_size", 1)
     found, records = run_ranks(world, check_kept, options, 20)[0]
     before, after = found
@@ -97,13 +100,13 @@ def test_an_iteration_before_balancing_and_one_after_it(options: dict[str, Any])
             assert totals["matmul"] + totals["block"] + totals["other"] == pytest.approx(rank.work_seconds)
             assert totals["communication"] + totals["waiting"] == pytest.approx(rank.communication_seconds)
             if timeline is before and rank.rank == 0 and not options:
-                # For rank 1, which sleeps. A pipeline's bubbles count as communication.
+                # Rank 0 waits for rank 1, which sleeps. Bubbles of a pipeline count as communication.
                 assert totals["waiting"] > totals["communication"]
-        # All ranks share one clock, so their iterations are drawn above each other, not one after another.
+        # All ranks use one clock, so their iterations overlap in the picture instead of following each other.
         assert timeline.seconds < 1.5 * max(rank.work_seconds + rank.communication_seconds for rank in record.ranks)
     for record in records:
         assert all(0 < rank.relative_score <= 1 and 0 < rank.own_score <= 1 for rank in record.ranks)
-    # At equal work the straggler stays slow, however little it computes.
+    # Scores compare times at equal work, so the straggler counts as slow even though it prunes.
     assert records[-1].ranks[1].relative_score < 0.6 < records[-1].ranks[0].relative_score
     assert any(rank.own_score == 1.0 for record in records[1:] for rank in record.ranks)
 

@@ -1,32 +1,45 @@
-"""``colossal-hetero profile`` starts ranks, each in a process, that measure a model by name."""
+"""``colossal-hetero profile`` measures a model by its name, on several ranks."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from colossal_hetero.commands.profile import profile
 from colossal_hetero.planner.profile.layer_profile import load_model_profile
+from tests.support.forked_command import run_with_forked_ranks
+
+VIT = ["timm:vit_tiny_patch16_224", "--set", "depth=3", "--set", "embed_dim=48", "--image-size", "32"]
+GPT = ["hf:gpt2", "--set", "n_layer=2", "--set", "n_embd=48", "--set", "vocab_size=99", "--sequence", "16"]
 
 
-@pytest.mark.parametrize(
-    ("model", "blocks"),
-    [
-        (["timm:vit_tiny_patch16_224", "--set", "depth=3", "--set", "embed_dim=48", "--image-size", "32"], 3),
-        (["hf:gpt2", "--set", "n_layer=2", "--set", "n_embd=48", "--set", "vocab_size=99", "--sequence", "16"], 2),
-    ],
-)
-def test_ranks_measure_a_named_model(tmp_path: Path, model: list[str], blocks: int) -> None:
-    out = tmp_path / "p.json"
-    short = ["--micro-batch", "1,2", "--seconds", "0", "--nproc", "2", "--out", str(out)]
-    result = CliRunner().invoke(profile, ["--model", *model, *short])
-    assert result.exit_code == 0, result.output
-    written = load_model_profile(out)
-    assert written.blocks == blocks and written.name == model[0] and written.source == "measured"
+def arguments(model: list[str], out: Path) -> list[str]:
+    return ["--model", *model, "--micro-batch", "1,2", "--seconds", "0", "--nproc", "2", "--out", str(out)]
+
+
+def check_profile(path: Path, name: str, blocks: int) -> None:
+    written = load_model_profile(path)
+    assert written.blocks == blocks and written.name == name and written.source == "measured"
     assert len(written.rank_devices) == 2 and set(written.rank_devices) <= {"cpu", "cpu-2"}
     assert written.micro_batches("cpu", 1) == (1, 2)
     assert min(written.times[0].forward_seconds) > 0
-    assert json.loads(out.read_text())["state_factor"] == 4.0
+    assert json.loads(path.read_text())["state_factor"] == 4.0
+
+
+@pytest.mark.parametrize(("model", "name", "blocks"), [(VIT, "timm:vit_tiny_patch16_224", 3), (GPT, "hf:gpt2", 2)])
+def test_ranks_measure_a_named_model(tmp_path: Path, model: list[str], name: str, blocks: int) -> None:
+    out = tmp_path / "p.json"
+    shown = run_with_forked_ranks(profile, arguments(model, out))
+    check_profile(out, name, blocks)
+    assert f"{out}: layers of {name}, measured" in shown.replace("\n", "")
+
+
+def test_a_rank_can_be_started_as_a_module() -> None:
+    """As the command starts its ranks; how ranks are started is tested with ``colossal-hetero probe``."""
+    command = [sys.executable, "-m", profile.callback.__module__, "--help"]  # type: ignore[union-attr]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "--model" in shown

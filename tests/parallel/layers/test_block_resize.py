@@ -16,7 +16,10 @@ from tests.support.training import batch, loss_of, tiny_vit
 
 
 def _compare_with_sub_network(slow: int, priority: str) -> dict[str, float]:
-    """The differences of loss and gradients from those of a model whose dropped units have zero output weights."""
+    """Compare loss and gradients with a model in which the output weights of all pruned units are zero.
+
+    Returns the absolute difference of the loss and, by parameter, the relative difference of the gradient.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     training = Training("block", priority=priority)
     training.applier.apply(BalancePlan.resizing([0.5 if other == slow else 0.0 for other in range(ranks)]))
@@ -56,7 +59,7 @@ def _compare_with_sub_network(slow: int, priority: str) -> dict[str, float]:
     for name, parameter in training.model.unwrap().named_parameters():
         wanted = own_share(parameter, whole.get_parameter(name).grad)
         if name.endswith(("proj.weight", "fc2.weight")) and "blocks" in name:
-            # The whole model has a gradient there; a unit that was left out has none.
+            # The reference has a gradient at a pruned unit; the resized block has none there.
             block = next(block for block in training.blocks if block.name.endswith(name.rsplit(".", 2)[0]))
             left_out = set(range(block.units)) - set(kept.get(block.name, range(block.units)))
             view = wanted.clone().unflatten(1, (block.units, -1))
@@ -82,7 +85,7 @@ def _kept_by_norm() -> list[tuple[list[int], list[int]]]:
     for block in training.blocks:
         x, weight = block.matrices
         if max(len(x), len(weight)) > SAMPLED_ROWS:
-            # There norms are estimated.
+            # In a block with so many rows, norms are estimated.
             continue
         by_hand = (x.norm(dim=0) * weight.norm(dim=0)).topk(block.units - round(0.5 * block.units)).indices
         if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Checkpoints are Colossal-AI's: those written while pruning load into its plugin, and its own load into ours."""
+"""Checkpoints are interchangeable: Colossal-AI's plugin loads those written while pruning, and ours loads its own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_interchange(folder: Path, options: dict[str, Any], sharded: bool) -> N
     saved = pruning.parameters
     save(pruning, folder / "ours", sharded)
 
-    # Always into a model that starts from other weights.
+    # Each checkpoint is loaded into a model that starts from other weights.
     plain = load(boost(theirs(**options), tiny_vit(seed=5)), folder / "ours", sharded)
     assert_same_parameters(plain.parameters, saved, "Colossal-AI's plugin with our checkpoint")
     with scripted():
@@ -57,7 +57,7 @@ def check_interchange(folder: Path, options: dict[str, Any], sharded: bool) -> N
     for run in (plain, again):
         train(run, 3)
     assert again.losses == plain.losses
-    assert_same_parameters(again.parameters, plain.parameters, "trained on from our checkpoint")
+    assert_same_parameters(again.parameters, plain.parameters, "training continued from our checkpoint")
 
     save(plain, folder / "theirs", sharded)
     # A new model, because a checkpoint of half-precision training has no fp32 weights.
@@ -68,9 +68,9 @@ def check_interchange(folder: Path, options: dict[str, Any], sharded: bool) -> N
     for run in (plain, back):
         train(run, 3)
     assert back.losses == plain.losses
-    assert_same_parameters(back.parameters, plain.parameters, "trained on from Colossal-AI's checkpoint")
+    assert_same_parameters(back.parameters, plain.parameters, "training continued from Colossal-AI's checkpoint")
 
-    # The model that is still pruning takes a checkpoint, too, and goes on pruning.
+    # A model that is pruning can load a checkpoint too, and continues to prune.
     load(pruning, folder / "theirs", sharded)
     train(pruning, 2)
     assert pruning.plans[-1] == (0.0, pytest.approx(0.75))

@@ -1,6 +1,6 @@
-"""Every model family that Colossal-AI has a policy for equals its unsharded self with this package's layers.
+"""Model families of Colossal-AI compute the same with this package's layers as without sharding.
 
-Tiny models with random weights, in fp32, on two tensor-parallel ranks: the loss and every gradient.
+Compared are the loss and every gradient of tiny models with random weights, in fp32, on two tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import nn
@@ -189,7 +188,7 @@ FAMILIES: dict[Callable[[], tuple[nn.Module, Inputs]], dict[str, int]] = {
     sam: _layers(25, 13, Col=2),
     blip2: _layers(24, 14, Col=2),
 }
-"""A model and its inputs, and how many layers of this package take the place of Colossal-AI's in it."""
+"""For each family a model with inputs, and how many of Colossal-AI's layers this package's layers replace in it."""
 
 BUILDERS = {family.__name__: family for family in FAMILIES}
 
@@ -197,10 +196,10 @@ BUILDERS = {family.__name__: family for family in FAMILIES}
 # that two ranks compute a different result than one. For SAM this package's layers are compared with Colossal-AI's.
 UNLIKE_THE_UNSHARDED_MODEL = {"sam"}
 
-# Not here: ChatGLM and DeepSeek, whose policies are for model code that is downloaded with the weights. Their
-# policies are tested in tests/unit/layers/test_policy.py.
+# ChatGLM and DeepSeek are not tested here, because their policies are for model code that is downloaded with the
+# weights. tests/unit/layers/test_policy.py tests their policies.
 
-# Cohere's attention takes the mask that its model makes with flash attention only.
+# Cohere's attention accepts the mask that its model makes only with flash attention.
 SHARDING_OPTIONS: dict[str, dict[str, Any]] = {"cohere": dict(enable_flash_attention=True)}
 
 
@@ -215,11 +214,12 @@ def _loss_of(inputs: Inputs) -> Callable[[nn.Module], torch.Tensor]:
     return loss_of
 
 
-def _help_on_a_cpu() -> None:
-    """Step over two places where Colossal-AI asks for a GPU that it does not need.
+def _allow_cpu() -> None:
+    """Replace two calls in which Colossal-AI asks for a GPU that it does not need.
 
     GPT-2's forward selects the tensor's device with ``torch.cuda``. Cohere's attention always takes Colossal-AI's
-    attention kernels, whose plainest is torch's own, declared for CUDA only. The ranks end with the test.
+    attention kernels. The simplest of them calls torch's own attention, but is declared for CUDA only. Nothing is
+    restored, because the ranks end with the test.
     """
     if torch.cuda.is_available():
         return
@@ -230,9 +230,9 @@ def _help_on_a_cpu() -> None:
 
 
 def _check(names: list[str]) -> dict[str, Any]:
-    """Return, for every family, the number of its parallel layers by class, or the traceback of a failure."""
+    """Return, for every family, the number of its parallel layers by class, or a traceback if it failed."""
     results: dict[str, Any] = {}
-    _help_on_a_cpu()
+    _allow_cpu()
     for name in names:
         compare = assert_same_as_colossalai if name in UNLIKE_THE_UNSHARDED_MODEL else assert_same_as_unsharded
         try:
@@ -245,14 +245,8 @@ def _check(names: list[str]) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Any]]:
-    """The results of every family by rank. All families use the same two processes, to save time."""
-    return run_ranks(2, _check, list(BUILDERS))
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_loss_and_gradients_equal_those_of_the_unsharded_model(name, outcomes):
-    for rank, outcome in enumerate(outcomes):
-        assert isinstance(outcome[name], dict), f"{name}, rank {rank}:\n{outcome[name]}"
-        assert outcome[name] == FAMILIES[BUILDERS[name]]
+def test_loss_and_gradients_equal_those_of_the_unsharded_model() -> None:
+    """All families use the same two processes, to save time."""
+    for rank, outcome in enumerate(run_ranks(2, _check, list(BUILDERS))):
+        failures = {name: found for name, found in outcome.items() if found != FAMILIES[BUILDERS[name]]}
+        assert not failures, "\n".join(f"{name}, rank {rank}:\n{found}" for name, found in failures.items())

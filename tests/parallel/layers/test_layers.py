@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 import colossal_hetero.layers as ours
 from tests.support.harness import run_ranks
 
-IN, OUT = 24, 36  # divide by 2, 3 and 4, but neither by 5 nor by a power of two
+IN, OUT = 24, 36  # divisible by 2, 3 and 4; not powers of two
 KINDS = {
     "Linear1D_Col": (ours.HeteroLinear1D_Col, theirs.Linear1D_Col),
     "Linear1D_Row": (ours.HeteroLinear1D_Row, theirs.Linear1D_Row),
@@ -103,7 +103,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], what: s
             )
 
 
-# Idle ------------------------------------------------------------------------------------------------------------
+# Without a workload --------------------------------------------------------------------------------------------------
 
 
 def check_idle() -> None:
@@ -112,14 +112,14 @@ def check_idle() -> None:
             our, their = build(our_class, kind, dtype), build(their_class, kind, dtype)
             assert type(our) is our_class
             expected = run(their, kind, dtype=dtype)
-            assert_equal(run(our, kind, dtype=dtype), expected, f"{kind} {dtype} told nothing", exact=True)
+            assert_equal(run(our, kind, dtype=dtype), expected, f"{kind} {dtype} without a workload", exact=True)
             our.clock = CountingClock()
             assert_equal(run(our, kind, dtype=dtype), expected, f"{kind} {dtype} with a clock", exact=True)
             assert "matmul" in our.clock.marks and "communication" in our.clock.marks
-            our.assign(ours.Workload(prune=0.0, select=keep_given(torch.arange(0))))
-            assert_equal(run(our, kind, dtype=dtype), expected, f"{kind} {dtype} nothing to prune", exact=True)
+            our.assign(ours.Workload(prune=0.0, select=always_keep(torch.arange(0))))
+            assert_equal(run(our, kind, dtype=dtype), expected, f"{kind} {dtype} with nothing to prune", exact=True)
             our.slow_down = lambda product: (product(), product())[1]
-            assert_equal(run(our, kind, dtype=dtype), expected, f"{kind} {dtype} braked", exact=True)
+            assert_equal(run(our, kind, dtype=dtype), expected, f"{kind} {dtype} with repeated products", exact=True)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -145,7 +145,7 @@ def check_options() -> None:
             assert_equal(results[0], results[1], f"{kind} {variant}", exact=True)
 
 
-def test_options_match_colossalai() -> None:
+def test_options_have_the_effect_that_they_have_in_colossalai() -> None:
     run_ranks(2, check_options)
 
 
@@ -167,7 +167,7 @@ def check_same_parameters_and_state_dict() -> None:
         assert torch.equal(other.weight, layer.weight), kind
 
 
-def test_parameters_and_state_dict() -> None:
+def test_parameters_and_state_dict_are_those_of_the_native_layer() -> None:
     run_ranks(2, check_same_parameters_and_state_dict)
 
 
@@ -177,18 +177,18 @@ def check_constructors() -> None:
         bias = layer.bias.detach().clone()
         if kind.endswith("Row"):
             dist.broadcast(bias, src=0)
-            assert torch.equal(bias, layer.bias), f"{kind}: ranks drew different biases"
+            assert torch.equal(bias, layer.bias), f"{kind}: ranks have different biases"
         assert torch.isfinite(layer.weight).all() and layer.weight.std() > 0
 
 
-def test_constructed_without_weights() -> None:
+def test_layers_can_be_constructed_without_a_native_module() -> None:
     run_ranks(2, check_constructors)
 
 
 # Resized ---------------------------------------------------------------------------------------------------------
 
 
-def keep_given(kept: Tensor) -> Any:
+def always_keep(kept: Tensor) -> Any:
     return lambda x, weight, count: kept
 
 
@@ -201,7 +201,7 @@ def kept_columns(kind: str, rank: int, world: int, seed: int) -> Tensor:
 def reference(
     kind: str, slow: set[int], imputation: str, seed: int, before: dict[int, dict[str, Tensor]]
 ) -> dict[int, dict[str, Tensor]]:
-    """Every rank's y, dx, dw, db from the whole matrices, with pruned columns masked by hand."""
+    """y, dx, dw and db of every rank, computed from the whole matrices with pruned columns set to zero."""
     world = dist.get_world_size()
     module = native(kind)
     weight = module.weight.detach().t() if kind.startswith("GPT2") else module.weight.detach()
@@ -251,7 +251,8 @@ def check_resized(imputation: str) -> None:
             if rank in slow:
                 layer.assign(ours.Workload(prune=1 / 3, select=select, imputation=imputation))
             before: dict[int, dict[str, Tensor]] = {}
-            for seed in range(3):
+            # "same" adds what the previous iteration computed.
+            for seed in range(3 if imputation == "same" else 2):
                 current["kept"] = kept_columns(kind, rank, world, seed)
                 layer.begin_iteration()
                 everyone = reference(kind, slow, imputation, seed, before)
@@ -271,7 +272,7 @@ def check_resized(imputation: str) -> None:
 
 @pytest.mark.parametrize("imputation", ["zero", "average", "same"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_resized_equals_masked_dense(world: int, imputation: str) -> None:
+def test_a_resized_layer_equals_a_dense_layer_with_masked_columns(world: int, imputation: str) -> None:
     run_ranks(world, check_resized, imputation)
 
 
@@ -281,21 +282,21 @@ def check_precisions() -> None:
             exact, rounded = build(our_class, kind), build(our_class, kind, dtype)
             kept = kept_columns(kind, dist.get_rank(), dist.get_world_size(), 0)
             for layer in (exact, rounded):
-                layer.assign(ours.Workload(prune=1 / 3, select=keep_given(kept)))
+                layer.assign(ours.Workload(prune=1 / 3, select=always_keep(kept)))
             expected, actual = run(exact, kind), run(rounded, kind, dtype=dtype)
             for name in expected:
                 assert actual[name].dtype == dtype
                 torch.testing.assert_close(actual[name].float(), expected[name], rtol=0.05, atol=0.15)
 
 
-def test_resizes_in_half_precision() -> None:
+def test_resizing_works_in_half_precision() -> None:
     run_ranks(2, check_precisions)
 
 
-# Lineage ---------------------------------------------------------------------------------------------------------
+# Which forward passes share their columns ----------------------------------------------------------------------------
 
 
-def drawing_anew(seed: int) -> Any:
+def choosing_at_random(seed: int) -> Any:
     """A selector that chooses different columns in every call."""
     generator = torch.Generator().manual_seed(seed)
     return lambda x, weight, count: torch.randperm(weight.shape[1], generator=generator)[:count].sort().values
@@ -304,7 +305,7 @@ def drawing_anew(seed: int) -> Any:
 def check_accumulation() -> None:
     for kind, (our_class, _) in KINDS.items():
         layer = build(our_class, kind)
-        draw, chosen = drawing_anew(dist.get_rank()), []
+        draw, chosen = choosing_at_random(dist.get_rank()), []
 
         def select(x: Tensor, weight: Tensor, count: int, draw: Any = draw, chosen: list[Tensor] = chosen) -> Tensor:
             chosen.append(draw(x, weight, count))
@@ -313,7 +314,7 @@ def check_accumulation() -> None:
         layer.assign(ours.Workload(prune=0.5, select=select))
         first = run(layer, kind, seed=0)["dw"]
         second = run(layer, kind, seed=1)["dw"]
-        (kept,) = chosen  # a second micro-batch does not choose again
+        (kept,) = chosen  # the second micro-batch uses the columns of the first
         pruned = torch.ones(layer.contraction_columns, dtype=torch.bool)
         pruned[kept] = False
         for gradient in (first, second):
@@ -321,7 +322,9 @@ def check_accumulation() -> None:
             assert (columns[:, pruned] == 0).all() and (columns[:, kept] != 0).any(0).all(), kind
         layer.begin_iteration()
         run(layer, kind, seed=0)
-        assert len(chosen) == 2 and not torch.equal(chosen[1], kept), f"{kind}: an iteration did not choose again"
+        assert len(chosen) == 2 and not torch.equal(chosen[1], kept), (
+            f"{kind}: a new iteration did not choose other columns"
+        )
 
 
 def test_micro_batches_of_an_iteration_share_their_columns() -> None:
@@ -334,7 +337,7 @@ def check_checkpointing() -> None:
     first = ours.HeteroLinear1D_Col.from_native_module(nn.Linear(IN, OUT), process_group=dist.group.WORLD)
     second = ours.HeteroLinear1D_Row.from_native_module(nn.Linear(OUT, IN), process_group=dist.group.WORLD)
     for layer in (first, second):
-        layer.assign(ours.Workload(prune=0.4, select=drawing_anew(rank)))
+        layer.assign(ours.Workload(prune=0.4, select=choosing_at_random(rank)))
 
     def block(x: Tensor) -> Tensor:
         return second(torch.nn.functional.gelu(first(x)))
@@ -342,7 +345,7 @@ def check_checkpointing() -> None:
     results = []
     for wrap in (None, True, False):
         for layer, seed in ((first, 7), (second, 8)):
-            layer.assign(ours.Workload(prune=0.4, select=drawing_anew(seed + world * rank)))
+            layer.assign(ours.Workload(prune=0.4, select=choosing_at_random(seed + world * rank)))
             layer.zero_grad()
         x = inputs("Linear1D_Col", rank, world, 5)[0].requires_grad_()
         y = block(x) if wrap is None else checkpoint(block, x, use_reentrant=wrap)
@@ -361,7 +364,7 @@ def test_recomputed_forward_uses_the_same_columns() -> None:
 def check_evaluation() -> None:
     for kind, (our_class, their_class) in KINDS.items():
         layer, their = build(our_class, kind), build(their_class, kind)
-        layer.assign(ours.Workload(prune=0.5, select=drawing_anew(0)))
+        layer.assign(ours.Workload(prune=0.5, select=choosing_at_random(0)))
         x = inputs(kind, dist.get_rank(), dist.get_world_size(), 0)[1]
         with torch.no_grad():
             assert torch.equal(layer(x), their(x)), f"{kind}: pruned under no_grad"
@@ -370,10 +373,10 @@ def check_evaluation() -> None:
         layer.train()
         assert not torch.equal(layer(x), their(x)), f"{kind}: the workload had no effect"
         layer.assign(None)
-        assert torch.equal(layer(x), their(x)), f"{kind}: pruned after the workload was taken back"
+        assert torch.equal(layer(x), their(x)), f"{kind}: pruned after the workload was removed"
 
 
-def test_never_prunes_without_training() -> None:
+def test_a_layer_prunes_only_in_training() -> None:
     run_ranks(2, check_evaluation)
 
 
@@ -381,7 +384,7 @@ def test_never_prunes_without_training() -> None:
 
 
 def check_obstacles() -> None:
-    workload = ours.Workload(prune=0.5, select=drawing_anew(0))
+    workload = ours.Workload(prune=0.5, select=choosing_at_random(0))
     for option in ({"seq_parallel_mode": "split_gather"}, {"use_zbv": True}, {"fp8_communication": True}):
         layer = build(ours.HeteroLinear1D_Col, "Linear1D_Col", **option)
         their = build(theirs.Linear1D_Col, "Linear1D_Col", **option)
@@ -395,16 +398,16 @@ def check_obstacles() -> None:
                 assert torch.equal(layer(x), their(x)), name
 
 
-def test_options_that_exclude_resizing() -> None:
+def test_resizing_is_refused_with_options_that_exclude_it() -> None:
     run_ranks(2, check_obstacles)
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.5, float("nan")])
-def test_workload_rejects_ratios(ratio: float) -> None:
+def test_a_workload_refuses_ratios_outside_its_range(ratio: float) -> None:
     with pytest.raises(ValueError, match=r"outside \[0, 1\)"):
-        ours.Workload(prune=ratio, select=keep_given(torch.arange(1)))
+        ours.Workload(prune=ratio, select=always_keep(torch.arange(1)))
 
 
-def test_workload_rejects_imputations() -> None:
+def test_a_workload_refuses_unknown_imputations() -> None:
     with pytest.raises(ValueError, match=r"'mean'.*zero, average, same"):
-        ours.Workload(prune=0.5, select=keep_given(torch.arange(1)), imputation="mean")
+        ours.Workload(prune=0.5, select=always_keep(torch.arange(1)), imputation="mean")

@@ -1,4 +1,4 @@
-"""Failures during migration end with a clear message on all ranks, or in a smaller plan; never in a hang."""
+"""After a failure during migration all ranks stop with a clear message or continue with a smaller plan. None hangs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from colossal_hetero.balance.decide.plan import BalancePlan
 from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather
 from colossal_hetero.layers.unit_exchange import UnitExchange
 from colossal_hetero.layers.unit_layout import UnitShare
-from tests.parallel.layers.test_migration_with import ITERATIONS, METHODS, Watch, assert_equal, migrate, slow
+from tests.parallel.layers.migration_runs import ITERATIONS, METHODS, Watch, assert_equal, migrate, slow
 from tests.support.harness import answer, run_ranks, start_ranks
 from tests.support.training import boost, ours, scripted, sgd, theirs, tiny_vit, train
 
@@ -47,13 +47,13 @@ def check_different_decisions(culprit: int) -> None:
             run = boost(ours(migrate(method), tp_size=dist.get_world_size()), None, sgd)
             with pytest.raises(RuntimeError, match=r"have different balancing plans, .* training is stopped"):
                 train(run, ITERATIONS)
-            # Before anything was done by it.
+            # The ranks stop before they carry out any part of the plan.
             assert sum(run.plugin.balancer.plan.migrate) == 0, method
             assert not any(sent.messages for sent in run.plugin.balancer.traffic.sent.values()), method
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_ranks_that_decide_differently_stop_before_they_follow(culprit: int) -> None:
+def test_ranks_with_different_plans_stop_before_they_apply_them(culprit: int) -> None:
     run_ranks(3, check_different_decisions, culprit, timeout_seconds=60)
 
 
@@ -68,19 +68,19 @@ def check_changed_plan() -> None:
             train(run, 2)
 
 
-def test_ranks_whose_plans_differ_later_stop_at_the_next_iteration() -> None:
+def test_ranks_whose_plans_become_different_stop_at_the_next_iteration() -> None:
     run_ranks(2, check_changed_plan, timeout_seconds=60)
 
 
-# No memory for others' units -----------------------------------------------------------------------------------------
+# Too little memory for received units --------------------------------------------------------------------------------
 
 
 SPARE_MEGABYTES = 55
-"""More than the weights of 0.6 of the units take on the receiver (36), less than they and their gradients do (64)."""
+"""The weights of 0.6 of the units need 36 MB on the receiver and fit; with their gradients they need 64 and do not."""
 
 
 def wide_vit() -> torch.nn.Module:
-    """One block whose MLP's units take 16 MB on each of two ranks, and next to no activations."""
+    """One block, whose MLP weights take 16 MB on each of two ranks and whose activations are tiny."""
     return tiny_vit(depth=1, embed_dim=192, num_heads=2, mlp_ratio=112)
 
 
@@ -89,18 +89,20 @@ def _limit_address_space(spare_megabytes: int) -> list[torch.Tensor]:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (2 * spare_megabytes << 20), resource.RLIM_INFINITY))
     ballast = []
-    # At its limit the allocator looks into one of its threads' arenas each time, so one refusal is not the end.
+    # When memory is short, the allocator looks into the arena of another thread at each call. So one refusal does not
+    # mean that all free memory is filled.
     for _ in range(100):
         with suppress(RuntimeError):
             while True:
                 ballast.append(torch.empty(1 << 20, dtype=torch.uint8))
-    # The first ones came from the system.
+    # The first tensors are memory from the system. Without them, this much can be allocated again.
     return ballast[spare_megabytes:]
 
 
 def check_address_space(receiver: int) -> None:
-    """Train with less address space on one rank than the plan takes, but enough to begin with it."""
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # what is as large as this comes from the system and goes back to it
+    """Limit the address space of one rank to less than the plan needs, but enough to begin to apply it; then train."""
+    # Tensors of 1 MB or more are allocated directly from the system, and returned to it.
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)
     apply = Applier.apply
     attempts: list[BalancePlan] = []
     ballast: list[torch.Tensor] = []
@@ -126,14 +128,14 @@ def check_address_space(receiver: int) -> None:
     assert_equal(run, expected, "with little memory")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="address space is limited and read the way of Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="the test limits and reads the address space in the way of Linux")
 @pytest.mark.parametrize("receiver", [0, 1])
-def test_a_receiver_takes_what_it_has_address_space_for(receiver: int) -> None:
+def test_a_receiver_receives_only_what_fits_in_its_address_space(receiver: int) -> None:
     run_ranks(2, check_address_space, receiver)
 
 
 def check_refused_memory(errors: tuple[type[RuntimeError], str], most: float) -> None:
-    """Rank 2 of three has no memory for more than a share of its own units."""
+    """Train on three ranks, of which rank 2 has memory only for received units up to the share ``most`` of its own."""
     kind, text = errors
     reserve = UnitShare.reserve
 
@@ -147,7 +149,7 @@ def check_refused_memory(errors: tuple[type[RuntimeError], str], most: float) ->
         watch = Watch(run)
         train(run, ITERATIONS, each=watch)
     plan = watch.plans[-1]
-    # Halved until it fits; what is less than a unit does not move.
+    # The plan is halved until it fits. A part of less than one unit is not migrated.
     assert max(plan.receive) == pytest.approx(1 / 6 if most > 0 else 1 / 48, rel=0.01), plan
     assert plan.note.startswith(f"receivers have memory for no more than {max(plan.receive):.0%} of their own work; mi")
     assert plan.note.count("memory") == 1, plan.note
@@ -162,7 +164,7 @@ def check_all_refusals() -> None:
             check_refused_memory(errors, most)
 
 
-def test_a_plan_shrinks_to_what_every_receiver_has_memory_for() -> None:
+def test_a_plan_shrinks_until_every_receiver_has_enough_memory() -> None:
     run_ranks(3, check_all_refusals)
 
 
@@ -176,14 +178,14 @@ def check_other_errors() -> None:
             train(run, ITERATIONS)
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+def test_other_errors_are_not_treated_as_a_lack_of_memory() -> None:
     run_ranks(2, check_other_errors, timeout_seconds=60)
 
 
 # A rank that dies ----------------------------------------------------------------------------------------------------
 
 Moment = tuple[type, str]
-"""The function, of those that a migrating rank calls, in which the rank dies."""
+"""Class and name of the function in which the rank dies."""
 
 
 def check_death(method: str, victim: int, moment: Moment) -> None:
@@ -193,7 +195,7 @@ def check_death(method: str, victim: int, moment: Moment) -> None:
 
     def die(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        # Not in the first iteration of the plan.
+        # The rank dies after the first iteration of the plan.
         if dist.get_rank() == victim and len(calls) > 12:
             os._exit(1)
         return function(*args, **kwargs)
@@ -201,7 +203,7 @@ def check_death(method: str, victim: int, moment: Moment) -> None:
     with scripted(slow(1)), patch.object(owner, name, die):
         run = boost(ours(migrate(method), tp_size=dist.get_world_size()), None, sgd)
         train(run, 100)
-    raise AssertionError("trained to the end with a rank missing")
+    raise AssertionError("training ended without an error although a rank died")
 
 
 @pytest.mark.parametrize(
@@ -216,11 +218,11 @@ def check_death(method: str, victim: int, moment: Moment) -> None:
         pytest.param(2, "broadcast-reduce", 0, (BroadcastReduce, "gather"), id="broadcast-reduce-receiver-backward"),
     ],
 )
-def test_a_rank_that_dies_ends_the_others_with_the_reason(world: int, method: str, victim: int, moment: Moment) -> None:
+def test_if_a_rank_dies_the_other_ranks_end_and_say_why(world: int, method: str, victim: int, moment: Moment) -> None:
     with start_ranks(world, check_death, method, victim, moment) as ranks:
         victims_end = ranks[victim][0]
         victims_end.join(60)
-        assert victims_end.exitcode == 1, "the victim lives"
+        assert victims_end.exitcode == 1, f"rank {victim} did not die"
         deadline = time.monotonic() + 20
         errors = []
         for rank, (process, receiver) in enumerate(ranks):
@@ -233,8 +235,8 @@ def test_a_rank_that_dies_ends_the_others_with_the_reason(world: int, method: st
             assert "AssertionError" not in error and "RuntimeError" in error, error
             errors.append(error)
             process.join(max(0.0, deadline - time.monotonic()))
-            assert process.exitcode == 1, f"rank {rank} does not end"
-        # A rank that waits for no migrated work fails in the next collective of the model.
+            assert process.exitcode == 1, f"rank {rank} did not end"
+        # A rank that does not wait for migrated work fails in the next collective of the model.
         assert any(
             "a rank of this tensor-parallel group stopped responding while migrated work" in error for error in errors
         ), errors

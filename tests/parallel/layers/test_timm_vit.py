@@ -1,4 +1,4 @@
-"""timm's VisionTransformer under tensor parallelism equals the unsharded one."""
+"""timm's VisionTransformer computes the same under tensor parallelism as without sharding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.sharding import assert_same_as_unsharded, own_share, parallel
 
 
 def vit(**options: Any) -> VisionTransformer:
-    """Return a small ViT: 12 heads of 3, so that 2, 3 and 4 ranks get shares of 18, 12 and 9 that few sizes divide."""
+    """A small ViT with 12 heads of width 3: each of 2, 3 or 4 ranks has 18, 12 or 9 of its 36 features."""
     sizes = dict(img_size=8, patch_size=4, num_classes=7, embed_dim=36, depth=2, num_heads=12, mlp_ratio=4)
     torch.manual_seed(0)
     return randomize(VisionTransformer(**(sizes | options)))
@@ -48,7 +48,7 @@ class GatedAttention(Attention):
 
 
 class WideAttention(Attention):
-    """Heads of 5 where the embedding has room for 3."""
+    """Heads of width 5, although the embedding has 3 features per head."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, attn_head_dim=5, **kwargs)
@@ -106,7 +106,7 @@ def _check_drop_path() -> None:
     assert_same_as_unsharded(checkpointed, _seeded_loss_of)
 
 
-def test_drop_path_and_patch_drop_draw_what_the_unsharded_model_draws():
+def test_drop_path_and_patch_drop_use_the_random_numbers_of_the_unsharded_model():
     run_ranks(2, _check_drop_path)
 
 
@@ -135,7 +135,7 @@ def _train_with_dropout(fused_attention: bool) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("fused_attention", [True, False])
-def test_dropout_keeps_the_ranks_in_step_and_differs_on_what_they_share_out(fused_attention):
+def test_dropout_is_equal_on_replicated_features_and_differs_on_divided_ones(fused_attention):
     first, second = run_ranks(2, _train_with_dropout, fused_attention)
     for name in ("losses", "whole", "drop2"):
         assert first[name] == pytest.approx(second[name], rel=1e-6), name
@@ -159,7 +159,7 @@ def _errors_of(variants: list[dict[str, Any]]) -> list[str]:
     return [_error_of(options) for options in variants]
 
 
-def test_what_cannot_be_sharded_is_refused_by_name():
+def test_the_error_names_the_part_that_cannot_be_sharded():
     expected = {
         "tp_size=2 does not divide both the number of heads (3)": dict(num_heads=3),
         "hidden size (35)": dict(mlp_ratio=35 / 36),
@@ -184,7 +184,7 @@ class _GrnMlp(GlobalResponseNormMlp):
 
 
 def _pipeline(tp_size: int, options: dict[str, Any], plugin_options: dict[str, Any]) -> list[str]:
-    """Train a step in a two-stage pipeline, hold it to the unsharded model and return this rank's parameters."""
+    """Train a step in a two-stage pipeline, compare it with the unsharded model, and return this rank's parameters."""
     model = vit(reg_tokens=1, **options)
     reference = copy.deepcopy(model)
     expected = loss_of(reference)
@@ -201,7 +201,7 @@ def _pipeline(tp_size: int, options: dict[str, Any], plugin_options: dict[str, A
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     boosted, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
     batches = iter([images_and_labels()])
-    # What follows the images in a micro-batch is for the criterion.
+    # The model gets the images of a micro-batch; the labels after them are for the criterion.
     outputs = plugin.execute_pipeline(
         batches, boosted, lambda logits, batch: cross_entropy(logits, batch[1]), optimizer, return_loss=True
     )
@@ -236,7 +236,7 @@ def _blocks(names: list[str]) -> set[int]:
     ],
     ids=["1f1b", "unequal stages", "interleaved", "zero bubble"],
 )
-def test_a_pipeline_computes_what_the_unsharded_model_does(depth, plugin_options, blocks):
+def test_a_pipeline_computes_the_same_as_the_unsharded_model(depth, plugin_options, blocks):
     first, last = run_ranks(2, _pipeline, 1, dict(depth=depth), plugin_options)
     assert [_blocks(first), _blocks(last)] == blocks
     assert set(first) >= TOKENS
@@ -271,7 +271,7 @@ def _stage_errors() -> list[str]:
     return errors
 
 
-def test_what_cannot_be_cut_into_stages_is_refused():
+def test_models_that_cannot_be_divided_into_stages_are_refused():
     forward, layers = run_ranks(2, _stage_errors)[0]
     assert "Renamed has its own forward_head" in forward
     assert "num_layers_per_stage=[1, 2] adds up to 3; the model has 2 blocks" in layers

@@ -1,4 +1,4 @@
-"""HeteroHybridParallelPlugin with uneven batches, on replicas of one rank or several, against one process."""
+"""HeteroHybridParallelPlugin with uneven batches, on replicas of one or more ranks, compared with one process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def train_alone(max_norm: float = 0.0) -> Tensor:
 
 
 def fit(model: nn.Module, optimizer: Any, max_norm: float = 0.0) -> Tensor:
-    """Train on whole global batches; the logits of all samples at the end."""
+    """Train on whole global batches. Returns the logits of all samples after training."""
     data = Images()
     for _ in range(2):
         for begin in range(0, SAMPLES, GLOBAL_BATCH):
@@ -84,26 +84,24 @@ def fit(model: nn.Module, optimizer: Any, max_norm: float = 0.0) -> Tensor:
 
 
 def train_each(runs: list[tuple[list[list[int]], dict[str, Any]]], tp_size: int) -> list[dict[str, Any]]:
-    """:func:`train` with each of these divisions and options."""
+    """Call :func:`train` with each of these divisions and options."""
     return [train(division, tp_size, options) for division, options in runs]
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "divisions", "modes"),
+    ("tp_size", "cases"),
     [
-        (1, [[[5], [2]], [[0, 0], [4, 3]]], ["off"]),
-        (1, [[[2, 1], [1, 1], [1, 1]]], ["off"]),
-        (2, [[[4, 2], [1, 0]], [[1], [6]]], ["off", "auto"]),
+        (1, [([[5], [2]], "off"), ([[0, 0], [4, 3]], "off")]),
+        (1, [([[2, 1], [1, 1], [1, 1]], "off")]),
+        (2, [([[4, 2], [1, 0]], "off"), ([[4, 2], [1, 0]], "auto"), ([[1], [6]], "auto")]),
     ],
 )
-def test_training_is_that_of_one_process(tp_size: int, divisions: list[list[list[int]]], modes: list[str]) -> None:
+def test_training_equals_that_of_one_process(tp_size: int, cases: list[tuple[list[list[int]], Any]]) -> None:
     runs: list[Any] = [
-        (division, {"precision": "fp32", "balance": BalanceConfig(mode=mode)})
-        for division in divisions
-        for mode in modes
+        (division, {"precision": "fp32", "balance": BalanceConfig(mode=mode)}) for division, mode in cases
     ]
     expected = train_alone()
-    for results in run_ranks(tp_size * len(divisions[0]), train_each, runs, tp_size):
+    for results in run_ranks(tp_size * len(cases[0][0]), train_each, runs, tp_size):
         for run, result in zip(runs, results, strict=True):
             torch.testing.assert_close(
                 result["logits"], expected, rtol=1e-3, atol=1e-4, msg=lambda text, run=run: f"{run}: {text}"
@@ -114,7 +112,7 @@ def test_training_is_that_of_one_process(tp_size: int, divisions: list[list[list
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_zero_in_half_precision_is_near(tp_size: int) -> None:
+def test_zero_in_half_precision_is_close_to_training_in_fp32(tp_size: int) -> None:
     division = [[3, 1], [2, 1]]
     runs: list[Any] = [(division, {"precision": "bf16", "zero_stage": zero_stage}) for zero_stage in (1, 2)]
     results = run_ranks(2 * tp_size, train_each, runs, tp_size)
@@ -125,7 +123,7 @@ def test_zero_in_half_precision_is_near(tp_size: int) -> None:
 
 
 def train_with_colossalai(tp_size: int, max_norm: float) -> Tensor:
-    """One replica, with Colossal-AI's own plugin."""
+    """Train one replica with Colossal-AI's own plugin. Returns the logits of all samples."""
     model = tiny_vit()
     plugin = HybridParallelPlugin(tp_size, 1, precision="fp32", max_norm=max_norm, custom_policy=hetero_policy(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -134,8 +132,9 @@ def train_with_colossalai(tp_size: int, max_norm: float) -> Tensor:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_clipping_is_that_of_one_replica(tp_size: int) -> None:
-    # Under tensor parallelism Colossal-AI's norm is not quite the unsharded one; it must be the same with replicas.
+def test_clipping_equals_that_of_one_replica(tp_size: int) -> None:
+    # With tensor parallelism, Colossal-AI's gradient norm differs slightly from the unsharded one. So the reference is
+    # one replica of Colossal-AI.
     expected = run_ranks(tp_size, train_with_colossalai, tp_size, 0.5)[0]
     if tp_size == 1:
         torch.testing.assert_close(expected, train_alone(0.5), rtol=1e-3, atol=1e-4)
@@ -152,7 +151,7 @@ def check_refused(cases: list[tuple[dict[str, Any], dict[str, Any], str]]) -> No
         HeteroHybridParallelPlugin(1, 1, batches=8, precision="bf16")  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_combined_is_refused() -> None:
+def test_options_that_cannot_be_combined_are_refused() -> None:
     cases: list[Any] = [
         (
             {"tp_size": 1, "pp_size": 2, "num_microbatches": 2},

@@ -1,4 +1,4 @@
-"""Probing on real ranks: the file that comes of it, links between ranks, and ranks that are lost."""
+"""Probing on real ranks: the file that comes of it, links between ranks, and lost ranks."""
 
 from __future__ import annotations
 
@@ -12,26 +12,20 @@ from pathlib import Path
 import psutil
 import torch
 
+from colossal_hetero.commands.probe import probe
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.link import MeasuredLink
+from tests.support.forked_command import run_with_forked_ranks
 from tests.support.harness import free_port, run_ranks
 from tests.support.paths import REPOSITORY
 
-ROOT = REPOSITORY
 COMMAND = [sys.executable, "-m", "colossal_hetero.commands.probe"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_writes_the_file_of_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    answer = subprocess.run(
-        [*COMMAND, "--nproc", "2", "--out", str(path), "--cluster-of", "*=here"],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert answer.returncode == 0, answer.stderr
+    shown = run_with_forked_ranks(probe, ["--nproc", "2", "--out", str(path), "--cluster-of", "*=here"])
     topology = load_cluster(path)
     assert topology.clusters == ("here",)
     assert [node.devices for node in topology.nodes] == [(0, 1)]
@@ -39,7 +33,7 @@ def test_writes_the_file_of_this_machine(tmp_path: Path) -> None:
     assert 0 < topology.devices[0].kind.memory_bytes < 2 * psutil.virtual_memory().total
     assert topology.nodes[0].inside.kind == "local"
     assert path.read_text().count(" gloo: ") == 1
-    assert "devices: 2, nodes: 1, clusters: 1" in " ".join(answer.stdout.split())
+    assert "devices: 2, nodes: 1, clusters: 1" in " ".join(shown.split())
 
 
 def measure_as_rank(rounds: list[list[tuple[int, int]]]) -> list[MeasuredLink]:
@@ -57,7 +51,7 @@ def test_every_rank_knows_all_links() -> None:
 
 
 def rank_process(command: psutil.Process, rank: int) -> psutil.Process:
-    """The process of that rank, as soon as it is there."""
+    """The process of that rank, as soon as it exists."""
     for _ in range(300):
         for process in command.children():
             try:
@@ -69,7 +63,7 @@ def rank_process(command: psutil.Process, rank: int) -> psutil.Process:
     raise AssertionError(f"rank {rank} was not started")
 
 
-def test_a_rank_that_is_killed_ends_it_in_words(tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_command_with_a_message(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     with subprocess.Popen(
         [*COMMAND, "--nproc", "2", "--out", str(path)],
@@ -90,17 +84,15 @@ def test_a_rank_that_is_killed_ends_it_in_words(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_rank_whose_peer_never_comes_gives_up(tmp_path: Path) -> None:
+def test_a_rank_gives_up_if_another_rank_never_starts(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "RANK": "0", "WORLD_SIZE": "2"}
     environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     answer = subprocess.run(
         [*COMMAND, "--timeout", "2", "--out", str(tmp_path / "cluster.toml")],
-        **{
-            "env": {**environment, "MASTER_PORT": str(free_port())},
-            "capture_output": True,
-            "text": True,
-            "timeout": 60,
-        },
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert answer.returncode != 0
     assert "Traceback" not in answer.stderr

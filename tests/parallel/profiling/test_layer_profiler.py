@@ -99,7 +99,7 @@ def fails_on_one() -> str:
     return "nothing"
 
 
-def test_a_rank_that_fails_tells_all() -> None:
+def test_if_a_rank_fails_all_ranks_raise_its_error() -> None:
     for words in run_ranks(2, fails_on_one):
         assert words.startswith("measuring layers failed on rank 1: RuntimeError: mat1 and mat2 shapes")
 

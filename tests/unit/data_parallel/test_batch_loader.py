@@ -1,4 +1,4 @@
-"""What the training loop is handed, with workers that draw ahead too. Ranks are so many loaders."""
+"""The batches that a training loop gets, with and without workers that load ahead. Each rank is one loader."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 from colossal_hetero.data_parallel.loader import HeteroDataLoader, make_loader
 from colossal_hetero.data_parallel.sampler import GlobalBatchSampler
+from tests.support.random_examples import IS_THOROUGH
+
+# make test gives each process of pytest a share of the cores, which may be a single one.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 WORKERS = [
     {"num_workers": 0},
@@ -107,8 +111,14 @@ def test_every_epoch_holds_every_sample_once(workers: dict[str, Any]) -> None:
         assert together([train(loader) for loader in made]) == epochs[number]
 
 
-@workers
-@pytest.mark.parametrize("done", [0, 1, 3, 4])
+RESUMED = [(workers, done) for workers in WORKERS for done in (0, 1, 3, 4)]
+"""Starting workers is slow, so in make test each kind of workers resumes at two places."""
+if not IS_THOROUGH:
+    RESUMED = [(WORKERS[0], done) for done in (0, 1, 3, 4)]
+    RESUMED += [(WORKERS[1], 1), (WORKERS[1], 4), (WORKERS[2], 0), (WORKERS[2], 3)]
+
+
+@pytest.mark.parametrize("workers, done", RESUMED)
 def test_a_resumed_epoch_is_the_uninterrupted_one(workers: dict[str, Any], done: int) -> None:
     """States are saved in the middle of the following global batch, with more drawn ahead; the ranks divide anew."""
     whole = [together([train(loader) for loader in made]) for made in [loaders()] for _ in range(3)]

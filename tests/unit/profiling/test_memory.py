@@ -1,14 +1,12 @@
-"""Memory: limits and errors as they come, and the largest batch under a limit that is real."""
+"""Memory: limits, and errors that say that memory has run out."""
 
 from __future__ import annotations
 
 import errno
-import math
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -16,8 +14,6 @@ import torch
 
 from colossal_hetero.profiling import memory
 from colossal_hetero.profiling.memory import is_out_of_memory, memory_limit, recover, reserved_memory, used_bytes
-from tests.support.harness import run_alone
-from tests.support.limited import main
 
 CPU = torch.device("cpu")
 
@@ -34,51 +30,6 @@ def address_space(room: int) -> Iterator[int]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def limited(**arguments: Any) -> dict[str, Any]:
-    """:mod:`tests.support.limited` in a process of its own."""
-    return run_alone(main, **arguments)
-
-
-def check_trials(sizes: list[int], largest: int) -> None:
-    """The sizes that ran: a first pass of one sample, the search, and repeats of sizes that have run."""
-    search: list[int] = []
-    for size in sizes[1:]:
-        if size in search:
-            break
-        search.append(size)
-    assert len(search) <= 2 * math.log2(largest) + 4, search
-
-
-@pytest.mark.parametrize("trained_before, to_come", [(True, 0), (False, 20_000_000)])
-def test_the_largest_batch_under_a_limit_is_within_one_of_the_true_one_and_training_goes_on(
-    trained_before: bool, to_come: int
-) -> None:
-    plain = limited(profiled=False, trained_before=trained_before)
-    profiled = limited(trained_before=trained_before, to_come=to_come)
-    profile = profiled["profile"]
-    # What an address space holds differs by some pages from run to run, which may be a sample.
-    assert abs(profile["max_batch"] - profiled["every_size"]) <= 1 and 20 < profile["max_batch"] < 80
-    assert profile["memory_bound"] and [point["batch"] for point in profile["points"]][-1] == profile["max_batch"]
-    check_trials(profiled["sizes"], profile["max_batch"])
-    assert profiled["after"] == profiled["before"] == plain["before"]
-    assert profiled["losses"] == plain["losses"] and profiled["trained"] == plain["trained"]
-    predicted = (profile["memory_bytes"] - profile["state_bytes"]) // profile["sample_bytes"]
-    assert predicted == pytest.approx(profile["max_batch"], abs=2)
-
-
-@pytest.mark.parametrize("arguments", [{"room": 500_000}, {"to_come": 100_000_000}])
-def test_a_device_that_holds_no_sample(arguments: dict[str, int]) -> None:
-    answer = limited(trained_before=False, **arguments)
-    profile = answer["profile"]
-    assert profile["max_batch"] == 0 and not profile["points"] and profile["memory_bound"]
-    assert answer["after"] == answer["before"]
-
-
-def test_the_search_ends_at_the_cap() -> None:
-    profile = limited(cap=13)["profile"]
-    assert profile["max_batch"] == 13 and not profile["memory_bound"]
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -92,7 +43,7 @@ def test_the_search_ends_at_the_cap() -> None:
         OSError(errno.ENOMEM, "Cannot allocate memory"),
     ],
 )
-def test_out_of_memory_in_all_its_words(error: Exception) -> None:
+def test_errors_that_mean_out_of_memory(error: Exception) -> None:
     assert is_out_of_memory(error)
     wrapped = ValueError("the step failed")
     wrapped.__cause__ = error
@@ -102,17 +53,17 @@ def test_out_of_memory_in_all_its_words(error: Exception) -> None:
 @pytest.mark.parametrize(
     "error", [None, ValueError("out of memory is a phrase"), RuntimeError("shapes do not match"), OSError(2, "no file")]
 )
-def test_other_errors_are_not(error: Exception | None) -> None:
+def test_other_errors_do_not_mean_out_of_memory(error: Exception | None) -> None:
     assert not is_out_of_memory(error)
 
 
-def test_real_errors_of_the_cpu_are_known_and_recovered_from() -> None:
+def test_a_process_recovers_from_real_errors_of_the_cpu() -> None:
     def fails() -> None:
         held = torch.ones(64 << 18)  # 64 MiB
         torch.ones(len(held) * 8)
 
     with address_space(200 << 20):
-        for _ in range(10):  # what a failed attempt held would fill the room at the second
+        for _ in range(10):  # without recover(), memory of the first attempt would make the second one fail too early
             with pytest.raises(RuntimeError) as caught:
                 fails()
             assert is_out_of_memory(caught.value)

@@ -1,4 +1,4 @@
-"""Colossal-AI's own hybrid-parallel plugin on a CPU over Gloo, against the same model in one process."""
+"""Colossal-AI's own hybrid-parallel plugin on CPUs over Gloo, compared with training the same model in one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.harness import run_ranks
 
 STEPS = 2
 BATCH = 4
-VOCABULARY = 128  # Colossal-AI pads it to 64 per rank, and fails where a rank would hold padding only
+VOCABULARY = 128  # Colossal-AI pads it to 64 per rank, and fails if a rank would hold only padding
 
 
 def llama() -> LlamaForCausalLM:
@@ -53,7 +53,7 @@ def gpt2() -> GPT2LMHeadModel:
             n_layer=2,
             n_head=4,
             use_cache=False,
-            attn_implementation="eager",  # with sdpa Colossal-AI 0.5.0 gives it a mask that is not causal
+            attn_implementation="eager",  # with sdpa, Colossal-AI 0.5.0 passes a mask that is not causal
             embd_pdrop=0,
             attn_pdrop=0,
             resid_pdrop=0,
@@ -87,7 +87,7 @@ def seeded(name: str, seed: int = 7) -> nn.Module:
 
 
 def batches(name: str) -> list[dict[str, Tensor]]:
-    """A global batch for each step: token ids ``[BATCH, 12]``, or images ``[BATCH, 3, 8, 8]`` and labels."""
+    """The global batch of each step: token ids ``[BATCH, 12]``, or images ``[BATCH, 3, 8, 8]`` and labels."""
     generator = torch.Generator().manual_seed(11)
     if name == "vit":
         return [
@@ -129,7 +129,7 @@ class Run:
         self.model, self.optimizer, *_ = self.booster.boost(plain, optimizer_of(plain))
 
     def step(self, batch: dict[str, Tensor]) -> float | None:
-        """Train on this rank's share of the global ``batch``; the loss where this rank has it."""
+        """Train on this rank's share of the global ``batch``. Returns the loss if this rank computes it, else None."""
         share = BATCH // self.plugin.dp_size
         first = torch.distributed.get_rank(self.plugin.dp_group) * share
         mine = {key: value[first : first + share] for key, value in batch.items()}
@@ -147,7 +147,7 @@ class Run:
 
 
 def train_hybrid(name: str, directory: str, arguments: dict[str, Any]) -> list[float | None]:
-    """Losses of this rank by step; the trained model is saved to ``directory``."""
+    """Train, and save the trained model to ``directory``. Returns the losses of this rank by step."""
     run = Run(name, arguments)
     losses = [run.step(batch) for batch in batches(name)]
     run.booster.save_model(run.model, f"{directory}/model", shard=True)
@@ -208,7 +208,7 @@ LOW_PRECISION_CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def mean_losses(by_rank: list[list[float | None]]) -> list[float]:
-    """The loss of the global batch by step: the mean over the ranks that have one, which hold equal shares."""
+    """The loss of the global batch by step: the mean over the ranks that have a loss. They have equal shares."""
     having = [losses for losses in by_rank if losses[0] is not None]
     return torch.tensor(having, dtype=torch.float64).mean(0).tolist()
 
@@ -216,7 +216,7 @@ def mean_losses(by_rank: list[list[float | None]]) -> list[float]:
 def train_both(
     case: tuple[str, int, dict[str, Any]], directory: Path, loss_tolerance: float
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """By weight, the error of the hybrid run and the change that training made in the reference; losses compared."""
+    """Compare losses. Returns, by weight, the error of the hybrid run and the change by training in the reference."""
     name, ranks, arguments = case
     expected_losses, expected = train_alone(name)
     losses = run_ranks(ranks, train_hybrid, name, str(directory), {"precision": "fp32", **arguments})
@@ -228,14 +228,14 @@ def train_both(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_trains_as_one_process_does(case: str, tmp_path: Path) -> None:
+def test_training_equals_that_of_one_process(case: str, tmp_path: Path) -> None:
     for key, (error, change) in train_both(CASES[case], tmp_path, loss_tolerance=1e-5).items():
         assert error.norm() <= 1e-3 * change.norm() + 1e-6, key
 
 
 @pytest.mark.parametrize("case", LOW_PRECISION_CASES)
-def test_trains_in_low_precision(case: str, tmp_path: Path) -> None:
-    # All weights together: some of them change by less than what 8 bits of mantissa resolve.
+def test_training_in_low_precision_is_close_to_that_of_one_process(case: str, tmp_path: Path) -> None:
+    # Only the error over all weights is checked, because some weights change by less than 8 bits of mantissa resolve.
     pairs = train_both(LOW_PRECISION_CASES[case], tmp_path, loss_tolerance=5e-3).values()
     error, change = (torch.cat([pair[side].flatten() for pair in pairs]).norm() for side in (0, 1))
     assert error <= 0.1 * change
@@ -244,14 +244,14 @@ def test_trains_in_low_precision(case: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:You are using `torch.load`:FutureWarning")
 @pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])
 @pytest.mark.parametrize("case", ["tp2 fused qkv", "pp2"])
-def test_resumes_where_it_was(case: str, shard: bool, tmp_path: Path) -> None:
+def test_resuming_from_a_checkpoint_changes_nothing(case: str, shard: bool, tmp_path: Path) -> None:
     name, ranks, arguments = CASES[case]
     arguments = {"precision": "fp32", **arguments}
     assert max(run_ranks(ranks, train_and_resume, name, str(tmp_path), arguments, shard)) == 0
 
 
 @pytest.mark.parametrize("case", ["zero1", "zero2"])
-def test_zero_resumes_to_the_resolution_of_its_checkpoint(case: str, tmp_path: Path) -> None:
+def test_resuming_with_zero_is_as_exact_as_its_checkpoint(case: str, tmp_path: Path) -> None:
     # The checkpoint holds the bf16 working weights; the fp32 master weights are rebuilt from them.
     name, ranks, arguments = LOW_PRECISION_CASES[case]
     assert max(run_ranks(ranks, train_and_resume, name, str(tmp_path), arguments, True)) <= 2**-7

@@ -1,4 +1,4 @@
-"""What a planned run reports at the end of an epoch about stages whose times differ from the plan."""
+"""At the end of an epoch, a planned run reports stages whose times differ from the plan."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ from tests.support.training import Trained, loss_of, sgd, tiny_vit
 def check_drift(
     plan: Plan, times: dict[int, PassSeconds] | None, slow: int | None, planning: PlanConfig | None = None
 ) -> tuple[list[str], Any]:
-    """What is printed and reported in two epochs of three iterations. The clock returns ``times`` by rank. If they are
-    None it measures, and the blocks of rank ``slow`` take longer."""
+    """Train two epochs of three iterations. Returns the printed lines and the second report.
+
+    The clock returns ``times`` by rank. If they are None, it measures, and the blocks of rank ``slow`` take longer.
+    """
     printed: list[str] = []
     clock = nullcontext() if times is None else patch.object(StageClock, "read", lambda _: times[dist.get_rank()])
     model = tiny_vit(depth=plan.blocks)
@@ -44,7 +46,7 @@ def check_drift(
         run = Trained([], model, optimizer, booster, plugin)
         assert plugin.drift is None
         train_planned(run, 2)
-        assert plugin.drift is None, "the epoch has not ended"
+        assert plugin.drift is None, "a report was made before the end of the epoch"
         train_planned(run, 1)
         first = plugin.drift
         with torch.no_grad():
@@ -56,7 +58,7 @@ def check_drift(
         train_planned(run, 3)
         second = plugin.drift
         assert second is not first
-        # The length of an epoch of the next model follows from that model's loader.
+        # For the next model, the length of an epoch is that of its own loader.
         model = tiny_vit(depth=plan.blocks)
         loader = plugin.prepare_dataloader(TensorDataset(torch.zeros(MICRO_BATCH * MICRO_BATCHES)))
         model, optimizer, *_ = booster.boost(model, sgd(model), loss_of, loader)
@@ -72,7 +74,7 @@ def test_reports_a_stage_that_drifts() -> None:
     results = run_ranks(2, check_drift, plan, {0: PassSeconds(3 * SECONDS, 6 * SECONDS), 1: as_planned}, None, planning)
     (printed, report), (other_printed, other_report) = results
     assert report == other_report and other_printed == []
-    # The second epoch has no news.
+    # Nothing is printed after the second epoch, because nothing changed.
     assert len(printed) == 1 and printed[0].startswith("epoch 1: stage times differ from the plan\nstage 1 (cpu, rank")
     assert "best split now: 5+1 layers" in printed[0]
     assert report.proposal.layers_per_stage == (5, 1) and report.proposal.basis == "profile"
@@ -86,7 +88,7 @@ def test_prints_nothing_if_stage_times_agree() -> None:
 
 
 def test_measures_a_stage_that_is_slow() -> None:
-    """Forward passes are planned with 10 ms in both stages; in one they take at least 150 ms."""
+    """The plan expects forward passes of 10 ms in both stages. In one stage they take at least 150 ms."""
     plan = make_plan([[[1], [0]]], (3, 3), MICRO_BATCH, MICRO_BATCHES, forward_seconds=[0.01, 0.01])
     for _, report in run_ranks(2, check_drift, plan, None, 0):
         slow = next(stage for stage in report.drifted if stage.ranks == (0,))

@@ -1,4 +1,4 @@
-"""``plan="auto"``: planned from a cluster and a profile as the plugin is made, the same on every rank."""
+"""With ``plan="auto"`` the plugin plans from a cluster and a profile when it is made. All ranks get the same plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = DeviceKind("cpu", 10**9, 1e9)
 
 
 def cluster(speeds: tuple[float, ...]) -> Topology:
-    """One node of CPUs at these shares of full speed."""
+    """One node of CPUs with these speeds, relative to full speed."""
     memory = Channel("shared memory", 1e9, 1e-5)
     devices = tuple(Device(CPU, node=0, cluster=0, speed=speed) for speed in speeds)
     node = Node("here", 0, tuple(range(len(speeds))), memory, (Channel("Ethernet", 1e8, 1e-4),))
@@ -33,9 +33,9 @@ def cluster(speeds: tuple[float, ...]) -> Topology:
 
 
 def profile(megabytes: int = 40) -> ModelProfile:
-    """Of equal blocks, a millisecond per sample forward, for micro-batches of 1 and 2.
+    """A profile of equal blocks, which take a millisecond per sample forward, for micro-batches of 1 and 2.
 
-    With 40 MB of parameters in a block gradients take long to sum over replicas, so a pipeline is the best plan.
+    If a block has 40 MB of parameters, summing gradients over replicas takes long, so a pipeline is the best plan.
     """
     layers = BLOCKS + 2
     times = tuple(
@@ -57,10 +57,10 @@ def profile(megabytes: int = 40) -> ModelProfile:
 
 
 def auto_plan(planning: PlanConfig, **sizes: int) -> Plan:
-    """The plan of a plugin that is not used further.
+    """Make a plugin and return its plan. The plugin is not used further.
 
     Its groups are destroyed only after all ranks have made them. If a group is destroyed while another rank still
-    connects to it, Gloo may wait for ever.
+    connects to it, Gloo may wait forever.
     """
     plugin = planned("auto", planning=planning, **sizes)
     dist.barrier()
@@ -78,7 +78,7 @@ def check_auto(planning: PlanConfig, expected: list[float]) -> tuple[list[str], 
 
 
 @pytest.mark.parametrize("from_files", [False, True])
-def test_plans_and_trains(from_files: bool, tmp_path: Path) -> None:
+def test_plan_auto_plans_and_trains(from_files: bool, tmp_path: Path) -> None:
     topology, layers = cluster((1.0, 0.5)), profile()
     save_cluster(topology, tmp_path / "cluster.toml")
     save_model_profile(layers, tmp_path / "profile.json")
@@ -90,17 +90,17 @@ def test_plans_and_trains(from_files: bool, tmp_path: Path) -> None:
     expected, _ = train_alone(BLOCKS, GLOBAL_BATCH)
     (printed, plan), (other_printed, other_plan) = run_ranks(2, check_auto, planning, expected)
     assert plan == other_plan and len(printed) == 1 and other_printed == []
-    # The rank at half the speed has half of the other's blocks; small micro-batches keep the bubble small.
+    # The rank with half the speed has half as many blocks as the other. Small micro-batches make the bubble small.
     layers_of = {stage.ranks: stage.blocks[1] - stage.blocks[0] for stage in plan.replicas[0].stages}
     assert layers_of == {(0,): 4, (1,): 2} and plan.micro_batch == 1
     assert "micro-batch 1 × 16" in printed[0]
 
 
-def check_wishes() -> None:
-    wishes: dict[str, Any] = dict(global_batch_size=GLOBAL_BATCH, method="uniform", micro_batch_sizes=(2,))
-    plan = auto_plan(PlanConfig(cluster=cluster((1.0, 0.5)), profile=profile(), **wishes))
+def check_settings() -> None:
+    settings: dict[str, Any] = dict(global_batch_size=GLOBAL_BATCH, method="uniform", micro_batch_sizes=(2,))
+    plan = auto_plan(PlanConfig(cluster=cluster((1.0, 0.5)), profile=profile(), **settings))
     assert plan.layers_per_stage == (3, 3) and (plan.method, plan.micro_batch) == ("uniform", 2)
-    # What was measured on each rank counts, not the one number in the cluster file.
+    # The times measured on each rank are used, not the speed in the cluster file.
     layers = profile()
     slow = [
         each.model_copy(
@@ -119,8 +119,8 @@ def check_wishes() -> None:
     assert layers_of == {(0,): 5, (1,): 1}
 
 
-def test_plans_as_it_is_told() -> None:
-    run_ranks(2, check_wishes)
+def test_plan_auto_follows_its_settings() -> None:
+    run_ranks(2, check_settings)
 
 
 def check_refused() -> None:
@@ -129,11 +129,11 @@ def check_refused() -> None:
         planned("auto", planning=planning)
     with pytest.raises(ValueError, match="cluster=None"):
         planned("auto", planning=PlanConfig(profile=profile(), global_batch_size=GLOBAL_BATCH))
-    # What rank 0 cannot read no rank waits for.
+    # If rank 0 cannot read a file, all ranks raise the error, and none waits.
     missing = PlanConfig(cluster="no-such.toml", profile=profile(), global_batch_size=GLOBAL_BATCH)
     with pytest.raises(ValueError, match=r"no-such\.toml"):
         planned("auto", planning=missing)
-    # The best plan leaves the slow rank idle, but every rank that was started needs a place.
+    # Without the slow rank a plan would be faster, but every rank that was started must have a place in it.
     speeds = PlanConfig(cluster=cluster((1.0, 0.01)), profile=profile(), global_batch_size=GLOBAL_BATCH)
     assert auto_plan(speeds).world_size == 2
     single = PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile(), global_batch_size=1)
@@ -141,12 +141,12 @@ def check_refused() -> None:
         planned("auto", planning=single, pp_size=1)
 
 
-def test_refuses_what_cannot_be_planned() -> None:
+def test_plan_auto_refuses_settings_without_a_plan() -> None:
     run_ranks(2, check_refused)
 
 
 def check_sizes() -> None:
-    # Gradients that take no time make replicas the best plan for equal devices, but for who wants stages.
+    # Equal devices, and gradients that take no time to sum: replicas are the best plan, unless stages are asked for.
     planning = PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile(0), global_batch_size=GLOBAL_BATCH)
     assert len(auto_plan(planning).replicas) == 2
     plan = auto_plan(planning, pp_size=2)
@@ -155,5 +155,5 @@ def check_sizes() -> None:
         planned("auto", planning=planning, tp_size=2)
 
 
-def test_plans_with_the_sizes_that_are_given() -> None:
+def test_plan_auto_uses_the_given_sizes() -> None:
     run_ranks(2, check_sizes)

@@ -1,4 +1,4 @@
-"""What does not fit a plan is refused in words, before training where it can be known."""
+"""What does not fit a plan is refused with a clear message, if possible before training."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_refused(folder: Path) -> None:
 
 
 def unequal() -> Plan:
-    """Two replicas, one with half of the other's micro-batches."""
+    """A plan with two replicas, one of which has half as many micro-batches as the other."""
     plan = make_plan([[[0]], [[1]]], (4,))
     fewer = plan.replicas[1].model_copy(update={"micro_batches": 2})
     return plan.model_copy(update={"replicas": (plan.replicas[0], fewer), "global_batch": 12})
@@ -75,7 +75,7 @@ def check_refused_at_boost(folder: Path) -> None:
         boost(planned(plan), bert(6))
     with pytest.raises(ValueError, match=r"divides 4 blocks.*the model has 6"):
         boost(planned(make_plan([[[0, 1]]], (4,))), tiny_vit(depth=6))
-    # As large as planned, in words before training and in it.
+    # The global batch must be as large as planned. This is checked before training and in each iteration.
     if dist.get_rank() == 0:
         save_plan(plan, folder / "plan.json")
     plugin = planned(
@@ -117,11 +117,11 @@ def check_numbers_of_layers() -> None:
 
 
 @pytest.mark.parametrize("check", [check_refused, check_refused_at_boost])
-def test_refuses_what_does_not_fit_the_plan(check: Any, tmp_path: Path) -> None:
+def test_arguments_that_do_not_fit_the_plan_are_refused(check: Any, tmp_path: Path) -> None:
     run_ranks(2, check, tmp_path)
 
 
-def test_refuses_numbers_of_layers_that_do_not_fit() -> None:
+def test_numbers_of_layers_that_do_not_fit_are_refused() -> None:
     run_ranks(2, check_numbers_of_layers)
 
 
@@ -135,7 +135,7 @@ def test_refuses_numbers_of_layers_that_do_not_fit() -> None:
         ("micro_batch_sizes", (2, 1.5), "micro_batch_sizes=1.5 must be"),
     ],
 )
-def test_checks_what_is_said_about_planning(field: str, value: Any, message: str) -> None:
+def test_a_plan_config_refuses_wrong_values(field: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PlanConfig(**{field: value})
     with pytest.raises(TypeError, match="cluster=7 is neither a file's path nor a Topology"):

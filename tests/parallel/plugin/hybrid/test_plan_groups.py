@@ -1,4 +1,4 @@
-"""A plan's groups communicate over the network that their members share."""
+"""The groups of a planned run communicate over the network that their members share."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.support.planning import make_plan, planned
 from tests.support.training import boost, sgd, tiny_vit
 
 PLAN = make_plan([[[3], [2]], [[1], [0]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
-"""Each replica in a node."""
+"""A plan in which each replica is in one node."""
 
 
 def two_nodes(kinds: tuple[str, str] = ("Ethernet", "Ethernet"), device: str = "cpu", size: int = 2) -> Topology:
-    """Of ``size`` devices each, with NICs of these kinds."""
+    """Two nodes of ``size`` devices each, with NICs of these kinds."""
     kind = DeviceKind(device, 10**9, 1e9)
     nodes = tuple(
         Node(f"node {number}", 0, tuple(range(size * number, size * (number + 1))), Channel("PCIe", 1e10), (nic,))
@@ -36,7 +36,7 @@ def two_nodes(kinds: tuple[str, str] = ("Ethernet", "Ethernet"), device: str = "
 
 
 def check_groups(plan: Plan, topology: Topology, expected: list[float]) -> dict[tuple[int, ...], str | None]:
-    """The interface that each group was made over, by its ranks."""
+    """Train with the plan. Returns the network interface of each group, by its ranks."""
     made: dict[tuple[int, ...], str | None] = {}
 
     def recorded(ranks: Sequence[int], **options: Any) -> Any:
@@ -47,7 +47,7 @@ def check_groups(plan: Plan, topology: Topology, expected: list[float]) -> dict[
     with patch.object(groups, "ordered_group", recorded):
         plugin = planned(plan, planning=planning)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    assert os.environ.pop("NCCL_SOCKET_IFNAME") == "=lo"  # NCCL reads its own once per process
+    assert os.environ.pop("NCCL_SOCKET_IFNAME") == "=lo"  # NCCL reads its variable once per process, so it stays set
     assert dist.get_backend(plugin.dp_group) == "gloo"
     run = boost(plugin, tiny_vit(depth=plan.blocks), sgd)
     assert train_planned(run) == pytest.approx(expected, rel=1e-5)
@@ -59,7 +59,7 @@ def check_groups(plan: Plan, topology: Topology, expected: list[float]) -> dict[
     [
         pytest.param(two_nodes(), "lo", id="ethernet"),
         pytest.param(two_nodes(device="A100-40"), "lo", id="planned-for-gpus"),
-        # Not planned for; torch finds a way, or says that there is none.
+        # The nodes share no network, so none is chosen. Torch finds a connection or raises an error.
         pytest.param(two_nodes(("InfiniBand", "RoCE")), None, id="no-way"),
     ],
 )
@@ -67,15 +67,15 @@ def test_groups_across_nodes_use_the_network_between_them(topology: Topology, ac
     expected, _ = train_alone(PLAN.blocks, PLAN.global_batch)
     for made in run_ranks(4, check_groups, PLAN, topology, expected):
         assert {ranks: name for ranks, name in made.items() if len(ranks) > 1} == {
-            (1, 3): across,  # rank 0's replica comes first
+            (1, 3): across,  # the replica of rank 0 comes first
             (0, 2): across,
             (3, 2): None,
             (1, 0): None,
         }
 
 
-def test_ranks_are_the_devices_that_the_plan_uses() -> None:
-    """Of nodes of three the first device of one and all of the other, so that rank 1 is device 3."""
+def test_ranks_are_assigned_to_the_devices_that_the_plan_uses() -> None:
+    """The plan uses the first device of one node and all three of the other, so rank 1 is on device 3."""
     plan = make_plan([[[5], [4]], [[3], [0]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
     expected, _ = train_alone(plan.blocks, plan.global_batch)
     for made in run_ranks(4, check_groups, plan, two_nodes(size=3), expected):
@@ -92,5 +92,5 @@ def check_other_cluster() -> None:
         planned(make_plan([[[0], [1]], [[2], [5]]], (1, 3)), planning=PlanConfig(cluster=two_nodes()))
 
 
-def test_refuses_the_description_of_another_cluster() -> None:
+def test_the_description_of_another_cluster_is_refused() -> None:
     run_ranks(4, check_other_cluster)

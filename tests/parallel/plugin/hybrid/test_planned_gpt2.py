@@ -1,4 +1,4 @@
-"""A planned GPT-2, whose first and last stage share a weight: trained as by one process, evaluated on the way."""
+"""A planned GPT-2, whose first and last stage share a weight, is trained and evaluated as in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=24, n_layer=BLOCKS, n_head=4, use_cache=False)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    # In Colossal-AI's pipelines the default one, given a mask of padding, lets tokens see those that follow.
+    # In Colossal-AI's pipelines the default attention is not causal if it gets a padding mask.
     config._attn_implementation = "eager"
     return GPT2LMHeadModel(config)
 
@@ -36,7 +36,7 @@ def texts(number: int, size: int) -> dict[str, Tensor]:
 
 
 def train_alone(iterations: int, size: int) -> tuple[list[float], list[float]]:
-    """Losses of one process in training, and in evaluation after each step on half as many texts."""
+    """The losses of one process in training, and in evaluation after each step, on half as many texts."""
     model = gpt2()
     optimizer = sgd(model)
     losses, evaluated = [], []

@@ -1,4 +1,4 @@
-"""Training by a plan: any split, in any order of ranks, is the same training as one process does."""
+"""Training with a plan, with any split and any order of ranks, equals training in one process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def train_alone(depth: int, global_batch: int, iterations: int = ITERATIONS) -> 
 
 
 def train_planned(run: Any, iterations: int = ITERATIONS, first: int = 0, sizes: Plan | None = None) -> list[float]:
-    """Losses of the global batch, on every rank; ``sizes`` says how large it is where the plugin has no plan."""
+    """Train. Returns the losses of the global batch on every rank.
+
+    If the plugin has no plan, ``sizes`` gives the size of the global batch.
+    """
     plugin = run.plugin
     plan: Plan = sizes or plugin.plan
     size = plan.global_batch // len(plan.replicas)
@@ -63,7 +66,7 @@ def train_planned(run: Any, iterations: int = ITERATIONS, first: int = 0, sizes:
             run.booster.backward(loss, run.optimizer)
         run.optimizer.step()
         run.optimizer.zero_grad()
-        # Each replica's loss is on its last stage.
+        # The last stage of each replica has its loss.
         shares: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shares, None if loss is None else loss.item() / plan.tensor_parallel)
         losses.append(sum(share for share in shares if share is not None) / len(plan.replicas))
@@ -81,7 +84,7 @@ def check_parity(plans: list[Plan], expected: list[float], weights: dict[str, Te
 
 
 def check_weights(run: Trained, weights: dict[str, Tensor]) -> None:
-    """A stage has the blocks that the plan says, trained like the reference's."""
+    """Assert that this stage has the blocks of the plan, with the weights of the reference."""
     held = {name: value for name, value in run.model.unwrap().state_dict().items() if value is not None}
     plugin = run.plugin
     stage = plugin.plan.replicas[0].stages[int(plugin.pg_mesh.coordinate(plugin.pp_axis))]
@@ -106,7 +109,7 @@ def check_weights(run: Trained, weights: dict[str, Tensor]) -> None:
         pytest.param([[[3, 1], [2, 0]]], [(3, 1)], {}, id="pp2-tp2-reversed"),
         pytest.param([[[0], [1]], [[2], [3]]], [(1, 3)], {}, id="dp2-pp2"),
         pytest.param([[[3], [2]], [[1], [0]]], [(1, 3)], {}, id="dp2-pp2-reversed"),
-        # The ranks of the two data-parallel groups ascend in opposite order of replicas.
+        # In one data-parallel group the first replica has the lower rank, in the other group the higher one.
         pytest.param([[[1], [2]], [[3], [0]]], [(3, 1)], {}, id="dp2-pp2-crossed"),
         pytest.param([[[0], [2]], [[1], [3]]], [(3, 1)], {"dp_outside": False}, id="dp2-pp2-stages-outside"),
         pytest.param([[[3], [0]], [[1], [2]]], [(3, 1)], {"dp_outside": False}, id="dp2-pp2-crossed-stages-outside"),
@@ -116,7 +119,9 @@ def check_weights(run: Trained, weights: dict[str, Tensor]) -> None:
         pytest.param([[[1, 0]]], [(2,)], {}, id="tp2-reversed"),
     ],
 )
-def test_any_split_trains_like_one_process(rank_order: list, splits: list, options: dict[str, Any]) -> None:
+def test_training_with_any_split_equals_that_of_one_process(
+    rank_order: list, splits: list, options: dict[str, Any]
+) -> None:
     plans = [make_plan(rank_order, split, MICRO_BATCH, MICRO_BATCHES) for split in splits]
     expected = train_alone(plans[0].blocks, plans[0].global_batch)
     run_ranks(plans[0].world_size, check_parity, plans, *expected, options)

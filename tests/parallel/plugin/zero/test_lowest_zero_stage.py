@@ -1,4 +1,4 @@
-"""What HeteroZeroPlugin does around training: measuring, the profile file, dividing anew, climbing stages, failing."""
+"""HeteroZeroPlugin beside training itself: measuring, profiles, new divisions, the choice of a stage, errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.harness import run_ranks
 
 
 class Noisy(nn.Module):
-    """A model that keeps a record of what it has seen, and draws random numbers."""
+    """A model with running statistics, which also uses random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,34 +54,38 @@ def boost(plugin: HeteroZeroPlugin, model: nn.Module, **loader_arguments: Any) -
     return model, optimizer, criterion, loader
 
 
-def randomness() -> list[Any]:
+def random_numbers() -> list[Any]:
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
-def measure_and_look(stage: int) -> None:
+def measure_and_look() -> None:
+    for stage in (0, 1, 2, 3):
+        measure_and_look_at(stage)
+
+
+def measure_and_look_at(stage: int) -> None:
     plugin = HeteroZeroPlugin(stage, 8)
     model = Noisy()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    expected = randomness()
+    expected = random_numbers()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     boosted, optimizer, _, loader = boost(plugin, model, shuffle=True)
-    assert randomness() == expected
+    assert random_numbers() == expected
     assert not optimizer.optim.state
     after = full_parameters(boosted)
     parameters = [value for name, value in before.items() if "running" not in name and "num" not in name]
     if stage != 3:
         for name, value in model.state_dict().items():
-            assert torch.equal(value, before[name]), name
+            assert torch.equal(value, before[name]), f"stage {stage}: {name}"
         assert all(value.grad is None for value in boosted.parameters())
     flat = torch.cat([value.flatten() for value in parameters])
     assert torch.equal(torch.cat(after)[: len(flat)], flat)
     assert loader.current is None and loader.state_dict()["global_batches_done"] == 0
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_measuring_leaves_no_trace(stage: int) -> None:
-    run_ranks(2, measure_and_look, stage)
+def test_measuring_leaves_no_trace() -> None:
+    run_ranks(2, measure_and_look)
 
 
 def train_a_little(stage: int, profile: str | None, **options: Any) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
@@ -95,7 +99,7 @@ def train_a_little(stage: int, profile: str | None, **options: Any) -> tuple[lis
 
 
 def train_twice(path: str) -> None:
-    never = float("inf")  # at such sizes speeds are noise, and what is compared is the profile's division
+    never = float("inf")  # so small a model has noisy times, and the test compares the division from the profile
     first, sizes = train_a_little(1, path, reallocate_above=never)
     torch.distributed.barrier()
     written = Path(path).read_text()
@@ -111,7 +115,7 @@ def test_a_profile_is_written_and_used_again(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     assert content["schema"] == 1 and content["stage"] == 1
     assert len(content["ranks"]) == 3
-    # A user may edit it: rank 1 is now thought to be much slower, and gets less.
+    # A user may edit the profile. Here it then says that rank 1 is much slower, so rank 1 gets fewer samples.
     for kind, slowness in zip(content["kinds"], (1, 5, 1), strict=True):
         for point in kind["points"]:
             point["seconds"] = slowness * point["batch"]
@@ -121,40 +125,41 @@ def test_a_profile_is_written_and_used_again(tmp_path: Path) -> None:
         assert sum(sizes[1]) < min(sum(sizes[0]), sum(sizes[2]))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"devices": "NVIDIA A100"}, "profile is of other devices: rank 0 was NVIDIA A100, now it is cpu"),
-        ({"digest": "0123"}, "profile is of another model"),
-        ({"stage": 2}, "made at stage 2, not 1"),
-        ({"precision": "bf16"}, "made at precision bf16, not fp32"),
-    ],
-)
-def test_a_profile_of_something_else_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    path = tmp_path / "profile.json"
-    run_ranks(2, train_a_little, 1, str(path))
-    content = json.loads(path.read_text())
-    if "devices" in change:
-        for kind in content["kinds"]:
-            kind["device"] = change["devices"]
-    elif "digest" in change:
-        content["model"]["digest"] = change["digest"]
-    else:
-        content.update(change)
-    path.write_text(json.dumps(content))
-    with pytest.raises(RuntimeError, match=words):
-        run_ranks(2, train_a_little, 1, str(path))
+def refuse_profiles(folder: str) -> None:
+    """Assert that each file ``NAME.json`` is refused with a message that matches the text in ``NAME.txt``."""
+    for words in sorted(Path(folder).glob("*.txt")):
+        with pytest.raises(ValueError, match=words.read_text()):
+            train_a_little(1, str(words.with_suffix(".json")))
 
 
-def test_a_profile_of_fewer_ranks_is_refused(tmp_path: Path) -> None:
+def test_a_profile_that_does_not_fit_the_run_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     run_ranks(2, train_a_little, 1, str(path))
+    refused = tmp_path / "refused"
+    refused.mkdir()
+    for name, change, words in (
+        ("device", {"devices": "NVIDIA A100"}, "profile is of other devices: rank 0 was NVIDIA A100, now it is cpu"),
+        ("digest", {"digest": "0123"}, "profile is of another model"),
+        ("stage", {"stage": 2}, "made at stage 2, not 1"),
+        ("precision", {"precision": "bf16"}, "made at precision bf16, not fp32"),
+    ):
+        content = json.loads(path.read_text())
+        if name == "device":
+            for kind in content["kinds"]:
+                kind["device"] = change["devices"]
+        elif name == "digest":
+            content["model"] |= change
+        else:
+            content |= change
+        (refused / f"{name}.json").write_text(json.dumps(content))
+        (refused / f"{name}.txt").write_text(words)
+    run_ranks(2, refuse_profiles, str(refused))
     with pytest.raises(RuntimeError, match="of 2 ranks, but there are 3"):
         run_ranks(3, train_a_little, 1, str(path))
 
 
 def profile_of(ranks: int, stage: int, path: Path) -> None:
-    """A file that says that each rank takes a second per sample, a quarter of it for forward."""
+    """Write a profile in which each rank takes a second per sample, a quarter of it for the forward pass."""
     points = tuple(TimedBatch(batch=batch, seconds=batch, forward_seconds=batch / 4) for batch in (1, 2, 4, 8))
     kind = DeviceProfile(
         device="cpu",
@@ -180,9 +185,12 @@ def profile_of(ranks: int, stage: int, path: Path) -> None:
     save_profile(profile, path)
 
 
+def change_speed_each(cases: list[tuple[int, int, str, int | None]]) -> list[dict[str, Any]]:
+    return [change_speed(*case) for case in cases]
+
+
 def change_speed(stage: int, slow: int, path: str, check_every: int | None, bias: float = 1.0) -> dict[str, Any]:
-    """Rank ``slow`` says that it is three times slower from the third epoch on, and as fast as before from the
-    sixth."""
+    """Train eight epochs, in which rank ``slow`` reports to be three times slower from the third to the fifth epoch."""
     plugin = HeteroZeroPlugin(stage, 8, profile=path, check_every=check_every)
     model, optimizer, criterion, loader = boost(plugin, make_model(), shuffle=True)
     assert plugin.batch_balancer is not None
@@ -203,36 +211,38 @@ def change_speed(stage: int, slow: int, path: str, check_every: int | None, bias
     return {"seen": seen, "samples": samples, "reallocations": plugin.batch_balancer.reallocations}
 
 
-@pytest.mark.parametrize("check_every", [1, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("slow", [0, 1])
-def test_batches_follow_a_change_of_speed(stage: int, slow: int, check_every: int, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    profile_of(2, stage, path)
-    results = run_ranks(2, change_speed, stage, slow, str(path), check_every)
-    fitted = [6, 6]
-    fitted[slow] = 2
-    for result in results:
-        assert [result["samples"][epoch] for epoch in (1, 4, 7)] == [[4, 4], fitted, [4, 4]]
-        assert result["reallocations"] >= 2
-    for epoch in range(8):
-        assert sorted(results[0]["seen"][epoch] + results[1]["seen"][epoch]) == list(range(len(Numbered())))
+def test_batches_are_divided_again_after_a_change_of_speed(tmp_path: Path) -> None:
+    cases: list[tuple[int, int, str, int | None]] = []
+    for stage in (0, 1, 2, 3):
+        path = tmp_path / f"{stage}.json"
+        profile_of(2, stage, path)
+        cases += [(stage, slow, str(path), check_every) for slow in (0, 1) for check_every in (1, 3)]
+    for case, results in zip(cases, zip(*run_ranks(2, change_speed_each, cases), strict=True), strict=True):
+        slow = case[1]
+        fitted = [6, 6]
+        fitted[slow] = 2
+        for result in results:
+            assert [result["samples"][epoch] for epoch in (1, 4, 7)] == [[4, 4], fitted, [4, 4]], case
+            assert result["reallocations"] >= 2, case
+        for epoch in range(8):
+            seen = results[0]["seen"][epoch] + results[1]["seen"][epoch]
+            assert sorted(seen) == list(range(len(Numbered()))), case
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_little_that_training_differs_from_measuring_by_is_no_change(slow: int, tmp_path: Path) -> None:
+def test_a_small_difference_between_training_and_measuring_is_not_a_change(slow: int, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     profile_of(2, 1, path)
     fitted = [6, 6]
     fitted[slow] = 2
     for result in run_ranks(2, change_speed, 1, slow, str(path), None, 1.2):
         assert [result["samples"][epoch] for epoch in (1, 4, 7)] == [[4, 4], fitted, [4, 4]]
-    # Much is one, from the first look on.
+    # A large difference is treated as a change at the first check.
     for result in run_ranks(2, change_speed, 1, slow, str(path), None, 3.0):
         assert result["samples"][1] == fitted
 
 
-def test_three_ranks_that_slow_down_alike_keep_their_batches(tmp_path: Path) -> None:
+def test_three_ranks_with_constant_speed_keep_their_batches(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     profile_of(3, 1, path)
     for result in run_ranks(3, change_speed, 1, 7, str(path), None):
@@ -249,13 +259,13 @@ def fail_on(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_rank_that_fails_while_measuring_ends_all(rank: int) -> None:
+def test_if_a_rank_fails_while_measuring_all_ranks_raise_its_error(rank: int) -> None:
     with pytest.raises(RuntimeError, match=f"rank {rank}: KeyError: 'no such column'"):
         run_ranks(3, fail_on, rank, timeout_seconds=60)
 
 
 class Wide(nn.Module):
-    """Parameters of 64 MiB in layers of 4 MiB, so that sharding them matters."""
+    """A model with 64 MiB of parameters in layers of 4 MiB, so that sharding saves much memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,8 +281,8 @@ class Wide(nn.Module):
         return self.last(outputs)
 
 
-def climb(more_mib: list[int], stage: int | str) -> None:
-    """Train with so much more address space than is used before the model is there, by rank."""
+def train_within(more_mib: list[int], stage: int | str) -> None:
+    """Train while each rank may use ``more_mib[rank]`` MiB more address space than before the model is made."""
     rank = torch.distributed.get_rank()
     plugin = HeteroZeroPlugin(stage, 8, max_micro_batch=4)
     warm = nn.Linear(1024, 1024)
@@ -286,8 +296,12 @@ def climb(more_mib: list[int], stage: int | str) -> None:
         optimizer.zero_grad()
 
 
-def climb_above(highest: int, stage: int | str, precision: str) -> tuple[int, torch.Tensor]:
-    """Train where the second rank pretends to have no room up to stage ``highest``."""
+def train_above_each(cases: list[tuple[int, int | str, str]]) -> list[tuple[int, torch.Tensor]]:
+    return [train_above(*case) for case in cases]
+
+
+def train_above(highest: int, stage: int | str, precision: str) -> tuple[int, torch.Tensor]:
+    """Train while the second rank reports a lack of memory at all stages up to ``highest``."""
     plugin = HeteroZeroPlugin(stage, 8, precision=precision)
 
     def training_step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
@@ -314,22 +328,25 @@ def stage_of(model: nn.Module) -> int:
     return 3 if isinstance(model, TorchFSDPModel) else 1
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("highest", "expected"), [(-1, 0), (0, 1), (1, 3)])
-def test_auto_takes_the_first_stage_that_fits_on_all(highest: int, expected: int, precision: str) -> None:
-    # What is tried at stages 1 and 2 looks alike from the model: both fail or none does.
-    climbed = run_ranks(2, climb_above, highest, "auto", precision)
-    straight = run_ranks(2, climb_above, -1, expected, precision)
-    for (stage, parameters), (_, wanted) in zip(climbed, straight, strict=True):
-        assert stage == expected
-        # Whatever was tried before has left nothing behind.
-        assert torch.equal(parameters, wanted)
+def test_auto_chooses_the_first_stage_that_fits_on_all_ranks() -> None:
+    # `stage_of` cannot distinguish stages 1 and 2, so either both fail or neither does.
+    expected = {-1: 0, 0: 1, 1: 3}
+    settings = [(highest, precision) for highest in expected for precision in ("fp32", "bf16")]
+    chosen: list[tuple[int, int | str, str]] = [(highest, "auto", precision) for highest, precision in settings]
+    given: list[tuple[int, int | str, str]] = [(-1, expected[highest], precision) for highest, precision in settings]
+    for results in run_ranks(2, train_above_each, chosen + given):
+        by_auto, by_number = results[: len(settings)], results[len(settings) :]
+        for (highest, precision), (stage, parameters), (_, wanted) in zip(settings, by_auto, by_number, strict=True):
+            what = f"no memory up to stage {highest}, {precision}"
+            assert stage == expected[highest], what
+            # The stages that were tried before have no effect on training.
+            assert torch.equal(parameters, wanted), what
 
 
-def test_a_model_that_fits_nowhere_says_so_on_all_ranks() -> None:
+def test_a_model_that_does_not_fit_is_reported_on_all_ranks() -> None:
     with pytest.raises(
         RuntimeError, match=r"rank 1 \(cpu.*not enough memory for one sample at any of the stages 0, 1, 2, 3"
     ):
-        run_ranks(2, climb, [2000, 80], "auto", timeout_seconds=60)
+        run_ranks(2, train_within, [2000, 80], "auto", timeout_seconds=60)
     with pytest.raises(RuntimeError, match=r'rank 0 \(cpu.*at stage 1; try stage="auto"'):
-        run_ranks(2, climb, [150, 2000], 1, timeout_seconds=60)
+        run_ranks(2, train_within, [150, 2000], 1, timeout_seconds=60)

@@ -1,4 +1,4 @@
-"""HeteroZeroPlugin against one process that trains on the same global batches, whatever each rank's part of them."""
+"""Training with HeteroZeroPlugin equals that of one process on the same global batches, for any division of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EPOCHS = 2
 
 
 class Numbered(Dataset):
-    """Samples that know their number, so that a test can tell who trained on what."""
+    """Samples that contain their number, so that a test knows which rank trained on which samples."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -34,7 +34,7 @@ class Numbered(Dataset):
 
 
 class Net(nn.Module):
-    """Sizes that no number of ranks divides."""
+    """A model whose sizes cannot be divided evenly among the ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,8 +58,10 @@ def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
 
 
 def sizes_by_rank(division: list[list[int]], samples: int) -> list[list[int]]:
-    """``division`` of a full global batch; a smaller one is cut off behind, each rank keeping its number of
-    micro-steps."""
+    """The ``division`` of a full global batch, or for fewer ``samples`` its first samples.
+
+    Each rank keeps its number of micro-steps.
+    """
     left, result = samples, []
     for sizes in division:
         kept = []
@@ -78,7 +80,7 @@ def train(
     options: dict[str, Any] | None = None,
     user_clip: float = 0.0,
 ) -> dict[str, Any]:
-    """Train as a script does, with that division; what this rank trained on, and the parameters at the end."""
+    """Train as a script does. Returns the samples of this rank, and the final parameters and learning rate."""
     plugin = HeteroZeroPlugin(stage, global_batch_size, max_micro_batch=8, **(options or {}))
     loader = plugin.prepare_dataloader(Numbered(), shuffle=True, seed=11)
     model = make_model()
@@ -96,7 +98,7 @@ def train(
             ids = inputs[:, 7].long().tolist() if micro_batch.samples else []
             batches.append([epoch, micro_batch.global_batch, *ids])
             if plugin.batches.accumulation == "shared":
-                # A collective of the loop's own, as scripts have for their logs: it must meet its peers.
+                # The loop has a collective of its own, as scripts have for their logs. All ranks must reach it.
                 torch.distributed.all_reduce(torch.zeros(1))
             loss = criterion(model(inputs), targets)
             optimizer.backward(loss)
@@ -108,8 +110,18 @@ def train(
     return {"batches": batches, "parameters": full_parameters(model), "lr": optimizer.param_groups[0]["lr"]}
 
 
+def train_each(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Call :func:`train` with the arguments of each case, in the same processes."""
+    return [train(**case) for case in cases]
+
+
+def trained(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The results of :func:`train` by case and rank. All cases have the same number of ranks."""
+    return list(zip(*run_ranks(len(cases[0]["division"]), train_each, cases), strict=True))
+
+
 def full_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """The whole model's parameters, in order, on every rank."""
+    """All parameters of the model in order, unsharded, on every rank."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     for module in model.modules():
@@ -120,7 +132,7 @@ def full_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 
 def train_alone(batches: list[list[int]], optimizer_name: str, max_norm: float = 0.0) -> tuple[torch.Tensor, float]:
-    """One process, the same global batches in their order; the parameters at the end, flat, and the learning rate."""
+    """Train one process on these global batches. Returns the final parameters as one vector, and the learning rate."""
     data, model = Numbered(), make_model()
     optimizer = make_optimizer(model, optimizer_name)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -136,7 +148,7 @@ def train_alone(batches: list[list[int]], optimizer_name: str, max_norm: float =
 
 
 def global_batches(results: list[dict[str, Any]], global_batch_size: int) -> list[list[int]]:
-    """What trained together, in order; fails unless every sample trained exactly once per epoch."""
+    """The samples of each global batch in order. Asserts that every sample was used exactly once per epoch."""
     together: dict[tuple[int, int], list[int]] = {}
     for result in results:
         for epoch, index, *ids in result["batches"]:
@@ -162,73 +174,78 @@ DIVISIONS = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", DIVISIONS)
-def test_training_is_that_of_one_process(stage: int, name: str) -> None:
-    global_batch_size, division = DIVISIONS[name]
-    results = run_ranks(len(division), train, stage, global_batch_size, division)
-    expected, rate = train_alone(global_batches(results, global_batch_size), "sgd")
-    for result in results:
-        # Sums in another order: rounding, nothing else.
-        torch.testing.assert_close(torch.cat(result["parameters"])[: len(expected)], expected, rtol=1e-4, atol=1e-6)
-        assert result["lr"] == pytest.approx(rate)
-
-
 def check(
     results: list[dict[str, Any]],
-    global_batch_size: int,
-    optimizer_name: str = "sgd",
+    case: dict[str, Any],
     max_norm: float = 0.0,
     rtol: float = 1e-4,
     atol: float = 1e-6,
 ) -> None:
-    expected, _ = train_alone(global_batches(results, global_batch_size), optimizer_name, max_norm)
-    for result in results:
-        torch.testing.assert_close(torch.cat(result["parameters"])[: len(expected)], expected, rtol=rtol, atol=atol)
+    """Assert that the ranks trained like one process, up to the rounding of another order of summation."""
+    batches = global_batches(results, case["global_batch_size"])
+    expected, rate = train_alone(batches, case.get("optimizer_name", "sgd"), max_norm)
+    for rank, result in enumerate(results):
+        actual = torch.cat(result["parameters"])[: len(expected)]
+        torch.testing.assert_close(
+            actual, expected, rtol=rtol, atol=atol, msg=lambda text, rank=rank: f"{case}, rank {rank}: {text}"
+        )
+        assert result["lr"] == pytest.approx(rate), case
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_adaptive_optimizer(stage: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_training_equals_that_of_one_process(ranks: int) -> None:
+    cases = [
+        dict(stage=stage, global_batch_size=size, division=division)
+        for size, division in DIVISIONS.values()
+        for stage in (0, 1, 2, 3)
+        if len(division) == ranks
+    ]
+    for case, results in zip(cases, trained(cases), strict=True):
+        check(results, case)
+
+
+def test_training_with_adamw_equals_that_of_one_process() -> None:
     division = [[4, 3], [2, 2]]
-    # AdamW divides by the root of what may be near 0, which enlarges the rounding of sums in another order.
-    check(run_ranks(2, train, stage, 11, division, "adamw"), 11, "adamw", rtol=1e-3, atol=1e-4)
+    cases = [
+        dict(stage=stage, global_batch_size=11, division=division, optimizer_name="adamw") for stage in (0, 1, 2, 3)
+    ]
+    for case, results in zip(cases, trained(cases), strict=True):
+        # AdamW divides by numbers that may be near 0, which amplifies the rounding errors of another order of sums.
+        check(results, case, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("by_script", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_clipping_is_that_of_the_whole_gradient(stage: int, by_script: bool) -> None:
-    division, norm = [[4, 3], [1, 3]], 0.2
-    options = {} if by_script else {"max_norm": norm}
-    results = run_ranks(2, train, stage, 11, division, "sgd", options, norm if by_script else 0.0)
-    check(results, 11, max_norm=norm)
+def test_clipping_uses_the_norm_of_the_whole_gradient(by_script: bool) -> None:
+    norm = 0.2
+    clip: dict[str, Any] = dict(user_clip=norm) if by_script else dict(options={"max_norm": norm})
+    cases = [dict(stage=stage, global_batch_size=11, division=[[4, 3], [1, 3]], **clip) for stage in (0, 1, 2, 3)]
+    for case, results in zip(cases, trained(cases), strict=True):
+        check(results, case, max_norm=norm)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_each_rank_with_its_own_number_of_micro_batches(stage: int) -> None:
-    division = [[2, 2, 2, 1], [1]]
-    check(run_ranks(2, train, stage, 8, division, "sgd", {"accumulation": "per_rank"}), 8)
-    check(run_ranks(2, train, stage, 8, division[::-1], "sgd", {"accumulation": "per_rank"}), 8)
+def test_each_rank_can_have_its_own_number_of_micro_batches() -> None:
+    divisions = ([[2, 2, 2, 1], [1]], [[1], [2, 2, 2, 1]])
+    cases = [
+        dict(stage=stage, global_batch_size=8, division=division, options={"accumulation": "per_rank"})
+        for stage in (0, 1)
+        for division in divisions
+    ]
+    for case, results in zip(cases, trained(cases), strict=True):
+        check(results, case)
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision", "options"),
-    [
-        (0, "bf16", {}),
-        (1, "bf16", {}),
-        (2, "bf16", {}),
-        (3, "bf16", {}),
-        (1, "fp16", {"initial_scale": 2**8}),
-        (2, "fp16", {"initial_scale": 2**8}),
-    ],
-)
-def test_half_precision_is_near_full(stage: int, precision: str, options: dict[str, Any]) -> None:
-    division = [[4, 3], [2, 2]]
-    results = run_ranks(2, train, stage, 11, division, "sgd", {"precision": precision, **options})
-    # bfloat16 has 8 bits: a step's error is some thousandths of it, and there are six steps.
-    check(results, 11, rtol=0.05, atol=0.02)
+def test_half_precision_is_close_to_fp32() -> None:
+    cases = [
+        dict(stage=stage, global_batch_size=11, division=[[4, 3], [2, 2]], options={"precision": precision, **options})
+        for precision, stages, options in (("bf16", (0, 1, 2, 3), {}), ("fp16", (1, 2), {"initial_scale": 2**8}))
+        for stage in stages
+    ]
+    for case, results in zip(cases, trained(cases), strict=True):
+        # bfloat16 has 8 bits of precision, so each of the six steps has an error of some thousandths of its size.
+        check(results, case, rtol=0.05, atol=0.02)
 
 
-def test_loss_scaling_that_overflows_skips_the_step_on_all_ranks() -> None:
+def test_if_loss_scaling_overflows_all_ranks_skip_the_step() -> None:
     division = [[4, 3], [2, 2]]
     options = {
         "precision": "fp16",
@@ -243,8 +260,12 @@ def test_loss_scaling_that_overflows_skips_the_step_on_all_ranks() -> None:
         assert torch.equal(one, other)
 
 
+def leave_early_at_each_stage() -> list[dict[str, Any]]:
+    return [leave_early(stage) for stage in (0, 1, 2, 3)]
+
+
 def leave_early(stage: int) -> dict[str, Any]:
-    """Leave an epoch within a global batch; the next one begins as if that had not happened."""
+    """Leave an epoch in the middle of a global batch, then train. The incomplete global batch must have no effect."""
     plugin = HeteroZeroPlugin(stage, 8, max_micro_batch=8)
     loader = plugin.prepare_dataloader(Numbered(), shuffle=True, seed=11)
     model = make_model()
@@ -270,9 +291,9 @@ def leave_early(stage: int) -> dict[str, Any]:
             optimizer.backward(criterion(model(inputs), targets))
             optimizer.step()
             schedule.step()
-    return {"batches": batches, "parameters": full_parameters(model)}
+    return {"batches": batches, "parameters": full_parameters(model), "lr": optimizer.param_groups[0]["lr"]}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_global_batch_that_is_left_half_done_leaves_nothing(stage: int) -> None:
-    check(run_ranks(2, leave_early, stage), 8)
+def test_an_incomplete_global_batch_has_no_effect() -> None:
+    for stage, results in enumerate(zip(*run_ranks(2, leave_early_at_each_stage), strict=True)):
+        check(results, dict(stage=stage, global_batch_size=8))

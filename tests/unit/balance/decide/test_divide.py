@@ -32,7 +32,7 @@ units_counts = st.one_of(st.integers(1, 100), st.integers(1, 5000), st.sampled_f
 grains = st.sampled_from([1, 2, 16, 64, 100])
 
 
-@examples(ordinary=150, thorough=500)
+@examples(ordinary=80, thorough=500)
 @given(units_counts, plans(), grains)
 def test_every_unit_is_somewhere_once(units: int, plan: BalancePlan, grain: int) -> None:
     division = divide(units, plan, grain)

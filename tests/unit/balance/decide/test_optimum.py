@@ -74,7 +74,7 @@ def random_seconds(
     return np.where(possible[:, 0], own.max(1) + np.where(total > 0, sending, 0.0), np.inf)
 
 
-@examples(ordinary=100, thorough=300)
+@examples(ordinary=50, thorough=300)
 @given(groups(), all_costs, caps, st.integers(0, 2**32 - 1))
 def test_no_allowed_plan_is_better(times: list[RankTimes], costs: Costs, cap: float, seed: int) -> None:
     plan = optimal_plan(times, costs, cap)
@@ -109,7 +109,7 @@ def fine_grid(times: list[RankTimes], costs: Costs, cap: float) -> float:
     return float((np.maximum(receiver, sender) + np.where(mu > 0, sending, 0.0)).min())
 
 
-@settings(max_examples=30, deadline=None)
+@examples(ordinary=15, thorough=30)
 @given(st.floats(1.01, 20), st.floats(0, 0.5), all_costs, caps)
 def test_two_ranks_against_a_grid(slowdown: float, other: float, costs: Costs, cap: float) -> None:
     times = [RankTimes(1.0 + other, 1.0), RankTimes(slowdown + other, slowdown)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalanceConfig, BalancePlan, RankTimes
@@ -17,7 +17,7 @@ RESIZE = BalanceConfig(mode="resize", reference="minimum")
 MIGRATE = BalanceConfig(mode="migrate")
 
 
-SIMULATED = examples(ordinary=50, thorough=150)
+SIMULATED = examples(ordinary=30, thorough=150)
 
 
 @SIMULATED
@@ -150,7 +150,7 @@ def test_flicker_costs_at_most_two_percent(ranks: int, slowdown: float, on: int,
     assert group.seconds <= 1.02 * seconds_unbalanced(pattern)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(ordinary=30, thorough=100)
 @given(st.integers(0, 10**6), st.integers(2, 4), st.floats(1.5, 8), st.integers(1, 12))
 def test_irregular_flicker(seed: int, ranks: int, slowdown: float, longest: int) -> None:
     """With noise, and phases of any length."""

@@ -106,7 +106,7 @@ def check_sound(allocation: Allocation, curves: list[Curve], samples: int, commu
 
 
 @pytest.mark.parametrize("stage, accumulation", SETTINGS)
-@examples(ordinary=50, thorough=150)
+@examples(ordinary=30, thorough=150)
 @given(clusters(), st.integers(1, 11), communications)
 def test_no_allocation_is_better(
     stage: int, accumulation: str, curves: list[Curve], samples: int, communication: float
@@ -118,7 +118,7 @@ def test_no_allocation_is_better(
 
 
 @pytest.mark.parametrize("stage, accumulation", SETTINGS)
-@examples(ordinary=35, thorough=100)
+@examples(ordinary=20, thorough=100)
 @given(clusters(4, 12), st.integers(1, 300), communications, st.data())
 def test_exact_is_never_slower_than_the_simple_rules(
     stage: int, accumulation: str, curves: list[Curve], samples: int, communication: float, data: st.DataObject
@@ -142,7 +142,7 @@ def test_exact_is_never_slower_than_the_simple_rules(
 
 
 @pytest.mark.parametrize("stage, accumulation", SETTINGS)
-@examples(ordinary=20, thorough=50)
+@examples(ordinary=12, thorough=50)
 @given(clusters(4, 10), st.integers(1, 200), st.randoms(use_true_random=False))
 def test_the_order_of_ranks_and_equal_curves_do_not_matter(
     stage: int, accumulation: str, curves: list[Curve], samples: int, random

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.batches.ring_order import (
@@ -35,7 +35,7 @@ def matrices(draw: st.DrawFn) -> np.ndarray:
     return np.minimum(seconds, seconds.T) if draw(st.booleans()) else seconds
 
 
-@examples(ordinary=100, thorough=300)
+@examples(ordinary=50, thorough=300)
 @given(matrices())
 def test_no_ring_is_better(seconds: np.ndarray) -> None:
     count = len(seconds)
@@ -77,7 +77,7 @@ def test_the_local_search_comes_close() -> None:
     assert min(ratios) >= 1.0 and np.mean(ratios) < 1.15
 
 
-@settings(max_examples=10, deadline=None)
+@examples(ordinary=5, thorough=10)
 @given(st.integers(13, 18), st.integers(0, 2**32 - 1))
 def test_many_devices_do_better_than_their_numbering(count: int, seed: int) -> None:
     seconds = np.random.default_rng(seed).uniform(0.1, 1.0, (count, count))

@@ -13,6 +13,7 @@ from colossal_hetero.planner.cluster.cluster_file import load_cluster, parse_clu
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS, INSIDE
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from tests.support.paths import CLUSTERS
+from tests.support.random_examples import examples
 
 EXAMPLES = CLUSTERS
 
@@ -122,6 +123,7 @@ def topologies(draw: st.DrawFn) -> Topology:
     return Topology(tuple(devices), tuple(nodes), tuple(clusters), tuple(between))
 
 
+@examples(ordinary=25, thorough=1000)
 @given(topologies(), st.text(st.characters(codec="utf-8", exclude_categories=("C",)), max_size=20))
 def test_writing_loses_nothing(topology: Topology, comment: str) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel, Topology
@@ -47,7 +47,7 @@ def shapes(draw: st.DrawFn, max_nodes: int = 3, sizes: tuple[int, ...] = (1, 2, 
     ]
 
 
-@examples(ordinary=100, thorough=300)
+@examples(ordinary=50, thorough=300)
 @given(shapes(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 8))
 def test_the_definition_holds_where_it_can(shape: list[Nodes], tp: int, pp: int, dp: int) -> None:
     topology = machines(*shape)
@@ -66,7 +66,7 @@ def test_the_definition_holds_where_it_can(shape: list[Nodes], tp: int, pp: int,
     assert [violation.rule for violation in layout.verify(topology)] == ["data"] * (missing * tp)
 
 
-@examples(ordinary=70, thorough=200)
+@examples(ordinary=40, thorough=200)
 @given(shapes(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 6), st.booleans())
 def test_naive_layouts_are_numbered_as_colossalai_numbers(
     shape: list[Nodes], tp: int, pp: int, dp: int, outside: bool
@@ -95,7 +95,7 @@ def assignments(devices: Sequence[int], pipeline: int, replicas: int) -> Iterato
             yield (chosen, *others)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(ordinary=30, thorough=60)
 @given(shapes(max_nodes=2, sizes=(1, 2, 3)), st.integers(1, 3), st.integers(1, 3))
 def test_no_layout_has_fewer_violations_or_with_as_many_a_shorter_synchronization(
     shape: list[Nodes], pp: int, dp: int
@@ -116,7 +116,7 @@ def test_no_layout_has_fewer_violations_or_with_as_many_a_shorter_synchronizatio
     assert found[1] <= seconds * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(ordinary=50, thorough=100)
 @given(shapes(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.floats(0.01, 1000))
 def test_no_order_as_launched_is_better(shape: list[Nodes], tp: int, pp: int, dp: int, megabytes: float) -> None:
     topology = machines(*shape)

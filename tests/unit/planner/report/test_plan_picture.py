@@ -129,7 +129,7 @@ def test_pictures_of_long_and_large_plans_are_limited(tmp_path: Path, figures: l
     assert (tmp_path / "long.png").read_bytes().startswith(b"\x89PNG")
     left, right = figures[0].axes
     assert left.get_xlim()[1] < right.get_xlim()[0]
-    many = replica(*(stage(s, s + 1, (s,)) for s in range(60)), micro_batches=60)
+    many = replica(*(stage(s, s + 1, (s,)) for s in range(60)), micro_batches=6)
     plot_plan(plan(many), tmp_path / "many.pdf")
     assert all(len(axis.get_yticklabels()) == MAX_LANES for axis in figures[1].axes)
     assert f"{MAX_LANES} of 60 stages" in figures[1].get_suptitle()

@@ -47,7 +47,7 @@ def exhaustive(
     return best
 
 
-@examples(ordinary=60, thorough=150)
+@examples(ordinary=40, thorough=150)
 @given(
     counts=st.sampled_from([(6,), (3, 3), (5, 2), (1, 4), (2, 2, 2), (3, 1, 2)]),
     powers=st.lists(st.sampled_from([0.05, 0.3, 1.0, 1.7, 2.0, 6.3]), min_size=3, max_size=3),

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
@@ -218,7 +218,7 @@ def test_best_of_all_plans_that_can_be_run(
     assert free.iteration_seconds <= best * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(ordinary=50, thorough=100)
 @given(
     pipelines=st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 4)), min_size=1, max_size=3),
     micro_batches=st.integers(3, 9),

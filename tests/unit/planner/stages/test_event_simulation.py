@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel
@@ -126,7 +126,7 @@ def closed_form(forward, backward, hops, count: int) -> tuple[list[float], float
 
 
 @pytest.mark.parametrize("transfers", TRANSFERS)
-@examples(ordinary=150, thorough=400)
+@examples(ordinary=60, thorough=400)
 @given(pipelines())
 def test_ends_equal_those_of_a_queue_of_events(transfers, case):
     timeline = simulate_times(*case, transfers=transfers)
@@ -134,7 +134,7 @@ def test_ends_equal_those_of_a_queue_of_events(transfers, case):
 
 
 @pytest.mark.parametrize("transfers", TRANSFERS)
-@settings(max_examples=100, deadline=None)
+@examples(ordinary=50, thorough=100)
 @given(pipelines())
 def test_events_are_the_schedule(transfers, case):
     forward, backward, _, count = case
@@ -163,7 +163,7 @@ def test_events_are_the_schedule(transfers, case):
             assert sum(share) == pytest.approx(1.0)
 
 
-@examples(ordinary=150, thorough=400)
+@examples(ordinary=60, thorough=400)
 @given(pipelines(max_stages=7, max_micro_batches=12))
 def test_closed_form_is_below_only_where_the_note_says_so(case):
     forward, backward, _, count = case
@@ -193,7 +193,7 @@ def test_closed_form_is_below_only_where_the_note_says_so(case):
             assert simulated <= closed + slack
 
 
-@settings(max_examples=200, deadline=None)
+@examples(ordinary=80, thorough=200)
 @given(pipelines())
 def test_closed_form_is_never_below_with_one_ratio_without_transfers(case):
     forward, _, _, count = case

@@ -6,13 +6,14 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages.fixed_order import split_in_order
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+from tests.support.random_examples import examples
 
 
 def random_pipeline(seed: int, blocks: int, stages: int, micro_batches: int, memory: float) -> Pipeline:
@@ -40,7 +41,7 @@ def random_pipeline(seed: int, blocks: int, stages: int, micro_batches: int, mem
     return Pipeline(slots, channels, micro_batches)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(ordinary=80, thorough=200)
 @given(
     seed=st.integers(0, 10**6),
     blocks=st.integers(1, 9),

@@ -1,0 +1,335 @@
+"""Migration is exact whatever a training loop does: accumulation, unused passes, evaluation, plans that change.
+
+The reference is Colossal-AI's own plugin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colossal_hetero.balance import apply
+from colossal_hetero.layers import hetero_layers
+from tests.parallel.layers.migration_runs import (
+    IN_FORCE,
+    ITERATIONS,
+    METHODS,
+    Watch,
+    assert_equal,
+    methods_for,
+    migrate,
+    slow,
+)
+from tests.support.harness import run_ranks
+from tests.support.training import (
+    SlowdownScript,
+    Trained,
+    batch,
+    boost,
+    loss_of,
+    ours,
+    scripted,
+    sgd,
+    theirs,
+    tiny_vit,
+    train,
+)
+
+# Messages in an iteration of several micro-batches ---------------------------------------------------------------
+
+
+def check_messages() -> None:
+    micro_batches, layers = 3, 8
+    for no_sync, others in ((True, [(1, "broadcast-reduce")]), (False, [(0, "scatter-gather")])):
+        expected = train(boost(theirs(tp_size=2), None, sgd), ITERATIONS, micro_batches, no_sync=no_sync)
+        for sender, method in ((0, "block"), (1, "block"), *others):
+            with scripted(slow(sender)):
+                run = boost(ours(migrate(method), tp_size=2), None, sgd)
+            watch = Watch(run)
+            train(run, ITERATIONS, micro_batches, each=watch, no_sync=no_sync)
+            what = f"{method}, sender {sender}, no_sync={no_sync}"
+            watch.assert_migrated(sender, what)
+            assert_equal(run, expected, what)
+            if method == "block":
+                # All blocks' weights are sent in one message; each layer's gradients return in a separate message.
+                returns = layers * (1 if no_sync else micro_batches)
+                sent = 1 if dist.get_rank() == sender else returns
+                assert watch.messages[IN_FORCE:] == [sent] * (ITERATIONS - IN_FORCE), f"{what}: {watch.messages}"
+
+
+def test_weights_are_sent_once_per_step_and_gradients_return_once_under_no_sync() -> None:
+    run_ranks(2, check_messages)
+
+
+def check_last_backward_under_no_sync() -> None:
+    with scripted(slow(1)):
+        run = boost(ours(migrate("block"), tp_size=2), None, sgd)
+    train(run, IN_FORCE)
+    before = run.parameters
+    images, labels = batch()
+    with run.booster.no_sync(run.model, run.optimizer):
+        run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
+    with pytest.raises(RuntimeError, match=r"have not returned to their owner: .* outside no_sync\(\)"):
+        run.optimizer.step()
+    for name, parameter in run.parameters.items():
+        assert torch.equal(parameter, before[name]), f"{name} was changed by a step without all gradients"
+    # After zero_grad training continues correctly, and gradients that had not returned are discarded.
+    run.optimizer.zero_grad()
+    train(run, 2)
+    expected = train(train(boost(theirs(tp_size=2), None, sgd), IN_FORCE), 2)
+    assert_equal(run, expected, "after the refused step")
+
+
+def test_a_step_without_all_gradients_is_refused() -> None:
+    run_ranks(2, check_last_backward_under_no_sync)
+
+
+def check_abandoned() -> None:
+    """Discard the gradients of an incomplete iteration, as a loop does after a loss that is not a number, and go on."""
+    runs = []
+    for method in (None, *METHODS):
+        with scripted(slow(1)):
+            run = boost(theirs(tp_size=2) if method is None else ours(migrate(method), tp_size=2), None, sgd)
+        train(run, IN_FORCE)
+        images, labels = batch(40)
+        with run.booster.no_sync(run.model, run.optimizer):
+            run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
+        run.optimizer.zero_grad()
+        runs.append(train(run, 2, accumulation=2))
+        if method is not None:
+            assert run.plugin.balancer.plan.migrate[1] > 0, method
+            assert_equal(run, runs[0], method)
+
+
+def test_discarded_gradients_leave_no_trace() -> None:
+    run_ranks(2, check_abandoned)
+
+
+# What a training loop may do -----------------------------------------------------------------------------------------
+
+
+def train_in_an_unusual_loop(run: Trained, iterations: int) -> Trained:
+    """Use batches of changing size, two forwards per backward, unused forward passes, and evaluation in between."""
+    model = run.model
+    for iteration in range(iterations):
+        images, labels = batch(iteration, size=3 + iteration)
+        with torch.no_grad():
+            run.losses.append(loss_of(model(images), labels).item())  # in train mode
+        more, more_labels = batch(50 + iteration, size=8 - iteration)
+        loss = loss_of(model(images), labels) + loss_of(model(more), more_labels)
+        run.losses.append(loss.item())
+        run.booster.backward(loss, run.optimizer)
+        model.eval()
+        with torch.no_grad():
+            run.losses.append(loss_of(model(more), more_labels).item())
+        loss_of(model(images), labels)
+        model.train()
+        run.losses.append(loss_of(model(more), more_labels).item())  # a forward pass without a backward pass
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return run
+
+
+def check_unusual_loops() -> None:
+    expected = train_in_an_unusual_loop(boost(theirs(tp_size=2), None, sgd), ITERATIONS)
+    for sender in (0, 1):
+        for method in methods_for(sender):
+            with scripted(slow(sender)):
+                run = boost(ours(migrate(method), tp_size=2), None, sgd)
+            train_in_an_unusual_loop(run, ITERATIONS)
+            assert run.plugin.balancer.plan.migrate[sender] > 0.1, method
+            assert_equal(run, expected, f"{method}, sender {sender}")
+
+
+def test_migration_is_exact_in_an_unusual_training_loop() -> None:
+    run_ranks(2, check_unusual_loops)
+
+
+def check_calls_beside_the_boosted_model() -> None:
+    """Call the model that was given to ``boost``, which is inside the boosted one, and switch its training mode."""
+
+    def loop(run: Trained) -> Trained:
+        inner = run.model.unwrap()
+        for iteration in range(ITERATIONS):
+            images, labels = batch(iteration)
+            run.model.eval()
+            inner.train()
+            loss = loss_of((inner if iteration % 2 else run.model)(images), labels)
+            run.losses.append(loss.item())
+            run.booster.backward(loss, run.optimizer)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return run
+
+    expected = loop(boost(theirs(tp_size=2), None, sgd))
+    for method in METHODS:
+        with scripted(slow(1)):
+            run = boost(ours(migrate(method), tp_size=2), None, sgd)
+        loop(run)
+        assert run.plugin.balancer.plan.migrate[1] > 0.1, method
+        assert_equal(run, expected, method)
+
+
+def test_the_model_inside_the_boosted_one_can_be_called() -> None:
+    run_ranks(2, check_calls_beside_the_boosted_model)
+
+
+def check_evaluation(world: int) -> None:
+    """After every step, logits in evaluation are those of the same weights without balancing."""
+
+    def evaluate(run: Trained, logits: list[Tensor]) -> Callable[[int], None]:
+        def each(iteration: int) -> None:
+            run.model.eval()
+            with torch.no_grad():
+                logits.append(run.model(batch(99)[0]))
+            run.model.train()
+
+        return each
+
+    expected: list[Tensor] = []
+    plain = boost(theirs(tp_size=world), None, sgd)
+    train(plain, ITERATIONS, each=evaluate(plain, expected))
+    for method in METHODS:
+        with scripted(slow(world - 1)):
+            run = boost(ours(migrate(method), tp_size=world), None, sgd)
+        logits: list[Tensor] = []
+        train(run, ITERATIONS, each=evaluate(run, logits))
+        assert sum(run.plugin.balancer.plan.migrate) > 0.1, method
+        for iteration, (actual, wanted) in enumerate(zip(logits, expected, strict=True)):
+            torch.testing.assert_close(
+                actual,
+                wanted,
+                rtol=1e-5,
+                atol=1e-5 * float(wanted.abs().max()),
+                msg=lambda text, method=method, iteration=iteration: f"{method}, iteration {iteration}: {text}",
+            )
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_evaluation_gives_the_logits_of_the_unbalanced_model(world: int) -> None:
+    run_ranks(world, check_evaluation, world)
+
+
+# A plan that changes -------------------------------------------------------------------------------------------------
+
+PHASE = 4
+
+
+def each_rank_slow_in_turn(rank: int, iteration: int) -> float:
+    """No rank is slow in the first phase, then rank 0, then none, then rank 1, and so on."""
+    phase = iteration // PHASE
+    return 4.0 if phase % 2 == 1 and phase // 2 == rank else 1.0
+
+
+def one_rank_always_slow(rank: int, iteration: int) -> float:
+    """Rank 0 is slow in the first phase, rank 1 in the second, and so on; some rank is slow at any time."""
+    return 4.0 if iteration // PHASE == rank else 1.0
+
+
+def check_changing_plans(slowdown: SlowdownScript, phases: int) -> None:
+    depth = 2 if dist.get_world_size() == 2 else 1
+    expected = train(boost(theirs(tp_size=dist.get_world_size()), tiny_vit(depth=depth), sgd), PHASE * phases)
+    for method in METHODS:
+        with scripted(slowdown):
+            run = boost(ours(migrate(method), tp_size=dist.get_world_size()), tiny_vit(depth=depth), sgd)
+        watch = Watch(run)
+        train(run, PHASE * phases, each=watch)
+        senders = [tuple(rank for rank, share in enumerate(plan.migrate) if share > 0) for plan in watch.plans]
+        turns = [pair[1] for pair in zip([(), *senders], senders, strict=False) if pair[0] != pair[1] and pair[1]]
+        assert turns == [(rank,) for rank in range(dist.get_world_size())], f"{method}: {senders}"
+        assert_equal(run, expected, method)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_stragglers_that_come_and_go(world: int) -> None:
+    run_ranks(world, check_changing_plans, each_rank_slow_in_turn, 2 * world + 1)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_stragglers_that_follow_each_other_without_a_pause(world: int) -> None:
+    run_ranks(world, check_changing_plans, one_rank_always_slow, world)
+
+
+# Pruning and migrating at once ---------------------------------------------------------------------------------------
+
+
+class First:
+    """A priority rule that keeps the first columns or units, so that a test knows which are pruned."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
+        return torch.arange(count)
+
+    def end_interval(self, weight: Tensor) -> None: ...
+
+
+def _pruned_columns(run: Trained) -> dict[str, tuple[int, int]]:
+    """The contraction columns ``[start, stop)`` that this rank prunes, by layer.
+
+    For a block only the row-parallel weight is listed, because units with zero output weights have no gradient.
+    """
+    found = {}
+    for name, layer in hetero_layers(run.model.unwrap()).items():
+        if layer.block is not None and layer.block.output is not layer:
+            continue
+        if layer.block is None:
+            columns = layer.contraction_columns
+            assert layer.workload is not None and layer._migration is not None
+            given = layer._migration.given
+            start, size, units = max(1, layer.workload.kept_count(columns) - given), 1, columns
+        else:
+            assert layer.block.workload is not None
+            start, given, units = layer.block.workload.kept, layer.block.workload.given, layer.block.units
+            size = layer.block.places[-1][0].size
+        assert given > 0, name
+        found[name] = (start * size, (units - given) * size)
+    assert any(start < stop for start, stop in found.values()), "nothing is pruned"
+    return found
+
+
+def _train_without(run: Trained, iterations: int, left_out: dict[str, tuple[int, int]]) -> Trained:
+    """Continue ``run``, which uses Colossal-AI's plugin, with these columns set to zero in forward and backward."""
+    weights = {name: module.weight for name, module in run.model.unwrap().named_modules() if name in left_out}
+    assert len(weights) == len(left_out)
+    for iteration in range(iterations):
+        kept = {name: weight.detach().clone() for name, weight in weights.items()}
+        for name, (start, stop) in left_out.items():
+            weights[name].data[:, start:stop] = 0
+        images, labels = batch(iteration)
+        loss = loss_of(run.model(images), labels)
+        run.losses.append(loss.item())
+        run.booster.backward(loss, run.optimizer)
+        for name, (start, stop) in left_out.items():
+            weights[name].data.copy_(kept[name])
+            weights[name].grad[:, start:stop] = 0
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return run
+
+
+def check_semi() -> None:
+    for sender in (0, 1):
+        for method in methods_for(sender):
+            what = f"{method}, sender {sender}"
+            with scripted(slow(sender)), patch.object(apply, "make_selector", First):
+                # The part that may not be pruned is migrated.
+                run = boost(ours(migrate(method, mode="semi", max_resize=0.3), tp_size=2), None, sgd)
+                train(run, IN_FORCE)
+                plan = run.plugin.balancer.plan
+                assert plan.resize[sender] > 0.1 and plan.migrate[sender] > 0.1, f"{what}: {plan}"
+                left_out = _pruned_columns(run) if dist.get_rank() == sender else {}
+                train(run, ITERATIONS)
+            assert run.plugin.balancer.plan == plan, what
+            expected = train(boost(theirs(tp_size=2), None, sgd), IN_FORCE)
+            assert_equal(run, _train_without(expected, ITERATIONS, left_out), what)
+
+
+def test_a_rank_that_prunes_and_migrates_trains_the_remaining_columns_exactly() -> None:
+    run_ranks(2, check_semi)
