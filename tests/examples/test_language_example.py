@@ -1,4 +1,4 @@
-"""The language example: what it computes, and that it learns."""
+"""The language example: its losses and accuracy, its data, and the flags that it refuses."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LINES = (
 
 
 def _train() -> tuple[list[dict[str, Any] | None], bool]:
-    """The summaries of all lines; and whether an early byte's prediction depends on a later byte."""
+    """Train once per line. Returns the summaries, and whether the prediction of a byte depends on later bytes."""
     import torch
 
     from examples.common import text
     from examples.language import train as example
 
-    with patch.object(text, "HELD_OUT_SHARE", 0.005):  # a tenth of it, for a shorter evaluation
+    with patch.object(text, "HELD_OUT_SHARE", 0.005):  # a tenth of the default, to shorten the evaluation
         summaries = [example.train(parse_options(f"{SMALL} {line}".split()), quiet=True) for line in LINES]
     return summaries, _looks_ahead(example, torch)
 
@@ -50,7 +50,7 @@ def _looks_ahead(example: Any, torch: Any) -> bool:
     return not torch.equal(first[:, :10], second[:, :10])
 
 
-def test_it_learns_and_balancing_changes_only_the_time() -> None:
+def test_the_model_learns_and_balancing_does_not_change_the_losses() -> None:
     (summaries, looks_ahead), _ = run_ranks(2, _train)
     assert not looks_ahead
     colossalai, off, balanced, replicas = summaries
@@ -80,7 +80,7 @@ def test_pieces_of_text_do_not_overlap() -> None:
         ("--straggler 5:2", ["--straggler 5:2", "rank 5"]),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line(line: str, says: list[str]) -> None:
+def test_invalid_flags_are_refused(line: str, says: list[str]) -> None:
     with pytest.raises(UsageError) as error:
         check_options(parse_options(line.split()), 3 if line == "--tp 3" else 2)
     assert all(text in str(error.value) for text in says), str(error.value)

@@ -1,6 +1,6 @@
-"""How the examples start their ranks, and how a run ends when a rank does.
+"""How the examples start their ranks, and how a run ends if one of its ranks ends.
 
-A script that only adds numbers stands for the examples: the launcher is the same, and it starts in a third of the time.
+Most tests run a script that only adds numbers. It uses the same launcher and starts three times faster than an example.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(options):
 
 
 class Run:
-    """A command as a process of its own, its output read line by line."""
+    """A command that runs in a new process. A thread reads its output line by line."""
 
     def __init__(self, *command: str) -> None:
         self.process = subprocess.Popen(
@@ -84,15 +84,15 @@ class Run:
             time.sleep(0.05)
 
     def rank(self, number: int) -> psutil.Process:
-        """The process of a rank."""
+        """The process of the rank with this number."""
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error):
                 if child.environ().get("RANK") == str(number):
                     return child
-        raise AssertionError(f"no rank {number}")
+        raise AssertionError(f"rank {number} is not running")
 
     def end(self, timeout_seconds: float) -> tuple[int, str]:
-        """The exit status and the last line."""
+        """Wait until the command ends. Returns its exit status and its last line of output."""
         status = self.process.wait(timeout_seconds)
         self._reader.join(timeout_seconds)
         return status, self.lines[-1].strip() if self.lines else ""
@@ -115,7 +115,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
             run.process.wait(30)
 
 
-def test_a_rank_that_is_killed_ends_the_run_with_its_reason(start: Callable[..., Run]) -> None:
+def test_if_a_rank_is_killed_the_run_ends_and_names_it(start: Callable[..., Run]) -> None:
     run = start()
     run.wait_for("adding")
     ranks = [run.rank(0), run.rank(1)]
@@ -126,7 +126,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_its_reason(start: Callable[...,
     assert not any(rank.is_running() for rank in ranks)
 
 
-def test_an_error_on_one_rank_ends_the_run_with_its_reason(start: Callable[..., Run]) -> None:
+def test_if_a_rank_fails_the_run_ends_with_its_error(start: Callable[..., Run]) -> None:
     run = start("--fail")
     status, last = run.end(120)
     assert status == 1
@@ -134,7 +134,7 @@ def test_an_error_on_one_rank_ends_the_run_with_its_reason(start: Callable[..., 
     assert sum("Traceback" in line for line in run.lines) == 1
 
 
-def test_an_interrupt_ends_the_run_quietly(start: Callable[..., Run]) -> None:
+def test_an_interrupt_ends_the_run_without_a_traceback(start: Callable[..., Run]) -> None:
     run = start()
     run.wait_for("adding")
     ranks = [run.rank(0), run.rank(1)]
@@ -145,7 +145,7 @@ def test_an_interrupt_ends_the_run_quietly(start: Callable[..., Run]) -> None:
     assert not any(rank.is_running() for rank in ranks)
 
 
-def test_what_cannot_work_ends_before_ranks_start(start: Callable[..., Run]) -> None:
+def test_invalid_flags_end_the_run_before_ranks_start(start: Callable[..., Run]) -> None:
     run = start("--nproc", "3")
     assert run.end(60) == (2, "train.py: error: --nproc 3 is one too many")
     assert len(run.lines) == 1
@@ -160,10 +160,10 @@ def test_what_cannot_work_ends_before_ranks_start(start: Callable[..., Run]) -> 
         ("language", "--context 1", "--context 1 leaves nothing to predict from"),
     ],
 )
-def test_every_example_is_started_by_its_path(
+def test_every_example_can_be_started_by_its_path(
     example: str, refused: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ranks import the module that it names, and what cannot work is said in one line."""
+    """An invalid flag gives one line of output. A script tells its ranks to import the script itself."""
     path = REPOSITORY / "examples" / example / "train.py"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = subprocess.run(
@@ -179,7 +179,7 @@ def test_every_example_is_started_by_its_path(
     assert importlib.util.find_spec(named[0]).origin == str(path)  # type: ignore[attr-defined, union-attr]
 
 
-def test_an_old_spelling_works_and_warns() -> None:
+def test_old_names_of_flags_work_with_a_warning() -> None:
     path = REPOSITORY / "examples" / "zero" / "train.py"
     run = subprocess.run(
         [sys.executable, str(path), "--slow", "9:2", "--slow-by", "repeat"], capture_output=True, text=True

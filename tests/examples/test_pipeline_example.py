@@ -16,12 +16,12 @@ from tests.support.paths import REPOSITORY
 SMALL = "--hidden 32 --depth 6 --heads 2 --patch 16 --global-batch 256 --micro-batch 64 --epochs 1"
 
 
-def test_both_ways_train_alike_and_the_slow_rank_gets_fewer_blocks(tmp_path):
+def test_both_ways_have_the_same_losses_and_the_slow_rank_gets_fewer_blocks(tmp_path):
     paths = {name: tmp_path / f"{name}.json" for name in ("summary", "plan", "profile")}
     outputs = " ".join(f"--{name} {path}" for name, path in paths.items())
     flags = f"{SMALL} --straggler 1:8 --straggler-means repeat {outputs} --plot {tmp_path / 'plan.png'}"
-    # One block on the slow rank is best if it is measured to be at least 2.5 times slower. It is 8 times slower, which
-    # leaves room for the noise of a busy machine.
+    # If the slow rank is measured to be at least 2.5 times slower, one block is best for it. It is slowed 8 times, so
+    # noise on a busy machine does not change the result.
     (summary,), shown = compared("pipeline", 2, flags)
     for text in (
         "ViT, 32 wide, 6 deep",
@@ -40,7 +40,7 @@ def test_both_ways_train_alike_and_the_slow_rank_gets_fewer_blocks(tmp_path):
     blocks = {stage["rank"]: stage["blocks"][1] - stage["blocks"][0] for stage in planned["stages"]}
     assert blocks == {0: 5, 1: 1}
     assert len(planned["loss"]) == planned["iterations"] == 1438 // 256 and len(planned["accuracy"]) == 1
-    # Stages change only the rounding.
+    # Different stages change only the rounding.
     assert planned["loss"] == pytest.approx(uniform["loss"], rel=1e-3)
     assert planned["accuracy"] == pytest.approx(uniform["accuracy"], abs=0.02)
     assert summary["largest_loss_difference"] < 1e-2
@@ -53,7 +53,7 @@ def test_both_ways_train_alike_and_the_slow_rank_gets_fewer_blocks(tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
-def test_a_profile_is_used_again_and_three_ranks_work(tmp_path):
+def test_a_profile_is_used_again_on_three_ranks(tmp_path):
     path = tmp_path / "profile.json"
     flags = f"{SMALL} --way planned --straggler 0:8 --straggler-means repeat --profile {path}"
     (first, second), _ = compared("pipeline", 3, flags, flags)
@@ -85,7 +85,7 @@ def test_a_profile_is_used_again_and_three_ranks_work(tmp_path):
         ("--profile README.md", ["--profile README.md", "JSON"]),
     ],
 )
-def test_what_cannot_be_done_is_said_before_training(line, says, monkeypatch):
+def test_invalid_flags_are_refused_in_one_line(line, says, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     with pytest.raises(UsageError) as error:
         check_options(parse_options(line.split()), 2)

@@ -28,7 +28,7 @@ TRACE_RANK_KEYS = RANK_KEYS | {
 TRACE_KEYS = {"iteration", "epoch", "seconds", "loss", "exchanged", "plan_changed", "note", "what_if", "ranks"}
 
 
-# In processes that the test starts --------------------------------------------------------------------------
+# With ranks that the test starts ----------------------------------------------------------------------------
 
 
 def _train(lines: list[str]) -> list[dict[str, Any] | None]:
@@ -39,7 +39,7 @@ def _train(lines: list[str]) -> list[dict[str, Any] | None]:
 
 
 def trained(ranks: int, *lines: str) -> list[dict[str, Any]]:
-    """Train once per line on ``ranks`` ranks; the summaries, which rank 0 has."""
+    """Train once per line on ``ranks`` ranks. Returns the summaries, which only rank 0 has."""
     results = run_ranks(ranks, _train, list(lines))
     assert all(summary is None for summaries in results[1:] for summary in summaries)
     return results[0]
@@ -59,14 +59,14 @@ def two_ranks(tmp_path_factory) -> tuple[dict[str, dict[str, Any]], Path]:
     return dict(zip(lines, trained(2, *lines.values()), strict=True)), folder
 
 
-def test_losses_with_balancing_off_are_those_of_colossal_ai(two_ranks):
+def test_without_balancing_losses_equal_those_of_colossal_ai(two_ranks):
     summaries, _ = two_ranks
     assert len(summaries["off"]["loss"]) == 6
     assert summaries["off"]["loss"] == summaries["colossalai"]["loss"]
     assert summaries["off"]["accuracy"] == summaries["colossalai"]["accuracy"]
 
 
-def test_the_summary_file_holds_what_is_promised(two_ranks):
+def test_contents_of_the_summary_file(two_ranks):
     summaries, folder = two_ranks
     summary = json.loads((folder / "off.json").read_text())
     assert summary == summaries["off"]
@@ -131,7 +131,7 @@ def test_the_checkpoint_is_the_whole_model(two_ranks):
     build_chosen_vit(parse_options(SMALL.split()), classes=10).load_state_dict(weights)
 
 
-def test_every_division_of_the_ranks_computes_the_same(two_ranks):
+def test_losses_do_not_depend_on_the_division_of_the_ranks(two_ranks):
     reference = two_ranks[0]["off"]
     lines = ("--pp 2 --tp 2 --steps 6", "--tp 2 --steps 6")
     for summary in (two_ranks[0]["pipeline"], *trained(4, *lines)):
@@ -140,11 +140,11 @@ def test_every_division_of_the_ranks_computes_the_same(two_ranks):
         assert len(summary["ranks"]) == summary["world_size"]
 
 
-# As a user starts it ----------------------------------------------------------------------------------------
+# With the command that a user runs --------------------------------------------------------------------------
 
 
-def test_it_starts_its_ranks_and_says_what_came_of_it(tmp_path):
-    """The one example that is run as a command here: ``test_launch`` tests the rest of the way to ``train``."""
+def test_the_command_starts_ranks_and_prints_the_results(tmp_path):
+    """Only this example trains as a command. ``test_launch`` tests how the commands of all examples start."""
     path = tmp_path / "summary.json"
     arguments = [*SMALL.split(), *f"--steps 3 --balance resize --straggler 1:2 --summary {path}".split()]
     run = subprocess.run(

@@ -14,8 +14,8 @@ from tests.support.comparison_examples import compared
 SMALL = "--hidden 16 --depth 1 --heads 2 --patch 16 --global-batch 128 --epochs 1"
 
 
-def test_both_ways_train_alike_at_every_stage(tmp_path):
-    """A measurement finds the slow rank, which then gets fewer images."""
+def test_both_ways_have_the_same_losses_at_every_stage(tmp_path):
+    """The slow rank is measured and then gets fewer images."""
     file = tmp_path / "summary.json"
     flags = f"{SMALL} --straggler 1:5 --straggler-means repeat --summary {file}"
     lines = [f"{flags} --stage {stage}" for stage in (0, 1, 2, 3)]
@@ -76,14 +76,14 @@ def test_a_profile_is_written_and_used_again(tmp_path):
         (f"--profile {__file__}", ["--profile", "JSON"]),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line(line, says):
+def test_invalid_flags_are_refused_in_one_line(line, says):
     with pytest.raises(UsageError) as error:
         check_options(parse_options(line.split()), 2)
     assert all(text in str(error.value) for text in says), str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_one_rank_is_not_slowed_unless_that_is_asked_for():
+def test_by_default_rank_1_is_slow_if_there_is_more_than_one_rank():
     assert slowdowns(parse_options([]).straggler, 1) == {}
     assert slowdowns(parse_options([]).straggler, 2) == {1: 4}
     assert slowdowns(parse_options(["--straggler", "0:2,1:1"]).straggler, 2) == {0: 2}

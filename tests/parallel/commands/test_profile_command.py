@@ -1,4 +1,4 @@
-"""``colossal-hetero profile`` measures a model by its name, on several ranks."""
+"""``colossal-hetero profile`` measures a model, given by its name, on several ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_ranks_measure_a_named_model(tmp_path: Path, model: list[str], name: str
 
 
 def test_a_rank_can_be_started_as_a_module() -> None:
-    """As the command starts its ranks; how ranks are started is tested with ``colossal-hetero probe``."""
+    """The command starts its ranks this way. A real start of ranks is tested with ``colossal-hetero probe``."""
     command = [sys.executable, "-m", profile.callback.__module__, "--help"]  # type: ignore[union-attr]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "--model" in shown

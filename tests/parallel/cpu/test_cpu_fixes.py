@@ -1,4 +1,4 @@
-"""The patches of Colossal-AI for a CPU, each against what it should do."""
+"""The patches that let Colossal-AI run on a CPU: what each of them computes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def send_without_a_receiver(messages: int) -> list[list[float]]:
     return received
 
 
-def test_messages_wait_as_nccls_do() -> None:
+def test_a_send_does_not_wait_for_its_receiver() -> None:
     from_1, from_0 = run_ranks(2, send_without_a_receiver, 3, timeout_seconds=30)
     assert from_0 == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
     assert from_1 == [[10.0] * 3, [11.0] * 3, [12.0] * 3]
@@ -77,7 +77,7 @@ ROW_LAYERS = {
 
 
 def build_row_layer(kind: str) -> tuple[list[float], float]:
-    """A row-parallel layer built without weights: its bias, and a number drawn from the global state afterwards."""
+    """Build a row-parallel layer from its sizes. Returns its bias, and a random number that is drawn afterwards."""
     layer, arguments = ROW_LAYERS[kind]
     torch.manual_seed(5)
     bias = layer(8, 6, process_group=dist.group.WORLD, **arguments).bias
@@ -85,7 +85,7 @@ def build_row_layer(kind: str) -> tuple[list[float], float]:
 
 
 @pytest.mark.parametrize("kind", ROW_LAYERS)
-def test_row_layers_agree_on_a_bias_of_their_own(kind: str) -> None:
+def test_row_layers_have_the_same_random_bias_on_all_ranks(kind: str) -> None:
     (bias_0, next_0), (bias_1, next_1) = run_ranks(2, build_row_layer, kind)
     assert any(bias_0)
     assert bias_0 == bias_1
@@ -94,7 +94,7 @@ def test_row_layers_agree_on_a_bias_of_their_own(kind: str) -> None:
 
 
 def gather_output(kind: str) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Output and input gradient of a fused layer that gathers its output, and those of the layer that it shards."""
+    """Output and input gradient of a layer, then those of the fused parallel layer, which gathers its output."""
     torch.manual_seed(6)
     native, layer = FUSED_LAYERS[kind]
     plain = native()
@@ -127,7 +127,7 @@ def test_fused_layers_gather_their_output(kind: str) -> None:
 
 
 @pytest.mark.parametrize("enable_cpu", [False, True])
-def test_randomizer_leaves_the_global_state_and_keeps_its_own(enable_cpu: bool) -> None:
+def test_randomizer_and_global_random_state_are_separate(enable_cpu: bool) -> None:
     torch.manual_seed(1)
     randomizer = Randomizer(seed=2)
     with randomizer.fork_rng(enable_cpu=enable_cpu):

@@ -1,4 +1,7 @@
-"""Groups use their networks: with Gloo, whose sockets show where it connects; and the options that NCCL would get."""
+"""Process groups communicate over their networks.
+
+With Gloo, the addresses of its sockets show which network is used. For NCCL, the options of the group are checked.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tests.support.machines import Nodes, machines
 
 
 def addresses() -> dict[str, str]:
-    """IPv4 address by interface, of those that are up."""
+    """The IPv4 address of each interface that is up."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found = {}
     for name, given in psutil.net_if_addrs().items():
@@ -36,13 +39,13 @@ OTHERS = [name for name in addresses() if name != "lo"]
 
 
 def own_connections() -> set[tuple[str, int, str, int]]:
-    """Connections of this process, as (own address, port, peer's address, port)."""
+    """Connections of this process, as (local address, local port, remote address, remote port)."""
     found = psutil.Process().net_connections("tcp")
     return {(*one.laddr, *one.raddr) for one in found if one.status == psutil.CONN_ESTABLISHED}
 
 
 def sum_over(groups: tuple[tuple[int, ...], ...], topology: Topology, adapters: dict[str, Adapter]) -> list[Any]:
-    """By group of this rank: its ranks, their sum, and the addresses at both ends of its new connections."""
+    """For each group of this rank: its ranks, the sum of their numbers, and both addresses of its new connections."""
     before_all = dict(os.environ)
     found = []
     for ranks in groups:
@@ -59,14 +62,14 @@ def sum_over(groups: tuple[tuple[int, ...], ...], topology: Topology, adapters: 
     return found
 
 
-@pytest.mark.skipif(not OTHERS, reason="needs an interface beside the loopback")
+@pytest.mark.skipif(not OTHERS, reason="needs an interface besides the loopback")
 def test_each_group_connects_over_its_own_interface() -> None:
-    """Two clusters of two CPU nodes: the data-parallel groups of the layout by NIC connect over "RDMA", its pipelines
-    over "Ethernet", which here are the loopback and another interface."""
+    """The layout by NIC on two clusters of two CPU nodes: data-parallel groups connect over "RDMA", which is the
+    loopback here, and pipelines over "Ethernet", which is another interface."""
     topology = machines(Nodes("RoCE", [1, 1]), Nodes("InfiniBand", [1, 1]), device="cpu")
     ours, naive = nic_layout(topology, 1, 2, 2), naive_layout(topology, 1, 2, 2)
     groups = (*ours.data_groups, *ours.pipeline_groups, *naive.data_groups)
-    assert len(set(groups)) == 4  # the naive order's data-parallel groups are the pipelines of the other
+    assert len(set(groups)) == 4  # the naive layout's data-parallel groups are the pipelines of the layout by NIC
     groups = groups[:4]
     assert {group_network(topology, group).backend for group in groups} == {"gloo"}
     adapters = {
@@ -90,7 +93,7 @@ def fail_to_connect() -> tuple[str, bool]:
     return str(raised.value), "GLOO_SOCKET_IFNAME" in os.environ
 
 
-def test_an_interface_that_does_not_exist() -> None:
+def test_if_an_interface_does_not_exist_the_error_names_it() -> None:
     ((words, left),) = run_ranks(1, fail_to_connect)
     assert "nowhere9" in words
     assert not left
@@ -98,7 +101,7 @@ def test_an_interface_that_does_not_exist() -> None:
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs torch with NCCL")
 def test_options_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's variable has the network while the group is made; the options keep it for later communicators."""
+    """While a group is made, ``NCCL_NET`` names its network. Its options keep the name for later communicators."""
     monkeypatch.setenv("NCCL_NET", "other")
     seen = []
 

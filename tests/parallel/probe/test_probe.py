@@ -1,4 +1,4 @@
-"""Probing on real ranks: the file that comes of it, links between ranks, and lost ranks."""
+"""Probing on real ranks: the cluster file, the links between ranks, and ranks that are killed or never start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMAND = [sys.executable, "-m", "colossal_hetero.commands.probe"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_writes_the_file_of_this_machine(tmp_path: Path) -> None:
+def test_the_cluster_file_describes_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     shown = run_with_forked_ranks(probe, ["--nproc", "2", "--out", str(path), "--cluster-of", "*=here"])
     topology = load_cluster(path)
@@ -42,7 +42,7 @@ def measure_as_rank(rounds: list[list[tuple[int, int]]]) -> list[MeasuredLink]:
     return measure_links(rounds, "gloo", torch.device("cpu"))
 
 
-def test_every_rank_knows_all_links() -> None:
+def test_every_rank_returns_all_links() -> None:
     rounds = [[(0, 1), (3, 2)], [(1, 3)]]
     results = run_ranks(4, measure_as_rank, rounds)
     assert all(result == results[0] for result in results)
@@ -51,7 +51,7 @@ def test_every_rank_knows_all_links() -> None:
 
 
 def rank_process(command: psutil.Process, rank: int) -> psutil.Process:
-    """The process of that rank, as soon as it exists."""
+    """Wait until the process of this rank exists, and return it."""
     for _ in range(300):
         for process in command.children():
             try:
@@ -84,7 +84,7 @@ def test_a_killed_rank_ends_the_command_with_a_message(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_rank_gives_up_if_another_rank_never_starts(tmp_path: Path) -> None:
+def test_a_rank_fails_if_another_rank_never_starts(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "RANK": "0", "WORLD_SIZE": "2"}
     environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     answer = subprocess.run(

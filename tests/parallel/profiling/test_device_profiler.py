@@ -1,4 +1,4 @@
-"""Profiling on several ranks: each rank has its own pace and limit and waits for none, and training is unchanged."""
+"""Profiling on several ranks: no rank waits for another, each finds its limit, and training is unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 class RunsOut(torch.autograd.Function):
-    """The identity, but for lacking memory when it is told to."""
+    """The identity function. At ``place`` it raises an out-of-memory error instead."""
 
     place: str | None = None
 
@@ -105,7 +105,7 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> list[str]:
 
 
 def timed(model: nn.Module, optimizer: Any, batch: int) -> tuple[float, float]:
-    """Run a batch for real, and return times so long that the profiler does not repeat it for precision."""
+    """Run a batch and return simulated times, which are so long that the profiler does not measure again."""
     forward_backward(model, optimizer, batch)
     seconds = 1 + 0.1 * batch
     return seconds, seconds / 2
@@ -119,7 +119,7 @@ def outcome(model: nn.Module, losses: list[str]) -> tuple[list[str], str]:
 
 
 def trained(kind: str, before: int, interlude: Callable[[nn.Module, Any], Any]) -> tuple[Any, Any]:
-    """What training comes to, with ``interlude`` after ``before`` steps; and what that returns."""
+    """Train, with a call of ``interlude`` after ``before`` steps. Returns the outcome and the result of the call."""
     model, optimizer = build(kind)
     losses = train(model, optimizer, before)
     result = interlude(model, optimizer)
@@ -127,11 +127,11 @@ def trained(kind: str, before: int, interlude: Callable[[nn.Module, Any], Any]) 
 
 
 def nothing(model: nn.Module, optimizer: Any) -> None:
-    """Train on."""
+    """Do nothing between the steps."""
 
 
 def profile_under_limits(model: nn.Module, optimizer: Any) -> tuple[int, bool, float]:
-    """The last rank runs out of memory for real, the others do not."""
+    """Profile while the last rank has a real limit of its address space. It runs out of memory, the others do not."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     try:
         with preserved_state(model, optimizer), local_collectives(model):
@@ -189,7 +189,7 @@ def test_one_rank_runs_out_of_memory(kind: str) -> None:
     run_ranks(2, scenario, kind)
 
 
-def collectives_alone() -> None:
+def collectives_on_one_rank() -> None:
     """Rank 1 calls every collective; rank 0 calls none, and neither waits."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 1:
@@ -226,12 +226,12 @@ def collectives_alone() -> None:
     assert total.item() == size
 
 
-def test_collectives_need_no_peer_and_are_back_afterwards() -> None:
-    run_ranks(2, collectives_alone)
+def test_local_collectives_do_not_wait_and_are_undone_afterwards() -> None:
+    run_ranks(2, collectives_on_one_rank)
 
 
-def ranks_that_differ() -> None:
-    """Three ranks, as many limits; what each finds does not depend on the others."""
+def find_different_limits() -> None:
+    """Each rank has a different limit. The limit that it finds does not depend on the other ranks."""
     model, optimizer = build("zero2")
     limit = 3 + 5 * dist.get_rank()
 
@@ -249,4 +249,4 @@ def ranks_that_differ() -> None:
 
 
 def test_every_rank_finds_its_own_limit() -> None:
-    run_ranks(3, ranks_that_differ)
+    run_ranks(3, find_different_limits)

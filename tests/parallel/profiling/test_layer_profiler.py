@@ -1,4 +1,4 @@
-"""Profiling layers on several ranks: each its own device, who is of a kind, and layers that communicate."""
+"""Profiling layers on several ranks: ranks with similar times become one kind, and layers may communicate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.simulated_layers import Model, SimulatedClock, SlowSGD, batch
 
 
 def measure(model: nn.Module, clock: SimulatedClock, **options: Any) -> Any:
-    """Every rank another number of rounds, so that a collective among them would not end."""
+    """Profile with a simulated clock. Without ``group``, ranks must not communicate: their rounds differ."""
     with pytest.MonkeyPatch.context() as patch:
         use_clock(clock, patch)
         options = {"micro_batches": [1, 2], "min_seconds": 1.0, **options}
@@ -35,7 +35,7 @@ def at_quotas(quotas: list[float]) -> Any:
     return measure(Model(clock), clock)
 
 
-def test_ranks_that_agree_are_one_kind() -> None:
+def test_ranks_with_similar_times_are_one_kind() -> None:
     quotas = [1.0, 0.25, 0.96, 0.25]
     results = run_ranks(4, at_quotas, quotas)
     for measured in results:
@@ -50,7 +50,7 @@ def test_ranks_that_agree_are_one_kind() -> None:
 
 
 class Summed(nn.Module):
-    """A block whose ranks add up what each has computed."""
+    """A block that sums its output over all ranks."""
 
     def __init__(self, clock: SimulatedClock, *seconds: float) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_layers_that_communicate_are_measured_together() -> None:
     assert results[1].profile == profile
     assert profile.rank_devices == ("cpu", "cpu")
     assert profile.tensor_parallel_degrees("cpu") == (2,) and profile.sizes[0].tensor_parallel == 2
-    # The group is as slow as its slowest rank; one that waited would see it in the time of the collectives.
+    # The profile has the times of the slowest rank. The simulated clock does not count waiting in collectives.
     assert profile.times_of("cpu", 2, 2).forward_seconds[1] == pytest.approx(2 * 0.006, rel=0.2)
 
 
@@ -127,7 +127,8 @@ def test_a_sharded_model_is_measured_as_shards() -> None:
     whole = profile_layers(vision_transformer(), images, F.cross_entropy, micro_batches=[1], min_seconds=0.0).profile
     own, all_of = one.sizes[0], whole.sizes[0]
     assert one.blocks == whole.blocks == 3 and own.tensor_parallel == 2
-    # qkv and the MLP's first layer are halved with their biases, proj and the second layer without; norms are whole.
+    # qkv and the MLP's first layer are halved with their biases. proj and the MLP's second layer are halved without
+    # their biases. Norms are not divided.
     h, four = 16, 4
     halves = four * (3 * h * (h + 1) + h * h + 4 * h * (h + 1) + 4 * h * h) // 2
     assert own.parameter_bytes[1] == halves + four * (2 * h + 4 * h)

@@ -1,4 +1,4 @@
-"""A group inside one process computes what the same group of processes does."""
+"""A tensor-parallel group inside one process computes the same as a group of processes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run_rank(kind: str, slow: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_resized_equals_processes(kind: str, world: int) -> None:
+def test_a_pruned_layer_equals_that_of_separate_processes(kind: str, world: int) -> None:
     slow = world - 1
     processes = run_ranks(world, run_rank, kind, slow)
     torch.manual_seed(1)
