@@ -9,8 +9,8 @@ help:
 	@echo "make zero      train with ZeRO on two ranks, one of them slowed, with equal and with fitted batches"
 	@echo "make pipeline  train in a pipeline on two ranks, one of them slowed, with equal and with fitted stages"
 	@echo "make language  train a GPT-2 on two ranks, one of them slowed, balancing on"
-	@echo "make test      run all tests (7 to 8 minutes on 2 cores)"
-	@echo "make check     lint and run the unit tests, before a commit (a minute and a half)"
+	@echo "make test      run all tests (5 to 8 minutes on 2 cores)"
+	@echo "make check     lint and run the unit tests, before a commit (1 to 2 minutes)"
 	@echo "make lint      ruff and mypy"
 	@echo "make test-thorough  run all tests, with many more random examples and all combinations of cases"
 
