@@ -14,7 +14,7 @@ from ..layers.column_migration import COLUMN_EXCHANGES, ColumnExchange, ColumnMi
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport
 from ..layers.unit_exchange import UnitExchange, bucket_numbers
-from ..layers.workload import Workload, kept_count
+from ..layers.workload import Clock, Workload, kept_count
 from .column_selection import ColumnSelector, make_selector
 from .config import BalanceConfig
 from .decide.costs import Traffic
@@ -142,7 +142,9 @@ class Applier:
         config: how to balance.
         iterations_per_interval: the length of an interval of the priorities.
         transport: the tensor-parallel group's transport; without it (for a single rank without blocks) nothing
-        migrates. is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.UnitExchange`.
+        migrates.
+        is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.UnitExchange`.
+        clock: the clock that the layers mark.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class Applier:
         iterations_per_interval: int,
         transport: Transport | None = None,
         is_last_pass: Callable[[int], bool] = lambda passes: True,
+        clock: Clock | None = None,
     ) -> None:
         inside = {id(layer) for block in blocks for layer in block.layers}
         self._blocks = list(blocks)
@@ -169,7 +172,7 @@ class Applier:
         self._unit_exchange: UnitExchange | None = None
         if transport is not None:
             self._column_exchange = COLUMN_EXCHANGES[self._column_method](transport)
-            self._unit_exchange = UnitExchange(transport, is_last_pass)
+            self._unit_exchange = UnitExchange(transport, is_last_pass, clock)
         self._plan: BalancePlan | None = None
         self._shares = Shares()
 

@@ -72,7 +72,7 @@ class Balancer:
         self._transport = Transport(groups.migration)
         self._plan = BalancePlan.idle(self._exchange.size)
         self._costs = Costs()
-        self._applier = Applier(layers, blocks, config, iterations_per_interval, self._transport, is_last_pass)
+        self._applier = Applier(layers, blocks, config, iterations_per_interval, self._transport, is_last_pass, clock)
         self._equal_work = EqualWork(config.patience)
         self._watch = SpeedWatch(config)
         self._records: deque[LocalRecord] = deque(maxlen=MAX_RECORDS)
@@ -125,7 +125,6 @@ class Balancer:
             self._clock.keep_segments = self._timelines.wants(self._iteration)
             self._clock.start()
             self._applier.begin_iteration()
-            self._clock.mark("communication")
 
     def drop_gradients(self) -> None:
         """Discard this iteration's gradients. Call it on all ranks of the group."""

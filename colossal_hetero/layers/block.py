@@ -70,10 +70,11 @@ class Block:
         self.layers = (*inputs, output)
         self.places = tuple(tuple(of_layer) for of_layer in places)
         self.units = places[-1][0].units
+        self.kind: int | None = None
         self.workload: BlockWorkload | None = None
         self._heads = heads
         self._widths = {width: getattr(heads, width) for width in widths if hasattr(heads, width)}
-        self._prepare: Callable[[], Sequence[Sequence[Tensor]]] = tuple
+        self._fetch: Callable[[], Sequence[Sequence[Tensor]]] = tuple
         self._shares: tuple[UnitShare, ...] = ()
         self._prepared = False
         for layer in self.layers:
@@ -111,14 +112,14 @@ class Block:
     def assign(
         self,
         workload: BlockWorkload | None,
-        prepare: Callable[[], Sequence[Sequence[Tensor]]] = tuple,
+        fetch: Callable[[], Sequence[Sequence[Tensor]]] = tuple,
         return_gradients: Callable[[int, list[Tensor]], list[Tensor] | None] = lambda layer, gradients: None,
     ) -> None:
         """Compute ``workload`` from the next iteration on; None means the full share of the work.
 
         Args:
             workload: the block's part of the plan on this rank.
-            prepare: called once per iteration, before the first product; returns the taken units of every layer.
+            fetch: called once per iteration, before the first product; returns the taken units of every layer.
             return_gradients: called in the backward pass with a layer's index and the gradients of its taken units;
                 returns the gradients of the given units, or None while they are still being accumulated.
 
@@ -126,7 +127,7 @@ class Block:
             RuntimeError: there is not enough memory for the taken units.
         """
         self.workload = workload
-        self._prepare = prepare
+        self._fetch = fetch
         self._shares = ()
         self._prepared = False
         if workload is None:
@@ -148,10 +149,12 @@ class Block:
             return None
         if not self._prepared:
             self._prepared = True
-            taken = self._prepare() or [()] * len(self.layers)
+            taken = self._fetch() or [()] * len(self.layers)
             kept = self._choose()
             for share, tensors, of_layer in zip(self._shares, self.parameters, taken, strict=True):
                 share.begin(tensors, kept, of_layer)
+            if layer.clock is not None:
+                layer.clock.mark("block", self.kind)
         return self._shares[self.layers.index(layer)]
 
     def _is_active(self, layer: Any) -> bool:

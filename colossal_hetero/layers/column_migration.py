@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .product import WeightLayout, run
-from .transport import Pending, Transport
-from .workload import Clock, Lineage, Slowdown, matrix_view
+from .transport import Pending, Started, Transport
+from .workload import Clock, Lineage, Part, Slowdown, matrix_view
 
 __all__ = [
     "COLUMN_EXCHANGES",
@@ -105,18 +105,18 @@ class ColumnExchange(ABC):
             if move.receiver == rank and result is not None
         ]
         parts = [(move, like.new_empty(rows, move.stop - move.start)) for move in moves if move.sender == rank]
-        pending = self.transport.exchange(sends, [(move.receiver, part) for move, part in parts])
-        return _GatheredColumns(pending, parts, into)
+        started = self.transport.exchange(sends, [(move.receiver, part) for move, part in parts])
+        return _GatheredColumns(started, parts, into)
 
 
 class _GatheredColumns(Pending):
     """Columns of a matrix that are being returned to the rank that gave them away."""
 
-    def __init__(self, pending: Pending, parts: Sequence[tuple[MovedRange, Tensor]], into: Tensor | None) -> None:
-        self._pending, self._parts, self._into = pending, parts, into
+    def __init__(self, started: Started, parts: Sequence[tuple[MovedRange, Tensor]], into: Tensor | None) -> None:
+        self._started, self._parts, self._into = started, parts, into
 
     def wait(self) -> None:
-        self._pending.wait()
+        self._started.wait()
         for move, part in self._parts:
             assert self._into is not None
             self._into[:, move.start : move.stop] = part
@@ -235,11 +235,13 @@ class MigratedProductContext:
     lineage: Lineage | None = None
     """Which of the columns that are not given away are kept, or None if all are."""
     clock: Clock | None = None
+    kind: int | None = None
+    """The layer's kind, for the clock."""
     slow_down: Slowdown | None = None
 
-    def mark(self, part: Any) -> None:
+    def mark(self, part: Part) -> None:
         if self.clock is not None:
-            self.clock.mark(part)
+            self.clock.mark(part, self.kind)
 
     def kept_part(self, matrix: Tensor, columns: int) -> Tensor:
         """The part of ``matrix […, columns]`` that this rank multiplies itself."""
@@ -281,7 +283,7 @@ class _MigratedProduct(torch.autograd.Function):
                 inputs = exchange.distribute(
                     moves, rows[:, first:last] if rank == sender else None, rows, rows.shape[0]
                 )
-            how.mark("communication")
+            how.mark("migration")
             result = y if rank == sender else None
             for move, part, part_x in zip(moves, weights, inputs, strict=True):
                 if part is None or part_x is None or move.receiver != rank:
@@ -294,7 +296,7 @@ class _MigratedProduct(torch.autograd.Function):
             how.mark("matmul")
             if how.column_parallel or not exchange.merges:
                 exchange.reduce(moves, torch.zeros_like(y) if result is None else result)
-                how.mark("communication")
+                how.mark("migration")
         # In a column-parallel layer the received columns of X are part of this rank's X, which is saved in any case.
         ctx.moves = [move for move, _, _ in received]
         parts = [part for _, part, _ in received]
@@ -329,7 +331,7 @@ class _MigratedProduct(torch.autograd.Function):
             if how.column_parallel:
                 shape = (dy.shape[0], outputs)
                 their_dy = exchange.broadcast(moves, dy if rank == sender else None, shape, dy)
-                how.mark("communication")
+                how.mark("migration")
             results: list[Tensor | None] = []
             for move in moves:
                 place = taken.get((move.sender, move.start))
@@ -349,7 +351,7 @@ class _MigratedProduct(torch.autograd.Function):
             how.mark("matmul")
             if not (how.column_parallel and exchange.merges):
                 exchange.gather(moves, results, dx if rank == sender else None, dy, dy.shape[0]).wait()
-                how.mark("communication")
+                how.mark("migration")
         handle = None
         if how.group is not None:
             handle = dist.all_reduce(dx, group=how.group, async_op=True)
@@ -362,7 +364,7 @@ class _MigratedProduct(torch.autograd.Function):
             for moves in how.migration.by_sender:
                 results = [dw_results.get((move.sender, move.start)) for move in moves]
                 exchange.gather(moves, results, dw if rank == moves[0].sender else None, dw, outputs).wait()
-            how.mark("communication")
+            how.mark("migration")
             dw = how.layout.from_matrix(dw)
         db = dy.sum(dim=0) if ctx.use_bias else None
         how.mark("other")

@@ -70,6 +70,8 @@ class HeteroLinear:
     """Rows of X multiplied in training forward passes so far."""
     passes = 0
     """Training forward passes so far."""
+    kind: int | None = None
+    """Layers of one kind are balanced in the same way; None: this layer is not balanced."""
     block: LayerBlock | None = None
     """The block that contains the layer, or None. A block's workload takes precedence over the layer's."""
 
@@ -172,7 +174,7 @@ class HeteroLinear:
                 layer.weight,
                 bias,
                 MigratedProductContext(
-                    self._layout, migration, column_parallel, group, lineage, self.clock, self.slow_down
+                    self._layout, migration, column_parallel, group, lineage, self.clock, self.kind, self.slow_down
                 ),
             )
         between: Part = "other" if self.block is None else "block"
@@ -182,6 +184,7 @@ class HeteroLinear:
             lineage,
             None if self.block is None else self.block.share_of(self),
             self.clock,
+            self.kind,
             self.slow_down,
             before_forward="other" if self._column_parallel else between,
             before_backward=between if self._column_parallel else "other",
@@ -208,7 +211,7 @@ class HeteroLinear:
 
     def _mark(self, part: Any) -> None:
         if self.clock is not None:
-            self.clock.mark(part)
+            self.clock.mark(part, self.kind)
 
 
 class _HeteroColumnParallel(HeteroLinear):

@@ -91,18 +91,23 @@ class ProductContext(NamedTuple):
     share: UnitShare | None = None
     """The units of a block to compute, or None for exactly this rank's own."""
     clock: Clock | None = None
+    kind: int | None = None
+    """The layer's kind, for the clock."""
     slow_down: Slowdown | None = None
     before_forward: Part = "other"
     """What the time since the last mark was spent on when the forward product begins."""
     before_backward: Part = "other"
     """The same when the backward products begin."""
 
+    def mark(self, part: Part) -> None:
+        if self.clock is not None:
+            self.clock.mark(part, self.kind)
+
 
 class _ParallelProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: ProductContext) -> Tensor:
-        if how.clock is not None:
-            how.clock.mark(how.before_forward)
+        how.mark(how.before_forward)
         ctx.how = how
         ctx.columns = x.shape[-1]
         ctx.use_bias = bias is not None
@@ -116,16 +121,14 @@ class _ParallelProduct(torch.autograd.Function):
         # select again.
         ctx.save_for_backward(x, weight)
         y = run(lambda: how.layout.output(x, used_weight, bias), how.slow_down)
-        if how.clock is not None:
-            how.clock.mark("matmul")
+        how.mark("matmul")
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
         how: ProductContext = ctx.how
         layout, lineage = how.layout, how.lineage
-        if how.clock is not None:
-            how.clock.mark(how.before_backward)
+        how.mark(how.before_backward)
         x, weight = ctx.saved_tensors
         if lineage is not None:
             weight = weight.index_select(layout.columns, lineage.kept)
@@ -149,21 +152,17 @@ class _ParallelProduct(torch.autograd.Function):
             dw = run(lambda: layout.weight_gradient(dy_matrix, x_matrix), how.slow_down)
             if lineage is not None:
                 dw = lineage.restore("weight", backward_pass, dw, layout.columns, ctx.columns)
-        if how.clock is not None:
-            how.clock.mark("matmul")
+        how.mark("matmul")
         db = None
         if ctx.use_bias:
             db = dy_matrix.sum(dim=0)
-            if how.clock is not None:
-                how.clock.mark("other")
+            how.mark("other")
         if how.share is not None and dw is not None:
             dw, db = how.share.gradients(dw, db)
-            if how.clock is not None:
-                how.clock.mark("communication")
+            how.mark("block")
         if handle is not None:
             handle.wait()
-            if how.clock is not None:
-                how.clock.mark("communication")
+            how.mark("communication")
         return dx, dw, db, None
 
 

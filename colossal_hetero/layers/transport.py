@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Pending", "SentMessages", "Transport"]
+__all__ = ["Pending", "SentMessages", "Started", "Transport"]
 
 Primitive = Literal["point_to_point", "broadcast", "reduce"]
 
@@ -40,6 +40,19 @@ class Pending:
         """
         works, self._works = self._works, []
         _explaining_failure(lambda: [work.wait() for work in works])
+
+
+class Started(NamedTuple):
+    """Messages in both directions that have been started."""
+
+    received: Pending
+    sent: Pending
+    """Needed only before the tensors that are sent change: it waits for the ranks that receive them."""
+
+    def wait(self) -> None:
+        """Return when all messages in both directions have arrived."""
+        self.received.wait()
+        self.sent.wait()
 
 
 class Transport:
@@ -72,7 +85,7 @@ class Transport:
             self._connected = True
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Pending:
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Started:
         """Start sending and receiving contiguous tensors, given as pairs of the other rank and the tensor.
 
         Two ranks must list the messages between them in the same order.
@@ -84,8 +97,12 @@ class Transport:
         for _, tensor in sends:
             self._count("point_to_point", tensor, 1)
         if not operations:
-            return Pending(())
-        return Pending(_explaining_failure(lambda: dist.batch_isend_irecv(operations)))
+            return Started(Pending(()), Pending(()))
+        works = _explaining_failure(lambda: dist.batch_isend_irecv(operations))
+        if len(works) != len(operations):
+            # NCCL has one handle for all operations of a batch.
+            return Started(Pending(works), Pending(()))
+        return Started(Pending(works[: len(receives)]), Pending(works[len(receives) :]))
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
         """Start sending the contiguous ``tensor`` of rank ``source`` to all ranks, which receive into ``tensor``."""

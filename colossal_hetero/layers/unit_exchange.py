@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .block import Block, BlockWorkload
 from .column_migration import MovedRange
-from .transport import Pending, Transport
-from .workload import Selector
+from .transport import Pending, Started, Transport
+from .workload import Clock, Part, Selector
 
 __all__ = ["MESSAGE_BYTES", "UnitExchange", "bucket_numbers"]
 
@@ -66,7 +66,7 @@ class _Bucket:
     transfers: list[_BlockTransfer] = field(default_factory=list)
     send_buffers: dict[int, Tensor] = field(default_factory=dict)
     receive_buffers: dict[int, Tensor] = field(default_factory=dict)
-    pending: Pending = field(default_factory=lambda: Pending(()))
+    started: Started = field(default_factory=lambda: Started(Pending(()), Pending(())))
 
     def reserve(self) -> None:
         """Allocate the buffers."""
@@ -101,18 +101,28 @@ def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]
 class UnitExchange:
     """Exchanges units of blocks between one rank and the others of its group.
 
+    It waits only for what this rank receives. It waits for the ranks that receive from this one only before it uses the
+    same memory again, in the next iteration.
+
     Args:
         transport: the group's transport.
         is_last_pass: whether a layer's n-th backward pass since its gradients last returned is the last one before the
             optimizer step; the same function on all ranks.
+        clock: the clock that the layers mark, so that waiting does not count as work.
     """
 
-    def __init__(self, transport: Transport, is_last_pass: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        is_last_pass: Callable[[int], bool],
+        clock: Clock | None = None,
+    ) -> None:
         self._transport = transport
         self._is_last_pass = is_last_pass
+        self._clock = clock
         self._transfers: list[_BlockTransfer] = []
         self._buckets: list[_Bucket] = []
-        self._returning: list[tuple[Pending, list[tuple[int, Tensor]]]] = []
+        self._returning: list[tuple[Started, list[tuple[int, Tensor]]]] = []
         """Gradients that are being sent to their owners, with the tensors that they are sent from."""
         self._is_sent = False
 
@@ -161,6 +171,7 @@ class UnitExchange:
     def release(self, blocks: Sequence[Block]) -> None:
         """Stop migrating: every rank computes exactly its own units."""
         self.finish()
+        self._wait_for_receivers()
         self._transfers, self._buckets = [], []
         for block in blocks:
             block.assign(None)
@@ -173,17 +184,20 @@ class UnitExchange:
         if self._is_sent:
             return
         self._is_sent = True
+        self._mark("other", None)
+        self._wait_for_receivers()
+        self._mark("migration", None)
         for bucket in self._buckets:
             for other, message in bucket.send_buffers.items():
                 torch.cat([part.reshape(-1) for part in _weights(bucket, other)], out=message)
-            bucket.pending = self._transport.exchange(
+            bucket.started = self._transport.exchange(
                 list(bucket.send_buffers.items()), list(bucket.receive_buffers.items())
             )
 
     def weights_changed(self) -> None:
         """The weights have changed: those sent before are not used any more."""
         for bucket in self._buckets:
-            bucket.pending.wait()
+            bucket.started.received.wait()
         for transfer in self._transfers:
             transfer.block.begin_iteration()
         self._is_sent = False
@@ -199,9 +213,6 @@ class UnitExchange:
         Raises:
             RuntimeError: gradients of units that this rank computes for others have not returned.
         """
-        for pending, _ in self._returning:
-            pending.wait()
-        self._returning = []
         self.weights_changed()
         late = next((transfer.block.name for transfer in self._transfers if any(transfer.passes)), None)
         if late is not None:
@@ -211,12 +222,26 @@ class UnitExchange:
                 "backward pass before optimizer.step() must run outside no_sync()"
             )
 
+    def _mark(self, part: Part, kind: int | None) -> None:
+        if self._clock is not None:
+            self._clock.mark(part, kind)
+
+    def _wait_for_receivers(self) -> None:
+        """Return when all that this rank has sent has arrived, so that its memory can be used again."""
+        for bucket in self._buckets:
+            bucket.started.sent.wait()
+        for started, _ in self._returning:
+            started.sent.wait()
+        self._returning = []
+
     def _receiver(self, transfer: _BlockTransfer) -> Callable[[], list[list[Tensor]]]:
         def receive() -> list[list[Tensor]]:
             if transfer.bucket is None:
                 return []
+            self._mark("other", transfer.block.kind)
             self.begin_iteration()
-            transfer.bucket.pending.wait()
+            transfer.bucket.started.received.wait()
+            self._mark("migration", transfer.block.kind)
             ranges = [_unpack(transfer, units) for units in transfer.taken]
             return [] if not ranges else _joined(transfer.block, ranges)
 
@@ -253,7 +278,9 @@ class UnitExchange:
         receives = [(units.other, total[0].new_empty(units.count * elements)) for units in transfer.given]
         if not receives:
             return None
-        self._transport.exchange([], receives).wait()
+        self._mark("block", transfer.block.kind)
+        self._transport.exchange([], receives).received.wait()
+        self._mark("migration", transfer.block.kind)
         ranges = [
             _split(message, places, parameters, units.count)[0]
             for units, (_, message) in zip(transfer.given, receives, strict=True)

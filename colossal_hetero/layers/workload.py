@@ -30,10 +30,11 @@ __all__ = [
 Imputation = Literal["zero", "average", "same"]
 IMPUTATIONS: tuple[str, ...] = get_args(Imputation)
 
-Part = Literal["matmul", "block", "communication", "other"]
+Part = Literal["matmul", "block", "communication", "migration", "other"]
 """What a part of an iteration was spent on. ``matmul``: products of the parallel linear layers, with what resizing
-adds; ``block``: operations between the products of a block (activation functions, attention); ``communication``: inside
-a collective; ``other``: any other work of the rank."""
+adds; ``block``: operations between the products of a block (activation functions, attention), and copying units that
+migrate; ``communication``: inside a collective; ``migration``: waiting for migrated work; ``other``: any other work of
+the rank."""
 
 Selector = Callable[[Tensor, Tensor, int], Tensor]
 """``select(x, weight, count) -> kept``: which ``count`` contraction columns to keep.
@@ -52,8 +53,11 @@ Slowdown = Callable[[Callable[[], Tensor]], Tensor]
 class Clock(Protocol):
     """Receives a mark at the end of each part of an iteration."""
 
-    def mark(self, part: Part) -> None:
-        """The time since the previous mark was spent on ``part``."""
+    def mark(self, part: Part, kind: int | None = None) -> None:
+        """The time since the previous mark was spent on ``part``, by a layer of this ``kind`` if one is given.
+
+        Layers of one kind have equally much work and are balanced in the same way.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

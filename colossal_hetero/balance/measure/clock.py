@@ -4,6 +4,10 @@ A mark ends a part of the iteration, which began at the mark before. A CPU clock
 events on the current stream and reads them when the device has passed them, usually one iteration late, so that the
 host never waits for the device. For selected iterations a clock keeps the parts as segments, for all others only their
 sums.
+
+Layers that are balanced give their kind with each mark. The time of a kind is its own work between two collectives of
+such layers, because ranks wait for each other there. What lies between other marks (loading data, the embedding, the
+loss, the optimizer step) is no time of a kind: balancing cannot change it, and in other collectives a rank may wait.
 """
 
 from __future__ import annotations
@@ -11,18 +15,28 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args
 
 import torch
 
 from ...layers.workload import Part
+from .timeline_sampler import Kind as SegmentKind
 from .timeline_sampler import Segment
 
-__all__ = ["CpuClock", "CudaClock", "IterationClock", "IterationTimes", "make_clock"]
+__all__ = ["CpuClock", "CudaClock", "IterationClock", "IterationTimes", "KindTimes", "make_clock"]
+
+
+class KindTimes(NamedTuple):
+    """Seconds that a rank worked in one iteration for the layers of one kind."""
+
+    movable: float = 0.0
+    """Products, and operations between the products of a block: they are in proportion to the columns or units."""
+    fixed: float = 0.0
+    """Other work since the collective before: it does not depend on the columns or units."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +54,10 @@ class IterationTimes:
     """The iteration's parts in order, with adjacent parts of one kind merged; empty unless they were requested."""
     time_base: str = ""
     """If it is equal on two ranks and not empty, their segments count from the same moment."""
+    migration_seconds: float = 0.0
+    """The part of ``communication_seconds`` in which this rank waited for migrated work."""
+    kinds: Mapping[int, KindTimes] = field(default_factory=dict)
+    """The work for layers that are balanced, by their kind."""
 
     @property
     def work_seconds(self) -> float:
@@ -53,7 +71,7 @@ class IterationClock(Protocol):
     keep_segments: bool
     """Whether iterations that start from now on keep their segments."""
 
-    def mark(self, part: Part) -> None: ...
+    def mark(self, part: Part, kind: int | None = None) -> None: ...
 
     def start(self) -> None:
         """Begin an iteration; marks before it are ignored."""
@@ -74,13 +92,13 @@ class CpuClock:
         self.start()
 
     def start(self) -> None:
-        self._seconds = _no_seconds()
+        self._sums = _Sums()
         self._marks: list[tuple[Part, float]] | None = [] if self.keep_segments else None
         self._start = self._last = time.perf_counter()
 
-    def mark(self, part: Part) -> None:
+    def mark(self, part: Part, kind: int | None = None) -> None:
         now = time.perf_counter()
-        self._seconds[part] += now - self._last
+        self._sums.add(now - self._last, part, kind)
         self._last = now
         if self._marks is not None:
             self._marks.append((part, now))
@@ -89,17 +107,25 @@ class CpuClock:
         self.mark("other")
         segments = () if self._marks is None else _segments(self._start, self._marks)
         self._marks = None
-        self._finished.append(_times(self._seconds, tag, segments, _machine()))
+        self._finished.append(self._sums.times(tag, segments, _machine()))
 
     def read(self) -> list[IterationTimes]:
         finished, self._finished = self._finished, []
         return finished
 
 
+class _Event(NamedTuple):
+    """A mark on the device; the first one of an iteration has no part."""
+
+    part: Part | None
+    kind: int | None
+    event: torch.cuda.Event
+
+
 class _Stopped(NamedTuple):
     """A stopped iteration whose events the device may not have passed yet."""
 
-    marks: list[tuple[Part | None, torch.cuda.Event]]
+    marks: list[_Event]
     tag: Any
     detailed: bool
 
@@ -113,18 +139,18 @@ class CudaClock:
     def __init__(self) -> None:
         self.keep_segments = False
         self._pool: list[torch.cuda.Event] = []
-        self._marks: list[tuple[Part | None, torch.cuda.Event]] = []
+        self._marks: list[_Event] = []
         self._detailed = False
         self._stopped: deque[_Stopped] = deque()
 
     def start(self) -> None:
-        self._pool.extend(event for _, event in self._marks)
-        self._marks = [(None, self._record())]
+        self._pool.extend(mark.event for mark in self._marks)
+        self._marks = [_Event(None, None, self._record())]
         self._detailed = self.keep_segments
 
-    def mark(self, part: Part) -> None:
+    def mark(self, part: Part, kind: int | None = None) -> None:
         if self._marks:
-            self._marks.append((part, self._record()))
+            self._marks.append(_Event(part, kind, self._record()))
 
     def stop(self, tag: Any = None) -> None:
         self.mark("other")
@@ -134,19 +160,19 @@ class CudaClock:
 
     def read(self) -> list[IterationTimes]:
         finished = []
-        while self._stopped and self._stopped[0].marks[-1][1].query():
+        while self._stopped and self._stopped[0].marks[-1].event.query():
             marks, tag, detailed = self._stopped.popleft()
-            seconds = _no_seconds()
+            sums = _Sums()
             ends: list[tuple[Part, float]] = []
             elapsed = 0.0
-            for (_, before), (part, after) in pairwise(marks):
-                assert part is not None
-                stretch = before.elapsed_time(after) * 1e-3
-                seconds[part] += stretch
+            for before, mark in pairwise(marks):
+                assert mark.part is not None
+                stretch = before.event.elapsed_time(mark.event) * 1e-3
+                sums.add(stretch, mark.part, mark.kind)
                 elapsed += stretch
-                ends.append((part, elapsed))
-            self._pool.extend(event for _, event in marks)
-            finished.append(_times(seconds, tag, _segments(0.0, ends) if detailed else (), ""))
+                ends.append((mark.part, elapsed))
+            self._pool.extend(mark.event for mark in marks)
+            finished.append(sums.times(tag, _segments(0.0, ends) if detailed else (), ""))
         return finished
 
     def _record(self) -> torch.cuda.Event:
@@ -160,20 +186,37 @@ def make_clock(device: torch.device) -> IterationClock:
     return CudaClock() if device.type == "cuda" else CpuClock()
 
 
-def _no_seconds() -> dict[Part, float]:
-    return {"matmul": 0.0, "block": 0.0, "communication": 0.0, "other": 0.0}
+class _Sums:
+    """The seconds of an iteration by part and by kind."""
 
+    def __init__(self) -> None:
+        self._parts: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
+        self._movable: dict[int, float] = {}
+        self._fixed: dict[int, float] = {}
+        self._kind_before: int | None = None
 
-def _times(seconds: dict[Part, float], tag: Any, segments: tuple[Segment, ...], time_base: str) -> IterationTimes:
-    return IterationTimes(
-        matmul_seconds=seconds["matmul"],
-        communication_seconds=seconds["communication"],
-        other_seconds=seconds["other"],
-        tag=tag,
-        block_seconds=seconds["block"],
-        segments=segments,
-        time_base=time_base,
-    )
+    def add(self, seconds: float, part: Part, kind: int | None) -> None:
+        """Add the time between two marks, the second of which is that of ``part`` and ``kind``."""
+        self._parts[part] += seconds
+        if kind is not None:
+            if part in ("matmul", "block"):
+                self._movable[kind] = self._movable.get(kind, 0.0) + seconds
+            elif part == "other" and self._kind_before is not None:
+                self._fixed[kind] = self._fixed.get(kind, 0.0) + seconds
+        self._kind_before = kind
+
+    def times(self, tag: Any, segments: tuple[Segment, ...], time_base: str) -> IterationTimes:
+        return IterationTimes(
+            matmul_seconds=self._parts["matmul"],
+            communication_seconds=self._parts["communication"] + self._parts["migration"],
+            other_seconds=self._parts["other"],
+            tag=tag,
+            block_seconds=self._parts["block"],
+            segments=segments,
+            time_base=time_base,
+            migration_seconds=self._parts["migration"],
+            kinds={kind: KindTimes(self._movable[kind], self._fixed.get(kind, 0.0)) for kind in sorted(self._movable)},
+        )
 
 
 def _segments(start_seconds: float, marks: Sequence[tuple[Part, float]]) -> tuple[Segment, ...]:
@@ -181,10 +224,11 @@ def _segments(start_seconds: float, marks: Sequence[tuple[Part, float]]) -> tupl
     segments: list[Segment] = []
     last = start_seconds
     for part, end in marks:
-        if segments and segments[-1].kind == part:
-            segments[-1] = Segment(part, segments[-1].start_seconds, end)
+        kind: SegmentKind = "communication" if part == "migration" else part
+        if segments and segments[-1].kind == kind:
+            segments[-1] = Segment(kind, segments[-1].start_seconds, end)
         else:
-            segments.append(Segment(part, last, end))
+            segments.append(Segment(kind, last, end))
         last = end
     return tuple(segments)
 

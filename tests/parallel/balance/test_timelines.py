@@ -51,10 +51,10 @@ def virtual_time() -> Iterator[None]:
     pair = pairs[dist.get_rank() // 2]
     mark, stop = clocks.CpuClock.mark, clocks.CpuClock.stop
 
-    def synchronized_mark(clock: clocks.CpuClock, part: Any) -> None:
+    def synchronized_mark(clock: clocks.CpuClock, part: Any, kind: int | None = None) -> None:
         if part == "communication":
             time.synchronize(pair)
-        mark(clock, part)
+        mark(clock, part, kind)
 
     def synchronized_stop(clock: clocks.CpuClock, tag: Any = None) -> None:
         time.synchronize(None)

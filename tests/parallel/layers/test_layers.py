@@ -31,7 +31,7 @@ class CountingClock:
     def __init__(self) -> None:
         self.marks: list[str] = []
 
-    def mark(self, part: str) -> None:
+    def mark(self, part: str, kind: int | None = None) -> None:
         self.marks.append(part)
 
 

@@ -1,0 +1,87 @@
+"""Waiting for other ranks does not count as a rank's own work, also while work migrates."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from colossal_hetero import BalanceConfig
+from colossal_hetero.balance import BalancePlan
+from colossal_hetero.layers import hetero_layers
+from tests.support.harness import run_ranks
+from tests.support.training import boost, ours, train
+
+LATE = 0.4
+"""Seconds by which one rank starts each iteration late. An iteration takes a twentieth of that."""
+
+NEVER = BalanceConfig(mode="migrate", warmup_iterations=10**6, measure_costs=False)
+
+
+def half_from(giver: int, ranks: int) -> BalancePlan:
+    others = 0.5 / (ranks - 1)
+    return BalancePlan(
+        (0.0,) * ranks,
+        tuple(0.5 if rank == giver else 0.0 for rank in range(ranks)),
+        tuple(0.0 if rank == giver else others for rank in range(ranks)),
+    )
+
+
+def check_work(migration: str, giver: int, late: int) -> None:
+    """The late rank sleeps before its forward pass; the others wait for what it sends, or for its collectives."""
+    run = boost(ours(BalanceConfig(**{**vars(NEVER), "migration": migration}), tp_size=dist.get_world_size()))
+    train(run, 2)
+    run.plugin.balancer.follow(half_from(giver, dist.get_world_size()))
+    if dist.get_rank() == late:
+        run.model.unwrap().register_forward_pre_hook(lambda *_: time.sleep(LATE), prepend=True)
+    train(run, 3)
+    records = run.plugin.balancer.collect()
+    if records is not None:
+        for record in records[-3:]:
+            for rank, seconds in enumerate(record.ranks):
+                assert seconds.work_seconds < LATE / 2, f"rank {rank} worked {seconds.work_seconds} s: {record}"
+            waited = max(seconds.communication_seconds for seconds in record.ranks)
+            assert waited > LATE / 2, f"nobody waited: {record}"
+
+
+def check_all() -> None:
+    for giver in (0, 1):
+        for late in (0, 1):
+            check_work("block", giver, late)
+    check_work("broadcast-reduce", 0, 1)
+    check_work("scatter-gather", 1, 0)
+
+
+def test_waiting_for_migrated_work_is_no_work() -> None:
+    run_ranks(2, check_all)
+
+
+def check_sends() -> None:
+    """A rank that only gives away units does not wait for the rank that takes them before its own products."""
+    late, giver = 0, 1
+    run = boost(ours(NEVER, tp_size=2))
+    train(run, 2)
+    run.plugin.balancer.follow(half_from(giver, 2))
+    train(run, 2)
+    seconds: list[float] = []
+    model = run.model.unwrap()
+    first = next(iter(hetero_layers(model).values()))
+
+    def begin(*_: Any) -> None:
+        seconds.append(-time.perf_counter())
+        if dist.get_rank() == late:
+            time.sleep(LATE)
+
+    model.register_forward_pre_hook(begin, prepend=True)
+    first.register_forward_hook(lambda *_: seconds.append(time.perf_counter()))
+    for _ in range(2):
+        dist.barrier()
+        train(run, 1)
+    if dist.get_rank() == giver:
+        elapsed = [start + end for start, end in zip(seconds[::2], seconds[1::2], strict=True)]
+        assert max(elapsed) < LATE / 2, f"the first product ended after {elapsed} s"
+
+
+def test_a_giver_does_not_wait_for_a_late_receiver_before_its_own_products() -> None:
+    run_ranks(2, check_sends)
