@@ -41,7 +41,7 @@ def test_one_device_in_program_order(accelerator: HeteroCpuAccelerator) -> None:
         assert stream.query() and accelerator.default_stream().query()
 
 
-def test_random_state_is_torchs(accelerator: HeteroCpuAccelerator) -> None:
+def test_the_random_state_is_that_of_torch(accelerator: HeteroCpuAccelerator) -> None:
     accelerator.manual_seed(3)
     state = accelerator.get_rng_state("cuda")  # Colossal-AI names a device that a CPU does not have
     expected = torch.rand(5)
@@ -57,7 +57,7 @@ def test_random_state_is_torchs(accelerator: HeteroCpuAccelerator) -> None:
     accelerator.manual_seed(1024)
 
 
-def test_memory_in_bytes_of_the_resident_set(accelerator: HeteroCpuAccelerator) -> None:
+def test_memory_is_the_resident_set_in_bytes(accelerator: HeteroCpuAccelerator) -> None:
     accelerator.reset_peak_memory_stats()
     before = accelerator.memory_allocated()
     block = torch.ones(MEGABYTES_64, dtype=torch.uint8)
@@ -116,7 +116,7 @@ def test_a_users_warning_passes_through_a_quiet_import() -> None:
         warnings.warn("a warning of my own", stacklevel=1)
 
 
-def test_leaves_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_accelerator_of_a_gpu_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     def must_not_be_called(*_: object) -> None:
         raise AssertionError("nothing must be replaced if there is a GPU")
 

@@ -83,7 +83,7 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_the_targets_of_links_exist(page: str) -> None:
     for target in LINK.findall(prose(page)):
         if "://" in target:
             continue
@@ -169,14 +169,14 @@ def test_benchmarks_and_their_flags_exist() -> None:
 
 def test_every_flag_that_is_shown_exists() -> None:
     known = OTHER_FLAGS | {"--help", "--check"} | flags_in("examples", "benchmarks", "colossal_hetero/commands")
-    known |= flags_of_example("language") | flags_of_example("zero")  # some of theirs are written in a loop
+    known |= flags_of_example("language") | flags_of_example("zero")  # some of their flags are made in a loop
     for page in PAGES:
         shown = {flag for line in code(page) for flag in FLAG.findall(line)}
         assert shown <= known, f"{page}: {', '.join(sorted(shown - known))}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
-def test_python_files_that_are_named_exist(page: str) -> None:
+def test_named_python_files_exist(page: str) -> None:
     here = (REPOSITORY / page).parent
     for name in re.findall(r"(?<![\w./])[a-z_][a-z0-9_/]*\.py\b", "\n".join(INLINE.findall(prose(page)))):
         places = (here, REPOSITORY, REPOSITORY / "colossal_hetero")
@@ -251,7 +251,7 @@ def test_the_picture_of_the_rooms_is_up_to_date() -> None:
     assert draw_rooms.updated(page) == page, "run: python -m docs.draw_rooms"
 
 
-def test_the_picture_leaves_out_what_follows() -> None:
+def test_the_picture_leaves_out_implied_edges() -> None:
     edges = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
     assert draw_rooms.reduced(edges) == {"a": {"b"}, "b": {"c"}, "c": set()}
 
@@ -259,7 +259,7 @@ def test_the_picture_leaves_out_what_follows() -> None:
 def test_every_room_is_described() -> None:
     rows = "\n".join(re.findall(r"^\| (`.+?) \|", PAGES["docs/architecture.md"], re.MULTILINE))
     named = {name.removesuffix(".py").removesuffix("/") for name in INLINE.findall(rows)}
-    assert named == set(RULES) - {"planner"}  # planner/ itself only offers names
+    assert named == set(RULES) - {"planner"}  # planner/ itself only re-exports names
 
 
 def test_moved_modules_are_where_the_changelog_says() -> None:

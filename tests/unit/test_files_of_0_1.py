@@ -27,7 +27,7 @@ def test_plan() -> None:
 
 
 def test_cost_cache(tmp_path: Path) -> None:
-    """The same context finds the same file: what the costs depend on is named and written as it was."""
+    """The same context gives the same file name as in 0.1, because its fields have the same names and formats."""
     context = json.loads((FILES / "cost_cache.json").read_text())["circumstances"]
     assert context["traffic"] == [asdict(Traffic(Volume(1, 2), Volume(3, 4), Volume(5, 6)))]
     cache = CostCache(str(tmp_path))

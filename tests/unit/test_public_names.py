@@ -1,4 +1,4 @@
-"""The public names of version 0.1 can still be imported from where they were."""
+"""The public names of version 0.1 can still be imported from the same modules."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ NAMES_OF_0_1 = {
 @pytest.mark.parametrize(
     ("module", "name"), [(module, name) for module, names in NAMES_OF_0_1.items() for name in names]
 )
-def test_a_public_name_of_0_1_is_where_it_was(module: str, name: str) -> None:
+def test_a_public_name_of_0_1_can_be_imported(module: str, name: str) -> None:
     assert callable(getattr(import_module(module), name))

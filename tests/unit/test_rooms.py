@@ -81,7 +81,7 @@ MODULES = {module_name(path): path for path in (REPOSITORY / PACKAGE).rglob("*.p
 
 
 def room_of(module: str) -> str:
-    """The folder of a module; a module in the package itself is a room of its own, and so is ``balance/config``."""
+    """The folder of a module. A module directly in the package is a separate room, and so is ``balance/config``."""
     path = MODULES[module].relative_to(REPOSITORY / PACKAGE)
     if path.parts[:-1] == () or path.with_suffix("").as_posix() in RULES:
         return path.with_suffix("").as_posix()
@@ -128,13 +128,13 @@ def test_a_room_imports_only_rooms_below_it(room: str) -> None:
             assert not wrong, f"{module} imports {', '.join(sorted(wrong))}"
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    # A package's __init__ only offers names; modules import each other directly.
+def test_there_are_no_import_cycles() -> None:
+    # A package's __init__ only re-exports names; modules import each other directly.
     graph = {module: set(imported(module)) for module, path in MODULES.items() if path.name != "__init__.py"}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
-def test_no_two_classes_have_one_name() -> None:
+def test_no_two_classes_have_the_same_name() -> None:
     modules: dict[str, list[str]] = {}
     for module, path in MODULES.items():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -1,4 +1,4 @@
-"""The command `colossal-hetero batches`: what it prints and writes, and what it says when something is wrong."""
+"""The command `colossal-hetero batches`: what it prints, which files it writes, and its error messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def failure(*arguments: object) -> str:
-    """What is said about a mistake, on one line and without a traceback."""
+    """Return the error message of a call that must fail: one line, without a traceback."""
     result = run(*arguments)
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit) and "Traceback" not in result.output
@@ -46,7 +46,7 @@ def failure(*arguments: object) -> str:
     return line
 
 
-def test_the_table_says_what_each_device_gets_beside_other_methods() -> None:
+def test_the_table_shows_the_share_of_each_device_and_the_other_methods() -> None:
     result = run(EXAMPLE, "--global-batch", 1024)
     assert result.exit_code == 0, result.output
     for words in ("0-3", "A100-SXM4-80GB", "busy [s]", "idle [s]", "memory [GiB]", "of 80.0", "of 40.0", "vs uniform"):
@@ -95,7 +95,7 @@ def test_pictures_are_drawn(path: Path, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_flops_the_line_says_so(tmp_path: Path) -> None:
+def test_without_flops_the_flops_method_is_not_available(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     save_profile(profile(kinds=[device(), device("slow", flops=None)], links=[]), path)
     result = run(path, "--global-batch", 8)
@@ -104,7 +104,7 @@ def test_without_flops_the_line_says_so(tmp_path: Path) -> None:
     assert "none for slow" in failure(path, "--global-batch", 8, "--method", "flops")
 
 
-def test_who_is_left_out_is_said_with_the_reason(tmp_path: Path) -> None:
+def test_dropped_ranks_are_listed_with_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     snail = device("snail", points=[{"batch": 1, "seconds": 50.0}, {"batch": 2, "seconds": 100.0}])
     ranks = [0, 0, 0, 1]
@@ -116,10 +116,10 @@ def test_who_is_left_out_is_said_with_the_reason(tmp_path: Path) -> None:
         assert words in result.output, result.output
     content = json.loads(out.read_text())
     assert content["adapt"]["dropped"] == [3] and content["ranks"][3]["runs"] == []
-    assert "without rank 3" in run(path, "--global-batch", 8).output  # for comparison
+    assert "without rank 3" in run(path, "--global-batch", 8).output  # among the compared methods
 
 
-def test_a_device_without_room_is_left_out_by_adapt_alone(tmp_path: Path) -> None:
+def test_only_adapt_drops_a_device_without_enough_memory(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     tiny = device("tiny", memory_bytes=2**30, max_batch=0, points=[])
     save_profile(profile(kinds=[device(), tiny], ranks=[0, 0, 0, 1], links=FULL_LINKS), path)
@@ -154,7 +154,7 @@ def test_missing_links_are_named(tmp_path: Path) -> None:
         (["--global-batch", 8, "--color"], "No such option"),
     ],
 )
-def test_mistakes_are_told_in_a_line(path: Path, arguments: list[object], words: str) -> None:
+def test_wrong_options_are_reported_in_one_line(path: Path, arguments: list[object], words: str) -> None:
     assert words in failure(path, *arguments)
 
 
@@ -166,7 +166,7 @@ def test_mistakes_are_told_in_a_line(path: Path, arguments: list[object], words:
         ({"kinds": []}, "kinds is []: must not be empty"),
     ],
 )
-def test_broken_profiles_are_told_in_a_line(path: Path, change: dict[str, Any], words: str) -> None:
+def test_broken_profiles_are_reported_in_one_line(path: Path, change: dict[str, Any], words: str) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     assert words in failure(path, "--global-batch", 8)
 
@@ -178,23 +178,23 @@ def test_broken_profiles_are_told_in_a_line(path: Path, change: dict[str, Any], 
         ([{"batch": 1, "seconds": 0.5}, {"batch": 2, "seconds": 0.2}], "device bad: batch 2 takes 0.2 s"),
     ],
 )
-def test_points_that_make_no_curve(tmp_path: Path, points: list[Any], words: str) -> None:
+def test_points_that_do_not_define_a_curve(tmp_path: Path, points: list[Any], words: str) -> None:
     path = tmp_path / "profile.json"
     save_profile(profile(kinds=[device(), device("bad", points=points)]), path)
     assert words in failure(path, "--global-batch", 8)
 
 
-def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_profile(tmp_path: Path) -> None:
     assert "nothing.json: no such file" in failure(tmp_path / "nothing.json", "--global-batch", 8)
 
 
-def test_pictures_without_matplotlib_name_the_remedy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_message_says_how_to_install_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "pip install 'colossal-hetero[plot]'" in failure(path, "--global-batch", 8, "--plot", "batches.png")
 
 
 def test_the_choices_are_those_of_the_planner() -> None:
-    """They are written out in the command, which is to start without the planner."""
+    """The command lists them itself, so that it starts without importing the planner."""
     choices = {option.name: option.type.choices for option in batches.params if hasattr(option.type, "choices")}
     assert {name: tuple(valid) for name, valid in choices.items()} == {
         "accumulation": ACCUMULATIONS,
@@ -202,11 +202,11 @@ def test_the_choices_are_those_of_the_planner() -> None:
     }
 
 
-def test_neither_torch_nor_what_is_not_drawn_is_loaded() -> None:
+def test_unneeded_packages_are_not_imported() -> None:
     code = (
         "import sys\n"
         "from colossal_hetero.cli import main\n"
-        "assert not {'numpy', 'scipy', 'pydantic', 'rich'} & set(sys.modules), 'help waits for the planner'\n"
+        "assert not {'numpy', 'scipy', 'pydantic', 'rich'} & set(sys.modules), 'the planner is imported too early'\n"
         f"main(['batches', {str(EXAMPLE)!r}, '--global-batch', '64'], standalone_mode=False)\n"
         "print([name for name in ('torch', 'colossalai', 'timm', 'matplotlib') if name in sys.modules])\n"
     )

@@ -1,5 +1,5 @@
-"""The commands ``colossal-hetero plan`` and ``colossal-hetero simulate``: what they print and write, and what they say
-when something is wrong."""
+"""The commands ``colossal-hetero plan`` and ``colossal-hetero simulate``: what they print, which files they write, and
+their error messages."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def profile(**changes: Any) -> ModelProfile:
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    """A cluster and a profile."""
+    """A cluster file and a profile file."""
     cluster, layers = tmp_path / "cluster.toml", tmp_path / "profile.json"
     cluster.write_text(CLUSTER)
     save_model_profile(profile(), layers)
@@ -97,7 +97,7 @@ def output(*arguments: object) -> str:
 
 
 def failure(*arguments: object) -> str:
-    """What is said about a mistake, on one line and without a traceback."""
+    """Return the error message of a call that must fail: one line, without a traceback."""
     result = run(*arguments)
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit) and "Traceback" not in result.output
@@ -124,7 +124,7 @@ def test_a_plan_is_printed_and_written(files: tuple[Path, Path], tmp_path: Path)
     assert max(map(len, table.splitlines())) <= 140
 
 
-def test_fast_devices_get_more_layers_and_the_call_is_python(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_fast_devices_get_more_layers_and_the_printed_call_is_python(files: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     text = output("plan", *files, "--global-batch", 16, "--micro-batch", "1", "--runnable", "--out", out)
     made = load_plan(out)
@@ -136,7 +136,9 @@ def test_fast_devices_get_more_layers_and_the_call_is_python(files: tuple[Path, 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_plans_and_none_beats_exact(files: tuple[Path, Path], tmp_path: Path, method: str) -> None:
+def test_every_method_makes_a_plan_none_faster_than_exact(
+    files: tuple[Path, Path], tmp_path: Path, method: str
+) -> None:
     out = tmp_path / "plan.json"
     seconds = {}
     for each in ("exact", method):
@@ -148,7 +150,8 @@ def test_every_method_plans_and_none_beats_exact(files: tuple[Path, Path], tmp_p
 
 
 def test_uniform_stages_in_the_best_order(tmp_path: Path) -> None:
-    # The first half is longer, so the faster device runs it; by itself "uniform" begins with the slower one.
+    # The first half of the layers takes longer, so the faster device must run it. The method "uniform" tries only the
+    # order that begins with the slower device.
     cluster, profile = tmp_path / "cluster.toml", tmp_path / "profile.json"
     both = CLUSTER[: CLUSTER.index("[[clusters.nodes]]")]
     both += '[[clusters.nodes]]\ndevices = [{ kind = "A100-40" }, { kind = "V100-16" }]\n'
@@ -180,7 +183,7 @@ def test_uniform_stages_in_the_best_order(tmp_path: Path) -> None:
     assert best.uniform_seconds == best.iteration_seconds
 
 
-def test_the_old_spelling_of_runnable(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_old_spelling_of_runnable_is_accepted_with_a_warning(files: tuple[Path, Path], tmp_path: Path) -> None:
     made = []
     for option in ("--runnable", "--symmetric"):
         arguments = ["plan", *files, "--global-batch", 16, option, "--out", tmp_path / "plan.json"]
@@ -191,7 +194,7 @@ def test_the_old_spelling_of_runnable(files: tuple[Path, Path], tmp_path: Path) 
     assert "--symmetric" not in output("plan", "--help")
 
 
-def test_plans_that_come_next_are_listed(files: tuple[Path, Path]) -> None:
+def test_the_next_best_plans_are_listed(files: tuple[Path, Path]) -> None:
     candidates = make_plans(load_cluster(files[0]), load_model_profile(files[1]), global_batch=16, keep=3)
     text = output("plan", *files, "--global-batch", 16, "--top", 3)
     assert ("× best" in text) == (len(candidates) > 1)
@@ -225,11 +228,11 @@ def test_pictures_are_drawn(files: tuple[Path, Path], tmp_path: Path) -> None:
         (["--global-batch", 16, "--out", "/nowhere/at/all.json"], "all.json: there is no folder /nowhere/at"),
     ],
 )
-def test_mistakes_are_told_in_a_line(files: tuple[Path, Path], arguments: list[object], words: str) -> None:
+def test_wrong_options_are_reported_in_one_line(files: tuple[Path, Path], arguments: list[object], words: str) -> None:
     assert words in failure("plan", *files, *arguments)
 
 
-def test_files_that_are_wrong_or_not_there(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_wrong_or_missing_files(files: tuple[Path, Path], tmp_path: Path) -> None:
     cluster, layers = files
     assert "no such file" in failure("plan", tmp_path / "x.toml", layers, "--global-batch", 8)
     assert "no such file" in failure("plan", cluster, tmp_path / "x.json", "--global-batch", 8)
@@ -240,7 +243,7 @@ def test_files_that_are_wrong_or_not_there(files: tuple[Path, Path], tmp_path: P
     assert "T4" in failure("plan", cluster, layers, "--global-batch", 8)
 
 
-def test_a_model_that_fits_nowhere(files: tuple[Path, Path]) -> None:
+def test_a_model_that_does_not_fit_in_memory(files: tuple[Path, Path]) -> None:
     cluster, layers = files
     huge = LayerSizes(
         parameter_bytes=(10**12,) * LAYERS, activation_bytes=(10**6,) * LAYERS, output_bytes=(10**4,) * LAYERS
@@ -249,18 +252,18 @@ def test_a_model_that_fits_nowhere(files: tuple[Path, Path]) -> None:
     assert "memory" in failure("plan", cluster, layers, "--global-batch", 8)
 
 
-def test_a_simulation_stands_beside_the_closed_form(tmp_path: Path) -> None:
+def test_the_simulated_time_is_printed_with_the_closed_form(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     save_plan(unequal(), path)
     text = output("simulate", path)
     assert "iteration time by event simulation:" in text and "by the closed form:" in text
     assert "without slow ranks" not in text
     busy = [float(line.split()[-5]) for line in text.splitlines() if "[" in line and "T4" in line and "×" not in line]
-    # Four micro-batches of two layers each, 10 ms forward and 20 ms backward per layer, and the update.
+    # Four micro-batches, two layers per stage, 10 ms forward and 20 ms backward per layer, and the update.
     assert busy == [pytest.approx(4 * 2 * 0.03 + 0.001, abs=1e-3)] * 3
 
 
-def test_what_if_a_rank_slows_down(tmp_path: Path) -> None:
+def test_simulation_with_a_slow_rank(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     alone = replica(stage(0, 6, (0,), transfer_seconds=0.0, update_seconds=0.0))
     save_plan(plan(alone), path)
@@ -276,7 +279,7 @@ def test_what_if_a_rank_slows_down(tmp_path: Path) -> None:
         assert words in failure("simulate", path, "--slow", wrong)
 
 
-def test_stages_that_go_on_while_they_send_are_no_slower(tmp_path: Path) -> None:
+def test_overlapped_transfers_are_faster_than_blocking_ones(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     save_plan(plan(), path)
     seconds = [
@@ -287,18 +290,18 @@ def test_stages_that_go_on_while_they_send_are_no_slower(tmp_path: Path) -> None
 
 
 def test_the_methods_are_those_of_the_planner() -> None:
-    """They are written out in the command, which is to start without the planner."""
+    """The command lists them itself, so that it starts without importing the planner."""
     (choices,) = (option.type.choices for option in plan_command.params if hasattr(option.type, "choices"))
     assert tuple(choices) == METHODS
 
 
-def test_neither_torch_nor_what_is_not_drawn_is_loaded(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_unneeded_packages_are_not_imported(files: tuple[Path, Path], tmp_path: Path) -> None:
     cluster, layers = map(str, files)
     out = str(tmp_path / "plan.json")
     code = (
         "import sys\n"
         "from colossal_hetero.cli import main\n"
-        "assert not {'numpy', 'scipy', 'pydantic', 'rich'} & set(sys.modules), 'help waits for the planner'\n"
+        "assert not {'numpy', 'scipy', 'pydantic', 'rich'} & set(sys.modules), 'the planner is imported too early'\n"
         f"main(['plan', {cluster!r}, {layers!r}, '--global-batch', '8', '--out', {out!r}], standalone_mode=False)\n"
         f"main(['simulate', {out!r}], standalone_mode=False)\n"
         "print([name for name in ('torch', 'colossalai', 'timm', 'matplotlib') if name in sys.modules])\n"

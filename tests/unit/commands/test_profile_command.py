@@ -1,4 +1,4 @@
-"""``colossal-hetero profile`` and ``colossal-hetero estimate``: what they write, and what they say about mistakes."""
+"""``colossal-hetero profile`` and ``colossal-hetero estimate``: the files that they write, and their error messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_estimate_is_written_and_shown(tmp_path: Path) -> None:
     table = result.output
     assert table.count("│ A100-40 │") == 4 and table.count("│ T4 ") == 4
     assert f"{out}: layers of gpt-4x64, estimated from FLOP at 0.4" in table.replace("\n", "")
-    # As it was called in 0.1.
+    # The command of version 0.1.
     old = tmp_path / "old.json"
     with pytest.warns(FutureWarning, match="use colossal-hetero estimate"):
         assert run(*arguments, "--out", str(old)).exit_code == 0
@@ -61,7 +61,7 @@ def test_an_estimate_is_written_and_shown(tmp_path: Path) -> None:
         (["--model", "hf:gpt2", "--out", "/no/such/folder/p.json"], "there is no folder /no/such/folder"),
     ],
 )
-def test_mistakes_are_said_in_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+def test_wrong_options_are_reported_in_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
     result = run("--out", str(tmp_path / "p.json"), *arguments)
     assert result.exit_code == 2
     assert re.search(words, " ".join(result.output.split())), result.output
@@ -79,7 +79,7 @@ def test_mistakes_are_said_in_one_line(arguments: list[str], words: str, tmp_pat
         ([*GPT, "--device", "T4", "--micro-batch", "0"], "'0': 0 is below 1"),
     ],
 )
-def test_mistakes_in_an_estimate_are_said_in_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+def test_wrong_options_of_estimate_are_reported_in_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
     out = tmp_path / "p.json"
     result = CliRunner().invoke(estimate, ["--out", str(out), *arguments])
     assert result.exit_code == 2

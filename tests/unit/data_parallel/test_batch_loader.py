@@ -1,4 +1,4 @@
-"""The batches that a training loop gets, with and without workers that load ahead. Each rank is one loader."""
+"""The batches that a training loop receives, with and without worker processes. One loader stands for each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from colossal_hetero.data_parallel.loader import HeteroDataLoader, make_loader
 from colossal_hetero.data_parallel.sampler import GlobalBatchSampler
 from tests.support.random_examples import IS_THOROUGH
 
-# make test gives each process of pytest a share of the cores, which may be a single one.
+# `make test` gives each pytest process a share of the cores. If this is one core, torch warns about two workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 WORKERS = [
@@ -28,7 +28,7 @@ workers = pytest.mark.parametrize("workers", WORKERS, ids=["none", "two", "persi
 
 
 class Numbers(Dataset[int]):
-    """Every sample is its index; some fail."""
+    """Every sample is its index; reading a sample in ``broken`` fails."""
 
     def __init__(self, size: int, broken: tuple[int, ...] = ()) -> None:
         self.size = size
@@ -44,14 +44,14 @@ class Numbers(Dataset[int]):
 
 
 class Draws(Numbers):
-    """Every sample is random: one of Python's, numpy's and torch's numbers each."""
+    """Every sample is three random numbers: one from Python, one from numpy and one from torch."""
 
     def __getitem__(self, index: int) -> Any:
         return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
 
 
 def uneven(samples: int) -> list[list[int]]:
-    """Two ranks, three micro-steps against one; the last global batch leaves rank 1 nothing."""
+    """Rank 0 runs three micro-steps and rank 1 runs one; rank 1 gets no samples of the last, smaller global batch."""
     return [[3, 2, 1], [samples - 6]] if samples > 6 else [[samples], [0]]
 
 
@@ -67,7 +67,7 @@ def loaders(size: int = 32, batch: int = 9, division: Any = uneven, **options: A
 
 
 def train(loader: HeteroDataLoader, global_batches: int | None = None) -> list[list[int]]:
-    """Samples of each global batch, as a training loop is given them: up to so many of them, or to the end."""
+    """Run a training loop for ``global_batches`` global batches, or to the end, and return the samples of each."""
     found: list[list[int]] = []
     expected_step = 0
     for batch in loader:
@@ -91,7 +91,7 @@ def flat(parts: Iterable[list[int]]) -> list[int]:
 
 
 def together(parts: list[list[list[int]]]) -> list[list[int]]:
-    """Global batches of all ranks: samples in rank order."""
+    """The global batches: the samples of all ranks in rank order."""
     return [flat(shares) for shares in zip(*parts, strict=True)]
 
 
@@ -112,15 +112,15 @@ def test_every_epoch_holds_every_sample_once(workers: dict[str, Any]) -> None:
 
 
 RESUMED = [(workers, done) for workers in WORKERS for done in (0, 1, 3, 4)]
-"""Starting workers is slow, so in make test each kind of workers resumes at two places."""
+"""Starting workers is slow, so in `make test` each kind of workers resumes at two places only."""
 if not IS_THOROUGH:
     RESUMED = [(WORKERS[0], done) for done in (0, 1, 3, 4)]
     RESUMED += [(WORKERS[1], 1), (WORKERS[1], 4), (WORKERS[2], 0), (WORKERS[2], 3)]
 
 
 @pytest.mark.parametrize("workers, done", RESUMED)
-def test_a_resumed_epoch_is_the_uninterrupted_one(workers: dict[str, Any], done: int) -> None:
-    """States are saved in the middle of the following global batch, with more drawn ahead; the ranks divide anew."""
+def test_a_resumed_epoch_equals_the_uninterrupted_one(workers: dict[str, Any], done: int) -> None:
+    """The state is saved in the middle of a global batch, after more were drawn ahead; then the division changes."""
     whole = [together([train(loader) for loader in made]) for made in [loaders()] for _ in range(3)]
     interrupted = loaders(**workers)
     states = []
@@ -143,7 +143,7 @@ def test_a_resumed_epoch_is_the_uninterrupted_one(workers: dict[str, Any], done:
 
 
 @workers
-def test_loading_a_state_voids_the_iteration(workers: dict[str, Any]) -> None:
+def test_loading_a_state_invalidates_the_iterator(workers: dict[str, Any]) -> None:
     loader = loaders(**workers)[0]
     state = loader.state_dict()
     iterator = iter(loader)
@@ -156,7 +156,7 @@ def test_loading_a_state_voids_the_iteration(workers: dict[str, Any]) -> None:
 
 
 @workers
-def test_dividing_anew_in_an_epoch_keeps_its_global_batches(workers: dict[str, Any]) -> None:
+def test_a_new_division_within_an_epoch_keeps_the_global_batches(workers: dict[str, Any]) -> None:
     whole = [together([train(loader) for loader in made]) for made in [loaders(62, 6)] for _ in range(2)]
     made = loaders(62, 6, division=even, **workers)
     iterators = [iter(loader) for loader in made]
@@ -180,7 +180,7 @@ def test_dividing_anew_in_an_epoch_keeps_its_global_batches(workers: dict[str, A
     assert together(found) == whole[0]
     assert [next(iterator, None) for iterator in iterators] == [None, None]
     for loader in made:
-        loader.redivide(uneven, loader.drawn_global_batch)  # Beyond the end.
+        loader.redivide(uneven, loader.drawn_global_batch)  # after the end of the epoch
     assert together([train(loader) for loader in made]) == whole[1]
 
 
@@ -205,8 +205,8 @@ def test_an_epoch_left_early_is_followed_by_the_next(workers: dict[str, Any]) ->
 
 
 @workers
-def test_looking_at_a_batch_changes_nothing(workers: dict[str, Any]) -> None:
-    """Also where all of the epoch is drawn ahead, and on one rank only."""
+def test_reading_one_batch_before_training_changes_nothing(workers: dict[str, Any]) -> None:
+    """Also if the whole epoch was drawn ahead, and if only one rank does it."""
     for size, batch in ((32, 9), (9, 9)):
         whole = train(loaders(size, batch)[0])
         loader = loaders(size, batch, **workers)[0]
@@ -214,8 +214,8 @@ def test_looking_at_a_batch_changes_nothing(workers: dict[str, Any]) -> None:
         assert train(loader) == whole
 
 
-def test_what_is_asked_for_once_an_epoch_has_begun() -> None:
-    """A division still holds for what was not drawn, an epoch only for the next iteration."""
+def test_changes_after_an_epoch_has_begun() -> None:
+    """A new division applies to the batches that are not drawn yet, a new epoch only to the next iteration."""
     loader = loaders(shuffle=False)[0]
     iterator = iter(loader)
     loader.redivide(lambda samples: [[samples], [0]], loader.drawn_global_batch)
@@ -253,7 +253,7 @@ def test_finishing_after_the_loop_has_ended() -> None:
 
 @workers
 def test_a_batch_that_fails_ends_the_iteration(workers: dict[str, Any]) -> None:
-    """Another rank's loop does not skip it, so neither does this."""
+    """The loops of other ranks do not skip this batch, so this loop must not skip it either."""
     loader = make_loader(Numbers(8, broken=(2,)), 4, 0, 1, **workers)
     loader.divide_by(lambda samples: [[1] * samples])
     iterator = iter(loader)
@@ -264,7 +264,8 @@ def test_a_batch_that_fails_ends_the_iteration(workers: dict[str, Any]) -> None:
         with pytest.raises(RuntimeError, match="a batch failed"):
             next(iterator)
     if workers["num_workers"]:
-        # torch waits seconds for workers that end with the collection of a cycle, as the error's traceback makes one.
+        # The error's traceback makes a reference cycle. If the workers end only when the cycle is collected, torch
+        # waits for seconds.
         iterator._batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
@@ -275,7 +276,7 @@ def test_iterating_before_a_division_is_known() -> None:
         iter(loader)
 
 
-def test_its_lengths() -> None:
+def test_length_of_the_loader() -> None:
     loader = loaders()[0]
     assert len(loader) == len(iter(loader)) == len(list(loader)) == 10  # type: ignore[arg-type]
 
@@ -308,7 +309,7 @@ class Endless(Dataset[int]):
 
 
 @pytest.mark.parametrize("name, value", [("batch_size", 4), ("sampler", [0]), ("batch_sampler", [[0]])])
-def test_who_draws_what_is_not_the_users(name: str, value: Any) -> None:
+def test_arguments_that_choose_samples_are_rejected(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{name} cannot be given.*global_batch_size"):
         make_loader(Numbers(10), 4, 0, 1, **{name: value})
 

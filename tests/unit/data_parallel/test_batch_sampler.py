@@ -1,4 +1,4 @@
-"""Who draws what: every sample once, the same global batches however they are divided. Ranks are so many samplers."""
+"""Every sample is drawn once, and no division changes the global batches. One sampler stands for each rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Drawn = list[tuple[Any, list[int]]]
 
 
 def random_division(salt: int, ranks: int) -> Division:
-    """Any division there may be: ranks with nothing, sizes of 0 in between, other numbers of micro-steps."""
+    """A random division: ranks without samples, micro-batches of size 0, different numbers of micro-steps."""
 
     def division(samples: int) -> list[list[int]]:
         rng = random.Random(f"{salt} {samples}")
@@ -46,7 +46,7 @@ def samplers(size: int, batch: int, ranks: int, salt: int | None = 0, **options:
 
 
 def global_batches(draws: list[Drawn]) -> dict[int, list[int]]:
-    """Samples of each global batch: of the micro-batches that count, by rank and then by step."""
+    """The samples of each global batch without placeholders, by rank and then by micro-step."""
     found: dict[int, list[int]] = defaultdict(list)
     for drawn in draws:
         for micro_batch, indices in drawn:
@@ -56,7 +56,7 @@ def global_batches(draws: list[Drawn]) -> dict[int, list[int]]:
 
 
 def expected(size: int, batch: int, epoch: int, shuffle: bool = True, drop_last: bool = False) -> dict[int, list[int]]:
-    """By torch's own sampler."""
+    """The global batches according to torch's ``DistributedSampler``."""
     whole: DistributedSampler[int] = DistributedSampler(range(size), 1, 0, shuffle=shuffle, seed=7)  # type: ignore[arg-type]
     whole.set_epoch(epoch)
     order = list(whole)
@@ -69,7 +69,7 @@ cases = st.tuples(sizes, st.integers(1, 5), st.booleans(), st.booleans(), st.int
 
 
 @given(cases)
-def test_every_sample_once_in_the_order_of_the_epoch(case: tuple) -> None:
+def test_every_sample_is_drawn_once_in_the_order_of_the_epoch(case: tuple) -> None:
     (size, batch), ranks, shuffle, drop_last, epoch, salt = case
     made = samplers(size, batch, ranks, salt, shuffle=shuffle, drop_last=drop_last)
     draws = []
@@ -89,8 +89,9 @@ def test_every_sample_once_in_the_order_of_the_epoch(case: tuple) -> None:
 
 
 @given(cases, st.data())
-def test_dividing_anew_changes_who_draws_but_not_what_trains_together(case: tuple, data: st.DataObject) -> None:
-    """At any time, with ranks that drew ahead by different amounts; samplers agree by the highest that was drawn."""
+def test_a_new_division_keeps_the_global_batches(case: tuple, data: st.DataObject) -> None:
+    """The division may change at any time, also if ranks have drawn ahead by different amounts. The new division starts
+    after the highest global batch that any rank has drawn."""
     (size, batch), ranks, shuffle, drop_last, _, salt = case
     made = samplers(size, batch, ranks, salt, shuffle=shuffle, drop_last=drop_last)
     for epoch in range(3):
@@ -111,7 +112,7 @@ def test_dividing_anew_changes_who_draws_but_not_what_trains_together(case: tupl
         assert global_batches(draws) == expected(size, batch, epoch, shuffle, drop_last)
 
 
-def test_a_new_division_holds_from_its_global_batch_on_and_in_later_epochs() -> None:
+def test_a_new_division_applies_from_its_global_batch_on_and_in_later_epochs() -> None:
     (sampler,) = samplers(12, 4, 1, salt=None, shuffle=False)
     sampler.divide_by(lambda samples: [[samples]])
     iterator = iter(sampler)
@@ -128,7 +129,7 @@ def test_a_new_division_holds_from_its_global_batch_on_and_in_later_epochs() -> 
     assert len(sampler) == 3 and list(sampler) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-def test_a_division_may_be_announced_before_the_epoch() -> None:
+def test_a_division_for_a_later_global_batch_may_be_set_before_the_epoch() -> None:
     (sampler,) = samplers(8, 4, 1, salt=None, shuffle=False)
     sampler.divide_by(lambda samples: [[samples]])
     sampler.divide_by(lambda samples: [[1, samples - 1]], from_global_batch=1)
@@ -150,7 +151,7 @@ def test_a_rank_without_samples_draws_placeholders() -> None:
     assert list(busy) == [[0, 1, 2, 3], [4], [5, 6]]
 
 
-def test_epochs_go_on_by_themselves_or_as_told() -> None:
+def test_epochs_advance_automatically_or_are_set() -> None:
     (sampler,) = samplers(20, 6, 1)
     seen = [list(sampler) for _ in range(3)]
     assert seen[0] != seen[1] != seen[2] and sampler.epoch == 2
@@ -163,7 +164,7 @@ def test_epochs_go_on_by_themselves_or_as_told() -> None:
     assert list(other) != seen[0]
 
 
-def test_an_epoch_that_was_left_counts_once_a_global_batch_is_done() -> None:
+def test_a_new_iteration_starts_the_next_epoch_only_after_a_finished_global_batch() -> None:
     (sampler,) = samplers(20, 6, 1)
     first = next(iter(sampler))
     iterator = iter(sampler)
@@ -175,8 +176,8 @@ def test_an_epoch_that_was_left_counts_once_a_global_batch_is_done() -> None:
 
 
 @given(cases, st.data())
-def test_resuming_gives_the_rest(case: tuple, data: st.DataObject) -> None:
-    """On another number of ranks, and of other speeds."""
+def test_resuming_draws_the_remaining_global_batches(case: tuple, data: st.DataObject) -> None:
+    """After resuming, the number of ranks and the division may be different."""
     (size, batch), ranks, shuffle, drop_last, epoch, salt = case
     options: dict[str, Any] = {"shuffle": shuffle, "drop_last": drop_last}
     (saved, *_) = samplers(size, batch, ranks, salt, **options)
@@ -203,7 +204,7 @@ def test_resuming_gives_the_rest(case: tuple, data: st.DataObject) -> None:
     assert following == expected(size, batch, epoch + 1, shuffle, drop_last)
 
 
-def test_a_resumed_epoch_may_be_looked_at_left_and_redivided() -> None:
+def test_a_resumed_epoch_may_be_divided_restarted_or_skipped() -> None:
     (sampler,) = samplers(20, 6, 1, salt=None, shuffle=False)
     sampler.load_state_dict({**sampler.state_dict(), "epoch": 3, "global_batches_done": 2})
     sampler.divide_by(lambda samples: [[samples]])
@@ -216,7 +217,7 @@ def test_a_resumed_epoch_may_be_looked_at_left_and_redivided() -> None:
     assert next(iter(sampler))[0] == 0 and sampler.epoch == 9
 
 
-def test_the_first_division_after_resuming_holds_in_any_epoch() -> None:
+def test_the_first_division_after_resuming_applies_to_any_epoch() -> None:
     (sampler,) = samplers(20, 6, 1, salt=None, shuffle=False)
     sampler.load_state_dict({**sampler.state_dict(), "global_batches_done": 2})
     sampler.divide_by(lambda samples: [[samples]], from_global_batch=sampler.drawn_global_batch + 1)
@@ -225,13 +226,13 @@ def test_the_first_division_after_resuming_holds_in_any_epoch() -> None:
     assert [indices[0] for indices in sampler] == [0, 6, 12, 18]
 
 
-def test_an_epoch_drawn_to_its_end_is_done() -> None:
+def test_a_fully_drawn_epoch_is_finished() -> None:
     (sampler,) = samplers(20, 6, 1)
     list(sampler)
     assert sampler.state_dict()["epoch"] == 0 and sampler.state_dict()["global_batches_done"] == 4
 
 
-def test_it_serves_a_plain_data_loader() -> None:
+def test_a_plain_data_loader_can_use_the_sampler() -> None:
     data = torch.arange(10)
     (sampler,) = samplers(10, 4, 1, salt=None)
     sampler.divide_by(even_division(1))
@@ -240,7 +241,7 @@ def test_it_serves_a_plain_data_loader() -> None:
     assert all(torch.equal(epoch.sort().values, data) for epoch in epochs) and not torch.equal(*epochs)
 
 
-def test_its_length_before_it_is_divided() -> None:
+def test_length_before_the_first_division() -> None:
     (sampler,) = samplers(10, 4, 1, salt=None)
     assert len(sampler) == sampler.global_batches == 3 and not sampler.is_divided
     with pytest.raises(RuntimeError, match="divide_by"):

@@ -1,4 +1,4 @@
-"""``BatchConfig`` rejects impossible values with a message that says what is possible."""
+"""``BatchConfig`` rejects impossible values with a message that names the possible ones."""
 
 from __future__ import annotations
 

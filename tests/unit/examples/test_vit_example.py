@@ -37,7 +37,7 @@ def no_track(items, _what):
 
 
 def make_folder(root: Path, train: dict[str, int], test: dict[str, int], size: int = 32) -> Path:
-    """Images of one color, by class and how many."""
+    """Make folders of images of one color; ``train`` and ``test`` give the number of images by class."""
     for split, classes in (("train", train), ("test", test)):
         for number, (name, count) in enumerate(classes.items()):
             folder = root / split / name
@@ -107,7 +107,7 @@ def test_tensor_parallel_groups_are_consecutive_ranks():
         ("--checkpoint /proc/weights", 2, ["--checkpoint /proc/weights", "cannot be created"]),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line(line, world_size, says):
+def test_impossible_options_are_reported_in_one_line(line, world_size, says):
     with pytest.raises(UsageError) as caught:
         check_options(options(line), world_size)
     message = str(caught.value)
@@ -117,12 +117,12 @@ def test_what_cannot_work_is_said_in_one_line(line, world_size, says):
 
 
 @pytest.mark.parametrize("mode", ["off", "resize", "migrate", "semi", "auto"])
-def test_the_plugin_is_told_how_to_balance(mode):
+def test_the_balancing_flags_reach_the_plugin(mode):
     chosen = options(f"--balance {mode} --migration scatter-gather --resizing block --max-resize 0.25 --seed 3")
     config = chosen.balance_config()
     assert (config.mode, config.migration, config.resizing) == (mode, "scatter-gather", "block")
     assert (config.max_resize, config.seed) == (0.25, 3)
-    # Without the flags it is as if nothing was said.
+    # Without the flags the defaults of the package apply.
     assert options(f"--balance {mode}").balance_config() == BalanceConfig(mode=mode)
     assert options().migration == "block" and options().resizing == "column" and options().max_resize is None
 
@@ -143,13 +143,13 @@ def test_unknown_choices_are_usage_errors(line):
         options(line)
 
 
-def test_tensorboard_is_looked_for(monkeypatch, tmp_path):
+def test_a_missing_tensorboard_is_reported(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UsageError, match="needs the package tensorboard"):
         check_options(options(f"--tensorboard {tmp_path}"), 2)
 
 
-def test_matplotlib_is_looked_for_before_training(monkeypatch, tmp_path):
+def test_a_missing_matplotlib_is_reported_before_training(monkeypatch, tmp_path):
     check_options(options(f"--plot {tmp_path}/timeline.png"), 2)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"--plot .* pip install 'colossal-hetero\[plot\]'"):
@@ -169,18 +169,18 @@ def test_matplotlib_is_looked_for_before_training(monkeypatch, tmp_path):
         ("--model vit_base_patch14_dinov2", 2, "patch size of 14"),
     ],
 )
-def test_models_that_cannot_be_trained_here_are_refused(line, tp, says):
+def test_models_that_cannot_be_trained_are_rejected(line, tp, says):
     with pytest.raises(UsageError, match=says):
         check_model(options(line), Layout(tp, 1, 1, 64, 1))
 
 
-def test_a_timm_model_takes_these_images():
+def test_a_timm_model_is_adapted_to_the_image_size():
     chosen = options("--model vit_tiny_patch16_224 --patch 8")
     check_model(chosen, Layout(3, 1, 1, 64, 1))
     assert build_chosen_vit(chosen, classes=5)(torch.zeros(1, 3, 32, 32)).shape == (1, 5)
 
 
-def test_weights_depend_on_the_seed_alone():
+def test_weights_depend_only_on_the_seed():
     def build(seed: int) -> torch.nn.Module:
         torch.manual_seed(seed)
         return build_chosen_vit(options("--depth 1 --hidden 32"), 10)
@@ -204,7 +204,7 @@ def test_digits_are_split_by_class_into_disjoint_parts():
     assert abs(float(images.mean())) < 0.1 and abs(float(images.std()) - 1) < 0.1
 
 
-def test_augmentation_depends_on_seed_epoch_and_image_only():
+def test_augmentation_depends_only_on_seed_epoch_and_image():
     pixels = torch.randint(0, 256, (20, 3, 32, 32), dtype=torch.uint8)
     sets = [
         ImageSet(pixels, torch.arange(20), torch.zeros(3), torch.ones(3), Augmentation(4, flip=True), seed=seed)
@@ -219,7 +219,7 @@ def test_augmentation_depends_on_seed_epoch_and_image_only():
     assert not torch.equal(sets[0].__getitems__(range(20))[0], whole)
 
 
-def test_crops_and_mirror_images_are_parts_of_the_bordered_image():
+def test_crops_and_mirror_images_are_parts_of_the_padded_image():
     picture = torch.arange(3 * 32 * 32).remainder(251).to(torch.uint8).view(1, 3, 32, 32).repeat(200, 1, 1, 1)
     images = ImageSet(picture, torch.zeros(200), torch.zeros(3), torch.ones(3), Augmentation(2, flip=True))
     bordered = torch.nn.functional.pad(picture[0].float() / 255, (2, 2, 2, 2))
@@ -245,7 +245,7 @@ def test_each_held_out_image_is_counted_once(count, replicas, batch):
     assert sorted(seen) == list(range(count))
 
 
-def test_a_folder_is_read_and_brought_to_size(tmp_path):
+def test_images_of_a_folder_are_resized(tmp_path):
     root = make_folder(tmp_path, {"cat": 3, "dog": 2}, {"cat": 1, "dog": 1}, size=48)
     chosen = options(f"--data folder --data-dir {root} --batch-size 4")
     assert find_data(chosen, chosen.batch_size).classes == 2
@@ -272,7 +272,7 @@ def test_a_large_folder_is_read_batch_by_batch(tmp_path, monkeypatch):
         ({"cat": 3, "dog": 3}, {"cat": 1, "dog": 1}, "--batch-size 64"),
     ],
 )
-def test_folders_that_cannot_be_used_are_refused(tmp_path, train, test, says):
+def test_unusable_folders_are_rejected(tmp_path, train, test, says):
     root = make_folder(tmp_path, train, test)
     with pytest.raises(UsageError, match=says):
         find_data(options(f"--data folder --data-dir {root}"), 64)
@@ -289,7 +289,7 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path, train, test, says):
         ("--batch-size 1439", "1438 training images"),
     ],
 )
-def test_data_that_is_not_there_is_said(line, says):
+def test_unusable_data_is_reported(line, says):
     with pytest.raises(UsageError, match=says):
         chosen = options(line)
         find_data(chosen, chosen.batch_size)
@@ -299,7 +299,7 @@ def test_data_that_is_not_there_is_said(line, says):
 
 
 def measured(line: str, iterations: int, note: str = "", **slow: Any) -> Measurements:
-    """A run in which rank 1 takes three times as long and prunes half, or what ``slow`` says of it."""
+    """A run in which rank 1 takes three times as long and prunes half of its work; ``slow`` changes its record."""
     chosen = options(line)
     measurements = Measurements(chosen, check_options(chosen, 2), chosen.stragglers(2))
     records = []
@@ -347,7 +347,7 @@ WHAT_IF = {
 }
 
 
-def test_the_summary_tells_what_would_have_been():
+def test_the_summary_holds_the_what_if_times():
     found = summarize(measured("--balance auto", 40, note="the network is too slow", own_score=0.5), [1, 1])["what_if"]
     assert found.pop("notes") == ["the network is too slow"]
     assert found.pop("scores") == [
@@ -357,13 +357,13 @@ def test_the_summary_tells_what_would_have_been():
     assert found == pytest.approx(WHAT_IF)
 
 
-def test_without_records_nothing_is_known_of_what_would_have_been():
+def test_without_records_there_are_no_what_if_times():
     measurements = measured("", 4)
     measurements.records.clear()
     assert summarize(measurements, [1, 1])["what_if"] is None and measurements.what_if(0) is None
 
 
-def test_the_trace_tells_of_every_iteration_what_would_have_been(tmp_path):
+def test_the_trace_holds_the_what_if_times_of_every_iteration(tmp_path):
     measurements = measured("--balance auto", 3, note="too slow", own_score=0.5, migrated=0.1, block_seconds=0.01)
     del measurements.records[1]
     with TraceFile(tmp_path / "trace.jsonl", measurements) as trace:
@@ -375,7 +375,7 @@ def test_the_trace_tells_of_every_iteration_what_would_have_been(tmp_path):
     assert lost["what_if"] is lost["note"] is lost["ranks"] is None and lost["loss"] == 2.0
 
 
-def test_an_iteration_is_that_of_the_group_which_takes_longest():
+def test_the_slowest_group_determines_the_time_of_an_iteration():
     measurements = measured("--tp 1", 4, work_seconds=0.2)
     found = measurements.what_if(0)
     assert measurements.layout.tp_groups == [[0], [1]]
@@ -385,8 +385,8 @@ def test_an_iteration_is_that_of_the_group_which_takes_longest():
 # Display --------------------------------------------------------------------------------------------------
 
 
-def said(measurements: Measurements, capsys, monkeypatch) -> str:
-    """What a user reads at an epoch's end and at the run's."""
+def printed_report(measurements: Measurements, capsys, monkeypatch) -> str:
+    """What the report prints at the end of an epoch and of the run."""
     monkeypatch.setenv("COLUMNS", "140")
     report = BalancingReport(measurements.options, measurements.layout, plugin=None, baseline="chance is 10%")
     report.measurements = measurements
@@ -396,8 +396,8 @@ def said(measurements: Measurements, capsys, monkeypatch) -> str:
     return capsys.readouterr().out
 
 
-def test_the_end_tells_what_balancing_brought(capsys, monkeypatch):
-    text = said(measured("--balance resize --straggler 1:3", 8), capsys, monkeypatch)
+def test_the_result_shows_the_time_that_balancing_saved(capsys, monkeypatch):
+    text = printed_report(measured("--balance resize --straggler 1:3", 8), capsys, monkeypatch)
     assert "rank 1 resized 50%\n" in text
     assert "slowed" in text and "× 3" in text and "resized" in text
     assert "migrated" not in text and "received" not in text
@@ -409,22 +409,22 @@ def test_the_end_tells_what_balancing_brought(capsys, monkeypatch):
     assert "Accuracy on held-out images: 50.0% (chance is 10%)." in text
 
 
-def test_what_migrated_is_shown_and_what_balancing_cost(capsys, monkeypatch):
+def test_the_result_shows_migration_and_the_time_that_balancing_cost(capsys, monkeypatch):
     slow = dict(resized=0.0, migrated=0.25, received=0.125, equal_work_seconds=0.12, equal_matmul_seconds=0.12)
-    text = said(measured("--balance semi", 8, note="of no more interest", **slow), capsys, monkeypatch)
+    text = printed_report(measured("--balance semi", 8, note="of no more interest", **slow), capsys, monkeypatch)
     assert "rank 1 migrated 25%, received 12%\n" in text
     assert re.search(r"migrated +received", text) and "resized" not in text
     assert "(0.8 times as long: balancing cost 30 ms)" in text
     assert "Nothing was migrated" not in text
 
 
-def test_why_nothing_was_migrated_is_said(capsys, monkeypatch):
-    text = said(measured("--balance auto", 8, note="sending costs more than it saves."), capsys, monkeypatch)
+def test_the_reason_for_no_migration_is_printed(capsys, monkeypatch):
+    text = printed_report(measured("--balance auto", 8, note="sending costs more than it saves."), capsys, monkeypatch)
     assert "Nothing was migrated: sending costs more than it saves.\n" in text
 
 
-def test_without_balancing_only_the_bounds_are_told(capsys, monkeypatch):
-    text = said(measured("", 8), capsys, monkeypatch)
+def test_without_balancing_only_the_bounds_are_printed(capsys, monkeypatch):
+    text = printed_report(measured("", 8), capsys, monkeypatch)
     assert "Unbalanced" not in text
     assert "With all ranks as fast as the fastest it would have taken 100 ms" in text
 
@@ -432,7 +432,7 @@ def test_without_balancing_only_the_bounds_are_told(capsys, monkeypatch):
 # Timelines ------------------------------------------------------------------------------------------------
 
 
-def test_timelines_are_written_where_they_are_asked_for(tmp_path):
+def test_timelines_are_written_only_to_the_given_files(tmp_path):
     before, after = (IterationTimeline(number, ((Segment("matmul", 0.0, 0.1),),)) for number in (4, 8))
     plot, trace = tmp_path / "timeline.png", tmp_path / "trace.json"
     write_timelines(None, plot, trace)

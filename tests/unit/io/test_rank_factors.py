@@ -13,11 +13,11 @@ def test_factors_by_rank() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "2", "0:x", "x:2", "1:2,", "1:2:3", "1.5:2"])
-def test_a_part_of_another_form_is_an_error(text: str) -> None:
+def test_other_forms_are_errors(text: str) -> None:
     with pytest.raises(ValueError, match="is not RANK:FACTOR; for example, 3:2"):
         parse_rank_factors(text)
 
 
-def test_a_rank_is_given_once() -> None:
+def test_a_rank_given_twice_is_an_error() -> None:
     with pytest.raises(ValueError, match="rank 0 is given twice in '0:2,1:3,0:4'"):
         parse_rank_factors("0:2,1:3,0:4")

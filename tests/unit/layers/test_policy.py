@@ -1,4 +1,4 @@
-"""``hetero_policy`` replaces the parallel linear layers of a policy, and nothing else."""
+"""``hetero_policy`` replaces only the parallel linear layers of a policy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from colossal_hetero.layers.policy import HETERO_LAYERS
 
 
 class SmallPolicy(Policy):
-    """A policy for a model with one layer of every sort."""
+    """A policy for a model with one layer of every kind."""
 
     targets = (
         *HETERO_LAYERS,
@@ -62,7 +62,7 @@ def _llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def test_the_six_linear_layers_are_replaced_and_all_else_stays():
+def test_only_the_six_linear_layers_are_replaced():
     theirs = SmallPolicy().module_policy()
     ours = hetero_policy(SmallPolicy()).module_policy()
     assert ours["ByName"] == theirs["ByName"]
@@ -85,7 +85,7 @@ def test_every_new_layer_is_a_subclass_of_the_one_it_replaces():
         assert ours is not theirs
 
 
-def test_the_result_is_an_instance_of_the_policys_own_class_with_its_attributes():
+def test_the_result_keeps_the_class_and_the_attributes_of_the_policy():
     given = SmallPolicy()
     given.targets = (colossalai_layers.Linear1D_Col,)
     policy = hetero_policy(given)
@@ -96,7 +96,7 @@ def test_the_result_is_an_instance_of_the_policys_own_class_with_its_attributes(
     assert replacement.target_module is HeteroLinear1D_Col
 
 
-def test_a_given_policy_and_colossalais_tables_stay_as_they_were():
+def test_the_given_policy_and_the_table_of_colossalai_are_not_changed():
     given, table = SmallPolicy(), copy.deepcopy(auto_policy._POLICY_LIST)
     policy = hetero_policy(given)
     assert policy is not given
@@ -107,12 +107,12 @@ def test_a_given_policy_and_colossalais_tables_stay_as_they_were():
     assert not type(theirs).__name__.startswith("Hetero")
 
 
-def test_wrapping_twice_is_harmless():
+def test_wrapping_twice_returns_the_same_policy():
     policy = hetero_policy(SmallPolicy())
     assert hetero_policy(policy) is policy
 
 
-def test_a_model_gets_colossalais_policy_for_it():
+def test_a_model_gets_its_colossalai_policy():
     model = _llama()
     assert isinstance(hetero_policy(model), type(auto_policy.get_autopolicy(model)))
 
@@ -124,7 +124,7 @@ def test_timm_vision_transformers_get_a_policy(name):
     assert isinstance(hetero_policy(model), TimmViTPolicy)
 
 
-def test_a_model_without_a_policy_is_refused_with_what_is_valid():
+def test_the_error_for_a_model_without_a_policy_says_what_is_valid():
     with pytest.raises(ValueError) as error:
         hetero_policy(timm.create_model("resnet10t"))
     message = str(error.value)
@@ -133,10 +133,10 @@ def test_a_model_without_a_policy_is_refused_with_what_is_valid():
         assert remedy in message
 
 
-# Policies for model code that comes with downloaded weights: without the code only what they say can be tested --------
+# Policies for model code that is downloaded with the weights: only the layers that they name can be tested here ------
 
 
-def _said_by(policy: Policy, config: dict[str, Any]) -> dict[Any, list[type]]:
+def _named_layers(policy: Policy, config: dict[str, Any]) -> dict[Any, list[type]]:
     """Return the layers that ``policy`` names for a model with ``config`` on two tensor-parallel ranks."""
     defaults = dict(num_attention_heads=4, num_key_value_heads=4, hidden_size=16, vocab_size=64)
     policy.model = SimpleNamespace(config=SimpleNamespace(**(defaults | config)), num_layers=1)
@@ -181,7 +181,7 @@ def _said_by(policy: Policy, config: dict[str, Any]) -> dict[Any, list[type]]:
 )
 def test_policies_of_downloaded_model_code_name_our_layers(model, config, exchanged):
     policy = auto_policy.import_policy(auto_policy._POLICY_LIST[model])()
-    theirs = _said_by(policy, config)
-    ours = _said_by(hetero_policy(policy), config)
+    theirs = _named_layers(policy, config)
+    ours = _named_layers(hetero_policy(policy), config)
     assert ours == {key: [HETERO_LAYERS.get(target, target) for target in targets] for key, targets in theirs.items()}
     assert sum(target in HETERO_LAYERS.values() for targets in ours.values() for target in targets) == exchanged

@@ -1,4 +1,4 @@
-"""Where a block's units are in a weight, and the operands of a rank that prunes, gives away or takes units."""
+"""Where the units of a block are in a weight, and the operands of a rank that prunes, sends or receives units."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def numbered(place: UnitPlace, shape: tuple[int, ...]) -> Tensor:
     return owner.view([-1 if dim == place.dim else 1 for dim in range(len(shape))]).expand(shape).contiguous()
 
 
-def no_one(gradients: list[Tensor]) -> None:
-    """Nobody returns any gradients."""
+def return_nothing(gradients: list[Tensor]) -> None:
+    """No rank returns gradients."""
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -40,12 +40,12 @@ def test_a_view_counts_units_along_one_dimension_and_folds_back(name: str) -> No
         assert (view.select(place.unit_dim, unit) == unit).all()
         assert view.select(place.unit_dim, unit).numel() == place.numel(tensor)
     assert torch.equal(place.fold(view), tensor)
-    # With fewer units, or more, it is as wide as these are.
+    # If the view has fewer or more units, the folded tensor has the width of these units.
     assert place.fold(view.narrow(place.unit_dim, 1, 2)).shape[place.dim] == 2 * place.parts * SIZE
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_operands_are_the_kept_units_and_then_the_taken_ones(name: str) -> None:
+def test_operands_are_the_kept_units_and_then_the_received_ones(name: str) -> None:
     place, shape = PLACES[name]
     parameter = numbered(place, shape)
     view = place.view(parameter)
@@ -57,7 +57,7 @@ def test_operands_are_the_kept_units_and_then_the_taken_ones(name: str) -> None:
         (5, [1, 4], [theirs], [1, 4, 100, 101]),
         (3, [0, 2], [], [0, 2]),
     ):
-        share = UnitShare([place], own, 2 * len(taken), no_one)
+        share = UnitShare([place], own, 2 * len(taken), return_nothing)
         share.reserve([parameter])
         share.begin([parameter], None if kept is None else torch.tensor(kept), taken)
         operand, bias = share.operands(parameter, None)
@@ -69,10 +69,10 @@ def test_operands_are_the_kept_units_and_then_the_taken_ones(name: str) -> None:
             assert (unit == number).all(), (own, kept, expected)
 
 
-def test_weight_and_bias_go_together() -> None:
+def test_weight_and_bias_have_the_same_units() -> None:
     weight_place, bias_place = UnitPlace(0, 3, UNITS, SIZE), UnitPlace(0, 3, UNITS, SIZE)
     weight, bias = numbered(*PLACES["fused rows"]), numbered(*PLACES["bias"])
-    share = UnitShare([weight_place, bias_place], 2, 0, no_one)
+    share = UnitShare([weight_place, bias_place], 2, 0, return_nothing)
     share.begin([weight, bias], None, [])
     own_weight, own_bias = share.operands(weight, bias)
     assert own_bias is not None
@@ -81,10 +81,10 @@ def test_weight_and_bias_go_together() -> None:
     assert share.operands(weight, None)[1] is None
 
 
-def test_a_second_iteration_has_the_weights_of_its_own() -> None:
+def test_every_iteration_uses_the_current_weights() -> None:
     place, shape = PLACES["columns"]
     parameter = numbered(place, shape)
-    share = UnitShare([place], UNITS, 1, no_one)
+    share = UnitShare([place], UNITS, 1, return_nothing)
     share.reserve([parameter])
     memory = set()
     for step, kept in enumerate((None, torch.tensor([0, 3]), None)):
@@ -95,13 +95,13 @@ def test_a_second_iteration_has_the_weights_of_its_own() -> None:
         own = [0, 1, 2, 3, 4] if kept is None else kept.tolist()
         assert operand[0, ::SIZE].tolist() == [unit + 10 * step for unit in (*own, 100)]
         memory.add(operand.data_ptr())
-    assert len(memory) == 1, "memory that was reserved is not used"
+    assert len(memory) == 1, "the reserved memory is not used"
 
 
 @pytest.mark.parametrize("name", ["rows", "fused rows", "columns", "fused columns"])
-def test_gradients_come_back_to_their_units(name: str) -> None:
+def test_gradients_are_assigned_to_their_units(name: str) -> None:
     place, shape = PLACES[name]
-    gradient = numbered(place, shape) + 1  # so that zero is nobody's
+    gradient = numbered(place, shape) + 1  # so that no unit has the gradient 0
     view = place.view(gradient)
 
     def units_of(tensor: Tensor) -> list[float]:
@@ -109,7 +109,7 @@ def test_gradients_come_back_to_their_units(name: str) -> None:
         return [float(unit.unique().item()) for unit in place.view(tensor).movedim(place.unit_dim, 0)]
 
     for own, kept, taken, returns, expected in (
-        # A receiver, a sender whose gradients are back and one whose are not, one that prunes, and all of it.
+        # A receiver, a sender with returned gradients, a sender without them, a rank that prunes, and two combinations.
         (5, None, 2, False, [1, 2, 3, 4, 5]),
         (3, None, 0, True, [1, 2, 3, 51, 52]),
         (3, None, 0, False, [1, 2, 3, 0, 0]),
@@ -143,10 +143,10 @@ def test_gradients_come_back_to_their_units(name: str) -> None:
         assert (theirs > 70).all()
 
 
-def test_a_receivers_own_gradients_are_those_of_its_own_units() -> None:
+def test_a_receiver_keeps_the_gradients_of_its_own_units() -> None:
     weight, bias = numbered(*PLACES["rows"]), torch.arange(UNITS * SIZE, dtype=torch.float32)
     places = [PLACES["rows"][0], UnitPlace(0, 1, UNITS, SIZE)]
-    share = UnitShare(places, UNITS, 1, no_one)
+    share = UnitShare(places, UNITS, 1, return_nothing)
     share.reserve([weight, bias])
     share.begin([weight, bias], None, [place.view(t)[:, :1] for place, t in zip(places, (weight, bias), strict=True)])
     wider = [torch.cat([tensor, tensor[:SIZE]]) for tensor in (weight, bias)]

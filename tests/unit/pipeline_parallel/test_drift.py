@@ -1,4 +1,4 @@
-"""What is reported about stages whose times differ from the plan, without any ranks."""
+"""The report about stages whose times differ from the plan, computed in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.planning import make_plan
 
 
 def planned_times(plan: Plan, slowdowns: dict[int, float] | None = None) -> dict[int, PassSeconds]:
-    """By rank, what the plan says, some ranks slower."""
+    """The planned times by rank, multiplied by the slowdowns of some ranks."""
     return {
         rank: PassSeconds(
             stage.forward_seconds * (slowdowns or {}).get(rank, 1.0),
@@ -27,12 +27,12 @@ def planned_times(plan: Plan, slowdowns: dict[int, float] | None = None) -> dict
 
 
 def two_stages(layers: tuple[int, int] = (4, 4), **changes: object) -> Plan:
-    """Of a second and two per micro-batch and block."""
+    """Two stages with 1 s forward and 2 s backward per micro-batch and block."""
     return make_plan([[[1], [0]]], layers, forward_seconds=[float(count) for count in layers], **changes)
 
 
 def best_by_hand(block_seconds: list[float], blocks: int, micro_batches: int) -> tuple[tuple[int, ...], float]:
-    """The best split of equal blocks by the closed form, all tried."""
+    """The best split of equal blocks by the closed form, found by trying all splits."""
     stages = len(block_seconds)
     found = []
     for cuts in itertools.combinations(range(1, blocks), stages - 1):
@@ -43,7 +43,7 @@ def best_by_hand(block_seconds: list[float], blocks: int, micro_batches: int) ->
     return layers, seconds
 
 
-def test_silent_where_all_is_as_planned() -> None:
+def test_times_within_the_threshold_are_not_reported() -> None:
     plan = two_stages()
     for slowdowns in ({}, {0: 1.19}, {1: 0.81}):
         report = compare(plan, planned_times(plan, slowdowns), 0.2)
@@ -52,7 +52,7 @@ def test_silent_where_all_is_as_planned() -> None:
 
 
 @pytest.mark.parametrize("slowdown", [1.21, 3.0, 0.5])
-def test_names_the_stage_and_cuts_anew(slowdown: float) -> None:
+def test_names_the_drifted_stage_and_proposes_another_split(slowdown: float) -> None:
     plan = two_stages(micro_batches=16)
     report = compare(plan, planned_times(plan, {0: slowdown}), 0.2)
     (stage,) = report.drifted
@@ -66,9 +66,10 @@ def test_names_the_stage_and_cuts_anew(slowdown: float) -> None:
     assert f"({slowdown - 1:+.0%})" in text
 
 
-def test_keeps_the_split_where_all_stages_drift_alike() -> None:
+def test_keeps_a_split_that_is_still_the_best() -> None:
     plan = two_stages((5, 3))
-    plan = two_stages((5, 3), micro_batches=16)  # as fast per block: 4+4 would be better, were they not as slow as this
+    # With the planned times per block 4+4 would be better, but with the measured times 5+3 is the best split.
+    plan = two_stages((5, 3), micro_batches=16)
     times = {1: PassSeconds(4.0, 8.0), 0: PassSeconds(4.0, 8.0)}
     report = compare(plan, times, 0.1)
     assert len(report.drifted) == 2
@@ -76,7 +77,7 @@ def test_keeps_the_split_where_all_stages_drift_alike() -> None:
     assert str(report).endswith("the split 5+3 is still the best: 204.0 s per iteration")
 
 
-def test_the_slowest_rank_and_replica_count() -> None:
+def test_the_slowest_rank_and_the_slowest_replica_count() -> None:
     plan = make_plan([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], (4, 4), micro_batches=16)
     report = compare(plan, planned_times(plan, {5: 3.0, 2: 1.1}), 0.2)
     (stage,) = report.drifted
@@ -101,7 +102,7 @@ def test_stages_without_times_are_left_out() -> None:
 def profile(
     seconds: tuple[float, ...], update_seconds: float = 0.0, output_bytes: tuple[int, ...] | None = None
 ) -> ModelProfile:
-    """Of blocks that take so long forward and twice as long backward; embedding and head cost nothing."""
+    """Blocks with these forward times and twice as long backward times; embedding and head take no time."""
     count = len(seconds) + 2
     output_bytes = output_bytes or (10,) * len(seconds)
     times = (0.0, *seconds, 0.0)
@@ -128,14 +129,14 @@ def test_layers_cost_what_the_profile_says() -> None:
     blocks = (5.0, 1.0, 1.0, 1.0)
     plan = make_plan([[[0], [1]]], (1, 3), micro_batches=16, forward_seconds=[5.0, 3.0])
     times = planned_times(plan, {1: 4.0})
-    # By the plan's means the first block is as any other in stage 1, so that cutting elsewhere looks no better.
+    # The plan knows only the mean time per block of each stage; the profile knows the time of every block.
     report = compare(plan, times, 0.2, profile(blocks))
     assert report.proposal is not None and report.proposal.basis == "profile"
-    # Stages of 15 and 36, 18 and 24, or 21 and 12 seconds.
+    # The stages of the splits 1+3, 2+2 and 3+1 take 15 and 36, 18 and 24, or 21 and 12 seconds per micro-batch.
     assert report.proposal.layers_per_stage == (3, 1)
     assert report.proposal.seconds == pytest.approx(21 + 12 + 15 * 21)
     assert report.proposal.present_seconds == pytest.approx(15 + 36 + 15 * 36)
-    # A profile of another model, or without this micro-batch, says nothing about this one.
+    # A profile of another model, or one without this micro-batch size, is not used.
     for other in (profile((1.0,) * 6), profile(blocks).model_copy(update={"times": profile(blocks).times[:0]})):
         report = compare(plan, times, 0.2, other)
         assert report.proposal is not None and report.proposal.basis == "plan"
@@ -148,8 +149,8 @@ def changed(plan: Plan, **changes: object) -> Plan:
     return plan.model_copy(update={"replicas": (replica.model_copy(update={"stages": stages}),)})
 
 
-def test_messages_cost_what_they_did_per_byte() -> None:
-    """The present cut's 20 bytes take half a second; behind the third block there may be ten times as many."""
+def test_transfer_times_are_proportional_to_the_message_size() -> None:
+    """At the present cut 20 bytes take half a second; after the third block there are as many or ten times as many."""
     plan = changed(two_stages((1, 3), micro_batches=16), transfer_seconds=0.5)
     times = planned_times(plan, {0: 2.0})
     for bytes_there, layers, seconds in ((20, (3, 1), 9.5 + 6.5 + 15 * 9.5), (200, (2, 2), 6.5 + 12.5 + 15 * 12.5)):
@@ -159,7 +160,7 @@ def test_messages_cost_what_they_did_per_byte() -> None:
         assert report.proposal.present_seconds == pytest.approx(3.5 + 18.5 + 15 * 18.5)
 
 
-def test_a_slow_device_updates_slowly_too() -> None:
+def test_the_slowdown_of_a_device_applies_to_its_update_too() -> None:
     plan = changed(two_stages((4, 4), micro_batches=4), update_seconds=4.0)
     report = compare(plan, planned_times(plan, {0: 3.0, 1: 3.0}), 0.2, profile((1.0,) * 8, update_seconds=1.0))
     assert report.proposal is not None
@@ -173,7 +174,7 @@ def test_no_split_fits() -> None:
     assert "no split of the layers other than 4+4 is known to fit in memory" in str(report)
 
 
-def test_what_was_said_is_not_said_again() -> None:
+def test_an_unchanged_report_is_not_repeated() -> None:
     plan = two_stages((8, 8))
 
     def report(*slowdowns: float) -> DriftReport:
@@ -184,6 +185,6 @@ def test_what_was_said_is_not_said_again() -> None:
     assert slow.differs_from(None) and slow.differs_from(other)
     assert not slow.differs_from(slow) and not report(1, 2.02).differs_from(slow)
     assert slower.differs_from(slow)
-    # Another split would be best, though no stage is much slower.
+    # Another split is the best, although no stage is much slower than before.
     near, nearer = report(1, 1.25), report(1, 1.48)
     assert near.proposal.layers_per_stage != nearer.proposal.layers_per_stage and nearer.differs_from(near)

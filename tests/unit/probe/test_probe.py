@@ -1,4 +1,4 @@
-"""What a probe makes of what it measured: against clusters of which the measurements are derived."""
+"""The cluster that a probe makes from measurements. The tests derive the measurements from a known cluster."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GPU_NAMES = {
         ("NVIDIA GeForce RTX 2080 Ti", 10.8, "RTX-2080"),
         ("NVIDIA TITAN RTX", 23.6, "Titan-RTX"),
         ("NVIDIA GH200 480GB", 94.5, "GH-96"),
-        # Near, but not these.
+        # Similar names of other GPUs.
         ("NVIDIA H200", 139.8, "H200"),
         ("NVIDIA GeForce RTX 3090 Ti", 23.7, "RTX-3090-Ti"),
         ("NVIDIA GeForce GTX 1080 Ti", 10.9, "GTX-1080-Ti"),
@@ -54,12 +54,12 @@ GPU_NAMES = {
         ("cpu", 64, "cpu"),
     ],
 )
-def test_gpus_by_the_names_they_give_themselves(device: str, gibibytes: float, name: str) -> None:
+def test_gpu_kinds_by_device_names(device: str, gibibytes: float, name: str) -> None:
     assert kind_name(device, int(gibibytes * 2**30)) == name
 
 
 def probed(topology: Topology, flops: float = 1e12) -> tuple[list[RankFacts], list[MeasuredLink]]:
-    """What would be measured on these machines."""
+    """What a probe would measure on these machines."""
     facts = []
     for device in topology.devices:
         node = topology.nodes[device.node]
@@ -77,7 +77,8 @@ def probed(topology: Topology, flops: float = 1e12) -> tuple[list[RankFacts], li
 
 
 def measured(topology: Topology, facts: Sequence[RankFacts]) -> list[MeasuredLink]:
-    """NCCL by the fastest way, Gloo by Ethernet, or inside a machine at a tenth of it."""
+    """NCCL has the bandwidth of the fastest channel. Gloo has that of Ethernet between machines, and a tenth of NCCL's
+    inside a machine."""
     links = []
     for a, b in itertools.chain.from_iterable(pairs_to_measure(facts)):
         fast = topology.channel(a, b)
@@ -93,7 +94,7 @@ def measured(topology: Topology, facts: Sequence[RankFacts]) -> list[MeasuredLin
     return links
 
 
-def assert_same_ways(found: Topology, topology: Topology) -> None:
+def assert_same_channels(found: Topology, topology: Topology) -> None:
     assert [node.devices for node in found.nodes] == [node.devices for node in topology.nodes]
     assert [device.cluster for device in found.devices] == [device.cluster for device in topology.devices]
     for a, b in itertools.combinations(range(len(topology.devices)), 2):
@@ -107,7 +108,7 @@ def test_two_kinds_of_network_are_two_clusters() -> None:
     assert order == tuple(range(32))
     assert found.clusters == ("infiniband", "roce")
     assert {device.kind for device in found.devices} == {GPUS["A100-80"]}
-    assert_same_ways(found, topology)
+    assert_same_channels(found, topology)
     assert [(one, other) for one, other, _ in found.between] == [(0, 1)]
 
 
@@ -116,7 +117,7 @@ def test_nodes_of_one_network_are_one_cluster() -> None:
     found, _ = make_topology(*probed(topology))
     assert found.clusters == ("ethernet",)
     assert [device.kind for device in found.devices] == 4 * [GPUS["A100-40"]] + 8 * [GPUS["V100-16"]]
-    assert_same_ways(found, topology)
+    assert_same_channels(found, topology)
 
 
 def test_clusters_by_name() -> None:
@@ -148,7 +149,7 @@ def test_slow_devices_and_little_memory(tmp_path: Path) -> None:
         for a, b in itertools.combinations(range(4), 2)
     ]
     found, _ = make_topology(facts, links)
-    assert [device.speed for device in found.devices] == [1, 1, 0.25, 1]  # alone of its kind
+    assert [device.speed for device in found.devices] == [1, 1, 0.25, 1]  # the last device is the only one of its kind
     assert [device.kind.name for device in found.devices] == ["cpu", "cpu", "cpu", "cpu-2"]
     assert [device.kind.memory_bytes for device in found.devices] == 3 * [7_900_000_000] + [4_000_000_000]
     assert [device.kind.flops for device in found.devices] == 3 * [2e11] + [1e11]
@@ -157,7 +158,7 @@ def test_slow_devices_and_little_memory(tmp_path: Path) -> None:
     assert load_cluster(tmp_path / "cluster.toml") == found
 
 
-def test_machines_that_call_themselves_alike() -> None:
+def test_machines_with_the_same_host_name() -> None:
     facts = [RankFacts("localhost", machine, "cpu", 10**9, 1e9) for machine in "aabb"]
     link = MeasuredLink(ranks=(0, 2), protocol="gloo", latency_seconds=0, bytes_per_second=1e9)
     found, _ = make_topology(facts, [link])
@@ -165,7 +166,7 @@ def test_machines_that_call_themselves_alike() -> None:
     assert found.channel(0, 3) == Channel("Ethernet", 1e9)
 
 
-def test_every_pair_of_machines_is_measured_and_rounds_share_nothing() -> None:
+def test_every_pair_of_machines_is_measured_and_pairs_of_a_round_share_no_machine() -> None:
     topology = parse_cluster(
         'schema = 1\n[[clusters]]\nname = "a"\n[[clusters.nodes]]\ncount = 3\ndevices = [{ kind = "T4", count = 3 }]\n'
         'nics = [{ kind = "Ethernet", gigabits_per_second = 10 }]\n[[clusters.nodes]]\nname = "lone"\n'
@@ -182,7 +183,7 @@ def test_every_pair_of_machines_is_measured_and_rounds_share_nothing() -> None:
     }
 
 
-def test_network_cards_as_the_system_shows_them(tmp_path: Path) -> None:
+def test_network_cards_are_read_from_sysfs(tmp_path: Path) -> None:
     from colossal_hetero.probe.this_machine import find_nics
 
     files = {
@@ -239,7 +240,7 @@ def test_wrong_options(arguments: list[str], words: str) -> None:
     assert words in result.output
 
 
-def test_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     result = CliRunner().invoke(probe, ["--nproc", "2"])
     assert result.exit_code == 2

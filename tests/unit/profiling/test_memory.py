@@ -1,4 +1,4 @@
-"""Memory: limits, and errors that say that memory has run out."""
+"""Memory limits, and errors that mean out of memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def address_space(room: int) -> Iterator[int]:
-    """A limit of ``room`` bytes above what is mapped."""
+    """Limit the address space to ``room`` bytes above the mapped memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = psutil.Process().memory_info().vms + room
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
@@ -92,7 +92,7 @@ def test_reserved_memory_is_resident_and_released() -> None:
     assert used_bytes(CPU) - before < 10 << 20
 
 
-def test_without_a_hard_limit_ranks_share_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_hard_limit_ranks_share_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_left_in_control_group", lambda: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     alone = memory_limit(CPU)

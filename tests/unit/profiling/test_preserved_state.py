@@ -1,4 +1,4 @@
-"""What trial steps change is as it was afterwards; what an optimizer will need is known before it needs it."""
+"""Trial steps leave the state unchanged, and the memory of the optimizer state is known before the first step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Model(nn.Module):
         self.register_buffer("none", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = self.seen + len(x)  # another tensor in the buffer's place
+        self.seen = self.seen + len(x)  # replaces the buffer by another tensor
         self.odd.add_(1)
         return self.last(torch.dropout(self.norm(self.first(x)), 0.5, self.training))
 
@@ -71,7 +71,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_a_trial_leaves_no_trace(gradients: bool) -> None:
+def test_a_trial_step_changes_nothing(gradients: bool) -> None:
     model, optimizer = build()
     trial(model)
     optimizer.step()
@@ -96,7 +96,7 @@ def test_a_trial_leaves_no_trace(gradients: bool) -> None:
     assert all(one is other for one, other in zip(after, tensors, strict=True))
 
 
-def test_restored_after_an_error_too() -> None:
+def test_the_state_is_also_restored_after_an_error() -> None:
     model, optimizer = build()
     before = snapshot(model, optimizer)
     with pytest.raises(ZeroDivisionError), preserved_state(model, optimizer):
@@ -116,7 +116,7 @@ def test_restored_after_an_error_too() -> None:
         lambda p: torch.optim.Adam([{"params": p[:2]}, {"params": p[2:], "lr": torch.tensor(0.1)}], capturable=False),
     ],
 )
-def test_bytes_of_the_state_to_come(make: Callable[[list[Any]], torch.optim.Optimizer]) -> None:
+def test_optimizer_state_bytes_before_the_first_step(make: Callable[[list[Any]], torch.optim.Optimizer]) -> None:
     model, _ = build()
     optimizer = make(list(model.parameters()))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -134,7 +134,7 @@ def test_bytes_of_the_state_to_come(make: Callable[[list[Any]], torch.optim.Opti
 
 
 def profile(seconds: Callable[[int, int], float], largest: int, cap: int, **arguments: Any) -> tuple[Any, list[int]]:
-    """Of a device whose n-th run of a batch takes ``seconds(batch, n)``."""
+    """Profile a device whose n-th run of a batch takes ``seconds(batch, n)``; return the result and all batches run."""
     sizes: list[int] = []
 
     def run(batch: int) -> Timing:
@@ -147,7 +147,7 @@ def profile(seconds: Callable[[int, int], float], largest: int, cap: int, **argu
     return profile_device(run, cap, state_bytes_to_come=0, device=CPU, **arguments), sizes
 
 
-def test_a_hiccup_is_not_a_time() -> None:
+def test_a_single_slow_run_is_ignored() -> None:
     result, sizes = profile(lambda batch, run: batch * (10.0 if run == 2 else 1.0), 11, 100)
     assert result.max_batch == 11 and result.memory_bound
     assert {point.batch: point.seconds for point in result.points} == {n: float(n) for n in set(sizes) if n <= 11}
@@ -161,18 +161,18 @@ def test_short_passes_of_a_throttled_device_are_averaged() -> None:
     assert sizes.count(1) > 20 > 10 > sizes.count(4)
 
 
-def test_a_dip_is_measured_again() -> None:
-    # By chance the first three runs of batch 2 are slow.
+def test_a_decrease_is_measured_again() -> None:
+    # Only the first three runs of batch 2 are slow.
     result, sizes = profile(lambda batch, run: 9.0 if batch == 2 and run <= 3 else float(batch), 4, 4, repeats=3)
     assert sizes.count(2) >= 6 and [point.seconds for point in result.points] == [1.0, 2.0, 4.0]
 
 
-def test_a_dip_that_stays_makes_no_curve_that_falls() -> None:
+def test_a_decrease_that_remains_is_averaged() -> None:
     result, _ = profile(lambda batch, run: {1: 1.0, 2: 3.0, 4: 2.0}[batch], 4, 4)
     assert [point.seconds for point in result.points] == [1.0, 2.0, 2.0]
 
 
-def test_a_size_that_fits_only_by_chance_is_given_up() -> None:
+def test_a_size_that_fits_only_once_is_rejected() -> None:
     fitted: list[int] = []
 
     def run(batch: int) -> Timing:
@@ -189,7 +189,7 @@ def test_a_size_that_fits_only_by_chance_is_given_up() -> None:
     assert len(abandoned) == fitted.count(8) + fitted.count(7) - 1 + sum(batch > 8 for batch in fitted)
 
 
-def test_progress_tells_what_runs_next() -> None:
+def test_progress_reports_the_next_run() -> None:
     told: list[Any] = []
     _, sizes = profile(lambda batch, run: float(batch), 5, 8, on_progress=told.append, repeats=2)
     assert [progress.batch for progress in told] == sizes
@@ -197,7 +197,7 @@ def test_progress_tells_what_runs_next() -> None:
     assert told[-1].largest == 5 and {progress.action for progress in told} == {"searching", "timing"}
 
 
-def test_other_errors_come_through() -> None:
+def test_other_errors_are_raised() -> None:
     def run(batch: int) -> Timing:
         raise ValueError("labels do not match")
 

@@ -1,4 +1,4 @@
-"""What is measured is the training step of the user's model, on the user's data."""
+"""The measured training step runs the user's model on the user's data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colossal_hetero.profiling.training_step import TrialRun, default_training_s
 
 
 class Transformer(nn.Module):
-    """Called as those of transformers are."""
+    """Has the call signature of models of ``transformers``."""
 
     def __init__(self, with_loss: bool) -> None:
         super().__init__()
@@ -36,18 +36,18 @@ def test_pairs_and_mappings() -> None:
 
 
 @pytest.mark.parametrize("batch", [torch.ones(2), (torch.ones(2),), (torch.ones(2),) * 3, "text"])
-def test_another_kind_of_batch_needs_a_step_of_its_own(batch: Any) -> None:
+def test_other_kinds_of_batches_need_a_custom_training_step(batch: Any) -> None:
     with pytest.raises(TypeError, match=r"pass training_step=f to the plugin, where f\(model, criterion, batch\)"):
         default_training_step(nn.Identity(), nn.MSELoss(), batch)
 
 
-def test_a_pair_without_a_criterion_says_so() -> None:
+def test_a_pair_without_a_criterion_is_an_error() -> None:
     with pytest.raises(TypeError, match="tuple without a criterion"):
         default_training_step(nn.Identity(), None, (torch.ones(2), torch.ones(2)))
 
 
 def test_any_number_of_samples_can_be_run() -> None:
-    """More than there are, too: the largest micro-batch may be larger than a small data set."""
+    """Also more samples than there are, because the largest micro-batch may be larger than a small data set."""
     seen: list[torch.Tensor] = []
 
     def step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_any_number_of_samples_can_be_run() -> None:
     assert model.weight.grad is not None
 
 
-def test_a_data_set_that_gives_whole_batches_does_so_here_too() -> None:
+def test_a_data_set_may_return_whole_batches() -> None:
     class Whole(TensorDataset):
         def __getitems__(self, indices: list[int]) -> torch.Tensor:
             return self.tensors[0][indices]

@@ -1,4 +1,4 @@
-"""Repeated passes: they take time and change nothing else."""
+"""Repeated passes take time but do not change the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_repeated_passes_change_only_the_time():
     passes = []
 
     class Counted(torch.autograd.Function):
-        """A linear layer's neighbor that notes each pass."""
+        """Returns its input and records each forward and backward pass."""
 
         @staticmethod
         def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from colossal_hetero.testing.stragglers import Stragglers, inject_stragglers, pa
     "text, slowdowns",
     [("1:4", {1: 4.0}), ("0:8,3:2.5", {0: 8.0, 3: 2.5}), ("10:1", {10: 1.0}), (" 1:4 , 2:3 ", {1: 4.0, 2: 3.0})],
 )
-def test_parses(text: str, slowdowns: dict[int, float]) -> None:
+def test_slowdowns_are_parsed(text: str, slowdowns: dict[int, float]) -> None:
     assert parse_slowdowns(text) == slowdowns
 
 
@@ -28,7 +28,7 @@ def test_parses(text: str, slowdowns: dict[int, float]) -> None:
     "text, bad",
     [("", ""), ("1", "1"), ("1:", "1:"), (":4", ":4"), ("1:4,", ""), ("1.5:2", "1.5:2"), ("0:2,1:4:8", "1:4:8")],
 )
-def test_refuses_what_is_no_straggler(text: str, bad: str) -> None:
+def test_refuses_texts_of_another_form(text: str, bad: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{bad!r} is not RANK:FACTOR")):
         parse_slowdowns(text)
 
@@ -45,7 +45,7 @@ def test_refuses_ranks_that_do_not_exist(rank: int) -> None:
 
 
 @pytest.mark.parametrize("slowdown", [0.5, 0.0, -2.0, float("nan"), float("inf")])
-def test_refuses_slowdowns_that_are_none(slowdown: float) -> None:
+def test_refuses_impossible_slowdowns(slowdown: float) -> None:
     with pytest.raises(ValueError, match=f"slowdown {slowdown} of rank 0 must be a number of at least 1"):
         Stragglers(slowdowns={0: slowdown}, world_size=2)
 
@@ -63,7 +63,7 @@ def test_refuses_unknown_kinds(name: str, valid: str) -> None:
 
 
 def table(stragglers: Stragglers, periods: int) -> list[list[float]]:
-    """χ by period and rank."""
+    """The slowdown χ by period and rank."""
     return [[stragglers.slowdown(rank, p) for rank in range(stragglers.world_size)] for p in range(periods)]
 
 
@@ -71,18 +71,18 @@ def test_constant() -> None:
     assert table(Stragglers(slowdowns={1: 4.0}, world_size=3), 3) == [[1.0, 4.0, 1.0]] * 3
 
 
-def test_round_robin_moves_every_slowdown_on() -> None:
+def test_round_robin_moves_every_slowdown_to_the_next_rank() -> None:
     stragglers = Stragglers(slowdowns={1: 4.0, 2: 2.0}, schedule="round-robin", world_size=3)
     assert table(stragglers, 4) == [[1.0, 4.0, 2.0], [2.0, 1.0, 4.0], [4.0, 2.0, 1.0], [1.0, 4.0, 2.0]]
 
 
-def test_random_draws_ranks_anew() -> None:
+def test_random_draws_new_ranks_in_every_period() -> None:
     def drawn(seed: int) -> list[list[float]]:
         return table(Stragglers(slowdowns={0: 4.0, 3: 2.0}, schedule="random", world_size=4, seed=seed), 60)
 
     for slowdowns in drawn(0):
         assert sorted(slowdowns) == [1.0, 1.0, 2.0, 4.0]
-    assert drawn(0) == drawn(0), "ranks would disagree about who is slow"
+    assert drawn(0) == drawn(0), "ranks would disagree about which rank is slow"
     assert drawn(0) != drawn(1)
     places = Counter(slowdowns.index(4.0) for slowdowns in drawn(0))
     assert set(places) == {0, 1, 2, 3} and max(places.values()) < 30
@@ -109,7 +109,7 @@ def test_repeating_computes_a_product_factor_times_on_average(slowdown: float, p
     assert len(runs) == pytest.approx(products, abs=1)
 
 
-def test_repeating_returns_the_first_result_though_products_repeat() -> None:
+def test_repeating_returns_the_first_result() -> None:
     slow_down = module._RepeatSlowdown()
     slow_down.factor = 3.0
     results = [torch.randn(2) for _ in range(3)]
@@ -118,7 +118,7 @@ def test_repeating_returns_the_first_result_though_products_repeat() -> None:
 
 
 @pytest.mark.parametrize("slowdown", [1.0, 1.5, 8.0])
-def test_sleeping_is_in_proportion_to_the_product(slowdown: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sleep_is_proportional_to_the_time_of_the_product(slowdown: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now, slept = 100.0, []
     monkeypatch.setattr(module.time, "perf_counter", lambda: now)
     monkeypatch.setattr(module.time, "sleep", slept.append)
@@ -149,7 +149,7 @@ class Optimizer:
 def slowdowns_by_iteration(
     monkeypatch: pytest.MonkeyPatch, rank: int, iterations: int, per_epoch: int | None = None, **options: Any
 ) -> list[float]:
-    """χ by which a model's only layer is slowed on ``rank``, through the optimizer's steps."""
+    """The slowdown χ of a model's only layer on ``rank`` before each step of the optimizer."""
 
     class Layer:
         slow_down: Any = None
@@ -174,14 +174,14 @@ def test_injection_follows_the_schedule_by_iteration_and_by_epoch(means: str, mo
     assert slowdowns_by_iteration(monkeypatch, 1, 5, **by_iteration) == [1.0, 3.0, 1.0, 3.0, 1.0]
     by_epoch = dict(schedule="round-robin", means=means)
     assert slowdowns_by_iteration(monkeypatch, 0, 7, 3, **by_epoch) == [3.0, 3.0, 3.0, 1.0, 1.0, 1.0, 3.0]
-    # By the iteration the length of an epoch makes no difference.
+    # If the schedule changes every iteration, the length of an epoch makes no difference.
     assert slowdowns_by_iteration(monkeypatch, 0, 4, 3, **by_iteration) == [3.0, 1.0, 3.0, 1.0]
     assert slowdowns_by_iteration(monkeypatch, 0, 3, means=means) == [3.0, 3.0, 3.0]
     assert slowdowns_by_iteration(monkeypatch, 1, 3, means=means) == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("schedule", ["round-robin", "random"])
-def test_a_schedule_by_the_epoch_needs_its_length(schedule: str) -> None:
+def test_a_schedule_that_changes_every_epoch_needs_the_length_of_an_epoch(schedule: str) -> None:
     stragglers = Stragglers(slowdowns={0: 3.0}, schedule=schedule, world_size=2)
     with pytest.raises(ValueError, match=f"a {schedule} schedule that changes every epoch needs iterations_per_epoch"):
         inject_stragglers(torch.nn.Linear(1, 1), Optimizer(), stragglers)

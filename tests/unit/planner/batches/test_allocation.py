@@ -1,4 +1,4 @@
-"""Allocations against every other allocation there is, counted out one by one."""
+"""Allocations compared with all other allocations by enumeration."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def clusters(draw: st.DrawFn, most_kinds: int = 3, most_ranks: int = 4) -> list[
 
 
 def parts(samples: int, largest: list[int]):
-    """Every way to deal ``samples``, at most so many to each rank."""
+    """Every division of ``samples`` among ranks that hold at most ``largest`` samples each."""
     if not largest:
         if samples == 0:
             yield ()
@@ -46,7 +46,7 @@ def parts(samples: int, largest: list[int]):
 
 
 def least_wall(curves: list[Curve], samples: int, stage: int, accumulation: str, communication: float) -> float:
-    """By enumeration: all numbers of micro-steps, all sizes, all ways to deal."""
+    """The shortest wall time, found by enumeration of all numbers of micro-steps, sizes and divisions."""
     times = [[float(s) for s in curve.seconds] for curve in curves]
     largest = [curve.max_batch for curve in curves]
 
@@ -83,7 +83,7 @@ def least_wall(curves: list[Curve], samples: int, stage: int, accumulation: str,
 
 
 def check_sound(allocation: Allocation, curves: list[Curve], samples: int, communication: float) -> None:
-    """Every sample once, nothing too large, and the times that the curves give."""
+    """Check that every sample is allocated once, no micro-batch is too large, and the times are those of the curves."""
     shares = allocation.shares
     assert sum(share.samples for share in shares) == samples == allocation.global_batch_size
     for curve, share, busy in zip(curves, shares, allocation.busy_seconds, strict=True):
@@ -164,7 +164,7 @@ def test_the_order_of_ranks_and_equal_curves_do_not_matter(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("stage, accumulation", SETTINGS)
-def test_odd_cases(stage: int, accumulation: str, method: str) -> None:
+def test_edge_cases(stage: int, accumulation: str, method: str) -> None:
     slow, fast, tight = (Curve.from_seconds(times) for times in ([3, 6, 9, 12], [1, 2, 3, 4], [1.5]))
 
     def deal(curves: list[Curve], samples: int) -> Allocation:
@@ -181,8 +181,8 @@ def test_odd_cases(stage: int, accumulation: str, method: str) -> None:
     deal([fast, tight, slow], 40)
 
 
-def test_equal_wall_times_take_the_fewest_micro_steps() -> None:
-    """Times without a constant part: any number of micro-steps that fits takes as long, but for rounding."""
+def test_of_equal_wall_times_the_fewest_micro_steps_are_chosen() -> None:
+    """If times have no constant part, any number of micro-steps that fits takes equally long, except for rounding."""
     curve = Curve.from_seconds([0.1 * b for b in range(1, 9)])
     for stage, accumulation in SETTINGS:
         found = allocate([curve] * 3, 48, stage, accumulation=accumulation)
@@ -190,7 +190,7 @@ def test_equal_wall_times_take_the_fewest_micro_steps() -> None:
 
 
 def test_uneven_shares_of_unequal_devices() -> None:
-    """7 + 1 and 5 + 0: the slow rank gets what it runs meanwhile, which may be nothing."""
+    """The slow rank gets the samples that it can run in the time of the fast rank: 7 + 1, or 5 + 0."""
     fast = Curve.from_seconds([1.0 * b for b in range(1, 9)])
     assert [s.samples for s in allocate([fast, fast.scaled(7)], 8, 0).shares] == [7, 1]
     assert [s.samples for s in allocate([fast, fast.scaled(5)], 5, 3).shares] in ([4, 1], [5, 0])
@@ -198,7 +198,7 @@ def test_uneven_shares_of_unequal_devices() -> None:
     assert none.wall_seconds == 2.0 and [s.runs for s in none.shares] == [((2, 1),), ((1, 1),)]
 
 
-def test_own_takes_full_steps_at_the_best_size() -> None:
+def test_per_rank_accumulation_uses_the_fastest_batch_size() -> None:
     """Batches of 4 are the fastest per sample."""
     curve = Curve.from_seconds([2, 2, 2, 2, 5, 6])
     (share,) = allocate([curve], 13, 0, accumulation="per_rank").shares
@@ -213,14 +213,14 @@ def test_the_old_spelling_of_per_rank_is_accepted_with_a_warning() -> None:
     assert found == allocate([curve], 13, 0, accumulation="per_rank")
 
 
-def test_communication_per_micro_step_makes_for_fewer() -> None:
-    """Times that grow faster than the batch favor small micro-batches, unless each costs a synchronization."""
+def test_communication_per_micro_step_leads_to_fewer_micro_steps() -> None:
+    """If times grow faster than the batch, small micro-batches are better unless each one needs a synchronization."""
     curve = Curve.from_seconds([1.0 * b**1.5 for b in range(1, 17)])
     steps = [allocate([curve] * 2, 32, 3, communication_seconds=seconds).steps for seconds in (0.0, 1.0, 100.0)]
     assert steps == sorted(steps, reverse=True) and steps[0] == 16 and steps[-1] == 1
 
 
-def test_flops_follow_the_flops() -> None:
+def test_the_flops_method_divides_in_proportion_to_flops() -> None:
     curve = Curve.from_seconds([1.0 * b for b in range(1, 9)])
     found = allocate([curve] * 2, 12, 0, method="flops", flops=[2e12, 1e12])
     assert [share.runs for share in found.shares] == [((8, 1),), ((4, 1),)]
@@ -251,13 +251,13 @@ CURVE = Curve.from_seconds([1.0, 2.0])
         (([CURVE], 4, 0, {"method": "flops", "flops": [None]}), r"flops\[0\]=None must be"),
     ],
 )
-def test_mistakes_are_named(arguments: tuple, message: str) -> None:
+def test_wrong_arguments_are_named(arguments: tuple, message: str) -> None:
     curves, samples, stage, *more = arguments
     with pytest.raises(ValueError, match=message):
         allocate(curves, samples, stage, **(more[0] if more else {}))
 
 
-def test_shares_that_do_not_fit_are_refused() -> None:
+def test_shares_that_do_not_fit_are_rejected() -> None:
     with pytest.raises(ValueError, match="rank 1 holds at most 2 samples, not a micro-batch of 3"):
         evaluate([CURVE, CURVE], [Share(((2, 1),)), Share(((3, 1),))], 0, method="exact")
     with pytest.raises(ValueError, match="all ranks must run the same number of micro-steps"):
@@ -266,7 +266,8 @@ def test_shares_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("stage, accumulation", SETTINGS)
 def test_a_thousand_ranks(stage: int, accumulation: str) -> None:
-    """Near what the kinds' best speeds allow, and sound; the time is in benchmarks/data_parallel/allocation.py."""
+    """The wall time is close to the bound from the best speeds; for the planning time see
+    benchmarks/data_parallel/allocation.py."""
     kinds = [Curve.from_seconds([(0.01 + 0.02 * b) * slow for b in range(1, 65)]) for slow in (1, 1.5, 2, 3)]
     curves = [kinds[rank % 4] for rank in range(1024)]
     found = allocate(curves, 65536, stage, accumulation=accumulation)

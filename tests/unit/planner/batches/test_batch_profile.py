@@ -1,4 +1,4 @@
-"""The profile file: there and back, what is wrong with it in words, and memory at another stage of ZeRO."""
+"""The profile file: saving and loading, error messages, and the memory at other stages of ZeRO."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def profile(**changes: Any) -> BatchProfile:
 
 @pytest.fixture
 def broken(tmp_path: Path) -> Callable[[Callable[[Any], None]], str]:
-    """What is said of a profile that ``change`` was done to."""
+    """A function that returns the error message for a profile after ``change``."""
 
     def message(change: Callable[[Any], None]) -> str:
         path = tmp_path / "broken.json"
@@ -73,23 +73,23 @@ def broken(tmp_path: Path) -> Callable[[Callable[[Any], None]], str]:
     return message
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_a_saved_profile_loads_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     save_profile(profile(), path)
     assert load_profile(path) == profile()
     assert list(tmp_path.iterdir()) == [path]
     text = path.read_text()
     assert json.loads(text)["schema"] == 1
-    assert '{ "batch": 1, "seconds": 0.1, "forward_seconds": null }' in text  # a point is a line, to be edited
+    assert '{ "batch": 1, "seconds": 0.1, "forward_seconds": null }' in text  # one line per point, easy to edit
 
 
-def test_names_with_brackets_and_line_breaks_come_back(tmp_path: Path) -> None:
+def test_names_with_brackets_and_line_breaks_load_unchanged(tmp_path: Path) -> None:
     odd = profile(kinds=[device('a [x] {"y"}\n z'), device("ü]")])
     save_profile(odd, tmp_path / "odd.json")
     assert load_profile(tmp_path / "odd.json") == odd
 
 
-def test_a_profile_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "profile.json"
     path.write_text("old")
 
@@ -109,19 +109,19 @@ def test_ranks_of_a_kind_share_a_curve() -> None:
     assert [curve.max_batch for curve in profile().curves(largest=3)] == [3, 2, 3, 2]
 
 
-def test_state_bytes_follow_zero() -> None:
+def test_state_bytes_at_each_zero_stage() -> None:
     assert [state_bytes(MODEL, stage, 4) / GIB for stage in range(4)] == [16, 7, 5.5, 4]
     odd = MODEL.model_copy(update={"optimizer_bytes": 7})
     assert state_bytes(odd, 1, 2) - 4 * GIB == 4
 
 
-def test_other_stages_hold_what_the_smaller_state_leaves_room_for() -> None:
-    # 9, 10.5 and 12 GiB less than at stage 0, 2 GiB a sample.
+def test_a_smaller_state_leaves_memory_for_larger_batches() -> None:
+    # The state is 9, 10.5 and 12 GiB smaller than at stage 0; a sample takes 2 GiB.
     assert [profile().kind_max_batches(stage)[0] for stage in range(4)] == [4, 4 + 4, 4 + 5, 4 + 6]
-    # Half a sample's room is left over at stage 0 and counts at stage 1.
+    # At stage 0 the memory for half a sample stays unused; at stage 1 it is used.
     assert [profile().kind_max_batches(stage)[1] for stage in range(2)] == [2, 2 + 5]
     assert profile().state_bytes(3) == [4 * GIB, 4 * GIB]
-    # The largest batch that ran is believed more than memory on paper, where the two differ.
+    # If the measured largest batch differs from the computed one, the predictions are corrected by the difference.
     wasteful = profile(kinds=[device(max_batch=3)], ranks=[0] * 4, links=[])
     assert wasteful.kind_max_batches(3)[0] == 9
 
@@ -134,7 +134,7 @@ def test_fewer_ranks_each_hold_more_of_the_state() -> None:
     assert profile().kind_max_batches(0, sharing_ranks=2) == [4, 2]
 
 
-def test_where_memory_was_not_the_limit_memory_says_what_fits() -> None:
+def test_if_memory_was_not_the_limit_the_largest_batch_follows_from_memory() -> None:
     roomy = profile(kinds=[device(memory_bytes=30 * GIB, memory_bound=False)], ranks=[0] * 4, links=[])
     assert roomy.kind_max_batches(0)[0] == 4
     assert roomy.kind_max_batches(3)[0] == 13
@@ -143,7 +143,7 @@ def test_where_memory_was_not_the_limit_memory_says_what_fits() -> None:
     assert weightless.kind_max_batches(3)[0] == 4
 
 
-def test_a_device_without_room_at_this_stage_may_have_some_at_the_next() -> None:
+def test_a_device_without_enough_memory_may_hold_a_sample_at_the_next_stage() -> None:
     small = device("small", max_batch=0, memory_bytes=10 * GIB)
     one = profile(kinds=[device(), small], ranks=[0, 1, 1, 1], links=[])
     assert [one.kind_max_batches(stage)[1] for stage in range(4)] == [0, 1, 2, 3]
@@ -157,12 +157,12 @@ def test_a_device_without_room_at_this_stage_may_have_some_at_the_next() -> None
         tiny.curves(2)
 
 
-def test_synchronizations_of_other_stages_move_other_amounts() -> None:
+def test_the_communication_time_depends_on_the_stage() -> None:
     assert [profile().communication(stage) for stage in range(4)] == [0.5, 0.5, 0.25, 0.75]
     assert profile(stage=2).communication() == 0.5
 
 
-def test_flops_are_known_of_all_or_of_none() -> None:
+def test_flops_are_given_only_if_all_devices_have_them() -> None:
     assert profile().flops == [1e12] * 4
     assert profile(kinds=[device(), device("slow", flops=None)]).flops is None
 
@@ -179,12 +179,12 @@ def test_there_are_four_stages() -> None:
         ([{"batch": 1, "seconds": 0.5}, {"batch": 2, "seconds": 0.2}], "device bad: .*batch 2 takes 0.2"),
     ],
 )
-def test_points_that_make_no_curve_are_named_with_their_device(points: list[Any], words: str) -> None:
+def test_the_error_for_points_without_a_curve_names_the_device(points: list[Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         profile(kinds=[device(), device("bad", points=points)]).curves()
 
 
-def test_other_devices_models_stages_and_precisions_are_told() -> None:
+def test_a_profile_of_another_run_is_rejected() -> None:
     mine = profile()
     mine.check_fits(["fast", "slow", "fast", "slow"], "abc", stage=0, precision="fp16")
     for devices, digest, options, words in (
@@ -256,14 +256,14 @@ def put(*place: Any, value: Any) -> Callable[[Any], None]:
         (put("communication_seconds", value=-1), "communication_seconds is -1: must be at least 0"),
     ],
 )
-def test_what_is_wrong_is_said_in_words(
+def test_error_messages_name_the_field(
     broken: Callable[[Callable[[Any], None]], str], change: Callable[[Any], None], words: str
 ) -> None:
     message = broken(change)
     assert re.search(words, message), message
 
 
-def test_all_that_is_wrong_is_said_at_once(broken: Callable[[Callable[[Any], None]], str]) -> None:
+def test_all_errors_are_reported_at_once(broken: Callable[[Callable[[Any], None]], str]) -> None:
     def change(content: Any) -> None:
         content["stage"] = "two"
         content["kinds"][0]["points"][0]["batch"] = -1
@@ -272,18 +272,18 @@ def test_all_that_is_wrong_is_said_at_once(broken: Callable[[Callable[[Any], Non
     message = broken(change)
     assert message.count(";") == 2
     assert "precision is missing" in message and "stage is 'two'" in message and "batch is -1" in message
-    assert "kinds is" not in message  # the list is not empty because its element is wrong
+    assert "kinds is" not in message  # a list with a wrong element does not count as empty
 
 
 @pytest.mark.parametrize(("text", "words"), [("{", "is not JSON"), ("[]", "not a profile"), ("\udcff", "is not JSON")])
-def test_files_that_are_no_profile(tmp_path: Path, text: str, words: str) -> None:
+def test_files_that_are_not_profiles(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=words):
         load_profile(path)
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         load_profile(tmp_path / "nothing.json")
     with pytest.raises(ValueError, match="cannot be read"):

@@ -1,4 +1,4 @@
-"""Who is dropped, and what that saves."""
+"""Which devices are dropped, and how much time that saves."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def link(ranks: tuple[int, int], protocol: str, latency: float, bytes_per_second
 
 
 def mesh(count: int, gloo: float, nccl: float | None = None, only: tuple[int, ...] = ()) -> list[MeasuredLink]:
-    """Links that take so many seconds whatever is sent; NCCL among ``only``, or all."""
+    """Links that take ``gloo`` or ``nccl`` seconds for any message; ``only`` limits the NCCL links to some devices."""
     found = [link(pair, "gloo", gloo, 1e30) for pair in combinations(range(count), 2)]
     if nccl is not None:
         found += [link(pair, "nccl", nccl, 1e30) for pair in combinations(only or range(count), 2)]
     return found
 
 
-def test_equal_devices_all_stay() -> None:
+def test_equal_devices_are_all_kept() -> None:
     plan = adapt([straight(1.0)] * 4, 32, 0, links=mesh(4, 1.0, 0.1), protocols=[GPU] * 4, message_bytes=0)
     assert plan.dropped == () and plan.protocol == "nccl" and sorted(plan.ring) == [0, 1, 2, 3]
     assert plan.cost_seconds == pytest.approx(8.1) == plan.allocation.wall_seconds
@@ -40,9 +40,9 @@ def test_equal_devices_all_stay() -> None:
     assert plan.steps[0].reason == "all devices" and plan.steps[1].reason.startswith("rank 0 is the slowest")
 
 
-def test_a_cpu_that_turns_nccl_to_gloo_is_dropped_if_that_pays() -> None:
+def test_a_cpu_that_requires_gloo_is_dropped_if_that_saves_time() -> None:
     curves = [straight(1.0), straight(1.0), straight(4.0)]
-    for gloo, dropped in ((10.0, (2,)), (1.0, ())):  # 16 + gloo with all, 18 + 0.5 without the CPU
+    for gloo, dropped in ((10.0, (2,)), (1.0, ())):  # 16 s + gloo with all, 18 s + 0.5 s without the CPU
         links = mesh(3, gloo, 0.5, only=(0, 1))
         plan = adapt(curves, 36, 0, links=links, protocols=[GPU, GPU, CPU], message_bytes=0)
         assert plan.dropped == dropped and plan.protocol == ("nccl" if dropped else "gloo")
@@ -54,8 +54,8 @@ def test_a_cpu_that_turns_nccl_to_gloo_is_dropped_if_that_pays() -> None:
             assert plan.steps[-2].kept or plan.steps[-1].kept
 
 
-def test_two_cpus_go_together() -> None:
-    """Without one of them the others still speak Gloo, and compute longer."""
+def test_two_cpus_are_dropped_together() -> None:
+    """If only one of them is dropped, the others still use Gloo and compute longer."""
     curves = [straight(1.0), straight(1.0), straight(2.0), straight(2.0)]
     links = mesh(4, 3.0, 0.1, only=(0, 1))
     plan = adapt(curves, 12, 0, links=links, protocols=[GPU, GPU, CPU, CPU], message_bytes=0)
@@ -70,8 +70,8 @@ def test_a_device_behind_a_slow_link_is_dropped() -> None:
     assert plan.steps[1].without == (1,) and "communicates longer (5 s) than it computes (3 s)" in plan.steps[1].reason
 
 
-def test_what_is_sent_counts_and_every_micro_step_does() -> None:
-    """8 bytes at 4 per second; stage 3 synchronizes at each of two micro-steps."""
+def test_the_message_size_and_every_micro_step_count() -> None:
+    """8 bytes at 4 bytes per second; stage 3 synchronizes in each of the two micro-steps."""
     links = [link((0, 1), "gloo", 1.0, 4.0)]
     arguments = {"links": links, "protocols": [CPU] * 2, "message_bytes": 8.0}
     curves = [straight(100.0, most=2)] * 2
@@ -86,7 +86,7 @@ def test_one_device_may_remain() -> None:
     assert alone.ring == (0,) and alone.cost_seconds == 4.0 and len(alone.steps) == 1
 
 
-def test_a_device_without_room_is_dropped_first() -> None:
+def test_a_device_that_cannot_hold_a_sample_is_dropped_first() -> None:
     curves = [straight(1.0), straight(1.0).limited(0), straight(1.0)]
     plan = adapt(curves, 4, 0, links=mesh(3, 0.1), protocols=[CPU] * 3, message_bytes=0)
     assert plan.dropped == (1,) and plan.steps[0].reason == "cannot hold one sample: rank 1"
@@ -115,7 +115,8 @@ def test_missing_links_and_protocols_are_named() -> None:
 def test_costs_are_those_of_the_best_ring_and_batches(
     devices: list[tuple[float, bool]], samples: int, stage: int, gloo: float, faster: float, random
 ) -> None:
-    """By all permutations, for those who remain; never more than with all devices, never less than any subset's."""
+    """The cost is that of the best ring among all permutations of the kept devices. It is at most the cost of all
+    devices and at least the cost of the best subset."""
     curves = [straight(seconds, 6) for seconds, _ in devices]
     protocols = [GPU if is_gpu else CPU for _, is_gpu in devices]
     hop = {pair: gloo * random.random() for pair in combinations(range(len(devices)), 2)}

@@ -1,4 +1,4 @@
-"""Rings against all permutations."""
+"""Ring orders compared with all permutations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def link(ranks: tuple[int, int], latency: float, bytes_per_second: float, protoc
 
 @st.composite
 def matrices(draw: st.DrawFn) -> np.ndarray:
-    """Directed, often with equal edges."""
+    """Matrices of directed edges, often with equal values."""
     count = draw(st.integers(1, 7))
     edge = draw(st.sampled_from([st.floats(0.01, 10), st.integers(1, 4).map(float)]))
     seconds = np.array(draw(st.lists(edge, min_size=count * count, max_size=count * count))).reshape(count, count)
@@ -48,8 +48,8 @@ def test_no_ring_is_better(seconds: np.ndarray) -> None:
     assert total_seconds(seconds, ring) == pytest.approx(total)
 
 
-def test_the_longest_edge_comes_before_the_total() -> None:
-    """0-1-2-3 in order has total 8, but one edge of 5."""
+def test_the_longest_edge_counts_more_than_the_total() -> None:
+    """The ring 0-1-2-3 has a total of 8, but one edge of 5."""
     seconds = np.full((4, 4), 3.0)
     for a, b in ((0, 1), (1, 2), (2, 3)):
         seconds[a, b] = seconds[b, a] = 1.0
@@ -59,7 +59,7 @@ def test_the_longest_edge_comes_before_the_total() -> None:
 
 @pytest.mark.parametrize("count", [EXACT_DEVICES, EXACT_DEVICES + 1, 20, 40])
 def test_a_hidden_ring_is_found(count: int) -> None:
-    """A ring of short edges, anything else long; in number beyond what permutations can try."""
+    """One ring has short edges and all other edges are long. There are too many devices to try all permutations."""
     random = np.random.default_rng(count)
     hidden = random.permutation(count)
     seconds = random.uniform(2.0, 3.0, (count, count))
@@ -68,8 +68,8 @@ def test_a_hidden_ring_is_found(count: int) -> None:
     assert longest_edge(seconds, ring_order(seconds)) <= 1.0
 
 
-def test_the_local_search_comes_close() -> None:
-    """Where both can be had."""
+def test_the_local_search_is_close_to_the_optimum() -> None:
+    """With so few devices, the exact search is possible, too."""
     ratios = []
     for seed in range(20):
         seconds = np.random.default_rng(seed).uniform(0.1, 1.0, (9, 9))
@@ -79,7 +79,7 @@ def test_the_local_search_comes_close() -> None:
 
 @examples(ordinary=5, thorough=10)
 @given(st.integers(13, 18), st.integers(0, 2**32 - 1))
-def test_many_devices_do_better_than_their_numbering(count: int, seed: int) -> None:
+def test_the_ring_of_many_devices_is_no_worse_than_their_numbering(count: int, seed: int) -> None:
     seconds = np.random.default_rng(seed).uniform(0.1, 1.0, (count, count))
     ring = ring_order(seconds)
     assert sorted(ring) == list(range(count)) and ring[0] == 0
@@ -87,7 +87,7 @@ def test_many_devices_do_better_than_their_numbering(count: int, seed: int) -> N
     assert ring == ring_order(seconds)
 
 
-def test_links_of_the_protocol_only() -> None:
+def test_only_links_of_the_protocol_are_used() -> None:
     links = [
         link((0, 2), 1.0, 10.0),
         link((2, 5), 2.0, 10.0),
@@ -105,7 +105,7 @@ def test_links_of_the_protocol_only() -> None:
             link((0, 1), latency, bandwidth)
 
 
-def test_one_cpu_turns_nccl_to_gloo() -> None:
+def test_one_cpu_makes_all_devices_use_gloo() -> None:
     gpu, cpu = ("nccl", "gloo"), ("gloo",)
     assert common_protocol([gpu, gpu]) == "nccl"
     assert common_protocol([gpu, cpu]) == "gloo"

@@ -13,7 +13,7 @@ from colossal_hetero.planner.batches.time_curve import MAX_DIP
 
 @st.composite
 def measured(draw: st.DrawFn) -> tuple[dict[int, float], int]:
-    """Points that rise, but for noise."""
+    """Points whose times rise, except for noise."""
     batches = sorted(draw(st.sets(st.integers(1, 64), min_size=2, max_size=8)))
     times, time = [], draw(st.floats(0.001, 1.0))
     for _ in batches:
@@ -23,7 +23,7 @@ def measured(draw: st.DrawFn) -> tuple[dict[int, float], int]:
 
 
 @given(measured())
-def test_curves_rise_and_keep_near_the_points(case: tuple[dict[int, float], int]) -> None:
+def test_curves_rise_and_stay_near_the_points(case: tuple[dict[int, float], int]) -> None:
     points, max_batch = case
     curve = Curve.through(points, max_batch)
     assert curve.max_batch == max_batch and curve.seconds.shape == (max_batch + 1,)
@@ -34,19 +34,17 @@ def test_curves_rise_and_keep_near_the_points(case: tuple[dict[int, float], int]
 
 
 @given(st.floats(0.001, 1), st.floats(0.001, 1), st.sets(st.integers(1, 50), min_size=2), st.integers(1, 100))
-def test_straight_measurements_make_a_straight_curve(
-    fixed: float, slope: float, batches: set[int], max_batch: int
-) -> None:
+def test_points_on_a_line_make_a_linear_curve(fixed: float, slope: float, batches: set[int], max_batch: int) -> None:
     curve = Curve.through({b: fixed + slope * b for b in batches}, max_batch)
     inside = np.arange(min(batches), max_batch + 1)
     np.testing.assert_allclose(curve.seconds[inside], fixed + slope * inside, rtol=1e-6)
 
 
-def test_points_that_rise_are_met() -> None:
+def test_a_curve_goes_through_rising_points() -> None:
     points = {1: 1.0, 2: 1.1, 4: 1.9, 8: 4.5, 13: 6.0}
     curve = Curve.through(points, 20)
     assert {batch: curve.seconds[batch] for batch in points} == pytest.approx(points)
-    # Further on it is straight.
+    # After the last point the curve is linear.
     assert np.diff(curve.seconds[13:], 2) == pytest.approx(np.zeros(6), abs=1e-12)
 
 
@@ -56,17 +54,17 @@ def test_the_spline_is_the_natural_one() -> None:
     assert curve.seconds[5] == pytest.approx(18 / 8 / 12 + (2 / 2 - 18 / 8 / 3) + 9 / 2)
 
 
-def test_overshoot_does_not_fall_or_leave_its_neighbors() -> None:
+def test_the_curve_stays_between_neighboring_points() -> None:
     curve = Curve.through({1: 1.0, 8: 1.0, 9: 5.0, 16: 5.0}, 16)
     assert curve.seconds[1:9].tolist() == [1.0] * 8 and curve.seconds[9:].tolist() == [5.0] * 8
 
 
-def test_before_the_first_point_no_sample_is_faster() -> None:
+def test_below_the_first_point_no_sample_is_faster() -> None:
     curve = Curve.through({4: 2.0, 8: 6.0}, 8)
     assert (curve.seconds[1:4] >= 2.0 * np.arange(1, 4) / 4 - 1e-12).all()
 
 
-def test_noise_is_pooled_and_more_is_an_error() -> None:
+def test_noise_is_averaged_and_larger_dips_are_errors() -> None:
     curve = Curve.through({1: 1.0, 2: 2.0, 4: 1.9, 8: 4.0}, 8)
     assert curve.seconds[[2, 3, 4]].tolist() == pytest.approx([1.95] * 3)
     with pytest.raises(

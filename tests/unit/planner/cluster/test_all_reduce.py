@@ -1,4 +1,4 @@
-"""Rings against one that is walked through step by step, and NICs that rings share."""
+"""The times of rings, compared with a computation step by step, and rings that share NICs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LATENCY = 5e-6
 
 
 def walked(topology: Topology, group: list[int], gradient_bytes: float) -> float:
-    """A ring in which nobody begins a step before it has what the last one brings."""
+    """The time of a ring in which a device begins a step only after it has received the previous message."""
     count = len(group)
     ready = [0.0] * count
     for _ in range(2 * (count - 1)):
@@ -54,8 +54,8 @@ def test_the_formula() -> None:
     assert synchronization_seconds(topology, [2], 1e9) == synchronization_seconds(topology, [0, 3], 0) == 0.0
 
 
-def test_messages_have_their_own_bandwidth() -> None:
-    """Each step sends a part of the gradients: of 4 GB among 4, 1 GB."""
+def test_the_bandwidth_depends_on_the_message_size() -> None:
+    """Each step sends one part of the gradients: 1 GB, if four devices have 4 GB."""
     topology = machines(Nodes("InfiniBand", [1] * 4))
     curved = Channel("InfiniBand", 25e9, 0.0, (0.0, 1.0, 2.0))
     nodes = tuple(type(n)(n.name, n.cluster, n.devices, n.inside, (curved,)) for n in topology.nodes)
@@ -64,8 +64,8 @@ def test_messages_have_their_own_bandwidth() -> None:
 
 
 def test_rings_share_a_nic() -> None:
-    """Eight devices a node with one NIC: eight rings between two nodes take eight times as long as one; with eight
-    NICs each has its own; with two NICs four share one."""
+    """Eight rings between two nodes of eight devices. If each node has one NIC, they take eight times as long as one
+    ring; with eight NICs each ring uses a separate NIC; with two NICs four rings share one."""
     for nics, factor in ((1, 8), (8, 1), (2, 4)):
         topology = machines(Nodes("InfiniBand", [8, 8], nics), latency_seconds=0.0)
         groups = [(device, device + 8) for device in range(8)]
@@ -84,27 +84,27 @@ def test_a_ring_leaves_each_node_once() -> None:
     assert synchronization_seconds(topology, range(8), 8e9) == pytest.approx(14 * 1e9 / NVLINK.bytes_per_second)
 
 
-def test_different_networks_do_not_disturb_each_other() -> None:
-    """A ring inside a cluster on InfiniBand beside one that leaves the same node over Ethernet."""
+def test_rings_on_different_networks_do_not_slow_each_other() -> None:
+    """One ring stays in its cluster on InfiniBand; the other one leaves the same node over Ethernet."""
     topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]))
     groups = [(0, 2), (1, 4)]
     assert concurrent_seconds(topology, groups, [1e9, 1e9]) == pytest.approx(
         [synchronization_seconds(topology, group, 1e9) for group in groups]
     )
-    # Two on Ethernet do, where they meet: node 0 sends both.
+    # Two rings on Ethernet slow each other where they share a NIC: node 0 sends both.
     both = concurrent_seconds(topology, [(0, 4), (1, 6)], [1e9, 1e9])
     assert both == pytest.approx([synchronization_seconds(topology, (0, 4), 1e9, sharing=2)] * 2)
-    # One without gradients takes no share.
+    # A ring without gradients takes no bandwidth.
     assert concurrent_seconds(topology, [(0, 4), (1, 6)], [1e9, 0])[0] < both[0]
 
 
-def test_a_ring_has_one_network() -> None:
-    """A ring over both clusters runs over Ethernet all round, so it meets another one inside its cluster, too."""
+def test_a_ring_uses_one_network() -> None:
+    """A ring over both clusters uses Ethernet for all hops, also for those inside a cluster."""
     topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2]), latency_seconds=0.0)
     seconds = concurrent_seconds(topology, [(0, 2, 4), (1, 5)], [3e9, 3e9])
-    # Between nodes 0 and 1 it is alone, between 1 and 2 as well; node 2 sends both rings to node 0.
+    # Nodes 0 and 2 send and receive both rings, so each ring gets half of the bandwidth there.
     assert seconds[0] == pytest.approx(4 * 1e9 / (25 * GIGABIT) * 2)
-    # A ring that stays on InfiniBand is not met.
+    # A ring that stays on InfiniBand shares no NIC with a ring on Ethernet.
     assert concurrent_seconds(topology, [(0, 2), (1, 5)], [1e9, 1e9])[0] == pytest.approx(1e9 / (200 * GIGABIT))
 
 
@@ -117,7 +117,7 @@ def test_a_ring_has_one_network() -> None:
         ((0, 1), 1.0, 0, "sharing=0"),
     ],
 )
-def test_groups_that_cannot_be(group: tuple[int, ...], size: float, sharing: int, words: str) -> None:
+def test_impossible_groups(group: tuple[int, ...], size: float, sharing: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         synchronization_seconds(machines(Nodes("RoCE", [2, 2])), group, size, sharing)
     with pytest.raises(ValueError, match="give one per group"):

@@ -1,4 +1,4 @@
-"""The cluster file: what it says, that writing it loses nothing, and what is wrong with one in words."""
+"""The cluster file: reading, writing without loss, and error messages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ latency_seconds = 0.01
 """
 
 
-def test_says_what_it_says() -> None:
+def test_all_fields_are_read() -> None:
     topology = parse_cluster(FILE)
     old, a100 = DeviceKind("old", 12_000_000_000, 6.5e12), DeviceKind("A100-40", 39_500_000_000, 312e12)
     assert topology.clusters == ("east", "west")
@@ -73,14 +73,14 @@ def test_says_what_it_says() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
-def test_examples_load_and_survive_writing(path: Path, tmp_path: Path) -> None:
+def test_examples_are_unchanged_after_writing_and_loading(path: Path, tmp_path: Path) -> None:
     topology = load_cluster(path)
     save_cluster(topology, tmp_path / "copy.toml", "A copy.\n\nOf an example.")
     assert load_cluster(tmp_path / "copy.toml") == topology
     assert [file.name for file in tmp_path.iterdir()] == ["copy.toml"]
 
 
-def test_alike_nodes_share_a_table() -> None:
+def test_equal_nodes_share_a_table() -> None:
     text = write_cluster(parse_cluster(FILE))
     assert text.count("[[clusters.nodes]]") == 2
     assert "count = 2\n" in text
@@ -131,7 +131,7 @@ def test_writing_loses_nothing(topology: Topology, comment: str) -> None:
         assert load_cluster(Path(folder, "cluster.toml")) == topology
 
 
-def test_what_no_file_says_is_not_written(tmp_path: Path) -> None:
+def test_a_topology_that_no_file_can_describe_is_not_written(tmp_path: Path) -> None:
     kind = GPUS["T4"]
     nic = (Channel("Ethernet", 1e9),)
     nodes = (Node("a", 0, (1,), INSIDE["T4"], nic), Node("b", 0, (0,), INSIDE["T4"], nic))
@@ -147,18 +147,18 @@ MISTAKES = {
         "[kinds.V100] with memory_gb and tflops",
     ),
     "spelling of a kind": (('kind = "V100-16"', 'kind = "v100-16"'), "did you mean V100-16"),
-    "own kind lacks memory": (("memory_gb = 12", ""), "kinds.old has no memory_gb, and there is no preset"),
-    "own kind with both units": (
+    "declared kind without memory": (("memory_gb = 12", ""), "kinds.old has no memory_gb, and there is no preset"),
+    "declared kind with both units": (
         ("memory_gb = 12", "memory_gb = 12\nmemory_bytes = 1"),
         "either memory_gb or memory_b",
     ),
     "negative bandwidth": (("gigabits_per_second = 100", "gigabits_per_second = -100"), "is -100", "must be above 0"),
-    "no bandwidth": (("gigabytes_per_second = 16", "gigabytes_per_second = 0"), "inside.gigabytes_per_second is 0"),
+    "bandwidth of 0": (("gigabytes_per_second = 16", "gigabytes_per_second = 0"), "inside.gigabytes_per_second is 0"),
     "bandwidth left out": ((", gigabytes_per_second = 16", ""), "clusters[0].nodes[0].inside: a bandwidth is missing"),
     "bandwidth twice": (("gigabytes_per_second = 16", "gigabytes_per_second = 16, bytes_per_second = 1"), "give one"),
     "negative latency": (("latency_microseconds = 5", "latency_microseconds = -5"), "must be at least 0"),
     "infinite bandwidth": (("gigabytes_per_second = 16", "gigabytes_per_second = inf"), "must be a finite number"),
-    "curve": (("[-0.5, 2.0, 6.0]", "[-0.5, 0.0, -6.0]"), "gives large messages no bandwidth"),
+    "curve without bandwidth": (("[-0.5, 2.0, 6.0]", "[-0.5, 0.0, -6.0]"), "gives large messages no bandwidth"),
     "missing link": (
         (
             FILE[FILE.index("[[links]]") :],
@@ -174,17 +174,17 @@ MISTAKES = {
     "link to itself": (('["west", "east"]', '["west", "west"]'), "joins two clusters, not west with itself"),
     "clusters twice": (('name = "west"', 'name = "east"'), "two clusters have the name east"),
     "nodes twice": (("[[clusters.nodes]]\ndevices", '[[clusters.nodes]]\nname = "e-1"\ndevices'), "the name e-1"),
-    "no count": (("count = 2\n", "count = 0\n"), "clusters[0].nodes[0].count is 0: must be at least 1"),
-    "no devices of a kind": (("count = 4", "count = 0"), "devices[0].count is 0: must be at least 1"),
-    "broken count": (("count = 4", "count = 4.5"), "devices[0].count is 4.5: must be a whole number"),
-    "more memory than there is": (("memory_gb = 12", "memory_gb = 1e300"), "memory_gb is 1e+300: must be at most"),
+    "count of 0": (("count = 2\n", "count = 0\n"), "clusters[0].nodes[0].count is 0: must be at least 1"),
+    "count of 0 devices": (("count = 4", "count = 0"), "devices[0].count is 0: must be at least 1"),
+    "fractional count": (("count = 4", "count = 4.5"), "devices[0].count is 4.5: must be a whole number"),
+    "too much memory": (("memory_gb = 12", "memory_gb = 1e300"), "memory_gb is 1e+300: must be at most"),
     "too many nodes": (("count = 2\n", "count = 100000000\n"), "count is 100000000: must be at most 65536"),
     "too many devices": (("count = 4", "count = 65536"), "these are 65542 devices; at most 65536 can be planned for"),
     "no devices": (
         ('[{ kind = "V100-16", count = 4 }]', "[]"),
         "clusters[1].nodes[0].devices is []: must not be empty",
     ),
-    "standing still": (("speed = 0.25", "speed = 0"), "must be above 0"),
+    "speed of 0": (("speed = 0.25", "speed = 0"), "must be above 0"),
     "not TOML": (("memory_gb = 12", "memory_gb 12"), "is not TOML: ", "at line 5"),
     "unknown field": (("speed = 0.25", "sped = 0.25"), "devices[1].sped is not a field; did you mean speed?"),
     "unknown table": (("[[links]]", "[[link]]"), "link is not a field; did you mean links?"),
@@ -198,7 +198,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_in_words(name: str, tmp_path: Path) -> None:
+def test_error_messages_name_the_mistake(name: str, tmp_path: Path) -> None:
     (before, after), *words = MISTAKES[name]
     assert before in FILE
     path = tmp_path / "cluster.toml"
@@ -217,7 +217,7 @@ def test_byte_order_mark(tmp_path: Path) -> None:
     assert load_cluster(path) == parse_cluster(FILE)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_files_that_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         load_cluster(tmp_path / "cluster.toml")
     with pytest.raises(ValueError, match="cannot be read"):
@@ -233,7 +233,7 @@ def test_nodes_of_a_cluster_that_share_no_network() -> None:
         parse_cluster(text)
 
 
-def test_lone_device_of_an_own_kind_needs_no_inside() -> None:
+def test_a_single_device_of_a_declared_kind_needs_no_inside() -> None:
     text = 'schema = 1\n[kinds.x]\nmemory_gb = 1\ntflops = 1\n[[clusters]]\nname = "a"\n[[clusters.nodes]]\n'
     assert len(parse_cluster(text + 'devices = [{ kind = "x" }]').devices) == 1
     with pytest.raises(ValueError, match="the link between x devices is unknown"):

@@ -1,4 +1,4 @@
-"""Presets of GPUs: those that the papers and the measurements name, with what is known of their ratios."""
+"""The presets of GPUs: all GPUs that the papers and the measurements name, with their memory, speeds and links."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMED = {
 }
 
 
-def test_all_are_there() -> None:
+def test_all_named_gpus_have_presets() -> None:
     assert set(GPUS) == set(INSIDE) == NAMED
     assert all(name == kind.name for name, kind in GPUS.items())
 
@@ -27,9 +27,9 @@ def test_memory_is_what_the_name_says(name: str) -> None:
     assert GPUS[name].memory_bytes == int(name.rpartition("-")[2]) * 10**9
 
 
-def test_speeds_as_the_papers_have_them() -> None:
+def test_speeds_follow_from_cores_and_clocks() -> None:
     flops = {name: kind.flops for name, kind in GPUS.items()}
-    # Clock times units: 2 FLOP x CUDA cores x boost clock, of which tensor cores do 8 times as much on Volta.
+    # 2 FLOP × CUDA cores × boost clock; tensor cores multiply this, on Volta by 8.
     assert flops["V100-16"] == pytest.approx(8 * 2 * 5120 * 1.53e9, rel=0.01)
     assert flops["GTX-1080"] == pytest.approx(2 * 2560 * 1.733e9, rel=0.01)
     assert flops["A100-40"] == pytest.approx(16 * 2 * 6912 * 1.41e9, rel=0.01)
@@ -43,7 +43,7 @@ def test_speeds_as_the_papers_have_them() -> None:
 
 
 @pytest.mark.skipif(not MEASURED.exists(), reason="needs the measured bandwidths beside the repository")
-def test_nothing_was_measured_faster_inside_a_node() -> None:
+def test_no_measured_bandwidth_inside_a_node_is_above_the_preset() -> None:
     for row in csv.DictReader(MEASURED.open()):
         if row["where"] == "inside a node" and row["gpus"] == "2" and row["gpu"] != "RTX-3090":
             measured, nominal = float(row["max_bytes_per_second"]), INSIDE[row["gpu"]].bytes_per_second

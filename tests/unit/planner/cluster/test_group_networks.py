@@ -1,4 +1,4 @@
-"""Backends and environments by what a group's nodes have."""
+"""The backend and the environment variables of a group, chosen by the networks of its nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOLMES = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]), Nodes("Eth
         ((0, 2), Network("nccl", "InfiniBand", "IB")),
         ((4, 5, 6, 7), Network("nccl", "RoCE", "IB")),
         ((8, 10), Network("nccl", "Ethernet", "Socket")),
-        # InfiniBand and RoCE do not speak with each other, though NCCL calls both IB.
+        # InfiniBand and RoCE cannot communicate with each other, although NCCL calls both IB.
         ((0, 4), Network("nccl", "Ethernet", "Socket")),
         ((0, 1, 2, 8), Network("nccl", "Ethernet", "Socket")),
     ],
@@ -37,7 +37,7 @@ def with_cpu(topology: Topology, number: int) -> Topology:
     return dataclasses.replace(topology, devices=tuple(devices))
 
 
-def test_gloo_as_soon_as_a_cpu_takes_part() -> None:
+def test_a_group_with_a_cpu_uses_gloo() -> None:
     topology = with_cpu(HOLMES, 2)
     assert group_network(topology, (0, 2)) == Network("gloo", "InfiniBand")
     assert group_network(topology, (2, 4)) == Network("gloo", "Ethernet")
@@ -45,7 +45,7 @@ def test_gloo_as_soon_as_a_cpu_takes_part() -> None:
     assert group_network(topology, (0, 3)).backend == "nccl"
 
 
-def test_groups_by_nic_use_rdma_but_for_pipelines() -> None:
+def test_groups_of_a_nic_layout_use_rdma_except_for_pipelines() -> None:
     topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]))
     layout = nic_layout(topology, 2, 2, 2)
     assert {group_network(topology, group).kind for group in layout.tensor_groups} == {"NVLink"}
@@ -76,7 +76,7 @@ def test_environment_of_a_process() -> None:
     assert process_environment({"Ethernet": Adapter()}) == {}
 
 
-def test_what_cannot_be() -> None:
+def test_impossible_groups() -> None:
     with pytest.raises(ValueError, match="needs a device"):
         group_network(HOLMES, ())
     with pytest.raises(ValueError, match="device 12"):

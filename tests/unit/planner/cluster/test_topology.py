@@ -1,4 +1,4 @@
-"""Channels: time by message, and the channel between two devices."""
+"""Channels: the time of a message, and the channel between two devices."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def hybrid() -> Topology:
     return parse_cluster(HYBRID)
 
 
-def test_a_message_takes_its_latency_and_its_bytes() -> None:
+def test_the_time_of_a_message_is_latency_plus_bytes_over_bandwidth() -> None:
     channel = Channel("Ethernet", 2e9, 1e-4)
     assert channel.seconds(4e9) == pytest.approx(2.0001)
     assert channel.seconds(1) == pytest.approx(1e-4, rel=1e-3)
@@ -75,7 +75,7 @@ def test_a_curve_is_a_parabola_over_the_logarithm_up_to_the_limit() -> None:
     for megabytes in (1, 8, 100):
         x = np.log2(megabytes)
         assert channel.bandwidth(megabytes * 1e6) == pytest.approx((-0.2 * x**2 + 7 * x + 22) * 1e9)
-    # It turns at x = 17.5; beyond, it does not fall.
+    # The vertex is at x = 17.5; beyond it the bandwidth does not fall.
     assert channel.bandwidth(2**25 * 1e6) == pytest.approx((-0.2 * 17.5**2 + 7 * 17.5 + 22) * 1e9)
     assert Channel("NVLink", 50e9, 0, (-0.2, 7.0, 22.0)).bandwidth(1e9) == 50e9
 
@@ -90,13 +90,13 @@ def test_no_message_takes_longer_than_a_larger_one(
 ) -> None:
     channel = Channel("x", most, 1e-6, curve)
     seconds = [channel.seconds(message) for message in messages]
-    # Steps of a sixteenth of an octave find the least message to a small part.
+    # The fastest message is searched in steps of 1/16 octave, so a small error remains.
     assert all(a <= b * 1.01 for a, b in itertools.pairwise(seconds))
     assert all(0 < channel.bandwidth(message) <= most * (1 + 1e-9) for message in messages)
 
 
 @pytest.mark.skipif(not MEASURED.exists(), reason="needs the measured bandwidths beside the repository")
-def test_measured_curves_are_kept_where_they_were_measured() -> None:
+def test_curves_are_kept_in_the_measured_range() -> None:
     for row in csv.DictReader(MEASURED.open()):
         a, b, c = (float(row[name]) for name in "abc")
         channel = Channel("x", float(row["max_bytes_per_second"]), 0.0, (a, b, c))
@@ -123,7 +123,7 @@ def way(topology: Topology, a: str, b: str) -> tuple[str, float]:
     return channel.kind, channel.bytes_per_second * 8 / 1e9
 
 
-def test_the_way_between_nodes(hybrid: Topology) -> None:
+def test_the_channel_between_nodes(hybrid: Topology) -> None:
     assert way(hybrid, "fast-0", "fast-0") == ("NVLink", 2400)
     assert way(hybrid, "fast-0", "fast-1") == ("InfiniBand", 200)
     assert way(hybrid, "fast-0", "slower") == ("InfiniBand", 100)
@@ -134,14 +134,14 @@ def test_the_way_between_nodes(hybrid: Topology) -> None:
     assert way(hybrid, "b-1", "c") == ("Ethernet", 2)
 
 
-def test_no_way(hybrid: Topology) -> None:
+def test_no_channel(hybrid: Topology) -> None:
     without = Topology(hybrid.devices, hybrid.nodes, hybrid.clusters, hybrid.between[:1])
     assert without.channel(0, 15) == hybrid.channel(0, 15)
     with pytest.raises(ValueError, match=r"node b-1 of cluster b .* and node c of cluster c \(no NIC\)"):
         without.channel(15, 17)
 
 
-def test_equal_topologies_have_equal_hashes_and_survive_pickling(hybrid: Topology) -> None:
+def test_equal_topologies_have_equal_hashes_and_can_be_pickled(hybrid: Topology) -> None:
     other = parse_cluster(HYBRID)
     hybrid.channel(0, 18)
     assert other == hybrid and hash(other) == hash(hybrid)

@@ -1,4 +1,4 @@
-"""Layouts against Holmes' definition, written out here, and against all ways to divide small clusters into stages."""
+"""Layouts compared with Holmes' definition and, for small clusters, with all divisions into stages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shapes(draw: st.DrawFn, max_nodes: int = 3, sizes: tuple[int, ...] = (1, 2, 
 
 @examples(ordinary=50, thorough=300)
 @given(shapes(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 8))
-def test_the_definition_holds_where_it_can(shape: list[Nodes], tp: int, pp: int, dp: int) -> None:
+def test_layouts_follow_the_definition_where_possible(shape: list[Nodes], tp: int, pp: int, dp: int) -> None:
     topology = machines(*shape)
     groups = [sum(size // tp for size in nodes.sizes) for nodes in shape]
     assume(sum(groups) >= pp * dp and tp * pp * dp <= len(topology.devices))
@@ -60,7 +60,7 @@ def test_the_definition_holds_where_it_can(shape: list[Nodes], tp: int, pp: int,
     cluster = [device.cluster for device in topology.devices]
     assert all(len({node[device] for device in group}) == 1 for group in layout.tensor_groups)
     across = [len({cluster[device] for device in group}) > 1 for group in layout.data_groups]
-    # A stage needs dp groups of one cluster; a stage that no cluster has enough groups for spans several.
+    # A stage needs dp groups of one cluster; if no cluster has enough groups, the stage spans several clusters.
     missing = max(0, pp - sum(count // dp for count in groups))
     assert sum(across) == missing * tp
     assert [violation.rule for violation in layout.verify(topology)] == ["data"] * (missing * tp)
@@ -68,7 +68,7 @@ def test_the_definition_holds_where_it_can(shape: list[Nodes], tp: int, pp: int,
 
 @examples(ordinary=40, thorough=200)
 @given(shapes(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 6), st.booleans())
-def test_naive_layouts_are_numbered_as_colossalai_numbers(
+def test_naive_layouts_use_the_rank_orders_of_colossalai(
     shape: list[Nodes], tp: int, pp: int, dp: int, outside: bool
 ) -> None:
     topology = machines(*shape)
@@ -97,7 +97,7 @@ def assignments(devices: Sequence[int], pipeline: int, replicas: int) -> Iterato
 
 @examples(ordinary=30, thorough=60)
 @given(shapes(max_nodes=2, sizes=(1, 2, 3)), st.integers(1, 3), st.integers(1, 3))
-def test_no_layout_has_fewer_violations_or_with_as_many_a_shorter_synchronization(
+def test_no_layout_has_fewer_violations_or_equally_many_and_a_shorter_time(
     shape: list[Nodes], pp: int, dp: int
 ) -> None:
     topology = machines(*shape)
@@ -118,7 +118,7 @@ def test_no_layout_has_fewer_violations_or_with_as_many_a_shorter_synchronizatio
 
 @examples(ordinary=50, thorough=100)
 @given(shapes(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.floats(0.01, 1000))
-def test_no_order_as_launched_is_better(shape: list[Nodes], tp: int, pp: int, dp: int, megabytes: float) -> None:
+def test_no_launch_order_is_better(shape: list[Nodes], tp: int, pp: int, dp: int, megabytes: float) -> None:
     topology = machines(*shape)
     assume(sum(size // tp for nodes in shape for size in nodes.sizes) >= pp * dp)
     ours = nic_layout(topology, tp, pp, dp, gradient_bytes=1e9, activation_bytes=megabytes * 1e6, micro_batches=4)
@@ -131,7 +131,7 @@ def test_no_order_as_launched_is_better(shape: list[Nodes], tp: int, pp: int, dp
 
 
 def test_holmes_example() -> None:
-    """Figure 3's case: two clusters of two nodes, two stages; stage s is cluster s, a node a tensor-parallel group."""
+    """The case of Figure 3: two clusters of two nodes; each cluster is a stage, each node a tensor-parallel group."""
     topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]))
     layout = nic_layout(topology, 2, 2, 2)
     assert layout.ranks == (((0, 1), (4, 5)), ((2, 3), (6, 7)))
@@ -147,9 +147,9 @@ def test_holmes_example() -> None:
     )
 
 
-def test_costs_by_nic_and_as_launched() -> None:
-    """As launched, gradients use Ethernet of 25 Gbit/s instead of 200 Gbit/s, with one ring per NIC and rings of equal
-    length in both layouts: eight times the time."""
+def test_costs_of_the_nic_layout_and_the_launch_order() -> None:
+    """In launch order, gradients use Ethernet of 25 Gbit/s instead of a network of 200 Gbit/s. Both layouts have one
+    ring per NIC and rings of equal length, so the launch order takes eight times as long."""
     topology = machines(Nodes("InfiniBand", [1, 1]), Nodes("RoCE", [1, 1]), latency_seconds=0.0)
     ours = nic_layout(topology, 1, 2, 2, gradient_bytes=1e9, activation_bytes=1e6, micro_batches=4)
     costs = layout_costs(topology, ours, 1e9, 1e6, 4)
@@ -177,8 +177,8 @@ def test_heavy_activations_keep_pipelines_inside_nodes() -> None:
 
 
 def test_a_cluster_of_two_kinds_of_nic_is_two_networks() -> None:
-    """InfiniBand and RoCE cannot communicate with each other (Holmes, 2.2), so a data-parallel group of both runs over
-    Ethernet although it stays in its cluster."""
+    """InfiniBand and RoCE cannot communicate with each other (Holmes, 2.2), so a data-parallel group of both uses
+    Ethernet, although it stays in its cluster."""
     topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]), one_cluster=True)
     assert not nic_layout(topology, 2, 2, 2).verify(topology)
     violations = naive_layout(topology, 2, 2, 2).verify(topology)
@@ -186,7 +186,7 @@ def test_a_cluster_of_two_kinds_of_nic_is_two_networks() -> None:
     assert "over Ethernet between node-0 and node-2, though they have InfiniBand and RoCE" in violations[0].text
 
 
-def test_stages_stay_inside_nodes_where_devices_can_be_left_out() -> None:
+def test_stages_stay_inside_nodes_if_devices_can_be_left_out() -> None:
     """Two nodes of three devices, two stages of two: one device per node stays unused, and no stage spans nodes."""
     layout = nic_layout(machines(Nodes("InfiniBand", [3, 3])), 1, 2, 2)
     assert layout.data_groups == ((0, 1), (3, 4))
@@ -215,12 +215,12 @@ def test_degrees_that_do_not_fit(degrees: tuple[int, int, int], words: str) -> N
         ((((0,), (0,)),), "device 0 has more than one place"),
     ],
 )
-def test_invalid_layouts_are_refused(ranks: tuple, words: str) -> None:
+def test_invalid_layouts_are_rejected(ranks: tuple, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Layout(ranks)
 
 
-def test_invalid_arguments_of_costs_are_refused() -> None:
+def test_invalid_arguments_of_costs_are_rejected() -> None:
     topology = machines(Nodes("InfiniBand", [2, 2]))
     layout = nic_layout(topology, 1, 2, 2)
     with pytest.raises(ValueError, match="gradient_bytes_per_stage has 3 values for 2 stages"):
@@ -230,8 +230,8 @@ def test_invalid_arguments_of_costs_are_refused() -> None:
 
 
 def test_clusters_in_a_chain() -> None:
-    """Without Ethernet, the second and the third cluster reach only the first. Stages must follow that chain; orders as
-    launched would need the missing link and are left out."""
+    """Without Ethernet, the second and the third cluster reach only the first. Stages must follow that chain; the
+    launch orders would need the missing link and are left out."""
     topology = machines(Nodes("RoCE", [2]), Nodes("RoCE", [2]), Nodes("RoCE", [2]))
     nodes = tuple(dataclasses.replace(node, nics=node.nics[:1]) for node in topology.nodes)
     link = Channel("fibre", GIGABIT)

@@ -1,4 +1,4 @@
-"""The plan file: there and back, what is wrong with it in words, and what follows from it."""
+"""The plan file: saving and loading, error messages, and the values that are computed from a plan."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ names = st.text(min_size=1, max_size=8)
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Any plan: pipelines of any cut, ranks in any order, texts with anything in them."""
+    """Random plans: any split into stages, ranks in any order, any characters in texts."""
     blocks, degree = draw(st.integers(1, 9)), draw(st.integers(1, 3))
     cuts = draw(st.lists(st.lists(st.integers(1, max(blocks - 1, 1)), unique=True, max_size=3), min_size=1, max_size=4))
     bounds = [(0, *sorted(cut for cut in own if cut < blocks), blocks) for own in cuts]
@@ -111,7 +111,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plans())
-def test_there_and_back(tmp_path: Path, made: Plan) -> None:
+def test_a_saved_plan_loads_unchanged(tmp_path: Path, made: Plan) -> None:
     path = tmp_path / "plan.json"
     save_plan(made, path)
     assert load_plan(path) == made
@@ -180,7 +180,7 @@ FIRST = ("replicas", 0, "stages", 0)
         (set_to("units", "seconds", value="ms"), "seconds is in 'ms', but is read in 's'"),
     ],
 )
-def test_what_is_wrong_is_said_in_words(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
+def test_error_messages_name_the_field(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
     path = tmp_path / "plan.json"
     save_plan(plan(), path)
     content = json.loads(path.read_text())
@@ -197,8 +197,8 @@ def test_a_rank_twice_in_a_group() -> None:
         plan(replica(stage(0, 6, (3, 3))))
 
 
-def test_hops_are_found_in_what_stages_have_at_both_their_cuts() -> None:
-    """Against the cost model, that adds them up."""
+def test_hop_times_follow_from_the_transfer_times_of_the_stages() -> None:
+    """In the cost model, the transfer time of a stage is the sum of the hops before and after it."""
     rng = np.random.default_rng(0)
     count = 5
     ones = np.ones(count)
@@ -225,7 +225,7 @@ def test_the_slowest_stage_waits_only_while_the_pipeline_fills_and_empties() -> 
     assert made.bubble_shares == pytest.approx((2 / 16, 8 / 16))
 
 
-def test_plans_are_symmetric_if_their_replicas_are_cut_alike() -> None:
+def test_plans_are_symmetric_if_their_replicas_have_equal_splits() -> None:
     assert plan().symmetric and plan().layers_per_stage == (4, 2)
     kinds = plan(replica(stage(0, 6, (0,), "A100-40")), replica(stage(0, 6, (1,), "T4")))
     assert kinds.symmetric

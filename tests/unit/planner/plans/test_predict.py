@@ -1,4 +1,4 @@
-"""Plans for given layouts: against the planner's own, against the cost model by hand, and what cannot be."""
+"""Predictions for given layouts, compared with the planner's plans and with times computed by hand; wrong layouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ MB = 10**6
 
 
 def profile(blocks: int = 6, **changes) -> ModelProfile:
-    """Layers on "fast" and, three times slower, on "slow" devices; alone and in pairs, for micro-batches 1 and 2."""
+    """Layers on "fast" devices, and on "slow" devices that take three times as long, with tensor-parallel degrees 1 and
+    2 and micro-batches of 1 and 2."""
     layers = blocks + 2
 
     def times(device: str, degree: int, micro_batch: int, seconds: float) -> LayerTimes:
@@ -50,7 +51,7 @@ def profile(blocks: int = 6, **changes) -> ModelProfile:
 
 
 def machines(*kinds: str, devices_per_node: int = 2, memory: int = 10**10, bandwidth: float = 1e9) -> Topology:
-    """One cluster; each name is a node of alike devices."""
+    """One cluster; each name is a node with devices of this kind."""
     made = {name: DeviceKind(name, memory, 1e12) for name in set(kinds)}
     devices = tuple(Device(made[name], node, 0) for node, name in enumerate(kinds) for _ in range(devices_per_node))
     nodes = tuple(
@@ -75,18 +76,18 @@ def test_a_pipeline_costs_what_the_formula_says():
         micro_batch=2,
         global_batch=16,
     )
-    # 2 layers (the embedding is the first stage's) and 6 (the head is the last stage's); 3 passes' worth each.
+    # Stage 0 has 2 layers (embedding, 1 block), stage 1 has 6 (5 blocks, head); backward takes twice the forward time.
     slow, fast = 2 * 2 * 0.09, 6 * 2 * 0.03
     hop = 2 * MB / 1e9
     assert plan.replicas[0].micro_batches == 8 and plan.synchronization_seconds == 0
     assert plan.iteration_seconds == pytest.approx(slow + fast + 2 * hop + 7 * (max(slow, fast) + hop))
     assert [stage.ranks for stage in plan.replicas[0].stages] == [(0,), (1,)]
     assert [stage.device for stage in plan.replicas[0].stages] == ["slow", "fast"]
-    # The first stage keeps two micro-batches: 4 × 8 MB of state a layer and 2 samples × 1 MB of activations.
+    # Each of two layers has 4 × 8 MB of state and, for each of two micro-batches, 2 samples × 1 MB of activations.
     assert plan.replicas[0].stages[0].memory_bytes == pytest.approx(2 * (4 * 8 * MB + 2 * 2 * MB))
 
 
-def test_replicas_wait_for_the_slowest_sum_of_gradients():
+def test_replicas_wait_for_the_slowest_gradient_synchronization():
     topology = machines("fast", "fast", devices_per_node=2, bandwidth=1e8)
     inside = predict_plan(topology, profile(), [[[0], [2]], [[1], [3]]], micro_batch=1, global_batch=8)
     across = predict_plan(topology, profile(), [[[0], [1]], [[2], [3]]], micro_batch=1, global_batch=8)
@@ -98,7 +99,7 @@ def test_replicas_wait_for_the_slowest_sum_of_gradients():
 
 @pytest.mark.parametrize("kinds", [("slow", "fast"), ("fast", "slow", "slow"), ("fast", "fast")])
 @pytest.mark.parametrize("degree", [1, 2])
-def test_the_planners_plans_are_priced_alike(kinds, degree):
+def test_the_planner_predicts_the_same_times(kinds, degree):
     topology = machines(*kinds)
     for candidate in make_plans(topology, profile(), global_batch=16, runnable=True, tensor_parallel=[degree]):
         plan = candidate.plan
@@ -128,7 +129,7 @@ def test_the_planners_plans_are_priced_alike(kinds, degree):
         ),
     ],
 )
-def test_what_cannot_be_priced_is_said(changes, says):
+def test_impossible_plans_are_rejected(changes, says):
     arguments = {"ranks": [[[0], [2]], [[1], [3]]], "bounds": (0, 3, 6), "micro_batch": 2, "global_batch": 16}
     arguments |= changes
     with pytest.raises(ValueError) as error:
@@ -137,7 +138,7 @@ def test_what_cannot_be_priced_is_said(changes, says):
         assert text in str(error.value)
 
 
-def test_what_ranks_as_launched_would_take_is_told():
+def test_the_time_in_launch_order_is_reported():
     topology = machines("slow", "fast", bandwidth=1e8)
     plan = make_plans(topology, profile(), global_batch=16, runnable=True, stages=[2], tensor_parallel=[1], keep=1)[
         0
@@ -153,7 +154,7 @@ def test_what_ranks_as_launched_would_take_is_told():
     assert f"{equal.iteration_seconds:.4g} s" in told and "with equal stages" in told
     assert f"{same.iteration_seconds:.4g} s" in told and "with these stages" in told
     assert f"{equal.synchronization_seconds:.3g} s for gradients" in told
-    # Nothing else to be compared with.
+    # A plan with the launch order and equal stages is not compared.
     assert compare_with_launch_order(topology, profile(), equal) is None
     alone = make_plans(topology, profile(), global_batch=16, runnable=True, stages=[1], tensor_parallel=[2])
     for candidate in alone:
@@ -161,7 +162,7 @@ def test_what_ranks_as_launched_would_take_is_told():
             assert compare_with_launch_order(topology, profile(), candidate.plan) is None
 
 
-def test_what_would_not_fit_is_told():
+def test_a_launch_order_that_does_not_fit_in_memory_is_reported():
     topology = machines("slow", "fast", memory=190 * MB)
     plan = predict_plan(topology, profile(), [[[0], [2]], [[1], [3]]], micro_batch=1, global_batch=8, bounds=(0, 3, 6))
     small = tuple(
@@ -171,7 +172,7 @@ def test_what_would_not_fit_is_told():
     assert "too much memory" in compare_with_launch_order(dataclasses.replace(topology, devices=small), profile(), plan)
 
 
-def test_devices_are_called_as_they_were_profiled():
+def test_devices_get_the_names_of_the_profile():
     topology = machines("fast", devices_per_node=3)
     renamed = {"fast": "fast", "slow": "fast-2"}
     measured = profile()
@@ -181,14 +182,14 @@ def test_devices_are_called_as_they_were_profiled():
             "rank_devices": ("fast", "fast-2", "fast"),
         }
     )
-    # The second one's slowness is in its own times, and counts once.
+    # The measured times of the second device contain its slowness, so its speed must not count a second time.
     slow = dataclasses.replace(topology.devices[1], speed=0.25)
     topology = dataclasses.replace(topology, devices=(topology.devices[0], slow, topology.devices[2]))
     called = as_profiled(topology, measured)
     assert [device.speed for device in called.devices] == [1.0] * 3
     assert [device.kind.name for device in called.devices] == ["fast", "fast-2", "fast"]
     assert [device.kind.memory_bytes for device in called.devices] == [10**10] * 3
-    # Of other ranks, or of other devices.
+    # A profile of other ranks or devices, or one without rank_devices, changes nothing.
     assert as_profiled(machines("fast"), measured) == machines("fast")
     assert as_profiled(machines("slow", devices_per_node=3), measured) == machines("slow", devices_per_node=3)
     assert as_profiled(topology, profile()) == topology

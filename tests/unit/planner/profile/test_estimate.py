@@ -1,4 +1,4 @@
-"""Estimated profiles against Holmes' equations and by proportion."""
+"""Estimated profiles compared with Holmes' equations."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_time_is_flop_over_flops() -> None:
     np.testing.assert_allclose(slow.forward_seconds / costs.forward_seconds, 312 / 125)
 
 
-def test_memory_is_sixteen_bytes_a_parameter() -> None:
+def test_memory_is_sixteen_bytes_per_parameter() -> None:
     profile = estimated_profile(MODEL, KINDS, tensor_parallel=[1, 4])
-    # Holmes: 3.6 B parameters; the head's copy of the embedding is held apart.
+    # Holmes: 3.6 B parameters; the head holds a second copy of the embedding.
     held = MODEL.parameters + 51200 * 3072
     assert profile.costs("A100-40", 1, 1).state_bytes.sum() == pytest.approx(16 * held)
     assert MODEL.parameters == pytest.approx(3.6e9, rel=0.02)
@@ -60,6 +60,6 @@ def test_memory_is_sixteen_bytes_a_parameter() -> None:
         ),
     ],
 )
-def test_what_cannot_be_estimated(options: dict[str, Any], words: str) -> None:
+def test_impossible_estimates(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         estimated_profile(MODEL, **{"devices": KINDS, **options})

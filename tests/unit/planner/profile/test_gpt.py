@@ -1,4 +1,4 @@
-"""Holmes' published numbers (its Tables 2 to 5), and a model that is built and counted."""
+"""The equations compared with Holmes' published numbers (Tables 2 to 5) and with torch's counts for a real block."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def test_throughput_of_holmes_tables(group: int, gpus: int, tflops: float, publi
     assert BATCHES[group] / seconds == pytest.approx(published, rel=0.02)
 
 
-def test_where_the_tables_do_not_agree_with_themselves() -> None:
-    """Every published throughput is above what Eq. 6 makes of the TFLOPS beside it: these were cut off, not rounded,
-    as up to 1 more TFLOPS explains all but three entries. Table 4's group 6 on Ethernet, the largest difference of all
-    (1.8 %), reads like a misprint: 58.59 instead of 59.59 samples/s would belong to 160.2 TFLOPS. So does Table 3's
-    group 3 on Ethernet (1.1 %): 52.51, which Table 4 has for the same model and TFLOPS, instead of 52.91. The third
-    is past the limit by 0.01.
+def test_inconsistent_entries_of_holmes_tables() -> None:
+    """Every published throughput is above the value of Eq. 6 for the published TFLOPS: the TFLOPS were truncated, not
+    rounded, because up to 1 TFLOPS more explains all but three entries. Two of these entries are probably misprints.
+    The largest difference (1.8 %) is Table 4's group 6 on Ethernet: 58.59 instead of 59.59 samples/s would belong to
+    160.2 TFLOPS. Table 3's group 3 on Ethernet (1.1 %) has 52.91, but Table 4 has 52.51 for the same model and TFLOPS.
+    The third entry exceeds the limit by only 0.01.
     """
     beyond = {}
     for group, gpus, tflops, published in PUBLISHED:
@@ -97,8 +97,8 @@ def test_equations_as_printed() -> None:
         assert math.isclose(model.flop_per_iteration(7), flop, rel_tol=1e-12)
 
 
-def test_a_block_that_is_built() -> None:
-    """torch's own count of a block's matrix products and parameters; its attention has no causal mask to save by."""
+def test_counts_of_a_torch_block() -> None:
+    """torch counts the same FLOP and parameters of a block. Its attention has no causal mask, which would save FLOP."""
     model = Transformer(layers=1, hidden=48, vocabulary=100, sequence=24, heads=4)
     block = nn.TransformerEncoderLayer(48, 4, 192, batch_first=True)
     assert sum(p.numel() for p in block.parameters()) == model.block_parameters
@@ -116,8 +116,9 @@ def test_a_block_that_is_built() -> None:
 
 
 def test_activation_memory() -> None:
-    """Korthikanti et al. 2022: GPT-3 keeps 80 sbh bytes of attention's inside per layer (5as/h, section 5); all of
-    it without parallelism is s h (34 + 5 a s/h) per sample; tensor parallelism leaves 10 s h on every device."""
+    """Korthikanti et al. 2022: inside the attention of a layer, GPT-3 keeps 80 sbh bytes (5as/h, section 5). Without
+    parallelism a layer keeps s h (34 + 5 a s/h) bytes per sample; with tensor parallelism 10 s h of these bytes remain
+    on every device."""
     gpt3 = Transformer(layers=96, hidden=12288, vocabulary=51200, sequence=2048, heads=96)
     row = 2048 * 12288
     assert gpt3.block_activation_bytes() == row * (34 + 80)
@@ -135,13 +136,13 @@ def test_activation_memory() -> None:
         ({"sequence": 1.5}, "sequence=1.5"),
     ],
 )
-def test_sizes_that_cannot_be(change: dict, words: str) -> None:
+def test_impossible_sizes(change: dict, words: str) -> None:
     sizes = {"layers": 2, "hidden": 96, "vocabulary": 10, "sequence": 8, "heads": 4, **change}
     with pytest.raises(ValueError, match=words):
         Transformer(**sizes)
 
 
-def test_arguments_that_cannot_be() -> None:
+def test_impossible_arguments() -> None:
     with pytest.raises(ValueError, match="batch=0"):
         SMALL.flop_per_iteration(0)
     with pytest.raises(ValueError, match="does not divide heads=32"):

@@ -1,4 +1,4 @@
-"""The profile file of layers: round trip, checks in words, interpolation, and who shares which costs."""
+"""The profile file of layers: saving and loading, error messages, interpolation, and the cache of costs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def profile(**fields: Any) -> ModelProfile:
     return ModelProfile.model_validate({**content, **fields})
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_a_saved_profile_loads_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     saved = profile()
     saved.costs("fast", 1, 2)
@@ -68,7 +68,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["schema"] == 1
 
 
-def test_what_is_before_and_after_goes_with_the_first_and_the_last_block() -> None:
+def test_layers_before_and_after_the_blocks_are_added_to_the_first_and_the_last_block() -> None:
     costs = profile().costs("fast", 1, 4)
     np.testing.assert_allclose(costs.forward_seconds, [4.5, 6.0, 9.75])
     np.testing.assert_allclose(costs.backward_seconds, [9.0, 12.0, 19.5])
@@ -79,7 +79,7 @@ def test_what_is_before_and_after_goes_with_the_first_and_the_last_block() -> No
     np.testing.assert_allclose(costs.output_bytes, [12, 16, 20])
 
 
-def test_one_block_takes_both_ends() -> None:
+def test_a_single_block_includes_the_layers_before_and_after() -> None:
     single = {
         "times": [times(**{f"{what}_seconds": [1, 2, 4] for what in ("forward", "backward", "update")})],
         "sizes": [sizes(**{f"{what}_bytes": [1, 2, 4] for what in ("parameter", "activation", "output")})],
@@ -98,7 +98,7 @@ def test_the_same_arguments_give_the_same_costs() -> None:
         mine.costs("fast", 1, 2).forward_seconds[0] = 0
 
 
-def test_a_changed_copy_has_costs_of_its_own() -> None:
+def test_a_changed_copy_has_separate_costs() -> None:
     mine = profile()
     before = mine.costs("fast", 1, 1)
     changed = mine.model_copy(update={"times": (LayerTimes.model_validate(times("other", factor=2.0)),)})
@@ -141,7 +141,7 @@ def test_smaller_micro_batches_never_take_longer(factors: list[float], batches: 
         assert mine.costs("fast", 1, size).forward_seconds.sum() == pytest.approx(6.75 * least)
 
 
-def test_what_was_measured_can_be_asked_for() -> None:
+def test_a_profile_lists_what_was_measured() -> None:
     mine = profile(
         times=[times(micro_batch=4), times(), times("slow"), times("slow", tensor_parallel=2)],
         sizes=[sizes(), sizes(tensor_parallel=2)],
@@ -164,12 +164,12 @@ def test_what_was_measured_can_be_asked_for() -> None:
         (("slow", 1, 2), r"outside of what was measured \(1\); use 1, or measure it"),
     ],
 )
-def test_what_was_not_measured_is_said(arguments: tuple[str, int, int], words: str) -> None:
+def test_the_error_for_unmeasured_costs_says_what_was_measured(arguments: tuple[str, int, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         profile().costs(*arguments)
 
 
-def test_times_of_what_was_not_measured() -> None:
+def test_times_of_an_unmeasured_micro_batch() -> None:
     with pytest.raises(ValueError, match="micro-batch 2 on fast at tensor_parallel 1 was not measured; 1, 4 were"):
         profile().times_of("fast", 1, 2)
 
@@ -239,7 +239,7 @@ def put(*place: Any, value: Any) -> Callable[[Any], None]:
         ),
     ],
 )
-def test_what_is_wrong_is_said_in_words(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
+def test_error_messages_name_the_field(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
     path = tmp_path / "broken.json"
     save_model_profile(profile(), path)
     content = json.loads(path.read_text())
@@ -252,7 +252,7 @@ def test_what_is_wrong_is_said_in_words(tmp_path: Path, change: Callable[[Any], 
     assert re.search(words, text), text
 
 
-def test_a_profile_of_batches_is_told_from_one_of_layers(tmp_path: Path) -> None:
+def test_a_profile_of_batches_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "batches.json"
     path.write_text('{"schema": 1, "kinds": []}')
     with pytest.raises(
@@ -264,6 +264,6 @@ def test_a_profile_of_batches_is_told_from_one_of_layers(tmp_path: Path) -> None
         load_model_profile(path)
 
 
-def test_sizes_are_checked_by_themselves() -> None:
+def test_lists_of_sizes_must_have_equal_lengths() -> None:
     with pytest.raises(ValueError, match="2 parameter_bytes, 1 activation_bytes"):
         LayerSizes(parameter_bytes=(1, 2), activation_bytes=(1,), output_bytes=(1, 2))

@@ -1,6 +1,6 @@
-"""Published tables of real GPUs: reading them, refusing wrong ones, and the estimates and predictions made from them.
+"""Published tables of real GPUs: reading them, rejecting wrong ones, and estimates and predictions from them.
 
-Tests of the published tables themselves need them in `../shared/data/gpu-profiles`; without them they are skipped.
+If the published tables are not in `../shared/data/gpu-profiles`, the tests that need them are skipped.
 """
 
 from __future__ import annotations
@@ -72,19 +72,20 @@ def _replace(path: Path, old: str, new: str) -> None:
 # Times and sizes -------------------------------------------------------------------------------------------
 
 
-def test_times_and_sizes_are_read_as_they_stand(tables: Path) -> None:
+def test_times_and_sizes_are_read_unchanged(tables: Path) -> None:
     profile = import_gpu_profiles(tables, "tiny")
     assert (profile.layers, profile.blocks, profile.before, profile.after) == (LAYERS, 3, 1, 1)
     assert profile.tensor_parallel_degrees("GH-96") == (1, 2)
     assert profile.times_of("GH-96", 2, 2).backward_seconds == (0.02,) * LAYERS
     costs = profile.costs("GH-96", 1, 2)
-    assert costs.forward_seconds == pytest.approx([0.04, 0.02, 0.04])  # embedding and head with their neighbors
+    assert costs.forward_seconds == pytest.approx([0.04, 0.02, 0.04])  # with embedding and head in the outer blocks
     assert costs.state_bytes == pytest.approx([3200, 400, 2400])  # fp32: weights, gradients, two moments
     assert costs.activation_bytes.tolist() == [120, 60, 120]
 
 
 def test_the_step_is_divided_by_parameters(tables: Path) -> None:
-    """An embedding, two blocks and a head with 1,400 bytes take 28 ms; the third block takes as long as the others."""
+    """The step takes 28 ms for an embedding, two blocks and a head with 1,400 bytes; the third block takes as long as
+    the others."""
     update = import_gpu_profiles(tables, "tiny").times_of("GH-96", 1, 1).update_seconds
     assert update == pytest.approx([0.014, 0.002, 0.002, 0.002, 0.010])
 
@@ -150,7 +151,7 @@ def test_no_usable_rows_are_an_error(tables: Path) -> None:
         import_gpu_profiles(tables, "tiny")
 
 
-def test_a_part_has_only_what_was_asked_for(tables: Path) -> None:
+def test_a_part_has_only_the_given_devices_degrees_and_micro_batch(tables: Path) -> None:
     part = profile_part(import_gpu_profiles(tables, "tiny"), ["GH-96"], [2], 1)
     assert [times.key for times in part.times] == [("GH-96", 2, 1)]
     assert [sizes.tensor_parallel for sizes in part.sizes] == [2]
@@ -167,7 +168,7 @@ def test_bandwidths_depend_on_the_size_of_a_message(tables: Path) -> None:
     assert between[1].seconds(1e12) == pytest.approx(1e12 / 10e9)  # capped
 
 
-def test_a_topology_has_the_rates_of_whole_nodes(tables: Path) -> None:
+def test_a_topology_has_the_bandwidths_of_whole_nodes(tables: Path) -> None:
     topology = make_topology(import_bandwidths(tables), [("GH-96", 2, 2)])
     assert [device.node for device in topology.devices] == [0, 0, 1, 1]
     assert topology.channel(0, 3).seconds(1e6) == pytest.approx(1e6 / 4e9)
@@ -180,7 +181,8 @@ def test_a_topology_has_the_rates_of_whole_nodes(tables: Path) -> None:
 
 
 def _exact_profile(name: str, parameters: int, activations: int, factors: dict[str, float]) -> ModelProfile:
-    """Blocks take 1 ms, plus per sample 2 ms per GB of parameters and 3 of activations, times a factor by GPU."""
+    """A block takes 1 ms plus, per sample, 2 ms per GB of parameters and 3 ms per GB of activations; the factor of the
+    GPU multiplies this."""
     sizes = LayerSizes(
         parameter_bytes=(10**8, parameters, parameters, 10**8),
         activation_bytes=(10**6, activations, activations, 10**6),
@@ -204,10 +206,10 @@ def _exact_profile(name: str, parameters: int, activations: int, factors: dict[s
     return ModelProfile(name=name, times=tuple(times), sizes=(sizes,))
 
 
-def test_an_estimate_follows_the_fit_and_the_error_on_the_reference() -> None:
+def test_an_estimate_is_the_fit_corrected_by_the_error_on_the_reference() -> None:
     small = _exact_profile("small", 10**8, 10**9, {"new": 2.0, "old": 5.0})
     large = _exact_profile("large", 10**9, 2 * 10**9, {"new": 2.0, "old": 5.0})
-    # On "old" it takes a fifth longer than its sizes predict.
+    # On "old" the wanted model takes a fifth longer than its sizes predict.
     wanted = _exact_profile("wanted", 4 * 10**8, 10**9, {"old": 6.0})
     estimated = estimate_times(wanted, [small, large], "new", reference="old", micro_batches=(1, 3))
     assert estimated.devices == ("old", "new")
@@ -249,7 +251,7 @@ def _plan(tables: Path, stages: list[list[int]], replicas: int, degree: int, glo
     (tables / "measured_iterations.json").write_text(json.dumps([plan]))
 
 
-def test_time_of_one_stage_is_passes_sums_step_and_ring(tables: Path) -> None:
+def test_the_time_of_one_stage(tables: Path) -> None:
     _plan(tables, [[0, 5]], replicas=2, degree=1, global_batch=8)
     (plan,) = load_measured_plans(tables)
     assert (plan.replicas, plan.micro_batches) == (2, 4)
@@ -268,13 +270,13 @@ def test_two_stages_send_parts_and_gather_them(tables: Path) -> None:
     profile, channels = import_gpu_profiles(tables, "tiny"), import_bandwidths(tables)
     assert plan.bounds(profile) == (0, 2, 3)
     predicted = predict(plan, profile, channels)
-    # 4 MB in two parts of 2 MB: x = 1, 2 + 4 GB/s together; then each rank receives the other's part in its node.
+    # 4 MB in two parts of 2 MB (x = 1) at 2 + 4 GB/s together; then each rank receives the other part inside its node.
     hop = 4e6 / 6e9 + 2e6 / 100e9
     assert predicted.pipeline.hop_seconds == pytest.approx((hop,))
     assert predicted.gradient_seconds == 0
 
 
-def test_replicas_that_differ_are_refused(tables: Path) -> None:
+def test_replicas_that_differ_are_rejected(tables: Path) -> None:
     _plan(tables, [[0, 5]], replicas=2, degree=1, global_batch=8)
     _replace(tables / "measured_iterations.json", '"tensor_parallel": 1}]', '"tensor_parallel": 2}]')
     (plan,) = load_measured_plans(tables)
@@ -293,7 +295,7 @@ def test_a_field_that_is_missing_in_a_plan_is_named(tables: Path) -> None:
 
 
 @real
-def test_published_rows_of_gpt_neo_on_gh200_are_refused() -> None:
+def test_published_rows_of_gpt_neo_on_gh200_are_rejected() -> None:
     read = read_gpu_tables(REAL, "GPT-Neo-2.7")
     assert "GH-96" not in read.profile.devices
     assert "GH-96: its rows have 26 layers, but GPT-Neo-2.7 has 34; they belong to another model" in read.left_out
@@ -313,8 +315,8 @@ def test_published_steps_are_those_of_four_layers(gpu: str, rate: float) -> None
 
 @real
 def test_scaling_by_another_model_is_inaccurate() -> None:
-    """The simpler method that estimates do not use: GPT-Neo on V100, where it was timed, from its times on A100 and the
-    ratio of OPT-350's times on both."""
+    """A simpler method, which the estimates do not use, is tested with a known time: GPT-Neo on V100 is computed from
+    GPT-Neo on A100 and the ratio of OPT-350's times on both GPUs. The result is more than 30 % too short."""
     opt, neo = (import_gpu_profiles(REAL, model) for model in ("OPT-350", "GPT-Neo-2.7"))
 
     def block_seconds(profile: ModelProfile, gpu: str) -> float:
@@ -327,7 +329,7 @@ def test_scaling_by_another_model_is_inaccurate() -> None:
 
 
 @real
-def test_published_plans_are_predicted_within_the_aim() -> None:
+def test_published_plans_are_predicted_within_the_target_error() -> None:
     opt, neo, large = (import_gpu_profiles(REAL, model) for model in ("OPT-350", "GPT-Neo-2.7", "OPT-30"))
     neo = estimate_times(neo, [opt, large], "GH-96", reference="V100-16", micro_batches=(1, 2, 4, 8))
     channels = import_bandwidths(REAL)

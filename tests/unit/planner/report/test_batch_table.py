@@ -1,4 +1,4 @@
-"""What is said of an allocation: lines, comparison, timelines."""
+"""The report of an allocation: lines, comparison, timelines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def printed(report: object, width: int = 140) -> str:
     return stream.getvalue()
 
 
-def test_ranks_in_short() -> None:
+def test_ranks_as_spans() -> None:
     assert spans([0]) == "0"
     assert spans([0, 1]) == "0-1"
     assert spans([0, 1, 2, 3, 5, 7, 8]) == "0-3, 5, 7-8"
@@ -37,7 +37,7 @@ def test_ranks_in_short() -> None:
     assert spans(range(0, 1024, 8)) == "0, 8, 16, 24, …, 1016 (128 ranks)"
 
 
-def test_alike_ranks_with_alike_shares_are_a_line() -> None:
+def test_equal_ranks_with_equal_shares_share_a_line() -> None:
     report = compare(profile(ranks=[0, 1, 0, 0], links=[]), 16)
     lines = device_lines(report.profile, report.chosen)
     assert sorted(rank for line in lines for rank in line.ranks) == [0, 1, 2, 3]
@@ -53,17 +53,17 @@ def test_a_thousand_ranks_take_few_lines() -> None:
     assert len(device_lines(report.profile, report.chosen)) <= 6
 
 
-def test_memory_is_that_of_the_stage_and_of_those_who_take_part() -> None:
+def test_memory_depends_on_the_stage_and_the_micro_batch() -> None:
     report = compare(profile(ranks=[0] * 4, links=[]), 16, stage=3)
     (line,) = device_lines(report.profile, report.chosen)
     assert line.memory_bytes == 4 * GIB + line.share.micro_batch * 2 * GIB
-    # A rank without samples still runs one.
+    # A rank without samples still runs one placeholder sample.
     few = compare(profile(ranks=[0] * 4, links=[]), 1)
     assert {line.memory_bytes for line in device_lines(few.profile, few.chosen)} == {18 * GIB}
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_no_method_beats_exact_and_all_are_compared(stage: int) -> None:
+def test_all_methods_are_compared_and_none_is_faster_than_exact(stage: int) -> None:
     report = compare(profile(links=LINKS), 23, stage=stage)
     walls = {}
     for each in report.results:
@@ -76,34 +76,34 @@ def test_no_method_beats_exact_and_all_are_compared(stage: int) -> None:
     assert any(each.allocation is report.chosen for each in report.results)
 
 
-def test_adapt_without_anything_dropped_is_judged_by_the_same_communication() -> None:
-    """Equal links: every ring is as long as the one that was measured."""
+def test_adapt_without_dropped_devices_has_the_same_communication_time() -> None:
+    """All links are equal, so every ring takes as long as the measured one."""
     report = compare(profile(links=LINKS), 400)
     (adapted,) = (each.allocation for each in report.results if each.name == "adapt")
     assert adapted is not None and report.chosen.communication_seconds == pytest.approx(0.5)
     assert adapted.wall_seconds == pytest.approx(report.chosen.wall_seconds)
 
 
-def test_links_alone_say_what_communication_takes_where_none_was_measured() -> None:
+def test_if_no_communication_time_was_measured_it_follows_from_the_links() -> None:
     report = compare(profile(links=LINKS, communication_seconds=0.0), 16)
     assert report.chosen.communication_seconds == pytest.approx(1e-3 + 2 * 0.75 * 2 * GIB / 1e9)
 
 
-def test_units_read_well() -> None:
+def test_units_fit_the_values() -> None:
     assert "busy [s]" in printed(compare(profile(links=[]), 64))
     quick = device(points=[{"batch": 1, "seconds": 2e-4}, {"batch": 4, "seconds": 5e-4}], memory_bytes=2**20)
     text = printed(compare(profile(kinds=[quick], ranks=[0], links=[], communication_seconds=1e-5), 4))
     assert "busy [µs]" in text and "memory [MiB]" in text and "µs (2% of the wall time) in communication" in text
 
 
-def test_what_is_predicted_is_told_from_what_was_measured() -> None:
+def test_predicted_values_are_marked() -> None:
     assert "predicted" not in printed(compare(profile(links=[]), 64))
     text = printed(compare(profile(links=[], communication_seconds=50.0), 64, stage=3))
     assert "measured at stage 0" in text
     assert "fast was measured up to a micro-batch of 4; above it" in text
 
 
-def test_names_with_brackets_are_printed_as_they_are() -> None:
+def test_names_with_brackets_are_printed_unchanged() -> None:
     assert "[bold]odd[/x] (node[3])" in printed(
         compare(profile(kinds=[device("[bold]odd[/x]", host="node[3]")], ranks=[0], links=[]), 4)
     )
@@ -135,7 +135,7 @@ def test_timelines_add_up(stage: int, samples: int) -> None:
 
 
 @pytest.mark.parametrize("accumulation", ["shared", "per_rank"])
-def test_long_timelines_are_cut_where_some_rank_has_more_to_do(accumulation: str) -> None:
+def test_long_timelines_are_cut_at_the_same_time_on_all_ranks(accumulation: str) -> None:
     report = compare(profile(links=[]), 200, accumulation=accumulation)
     bars = timelines(report.curves, report.chosen, max_steps=5)
     ends = {own[-1].end for own in bars}
@@ -162,12 +162,12 @@ def test_the_picture_has_a_curve_per_kind_and_a_row_per_line(tmp_path: Path, mon
     assert len(lower.get_yticklabels()) == len(device_lines(report.profile, report.chosen))
 
 
-def test_shares_are_hashed_by_what_they_hold() -> None:
+def test_equal_shares_have_equal_hashes() -> None:
     assert len({Share(((8, 3), (5, 1))), Share(((8, 3), (5, 1)))}) == 1
 
 
-def test_who_is_dropped_leaves_his_part_of_the_state_to_the_others() -> None:
-    # At stage 3 four ranks hold 4 GiB each, three 5.33, two 8; the snail is not worth its company.
+def test_the_remaining_ranks_hold_the_state_of_a_dropped_rank() -> None:
+    # At stage 3, four ranks hold 4 GiB of the state each, three ranks 5.33 GiB. It is faster to drop the slow rank.
     ranks, kinds = [0, 0, 0, 1], [device(memory_bytes=17 * GIB, max_batch=0, points=device().points), SNAIL]
     pair = profile(kinds=kinds, ranks=ranks, links=LINKS, communication_seconds=0.01)
     report = compare(pair, 12, stage=3, method="adapt")
@@ -178,7 +178,7 @@ def test_who_is_dropped_leaves_his_part_of_the_state_to_the_others() -> None:
         assert line.memory_bytes <= line.available_bytes
 
 
-def test_nobody_is_dropped_whose_part_of_the_state_the_others_cannot_hold() -> None:
+def test_a_rank_is_kept_if_the_others_cannot_hold_its_part_of_the_state() -> None:
     tight = device(memory_bytes=7 * GIB, max_batch=0)
     report = compare(
         profile(kinds=[tight, SNAIL], ranks=[0, 0, 0, 1], links=LINKS, communication_seconds=0.01),

@@ -1,4 +1,4 @@
-"""Simulating a plan and drawing it: every bar in its place, long iterations cut in two."""
+"""The simulation and the picture of a plan: the bars of every stage, and long iterations in two windows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_slow_rank_slows_its_group_and_the_stages_that_wait_for_it() -> None:
     assert simulate_plan(made, {1: 0.5, 0: 1.0}).seconds == simulate_plan(made).seconds
 
 
-def test_invalid_slow_ranks_are_refused() -> None:
+def test_invalid_slow_ranks_are_rejected() -> None:
     with pytest.raises(ValueError, match="rank 9 is not in the plan, which uses ranks 0-3"):
         simulate_plan(plan(), {9: 2.0})
     for factor in (0.0, -1.0, float("nan"), float("inf")):
@@ -74,12 +74,12 @@ def test_invalid_slow_ranks_are_refused() -> None:
             simulate_plan(plan(), {0: factor})
 
 
-def test_alike_replicas_are_simulated_once() -> None:
+def test_equal_replicas_are_simulated_once() -> None:
     timelines = simulate_plan(large(16, 4)).timelines
     assert len(timelines) == 16 and len({id(timeline) for timeline in timelines}) == 1
 
 
-def test_long_iterations_are_cut_in_two() -> None:
+def test_long_iterations_have_two_windows() -> None:
     assert windows(simulate_plan(plan())) == [(0.0, simulate_plan(plan()).seconds)]
     simulation = simulate_plan(long())
     (start, stop), (again, end) = windows(simulation)
@@ -142,7 +142,7 @@ def test_a_picture_names_slow_ranks(tmp_path: Path, figures: list[Figure]) -> No
     assert len(figures[0].axes[0].get_yticklabels()) == 4
 
 
-def test_unknown_picture_formats_are_refused(tmp_path: Path) -> None:
+def test_unknown_picture_formats_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"end the name in \.png, \.pdf, \.svg"):
         plot_plan(plan(), tmp_path / "plan.doc")
 

@@ -55,7 +55,7 @@ def test_a_layout_on_one_line() -> None:
     assert layout(large()) == "tp 2 · dp 16 × pp [32 × A100-80 0-31] · micro-batch 2 × 64"
 
 
-def test_layouts_of_many_unlike_parts_stay_short() -> None:
+def test_layouts_of_many_different_parts_stay_short() -> None:
     stages = [stage(s, s + 1, (s,), f"kind-{s}") for s in range(40)]
     assert layout(plan(replica(*stages))) == (
         "tp 1 · dp 1 × pp [kind-0 0 | kind-1 1 | kind-2 2 | kind-3 3 | kind-4 4 | kind-5 5 | … | kind-39 39] · "
@@ -65,7 +65,7 @@ def test_layouts_of_many_unlike_parts_stay_short() -> None:
     assert layout(plan(*replicas)).count("kind-") == 8
 
 
-def test_alike_replicas_share_rows() -> None:
+def test_similar_replicas_share_rows() -> None:
     first, second = rows(plan())
     assert (first.replicas, first.ranks, first.blocks) == ((0, 1), (0, 2), (0, 4))
     assert (second.replicas, second.ranks, second.blocks) == ((0, 1), (1, 3), (4, 6))
@@ -83,7 +83,7 @@ def test_every_rank_is_in_one_row_of_a_large_plan() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 140])
 @pytest.mark.parametrize("made", [plan(), unequal(), large(), large(4, 8)], ids=["two", "unequal", "large", "eight"])
-def test_tables_keep_their_width_and_their_numbers_whole(made: Plan, width: int) -> None:
+def test_tables_keep_the_width_and_do_not_cut_numbers(made: Plan, width: int) -> None:
     text = printed(RankedPlan(made, "the least predicted time"), RankedPlan(unequal(), "1 % slower: why"), width=width)
     assert max(map(len, text.splitlines())) <= width
     for row in rows(made):
@@ -92,7 +92,7 @@ def test_tables_keep_their_width_and_their_numbers_whole(made: Plan, width: int)
     assert "…" not in "".join(line for line in text.splitlines() if "of 40.0" in line).replace("… ", "")
 
 
-def test_the_totals_say_where_the_time_goes() -> None:
+def test_the_totals_show_the_parts_of_an_iteration() -> None:
     made = plan(uniform_seconds=2 * plan().iteration_seconds)
     text = " ".join(printed(RankedPlan(made, "")).split())
     total = made.iteration_seconds
@@ -103,14 +103,14 @@ def test_the_totals_say_where_the_time_goes() -> None:
     assert "synchronization" not in alone and "replica" not in alone.splitlines()[2]
 
 
-def test_runners_up_are_told_with_reasons_and_names_are_no_markup() -> None:
+def test_the_next_plans_are_listed_with_reasons_and_names_are_not_markup() -> None:
     odd = plan(replica(stage(0, 6, (0,), "[bold]T4[/x]")), notes=("[red]note[/q]",))
     text = printed(RankedPlan(odd, "first [b]"), RankedPlan(plan(), "because [c]"))
     for words in ("[bold]T4[/x]", "[red]note[/q]", "because [c]", "first [b]"):
         assert words in text
 
 
-def test_ranks_in_few_characters() -> None:
+def test_short_ranks() -> None:
     assert short_ranks(range(4)) == "0-3"
     assert short_ranks([0, 1, 8, 9]) == "0-1, 8-9"
     assert short_ranks([0, 1, 8, 9, 16, 17]) == "0-1 … 17 (6)"
@@ -139,7 +139,7 @@ def test_the_calls_that_run_a_plan() -> None:
     assert "torchrun --nproc-per-node 4 train.py" in text
 
 
-def test_many_stages_are_written_in_runs() -> None:
+def test_equal_stages_are_written_as_runs() -> None:
     arguments = plugin_arguments(training_call(large()), "HybridParallelPlugin")
     assert arguments is not None and arguments["num_layers_per_stage"] == [1] * 32
     sizes = [3] * 6 + [2, 1] + [2] * 7
@@ -152,11 +152,11 @@ def test_many_stages_are_written_in_runs() -> None:
 
 
 def ordered(dp: int, pp: int, ranks: Any) -> Plan:
-    """``ranks [dp][pp]`` of one rank each."""
+    """A plan in which stage ``p`` of replica ``d`` has only the rank ``ranks[d][p]``."""
     return plan(*(replica(*(stage(s, s + 1, (ranks[r][s],)) for s in range(pp))) for r in range(dp)))
 
 
-def test_orders_that_colossal_ai_has_and_one_that_only_ours_has() -> None:
+def test_the_rank_orders_of_colossalai_and_one_that_only_our_plugin_runs() -> None:
     assert colossal_order(ordered(2, 3, [[0, 1, 2], [3, 4, 5]])) == "replicas outside"
     swapped = ordered(2, 3, [[0, 2, 4], [1, 3, 5]])
     assert colossal_order(swapped) == "stages outside"
@@ -168,11 +168,11 @@ def test_orders_that_colossal_ai_has_and_one_that_only_ours_has() -> None:
     assert plugin_arguments(text, "HybridParallelPlugin") is None
     assert plugin_arguments(text, "HeteroHybridParallelPlugin") is not None
     assert "stage 2 of replica 0" in text and "rank 2" in text and "rank 5" in text
-    # Ranks that are left out do not count: launched are the others.
+    # Unused ranks do not count, because only the used ranks are launched.
     assert colossal_order(ordered(2, 2, [[1, 3], [5, 9]])) == "replicas outside"
 
 
-def test_plans_that_cannot_be_run_say_why() -> None:
+def test_the_text_says_why_a_plan_cannot_be_run() -> None:
     text = training_call(unequal(), "u.json")
     assert "It cannot be run:" in text and "replica 0 has 4 + 2 layers and 12 micro-batches" in text
     assert "replica 1 has 2 + 2 + 2 layers and 4 micro-batches" in text and "--runnable" in text
@@ -190,7 +190,7 @@ def test_without_a_pipeline_the_loop_accumulates() -> None:
     assert "accumulate 8 backward passes per step" in text
 
 
-def test_every_node_is_told_how_many_ranks_it_starts() -> None:
+def test_every_node_has_a_command_with_its_number_of_ranks() -> None:
     assert launch_lines(on_nodes(("a", 2), ("b", 2), ("c", 1))) == [
         "torchrun --nnodes 3 --node-rank 0 --nproc-per-node 2 --master-addr a train.py  # on a",
         "torchrun --nnodes 3 --node-rank 1 --nproc-per-node 2 --master-addr a train.py  # on b",
@@ -205,7 +205,7 @@ def test_every_node_is_told_how_many_ranks_it_starts() -> None:
 
 
 def on_nodes(*nodes: tuple[str, int]) -> Plan:
-    """A stage per rank."""
+    """A plan on these nodes with one stage per rank."""
     names = [name for name, ranks in nodes for _ in range(ranks)]
     return plan(replica(*(stage(rank, rank + 1, (rank,), node=name) for rank, name in enumerate(names))))
 

@@ -1,4 +1,4 @@
-"""Groups of unequal devices against exhaustive search."""
+"""Groups of unequal devices compared with an exhaustive search."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.support.random_examples import examples
 
 
 def power_of(group: Sequence[int], kinds: Sequence[MemberKind], micro_batches: float) -> float:
-    """Eq. 2, as it is printed."""
+    """AutoHet's Eq. 2 as printed."""
     stages = sum(group)
     bubbles = (stages - 1) / (micro_batches + stages - 1)
     return sum(count * kind.power for count, kind in zip(group, kinds, strict=True)) * (1 - bubbles)
 
 
 def partitions(left: tuple[int, ...], at_most: tuple[int, ...], idle: bool) -> Iterator[list[tuple[int, ...]]]:
-    """Every way to make groups of counts, each group no larger than the one before it (in lexical order)."""
+    """Every division of the counts into groups that do not increase in lexical order."""
     if idle or not any(left):
         yield []
     for group in np.ndindex(*(count + 1 for count in left)):
@@ -87,7 +87,7 @@ def test_power_is_eq_2() -> None:
     assert effective_power(np.array([[2, 1]]), [1.0, 4.0], 4)[0] == pytest.approx(6 * 2 / 3)
 
 
-def test_the_paper_s_example() -> None:
+def test_the_example_of_the_paper() -> None:
     # AutoHet, section V-A: one A100 and four H20 make two groups, A100 + H20 and three H20.
     kinds = [MemberKind(312.0, 80.0, 1), MemberKind(148.0, 96.0, 4)]
     found = find_grouping(kinds, 160.0, 16)
@@ -110,7 +110,7 @@ def test_micro_batches_by_number_of_groups() -> None:
 
 
 def test_large_clusters_reach_the_bound() -> None:
-    # Groups that are all alike are the best there can be; 1,024 members of three kinds are no obstacle.
+    # Equal groups are the optimum, and the search finds them for 1,024 members of three kinds.
     kinds = [MemberKind(312.0, 80.0, 352), MemberKind(990.0, 80.0, 352), MemberKind(148.0, 96.0, 320)]
     found = find_grouping(kinds, 1000.0, 64, groups=32)
     assert found is not None and set(found.groups) == {(11, 11, 10)}

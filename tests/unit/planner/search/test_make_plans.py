@@ -1,4 +1,4 @@
-"""3D plans: valid, as good as exhaustive search where that is possible, and errors in words."""
+"""3D plans: valid, as good as those of an exhaustive search where this is possible, and error messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAST_LINK, SLOW_LINK = Channel("NVLink", 300e9, 1e-5), Channel("RoCE", 25e9, 2e-
 
 
 def cluster(*nodes: dict[str, int], memory: dict[str, int] | None = None, inside: Channel = FAST_LINK) -> Topology:
-    """Nodes of so many devices of each kind; 100 bytes of memory each unless said otherwise."""
+    """Nodes with these numbers of devices of each kind; a device has 100 bytes of memory unless ``memory`` differs."""
     devices: list[Device] = []
     made = []
     for number, node in enumerate(nodes):
@@ -44,7 +44,7 @@ def profile(
     micro_batches: tuple[int, ...] = (1, 2),
     seed: int = 0,
 ) -> ModelProfile:
-    """Each block has 6 bytes of state and keeps 2 per sample; a head as long as half a block."""
+    """Each block has 6 bytes of state and keeps 4 bytes per sample; the head takes half as long as a block."""
     random = np.random.default_rng(seed)
     times = []
     for (name, each), degree, size in itertools.product(
@@ -88,7 +88,7 @@ def check(plan: Plan, topology: Topology, model: ModelProfile, global_batch: int
             assert len(stage.ranks) == plan.tensor_parallel
             assert {topology.devices[rank].kind.name for rank in stage.ranks} == {stage.device}
             assert {topology.nodes[topology.devices[rank].node].name for rank in stage.ranks} == {stage.node}
-            # 6 bytes of state and 2 per sample and micro-batch in flight, from what the profile says.
+            # A block has 6 bytes of state and keeps 4 bytes per sample of each micro-batch in flight; see profile().
             count = stage.blocks[1] - stage.blocks[0]
             flight = min(replica.micro_batches, len(replica.stages) - number)
             held = count * (6 + 4 * plan.micro_batch * flight) / plan.tensor_parallel
@@ -127,7 +127,7 @@ def test_plans_are_valid(topology: Topology, method: str, runnable: bool) -> Non
 
 @pytest.mark.parametrize("runnable", [False, True])
 @pytest.mark.parametrize("topology", [each for each in CLUSTERS if len({d.kind.name for d in each.devices}) > 1])
-def test_never_slower_than_one_kind_alone(topology: Topology, runnable: bool) -> None:
+def test_never_slower_than_with_only_one_kind(topology: Topology, runnable: bool) -> None:
     model = profile()
     together = make_plans(topology, model, global_batch=24, runnable=runnable)[0].plan
     for name in ("fast", "slow"):
@@ -147,7 +147,7 @@ def test_never_slower_than_one_kind_alone(topology: Topology, runnable: bool) ->
 
 
 def exhaustive(topology: Topology, model: ModelProfile, global_batch: int) -> float:
-    """The best plan of one node that can be run (all pipelines cut alike), by trying everything."""
+    """The time of the best runnable plan of one node (equal splits in all replicas), found by trying all plans."""
     counts = Counter(device.kind.name for device in topology.devices)
     memory = {device.kind.name: device.kind.memory_bytes for device in topology.devices}
     link = topology.nodes[0].inside
@@ -193,7 +193,7 @@ def exhaustive(topology: Topology, model: ModelProfile, global_batch: int) -> fl
     link=st.sampled_from([FAST_LINK, Channel("PCIe", 2e9, 0.05)]),
     seed=st.integers(0, 1000),
 )
-def test_best_of_all_plans_that_can_be_run(
+def test_best_of_all_runnable_plans(
     fast: int,
     slow: int,
     ratio: float,
@@ -223,7 +223,7 @@ def test_best_of_all_plans_that_can_be_run(
     pipelines=st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 4)), min_size=1, max_size=3),
     micro_batches=st.integers(3, 9),
 )
-def test_micro_batches_are_divided_best(pipelines: list[tuple[float, float]], micro_batches: int) -> None:
+def test_micro_batches_are_divided_optimally(pipelines: list[tuple[float, float]], micro_batches: int) -> None:
     def last(counts: tuple[int, ...] | list[int]) -> float:
         return max(fill + (count - 1) * step for (fill, step), count in zip(pipelines, counts, strict=True))
 
@@ -234,8 +234,8 @@ def test_micro_batches_are_divided_best(pipelines: list[tuple[float, float]], mi
     assert last(divided) == pytest.approx(best, rel=1e-9)
 
 
-def test_unequal_pipelines_where_they_are_better() -> None:
-    # Three devices that hold the model alone: alike pipelines leave one idle, or wait for the slow one.
+def test_unequal_pipelines_are_used_if_they_are_faster() -> None:
+    # Each of three devices can hold the model. Equal pipelines leave one device idle or wait for the slow one.
     topology = cluster({"fast": 2}, {"slow": 1})
     model = profile(degrees=(1,), micro_batches=(1,))
     free = make_plans(topology, model, global_batch=14)[0].plan
@@ -248,8 +248,8 @@ def test_unequal_pipelines_where_they_are_better() -> None:
     ]
 
 
-def test_replicas_alike_on_devices_that_are_not() -> None:
-    # Two devices nearly as fast, and activations that cost more to hand on than gradients to sum.
+def test_equal_replicas_on_different_devices() -> None:
+    # Two devices are almost equally fast, and sending activations takes longer than summing gradients.
     topology = cluster({"fast": 1, "slow": 1}, inside=Channel("PCIe", 2e9))
     model = profile(4, {"fast": 1.0, "slow": 1.1}, degrees=(1,), micro_batches=(1,))
     model = model.model_copy(update={"gradient_factor": 1.0})
@@ -260,8 +260,8 @@ def test_replicas_alike_on_devices_that_are_not() -> None:
 
 
 @pytest.mark.parametrize("runnable", [False, True])
-def test_slots_where_links_are_fast(runnable: bool) -> None:
-    # Memory takes two devices; the first node has a slow way out, only the last has two in one place.
+def test_stages_are_placed_where_links_are_fast(runnable: bool) -> None:
+    # The model needs the memory of two devices. The first node has a slow NIC; only the last node has two devices.
     kind = DeviceKind("fast", 30, 1e12)
     nics = [Channel("RoCE", rate) for rate in (1e8, 2e9, 4e9)]
     nodes = [Node(f"n{at}", 0, (at,), FAST_LINK, (nic,)) for at, nic in enumerate(nics[:2])]
@@ -272,8 +272,8 @@ def test_slots_where_links_are_fast(runnable: bool) -> None:
     assert {rank for replica in plan.replicas for stage in replica.stages for rank in stage.ranks} == {2, 3}
 
 
-def test_predicted_as_priced_again() -> None:
-    # Replicas over several nodes of different size, whose rings share NICs or stay inside.
+def test_the_times_of_plans_equal_the_prediction() -> None:
+    # The replicas are on several nodes of different sizes; their rings share NICs or stay inside a node.
     topology = cluster({"fast": 3}, {"fast": 1}, {"slow": 1, "fast": 2}, {"slow": 1})
     model = profile(4)
     for runnable in (False, True):
@@ -288,13 +288,13 @@ def test_predicted_as_priced_again() -> None:
             assert plan.iteration_seconds == pytest.approx(again.iteration_seconds, rel=1e-9)
 
 
-def test_held_to_numbers_of_stages() -> None:
+def test_only_the_given_numbers_of_stages_are_used() -> None:
     for runnable in (False, True):
         found = make_plans(CLUSTERS[2], profile(), global_batch=24, stages=[2, 3], runnable=runnable, keep=20)
         assert {len(replica.stages) for each in found for replica in each.plan.replicas} <= {2, 3}
 
 
-def test_tensor_parallel_groups_keep_speeds_together() -> None:
+def test_tensor_parallel_groups_have_devices_of_equal_speed() -> None:
     topology = cluster({"fast": 4})
     slow = Device(topology.devices[0].kind, 0, 0, speed=0.25)
     throttled = Topology((slow, *topology.devices[1:3], slow), topology.nodes, topology.clusters)
@@ -303,8 +303,8 @@ def test_tensor_parallel_groups_keep_speeds_together() -> None:
     assert (1, 2) in groups and groups <= {(1, 2), (0, 3)}
 
 
-def test_a_plan_for_all_devices_is_among_those_that_can_be_run() -> None:
-    # The slow one is best left out, but a run on all ranks needs a plan that uses it.
+def test_the_fastest_runnable_plan_that_uses_all_devices() -> None:
+    # The best plan leaves out the slow device, but a run on all ranks needs a plan that uses it.
     topology = cluster({"fast": 3, "slow": 1})
     model = profile(seconds={"fast": 1.0, "slow": 30.0}, degrees=(1,))
     found = make_plans(topology, model, global_batch=24, runnable=True, keep=6)
@@ -315,12 +315,12 @@ def test_a_plan_for_all_devices_is_among_those_that_can_be_run() -> None:
 
 
 def test_no_plan_for_all_devices() -> None:
-    # One sample in one micro-batch on one stage uses one device.
+    # One sample is one micro-batch, so there is one replica; it has one stage of at most two devices.
     with pytest.raises(ValueError, match="no plan uses all 4 devices; the fastest plan uses 2"):
         make_plans(CLUSTERS[0], profile(), global_batch=1, stages=[1], runnable=True, all_devices=True)
 
 
-def test_no_more_stages_than_micro_batches_in_a_plan_that_is_run() -> None:
+def test_runnable_plans_have_no_more_stages_than_micro_batches() -> None:
     topology = cluster({"fast": 3}, memory={"fast": 30})
     model = profile(6, degrees=(1,), micro_batches=(1,))
     free = make_plans(topology, model, global_batch=2)[0].plan
@@ -330,7 +330,7 @@ def test_no_more_stages_than_micro_batches_in_a_plan_that_is_run() -> None:
     assert len(make_plans(topology, model, global_batch=3, runnable=True)[0].plan.layers_per_stage) == 3
 
 
-def test_the_best_plan_is_compared() -> None:
+def test_only_the_best_plan_is_compared() -> None:
     topology, model = CLUSTERS[2], profile()
     plain = make_plans(topology, model, global_batch=24, runnable=True)
     compared = make_plans(
@@ -347,8 +347,8 @@ def test_the_best_plan_is_compared() -> None:
     assert best.notes == (*plain[0].plan.notes, *([note] if note else []))
 
 
-def test_devices_are_called_as_they_were_profiled() -> None:
-    # The profile was taken on these two devices and has a slow one, which the cluster file does not know.
+def test_devices_get_the_names_of_the_profile() -> None:
+    # The profile was measured on these two devices. One of them is slow, but the cluster file does not say so.
     topology = cluster({"fast": 2})
     model = profile(seconds={"fast": 1.0, "fast-2": 3.0}, degrees=(1,))
     model = model.model_copy(update={"rank_devices": ("fast", "fast-2")})
@@ -369,7 +369,7 @@ def test_devices_are_called_as_they_were_profiled() -> None:
         ({"method": "fastest"}, r"fastest.*exact"),
     ],
 )
-def test_errors_in_words(changes: dict[str, object], message: str) -> None:
+def test_error_messages(changes: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {"global_batch": 24, **changes}
     with pytest.raises(ValueError, match=message):
         make_plans(CLUSTERS[1], profile(), **arguments)  # type: ignore[arg-type]
@@ -398,13 +398,13 @@ def test_more_stages_than_blocks_would_be_needed() -> None:
         make_plans(topology, profile(2, degrees=(1,), micro_batches=(2,)), global_batch=8)
 
 
-def test_no_word_on_degrees_that_are_only_slower() -> None:
-    # Two slow devices make one group of two, which nobody looks at with a fast one there.
+def test_degrees_that_are_only_slower_are_not_noted() -> None:
+    # At degree 2 the only group has the two slow devices, so a plan with the fast device is much faster.
     topology = cluster({"fast": 1, "slow": 2}, inside=Channel("PCIe", 1e6))
     plan = make_plans(topology, profile(seconds={"fast": 1.0, "slow": 50.0}), global_batch=4, runnable=True)[0].plan
     assert plan.tensor_parallel == 1 and not plan.notes
 
 
-def test_batch_beyond_all_bounds() -> None:
+def test_a_global_batch_above_the_maximum() -> None:
     with pytest.raises(ValueError, match=r"global_batch=100000000000000000000: must be at most 1000000000"):
         make_plans(CLUSTERS[0], profile(), global_batch=10**20)

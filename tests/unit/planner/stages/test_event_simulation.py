@@ -68,7 +68,7 @@ def slow_ends(forward, backward, hops, count: int, transfers: str) -> list[float
     while queue:
         time, stage, place = heapq.heappop(queue)
         if place != at[stage]:
-            continue  # woken by more than one message
+            continue  # several messages queued this rank
         if at[stage] == len(calls[stage]):
             ends[stage] = time
             continue
@@ -136,7 +136,7 @@ def test_ends_equal_those_of_a_queue_of_events(transfers, case):
 @pytest.mark.parametrize("transfers", TRANSFERS)
 @examples(ordinary=50, thorough=100)
 @given(pipelines())
-def test_events_are_the_schedule(transfers, case):
+def test_events_follow_the_schedule(transfers, case):
     forward, backward, _, count = case
     timeline = simulate_times(*case, transfers=transfers)
     for stage, events in enumerate(timeline.events):
@@ -165,7 +165,7 @@ def test_events_are_the_schedule(transfers, case):
 
 @examples(ordinary=60, thorough=400)
 @given(pipelines(max_stages=7, max_micro_batches=12))
-def test_closed_form_is_below_only_where_the_note_says_so(case):
+def test_closed_form_is_below_only_where_the_note_allows_it(case):
     forward, backward, _, count = case
     times, closed = closed_form(*case)
     blocking, overlapped = (simulate_times(*case, transfers=transfers).seconds for transfers in TRANSFERS)
@@ -213,7 +213,7 @@ def test_closed_form_can_be_below():
 
 
 @pytest.mark.parametrize("transfers", TRANSFERS)
-def test_equal_stages_without_transfers_take_the_well_known_time(transfers):
+def test_equal_stages_without_transfers_take_the_known_time(transfers):
     timeline = simulate_times([1.0] * 8, [2.0] * 8, [0.0] * 7, 32, transfers=transfers)
     assert timeline.seconds == 3 * (32 + 7)
     assert [share.bubble for share in timeline.shares] == pytest.approx([7 / 39] * 8)

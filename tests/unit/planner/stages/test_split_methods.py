@@ -110,7 +110,7 @@ def check(pipeline: Pipeline, division: Split) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_exact_is_the_best_of_all(seed):
+def test_exact_is_the_best_of_all_splits(seed):
     random = np.random.default_rng(seed)
     impossible = 0
     count = 250 if IS_THOROUGH else 80
@@ -279,7 +279,7 @@ def test_nodes_with_the_same_devices_are_interchangeable():
     assert crossings == 7
 
 
-def test_refined_splits_simulate_no_slower_and_fit():
+def test_refined_splits_fit_and_are_no_slower_in_the_simulation():
     random = np.random.default_rng(7)
     better = 0
     for _ in range(60 if IS_THOROUGH else 25):
@@ -323,7 +323,7 @@ def test_bad_order():
         split(pipeline_of([1.0, 1.0], 2), order=[0, 0])
 
 
-def test_a_block_that_fits_nowhere():
+def test_a_block_that_fits_in_no_slot():
     pipeline = pipeline_of([1.0, 2.0], 4, memory=[1.5, 1.6])
     # The first stage holds the activations of two micro-batches: 1 + 2·1.
     with pytest.raises(ValueError, match=r"block 0 alone needs 3e-09 GB in slot slot 1, which has 1\.6e-09 GB"):

@@ -1,4 +1,4 @@
-"""What is taken for the time of a stage, on a device whose clock and events do as they are told."""
+"""The measured time of a stage, on a simulated device whose clock and events the tests control."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.support.planning import make_plan
 
 
 class Device:
-    """Where time passes with the passes of a pipeline alone."""
+    """A simulated device; only the passes and the waiting times of the tests advance its clock."""
 
     seconds = 0.0
     behind = False
-    """Whether events are not reached yet."""
+    """Whether the device has not yet reached the recorded events."""
 
     def __init__(self) -> None:
         device = self
@@ -56,7 +56,7 @@ def device() -> Iterator[Device]:
 
 
 def iterate(device: Device, *passes: tuple[float, float]) -> None:
-    """Forward and backward passes, with waiting for other stages in between."""
+    """Run forward and backward passes, with waiting times for other stages in between."""
     for forward, backward in passes:
         device.forward_step(forward)
         device.seconds += 100.0
@@ -64,17 +64,17 @@ def iterate(device: Device, *passes: tuple[float, float]) -> None:
         device.seconds += 100.0
 
 
-def test_an_iteration_counts_as_its_mean_and_an_epoch_as_their_median(device: Device) -> None:
+def test_the_time_is_the_median_of_the_means_of_the_iterations(device: Device) -> None:
     clock = StageClock(device)
     assert clock.read() is None
     for passes in ([(1.0, 2.0), (3.0, 6.0)], [(3.0, 7.0)], [(50.0, 60.0)]):
         iterate(device, *passes)
         clock.end_iteration()
     assert clock.read() == PassSeconds(pytest.approx(3.0), pytest.approx(7.0))
-    assert clock.read() is None, "an epoch's times are its own"
+    assert clock.read() is None, "the times of the previous epoch were not removed"
 
 
-def test_passes_without_gradients_or_of_warm_up_are_no_training(device: Device) -> None:
+def test_passes_without_gradients_or_of_warm_up_do_not_count(device: Device) -> None:
     clock = StageClock(device)
     iterate(device, (9.0, 9.0))
     clock.end_iteration(counts=False)
@@ -101,7 +101,7 @@ def test_never_waits_for_the_device(device: Device) -> None:
 
 
 def test_first_iterations_do_not_count(device: Device) -> None:
-    """They take a hundred times as long here, and are half of the epoch."""
+    """Here they take a hundred times as long and are half of all iterations."""
     plan = make_plan([[[0]]], (2,))
     alone = SimpleNamespace(
         get_world_size=lambda: 1,

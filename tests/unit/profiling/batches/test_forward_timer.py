@@ -29,7 +29,7 @@ class Sleeper(nn.Module):
         return inputs * self.weight
 
 
-def test_training_passes_are_measured_and_no_others() -> None:
+def test_only_training_passes_are_measured() -> None:
     model, batch = Sleeper(), SimpleNamespace(samples=3)
     wrapped = nn.Module()
     wrapped.module = model
@@ -58,17 +58,17 @@ def test_training_passes_are_measured_and_no_others() -> None:
 def test_slowdown_is_the_ratio_of_sums_without_the_longest_pass() -> None:
     assert slowdown([(1, 2.0), (4, 8.0), (2, 4.0)], LINEAR) == pytest.approx(2.0)
     assert slowdown([(1, 1.0), (4, 400.0), (2, 2.0)], LINEAR) == pytest.approx(1.0)
-    # Throttled for half of the time: slow passes and fast ones, three times as slow on average.
+    # If a device is throttled for half of the time, slow and fast passes alternate; the mean slowdown is 3.
     assert slowdown([(1, 1.0), (1, 5.0)] * 50, LINEAR) == pytest.approx(3.0, rel=0.02)
 
 
-def test_too_few_passes_say_nothing() -> None:
+def test_too_few_or_too_short_passes_give_no_slowdown() -> None:
     assert slowdown([], LINEAR) is None
     assert slowdown([(1, 2.0), (1, 2.0)], LINEAR) is None
     assert slowdown([(1, 0.01)] * 30, LINEAR) is None
 
 
-def test_a_move_back_goes_half_the_way() -> None:
+def test_if_the_direction_turns_half_of_the_change_is_applied() -> None:
     assert damped(1.0, 3.0, 1.0) == 3.0
     assert damped(3.0, 3.5, 3.0) == 3.5
     assert damped(4.0, 1.0, 4.0) == 2.0

@@ -57,13 +57,13 @@ def test_estimates_that_change_or_are_missing() -> None:
         check(largest_batch(lambda batch, true=true: batch <= true, 350, guesses), true, 350)
 
 
-def test_an_exact_estimate_spares_the_halving() -> None:
+def test_an_exact_estimate_avoids_the_bisection() -> None:
     for true in range(1, 301):
         search = largest_batch(lambda batch, true=true: batch <= true, 1000, lambda true=true: true)
         assert len(search.tried) <= math.floor(math.log2(true)) + 4
 
 
-def test_what_must_not_be_exceeded_is_not() -> None:
+def test_an_estimate_that_must_not_be_exceeded_is_not_exceeded() -> None:
     for room in range(0, 120):
         for true in (0, 1, 50, 1000):
             search = largest_batch(
@@ -74,7 +74,7 @@ def test_what_must_not_be_exceeded_is_not() -> None:
             assert len(search.tried) <= bound(search.largest) + (search.largest == 0)
 
 
-def test_an_estimate_that_creeps_up_ends() -> None:
+def test_the_search_ends_if_the_estimate_rises_slowly() -> None:
     largest = 0
 
     def fits(batch: int) -> bool:

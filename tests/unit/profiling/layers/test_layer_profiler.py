@@ -1,4 +1,4 @@
-"""What the profiler of layers finds, on a simulated clock; that it leaves no trace; and what memory it counts."""
+"""The layer profiler: the times of a simulated clock, a model that is not changed, and the memory of layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def measure(model: nn.Module, clock: SimulatedClock | None = None, **options: An
     return profile_layers(model, batch(), options.pop("criterion", F.cross_entropy), **options)
 
 
-def test_each_layer_takes_what_it_takes(clock: SimulatedClock) -> None:
+def test_layer_times_are_those_of_the_simulated_clock(clock: SimulatedClock) -> None:
     blocks = ((0.003, 0.006),) * 5
     profile = measure(Model(clock, (0.002, 0.005), blocks, (0.004, 0.001)), clock).profile
     assert profile.devices == ("cpu",) and profile.micro_batches("cpu", 1) == (2, 3) and profile.blocks == 5
@@ -43,20 +43,21 @@ def test_each_layer_takes_what_it_takes(clock: SimulatedClock) -> None:
         np.testing.assert_allclose(times.backward_seconds, size * np.array([0.005, *[0.006] * 5, 0.001]))
         assert [run.blocks for run in times.block_runs] == [1, 2, 4]
         np.testing.assert_allclose([run.seconds for run in times.block_runs], size * 0.009 * np.array([1, 2, 4]))
-        # A weight and a bias of the linear layer, and of the norm.
+        # The weight and the bias of the linear layer and of the norm.
         np.testing.assert_allclose(times.update_seconds, [4 * SlowSGD.SECONDS] * 7)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("quota", [1 / 2, 1 / 4])
-def test_a_quota_slows_by_its_share(monkeypatch: pytest.MonkeyPatch, quota: float, threads: int) -> None:
-    """Single passes take between a third and three times of that: most of them meet no pause, some a long one."""
+def test_a_cpu_quota_slows_layers_by_its_share(monkeypatch: pytest.MonkeyPatch, quota: float, threads: int) -> None:
+    """A single pass takes between a third of the mean and three times the mean: most passes have no pause, some a long
+    one."""
     clock = SimulatedClock(quota, threads)
     use_clock(clock, monkeypatch)
     seconds = 6.0 if threads == 1 else 20.0
     profile = measure(Model(clock, (0.002, 0.005), after=(0.004, 0.001)), clock, min_seconds=seconds).profile
     times = profile.times_of("cpu", 1, 2)
-    # A period more or less may have been seen; with more than one thread, by each of the parts that share the time.
+    # The measurement may contain one period more or less; with two threads, each part that shares the time may.
     tolerance = 2 * PERIOD / (seconds if threads == 1 else seconds / 8)
     whole = 2 * sum((0.002, 0.005, *[0.009] * 5, 0.004, 0.001)) / quota
     assert sum(times.forward_seconds) + sum(times.backward_seconds) == pytest.approx(whole, rel=tolerance)
@@ -66,8 +67,8 @@ def test_a_quota_slows_by_its_share(monkeypatch: pytest.MonkeyPatch, quota: floa
         np.testing.assert_allclose(times.forward_seconds[1:-1], 2 * 0.003 / quota, rtol=tolerance)
 
 
-def test_one_block_is_what_explains_all_runs(clock: SimulatedClock) -> None:
-    """Blocks that look alike and do not take equally long: 1, 2 and 4 of them took 3 + 4 + 8 ms."""
+def test_the_time_of_a_block_is_the_mean_over_all_runs(clock: SimulatedClock) -> None:
+    """Blocks of one kind that do not take equally long: runs of 1, 2 and 4 blocks take 3, 4 and 8 ms."""
     blocks = tuple((0.001 * each, 0.002 * each) for each in (3.0, 1.0, 2.0, 2.0, 5.0))
     times = measure(Model(clock, blocks=blocks), clock, micro_batches=[1]).profile.times_of("cpu", 1, 1)
     np.testing.assert_allclose([run.forward_seconds for run in times.block_runs], [0.003, 0.004, 0.008])
@@ -76,7 +77,7 @@ def test_one_block_is_what_explains_all_runs(clock: SimulatedClock) -> None:
 
 
 class Wide(nn.Module):
-    """Another kind of block by its parameters."""
+    """Slow blocks have more parameters, so they are another kind of block."""
 
     def __init__(self, clock: SimulatedClock, *seconds: float) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class Wide(nn.Module):
         return self.inner(x) + (0.0 if not hasattr(self, "more") else self.more.sum())
 
 
-def test_blocks_of_two_kinds_are_told_apart(clock: SimulatedClock) -> None:
+def test_blocks_of_two_kinds_are_measured_separately(clock: SimulatedClock) -> None:
     blocks = ((0.003, 0.006), (0.009, 0.001), (0.003, 0.006), (0.009, 0.001))
     model = Model(clock, blocks=blocks, block=Wide)
     profile = measure(model, clock, micro_batches=[1]).profile
@@ -122,17 +123,17 @@ def equal(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_model_is_left_as_it_was(precision: str) -> None:
+def test_the_model_is_not_changed(precision: str) -> None:
     model = Model(SimulatedClock())
     model.blocks[1].eval()
-    model.blocks[2].forward = model.blocks[2].forward  # as Colossal-AI replaces methods
+    model.blocks[2].forward = model.blocks[2].forward  # Colossal-AI replaces methods in this way
     model.head.linear.weight.grad = torch.ones_like(model.head.linear.weight)
     before = state(model)
     measure(model, min_seconds=0.0, precision=precision)
     assert equal(before, state(model))
 
 
-def test_a_failing_model_is_left_as_it_was(clock: SimulatedClock) -> None:
+def test_a_failing_model_is_not_changed(clock: SimulatedClock) -> None:
     model = Model(clock)
     before = state(model)
 
@@ -144,7 +145,7 @@ def test_a_failing_model_is_left_as_it_was(clock: SimulatedClock) -> None:
     assert equal(before, state(model))
 
 
-def test_training_goes_on_as_without() -> None:
+def test_profiling_does_not_change_the_training() -> None:
     def train(interlude: bool) -> list[float]:
         torch.manual_seed(3)
         model = Model(SimulatedClock())
@@ -168,7 +169,7 @@ def test_training_goes_on_as_without() -> None:
     [("sgd", "fp32", 2.0), ("adam", "fp32", 4.0), ("adamw", "fp32", 4.0), ("adam", "bf16", 8.0), ("sgd", "fp16", 4.0)],
 )
 def test_state_is_counted(optimizer: str, precision: str, factor: float) -> None:
-    """Parameters, gradients, two moments for Adam; in half precision copies in single precision beside."""
+    """The state has parameters, gradients and, for Adam, two moments; with half precision it also has fp32 copies."""
     model = Model(SimulatedClock())
     profile = measure(model, optimizer=optimizer, precision=precision, min_seconds=0.0).profile
     assert profile.state_factor == factor
@@ -178,7 +179,7 @@ def test_state_is_counted(optimizer: str, precision: str, factor: float) -> None
 
 
 class Linear(nn.Module):
-    """Keeps its input and its output."""
+    """Keeps its input and its output for the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +190,7 @@ class Linear(nn.Module):
 
 
 class Transformed(nn.Module):
-    """Calls its blocks by keyword and with a mask that they share, as transformers do."""
+    """Calls its blocks with keyword arguments and a shared mask, as models of ``transformers`` do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,9 +220,9 @@ def test_activations_are_what_backward_needs() -> None:
     samples = {"x": batch()[0], "labels": batch()[1]}
     profile = profile_layers(Transformed(), samples, micro_batches=[4], min_seconds=0.0).profile
     row = 4 * WIDTH
-    # A block keeps its input and the output of relu; the mask, which the model makes once, is not the block's.
-    # Before: the images. After: the last hidden state, the log-probabilities, and of all samples together the targets'
-    # weight, with the targets themselves (8 bytes each).
+    # A block keeps its input and the output of relu. The mask does not count, because the model makes it once for all
+    # blocks. Before the blocks: the images. After the blocks, per sample: the last hidden state, the log-probabilities,
+    # the target (8 bytes), and a quarter of the 4 bytes for the weight of all targets.
     after = row + 4 * CLASSES + 8 + 1
     assert profile.sizes[0].activation_bytes == (row, *[2 * row] * 3, after)
     assert profile.sizes[0].output_bytes == (row, *[row] * 3, 0)
@@ -234,10 +235,10 @@ def test_saved_storages_count_once_and_without_parameters() -> None:
         y = x @ weight.t()
         z = y[:2] * y[1:]
     assert z.shape == (2, 10)
-    assert saved.total == 4 * (30 + 30)  # x, and y once though two views of it are saved
+    assert saved.total == 4 * (30 + 30)  # x, and y once, although two views of it are saved
 
 
-def test_sizes_for_which_memory_does_not_suffice_are_left_out(clock: SimulatedClock) -> None:
+def test_micro_batches_that_do_not_fit_in_memory_are_left_out(clock: SimulatedClock) -> None:
     class Greedy(Wide):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if len(x) > 3:
@@ -251,7 +252,7 @@ def test_sizes_for_which_memory_does_not_suffice_are_left_out(clock: SimulatedCl
         measure(model, clock, micro_batches=[4, 8])
 
 
-def test_progress_is_told(clock: SimulatedClock) -> None:
+def test_progress_is_reported(clock: SimulatedClock) -> None:
     seen: list[LayerProgress] = []
     measure(Model(clock), clock, on_progress=seen.append)
     assert {(each.micro_batch, each.index, each.sizes) for each in seen} == {(2, 0, 2), (3, 1, 2)}
@@ -280,7 +281,7 @@ class Halving(Linear):
         ({"blocks": "layers"}, "Model has no row of blocks 'layers'; it has blocks"),
     ],
 )
-def test_what_cannot_be_is_said(options: dict[str, Any], words: str) -> None:
+def test_impossible_options(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         measure(Model(SimulatedClock()), **options)
 

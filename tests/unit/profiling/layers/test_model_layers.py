@@ -1,4 +1,4 @@
-"""Blocks are found where Colossal-AI counts them; parameters and FLOP per layer are those of the formulas."""
+"""The blocks are those that Colossal-AI counts; parameters and FLOP per layer equal the formulas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import timm
 import torch
 from torch import nn
 
-import colossal_hetero.accelerator  # noqa: F401  (a quiet import of what transformers needs)
+import colossal_hetero.accelerator  # noqa: F401  (imports packages that transformers needs, without their warnings)
 from colossal_hetero.profiling.layers.model_layers import describe_layers, find_block_row
 
 # isort: split
@@ -48,7 +48,7 @@ def ids() -> dict[str, torch.Tensor]:
 
 
 def attention_flops(tokens: int, width: int) -> int:
-    """Scores, and values weighted by them."""
+    """FLOP of the attention scores and of the sum of the weighted values."""
     return 2 * 2 * tokens * tokens * width
 
 
@@ -70,11 +70,11 @@ def test_families_of_transformers(name: str, device: str) -> None:
     assert layers.parameter_bytes == tuple(4 * count for count in layers.parameters)
 
 
-def test_gpt2_is_what_its_formula_says() -> None:
+def test_gpt2_equals_its_formulas() -> None:
     kind, config = FAMILIES["transformer.h"]
     with torch.device("meta"):
         layers = describe_layers(kind(config), ids())
-    # 12 h² + 13 h; embedding (V + positions) h; tied logits V h and the last norm.
+    # A block has 12 h² + 13 h parameters, the embedding (V + positions) h, the tied head V h and the last norm 2 h.
     assert layers.parameters[1:-1] == (12 * HIDDEN**2 + 13 * HIDDEN,) * LAYERS
     assert layers.parameters[0] == (WORDS + config.n_positions) * HIDDEN
     assert layers.parameters[-1] == WORDS * HIDDEN + 2 * HIDDEN
@@ -85,7 +85,7 @@ def test_gpt2_is_what_its_formula_says() -> None:
 
 @pytest.mark.parametrize("name", ["model.layers", "bert.encoder.layer"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_flops_of_models_that_look_at_values(name: str, device: str) -> None:
+def test_flops_of_models_that_read_tensor_values(name: str, device: str) -> None:
     kind, config = FAMILIES[name]
     torch.manual_seed(0)
     with torch.device(device):
@@ -101,7 +101,7 @@ def test_flops_of_models_that_look_at_values(name: str, device: str) -> None:
     assert model.training and torch.equal(torch.get_rng_state(), random)
 
 
-def test_modules_are_placed_by_when_they_run() -> None:
+def test_modules_are_placed_in_execution_order() -> None:
     kind, config = FAMILIES["model.decoder.layers"]
     layers = describe_layers(kind(config), ids())
     # OPT registers its last norm before its blocks.
@@ -131,7 +131,7 @@ def test_a_wrapped_model_has_the_same_blocks() -> None:
     assert find_block_row(model).name == "module.blocks"
 
 
-def test_a_model_that_needs_values_says_so_on_meta() -> None:
+def test_the_error_on_the_meta_device_names_a_model_that_needs_values() -> None:
     with pytest.raises(ValueError, match=r"Picky does not run on tensors without values .*leave the batch out"):
         describe_layers(Picky().to("meta"), torch.zeros(3, 2))
     torch.manual_seed(0)
@@ -139,7 +139,7 @@ def test_a_model_that_needs_values_says_so_on_meta() -> None:
     assert layers.flops == (0, 2 * 2 * 2 * 2, 2 * 2 * 2 * 2, 0)  # of the two rows that are not all zero
 
 
-def test_two_rows_are_not_one() -> None:
+def test_a_model_with_two_rows_of_blocks() -> None:
     with torch.device("meta"):
         model = T5ForConditionalGeneration(T5Config(num_layers=2, d_model=32, d_ff=64, num_heads=2, vocab_size=50))
     with pytest.raises(ValueError, match=r"more than one row of blocks: decoder.block, encoder.block; .*name the row"):
@@ -149,13 +149,13 @@ def test_two_rows_are_not_one() -> None:
         find_block_row(model, "blocks")
 
 
-def test_what_has_no_blocks() -> None:
+def test_a_model_without_blocks() -> None:
     with pytest.raises(ValueError, match="Sequential has no ModuleList or Sequential of modules of one class"):
         find_block_row(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
 
 
 class Twice(nn.Module):
-    """Runs its blocks twice, as no pipeline does."""
+    """Runs its blocks twice, which is not possible in a pipeline."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Twice(nn.Module):
 
 
 class Picky(Twice):
-    """Computes on some rows only."""
+    """Computes only with the rows that are not all zero."""
 
     def __init__(self) -> None:
         super().__init__()
