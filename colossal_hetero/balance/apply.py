@@ -18,7 +18,8 @@ from ..layers.workload import Clock, Workload, kept_count
 from .column_selection import ColumnSelector, make_selector
 from .config import BalanceConfig
 from .decide.costs import Traffic
-from .decide.divide import Division, divide
+from .decide.divide import Division, divide, divide_counts, effective_grain
+from .decide.modes import LayerKind
 from .decide.plan import BalancePlan
 from .decide.ratios import layer_ratios
 from .decide.traffic import BlockShape, LayerShape, block_traffic, column_traffic
@@ -39,6 +40,9 @@ class Prunable(Protocol):
     def matrix(self) -> Tensor:
         """The weights, ``[N, L]`` with one column per contraction column (or unit)."""
 
+    def set_kind(self, kind: int) -> None:
+        """Tell the layers which kind they mark in the clock."""
+
 
 @dataclass(frozen=True)
 class _Columns:
@@ -56,6 +60,9 @@ class _Columns:
     def matrix(self) -> Tensor:
         return self.layer.matrix
 
+    def set_kind(self, kind: int) -> None:
+        self.layer.kind = kind
+
 
 @dataclass(frozen=True)
 class _Units:
@@ -72,6 +79,11 @@ class _Units:
     @property
     def matrix(self) -> Tensor:
         return self.block.matrices[1]
+
+    def set_kind(self, kind: int) -> None:
+        self.block.kind = kind
+        for layer in self.block.layers:
+            layer.kind = kind
 
 
 class Pruning:
@@ -126,6 +138,8 @@ class Shares:
     resized: float = 0.0
     migrated: float = 0.0
     received: float = 0.0
+    loads: tuple[float, ...] = ()
+    """For each kind of layers, how many units the rank computes in each of its blocks."""
 
     @property
     def load(self) -> float:
@@ -173,8 +187,41 @@ class Applier:
         if transport is not None:
             self._column_exchange = COLUMN_EXCHANGES[self._column_method](transport)
             self._unit_exchange = UnitExchange(transport, is_last_pass, clock)
+        # With migration of blocks, mode "auto" leaves other layers as they are: sending their activations costs more.
+        self._columns_stay = config.mode == "auto" and config.moves_blocks and bool(blocks)
+        self._kind_of: list[int | None] = []
+        self.kinds = self._number_kinds()
+        """What is balanced. Layers and blocks know their kind by its place in this list."""
         self._plan: BalancePlan | None = None
-        self._shares = Shares()
+        self._shares = Shares(loads=tuple(kind.full for kind in self.kinds))
+
+    def _number_kinds(self) -> list[LayerKind]:
+        """Give each target its kind: blocks with the same sizes are one kind, and all other layers another one."""
+        self._kind_of = [None] * len(self._targets)
+        numbers: dict[str, int] = {}
+        # Kinds of blocks come first: a plan has their counts in this order.
+        for place, target in sorted(enumerate(self._targets), key=lambda item: isinstance(item[1], _Columns)):
+            if isinstance(target, _Units):
+                shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in target.block.parameters]
+                sizes = f"{target.columns} units of {shapes}"
+            elif self._columns_stay:
+                continue
+            else:
+                sizes = "columns"
+            number = numbers.setdefault(sizes, len(numbers))
+            self._kind_of[place] = number
+            target.set_kind(number)
+        total = sum(self._costs) or 1
+        kinds = []
+        for number in range(len(numbers)):
+            members = [place for place, kind in enumerate(self._kind_of) if kind == number]
+            first = self._targets[members[0]]
+            weight = sum(self._costs[place] for place in members) / total
+            if isinstance(first, _Columns):
+                kinds.append(LayerKind(None, 1, weight))
+            else:
+                kinds.append(LayerKind(first.columns, effective_grain(first.columns, self._config.grain), weight))
+        return kinds
 
     @property
     def shares(self) -> Shares:
@@ -199,18 +246,19 @@ class Applier:
         """What ``plan`` would send in an iteration like those so far, over the whole group."""
         assert self._transport is not None
         total = Traffic()
-        for layer in self._layers:
+        divisions = self._divide(plan)
+        for layer, division in zip(self._layers, divisions, strict=False):
             outputs, columns = layer.matrix.shape
             total += column_traffic(
                 LayerShape(outputs, columns, layer.is_column_parallel),
-                divide(columns, plan, self._config.grain).moves,
+                division.moves,
                 layer.rows // max(1, layer.passes),
                 layer.passes,
                 self._transport.size,
                 self._column_method,
                 bytes_per_element,
             )
-        moves = [divide(block.units, plan, self._config.grain).moves for block in self._blocks]
+        moves = [division.moves for division in divisions[len(self._layers) :]]
         shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
         return total + block_traffic(shapes, moves, bucket_numbers(self._blocks, moves), bytes_per_element)
 
@@ -252,13 +300,25 @@ class Applier:
     def _assign(self) -> None:
         assert self._plan is not None
         rank, ratios = self._rank, self._pruning.ratios()
-        divisions = [divide(target.columns, self._plan, self._config.grain) for target in self._targets]
+        divisions = self._divide(self._plan)
         kept = []
         for target, ratio, division in zip(self._targets, ratios, divisions, strict=True):
             kept.append(max(1, kept_count(target.columns, float(ratio)) - division.given(rank)))
         self._assign_layers(ratios, divisions)
         self._assign_blocks(kept, divisions)
         self._shares = self._measure(kept, divisions)
+
+    def _divide(self, plan: BalancePlan) -> list[Division]:
+        """Which rank computes which columns or units, by target."""
+        idle = BalancePlan.idle(len(plan.resize))
+        divisions = []
+        for target, kind in zip(self._targets, self._kind_of, strict=True):
+            if plan.units and isinstance(target, _Units):
+                assert kind is not None
+                divisions.append(divide_counts(target.columns, plan.units[kind]))
+            else:
+                divisions.append(divide(target.columns, idle if kind is None else plan, self._config.grain))
+        return divisions
 
     def _assign_layers(self, ratios: np.ndarray, divisions: Sequence[Division]) -> None:
         selectors: Sequence[ColumnSelector | None] = self._pruning.selectors or [None] * len(self._targets)
@@ -281,10 +341,17 @@ class Applier:
 
     def _measure(self, kept: Sequence[int], divisions: Sequence[Division]) -> Shares:
         resized = migrated = received = 0.0
-        for target, cost, kept_units, division in zip(self._targets, self._costs, kept, divisions, strict=True):
+        loads, costs = [0.0] * len(self.kinds), [0.0] * len(self.kinds)
+        for target, kind, cost, kept_units, division in zip(
+            self._targets, self._kind_of, self._costs, kept, divisions, strict=True
+        ):
             given, taken = division.given(self._rank), division.taken(self._rank)
+            if kind is not None:
+                loads[kind] += cost * (kept_units + taken) / target.columns
+                costs[kind] += cost
             resized += cost * (target.columns - given - kept_units) / target.columns
             migrated += cost * given / target.columns
             received += cost * taken / target.columns
         total = sum(self._costs) or 1
-        return Shares(resized / total, migrated / total, received / total)
+        loads = [kind.full * load / cost for kind, load, cost in zip(self.kinds, loads, costs, strict=True)]
+        return Shares(resized / total, migrated / total, received / total, tuple(loads))

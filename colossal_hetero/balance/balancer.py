@@ -4,12 +4,10 @@ it.
 An iteration lasts from the first training forward pass after an optimizer step to the end of the next optimizer step,
 without the time for loading data, evaluating and saving in between. At the end of iteration *i* every rank
 
-1. reads its clock and scales the times to equal work,
-2. reads the group's answer to the flag of iteration *i − 1*: if any rank's speed had changed, all ranks gather their
-   times, decide on the same plan from the same numbers, and apply it from iteration *i + 1* on,
-3. posts its own flag of iteration *i*, without waiting.
-
-Some iterations after a plan has started to migrate, the group exchanges times once more to correct the predicted costs.
+1. reads its clock,
+2. reads the times of all ranks in iteration *i − 1*, compares them, and, if speeds have changed or are known better,
+   decides; all ranks decide on the same plan from the same numbers, and apply it from iteration *i + 1* on,
+3. posts its own times of iteration *i*, without waiting.
 """
 
 from __future__ import annotations
@@ -18,6 +16,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import fsum
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,13 @@ from ..layers.transport import Transport
 from .apply import Applier, Shares
 from .config import BalanceConfig
 from .decide.costs import Costs, Traffic
-from .decide.modes import decide
-from .decide.plan import BalancePlan, RankTimes
+from .decide.modes import decide, decide_units
+from .decide.plan import BalancePlan
 from .host_messages import Groups, make_groups
-from .measure.clock import IterationClock, IterationTimes
+from .measure.clock import IterationClock, IterationTimes, KindTimes
+from .measure.equal_work import EqualWork
+from .measure.group_speed import GroupSpeed, KindWork
 from .measure.pretest import ProductShape, prepare_costs
-from .measure.speed import EqualWork, SpeedWatch
 from .measure.timeline_sampler import RankSegments, SampledIterations, TimelineSampler
 from .report.records import IterationRecord, LocalRecord, merge_records
 from .report.timeline import Timelines, choose_timelines
@@ -45,7 +46,7 @@ MAX_RECORDS = 100_000
 """The number of iterations kept for :meth:`Balancer.collect`; older ones are dropped."""
 
 SETTLED_AFTER = 10
-"""The number of iterations after which the costs of a new plan are measured."""
+"""The number of iterations with a plan from which its cost of communication is learned."""
 
 MIN_RECEIVED = 0.02
 """The minimum share that is migrated to a receiver with little memory; with memory for less it takes nothing."""
@@ -74,14 +75,14 @@ class Balancer:
         self._costs = Costs()
         self._applier = Applier(layers, blocks, config, iterations_per_interval, self._transport, is_last_pass, clock)
         self._equal_work = EqualWork(config.patience)
-        self._watch = SpeedWatch(config)
+        self._speed = GroupSpeed([kind.full for kind in self._applier.kinds], self._exchange.size, config)
         self._records: deque[LocalRecord] = deque(maxlen=MAX_RECORDS)
         self._best_seconds = math.inf
         self._timelines = TimelineSampler(config.warmup_iterations, config.patience)
         self._newest = -1
-        self._unmigrated_seconds: float | None = None
+        self._unsent: deque[tuple[int, list[float]]] = deque()
+        self._migration_seconds: list[float] = []
         self._max_received = math.inf
-        self._check_at = -1
         self._iteration = 0
         self._running = False
         for layer in layers.values():
@@ -149,18 +150,29 @@ class Balancer:
             return
         self._running = False
         self._clock.stop(tag=(self._iteration, self._applier.shares))
-        moved = [self._observe(times) for times in self._clock.read()]
+        for times in self._clock.read():
+            self._record(times)
+            if self.active:
+                self._unsent.append(_numbers(times, len(self._applier.kinds)))
         if self.active:
             if self._iteration == 0 and self.config.mode in ("semi", "auto"):
                 self._costs = self._measure_costs()
-            # After an exchange, this iteration's flag need not be raised.
-            due = self._exchange.take_flag() or self._iteration == self._check_at
-            exchanged = due and self._replan()
-            self._exchange.post_flag(any(moved) and not exchanged, self._plan.digest)
+                self._speed.receive_factor = self._costs.receive_factor
+            # Not any(…), which would stop at the first iteration after which to decide.
+            if sum([self._compare(rows) for rows in self._exchange.take()]):
+                self._replan()
+            nothing = (-1, [0.0] * (1 + 3 * len(self._applier.kinds)))
+            self._exchange.post(*(self._unsent.popleft() if self._unsent else nothing), self._plan.digest)
             self._applier.end_iteration()
         self._iteration += 1
 
-    def _observe(self, times: IterationTimes) -> bool:
+    def _compare(self, rows: Sequence[Sequence[float]]) -> bool:
+        """Take in the times of all ranks in one iteration; returns whether to decide."""
+        # The last rank to arrive does not wait, so the minimum has no waiting for slow ranks.
+        self._migration_seconds.append(min(row[0] for row in rows))
+        return self._speed.observe([[KindWork(*row[i : i + 3]) for i in range(1, len(row), 3)] for row in rows])
+
+    def _record(self, times: IterationTimes) -> None:
         iteration: int
         shares: Shares
         iteration, shares = times.tag
@@ -168,7 +180,6 @@ class Balancer:
         # The operations between a block's products move with its units.
         movable = times.matmul_seconds + (times.block_seconds if self.config.moves_blocks else 0.0)
         equal = self._equal_work.normalize(times.work_seconds, movable, shares.load)
-        equal = replace(equal, communication_seconds=times.communication_seconds)
         self._best_seconds = min(self._best_seconds, equal.work_seconds)
         if times.segments:
             self._timelines.add(RankSegments(iteration, times.segments, times.time_base))
@@ -190,7 +201,6 @@ class Balancer:
                 own_score=self._best_seconds / equal.work_seconds,
             )
         )
-        return self._watch.observe(equal)
 
     def _measure_costs(self) -> Costs:
         """The costs of balancing for the layers, rows and messages of the iteration that has just ended."""
@@ -214,57 +224,58 @@ class Balancer:
             "block" if self.config.moves_blocks else "column",
         )
 
-    def _replan(self) -> bool:
-        """Exchange times, decide on a plan and apply it; returns False if some rank has no times yet."""
-        times = self._exchange.gather(self._watch.current() if self._watch.ready else None)
-        if times is None:
-            return False
-        self._watch.exchanged()
-        self._learn(times)
-        plan = decide(times, self._costs, self.config, self._plan)
-        self._exchange.check_same(plan.digest)
-        rank = self._transport.rank
-        self._watch.relieved(plan.resize[rank] + plan.migrate[rank])
+    def _replan(self) -> None:
+        """Decide on a plan and apply it."""
+        if sum(self._plan.migrate) > 0 and len(self._migration_seconds) >= SETTLED_AFTER:
+            self._costs = self._costs.corrected(
+                self._costs.phi1(fsum(self._plan.migrate)), median(self._migration_seconds)
+            )
+        plan = self._decide(self._speed.uncertainty)
+        # Ranks that followed different plans would not agree on whether there is a change.
+        self._exchange.check_same(self._plan.digest, plan.digest)
+        self._speed.relieved([resize + migrate for resize, migrate in zip(plan.resize, plan.migrate, strict=True)])
         changed = plan != self._plan
         if changed:
             plan = self._adopt(plan)
             self._timelines.plan_changed(self._iteration)
-            self._check_at = self._iteration + SETTLED_AFTER if sum(plan.migrate) > 0 else -1
+            self._migration_seconds = []
         if self._records:
             self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=changed)
         self._plan = plan
-        return True
 
-    def _learn(self, times: Sequence[RankTimes]) -> None:
-        """Correct the costs of migrating by comparing the time in collectives with and without migration."""
-        # The last rank to arrive at a collective does not wait there, so the minimum has no waiting.
-        seconds = min(rank.communication_seconds for rank in times)
-        migrated = sum(self._plan.migrate)
-        if migrated == 0.0:
-            self._unmigrated_seconds = seconds
-        elif self._unmigrated_seconds is not None:
-            self._costs = self._costs.corrected(self._costs.phi1(migrated), seconds - self._unmigrated_seconds)
+    def _decide(self, uncertainty: float) -> BalancePlan:
+        """The plan for the present speeds, within the memory that receivers are known to have.
+
+        It differs from the present one only if that saves a larger share of the time than the ``uncertainty``.
+        """
+        kinds = self._applier.kinds
+        if self.config.is_exact and any(kind.units is not None for kind in kinds):
+            return decide_units(
+                self._speed, kinds, self._costs, self.config, self._plan, uncertainty, self._max_received
+            )
+        plan = decide(self._speed.equal_work(), self._costs, self.config, self._plan, uncertainty)
+        return plan.limited(self._max_received)
 
     def _adopt(self, plan: BalancePlan) -> BalancePlan:
-        """Apply ``plan``, scaled down until all receivers have enough memory; returns the plan that was applied."""
+        """Apply ``plan``, or if receivers have too little memory one that migrates less; returns what was applied."""
         if sum(plan.migrate) > 0:
             self._transport.connect(next(iter(self._layers.values())).matrix.device)
         while True:
-            limited = plan.limited(self._max_received)
             try:
-                self._applier.apply(limited)
+                self._applier.apply(plan)
                 fits = True
             except RuntimeError as error:
                 if not _is_out_of_memory(error):
                     raise
                 fits = False
             if self._exchange.all_agree(fits):
-                return limited
+                return plan
             # Release memory on all ranks before the next attempt.
             self._applier.apply(BalancePlan.idle(self._exchange.size))
-            self._max_received = max(limited.receive) / 2
+            self._max_received = plan.max_received / 2
             if self._max_received < MIN_RECEIVED:
                 self._max_received = 0.0
+            plan = self._decide(0.0) if plan.units else plan.limited(self._max_received)
 
     def collect(self) -> list[IterationRecord] | None:
         """The records of all ranks since the last call, on global rank 0; None on other ranks.
@@ -331,6 +342,15 @@ def attach_balancer(
     _check_same_on_all_ranks(config, groups.world)
     blocks = attach_blocks(model) if config.moves_blocks else []
     return Balancer(layers, blocks, config, clock, groups, iterations_per_interval, is_last_pass)
+
+
+def _numbers(times: IterationTimes, kinds: int) -> tuple[int, list[float]]:
+    """An iteration, and what a rank tells the others of it."""
+    iteration, shares = times.tag
+    numbers = [times.migration_seconds]
+    for kind in range(kinds):
+        numbers += (shares.loads[kind], *times.kinds.get(kind, KindTimes()))
+    return iteration, numbers
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

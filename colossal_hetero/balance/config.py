@@ -143,6 +143,11 @@ class BalanceConfig:
             raise ValueError(f"priority_interval={self.priority_interval} must be at least 1 iteration, or None")
 
     @property
+    def is_exact(self) -> bool:
+        """Whether nothing is ever pruned."""
+        return self.mode == "migrate" or (self.mode == "auto" and self.max_resize == 0.0)
+
+    @property
     def moves_blocks(self) -> bool:
         """Whether whole units of blocks are pruned and migrated, rather than columns of single products."""
         if self.mode == "resize":

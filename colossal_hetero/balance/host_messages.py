@@ -6,13 +6,12 @@ with the collectives of the model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from .decide.plan import RankTimes
 
 __all__ = ["Exchange", "Groups", "make_groups"]
 
@@ -22,58 +21,54 @@ class Exchange:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._flag: torch.Tensor | None = None
+        self._table: torch.Tensor | None = None
         self._pending: Any = None
+        self._rows: dict[int, dict[int, list[float]]] = {}
 
     @property
     def size(self) -> int:
         return self._group.size()
 
-    def post_flag(self, raised: bool, digest: int) -> None:
-        """Start asking whether any rank raises its flag in this iteration; :meth:`take_flag` returns the answer.
+    def post(self, iteration: int, numbers: Sequence[float], digest: int) -> None:
+        """Start telling all ranks this rank's ``numbers`` of an iteration, without waiting.
 
+        A rank that knows none yet (a GPU's clock is late) posts iteration −1. All ranks must post equally many numbers.
         ``digest`` is the hash of the plan that this rank follows.
         """
-        self._flag = torch.tensor([raised, digest, -digest], dtype=torch.int64)
-        self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._table = torch.zeros(self.size, 2 + len(numbers), dtype=torch.float64)
+        self._table[self._group.rank()] = torch.tensor([iteration, digest, *numbers], dtype=torch.float64)
+        self._pending = dist.all_reduce(self._table, group=self._group, async_op=True)
 
-    def take_flag(self) -> bool:
-        """The answer to the last :meth:`post_flag`, the same on all ranks; False if there was none.
+    def take(self) -> list[list[list[float]]]:
+        """The numbers of all ranks, ``[iteration][rank][number]``, of iterations that have become known to all since
+        the last call; they are the same on all ranks.
 
         Raises:
             RuntimeError: ranks follow different plans.
         """
         if self._pending is None:
-            return False
-        assert self._flag is not None
+            return []
         self._pending.wait()
         self._pending = None
-        raised, largest, smallest = self._flag.tolist()
-        if largest != -smallest:
+        assert self._table is not None
+        table = self._table.tolist()
+        if any(row[1] != table[0][1] for row in table):
             raise RuntimeError(_DIFFERENT_PLANS)
-        return bool(raised)
+        for rank, (iteration, _, *numbers) in enumerate(table):
+            if iteration >= 0:
+                self._rows.setdefault(int(iteration), {})[rank] = numbers
+        complete = sorted(iteration for iteration, rows in self._rows.items() if len(rows) == self.size)
+        return [[numbers for _, numbers in sorted(self._rows.pop(iteration).items())] for iteration in complete]
 
-    def gather(self, times: RankTimes | None) -> list[RankTimes] | None:
-        """The times of all ranks of the group, equal on all ranks; None if some rank has none yet."""
-        values = (float("nan"),) * 3
-        if times is not None:
-            values = (times.work_seconds, times.matmul_seconds, times.communication_seconds)
-        mine = torch.tensor(values, dtype=torch.float64)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine, group=self._group)
-        if any(bool(rank.isnan().any()) for rank in everyone):
-            return None
-        return [RankTimes(*rank.tolist()) for rank in everyone]
-
-    def check_same(self, digest: int) -> None:
-        """Check that all ranks have decided on the same plan, before they follow it.
+    def check_same(self, *digests: int) -> None:
+        """Check that the plans with these hashes are the same on all ranks, before they follow the last one.
 
         Raises:
             RuntimeError: the plans differ.
         """
-        digests = torch.tensor([digest, -digest], dtype=torch.int64)
-        dist.all_reduce(digests, op=dist.ReduceOp.MAX, group=self._group)
-        if digests[0] != -digests[1]:
+        largest = torch.tensor([digests, [-digest for digest in digests]], dtype=torch.int64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        if not torch.equal(largest[0], -largest[1]):
             raise RuntimeError(_DIFFERENT_PLANS)
 
     def all_agree(self, yes: bool) -> bool:

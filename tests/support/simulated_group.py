@@ -7,46 +7,58 @@ from collections.abc import Sequence
 import numpy as np
 
 from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs
-from colossal_hetero.balance.decide.modes import decide
-from colossal_hetero.balance.measure.speed import EqualWork, SpeedWatch
+from colossal_hetero.balance.decide.modes import LayerKind, decide, decide_units
+from colossal_hetero.balance.measure.group_speed import GroupSpeed, KindWork
 
 OTHER = 0.3
 """Seconds of work per rank and iteration that cannot be moved. The products of a rank take 0.7 s times its slowdown."""
 
+UNITS = 64
+"""Units per rank, in modes that migrate; in mode ``resize`` columns are pruned."""
+
 
 class SimulatedGroup:
-    """Ranks with given slowdowns, noise and a resizing overhead. They run the same state machines as real ranks."""
+    """Ranks with given slowdowns, noise and a resizing overhead. They run the same state machine as real ranks."""
 
     def __init__(
         self, ranks: int, config: BalanceConfig, seed: int = 0, noise: float = 0.0, overhead: float = 0.0
     ) -> None:
         self.config, self.noise, self.overhead = config, noise, overhead
         self.random = np.random.default_rng(seed)
-        self.equal_work = [EqualWork(config.patience) for _ in range(ranks)]
-        self.watches = [SpeedWatch(config) for _ in range(ranks)]
+        self.ranks = ranks
+        self.kinds = [LayerKind(UNITS if config.is_exact else None, 1, 1.0)]
+        self.speed = GroupSpeed([kind.full for kind in self.kinds], ranks, config)
         self.plan = BalancePlan.idle(ranks)
-        self.flag = False
-        self.exchanges = 0
+        self.decisions = 0
         self.seconds = 0.0
         """Total time of all iterations."""
+        self._posted: list[list[KindWork]] | None = None
 
-    def iterate(self, slowdowns: Sequence[float]) -> None:
-        """Run one iteration; a plan that is decided at its end applies from the next iteration on."""
-        moved, works = [], []
+    def load(self, rank: int) -> float:
+        """What the rank computes; 1 is its full share."""
+        return self.plan.units[0][rank] / UNITS if self.plan.units else self.plan.load(rank)
+
+    def iterate(self, slowdowns: Sequence[float], length: float = 1.0) -> None:
+        """Run one iteration, with a batch of that relative length.
+
+        At its end the times of the iteration before are known to all ranks. A plan that is decided then applies from
+        the next iteration on.
+        """
+        works = []
         for rank, slowdown in enumerate(slowdowns):
-            load = self.plan.load(rank)
             overhead = self.overhead if self.plan.resize[rank] else 0.0
-            matmul = 0.7 * slowdown * (load + overhead) * (1 + self.random.uniform(-self.noise, self.noise))
-            work = matmul + OTHER * (1 + self.random.uniform(-self.noise, self.noise))
-            works.append(work)
-            moved.append(self.watches[rank].observe(self.equal_work[rank].normalize(work, matmul, load)))
-        self.seconds += max(works)
-        exchanged = self.flag and all(watch.ready for watch in self.watches)
-        if exchanged:
-            gathered = [watch.current() for watch in self.watches]
-            self.plan = decide(gathered, Costs(), self.config, self.plan)
-            for rank, watch in enumerate(self.watches):
-                watch.exchanged()
-                watch.relieved(self.plan.resize[rank] + self.plan.migrate[rank])
-            self.exchanges += 1
-        self.flag = any(moved) and not exchanged
+            noise = self.random.uniform(-self.noise, self.noise, 2)
+            matmul = 0.7 * slowdown * (self.load(rank) + overhead) * (1 + float(noise[0])) * length
+            load = self.load(rank) * self.kinds[0].full
+            works.append([KindWork(load, matmul, OTHER * (1 + float(noise[1])) * length)])
+        self.seconds += max(work.seconds for (work,) in works)
+        posted, self._posted = self._posted, works
+        if posted is None or not self.speed.observe(posted):
+            return
+        self.decisions += 1
+        if self.config.is_exact:
+            self.plan = decide_units(self.speed, self.kinds, Costs(), self.config, self.plan, self.speed.uncertainty)
+        else:
+            times = self.speed.equal_work()
+            self.plan = decide(times, Costs(), self.config, self.plan, self.speed.uncertainty)
+        self.speed.relieved([a + b for a, b in zip(self.plan.resize, self.plan.migrate, strict=True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
-from colossal_hetero.balance.measure.clock import IterationTimes
+from colossal_hetero.balance.measure.clock import IterationTimes, KindTimes
 from colossal_hetero.layers import TimmViTPolicy
 from colossal_hetero.plugin.hybrid import layer_balancing
 
@@ -58,6 +59,7 @@ class ScriptedClock:
     def __init__(self, slowdown: SlowdownScript) -> None:
         self._slowdown = slowdown
         self._finished: list[IterationTimes] = []
+        self._full: tuple[float, ...] = ()
 
     def mark(self, part: str, kind: int | None = None) -> None: ...
 
@@ -65,8 +67,17 @@ class ScriptedClock:
 
     def stop(self, tag: Any = None) -> None:
         iteration, shares = tag
-        matmul = self.MATMUL_SECONDS * self._slowdown(dist.get_rank(), iteration) * shares.load
-        self._finished.append(IterationTimes(matmul, 0.01, self.OTHER_SECONDS, tag))
+        self._full = self._full or shares.loads
+        slowdown = self._slowdown(dist.get_rank(), iteration)
+        # Every kind has the same part of the work.
+        kinds = {
+            kind: KindTimes(
+                self.MATMUL_SECONDS / len(self._full) * slowdown * load / full, self.OTHER_SECONDS / len(self._full)
+            )
+            for kind, (load, full) in enumerate(zip(shares.loads, self._full, strict=True))
+        }
+        matmul = math.fsum(times.movable for times in kinds.values())
+        self._finished.append(IterationTimes(matmul, 0.01, self.OTHER_SECONDS, tag, kinds=kinds))
 
     def read(self) -> list[IterationTimes]:
         finished, self._finished = self._finished, []

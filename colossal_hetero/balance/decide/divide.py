@@ -14,7 +14,7 @@ from functools import cached_property
 
 from .plan import BalancePlan
 
-__all__ = ["Division", "Move", "divide", "effective_grain"]
+__all__ = ["Division", "Move", "divide", "divide_counts", "effective_grain"]
 
 GRAINS = 32
 """The minimum number of grains per rank, so that rounding to a grain changes at most 3 % of its work."""
@@ -105,21 +105,40 @@ def divide(units: int, plan: BalancePlan, grain: int = 64) -> Division:
             given[rank] = _given_units(
                 units - pruned[rank], plan.migrate[rank] * units, grain, plan.load(rank), receivers_load
             )
-    first = next((rank for rank in range(ranks) if given[rank]), 0)
-    renumbered = [(first + offset) % ranks for offset in range(ranks)]
+    renumbered = _renumbered(given)
     receivers = [rank for rank in renumbered if plan.receive[rank] > 0]
     taken = _apportion(sum(given), [plan.receive[rank] for rank in receivers], grain)
+    return Division(units, tuple(pruned), _moves(units, given, dict(zip(receivers, taken, strict=True)), renumbered))
+
+
+def divide_counts(units: int, counts: Sequence[int]) -> Division:
+    """The division in which each rank computes that many units and nothing is pruned; ``units`` is a full share."""
+    assert sum(counts) == units * len(counts) and min(counts) > 0, f"{counts} of {units} units per rank"
+    given = [max(0, units - count) for count in counts]
+    renumbered = _renumbered(given)
+    taken = {rank: counts[rank] - units for rank in renumbered if counts[rank] > units}
+    return Division(units, (0,) * len(counts), _moves(units, given, taken, renumbered))
+
+
+def _renumbered(given: Sequence[int]) -> list[int]:
+    """All ranks, from the first that gives anything on."""
+    first = next((rank for rank, count in enumerate(given) if count), 0)
+    return [(first + offset) % len(given) for offset in range(len(given))]
+
+
+def _moves(units: int, given: Sequence[int], taken: dict[int, int], order: Sequence[int]) -> tuple[Move, ...]:
+    """The ranges of the given units by sender and receiver, both in that ``order``."""
     moves = []
-    left = dict(zip(receivers, taken, strict=True))
-    for sender in renumbered:
+    left = dict(taken)
+    for sender in order:
         start = units - given[sender]
-        for receiver in receivers:
+        for receiver in taken:
             count = min(left[receiver], units - start)
             if count:
                 moves.append(Move(sender, receiver, start, start + count))
                 left[receiver] -= count
                 start += count
-    return Division(units, tuple(pruned), tuple(moves))
+    return tuple(moves)
 
 
 def _pruned_units(units: int, share: float, grain: int) -> int:

@@ -2,62 +2,186 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from ..config import BalanceConfig
 from .costs import Costs, predicted_seconds
+from .division import MIN_GAIN, KindProblem, decide_counts
 from .optimum import optimal_plan
 from .plan import BalancePlan, RankTimes
 from .ratios import resize_ratios
 from .semi import semi_plan
+from .whole_units import Line, UnitKind
 
-__all__ = ["decide"]
+__all__ = ["LayerKind", "Speeds", "decide", "decide_units"]
 
 STEPS = 2**20
 """In modes that migrate, shares are multiples of 1/STEPS. So processors that round differently get the same shares, and
 what is given equals what is taken to the last bit."""
 
 
-def decide(times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, current: BalancePlan) -> BalancePlan:
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers or blocks of a rank that are divided in the same way."""
+
+    units: int | None
+    """The units of each block; None for layers that are divided by their columns, whose full share counts as 1."""
+    grain: int
+    """How many units move together."""
+    weight: float
+    """The kind's share of the cost of all products."""
+
+    @property
+    def full(self) -> float:
+        """A rank's full share in units."""
+        return 1.0 if self.units is None else float(self.units)
+
+
+class Speeds(Protocol):
+    """How fast the ranks are, by kind of work."""
+
+    def lines(self, kind: int) -> list[Line]:
+        """The work for a kind, by rank."""
+
+    @property
+    def scale(self) -> float:
+        """The seconds of a second of :meth:`lines`."""
+
+
+def decide_units(
+    speeds: Speeds,
+    kinds: Sequence[LayerKind],
+    costs: Costs,
+    config: BalanceConfig,
+    current: BalancePlan,
+    uncertainty: float,
+    max_received: float = math.inf,
+) -> BalancePlan:
+    """The plan that divides the whole units of each kind of blocks in the fastest way, and prunes nothing.
+
+    Every block ends at a collective, so the kinds are divided independently. Layers that are divided by their columns
+    get the resulting shares of all work.
+
+    Args:
+        speeds: the time that each rank takes for each kind.
+        kinds: what is divided.
+        costs: of migrating.
+        config: the mode.
+        current: the plan so far.
+        uncertainty: the plan changes only if that saves a larger share of the blocks' time.
+        max_received: the largest share of its own units that a rank has memory for in addition.
+    """
+    ranks = len(current.resize)
+    # Mode "migrate" migrates whatever sending costs.
+    sends = 0.0 if config.mode == "migrate" else costs.communication_scale / speeds.scale
+    blocks = [(number, kind) for number, kind in enumerate(kinds) if kind.units is not None]
+    problems = []
+    for number, kind in blocks:
+        assert kind.units is not None
+        most = min(max_received, ranks - 1.0)
+        problems.append(
+            KindProblem(
+                UnitKind(kind.units, kind.grain, int(most * kind.units)),
+                speeds.lines(number),
+                sends * costs.migrate_seconds_per_share * kind.weight / kind.units,
+            )
+        )
+    now = current.units or tuple((problem.kind.units,) * ranks for problem in problems)
+    now = tuple(
+        of_kind if max(of_kind) <= problem.kind.units + problem.kind.max_taken else (problem.kind.units,) * ranks
+        for of_kind, problem in zip(now, problems, strict=True)
+    )
+    counts, note = decide_counts(problems, now, uncertainty, sends * costs.migrate_fixed_seconds)
+    if math.isfinite(max_received):
+        note = f"receivers have memory for no more than {max_received:.0%} of their own work; {note}"
+    if counts == now:
+        return replace(current, note=note) if current.units else BalancePlan.idle(ranks, note)
+    weight = math.fsum(kind.weight for _, kind in blocks)
+    more = [
+        math.fsum(
+            kind.weight / weight * (of_kind[rank] / problem.kind.units - 1.0)
+            for (_, kind), problem, of_kind in zip(blocks, problems, counts, strict=True)
+        )
+        for rank in range(ranks)
+    ]
+    nothing = (0.0,) * ranks
+    if not any(
+        problem.kind.units != count for problem, of_kind in zip(problems, counts, strict=True) for count in of_kind
+    ):
+        return BalancePlan.idle(ranks, note)
+    shares = BalancePlan(
+        nothing, tuple(max(0.0, -share) for share in more), tuple(max(0.0, share) for share in more), note
+    )
+    return replace(_in_steps(shares), units=counts)
+
+
+def decide(
+    times: Sequence[RankTimes],
+    costs: Costs,
+    config: BalanceConfig,
+    current: BalancePlan,
+    uncertainty: float | None = None,
+) -> BalancePlan:
     """The plan for the group's equal-work ``times``; it is ``current`` if a change would gain too little.
 
     A rank's work is reduced only if it is slower than the fastest rank (in mode ``resize``: than T_ref) by more than
     the margin. A plan that reduces the work of a rank that is no longer slow is dropped. Otherwise the plan is replaced
-    only by one that gains enough. Because of that, and because times are not exchanged below a threshold, noise does
-    not change the plan.
+    only by one that gains enough.
+
+    Args:
+        times: by rank.
+        costs: of pruning and migrating.
+        config: the mode and its settings.
+        current: the plan so far.
+        uncertainty: of the times, as a share of them. A rank's work is reduced for the first time only if the
+            difference is not explained by it, and a pruning ratio is corrected if the remaining difference is not.
+            Without it, the margin is used.
     """
     if config.mode == "off":
         return BalancePlan.idle(len(times))
+    # The difference of two times is less certain than each of them.
+    difference = config.margin if uncertainty is None else math.sqrt(2.0) * uncertainty
+    margin = max(config.margin, difference)
     if config.mode == "resize":
-        return _decide_resize(times, config, current)
+        return _decide_resize(times, config, current, margin, max(difference, MIN_GAIN))
     if config.mode == "migrate":
         # This mode migrates whatever sending costs.
         costs = replace(costs, migrate_fixed_seconds=0.0, migrate_seconds_per_share=0.0)
-        wanted = optimal_plan(times, costs, 0.0, config.margin)
+        wanted = optimal_plan(times, costs, 0.0, margin)
     elif config.mode == "semi":
-        wanted = semi_plan(times, costs, config.max_resize, config.margin)
+        wanted = semi_plan(times, costs, config.max_resize, margin)
     else:
-        wanted = optimal_plan(times, costs, config.max_resize, config.margin)
+        wanted = optimal_plan(times, costs, config.max_resize, margin)
     return _worth_changing(times, costs, config, current, _in_steps(wanted))
 
 
-def _decide_resize(times: Sequence[RankTimes], config: BalanceConfig, current: BalancePlan) -> BalancePlan:
-    """Slow ranks prune down to T_ref (SEMI, Sec. III); a ratio is kept until the rank's time changes by the margin."""
+def _decide_resize(
+    times: Sequence[RankTimes], config: BalanceConfig, current: BalancePlan, margin: float, precision: float
+) -> BalancePlan:
+    """Slow ranks prune down to T_ref (SEMI, Sec. III).
+
+    A rank starts to prune if it is slower than T_ref by more than ``margin``. It keeps its ratio while another one
+    would change its time by at most ``precision``·T_ref.
+    """
     work = np.array([rank.work_seconds for rank in times])
     matmul = np.array([rank.matmul_seconds for rank in times])
     now = np.array(current.resize)
     reference = float(work.min() if config.reference == "minimum" else work.mean())
-    slow = work > (1 + config.margin) * reference
+    slow = work > (1 + np.where(now > 0, config.margin, margin)) * reference
     if config.resize_ratio == "auto":
-        # Pruning γ saves γ·M and costs the overhead, which is added to the excess time of Eq. 1.
-        wanted = resize_ratios(work + config.resize_overhead * matmul, matmul, reference, config.max_resize)
+        # Pruning γ saves γ·M and costs the overhead, which is added to the excess time of Eq. 1. The times of a rank
+        # that prunes already include it.
+        overhead = np.where(now > 0, 0.0, config.resize_overhead)
+        wanted = resize_ratios(work + overhead * matmul, matmul, reference, config.max_resize)
     else:
         wanted = np.full(len(times), float(config.resize_ratio))
     wanted = np.where(slow, wanted, 0.0)
-    close_enough = (now > 0) & (wanted > 0) & (np.abs(wanted - now) * matmul <= config.margin * reference)
+    close_enough = (now > 0) & (wanted > 0) & (np.abs(wanted - now) * matmul <= precision * reference)
     return BalancePlan.resizing(tuple(float(ratio) for ratio in np.where(close_enough, now, wanted)))
 
 

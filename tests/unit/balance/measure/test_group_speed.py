@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.balance import BalanceConfig, BalancePlan, RankTimes
+from colossal_hetero.balance import BalanceConfig, BalancePlan
+from colossal_hetero.balance.decide.whole_units import Line, UnitKind, fastest_counts, slowest_seconds
 from colossal_hetero.balance.measure.damping import MAX_PATIENCE, RELAX_AFTER, Damping
-from colossal_hetero.balance.measure.speed import EqualWork, SpeedWatch
 from tests.support.random_examples import examples
-from tests.support.simulated_group import OTHER, SimulatedGroup
+from tests.support.simulated_group import OTHER, UNITS, SimulatedGroup
 
 RESIZE = BalanceConfig(mode="resize", reference="minimum")
 MIGRATE = BalanceConfig(mode="migrate")
@@ -31,7 +33,7 @@ def test_noise_alone_never_prunes(seed: int, ranks: int, overhead: float) -> Non
 
 @SIMULATED
 @given(st.integers(0, 10**6), st.integers(2, 8), st.integers(0, 7), st.floats(1.5, 8), st.floats(0, 0.1))
-def test_a_constant_straggler_settles_and_stays_settled(
+def test_the_plan_for_a_constant_straggler_lands_on_eq1_in_few_changes(
     seed: int, ranks: int, slow: int, slowdown: float, overhead: float
 ) -> None:
     group = SimulatedGroup(ranks, RESIZE, seed, noise=0.05, overhead=overhead)
@@ -39,12 +41,17 @@ def test_a_constant_straggler_settles_and_stays_settled(
     for _ in range(10):
         group.iterate([1.0] * ranks)
     plans = []
-    for _ in range(60):
+    for _ in range(300):
         group.iterate(slowdowns)
         plans.append(group.plan)
-    assert group.plan.resize[slow % ranks] > 0
-    assert all(plan == plans[4] for plan in plans[4:]), f"the plan moved after five iterations: {plans}"
-    assert sum(ratio > 0 for ratio in group.plan.resize) == 1
+    slow %= ranks
+    changes = sum(before != after for before, after in pairwise(plans))
+    assert changes <= 6, f"{changes} changes of the plan"
+    ratio = group.plan.resize[slow]
+    assert sum(other > 0 for other in group.plan.resize) == 1
+    # Pruned to the time of the fastest rank, if the limit of the ratio allows it.
+    works = OTHER + 0.7 * slowdown * (1.0 - ratio + overhead)
+    assert works == pytest.approx(OTHER + 0.7, rel=0.05) or ratio == RESIZE.max_resize
 
 
 @SIMULATED
@@ -59,69 +66,65 @@ def test_the_plan_recovers_when_the_straggler_goes_away(
     for iteration in range(40):
         group.iterate([1.0] * ranks)
         if iteration >= 4:
-            assert group.plan == BalancePlan.idle(ranks), iteration
+            assert max(group.plan.resize) < 0.35, f"iteration {iteration}: {group.plan}"
+    assert group.plan == BalancePlan.idle(ranks)
 
 
-def test_nothing_is_exchanged_while_nothing_moves() -> None:
-    group = SimulatedGroup(4, RESIZE, seed=0, noise=0.02, overhead=0.05)
-    for _ in range(200):
-        group.iterate([1.0] * 4)
-    assert group.exchanges == 1  # the first, when there was nothing to compare with
+@pytest.mark.parametrize("slowdown", [1.1, 1.3, 2.0, 4.0, 8.0])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_constant_straggler_ends_within_two_percent_of_the_best_division(ranks: int, slowdown: float) -> None:
+    for slow in range(ranks):
+        slowdowns = [slowdown if rank == slow else 1.0 for rank in range(ranks)]
+        group = SimulatedGroup(ranks, MIGRATE, seed=slow, noise=0.03)
+        for _ in range(150):
+            group.iterate(slowdowns)
+        lines = [Line(UNITS, OTHER + 0.7 * each, 0.7 * each / UNITS, 0.7 * each / UNITS, UNITS) for each in slowdowns]
+        best = fastest_counts(UnitKind(UNITS, 1, UNITS * (ranks - 1)), lines)
+        counts = [round(group.load(rank) * UNITS) for rank in range(ranks)]
+        assert slowest_seconds(lines, counts) <= 1.02 * slowest_seconds(lines, best), f"{counts}, not {best}"
 
 
-def test_slow_drift_is_noticed() -> None:
-    watch = SpeedWatch(RESIZE)
-    seconds, flags = 1.0, []
-    for _ in range(100):
-        raised = watch.observe(RankTimes(seconds, seconds / 2))
-        if raised:
-            watch.exchanged()
-        flags.append(raised)
-        seconds *= 1.004
-    assert 3 <= sum(flags) <= 6  # once to begin with and then about every 10 %
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("lengths", ["lognormal", "uniform", "two lengths", "growing"])
+def test_batches_of_different_lengths_are_no_stragglers(ranks: int, lengths: str) -> None:
+    random = np.random.default_rng(ranks)
+    draw = {
+        "lognormal": lambda iteration: float(random.lognormal(0.0, 0.5)),
+        "uniform": lambda iteration: float(random.uniform(0.2, 1.8)),
+        "two lengths": lambda iteration: (0.3, 1.0)[iteration % 7 > 3],
+        "growing": lambda iteration: 0.2 + iteration / 400,
+    }[lengths]
+    group = SimulatedGroup(ranks, MIGRATE, seed=ranks, noise=0.05)
+    for iteration in range(400):
+        group.iterate([1.0] * ranks, draw(iteration))
+        assert group.plan == BalancePlan.idle(ranks), f"{iteration}: {group.plan}"
 
 
-def test_one_odd_iteration_is_not_believed() -> None:
-    watch = SpeedWatch(RESIZE)
-    for _ in range(4):
-        if watch.observe(RankTimes(1.0, 0.5)):
-            watch.exchanged()
-    assert not watch.observe(RankTimes(9.0, 4.0))
-    assert not watch.observe(RankTimes(1.0, 0.5))
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_straggler_is_found_among_batches_of_different_lengths(ranks: int) -> None:
+    random = np.random.default_rng(ranks)
+    for slow in range(ranks):
+        group = SimulatedGroup(ranks, MIGRATE, seed=slow, noise=0.05)
+        for _ in range(60):
+            group.iterate([2.0 if rank == slow else 1.0 for rank in range(ranks)], float(random.lognormal(0.0, 0.5)))
+        loads = [group.load(rank) for rank in range(ranks)]
+        works = [OTHER + 0.7 * (2.0 if rank == slow else 1.0) * load for rank, load in enumerate(loads)]
+        assert loads[slow] < 0.8 and max(works) < 1.1 * min(works), loads
 
 
-def test_equal_work_scales_back_by_the_work_done() -> None:
-    equal = EqualWork(2)
-    assert equal.normalize(5.0, 4.0, 1.0) == RankTimes(5.0, 4.0)
-    scaled = equal.normalize(2.2, 1.2, 0.25)  # a quarter of 4 s and 0.2 s of overhead
-    assert scaled.work_seconds == pytest.approx(5.0) and scaled.matmul_seconds == pytest.approx(4.0)
-    equal.normalize(2.2, 1.2, 0.25)
-    recovered = equal.normalize(1.3, 0.3, 0.25)
-    assert recovered.matmul_seconds == pytest.approx(1.0)
+def test_a_slow_drift_is_noticed() -> None:
+    group = SimulatedGroup(2, MIGRATE, noise=0.02)
+    for iteration in range(400):
+        group.iterate([1.0 + max(0.0, iteration - 50) / 350, 1.0])
+    works = [OTHER + 0.7 * slowdown * group.load(rank) for rank, slowdown in enumerate((2.0, 1.0))]
+    assert max(works) < 1.08 * min(works), works
 
 
-@pytest.mark.parametrize(
-    "measured, dense", [(5.6, 4.0), (6.0, 4.0), (6.5, 4.0), (5.0, 5.0 / 1.275), (7.0, 7.0 / 1.65), (9.0, 6.0)]
-)
-def test_equal_work_of_a_receiver(measured: float, dense: float) -> None:
-    """Half as much again: larger products may be more efficient, and others' units take some handling; 9 s are neither
-    but another speed."""
-    equal = EqualWork(2)
-    equal.normalize(5.0, 4.0, 1.0)
-    scaled = equal.normalize(1.0 + measured, measured, 1.5)
-    assert scaled.matmul_seconds == pytest.approx(dense)
-    assert scaled.work_seconds == pytest.approx(1.0 + dense)
-
-
-def test_equal_work_without_anything_to_compare_with_is_proportional() -> None:
-    assert EqualWork(2).normalize(4.0, 3.0, 1.5) == RankTimes(3.0, 2.0)
-    assert EqualWork(2).normalize(2.0, 1.0, 0.5) == RankTimes(3.0, 2.0)
-
-
-@pytest.mark.parametrize("bad", [0.0, -0.5, float("nan")])
-def test_no_speed_without_work(bad: float) -> None:
-    with pytest.raises(ValueError, match="must be above zero"):
-        EqualWork(2).normalize(1.0, 0.5, bad)
+def test_a_single_slow_iteration_is_ignored() -> None:
+    group = SimulatedGroup(2, MIGRATE)
+    for iteration in range(60):
+        group.iterate([9.0 if iteration in (20, 40) else 1.0, 1.0])
+        assert group.plan == BalancePlan.idle(2)
 
 
 # Flicker ---------------------------------------------------------------------------------------------------------
@@ -135,7 +138,7 @@ def run(group: SimulatedGroup, pattern: list[float]) -> list[BalancePlan]:
     """The straggler, rank 0, follows the pattern."""
     plans = []
     for slowdown in pattern:
-        group.iterate([slowdown, *(1.0,) * (len(group.watches) - 1)])
+        group.iterate([slowdown, *(1.0,) * (group.ranks - 1)])
         plans.append(group.plan)
     return plans
 
@@ -183,7 +186,7 @@ def test_a_straggler_that_stays_is_answered_after_flicker_too(on: int) -> None:
 
 def test_flicker_of_one_rank_does_not_delay_the_answer_to_another() -> None:
     group = SimulatedGroup(4, MIGRATE)
-    for iteration in range(200):
+    for iteration in range(198):
         group.iterate([1.0, 4.0 if iteration % 6 < 3 else 1.0, 1.0, 1.0])
     for iteration in range(6):
         group.iterate([1.0, 4.0 if iteration % 6 < 3 else 1.0, 1.0, 3.0])

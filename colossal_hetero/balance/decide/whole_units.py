@@ -1,0 +1,117 @@
+"""The fastest division of whole units over the ranks of a group: an exact integer min-max problem.
+
+All ranks meet at the end of a block, so the block takes as long as its slowest rank. Each rank's time is a line in the
+number of units that it computes. Units move in grains of several units.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Line", "UnitKind", "fastest_counts", "moved_units", "slowest_seconds"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """The time of a rank with ``units`` units and a little more or fewer: ``seconds + slope·(n − units)``."""
+
+    units: float
+    seconds: float
+    slope: float
+    """Seconds per unit, above zero."""
+    slope_above: float
+    """The slope from the rank's own full share on, where it computes other ranks' units, too."""
+    full: float
+    """The rank's full share in units."""
+
+    def __call__(self, units: float) -> float:
+        """Seconds with ``units`` units."""
+        return self._to_full(units) - self._to_full(self.units) + self.seconds
+
+    def _to_full(self, units: float) -> float:
+        beyond = units - self.full
+        return beyond * (self.slope_above if beyond > 0 else self.slope)
+
+
+@dataclass(frozen=True)
+class UnitKind:
+    """Blocks that are divided in the same way."""
+
+    units: int
+    """The units that each rank holds."""
+    grain: int
+    """The number of units that move together, at most ``units``."""
+    max_taken: int
+    """The number of units that a rank has memory for in addition to its own."""
+
+
+def slowest_seconds(lines: Sequence[Line], counts: Sequence[int]) -> float:
+    """The time of the slowest rank."""
+    return max(line(count) for line, count in zip(lines, counts, strict=True))
+
+
+def moved_units(kind: UnitKind, counts: Sequence[int]) -> int:
+    """How many units change their rank."""
+    return sum(max(0, kind.units - count) for count in counts)
+
+
+def fastest_counts(kind: UnitKind, lines: Sequence[Line], seconds_per_unit: float = 0.0) -> tuple[int, ...]:
+    """How many units each rank should compute for the shortest time.
+
+    The result minimizes ``max_i line_i(n_i) + seconds_per_unit·moved`` over all ``n_i ≥ 1`` with the right sum that
+    differ from the full share by whole grains; of equally fast divisions it is one that moves the least. Moving
+    nothing is one of the candidates.
+
+    For a deadline t, a rank computes at most as many units as it can by t. So t determines how much must move, and only
+    times at which some rank finishes a whole number of grains need to be tried.
+    """
+    ranks, full = range(len(lines)), kind.units
+    least = -((full - 1) // kind.grain)
+    most = kind.max_taken // kind.grain
+    nothing = (full,) * len(lines)
+    best, best_seconds = nothing, slowest_seconds(lines, nothing)
+    # No division is faster than the slowest rank with a single grain less than it could give away.
+    times = [[line(full + grains * kind.grain) for grains in range(least, most + 1)] for line in lines]
+    earliest = max(of_rank[0] for of_rank in times)
+    deadlines = sorted({t for of_rank in times for t in of_rank if earliest <= t < best_seconds})
+    for deadline in deadlines:
+        if deadline >= best_seconds:
+            break
+        capacity = [_last_within(of_rank, deadline) + least for of_rank in times]
+        if sum(capacity) < 0:
+            continue
+        given = -sum(min(0, grains) for grains in capacity)
+        seconds = deadline + seconds_per_unit * given * kind.grain
+        if seconds < best_seconds:
+            best_seconds = seconds
+            grains = [min(0, count) for count in capacity]
+            _hand_out(given, grains, capacity, lines, kind)
+            best = tuple(full + grains[rank] * kind.grain for rank in ranks)
+        if seconds_per_unit == 0.0:
+            break
+    return best
+
+
+def _last_within(times: Sequence[float], deadline: float) -> int:
+    """The index of the last of the ascending ``times`` that is not after the deadline."""
+    low, high = 0, len(times) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if times[middle] <= deadline:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _hand_out(given: int, grains: list[int], capacity: Sequence[int], lines: Sequence[Line], kind: UnitKind) -> None:
+    """Give each of ``given`` grains to the rank that finishes first with it; changes ``grains``."""
+    queue = [(lines[rank](kind.units + kind.grain), rank) for rank, most in enumerate(capacity) if most > 0]
+    heapq.heapify(queue)
+    for _ in range(given):
+        _, rank = heapq.heappop(queue)
+        grains[rank] += 1
+        if grains[rank] < capacity[rank]:
+            heapq.heappush(queue, (lines[rank](kind.units + (grains[rank] + 1) * kind.grain), rank))

@@ -1,0 +1,99 @@
+"""When a division of units is changed, and what is said about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs
+from colossal_hetero.balance.decide.division import KindProblem, decide_counts, iteration_seconds
+from colossal_hetero.balance.decide.modes import LayerKind, decide_units
+from colossal_hetero.balance.decide.whole_units import Line, UnitKind
+
+HEADS = UnitKind(8, 1, 8)
+NEURONS = UnitKind(64, 1, 64)
+
+
+def problem(kind: UnitKind, slowdowns: tuple[float, ...], per_unit: float = 0.0) -> KindProblem:
+    """A full share takes 1 s times the rank's slowdown."""
+    lines = [
+        Line(kind.units, slowdown, slowdown / kind.units, slowdown / kind.units, kind.units) for slowdown in slowdowns
+    ]
+    return KindProblem(kind, lines, per_unit)
+
+
+class Speeds:
+    """Two kinds, of which each rank's full share takes 1 s times its slowdown."""
+
+    scale = 1.0
+
+    def __init__(self, *slowdowns: float) -> None:
+        self._slowdowns = slowdowns
+
+    def lines(self, kind: int) -> list[Line]:
+        return list(problem((HEADS, NEURONS)[kind], self._slowdowns).lines)
+
+
+KINDS = [LayerKind(8, 1, 0.25), LayerKind(64, 1, 0.75)]
+
+
+def test_the_time_is_a_sum_over_blocks_of_the_slowest_rank() -> None:
+    problems = [problem(HEADS, (1.0, 2.0)), problem(NEURONS, (3.0, 1.0))]
+    assert iteration_seconds(problems, ((8, 8), (64, 64))) == 5.0
+    assert iteration_seconds(problems, ((8, 8), (64, 64)), fixed_seconds=1.0) == 5.0
+    assert iteration_seconds(problems, ((12, 4), (64, 64)), fixed_seconds=1.0) == 1.5 + 3.0 + 1.0
+
+
+def test_each_kind_is_divided_by_its_own_times() -> None:
+    problems = [problem(HEADS, (1.0, 2.0)), problem(NEURONS, (3.0, 1.0))]
+    counts, note = decide_counts(problems, ((8, 8), (64, 64)), uncertainty=0.05)
+    assert counts == ((11, 5), (32, 96))
+    assert note == "migration pays: 2.88 s in blocks with, 5 s without"
+
+
+@pytest.mark.parametrize("slowdown, uncertainty, changes", [(1.3, 0.05, True), (1.3, 0.2, False), (1.05, 0.005, True)])
+def test_a_gain_must_exceed_the_uncertainty(slowdown: float, uncertainty: float, changes: bool) -> None:
+    problems = [problem(NEURONS, (slowdown, 1.0))]
+    counts, note = decide_counts(problems, ((64, 64),), uncertainty)
+    assert (counts != ((64, 64),)) == changes
+    assert note.startswith("migration pays" if changes else "balancing would gain too little")
+
+
+def test_sending_that_costs_more_than_it_saves_is_not_done() -> None:
+    problems = [problem(NEURONS, (2.0, 1.0), per_unit=0.1)]
+    assert decide_counts(problems, ((64, 64),), 0.01)[0] == ((64, 64),)
+    assert decide_counts([problem(NEURONS, (2.0, 1.0))], ((64, 64),), 0.01, fixed_seconds=1.0)[0] == ((64, 64),)
+    counts, note = decide_counts(problems, ((43, 85),), 0.01)
+    assert counts == ((64, 64),) and note.startswith("migration cannot pay")
+
+
+def test_a_division_stays_while_a_change_would_gain_too_little() -> None:
+    problems = [problem(NEURONS, (2.0, 1.0))]
+    assert decide_counts(problems, ((45, 83),), 0.05) == (
+        ((45, 83),),
+        "migration pays: 1.34 s in blocks with, 2 s without",
+    )
+
+
+def test_a_plan_has_whole_units_and_their_shares() -> None:
+    plan = decide_units(Speeds(4.0, 1.0), KINDS, Costs(), BalanceConfig(mode="auto"), BalancePlan.idle(2), 0.05)
+    assert plan.units == ((3, 13), (25, 103))
+    share = 0.25 * 5 / 8 + 0.75 * 39 / 64
+    assert plan.migrate == pytest.approx((share, 0.0), abs=1e-5) and plan.receive == pytest.approx(
+        (0.0, share), abs=1e-5
+    )
+    again = decide_units(Speeds(4.1, 1.0), KINDS, Costs(), BalanceConfig(mode="auto"), plan, 0.05)
+    assert again == plan
+    assert decide_units(Speeds(1.0, 1.0), KINDS, Costs(), BalanceConfig(mode="auto"), plan, 0.05) == BalancePlan.idle(2)
+
+
+def test_memory_limits_what_a_rank_takes() -> None:
+    plan = decide_units(Speeds(4.0, 1.0), KINDS, Costs(), BalanceConfig(mode="auto"), BalancePlan.idle(2), 0.05, 0.25)
+    assert plan.units == ((6, 10), (48, 80)) and plan.max_received == 0.25
+    assert plan.note.startswith("receivers have memory for no more than 25% of their own work; migration pays")
+
+
+def test_auto_weighs_what_sending_costs_and_migrate_does_not() -> None:
+    costs = Costs(migrate_seconds_per_share=10.0)
+    for mode, migrates in (("auto", False), ("migrate", True)):
+        plan = decide_units(Speeds(2.0, 1.0), KINDS, costs, BalanceConfig(mode=mode), BalancePlan.idle(2), 0.05)  # type: ignore[arg-type]
+        assert bool(plan.units) == migrates
