@@ -29,7 +29,7 @@ from ..layers.transport import Transport
 from .apply import Applier, Shares
 from .config import BalanceConfig
 from .decide.costs import Costs, Traffic
-from .decide.modes import decide, decide_units
+from .decide.modes import LayerKind, decide, decide_units
 from .decide.plan import BalancePlan
 from .host_messages import Groups, make_groups
 from .measure.clock import IterationClock, IterationTimes, KindTimes
@@ -102,6 +102,11 @@ class Balancer:
     def shares(self) -> Shares:
         """What this rank prunes, gives and takes, in whole columns and units."""
         return self._applier.shares
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """What is divided; the ``units`` of a plan are in the order of the kinds that have units."""
+        return self._applier.kinds
 
     @property
     def active(self) -> bool:

@@ -89,13 +89,13 @@ class BalanceConfig:
     """θ_iter of ``priority-diff``, ≥ 0: columns that change less than this per iteration are candidates for pruning."""
 
     threshold: float = 0.10
-    """Ranks exchange times if the time of one of them has changed by more than this share; must be positive."""
+    """A rank's speed has changed if its work differs from that of its group by more than this share in ``patience``
+    successive iterations; must be positive. Smaller changes are accepted after more iterations."""
 
     margin: float = 0.10
-    """A rank is slow if it takes more than (1 + margin)·T_ref; must be positive. In mode ``resize`` a ratio is changed
-    only if that changes the rank's time by more than margin·T_ref. In other modes a plan is replaced only if that saves
-    more than this share of the iteration, and a first plan is applied only if it saves more than half of it. Noise of
-    about half of the margin does not change a plan."""
+    """In modes that prune, a rank is slow if it takes more than (1 + margin)·T_ref; must be positive. There, a plan is
+    replaced only if that saves more than this share of the iteration, and a first plan is applied only if it saves more
+    than half of it. Modes that only migrate compare with the noise that is measured instead."""
 
     patience: int = 2
     """Consecutive iterations after which a change of speed is accepted, ≥ 1; more for a rank that becomes slower after

@@ -23,7 +23,7 @@ class LocalRecord:
     resized: float
     """Share of its columns that the rank pruned."""
     exchanged: bool
-    """Whether the group exchanged times at the end of this iteration."""
+    """Whether the group decided on a plan at the end of this iteration."""
     plan_changed: bool
     """Whether another plan applies from the iteration after this one on."""
     migrated: float = 0.0

@@ -85,3 +85,32 @@ def check_sends() -> None:
 
 def test_a_giver_does_not_wait_for_a_late_receiver_before_its_own_products() -> None:
     run_ranks(2, check_sends)
+
+
+def check_late_straggler() -> None:
+    """Rank 1 starts each iteration late, and its products take four times as long."""
+    config = BalanceConfig(mode="auto", measure_costs=False)
+    run = boost(ours(config, tp_size=2))
+    if dist.get_rank() == 1:
+        run.model.unwrap().register_forward_pre_hook(lambda *_: time.sleep(LATE / 2), prepend=True)
+    for layer in hetero_layers(run.model).values():
+        outputs: list[int] = []
+
+        def slow_down(product: Any, outputs: list[int] = outputs) -> Any:
+            result = product()
+            outputs.append(result.numel())
+            # Half of the products become smaller with the units of a block; the others do not.
+            time.sleep((0.004 if dist.get_rank() == 1 else 0.001) * result.numel() / max(outputs[:3]))
+            return result
+
+        layer.slow_down = slow_down
+    train(run, 16)
+    records = run.plugin.balancer.collect()
+    if records is not None:
+        given = [[rank.migrated for rank in record.ranks] for record in records]
+        assert all(fast == 0.0 for fast, _ in given), given
+        assert given[-1][1] > 0.2, given
+
+
+def test_a_late_rank_that_is_also_slow_is_relieved_and_the_others_are_not() -> None:
+    run_ranks(2, check_late_straggler)

@@ -213,3 +213,50 @@ def test_processes_of_one_machine_can_compare_their_times_and_gpus_cannot(device
     run(clock, device, STRETCHES, tag=0)
     device.catch_up()
     assert clock.read()[0].time_base == ""
+
+
+ATTENTION, MLP = 0, 1
+PASSES: list[tuple[str, float, int | None]] = [
+    ("other", 5.0, ATTENTION),  # the embedding, in whose collective a rank may wait
+    ("matmul", 1.0, ATTENTION),
+    ("block", 0.5, ATTENTION),
+    ("matmul", 1.0, ATTENTION),
+    ("communication", 2.0, ATTENTION),
+    ("other", 0.25, MLP),  # norm and residual
+    ("matmul", 3.0, MLP),
+    ("migration", 4.0, MLP),
+    ("other", 0.125, MLP),
+    ("communication", 2.0, MLP),
+    ("communication", 6.0, None),  # another stage of the pipeline
+    ("other", 7.0, MLP),  # the loss
+    ("matmul", 6.0, MLP),
+    ("communication", 2.0, MLP),
+]
+
+
+def test_the_time_of_a_kind_is_its_work_between_collectives_of_balanced_layers(host: HostSeconds) -> None:
+    clock = CpuClock()
+    clock.start()
+    for part, seconds, kind in PASSES:
+        host.now += seconds
+        clock.mark(part, kind)  # type: ignore[arg-type]
+    host.now += 8.0  # the optimizer step
+    clock.stop()
+    (times,) = clock.read()
+    assert times.kinds == {ATTENTION: (2.5, 0.0), MLP: (9.0, 0.375)}
+    assert times.migration_seconds == 4.0
+    assert times.communication_seconds == 2 + 4 + 2 + 6 + 2
+    assert times.work_seconds == 5 + 2.5 + 9.375 + 7 + 8
+
+
+def test_a_gpu_clock_tells_kinds_apart_in_the_same_way(device: Device) -> None:
+    clock = CudaClock()
+    clock.start()
+    for part, seconds, kind in PASSES:
+        device.milliseconds += seconds
+        clock.mark(part, kind)  # type: ignore[arg-type]
+    clock.stop()
+    device.catch_up()
+    (times,) = clock.read()
+    assert times.kinds == {ATTENTION: pytest.approx((2.5e-3, 0.0)), MLP: pytest.approx((9e-3, 0.375e-3))}
+    assert times.migration_seconds == pytest.approx(4e-3)
