@@ -262,10 +262,10 @@ class Applier:
         shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
         return total + block_traffic(shapes, moves, bucket_numbers(self._blocks, moves), bytes_per_element)
 
-    def begin_iteration(self) -> None:
-        """Begin an iteration with new weights. Collective over the group if units migrate."""
+    def begin_pass(self) -> None:
+        """Call this before each forward pass. Collective over the group if units migrate."""
         if self._unit_exchange is not None:
-            self._unit_exchange.begin_iteration()
+            self._unit_exchange.begin_pass()
 
     def drop_gradients(self) -> None:
         """Discard this iteration's gradients."""

@@ -130,7 +130,7 @@ class Balancer:
             self._running = True
             self._clock.keep_segments = self._timelines.wants(self._iteration)
             self._clock.start()
-            self._applier.begin_iteration()
+        self._applier.begin_pass()
 
     def drop_gradients(self) -> None:
         """Discard this iteration's gradients. Call it on all ranks of the group."""

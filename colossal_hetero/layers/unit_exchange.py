@@ -125,6 +125,8 @@ class UnitExchange:
         self._returning: list[tuple[Started, list[tuple[int, Tensor]]]] = []
         """Gradients that are being sent to their owners, with the tensors that they are sent from."""
         self._is_sent = False
+        self._versions: list[int] = []
+        """How often each parameter of migrating blocks had been changed when their units were sent."""
 
     def assign(
         self,
@@ -176,14 +178,31 @@ class UnitExchange:
         for block in blocks:
             block.assign(None)
 
-    def begin_iteration(self) -> None:
-        """Start sending the units' weights, once per iteration. Collective over the group.
+    def begin_pass(self) -> None:
+        """Start sending the units' weights, once per iteration. Collective over the group; call it before each forward
+        pass.
 
-        If a block runs before this is called, its forward pass starts the sending.
+        If weights were changed since, which all ranks of the group do at the same time, they are sent again. If a block
+        runs before this is called, its forward pass starts the sending.
         """
+        if self._is_sent and self._versions != self._present_versions():
+            self.weights_changed()
+        self._send()
+
+    def _present_versions(self) -> list[int]:
+        return [
+            parameter._version
+            for bucket in self._buckets
+            for transfer in bucket.transfers
+            for layer in transfer.block.layers
+            for parameter in layer.parameters()  # type: ignore[attr-defined]
+        ]
+
+    def _send(self) -> None:
         if self._is_sent:
             return
         self._is_sent = True
+        self._versions = self._present_versions()
         self._mark("other", None)
         self._wait_for_receivers()
         self._mark("migration", None)
@@ -239,7 +258,7 @@ class UnitExchange:
             if transfer.bucket is None:
                 return []
             self._mark("other", transfer.block.kind)
-            self.begin_iteration()
+            self._send()
             transfer.bucket.started.received.wait()
             self._mark("migration", transfer.block.kind)
             ranges = [_unpack(transfer, units) for units in transfer.taken]

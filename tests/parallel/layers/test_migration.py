@@ -72,7 +72,7 @@ class Training:
         """Train; returns the loss of every step."""
         losses = []
         for number in range(count):
-            self.applier.begin_iteration()
+            self.applier.begin_pass()
             images, labels = batch(number % 8)
             loss = loss_of(self.model(images), labels)
             self.booster.backward(loss, self.optimizer)
@@ -261,7 +261,7 @@ def _pruned_and_migrated(form: str, sender: int) -> float:
         if form == "block":
             unit_exchange.assign(training.blocks, moves, kept, rules)
         for step in range(5):
-            unit_exchange.begin_iteration()
+            unit_exchange.begin_pass()
             images, labels = batch(step)
             training.booster.backward(loss_of(training.model(images), labels), training.optimizer)
             unit_exchange.finish()

@@ -210,7 +210,7 @@ def check_death(method: str, victim: int, moment: Moment) -> None:
     "world, method, victim, moment",
     [
         pytest.param(2, "block", 0, (UnitExchange, "_return_gradients"), id="block-receiver-backward"),
-        pytest.param(2, "block", 1, (UnitExchange, "begin_iteration"), id="block-sender-forward"),
+        pytest.param(2, "block", 1, (UnitExchange, "begin_pass"), id="block-sender-forward"),
         pytest.param(3, "block", 2, (UnitExchange, "_return_gradients"), id="block-one-of-two-receivers"),
         pytest.param(2, "scatter-gather", 0, (ScatterGather, "reduce"), id="scatter-gather-receiver-forward"),
         pytest.param(3, "scatter-gather", 1, (ScatterGather, "distribute"), id="scatter-gather-sender-forward"),

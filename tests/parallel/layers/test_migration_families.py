@@ -78,7 +78,7 @@ class Migration:
         shares = (0.5, 0.0) if sender == 0 else (0.0, 0.5)
         self._applier.apply(BalancePlan(resize=(0.0, 0.0), migrate=shares, receive=shares[::-1]))
         self._transport.reset()
-        self._applier.begin_iteration()
+        self._applier.begin_pass()
 
     def _attach(self, method: str, model: nn.Module) -> None:
         """Let later runs migrate with ``method``."""

@@ -333,3 +333,49 @@ def check_semi() -> None:
 
 def test_a_rank_that_prunes_and_migrates_trains_the_remaining_columns_exactly() -> None:
     run_ranks(2, check_semi)
+
+
+# Weights that change in the middle of an iteration ------------------------------------------------------------------
+
+
+def _scale(run: Trained) -> None:
+    with torch.no_grad():
+        for parameter in run.model.unwrap().parameters():
+            parameter.mul_(0.9)
+
+
+def _step_of_the_inner_optimizer(run: Trained) -> None:
+    run.optimizer.optim.step()
+
+
+def _load_state_dict(run: Trained) -> None:
+    model = run.model.unwrap()
+    model.load_state_dict({name: 1.1 * value for name, value in model.state_dict().items()})
+
+
+def check_changed_weights() -> None:
+    def loop(run: Trained, change: Callable[[Trained], None]) -> Trained:
+        for iteration in range(ITERATIONS):
+            for micro in range(2):
+                images, labels = batch(2 * iteration + micro)
+                loss = loss_of(run.model(images), labels)
+                run.losses.append(loss.item())
+                run.booster.backward(loss, run.optimizer)
+                if micro == 0:
+                    change(run)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return run
+
+    for change in (_scale, _step_of_the_inner_optimizer, _load_state_dict):
+        expected = loop(boost(theirs(tp_size=2), None, sgd), change)
+        for sender, method in ((0, "block"), (1, "block"), (1, "broadcast-reduce")):
+            with scripted(slow(sender)):
+                run = boost(ours(migrate(method), tp_size=2), None, sgd)
+            loop(run, change)
+            assert run.plugin.balancer.plan.migrate[sender] > 0.1, method
+            assert_equal(run, expected, f"{change.__name__}, {method}, sender {sender}")
+
+
+def test_weights_that_change_in_the_middle_of_an_iteration_are_sent_again() -> None:
+    run_ranks(2, check_changed_weights)
