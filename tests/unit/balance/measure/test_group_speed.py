@@ -62,11 +62,13 @@ def test_the_plan_recovers_when_the_straggler_goes_away(
     group = SimulatedGroup(ranks, RESIZE, seed, noise=0.05, overhead=overhead)
     for _ in range(20):
         group.iterate([slowdown if rank == slow % ranks else 1.0 for rank in range(ranks)])
-    assert group.plan != BalancePlan.idle(ranks)
+    before = max(group.plan.resize)
+    assert before > 0.0
     for iteration in range(40):
         group.iterate([1.0] * ranks)
         if iteration >= 4:
-            assert max(group.plan.resize) < 0.35, f"iteration {iteration}: {group.plan}"
+            # A rank that computed only a tenth of its work is not known exactly.
+            assert max(group.plan.resize) < 0.75 * before, f"iteration {iteration}: {group.plan}"
     assert group.plan == BalancePlan.idle(ranks)
 
 
