@@ -46,7 +46,8 @@ def test_the_plan_for_a_constant_straggler_lands_on_eq1_in_few_changes(
         plans.append(group.plan)
     slow %= ranks
     changes = sum(before != after for before, after in pairwise(plans))
-    assert changes <= 6, f"{changes} changes of the plan"
+    # A ratio is corrected whenever it is known better, mostly two to four times.
+    assert changes <= 12, f"{changes} changes of the plan"
     ratio = group.plan.resize[slow]
     assert sum(other > 0 for other in group.plan.resize) == 1
     # Pruned to the time of the fastest rank, if the limit of the ratio allows it.
