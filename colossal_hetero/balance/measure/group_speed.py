@@ -145,9 +145,12 @@ class GroupSpeed:
         self._measured += 1
         if len(self._window) < self._config.patience:
             return False
-        # From now on factors are relative to the present batch length.
+        # From now on works are in seconds of a usual iteration, and factors are relative to it.
         usual = median(iteration.factor for iteration in self._window)
-        self._window = deque((_divided(iteration.works, 1.0 / usual) for iteration in self._window), maxlen=WINDOW)
+        in_seconds = (
+            _ComparedWorks(each.factor / usual, _divided(each.works, 1.0 / usual).works) for each in self._window
+        )
+        self._window = deque(in_seconds, maxlen=WINDOW)
         self._learn()
         return True
 
@@ -288,11 +291,6 @@ class GroupSpeed:
                 )
         self._expected = [fsum(line.present_seconds for line in lines) for lines in self._lines]
         self._noise = max(_noise(steps) for steps in self._steps)
-
-    @property
-    def ready(self) -> bool:
-        """Whether anything is known."""
-        return self._expected is not None
 
     @property
     def uncertainty(self) -> float:

@@ -115,6 +115,17 @@ def test_a_straggler_is_found_among_batches_of_different_lengths(ranks: int) -> 
         assert loads[slow] < 0.8 and max(works) < 1.1 * min(works), loads
 
 
+@pytest.mark.parametrize("length", [0.1, 1.0, 5.0])
+def test_equal_work_is_in_seconds_from_the_first_decision_on(length: float) -> None:
+    """Costs of communication in seconds are compared with it."""
+    group = SimulatedGroup(2, RESIZE)
+    while not group.decisions:
+        group.iterate([2.0, 1.0], length)
+    slow, fast = group.speed.equal_work()
+    assert slow.work_seconds == pytest.approx(length * (OTHER + 1.4))
+    assert fast.work_seconds == pytest.approx(length * (OTHER + 0.7))
+
+
 def test_a_slow_drift_is_noticed() -> None:
     group = SimulatedGroup(2, MIGRATE, noise=0.02)
     for iteration in range(400):
