@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 from colossal_hetero import BalanceConfig
@@ -114,3 +116,34 @@ def check_late_straggler() -> None:
 
 def test_a_late_rank_that_is_also_slow_is_relieved_and_the_others_are_not() -> None:
     run_ranks(2, check_late_straggler)
+
+
+def check_bubble() -> None:
+    """The first stage is late in every micro-batch, and units migrate in the second one."""
+    run = boost(ours(NEVER, tp_size=2, pp_size=2, num_microbatches=2))
+    train(run, 2)
+    is_first = run.plugin.stage_manager.is_first_stage()
+    run.plugin.balancer.follow(BalancePlan.idle(2) if is_first else half_from(1, 2))
+    layers = list(hetero_layers(run.model).values())
+    clock = layers[0].clock
+    measured: list[Any] = []
+
+    def read() -> list[Any]:
+        times = type(clock).read(clock)
+        measured.extend(times)
+        return times
+
+    with patch.object(clock, "read", read):
+        if is_first:
+            layers[0].register_forward_pre_hook(lambda *_: time.sleep(LATE / 2))
+        train(run, 3)
+    assert len(measured) == 3
+    waits = torch.tensor([times.migration_seconds for times in measured])
+    dist.all_reduce(waits, op=dist.ReduceOp.MIN, group=run.plugin.tp_group)
+    assert waits.max() < LATE / 4, f"costs of migration would be learned from {waits.tolist()} s"
+    if not is_first:
+        assert min(times.communication_seconds + times.other_seconds for times in measured) > LATE / 2
+
+
+def test_the_cost_of_migration_is_learned_without_the_bubble_of_a_pipeline() -> None:
+    run_ranks(4, check_bubble)
