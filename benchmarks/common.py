@@ -81,11 +81,12 @@ class Variant:
     def build(self) -> None:
         """Make and boost the model. All variants start from the same weights."""
         torch.manual_seed(1)
-        model: torch.nn.Module = VisionTransformer(**MODEL)
+        model = self.make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         arguments: dict[str, Any] = {"tp_size": dist.get_world_size(), "pp_size": 1, "precision": "fp32"}
         if self.balance is None:
-            self.plugin = HybridParallelPlugin(custom_policy=TimmViTPolicy(), **arguments)
+            policy = {"custom_policy": TimmViTPolicy()} if isinstance(model, VisionTransformer) else {}
+            self.plugin = HybridParallelPlugin(**policy, **arguments)
         else:
             self.plugin = HeteroHybridParallelPlugin(balance=self.balance, **arguments)
         self.booster = Booster(plugin=self.plugin)
@@ -96,11 +97,17 @@ class Variant:
         self.images = torch.randn(BATCH, 3, 32, 32, generator=generator)
         self.labels = torch.randint(0, 10, (BATCH,), generator=generator)
 
+    def make_model(self) -> torch.nn.Module:
+        return VisionTransformer(**MODEL)
+
+    def loss(self) -> torch.Tensor:
+        """The loss of the next batch."""
+        return F.cross_entropy(self.model(self.images), self.labels)
+
     def iterate(self) -> float:
         """Train one iteration. Returns its seconds."""
         start = time.perf_counter()
-        loss = F.cross_entropy(self.model(self.images), self.labels)
-        self.booster.backward(loss, self.optimizer)
+        self.booster.backward(self.loss(), self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return time.perf_counter() - start

@@ -3,8 +3,9 @@
 python -m benchmarks.tensor_parallel.accuracy --data-dir DIR [--results FILE.json] [--jobs 2] [--epochs 5] [--seeds 3]
 
 DIR holds images as train/CLASS/* and test/CLASS/*. A ViT is trained from scratch by tensor-parallel groups of 2 and of
-4 ranks, each group inside one process (the same layer code, one shard after the other). The last rank prunes half of
-the columns of all its layers in every iteration. Finished runs are kept in the results file and not repeated.
+4 ranks, each group inside one process. The last rank prunes half of its work in every iteration: half of the columns of
+all its layers (the same layer code, one shard after the other), or half of the units of all its blocks (the model with
+these units set to zero, which has the same gradients). Finished runs are kept in the results file and not repeated.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -22,15 +26,19 @@ import torch
 import torch.nn.functional as F
 from rich.progress import Progress
 from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
 
 from benchmarks.common import print_table
 from colossal_hetero.balance.apply import Applier
+from colossal_hetero.balance.column_selection import ColumnSelector, make_selector
 from colossal_hetero.balance.config import BalanceConfig
 from colossal_hetero.testing.in_process import shard_in_process
 from examples.common.flags.vit import parse_options
 from examples.common.images import load_data
 
 MODEL = {"embed_dim": 128, "depth": 6, "num_heads": 4, "patch_size": 8, "img_size": 32, "num_classes": 10}
+Matrices = tuple[Tensor, Tensor]
+
 BATCH, LEARNING_RATE, WEIGHT_DECAY, RATIO = 64, 1e-3, 0.05, 0.5
 
 
@@ -39,6 +47,8 @@ class Run:
     """One training run."""
 
     ranks: int
+    form: str
+    """What is pruned: ``column`` or ``block``, as in ``BalanceConfig.resizing``."""
     rule: str
     imputation: str
     seed: int
@@ -46,19 +56,22 @@ class Run:
 
     @property
     def key(self) -> str:
-        return f"{self.ranks} ranks, {self.rule}, {self.imputation}, seed {self.seed}, {self.epochs} epochs"
+        return (
+            f"{self.ranks} ranks, {self.form}, {self.rule}, {self.imputation}, seed {self.seed}, {self.epochs} epochs"
+        )
 
 
 def make_runs(epochs: int, seeds: int) -> list[Run]:
-    """The control, every rule with zero imputation, and the other imputations with one rule."""
-    variants = [("none", "zero")]
-    variants += [(rule, "zero") for rule in ("random", "priority", "priority-diff", "norm-product")]
-    variants += [("norm-product", imputation) for imputation in ("average", "same")]
+    """The control, every rule with zero imputation, the other imputations with one rule, and blocks."""
+    variants = [("column", "none", "zero")]
+    variants += [("column", rule, "zero") for rule in ("random", "priority", "priority-diff", "norm-product")]
+    variants += [("column", "norm-product", imputation) for imputation in ("average", "same")]
+    variants += [("block", rule, "zero") for rule in ("random", "priority", "norm-product")]
     runs = []
     for seed in range(seeds):
         for ranks in (2, 4):
             # Without pruning, the number of ranks has no effect, so the control runs once.
-            runs += [Run(ranks, *variant, seed, epochs) for variant in variants if variant[0] != "none" or ranks == 2]
+            runs += [Run(ranks, *variant, seed, epochs) for variant in variants if variant[1] != "none" or ranks == 2]
     return runs
 
 
@@ -68,6 +81,59 @@ def load(directory: str, seed: int) -> tuple:
     return load_data(options, track=lambda items, _: iter(items))
 
 
+class PrunedUnits:
+    """Prunes half of the units of the last rank's blocks in a model that is not sharded.
+
+    A pruned unit is set to zero before the block's second layer, so it adds nothing to the output, and its weights get
+    no gradient. ``tests/parallel/layers/test_block_resize.py`` shows that a resized block trains like this.
+    """
+
+    def __init__(self, model: VisionTransformer, run: Run, interval: int) -> None:
+        self._interval, self._iterations = interval, 0
+        self._blocks: list[tuple[Callable[[], Matrices], ColumnSelector, Tensor]] = []
+        seeds = count(run.seed)
+        for block in model.blocks:
+            for first, second, units in (
+                (block.attn.qkv, block.attn.proj, block.attn.num_heads),
+                (block.mlp.fc1, block.mlp.fc2, block.mlp.fc2.in_features),
+            ):
+                matrices = partial(_matrices, first, second, units, units // run.ranks)
+                kept = torch.ones(units, dtype=torch.bool)
+                selector = make_selector(run.rule, matrices()[1], next(seeds))
+                self._blocks.append((matrices, selector, kept))
+                second.register_forward_pre_hook(partial(_prune, kept))
+        self._choose()
+
+    def end_iteration(self) -> None:
+        self._iterations += 1
+        if self._iterations % self._interval == 0:
+            for matrices, selector, _ in self._blocks:
+                selector.end_interval(matrices()[1])
+        self._choose()
+
+    def _choose(self) -> None:
+        for matrices, selector, kept in self._blocks:
+            x, weight = matrices()
+            units = weight.shape[1]
+            of_last = kept[-units:]
+            of_last.zero_()
+            of_last[selector(x, weight, units - round(RATIO * units))] = True
+
+
+def _matrices(first: nn.Linear, second: nn.Linear, units: int, last: int) -> Matrices:
+    """As ``Block.matrices``, of the ``last`` units."""
+    rows = first.weight.detach().unflatten(0, (-1, units, second.in_features // units))[:, -last:]
+    columns = second.weight.detach().unflatten(1, (units, -1))[:, -last:]
+    return columns.movedim(1, -1).reshape(-1, last), rows.movedim(1, -1).reshape(-1, last)
+
+
+def _prune(kept: Tensor, second: nn.Module, inputs: tuple[Tensor]) -> Tensor | None:
+    (x,) = inputs
+    if not second.training:
+        return None
+    return (x.unflatten(-1, (len(kept), -1)) * kept[:, None]).flatten(-2)
+
+
 def train(run: Run, directory: str) -> dict:
     """Held-out accuracy in percent after each epoch, and the seconds it took."""
     torch.set_num_threads(1)
@@ -75,13 +141,16 @@ def train(run: Run, directory: str) -> dict:
     images, held_out = load(directory, run.seed)
     torch.manual_seed(run.seed)
     model = VisionTransformer(**MODEL)
-    shards = shard_in_process(model, run.ranks)
     iterations = len(images) // BATCH
-    resizer = None
-    if run.rule != "none":
-        config = BalanceConfig(mode="resize", priority=run.rule, imputation=run.imputation, seed=run.seed)
-        resizer = Applier(shards[-1], [], config, iterations)
-        resizer.prune(RATIO)
+    resizer: Applier | PrunedUnits | None = None
+    if run.form == "block":
+        resizer = PrunedUnits(model, run, iterations)
+    else:
+        shards = shard_in_process(model, run.ranks)
+        if run.rule != "none":
+            config = BalanceConfig(mode="resize", priority=run.rule, imputation=run.imputation, seed=run.seed)
+            resizer = Applier(shards[-1], [], config, iterations)
+            resizer.prune(RATIO)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     total = iterations * run.epochs
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=total, pct_start=0.1)
@@ -105,8 +174,7 @@ def train(run: Run, directory: str) -> dict:
                 for x, y in (held_out.__getitems__(part) for part in torch.arange(len(held_out)).split(500))
             )
         accuracy.append(100.0 * right / len(held_out))
-    resized = 0.0 if resizer is None else resizer.shares.resized
-    return {"accuracy": accuracy, "resized": resized, "seconds": time.perf_counter() - start}
+    return {"accuracy": accuracy, "seconds": time.perf_counter() - start}
 
 
 def tabulate(results: dict[str, dict], epochs: int, seeds: int) -> None:
@@ -116,16 +184,16 @@ def tabulate(results: dict[str, dict], epochs: int, seeds: int) -> None:
         if run.key in results:
             last = results[run.key]["accuracy"][-1]
             for ranks in (2, 4) if run.rule == "none" else (run.ranks,):
-                groups.setdefault((ranks, run.rule, run.imputation), []).append(last)
+                groups.setdefault((ranks, run.form, run.rule, run.imputation), []).append(last)
     rows = []
-    for (ranks, rule, imputation), values in sorted(groups.items(), key=lambda item: item[0][0]):
-        control = groups.get((ranks, "none", "zero"), [float("nan")])
+    for (ranks, form, rule, imputation), values in sorted(groups.items(), key=lambda item: item[0][0]):
+        control = groups.get((ranks, "column", "none", "zero"), [float("nan")])
         spread = stdev(values) if len(values) > 1 else float("nan")
-        name = "control, nothing pruned" if rule == "none" else rule
+        name = "control, nothing pruned" if rule == "none" else f"{form}s by {rule}"
         loss = mean(control) - mean(values)
         rows.append((ranks, name, imputation, f"{mean(values):.1f} ± {spread:.1f}", f"{loss:.1f}", len(values)))
     title = f"Held-out accuracy [%] after {epochs} epochs; γ = {RATIO} on one rank in all iterations"
-    print_table(title, ("ranks", "columns by", "imputation", "accuracy", "loss", "seeds"), rows)
+    print_table(title, ("ranks", "pruned", "imputation", "accuracy", "loss", "seeds"), rows)
 
 
 def main() -> None:
