@@ -16,9 +16,12 @@ from .optimum import optimal_plan
 from .plan import BalancePlan, RankTimes
 from .ratios import resize_ratios
 from .semi import semi_plan
-from .whole_units import Line, UnitKind
+from .whole_units import Line, UnitKind, divisible_seconds, fastest_counts, slowest_seconds
 
 __all__ = ["LayerKind", "Speeds", "decide", "decide_units"]
+
+COARSE = 0.02
+"""If whole units take longer by this share of the blocks' time than finer ones would, the plan's note says so."""
 
 STEPS = 2**20
 """In modes that migrate, shares are multiples of 1/STEPS. So processors that round differently get the same shares, and
@@ -99,6 +102,7 @@ def decide_units(
     counts, note = decide_counts(problems, now, uncertainty, sends * costs.migrate_fixed_seconds)
     if math.isfinite(max_received):
         note = f"receivers have memory for no more than {max_received:.0%} of their own work; {note}"
+    note += _coarseness(problems)
     if counts == now:
         return replace(current, note=note) if current.units else BalancePlan.idle(ranks, note)
     weight = math.fsum(kind.weight for _, kind in blocks)
@@ -118,6 +122,25 @@ def decide_units(
         nothing, tuple(max(0.0, -share) for share in more), tuple(max(0.0, share) for share in more), note
     )
     return replace(_in_steps(shares), units=counts)
+
+
+def _coarseness(problems: Sequence[KindProblem]) -> str:
+    """A sentence about the blocks whose units are too large to divide their work evenly; empty if there are none."""
+    total, most, reason = 0.0, 0.0, ""
+    for problem in problems:
+        kind, ranks = problem.kind, len(problem.lines)
+        whole = slowest_seconds(
+            problem.lines, fastest_counts(replace(kind, max_taken=(ranks - 1) * kind.units), problem.lines)
+        )
+        total += whole
+        lost = whole - divisible_seconds(problem.lines)
+        if lost > most:
+            most = lost
+            step = "one" if kind.grain == 1 else str(kind.grain)
+            reason = f"blocks with {kind.units} units per rank, of which {step} can move at a time"
+    if most <= COARSE * total:
+        return ""
+    return f"; {most / total:.0%} of that is lost because {reason}, cannot be divided evenly"
 
 
 def decide(

@@ -172,8 +172,10 @@ class BalancingReport(Terminal):
                 "(mean)."
             )
             self._console.print(comparison_text(found, balanced=self._options.balance != "off"))
-            if found.notes and not any(rank.migrated for rank in found.ranks):
-                self._console.print(f"Nothing was migrated: {found.notes[-1].rstrip('.')}.")
+            if found.notes:
+                migrated = any(rank.migrated for rank in found.ranks)
+                subject = "The last decision" if migrated else "Nothing was migrated"
+                self._console.print(f"{subject}: {found.notes[-1].rstrip('.')}.")
         if self.measurements.accuracy:
             self._console.print(
                 f"Accuracy on held-out {self._accuracy_of}: {self.measurements.accuracy[-1]:.1%} ({self._baseline})."

@@ -411,11 +411,11 @@ def test_the_result_shows_the_time_that_balancing_saved(capsys, monkeypatch):
 
 def test_the_result_shows_migration_and_the_time_that_balancing_cost(capsys, monkeypatch):
     slow = dict(resized=0.0, migrated=0.25, received=0.125, equal_work_seconds=0.12, equal_matmul_seconds=0.12)
-    text = printed_report(measured("--balance semi", 8, note="of no more interest", **slow), capsys, monkeypatch)
+    text = printed_report(measured("--balance semi", 8, note="migration pays", **slow), capsys, monkeypatch)
     assert "rank 1 migrated 25%, received 12%\n" in text
     assert re.search(r"migrated +received", text) and "resized" not in text
     assert "(0.8 times as long: balancing cost 30 ms)" in text
-    assert "Nothing was migrated" not in text
+    assert "The last decision: migration pays.\n" in text
 
 
 def test_the_reason_for_no_migration_is_printed(capsys, monkeypatch):

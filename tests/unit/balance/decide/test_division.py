@@ -97,3 +97,16 @@ def test_auto_weighs_what_sending_costs_and_migrate_does_not() -> None:
     for mode, migrates in (("auto", False), ("migrate", True)):
         plan = decide_units(Speeds(2.0, 1.0), KINDS, costs, BalanceConfig(mode=mode), BalancePlan.idle(2), 0.05)  # type: ignore[arg-type]
         assert bool(plan.units) == migrates
+
+
+@pytest.mark.parametrize("heads, is_lost", [(2, True), (64, False)])
+def test_the_note_says_which_blocks_cannot_be_divided_evenly(heads: int, is_lost: bool) -> None:
+    """Of two heads, a rank that is five times slower should keep two thirds of one."""
+    kinds = [LayerKind(heads, 1, 0.5), LayerKind(64, 1, 0.5)]
+
+    class Fixed(Speeds):
+        def lines(self, kind: int) -> list[Line]:
+            return list(problem(UnitKind(kinds[kind].units or 0, 1, 64), (1.0, 5.0)).lines)
+
+    plan = decide_units(Fixed(), kinds, Costs(), BalanceConfig(mode="auto"), BalancePlan.idle(2), 0.0)
+    assert ("blocks with 2 units per rank" in plan.note) == is_lost, plan.note
