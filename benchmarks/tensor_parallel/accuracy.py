@@ -148,7 +148,8 @@ def train(run: Run, directory: str) -> dict:
     else:
         shards = shard_in_process(model, run.ranks)
         if run.rule != "none":
-            config = BalanceConfig(mode="resize", priority=run.rule, imputation=run.imputation, seed=run.seed)
+            rule = {"priority": run.rule, "imputation": run.imputation}
+            config = BalanceConfig(mode="resize", resizing="column", seed=run.seed, **rule)
             resizer = Applier(shards[-1], [], config, iterations)
             resizer.prune(RATIO)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)

@@ -38,9 +38,10 @@ class BalanceConfig:
     """What is migrated, and how: ``block`` migrates whole units of a block of layers, once per iteration;
     ``broadcast-reduce`` and ``scatter-gather`` migrate columns of each product, as in SEMI."""
 
-    resizing: Resizing = "column"
-    """What mode ``resize`` prunes: contraction columns of each product (``column``, as in SEMI) or whole units of a
-    ``block``. Modes ``semi`` and ``auto`` prune in the form in which they migrate."""
+    resizing: Resizing = "block"
+    """What mode ``resize`` prunes: whole units of a ``block`` (hidden neurons, heads), whose products then run on a
+    part of the weights; or contraction columns of each product (``column``, as in SEMI). Layers that are in no block
+    are always pruned by columns. Modes ``semi`` and ``auto`` prune in the form in which they migrate."""
 
     grain: int = 64
     """The maximum number of units that are pruned or migrated together, ≥ 1: matrix products are faster for round
@@ -72,7 +73,8 @@ class BalanceConfig:
     a ratio per layer) or ``norm-product`` (smallest ‖X column‖·‖W column‖)."""
 
     imputation: Imputation = "zero"
-    """The gradients at pruned columns: ``zero``, the ``average`` of the kept columns, or the ``same`` as before."""
+    """The gradients at pruned columns: ``zero``, the ``average`` of the kept columns, or the ``same`` as before. Units
+    of blocks always have zero gradients while they are pruned."""
 
     priority_interval: int | None = None
     """Iterations between two updates of the weight variations. None means an epoch if the data loader that is passed to
@@ -115,6 +117,11 @@ class BalanceConfig:
         _check_choice("priority", self.priority, get_args(Priority))
         _check_choice("imputation", self.imputation, get_args(Imputation))
         _check_choice("ratio_form", self.ratio_form, get_args(RatioForm))
+        if self.mode == "resize" and self.resizing == "block" and self.imputation != "zero":
+            raise ValueError(
+                f"imputation={self.imputation!r} needs pruned columns, but resizing='block' prunes whole units, whose "
+                "gradients are zero; choose resizing='column' or imputation='zero'"
+            )
         if self.max_resize is None:
             object.__setattr__(self, "max_resize", 0.0 if self.mode == "auto" else 0.9)
         _check_share("max_resize", self.max_resize)

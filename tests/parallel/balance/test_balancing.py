@@ -31,7 +31,7 @@ from tests.support.training import (
     train,
 )
 
-RESIZE = BalanceConfig(mode="resize", resize_overhead=0.0)
+RESIZE = BalanceConfig(mode="resize", resizing="column", resize_overhead=0.0)
 SLOWDOWN = 4.0
 RATIO = 0.75  # (T − T_ref) / M = (χ − 1) / χ
 PHASE = 6
@@ -182,7 +182,13 @@ VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 def check_variants() -> None:
     for name, (choices, options) in VARIANTS[dist.get_world_size()].items():
         with scripted(always(1)):
-            run = boost(ours(BalanceConfig(mode="resize", resize_overhead=0.0, **choices), tp_size=2, **options))
+            run = boost(
+                ours(
+                    BalanceConfig(mode="resize", resizing="column", resize_overhead=0.0, **choices),
+                    tp_size=2,
+                    **options,
+                )
+            )
         train(run, 12, same_batch=True)
         mine = RATIO if dist.get_rank() == 1 else 0.0
         assert run.plans[-1][dist.get_rank(run.plugin.tp_group)] == pytest.approx(mine), f"{name}: {run.plans[-1]}"
@@ -227,7 +233,12 @@ def check_checkpointing() -> None:
             model = tiny_vit()
             model.set_grad_checkpointing(checkpointing)
             with scripted(always(0, 2)):
-                run = boost(ours(BalanceConfig(mode="resize", resize_overhead=0.0, priority=rule), **options), model)
+                run = boost(
+                    ours(
+                        BalanceConfig(mode="resize", resizing="column", resize_overhead=0.0, priority=rule), **options
+                    ),
+                    model,
+                )
             calls: list[int] = []
             next(iter(hetero_layers(run.model).values())).register_forward_pre_hook(
                 lambda module, inputs, calls=calls: calls.append(1)

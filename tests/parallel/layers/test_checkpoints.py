@@ -23,7 +23,14 @@ from tests.support.training import (
     train,
 )
 
-RESIZE = BalanceConfig(mode="resize", resize_overhead=0.0, priority="priority", imputation="same", priority_interval=2)
+RESIZE = BalanceConfig(
+    mode="resize",
+    resizing="column",
+    resize_overhead=0.0,
+    priority="priority",
+    imputation="same",
+    priority_interval=2,
+)
 
 
 def save(run: Trained, folder: Path, sharded: bool) -> None:

@@ -248,7 +248,7 @@ class PlainLayer:
 
 
 def resizer(layers: dict[str, PlainLayer], interval: int = 2, **options: Any) -> Applier:
-    return Applier(layers, [], BalanceConfig(mode="resize", **options), interval)  # type: ignore[arg-type]
+    return Applier(layers, [], BalanceConfig(mode="resize", resizing="column", **options), interval)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.75])

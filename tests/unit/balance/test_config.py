@@ -48,6 +48,11 @@ def test_shares_outside_their_range(name: str, bad: float) -> None:
     assert_refused(f"{name}={bad} is outside [0, 1)", **{name: bad})
 
 
+def test_imputation_of_whole_units() -> None:
+    assert_refused("imputation='same'", "resizing='block'", "resizing='column'", mode="resize", imputation="same")
+    assert BalanceConfig(mode="resize", resizing="column", imputation="same").imputation == "same"
+
+
 def test_resize_ratio_that_is_no_number() -> None:
     assert_refused("resize_ratio='half'", "'auto'", "[0, 1)", resize_ratio="half")
 

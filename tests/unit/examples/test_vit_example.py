@@ -118,13 +118,13 @@ def test_impossible_options_are_reported_in_one_line(line, world_size, says):
 
 @pytest.mark.parametrize("mode", ["off", "resize", "migrate", "semi", "auto"])
 def test_the_balancing_flags_reach_the_plugin(mode):
-    chosen = options(f"--balance {mode} --migration scatter-gather --resizing block --max-resize 0.25 --seed 3")
+    chosen = options(f"--balance {mode} --migration scatter-gather --resizing column --max-resize 0.25 --seed 3")
     config = chosen.balance_config()
-    assert (config.mode, config.migration, config.resizing) == (mode, "scatter-gather", "block")
+    assert (config.mode, config.migration, config.resizing) == (mode, "scatter-gather", "column")
     assert (config.max_resize, config.seed) == (0.25, 3)
     # Without the flags the defaults of the package apply.
     assert options(f"--balance {mode}").balance_config() == BalanceConfig(mode=mode)
-    assert options().migration == "block" and options().resizing == "column" and options().max_resize is None
+    assert options().migration == "block" and options().resizing == "block" and options().max_resize is None
 
 
 @pytest.mark.parametrize(
