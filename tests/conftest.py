@@ -13,8 +13,9 @@ FOLDER = Path(__file__).parent
 MARKERS = {"unit": pytest.mark.unit, "parallel": pytest.mark.parallel, "examples": pytest.mark.example}
 
 # How long an example takes depends on what else the machine does, so it has no deadline. The numbers of examples are
-# those of tests that do not name a number.
-settings.register_profile("ordinary", deadline=None, max_examples=50)
+# those of tests that do not name a number. The ordinary profile draws the same examples in every run, so that a change
+# is judged by the same tests as the one before; the thorough profile draws new ones.
+settings.register_profile("ordinary", deadline=None, max_examples=50, derandomize=True)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ordinary"))
 
