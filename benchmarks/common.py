@@ -42,7 +42,10 @@ MODEL = {"embed_dim": 512, "depth": 2, "num_heads": 8, "patch_size": 4, "img_siz
 
 
 def start_ranks(count: int) -> None:
-    """Run this script as ``count`` ranks. The first process restarts it under torchrun; ranks connect and return."""
+    """Run this script as ``count`` ranks. The first process restarts it under torchrun; ranks connect and return.
+
+    If there are enough cores, each rank stays on one of its own, so that ranks do not disturb each other.
+    """
     if "RANK" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
         # Use huge pages for large tensors; otherwise page faults take a large part of the time of small products.
@@ -50,6 +53,9 @@ def start_ranks(count: int) -> None:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         os.execv(sys.executable, [*launcher, "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]])
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if count <= len(cores):
+        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"])]})
     colossalai.launch_from_torch(seed=1, verbose=False)
 
 
