@@ -24,7 +24,7 @@ from .decide.plan import BalancePlan
 from .decide.ratios import layer_ratios
 from .decide.traffic import BlockShape, LayerShape, block_traffic, column_traffic
 
-__all__ = ["Applier", "Pruning", "Shares"]
+__all__ = ["Applier", "Pruning", "Shares", "columns_stay"]
 
 
 class Prunable(Protocol):
@@ -147,6 +147,14 @@ class Shares:
         return 1.0 - self.resized - self.migrated + self.received
 
 
+def columns_stay(config: BalanceConfig, blocks: Sequence[Block]) -> bool:
+    """Whether layers that are in no block are left as they are.
+
+    With migration of blocks, mode "auto" does so, because sending the activations of other layers costs more.
+    """
+    return config.mode == "auto" and config.moves_blocks and bool(blocks)
+
+
 class Applier:
     """Assigns workloads to this rank's layers and blocks, and keeps the objects that these need.
 
@@ -187,8 +195,7 @@ class Applier:
         if transport is not None:
             self._column_exchange = COLUMN_EXCHANGES[self._column_method](transport)
             self._unit_exchange = UnitExchange(transport, is_last_pass, clock)
-        # With migration of blocks, mode "auto" leaves other layers as they are: sending their activations costs more.
-        self._columns_stay = config.mode == "auto" and config.moves_blocks and bool(blocks)
+        self._columns_stay = columns_stay(config, blocks)
         self._kind_of: list[int | None] = []
         self.kinds = self._number_kinds()
         """What is balanced. Layers and blocks know their kind by its place in this list."""

@@ -26,7 +26,7 @@ from torch import nn
 from ..layers.block import Block, attach_blocks
 from ..layers.linear import HeteroLinear, hetero_layers
 from ..layers.transport import Transport
-from .apply import Applier, Shares
+from .apply import Applier, Shares, columns_stay
 from .config import BalanceConfig
 from .decide.costs import Costs, Traffic
 from .decide.modes import LayerKind, decide, decide_units
@@ -338,15 +338,30 @@ def attach_balancer(
         ``config``.
     """
     layers = hetero_layers(model)
+    blocks = attach_blocks(model) if config.moves_blocks else []
     if config.mode != "off":
-        for name, layer in layers.items():
-            obstacle = layer.resize_obstacle()
-            if obstacle is not None:
-                raise ValueError(f"balance mode {config.mode!r} cannot be combined with {obstacle} (layer {name})")
+        _check_options(layers, blocks, config)
     groups = make_groups(tp_group)
     _check_same_on_all_ranks(config, groups.world)
-    blocks = attach_blocks(model) if config.moves_blocks else []
     return Balancer(layers, blocks, config, clock, groups, iterations_per_interval, is_last_pass)
+
+
+def _check_options(layers: Mapping[str, HeteroLinear], blocks: Sequence[Block], config: BalanceConfig) -> None:
+    """Raise ValueError if a layer that would be balanced has an option that excludes it."""
+    for name, layer in layers.items():
+        obstacle = layer.option_obstacle()
+        if obstacle is not None:
+            raise ValueError(f"balance mode {config.mode!r} cannot be combined with {obstacle} (layer {name})")
+        if layer.block is not None or columns_stay(config, blocks) or layer.column_obstacle() is None:
+            continue
+        choice = "leave sequence parallelism out, or choose mode 'auto', which balances only blocks"
+        if not config.moves_blocks:
+            form = "resizing" if config.mode == "resize" else "migration"
+            choice = f"choose {form}='block'"
+        raise ValueError(
+            f"balance mode {config.mode!r} would balance the columns of layer {name}, which is in no block; that "
+            f"cannot be combined with {layer.column_obstacle()}, where a rank has only a part of the sequence: {choice}"
+        )
 
 
 def _numbers(times: IterationTimes, kinds: int) -> tuple[int, list[float]]:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from .column_migration import ColumnMigration, MigratedProductContext, migrated_product
 from .product import CONV1D_LAYOUT, LINEAR_LAYOUT, ProductContext, WeightLayout, parallel_product
+from .sequence_parallel import SequenceParts, sum_parts
 from .unit_layout import UnitShare
 from .workload import Clock, Lineage, Part, Slowdown, Workload, is_recorded, matrix_view, values_of
 
@@ -103,7 +104,7 @@ class HeteroLinear:
         Raises:
             ValueError: the layer has an option that balancing cannot be combined with.
         """
-        if (workload or migration) is not None and (obstacle := self.resize_obstacle()) is not None:
+        if (workload or migration) is not None and (obstacle := self.column_obstacle()) is not None:
             raise ValueError(f"{type(self).__name__} cannot be balanced with {obstacle}; turn one of them off")
         self._workload = workload
         self._migration = migration
@@ -114,10 +115,8 @@ class HeteroLinear:
         """Choose the kept columns again in the next forward pass."""
         self._lineage = None
 
-    def resize_obstacle(self) -> str | None:
-        """The option of this layer that balancing cannot be combined with, as ``name=value``, or None."""
-        if is_share_sp_tp(self.seq_parallel_mode):  # type: ignore[attr-defined]
-            return f"seq_parallel_mode={self.seq_parallel_mode!r}"  # type: ignore[attr-defined]
+    def option_obstacle(self) -> str | None:
+        """The option of this layer that no kind of balancing can be combined with, as ``name=value``, or None."""
         for option in ("use_zbv", "fp8_communication"):
             if getattr(self, option):
                 return f"{option}=True"
@@ -125,12 +124,26 @@ class HeteroLinear:
             return f"stream_chunk_num={self.stream_chunk_num}"  # type: ignore[attr-defined]
         return None
 
+    def column_obstacle(self) -> str | None:
+        """The option because of which the layer's columns cannot be balanced, as ``name=value``, or None."""
+        if self.sequence_parts is not None:
+            return f"seq_parallel_mode={self.seq_parallel_mode!r}"  # type: ignore[attr-defined]
+        return self.option_obstacle()
+
     def block_obstacle(self) -> str | None:
         """The option because of which the layer cannot be part of a block, as ``name=value``, or None."""
         for option, value in (("gather_output", True), ("skip_bias_add", True), ("parallel_input", False)):
             if getattr(self, option, not value) is value:
                 return f"{option}={value}"
-        return self.resize_obstacle()
+        return self.option_obstacle()
+
+    @property
+    def sequence_parts(self) -> SequenceParts | None:
+        """How the sequence is divided outside of the block, or None if every rank has all of it."""
+        if not is_share_sp_tp(self.seq_parallel_mode):  # type: ignore[attr-defined]
+            return None
+        # Conv1D layers always use dimension 1.
+        return SequenceParts(self.process_group, getattr(self, "seq_parallel_dim", 1))  # type: ignore[attr-defined]
 
     @property
     def is_column_parallel(self) -> bool:
@@ -158,12 +171,15 @@ class HeteroLinear:
         in_block = self.block is not None and self.block.workload is not None
         if not (assigned or in_block or self.clock or self.slow_down):
             return True
-        return self.resize_obstacle() is not None
+        # Mode "ring" computes parts of the product while the sequence is gathered, so that their times are unknown.
+        in_ring = self.seq_parallel_mode == "ring" and self.block is None  # type: ignore[attr-defined]
+        return in_ring or self.option_obstacle() is not None
 
     def _multiply(self, x: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
         layer: Any = self
+        sequence = self.sequence_parts if self._column_parallel else None
         if layer.training:
-            self.rows += x.numel() // x.shape[-1]
+            self.rows += x.numel() // x.shape[-1] * (1 if sequence is None else sequence.ranks)
             self.passes += 1
         migration = self._migration if self._migration is not None and self._is_balanced() else None
         lineage = self._columns_for(x)
@@ -188,6 +204,7 @@ class HeteroLinear:
             self.slow_down,
             before_forward="other" if self._column_parallel else between,
             before_backward=between if self._column_parallel else "other",
+            sequence=sequence,
         )
         return parallel_product(x, layer.weight, bias, how)
 
@@ -215,7 +232,10 @@ class HeteroLinear:
 
 
 class _HeteroColumnParallel(HeteroLinear):
-    """Weight ``[N/e, K]``: X is replicated; forward sends nothing, backward sums dX over the group."""
+    """Weight ``[N/e, K]``: X is replicated; forward sends nothing, backward sums dX over the group.
+
+    With sequence parallelism, forward gathers X and each rank keeps its part of the sum.
+    """
 
     _column_parallel = True
 
@@ -234,7 +254,10 @@ class _HeteroColumnParallel(HeteroLinear):
 
 
 class _HeteroRowParallel(HeteroLinear):
-    """Weight ``[N, K/e]``: the forward pass sums Y over the group, the backward pass sends nothing."""
+    """Weight ``[N, K/e]``: the forward pass sums Y over the group, the backward pass sends nothing.
+
+    With sequence parallelism, each rank keeps its part of the sum, and the backward pass gathers dY.
+    """
 
     _column_parallel = False
 
@@ -244,7 +267,9 @@ class _HeteroRowParallel(HeteroLinear):
         layer: Any = self
         if not layer.parallel_input:
             input_ = self._split(input_)
-        y = reduce_forward(self._multiply(input_, None, None), layer.process_group)
+        y = self._multiply(input_, None, None)
+        sequence = self.sequence_parts
+        y = reduce_forward(y, layer.process_group) if sequence is None else sum_parts(y, sequence, self._mark)
         self._mark("communication")
         if layer.skip_bias_add:
             return y, layer.bias

@@ -9,6 +9,7 @@ Notation: ``M`` rows (batch × sequence), ``L`` contraction columns of this rank
 
 If nothing is pruned, the result is bit for bit that of Colossal-AI's layers: same formulas, order and operands. A
 column-parallel layer sums dX over the group while dW is computed; a row-parallel layer sums Y outside this module.
+With sequence parallelism a column-parallel layer gathers X before the product (:mod:`.sequence_parallel`).
 
 If units of a block are pruned or migrated, its layers use the same formulas with another weight: that of the units
 which this rank computes (:mod:`.unit_layout`).
@@ -24,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from .sequence_parallel import SequenceParts
 from .unit_layout import UnitShare
 from .workload import Clock, Lineage, Part, Slowdown, matrix_view
 
@@ -98,6 +100,8 @@ class ProductContext(NamedTuple):
     """What the time since the last mark was spent on when the forward product begins."""
     before_backward: Part = "other"
     """The same when the backward products begin."""
+    sequence: SequenceParts | None = None
+    """How X and dX are divided over ``group`` (column-parallel, with sequence parallelism), or None."""
 
     def mark(self, part: Part) -> None:
         if self.clock is not None:
@@ -108,6 +112,9 @@ class _ParallelProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: ProductContext) -> Tensor:
         how.mark(how.before_forward)
+        if how.sequence is not None:
+            x = how.sequence.gather(x)
+            how.mark("communication")
         ctx.how = how
         ctx.columns = x.shape[-1]
         ctx.use_bias = bias is not None
@@ -140,8 +147,10 @@ class _ParallelProduct(torch.autograd.Function):
             backward_pass = lineage.begin_backward()
             dx = lineage.restore("input", backward_pass, dx, -1, ctx.columns)
         handle = None
-        if how.group is not None:
-            # CUDA_DEVICE_MAX_CONNECTIONS=1, which Colossal-AI sets, lets the all-reduce start before the next product.
+        # CUDA_DEVICE_MAX_CONNECTIONS=1, which Colossal-AI sets, lets the collective start before the next product.
+        if how.sequence is not None:
+            dx, handle = how.sequence.start_sum(dx)
+        elif how.group is not None:
             handle = dist.all_reduce(dx, group=how.group, async_op=True)
 
         dy_matrix = matrix_view(dy.contiguous())
