@@ -221,7 +221,7 @@ class Balancer:
         return prepare_costs(
             self.config,
             self._groups.migration,
-            [ProductShape(*layer.matrix.shape) for layer in self._layers.values()],
+            [ProductShape(*layer.matrix.shape) for layer in self._layers.values() if layer.kind is not None],
             first.rows // max(1, first.passes),
             dtype,
             device,

@@ -8,6 +8,7 @@ from .linear import (
     HeteroGPT2FusedLinearConv1D_Row,
     HeteroLinear1D_Col,
     HeteroLinear1D_Row,
+    HeteroVocabParallelLMHead1D,
     hetero_layers,
 )
 from .policy import hetero_policy
@@ -21,6 +22,7 @@ __all__ = [
     "HeteroGPT2FusedLinearConv1D_Row",
     "HeteroLinear1D_Col",
     "HeteroLinear1D_Row",
+    "HeteroVocabParallelLMHead1D",
     "TimmViTPolicy",
     "Workload",
     "hetero_layers",

@@ -18,6 +18,7 @@ from colossalai.shardformer.layer import (
     GPT2FusedLinearConv1D_Row,
     Linear1D_Col,
     Linear1D_Row,
+    VocabParallelLMHead1D,
 )
 from colossalai.shardformer.layer._operation import (
     gather_forward_split_backward,
@@ -45,6 +46,7 @@ __all__ = [
     "HeteroLinear",
     "HeteroLinear1D_Col",
     "HeteroLinear1D_Row",
+    "HeteroVocabParallelLMHead1D",
     "hetero_layers",
 ]
 
@@ -61,7 +63,7 @@ class LayerBlock(Protocol):
 
 
 class HeteroLinear:
-    """What the six layers add to their parents: a workload, a clock and a slowdown, all absent at first."""
+    """What the seven layers add to their parents: a workload, a clock and a slowdown, all absent at first."""
 
     clock: Clock | None = None
     """Receives a mark at the end of each part of the forward and backward pass."""
@@ -247,7 +249,11 @@ class _HeteroColumnParallel(HeteroLinear):
         if layer.gather_output:
             y = self._gather(y)
             self._mark("communication")
+        y = self._without_padding(y)
         return (y, layer.bias) if layer.skip_bias_add else y
+
+    def _without_padding(self, y: Tensor) -> Tensor:
+        return y
 
     def _gather(self, y: Tensor) -> Tensor:
         return gather_forward_split_backward(y, dim=-1, process_group=self.process_group)  # type: ignore[attr-defined]
@@ -285,6 +291,18 @@ class HeteroLinear1D_Col(_HeteroColumnParallel, Linear1D_Col):
 
 class HeteroLinear1D_Row(_HeteroRowParallel, Linear1D_Row):
     """Row-parallel ``torch.nn.Linear``; see Colossal-AI's ``Linear1D_Row`` for the arguments."""
+
+
+class HeteroVocabParallelLMHead1D(_HeteroColumnParallel, VocabParallelLMHead1D):
+    """Head of a language model, weight ``[V/e, K]`` with the vocabulary padded to ``V``; see Colossal-AI's
+    ``VocabParallelLMHead1D``.
+
+    The outputs have no padding: ``[.., vocabulary]`` if they are gathered, otherwise ``[.., n]`` with the ``n`` of this
+    rank's ``V/e`` rows that are in the vocabulary.
+    """
+
+    def _without_padding(self, y: Tensor) -> Tensor:
+        return y[..., : self.old_num_embeddings if self.gather_output else self.num_valid_embeddings_local]
 
 
 class HeteroFusedLinear1D_Col(_HeteroColumnParallel, FusedLinear1D_Col):

@@ -18,6 +18,7 @@ from colossalai.shardformer.layer import (
     GPT2FusedLinearConv1D_Row,
     Linear1D_Col,
     Linear1D_Row,
+    VocabParallelLMHead1D,
 )
 from colossalai.shardformer.policies.auto_policy import get_autopolicy
 from colossalai.shardformer.policies.base_policy import ModulePolicyDescription, Policy
@@ -31,6 +32,7 @@ from .linear import (
     HeteroGPT2FusedLinearConv1D_Row,
     HeteroLinear1D_Col,
     HeteroLinear1D_Row,
+    HeteroVocabParallelLMHead1D,
 )
 from .timm_vit import TimmViTPolicy
 
@@ -43,8 +45,9 @@ HETERO_LAYERS: dict[type, type] = {
     FusedLinear1D_Row: HeteroFusedLinear1D_Row,
     GPT2FusedLinearConv1D_Col: HeteroGPT2FusedLinearConv1D_Col,
     GPT2FusedLinearConv1D_Row: HeteroGPT2FusedLinearConv1D_Row,
+    VocabParallelLMHead1D: HeteroVocabParallelLMHead1D,
 }
-"""This package's layer by Colossal-AI's exact class; subclasses (vocabulary-parallel heads) are not replaced."""
+"""This package's layer by Colossal-AI's exact class; other subclasses are not replaced."""
 
 
 class _HeteroPolicy(Policy):

@@ -164,28 +164,33 @@ def blip2() -> tuple[nn.Module, Inputs]:
     return transformers.Blip2ForConditionalGeneration(config), inputs
 
 
-def _layers(columns: int, rows: int, **fused: int) -> dict[str, int]:
+def _layers(columns: int, rows: int, head: int = 1, **fused: int) -> dict[str, int]:
     names = dict(HeteroLinear1D_Col=columns, HeteroLinear1D_Row=rows)
     names |= {f"HeteroFusedLinear1D_{kind}": count for kind, count in fused.items()}
+    names |= dict(HeteroVocabParallelLMHead1D=head)
     return {name: count for name, count in names.items() if count}
 
 
 FAMILIES: dict[Callable[[], tuple[nn.Module, Inputs]], dict[str, int]] = {
     bert: _layers(8, 4),
-    gpt2: {"HeteroGPT2FusedLinearConv1D_Col": 4, "HeteroGPT2FusedLinearConv1D_Row": 4},
+    gpt2: {
+        "HeteroGPT2FusedLinearConv1D_Col": 4,
+        "HeteroGPT2FusedLinearConv1D_Row": 4,
+        "HeteroVocabParallelLMHead1D": 1,
+    },
     gptj: _layers(8, 4),
     llama: _layers(10, 4),
     mistral: _layers(10, 4),
-    mixtral: _layers(9, 2),
-    qwen2: _layers(11, 4),
+    mixtral: _layers(9, 2, head=0),
+    qwen2: _layers(11, 4, head=0),
     cohere: _layers(10, 4),
     opt: _layers(8, 4),
     bloom: _layers(4, 4),
     falcon: _layers(4, 4),
     t5: _layers(22, 10),
-    vit: _layers(9, 4),
+    vit: _layers(9, 4, head=0),
     whisper: _layers(22, 10),
-    sam: _layers(25, 13, Col=2),
+    sam: _layers(25, 13, head=0, Col=2),
     blip2: _layers(24, 14, Col=2),
 }
 """For each family a model with inputs, and how many of Colossal-AI's layers this package's layers replace in it."""
