@@ -22,7 +22,6 @@ from colossalai.shardformer.layer import (
 )
 from colossalai.shardformer.layer._operation import (
     gather_forward_split_backward,
-    reduce_forward,
     split_forward_gather_backward,
 )
 from colossalai.shardformer.layer.qkv_fused_linear import (
@@ -33,7 +32,7 @@ from colossalai.shardformer.layer.utils import is_share_sp_tp
 from torch import Tensor, nn
 
 from .column_migration import ColumnMigration, MigratedProductContext, migrated_product
-from .product import CONV1D_LAYOUT, LINEAR_LAYOUT, ProductContext, WeightLayout, parallel_product
+from .product import CONV1D_LAYOUT, LINEAR_LAYOUT, ProductContext, WeightLayout, parallel_product, sum_outputs
 from .sequence_parallel import SequenceParts, sum_parts
 from .unit_layout import UnitShare
 from .workload import Clock, Lineage, Part, Slowdown, Workload, is_recorded, matrix_view, values_of
@@ -275,7 +274,7 @@ class _HeteroRowParallel(HeteroLinear):
             input_ = self._split(input_)
         y = self._multiply(input_, None, None)
         sequence = self.sequence_parts
-        y = reduce_forward(y, layer.process_group) if sequence is None else sum_parts(y, sequence, self._mark)
+        y = sum_outputs(y, layer.process_group) if sequence is None else sum_parts(y, sequence, self._mark)
         self._mark("communication")
         if layer.skip_bias_add:
             return y, layer.bias

@@ -29,7 +29,7 @@ from .sequence_parallel import SequenceParts
 from .unit_layout import UnitShare
 from .workload import Clock, Lineage, Part, Slowdown, matrix_view
 
-__all__ = ["CONV1D_LAYOUT", "LINEAR_LAYOUT", "ProductContext", "WeightLayout", "parallel_product", "run"]
+__all__ = ["CONV1D_LAYOUT", "LINEAR_LAYOUT", "ProductContext", "WeightLayout", "parallel_product", "run", "sum_outputs"]
 
 
 class WeightLayout:
@@ -183,3 +183,19 @@ def run(product: Callable[[], Tensor], slow_down: Slowdown | None) -> Tensor:
 def parallel_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: ProductContext) -> Tensor:
     """``Y [..., N] = X [..., L] · Wᵀ + b`` of one rank; the formulas are in the module's docstring."""
     return _ParallelProduct.apply(x, weight, bias, how)
+
+
+class _SumOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        dist.all_reduce(y, group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return dy, None
+
+
+def sum_outputs(y: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of ``y`` of a row-parallel layer over the ranks of ``group``, in place. The gradient is the same."""
+    return _SumOutputs.apply(y, group)

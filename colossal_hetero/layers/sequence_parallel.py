@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from colossalai.shardformer.layer._operation import _gather
 from torch import Tensor
 
 from .workload import Part
@@ -38,7 +37,9 @@ class SequenceParts(NamedTuple):
 
     def gather(self, part: Tensor) -> Tensor:
         """The whole sequence ``[.., S, ..]``, from the ``part`` ``[.., S/e, ..]`` of each rank."""
-        return _gather(part, self.dim, self.group)
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, self.dim)
 
     def start_sum(self, whole: Tensor) -> tuple[Tensor, Any]:
         """Start summing ``whole`` ``[.., S, ..]`` over the ranks.

@@ -18,6 +18,7 @@ from ...balance.config import BalanceConfig
 from ...balance.measure.clock import IterationClock, make_clock
 from ...layers.policy import hetero_policy
 from ..part import PluginPart, TrainingObjects
+from .timed_collectives import time_collectives, time_end_of_backward
 
 __all__ = ["LayerBalancing"]
 
@@ -58,10 +59,12 @@ class LayerBalancing(PluginPart):
             self._config.priority_interval or objects.iterations_per_epoch,
             functools.partial(_is_last_pass, plugin, model, optimizer),
         )
-        _begin_on_forward(model, self.balancer)
+        _begin_on_forward(model, self.balancer, clock)
         # Zero-bubble schedules have other passes, so their layers can neither be balanced nor timed.
         if hasattr(plugin.scheduler, "backward_step"):
             _count_waiting_between_passes(plugin.scheduler, optimizer, clock)
+        elif plugin.scheduler is None:
+            time_end_of_backward(optimizer, clock)
         _tick_on_step(optimizer, self.balancer)
         _drop_gradients_on_zero_grad(optimizer, self.balancer)
 
@@ -80,10 +83,11 @@ def _is_last_pass(plugin: HybridParallelPlugin, model: ModelWrapper, optimizer: 
     return bool(getattr(optimizer, "require_grad_sync", True) and model.require_grad_sync)
 
 
-def _begin_on_forward(model: ModelWrapper, balancer: Balancer) -> None:
+def _begin_on_forward(model: ModelWrapper, balancer: Balancer, clock: IterationClock) -> None:
     def begin(module: nn.Module, _: Any) -> None:
         if module.training and torch.is_grad_enabled():
             balancer.begin()
+            time_collectives(clock)
 
     # On the innermost model, whose layers make the same check: the user may call it, or switch it to training, without
     # the wrappers. It also runs inside the hooks by which ZeRO waits for weights that it gathers late.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,7 +15,8 @@ from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers import hetero_layers
 from tests.support.harness import run_ranks
-from tests.support.training import boost, ours, train
+from tests.support.language_models import gpt2, train_on_tokens
+from tests.support.training import Trained, boost, ours, sgd, train
 
 LATE = 0.4
 """Seconds by which one rank starts each iteration late. An iteration takes a twentieth of that."""
@@ -147,3 +150,60 @@ def check_bubble() -> None:
 
 def test_the_cost_of_migration_is_learned_without_the_bubble_of_a_pipeline() -> None:
     run_ranks(4, check_bubble)
+
+
+def sleep_late(*_: Any) -> None:
+    if dist.get_rank() == 1:
+        time.sleep(LATE)
+
+
+def check_collectives(places: dict[str, Callable[[Trained], Any]], **options: Any) -> None:
+    """Rank 1 is late at each place in turn, in two iterations; rank 0 waits for it in the collective that follows."""
+    run = boost(ours(BalanceConfig(), make_vocab_size_divisible_by=4, **options), gpt2(), sgd)
+    clock = run.plugin.balancer._clock
+    finished: list[Any] = []
+
+    def read() -> list[Any]:
+        times = type(clock).read(clock)
+        finished.extend(times)
+        return times
+
+    clock.read = read
+    train_on_tokens(run, 2)
+    run.plugin.balancer.collect()
+    for place, be_late in places.items():
+        handle = be_late(run)
+        train_on_tokens(run, 2)
+        handle.remove()
+        records = run.plugin.balancer.collect()
+        if records is not None:
+            for seconds in [record.ranks[0] for record in records]:
+                assert seconds.work_seconds < LATE / 2 < seconds.communication_seconds, f"{place}: {seconds}"
+            for times in finished[-2:]:
+                assert sum(work.fixed for work in times.kinds.values()) < LATE / 2, f"{place}: {times}"
+
+
+def first_parameter(run: Trained) -> Any:
+    """The parameter whose gradient is the last one of the backward pass."""
+    return next(run.model.unwrap().parameters())
+
+
+def check_tensor_parallel() -> None:
+    check_collectives(
+        {
+            "embedding": lambda run: run.model.unwrap().transformer.wte.register_forward_pre_hook(sleep_late),
+            "loss": lambda run: run.model.unwrap().lm_head.register_forward_hook(sleep_late),
+            "gradient norm": lambda run: first_parameter(run).register_hook(sleep_late),
+        },
+        tp_size=2,
+        max_norm=1.0,
+    )
+
+
+def check_data_parallel() -> None:
+    check_collectives({"gradients": lambda run: first_parameter(run).register_hook(sleep_late)}, tp_size=1)
+
+
+@pytest.mark.parametrize("check", [check_tensor_parallel, check_data_parallel])
+def test_waiting_in_collectives_of_colossalai_is_no_work(check: Callable[[], None]) -> None:
+    run_ranks(2, check)

@@ -78,7 +78,9 @@ def test_without_a_plan_the_head_is_colossalais_bit_for_bit() -> None:
 def check_resizing() -> None:
     """The head of rank 1 sums over half of its columns; the gradients of the other columns are zero."""
     for family, model, more in CASES:
-        run = boosted(family, dict(tie_word_embeddings=False) | model, more, mode="resize", priority="random")
+        run = boosted(
+            family, dict(tie_word_embeddings=False) | model, more, mode="resize", resizing="column", priority="random"
+        )
         run.plugin.balancer.follow(BalancePlan.resizing((0.0, 0.5)))
         before = head_of(run).matrix.clone()
         train_on_tokens(run, 1)

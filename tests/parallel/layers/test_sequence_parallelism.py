@@ -90,7 +90,9 @@ def test_blocks_are_resized_with_sequence_parallelism() -> None:
 
 def check_refused() -> None:
     for mode, form in (("resize", "resizing='block'"), ("migrate", "migration='block'")):
-        columns = dict(mode=mode) if mode == "resize" else dict(mode=mode, migration="broadcast-reduce")
+        columns = (
+            dict(mode=mode, resizing="column") if mode == "resize" else dict(mode=mode, migration="broadcast-reduce")
+        )
         with pytest.raises(ValueError, match=rf"{mode}.* columns .*seq_parallel_mode='split_gather'.*choose {form}"):
             boosted("gpt2", "split_gather", **columns)
     # Attention with dropout is in no block.

@@ -1,0 +1,106 @@
+"""Times of Colossal-AI's own collectives, as communication of the iteration that is running.
+
+In these collectives a rank waits for slower ones, so their time must not count as its own work:
+
+- in the forward and backward pass: the vocabulary-parallel embedding, the vocabulary-parallel loss, gathered outputs,
+  and layers that this package does not replace;
+- between the backward pass and the step: gradients that sequence parallelism divides, and gradient norms;
+- at the end of the backward pass: the sum of gradients over replicas that was not finished before
+  (:func:`time_end_of_backward`).
+
+Balanced layers call ``torch.distributed`` themselves and mark the clock with their kind. Messages between two ranks
+(mode ``ring`` of sequence parallelism, ring attention) and ZeRO's reductions and gathers are not timed, except for what
+remains at the end of the backward pass: with overlap they run on another stream, which the clock does not see.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from colossalai.booster.plugin import hybrid_parallel_plugin
+from colossalai.interface import OptimizerWrapper
+from colossalai.shardformer.layer import _operation, loss, utils
+from torch import Tensor
+from torch.autograd import Variable
+
+from ...balance.measure.clock import IterationClock
+
+__all__ = ["time_collectives", "time_end_of_backward"]
+
+MODULES: tuple[ModuleType, ...] = (_operation, loss, utils, hybrid_parallel_plugin)
+"""Colossal-AI's modules whose collectives are timed. Each has ``torch.distributed`` under the name ``dist``."""
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single")
+
+
+class _TimedWork:
+    """A collective that has been started: waiting for it is communication."""
+
+    def __init__(self, work: Any, clock: IterationClock) -> None:
+        self._work, self._clock = work, clock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        self._clock.mark("other")
+        result = self._work.wait(*args, **kwargs)
+        self._clock.mark("communication")
+        return result
+
+
+class _TimedDistributed:
+    """``torch.distributed`` as one module sees it: its collectives mark ``clock``, unless that is None."""
+
+    clock: IterationClock | None = None
+    """Of the iteration that began last. A clock ignores marks between iterations."""
+
+    def __init__(self, distributed: Any) -> None:
+        self._distributed = distributed
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._distributed, name)
+        clock = _TimedDistributed.clock
+        return attribute if clock is None or name not in COLLECTIVES else functools.partial(_timed, attribute, clock)
+
+
+def _timed(collective: Callable[..., Any], clock: IterationClock, *args: Any, **kwargs: Any) -> Any:
+    clock.mark("other")
+    work = collective(*args, **kwargs)
+    clock.mark("communication")
+    return work if work is None else _TimedWork(work, clock)
+
+
+def time_collectives(clock: IterationClock) -> None:
+    """Let Colossal-AI's collectives mark ``clock`` from now on, and no other clock."""
+    for module in MODULES:
+        if not isinstance(module.dist, _TimedDistributed):
+            module.dist = _TimedDistributed(module.dist)  # type: ignore[attr-defined]
+    _TimedDistributed.clock = clock
+
+
+def time_end_of_backward(optimizer: OptimizerWrapper, clock: IterationClock) -> None:
+    """Count as communication what ``optimizer.backward`` does after the last gradient has been computed.
+
+    Then it waits for the sum of gradients over replicas. Autograd's engine calls functions that are queued during a
+    backward pass after its last gradient, in their order; data parallelism queues its waiting later than this does.
+    """
+    backward = optimizer.backward
+
+    def last_gradient_computed() -> None:
+        clock.mark("other")
+
+    def queue(gradient: Tensor) -> None:
+        Variable._execution_engine.queue_callback(last_gradient_computed)
+
+    @functools.wraps(backward)
+    def timed_backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with loss.register_hook(queue):
+            result = backward(loss, *args, **kwargs)
+        clock.mark("communication")
+        return result
+
+    optimizer.backward = timed_backward
