@@ -40,7 +40,7 @@ def check_parity(steps: int) -> None:
     """Each rank is the straggler in ``steps`` successive iterations."""
     ranks = dist.get_world_size()
     expected: dict[str, Trained] = {}
-    for family, mode in CASES:
+    for family, mode in CASES[::2] if ranks == 2 else CASES:
         what = f"{family}, {mode}, {ranks} ranks"
         if family not in expected:
             plain = boost(theirs(custom_policy=None, **options(REFERENCE[family])), MODELS[family](), sgd)
