@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .block import Block, BlockWorkload
 from .column_migration import MovedRange
+from .dropout.unit_dropout import UnitRange
 from .transport import Pending, Started, Transport
 from .workload import Clock, Part, Selector
 
@@ -156,7 +157,7 @@ class UnitExchange:
             transfer.clear_gradients()
             workload = BlockWorkload(
                 given=sum(units.count for units in given),
-                taken=sum(units.count for units in taken),
+                taken=tuple(UnitRange(units.other, units.start, units.stop) for units in taken),
                 kept=count,
                 select=rule,
             )
