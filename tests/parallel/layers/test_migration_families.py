@@ -32,9 +32,24 @@ from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.sharding import Prepare, assert_same_as_colossalai, assert_same_as_unsharded, randomize
 
-LOOSE = dict(bert=0, gpt2=0, gptj=0, llama=0, mistral=0, mixtral=3, qwen2=1, cohere=0, opt=0, bloom=4, falcon=0, t5=24)
+LOOSE = dict(
+    bert=0,
+    gpt2=0,
+    gptj=0,
+    llama=0,
+    mistral=0,
+    mixtral=3,
+    qwen2=1,
+    cohere=0,
+    opt=0,
+    bloom=4,
+    falcon=0,
+    falcon_alibi=4,
+    t5=24,
+)
 LOOSE |= dict(vit=1, whisper=0, sam=32, blip2=0)
-"""How many layers of each family are in no block: single layers, attention with a bias per head (T5, BLOOM, SAM)."""
+"""How many layers of each family are in no block: single layers, attention with a bias per head (T5, BLOOM, Falcon with
+ALiBi, SAM)."""
 
 METHODS = ("broadcast-reduce", "scatter-gather", "block")
 
