@@ -91,12 +91,22 @@ class Block:
             heads.register_forward_hook(self._restore_widths, always_call=True)
 
     @property
-    def parameters(self) -> list[list[Tensor]]:
-        """The detached tensors that hold units, ordered as ``places``: each layer's weight and each input's bias."""
+    def unit_parameters(self) -> list[list[Tensor]]:
+        """The parameters that hold units, ordered as ``places``: each layer's weight and each input's bias."""
         return [
-            [values_of(tensor) for tensor in (layer.weight, layer.bias)[: len(places)]]  # type: ignore[attr-defined]
+            list((layer.weight, layer.bias)[: len(places)])  # type: ignore[attr-defined]
             for layer, places in zip(self.layers, self.places, strict=True)
         ]
+
+    @property
+    def parameters(self) -> list[list[Tensor]]:
+        """:attr:`unit_parameters`, detached."""
+        return [[values_of(tensor) for tensor in tensors] for tensors in self.unit_parameters]
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no parameter that holds units is trained."""
+        return not any(tensor.requires_grad for tensors in self.unit_parameters for tensor in tensors)
 
     @property
     def elements_per_unit(self) -> int:
