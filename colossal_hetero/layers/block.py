@@ -11,6 +11,7 @@ which operations lie between two layers.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -195,6 +196,7 @@ class Block:
         x, weight = self.matrices
         return self.workload.select(x[:, :remaining], weight[:, :remaining], self.workload.kept)
 
+    @torch.compiler.disable
     def _set_widths(self, module: nn.Module, _: Any) -> None:
         if self._is_active(self.output):
             assert self.workload is not None
@@ -202,6 +204,7 @@ class Block:
             for name, width in self._widths.items():
                 setattr(module, name, width // self.units * units)
 
+    @torch.compiler.disable
     def _restore_widths(self, module: nn.Module, *_: Any) -> None:
         for name, width in self._widths.items():
             setattr(module, name, width)
@@ -253,6 +256,8 @@ def _block(name: str, module: nn.Module, rule: BlockRule) -> Block | None:
     if rule.dropouts:
         dropout = UnitDropout(name, units, -1 if heads is None else -3, block.computed_units)
         dropout.attach(module, inputs[0], output, lambda: module.training and _has_dropout(module, rule))
+        if _has_dropout(module, rule):
+            dropout.exclude_from_compilation(heads or module)
     return block
 
 
@@ -273,7 +278,7 @@ def _has_dropout(module: nn.Module, rule: BlockRule) -> bool:
 
 def _has_unknown_kernel(heads: nn.Module) -> bool:
     """Whether attention may use a kernel that is not torch's own."""
-    code = getattr(heads.forward, "__code__", None)
+    code = getattr(inspect.unwrap(heads.forward), "__code__", None)
     if code is not None and not {"ColoAttention", "RingAttention"}.isdisjoint((*code.co_names, *code.co_freevars)):
         return True
     return getattr(getattr(heads, "config", None), "_attn_implementation", "sdpa") not in ("eager", "sdpa")

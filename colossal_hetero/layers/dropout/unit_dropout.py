@@ -19,6 +19,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,7 @@ class UnitDropout(TorchFunctionMode):
         """
         entered: list[bool] = []
 
+        @torch.compiler.disable
         def begin(*_: Any) -> None:
             entered.append(is_used())
             if entered[-1]:
@@ -74,14 +76,17 @@ class UnitDropout(TorchFunctionMode):
                 self._calls = 0
                 self.__enter__()
 
+        @torch.compiler.disable
         def end(*_: Any) -> None:
             self._inside = False
             if entered and entered.pop():
                 self.__exit__(None, None, None)
 
+        @torch.compiler.disable
         def enter(*_: Any) -> None:
             self._inside = bool(entered) and entered[-1]
 
+        @torch.compiler.disable
         def leave(*_: Any) -> None:
             self._inside = False
 
@@ -89,6 +94,16 @@ class UnitDropout(TorchFunctionMode):
         module.register_forward_hook(end, always_call=True)
         first.register_forward_hook(enter)
         last.register_forward_pre_hook(leave)
+
+    @staticmethod
+    def exclude_from_compilation(module: nn.Module) -> None:
+        """Let ``torch.compile`` leave the forward pass of ``module`` as it is.
+
+        It cannot compile what this mode replaces.
+        """
+        forward = module.forward
+        if isinstance(forward, MethodType):
+            setattr(module, "forward", MethodType(torch.compiler.disable(forward.__func__), module))  # noqa: B010
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
