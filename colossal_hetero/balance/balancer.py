@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..layers.block import Block, attach_blocks
+from ..layers.dropout.residual_dropout import draw_residual_dropout_equally
 from ..layers.linear import HeteroLinear, hetero_layers
 from ..layers.transport import Transport
 from .apply import Applier, Shares, columns_stay
@@ -341,6 +342,10 @@ def attach_balancer(
     blocks = attach_blocks(model) if config.moves_blocks else []
     if config.mode != "off":
         _check_options(layers, blocks, config)
+    divided = any(layer.seq_parallel_mode is not None for layer in layers.values())  # type: ignore[attr-defined]
+    if config.mode not in ("off", "resize") and not divided:
+        # Migrated work is exact only if all ranks hold the same activations.
+        draw_residual_dropout_equally(model, tp_group)
     groups = make_groups(tp_group)
     _check_same_on_all_ranks(config, groups.world)
     return Balancer(layers, blocks, config, clock, groups, iterations_per_interval, is_last_pass)

@@ -11,6 +11,7 @@ which operations lie between two layers.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,11 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .block_rules import BlockRule, rule_for
+from .dropout.unit_dropout import UnitDropout, UnitRange
 from .linear import HeteroLinear
 from .unit_layout import UnitPlace, UnitShare
 from .workload import Selector, is_recorded, values_of
@@ -34,13 +37,18 @@ class BlockWorkload:
 
     given: int = 0
     """How many of its own units the rank gives away: the last ones."""
-    taken: int = 0
-    """How many units of other ranks the rank computes."""
+    taken: tuple[UnitRange, ...] = ()
+    """The units of other ranks that the rank computes."""
     kept: int
     """How many of its own units the rank computes; units that are neither kept nor given away are pruned."""
     select: Selector | None = None
     """Chooses the kept units if some are pruned, from two matrices with one column per unit: ``x [b, U]`` holds the
     units' columns of the row-parallel weight, ``weight [a, U]`` the units' rows of the column-parallel weights."""
+
+    @property
+    def taken_count(self) -> int:
+        """How many units of other ranks the rank computes."""
+        return sum(stop - start for _, start, stop in self.taken)
 
 
 class Block:
@@ -84,12 +92,22 @@ class Block:
             heads.register_forward_hook(self._restore_widths, always_call=True)
 
     @property
-    def parameters(self) -> list[list[Tensor]]:
-        """The detached tensors that hold units, ordered as ``places``: each layer's weight and each input's bias."""
+    def unit_parameters(self) -> list[list[Tensor]]:
+        """The parameters that hold units, ordered as ``places``: each layer's weight and each input's bias."""
         return [
-            [values_of(tensor) for tensor in (layer.weight, layer.bias)[: len(places)]]  # type: ignore[attr-defined]
+            list((layer.weight, layer.bias)[: len(places)])  # type: ignore[attr-defined]
             for layer, places in zip(self.layers, self.places, strict=True)
         ]
+
+    @property
+    def parameters(self) -> list[list[Tensor]]:
+        """:attr:`unit_parameters`, detached."""
+        return [[values_of(tensor) for tensor in tensors] for tensors in self.unit_parameters]
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no parameter that holds units is trained."""
+        return not any(tensor.requires_grad for tensors in self.unit_parameters for tensor in tensors)
 
     @property
     def elements_per_unit(self) -> int:
@@ -133,7 +151,7 @@ class Block:
         if workload is None:
             return
         self._shares = tuple(
-            UnitShare(places, self.units - workload.given, workload.taken, partial(return_gradients, number))
+            UnitShare(places, self.units - workload.given, workload.taken_count, partial(return_gradients, number))
             for number, places in enumerate(self.places)
         )
         for share, tensors in zip(self._shares, self.parameters, strict=True):
@@ -157,6 +175,15 @@ class Block:
                 layer.clock.mark("block", self.kind)
         return self._shares[self.layers.index(layer)]
 
+    def computed_units(self) -> list[UnitRange]:
+        """The units of the current forward pass, in the order of activations. Kept units count as the first ones, also
+        if others are pruned."""
+        rank = dist.get_rank(self.output.process_group)  # type: ignore[attr-defined]
+        if not self._is_active(self.output):
+            return [UnitRange(rank, 0, self.units)]
+        assert self.workload is not None
+        return [UnitRange(rank, 0, self.workload.kept), *self.workload.taken]
+
     def _is_active(self, layer: Any) -> bool:
         return self.workload is not None and layer.training and is_recorded()
 
@@ -169,13 +196,15 @@ class Block:
         x, weight = self.matrices
         return self.workload.select(x[:, :remaining], weight[:, :remaining], self.workload.kept)
 
+    @torch.compiler.disable
     def _set_widths(self, module: nn.Module, _: Any) -> None:
         if self._is_active(self.output):
             assert self.workload is not None
-            units = self.workload.kept + self.workload.taken
+            units = self.workload.kept + self.workload.taken_count
             for name, width in self._widths.items():
                 setattr(module, name, width // self.units * units)
 
+    @torch.compiler.disable
     def _restore_widths(self, module: nn.Module, *_: Any) -> None:
         for name, width in self._widths.items():
             setattr(module, name, width)
@@ -205,6 +234,8 @@ def _block(name: str, module: nn.Module, rule: BlockRule) -> Block | None:
         return None
     output = outputs[0]
     heads = None if rule.heads is None else (attrgetter(rule.heads)(module) if rule.heads else module)
+    if heads is not None and _has_dropout(module, rule) and _has_unknown_kernel(heads):
+        return None
     units = output.contraction_columns
     if heads is not None:
         units = next(getattr(heads, count) for count in rule.units if hasattr(heads, count))
@@ -221,7 +252,13 @@ def _block(name: str, module: nn.Module, rule: BlockRule) -> Block | None:
     if output.contraction_columns % units:
         return None
     places.append([UnitPlace(1 - output.output_dim, 1, units, output.contraction_columns // units)])
-    return Block(name, inputs, output, places, heads, rule.widths)
+    block = Block(name, inputs, output, places, heads, rule.widths)
+    if rule.dropouts:
+        dropout = UnitDropout(name, units, -1 if heads is None else -3, block.computed_units)
+        dropout.attach(module, inputs[0], output, lambda: module.training and _has_dropout(module, rule))
+        if _has_dropout(module, rule):
+            dropout.exclude_from_compilation(heads or module)
+    return block
 
 
 def _present(module: nn.Module, paths: Sequence[str]) -> Iterator[Any]:
@@ -232,6 +269,19 @@ def _present(module: nn.Module, paths: Sequence[str]) -> Iterator[Any]:
             continue
         if found is not None:
             yield found
+
+
+def _has_dropout(module: nn.Module, rule: BlockRule) -> bool:
+    """Whether there is dropout inside the block."""
+    return any(_is_set(found) for found in _present(module, rule.dropouts))
+
+
+def _has_unknown_kernel(heads: nn.Module) -> bool:
+    """Whether attention may use a kernel that is not torch's own."""
+    code = getattr(inspect.unwrap(heads.forward), "__code__", None)
+    if code is not None and not {"ColoAttention", "RingAttention"}.isdisjoint((*code.co_names, *code.co_freevars)):
+        return True
+    return getattr(getattr(heads, "config", None), "_attn_implementation", "sdpa") not in ("eager", "sdpa")
 
 
 def _is_set(found: Any) -> bool:

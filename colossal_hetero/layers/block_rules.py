@@ -23,9 +23,10 @@ class BlockRule:
     """Attributes of ``heads`` that may hold the number of units; the first that exists is used."""
     widths: tuple[str, ...] = ()
     """Attributes of ``heads`` that are in proportion to the number of units; missing ones are skipped."""
+    dropouts: tuple[str, ...] = ()
+    """Modules or attributes that hold the probability of dropout inside the block."""
     obstacles: tuple[str, ...] = ()
-    """Modules or attributes that must be absent or 0: dropout inside the block, because its result would depend on the
-    rank that draws the random numbers, and options whose result depends on the number of units."""
+    """Modules or attributes that must be absent or 0: options whose result depends on the number of units."""
 
 
 _HEADS = ("num_key_value_heads", "num_heads")
@@ -33,7 +34,7 @@ _WIDTHS = ("num_heads", "num_key_value_heads", "hidden_size", "embed_dim")
 _SEPARATE_QKV = ("q_proj", "k_proj", "v_proj")
 
 
-_LLAMA = BlockRule(_SEPARATE_QKV, "o_proj", 1, "", _HEADS, _WIDTHS, ("attention_dropout", "use_qk_norm"))
+_LLAMA = BlockRule(_SEPARATE_QKV, "o_proj", 1, "", _HEADS, _WIDTHS, ("attention_dropout",), ("use_qk_norm",))
 
 
 _GATED_MLP = BlockRule(("gate_proj", "up_proj"), "down_proj")
@@ -52,7 +53,7 @@ _BERT_MLP = BlockRule(("intermediate.dense",), "output.dense")
 _OPT = BlockRule(_SEPARATE_QKV, "out_proj", 1, "", ("num_heads",), _WIDTHS, ("dropout",))
 
 
-_FC = BlockRule(("fc1",), "fc2", obstacles=("activation_dropout",))
+_FC = BlockRule(("fc1",), "fc2", dropouts=("activation_dropout",))
 
 
 RULES: dict[str, BlockRule] = {
@@ -60,9 +61,9 @@ RULES: dict[str, BlockRule] = {
     "timm.Attention": BlockRule(
         ("qkv", "gate"), "proj", 3, "", ("num_heads",), ("num_heads", "attn_dim"), ("attn_drop",)
     ),
-    "timm.Mlp": BlockRule(("fc1",), "fc2", obstacles=("drop1",)),
-    "timm.GluMlp": BlockRule(("fc1",), "fc2", 2, obstacles=("drop1",)),
-    "timm.SwiGLU": BlockRule(("fc1_g", "fc1_x"), "fc2", obstacles=("drop1",)),
+    "timm.Mlp": BlockRule(("fc1",), "fc2", dropouts=("drop1",)),
+    "timm.GluMlp": BlockRule(("fc1",), "fc2", 2, dropouts=("drop1",)),
+    "timm.SwiGLU": BlockRule(("fc1_g", "fc1_x"), "fc2", dropouts=("drop1",)),
     # transformers
     "transformers.BertAttention": _BERT,
     "transformers.BertLayer": _BERT_MLP,
@@ -79,7 +80,8 @@ RULES: dict[str, BlockRule] = {
         "",
         ("num_heads",),
         ("num_heads", "split_size", "embed_dim"),
-        ("attn_dropout", "is_cross_attention"),
+        ("attn_dropout",),
+        ("is_cross_attention",),
     ),
     "transformers.GPT2MLP": BlockRule(("c_fc",), "c_proj"),
     "transformers.GPTJAttention": BlockRule(
@@ -103,11 +105,12 @@ RULES: dict[str, BlockRule] = {
     "transformers.FalconAttention": BlockRule(
         ("query_key_value",),
         *("dense", 1, "", ("num_kv_heads", "num_heads"), ("num_heads", "num_kv_heads", "hidden_size", "split_size")),
-        ("attention_dropout",),
+        # Without ALiBi there is no dropout in attention, whatever the config says.
+        obstacles=("config.alibi",),
     ),
     "transformers.FalconMLP": BlockRule(("dense_h_to_4h",), "dense_4h_to_h"),
-    "transformers.T5DenseActDense": BlockRule(("wi",), "wo", obstacles=("dropout",)),
-    "transformers.T5DenseGatedActDense": BlockRule(("wi_0", "wi_1"), "wo", obstacles=("dropout",)),
+    "transformers.T5DenseActDense": BlockRule(("wi",), "wo", dropouts=("dropout",)),
+    "transformers.T5DenseGatedActDense": BlockRule(("wi_0", "wi_1"), "wo", dropouts=("dropout",)),
     "transformers.WhisperAttention": _OPT,
     "transformers.WhisperEncoderLayer": _FC,
     "transformers.WhisperDecoderLayer": _FC,
@@ -124,7 +127,7 @@ RULES: dict[str, BlockRule] = {
     "transformers.Blip2QFormerLayer": BlockRule(("intermediate_query.dense",), "output_query.dense"),
 }
 """Rules by ``package.Class``; a subclass uses the rule of its nearest parent that has one. Attention with a bias per
-head (T5, BLOOM) is left out, because the bias of a migrated head would stay on its rank."""
+head (T5, BLOOM, Falcon with ALiBi) is left out, because the bias of a migrated head would stay on its rank."""
 
 
 def rule_for(kind: type) -> BlockRule | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from colossalai.shardformer.layer import (
     FusedLinear1D_Col,
@@ -29,6 +30,7 @@ from colossalai.shardformer.layer.qkv_fused_linear import (
     split_forward_gather_backward_fused_qkv,
 )
 from colossalai.shardformer.layer.utils import is_share_sp_tp
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from .column_migration import ColumnMigration, MigratedProductContext, migrated_product
@@ -86,7 +88,16 @@ class HeteroLinear:
 
     @classmethod
     def from_native_module(cls, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Convert ``module`` as Colossal-AI does; a layer with fewer features than ranks is returned unchanged."""
+        """Convert ``module`` as Colossal-AI does; a layer with fewer features than ranks is returned unchanged.
+
+        Raises:
+            ValueError: ``module`` has adapters, which the conversion would drop.
+        """
+        if isinstance(module, BaseTunerLayer):
+            raise ValueError(
+                f"a layer with {type(module).__module__.split('.')[-2]} adapters has no tensor-parallel form in "
+                "Colossal-AI, which would drop the adapters; use tp_size=1, or train without adapters"
+            )
         layer = super().from_native_module(module, *args, **kwargs)  # type: ignore[misc]
         if layer is not module:
             layer.__class__ = cls
@@ -240,6 +251,7 @@ class _HeteroColumnParallel(HeteroLinear):
 
     _column_parallel = True
 
+    @torch.compiler.disable
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self._passes_through():
             return super().forward(input_)  # type: ignore[misc]
@@ -266,6 +278,7 @@ class _HeteroRowParallel(HeteroLinear):
 
     _column_parallel = False
 
+    @torch.compiler.disable
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self._passes_through():
             return super().forward(input_)  # type: ignore[misc]

@@ -1,5 +1,7 @@
 """Messages of migrated units: weights once per optimizer step, gradients back once (docs/algorithms.md, 1.5).
 
+Frozen weights are sent again only when they have changed.
+
 The weights of many blocks (a *bucket*) are sent in one message per pair of ranks; a rank waits for the message when the
 first of these blocks is about to compute. The gradients of a layer return in its last backward pass before the
 optimizer step. So code that uses gradients as they appear (data parallelism, ZeRO, loss scaling, clipping) finds them
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from .block import Block, BlockWorkload
 from .column_migration import MovedRange
+from .dropout.unit_dropout import UnitRange
 from .transport import Pending, Started, Transport
 from .workload import Clock, Part, Selector
 
@@ -67,6 +70,25 @@ class _Bucket:
     send_buffers: dict[int, Tensor] = field(default_factory=dict)
     receive_buffers: dict[int, Tensor] = field(default_factory=dict)
     started: Started = field(default_factory=lambda: Started(Pending(()), Pending(())))
+    sent_versions: list[int] = field(default_factory=list)
+    """:attr:`versions` when its weights were sent."""
+    sent_frozen: bool = False
+    """Whether its weights were frozen when they were sent."""
+
+    @property
+    def is_frozen(self) -> bool:
+        return all(transfer.block.is_frozen for transfer in self.transfers)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether receivers still have its weights. Weights that are trained may change without a new version."""
+        return self.sent_frozen and self.is_frozen and self.sent_versions == self.versions
+
+    @property
+    def versions(self) -> list[int]:
+        """How often each of its parameters has been changed."""
+        every = [tensors for transfer in self.transfers for tensors in transfer.block.unit_parameters]
+        return [tensor._version for tensors in every for tensor in tensors]
 
     def reserve(self) -> None:
         """Allocate the buffers."""
@@ -83,17 +105,17 @@ class _Bucket:
 def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]]) -> list[int]:
     """The number of each block's bucket; all ranks get the same numbers."""
     numbers: list[int] = []
-    size, last_dtype = 0, None
+    size, last_dtype, last_frozen = 0, None, False
     for block, moved in zip(blocks, moves, strict=True):
-        dtype = block.parameters[0][0].dtype
+        dtype, frozen = block.parameters[0][0].dtype, block.is_frozen
         if not numbers:
             numbers.append(0)
-        elif size >= MESSAGE_BYTES or last_dtype != dtype:
+        elif size >= MESSAGE_BYTES or last_dtype != dtype or last_frozen != frozen:
             numbers.append(numbers[-1] + 1)
             size = 0
         else:
             numbers.append(numbers[-1])
-        last_dtype = dtype
+        last_dtype, last_frozen = dtype, frozen
         size += sum(move.stop - move.start for move in moved) * block.elements_per_unit * dtype.itemsize
     return numbers
 
@@ -125,8 +147,6 @@ class UnitExchange:
         self._returning: list[tuple[Started, list[tuple[int, Tensor]]]] = []
         """Gradients that are being sent to their owners, with the tensors that they are sent from."""
         self._is_sent = False
-        self._versions: list[int] = []
-        """How often each parameter of migrating blocks had been changed when their units were sent."""
 
     def assign(
         self,
@@ -156,7 +176,7 @@ class UnitExchange:
             transfer.clear_gradients()
             workload = BlockWorkload(
                 given=sum(units.count for units in given),
-                taken=sum(units.count for units in taken),
+                taken=tuple(UnitRange(units.other, units.start, units.stop) for units in taken),
                 kept=count,
                 select=rule,
             )
@@ -185,28 +205,22 @@ class UnitExchange:
         If weights were changed since, which all ranks of the group do at the same time, they are sent again. If a block
         runs before this is called, its forward pass starts the sending.
         """
-        if self._is_sent and self._versions != self._present_versions():
-            self.weights_changed()
+        if self._is_sent and any(bucket.sent_versions != bucket.versions for bucket in self._buckets):
+            self._end_use()
         self._send()
-
-    def _present_versions(self) -> list[int]:
-        return [
-            parameter._version
-            for bucket in self._buckets
-            for transfer in bucket.transfers
-            for layer in transfer.block.layers
-            for parameter in layer.parameters()  # type: ignore[attr-defined]
-        ]
 
     def _send(self) -> None:
         if self._is_sent:
             return
         self._is_sent = True
-        self._versions = self._present_versions()
         self._mark("other", None)
         self._wait_for_receivers()
         self._mark("migration", None)
         for bucket in self._buckets:
+            if bucket.is_unchanged:
+                continue
+            bucket.sent_versions = bucket.versions
+            bucket.sent_frozen = bucket.is_frozen
             for other, message in bucket.send_buffers.items():
                 torch.cat([part.reshape(-1) for part in _weights(bucket, other)], out=message)
             bucket.started = self._transport.exchange(
@@ -214,7 +228,13 @@ class UnitExchange:
             )
 
     def weights_changed(self) -> None:
-        """The weights have changed: those sent before are not used any more."""
+        """The weights have changed, frozen ones too: those sent before are not used any more."""
+        self._end_use()
+        for bucket in self._buckets:
+            bucket.sent_frozen = False
+
+    def _end_use(self) -> None:
+        """Send weights again before the next pass, except frozen ones that have not changed."""
         for bucket in self._buckets:
             bucket.started.received.wait()
         for transfer in self._transfers:
@@ -232,7 +252,7 @@ class UnitExchange:
         Raises:
             RuntimeError: gradients of units that this rank computes for others have not returned.
         """
-        self.weights_changed()
+        self._end_use()
         late = next((transfer.block.name for transfer in self._transfers if any(transfer.passes)), None)
         if late is not None:
             self.drop_gradients()

@@ -67,7 +67,7 @@ def build_model(options: LanguageOptions) -> GPT2LMHeadModel:
         n_embd=options.hidden,
         n_layer=options.depth,
         n_head=options.heads,
-        # Units of a block can be migrated only if there is no dropout inside it.
+        # The run is too short to need dropout. Balancing does not depend on it.
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         # Colossal-AI 0.5 forgets the causal mask with transformers' default, sdpa.
         attn_implementation="eager",

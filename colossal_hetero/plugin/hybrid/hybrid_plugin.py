@@ -207,8 +207,14 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         """See ``HybridParallelPlugin.enable_lora``.
 
         Raises:
-            ValueError: rank 0, which writes adapters, is not in the first stage, where they are gathered.
+            ValueError: layers are tensor parallel; or rank 0, which writes adapters, is not in the first stage, where
+                they are gathered.
         """
+        if self.tp_size > 1:
+            raise ValueError(
+                f"LoRA with tp_size={self.tp_size} is not possible: Colossal-AI has no tensor-parallel layers with "
+                "adapters; use tp_size=1"
+            )
         if self.plan is not None:
             check_lora(self.plan)
         return super().enable_lora(model, *args, **kwargs)

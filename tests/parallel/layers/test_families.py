@@ -101,6 +101,15 @@ def falcon() -> tuple[nn.Module, Inputs]:
     return _causal(config, "FalconForCausalLM")
 
 
+def falcon_alibi() -> tuple[nn.Module, Inputs]:
+    """Falcon with a bias per head, as in Falcon-RW."""
+    config = transformers.FalconConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True,
+        multi_query=False, parallel_attn=False, bias=True, attention_dropout=0.0, hidden_dropout=0.0,
+    )  # fmt: skip
+    return _causal(config, "FalconForCausalLM")
+
+
 def t5() -> tuple[nn.Module, Inputs]:
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
@@ -187,6 +196,7 @@ FAMILIES: dict[Callable[[], tuple[nn.Module, Inputs]], dict[str, int]] = {
     opt: _layers(8, 4),
     bloom: _layers(4, 4),
     falcon: _layers(4, 4),
+    falcon_alibi: _layers(4, 4),
     t5: _layers(22, 10),
     vit: _layers(9, 4, head=0),
     whisper: _layers(22, 10),
@@ -197,9 +207,10 @@ FAMILIES: dict[Callable[[], tuple[nn.Module, Inputs]], dict[str, int]] = {
 
 BUILDERS = {family.__name__: family for family in FAMILIES}
 
-# Colossal-AI 0.5.0 divides the heads of SAM's self-attention among the ranks, but not those of its cross-attention, so
-# that two ranks compute a different result than one. For SAM this package's layers are compared with Colossal-AI's.
-UNLIKE_THE_UNSHARDED_MODEL = {"sam"}
+# Two ranks compute a different result than one with these models. Colossal-AI 0.5.0 divides the heads of SAM's
+# self-attention among the ranks, but not those of its cross-attention; each rank computes Falcon's ALiBi as if its own
+# heads were all. For them, this package's layers are compared with Colossal-AI's.
+UNLIKE_THE_UNSHARDED_MODEL = {"sam", "falcon_alibi"}
 
 # ChatGLM and DeepSeek are not tested here, because their policies are for model code that is downloaded with the
 # weights. tests/unit/layers/test_policy.py tests their policies.

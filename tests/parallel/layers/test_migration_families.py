@@ -33,8 +33,9 @@ from tests.support.random_examples import IS_THOROUGH
 from tests.support.sharding import Prepare, assert_same_as_colossalai, assert_same_as_unsharded, randomize
 
 LOOSE = dict(bert=1, gpt2=1, gptj=1, llama=1, mistral=1, mixtral=3, qwen2=1, cohere=1, opt=1, bloom=5, falcon=1, t5=25)
-LOOSE |= dict(vit=1, whisper=1, sam=32, blip2=1)
-"""How many layers of each family are in no block: heads, single layers, attention with a bias per head (T5, BLOOM)."""
+LOOSE |= dict(falcon_alibi=5, vit=1, whisper=1, sam=32, blip2=1)
+"""How many layers of each family are in no block: heads, single layers, attention with a bias per head (T5, BLOOM,
+Falcon with ALiBi, SAM)."""
 
 METHODS = ("broadcast-reduce", "scatter-gather", "block")
 

@@ -379,3 +379,50 @@ def check_changed_weights() -> None:
 
 def test_weights_that_change_in_the_middle_of_an_iteration_are_sent_again() -> None:
     run_ranks(2, check_changed_weights)
+
+
+# Frozen weights ------------------------------------------------------------------------------------------------------
+
+
+def _partly_frozen_vit() -> torch.nn.Module:
+    """The weights of the first transformer block are frozen, as when only the last layers are trained."""
+    model = tiny_vit()
+    model.blocks[0].requires_grad_(False)
+    return model
+
+
+def _train_and_change(run: Trained, each: Callable[[int], None] = lambda iteration: None) -> Trained:
+    """Change frozen weights after some iterations, and train them in the end."""
+    frozen = run.model.unwrap().blocks[0]
+    train(run, ITERATIONS + 2, each=each)
+    with torch.no_grad():
+        for parameter in frozen.parameters():
+            parameter.mul_(1.1)
+    train(run, 2, each=each)
+    frozen.requires_grad_(True)
+    return train(run, 2, each=each)
+
+
+def check_frozen() -> None:
+    expected = _train_and_change(boost(theirs(tp_size=2), _partly_frozen_vit(), sgd))
+    for sender in (0, 1):
+        with scripted(slow(sender)):
+            run = boost(ours(migrate("block"), tp_size=2), _partly_frozen_vit(), sgd)
+        sent: list[int] = []
+
+        def count(iteration: int, run: Trained = run, sent: list[int] = sent) -> None:
+            traffic = run.plugin.balancer.traffic
+            sent.append(sum(counted.bytes for counted in traffic.sent.values()))
+            traffic.reset()
+
+        _train_and_change(run, each=count)
+        assert run.plugin.balancer.plan.migrate[sender] > 0.1
+        assert_equal(run, expected, f"sender {sender}")
+        if dist.get_rank() == sender:
+            first, later, changed, after, trained = (sent[number] for number in (IN_FORCE, -5, -4, -3, -1))
+            # Both transformer blocks have the same size.
+            assert first == changed == trained == 2 * later == 2 * after, sent
+
+
+def test_frozen_weights_are_sent_again_only_when_they_change() -> None:
+    run_ranks(2, check_frozen)

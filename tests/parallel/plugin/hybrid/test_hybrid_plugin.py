@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
 from colossalai.pipeline.schedule.v_schedule import PipelineGraph
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
 from colossal_hetero.layers import TimmViTPolicy, hetero_layers, hetero_policy
 from tests.support.harness import answer, run_ranks, start_ranks
+from tests.support.language_models import gpt2
 from tests.support.training import (
     assert_same_parameters,
     batch,
@@ -181,6 +183,11 @@ def check_refused() -> list[str]:
         boost(ours(resize, tp_size=2, fp8_communication=True))
     with pytest.raises(ValueError, match=r"different BalanceConfigs: rank 0 .*'off'.*, rank 1 .*'resize'"):
         boost(ours(resize if dist.get_rank() == 1 else BalanceConfig(), tp_size=2))
+    adapters = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+    with pytest.raises(RuntimeError, match=r"attn.c_attn .* a layer with lora adapters has no tensor-parallel form"):
+        boost(ours(tp_size=2), get_peft_model(gpt2(), adapters))
+    with pytest.raises(ValueError, match=r"LoRA with tp_size=2 is not possible"):
+        ours(tp_size=2).enable_lora(gpt2(), lora_config=adapters)
     with pytest.warns(UserWarning, match="nothing to balance with tp_size=1"):
         ours(resize, tp_size=1)
     gc.collect()

@@ -1,0 +1,201 @@
+"""Dropout inside blocks: a unit's mask is the same on whichever rank computes the unit, so migration stays exact."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from colossalai.shardformer.layer.utils import Randomizer
+from timm.layers import set_reentrant_ckpt
+from torch import Tensor, nn
+
+from colossal_hetero.balance.apply import Applier
+from colossal_hetero.balance.decide.plan import BalancePlan
+from colossal_hetero.layers.block import Block, _has_dropout, attach_blocks
+from colossal_hetero.layers.block_rules import rule_for
+from colossal_hetero.layers.dropout.unit_dropout import UnitDropout, UnitRange
+from colossal_hetero.layers.linear import HeteroVocabParallelLMHead1D
+from colossal_hetero.layers.transport import Transport
+from tests.parallel.layers.migration_runs import ITERATIONS, Watch, assert_equal, migrate, slow
+from tests.parallel.layers.test_families import BUILDERS, SHARDING_OPTIONS, _allow_cpu, _loss_of
+from tests.support.harness import run_ranks
+from tests.support.sharding import _assert_loss_and_gradients, _loss_and_gradients, own_share, randomize, shard
+from tests.support.training import Trained, boost, no_straggler, ours, scripted, sgd, tiny_vit, train
+
+STEPS = 20
+VOCABULARY = 768  # a multiple of 64 · ranks, so that embeddings are not padded
+
+
+def gpt2(seed: int = 0, **options: Any) -> transformers.GPT2LMHeadModel:
+    """A small GPT-2, by default with dropout of 0.1 in attention, after it, after MLPs and after the embedding."""
+    torch.manual_seed(seed)
+    sizes = dict(vocab_size=VOCABULARY, n_positions=8, n_embd=24, n_layer=2, n_head=12, n_inner=60)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**(sizes | options)))
+
+
+def shallow_gpt2() -> transformers.GPT2LMHeadModel:
+    return gpt2(n_layer=1)
+
+
+def tokens(number: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(number))
+
+
+def train_gpt2(run: Trained, steps: int, each: Callable[[int], None] = lambda step: None) -> Trained:
+    for step in range(steps):
+        ids = tokens(step % 4)
+        loss = run.model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+        run.booster.backward(loss, run.optimizer)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.losses.append(loss.item())
+        each(step)
+    return run
+
+
+def vit_with_dropout(**options: Any) -> nn.Module:
+    return tiny_vit(attn_drop_rate=0.2, proj_drop_rate=0.3, **options)
+
+
+def checkpointed_vit(reentrant: bool | None) -> nn.Module:
+    """A vision transformer with dropout in all blocks and nowhere else; checkpointed unless ``reentrant`` is None."""
+    model = tiny_vit(depth=1)
+    _put_dropout_into_blocks(model)
+    if reentrant is not None:
+        set_reentrant_ckpt(reentrant)
+        model.set_grad_checkpointing()
+    return model
+
+
+def seeded(make: Callable[[], nn.Module], slowdown: Callable[[int, int], float]) -> Trained:
+    """Boost the model; all runs on a rank use the same random numbers."""
+    Randomizer._INDEX = 0
+    model = make()
+    torch.manual_seed(11)
+    with scripted(slowdown):
+        return boost(ours(migrate("block"), tp_size=dist.get_world_size()), model, sgd)
+
+
+def each_rank_slow_in_turn(rank: int, iteration: int) -> float:
+    return 4.0 if iteration * dist.get_world_size() // STEPS == rank else 1.0
+
+
+def check_plans() -> None:
+    _allow_cpu()
+    ranks = dist.get_world_size()
+    # On more ranks a small model is enough: that masks are in the right places does not depend on the model.
+    models = [(gpt2, train_gpt2), (vit_with_dropout, train)] if ranks == 2 else [(shallow_gpt2, train_gpt2)]
+    for make, loop in models:
+        expected = loop(seeded(make, no_straggler), STEPS)
+        run = seeded(make, each_rank_slow_in_turn)
+        watch = Watch(run)
+        loop(run, STEPS, each=watch)
+        senders = {rank for plan in watch.plans for rank, share in enumerate(plan.migrate) if share > 0.1}
+        assert senders == set(range(ranks)), watch.plans
+        layers = {
+            id(layer)
+            for layer in run.plugin.balancer._layers.values()
+            if not isinstance(layer, HeteroVocabParallelLMHead1D)
+        }
+        in_blocks = {id(layer) for block in run.plugin.balancer._applier._blocks for layer in block.layers}
+        assert in_blocks == layers, f"{make.__name__}: {len(in_blocks)} of {len(layers)} layers are in a block"
+        assert_equal(run, expected, make.__name__)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_training_with_dropout_in_blocks_does_not_depend_on_the_plan(world: int) -> None:
+    run_ranks(world, check_plans)
+
+
+def check_checkpointing() -> None:
+    expected = train(seeded(lambda: checkpointed_vit(None), no_straggler), ITERATIONS, accumulation=2)
+    for reentrant, sender in ((False, 0), (True, 1)):
+        run = seeded(lambda reentrant=reentrant: checkpointed_vit(reentrant), slow(sender))
+        watch = Watch(run)
+        train(run, ITERATIONS, accumulation=2, each=watch)
+        watch.assert_migrated(sender, f"{reentrant=}")
+        assert_equal(run, expected, f"{reentrant=}")
+
+
+def test_a_pass_that_checkpointing_repeats_drops_the_same() -> None:
+    run_ranks(2, check_checkpointing)
+
+
+# Each model family --------------------------------------------------------------------------------------------------
+
+PROBABILITY = 0.3
+DROPOUTS = dict(bert=2, gpt2=2, gptj=2, opt=2, t5=4, vit=2, whisper=10, blip2=8, llama=2, falcon=0)
+"""How many blocks with dropout inside the models of each family have."""
+
+
+def _put_dropout_into_blocks(model: nn.Module) -> None:
+    for module in model.modules():
+        rule = rule_for(type(module))
+        for path in rule.dropouts if rule else ():
+            owner, _, name = path.rpartition(".")
+            holder = module.get_submodule(owner)
+            if isinstance(getattr(holder, name, None), nn.Module):
+                getattr(holder, name).p = PROBABILITY
+            elif hasattr(holder, name):
+                setattr(holder, name, PROBABILITY)
+
+
+def _draw_as_the_ranks(model: nn.Module, blocks: list[Block]) -> int:
+    """Let the unsharded ``model`` draw the masks of all ranks' units; returns how many modules have dropout inside."""
+    attached = 0
+    for block in blocks:
+        module = model.get_submodule(block.name)
+        rule = rule_for(type(module))
+        if not _has_dropout(module, rule):
+            continue
+        everything = [UnitRange(rank, 0, block.units) for rank in range(dist.get_world_size())]
+        dropout = UnitDropout(block.name, block.units, -1 if rule.heads is None else -3, lambda all=everything: all)
+        first = next(module.get_submodule(path) for path in rule.inputs)
+        dropout.attach(module, first, module.get_submodule(rule.output), lambda: True)
+        attached += 1
+    return attached
+
+
+def check_families() -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    _allow_cpu()
+    for name in DROPOUTS:
+        try:
+            torch.manual_seed(0)
+            model, inputs = BUILDERS[name]()
+            _put_dropout_into_blocks(randomize(model).train())
+            reference = copy.deepcopy(model)
+            sharded = shard(model, **SHARDING_OPTIONS.get(name, {}))
+            blocks = attach_blocks(sharded)
+            results[name] = _draw_as_the_ranks(reference, blocks)
+            loss, gradients = _loss_and_gradients(reference, _loss_of(inputs))
+            shares = {
+                name: own_share(parameter, gradients[name])
+                for name, parameter in sharded.named_parameters()
+                if gradients[name] is not None
+            }
+            applier = Applier({}, blocks, migrate("block"), 100, Transport(dist.new_group()))
+
+            def follow(migrate: tuple[float, ...], _: nn.Module, applier: Applier = applier) -> None:
+                applier.end_iteration()
+                applier.apply(BalancePlan(resize=(0.0, 0.0), migrate=migrate, receive=migrate[::-1]))
+                applier.begin_pass()
+
+            plans = [partial(follow, shares) for shares in ((0.0, 0.0), (0.5, 0.0), (0.0, 0.5))]
+            _assert_loss_and_gradients(sharded, _loss_of(inputs), plans, loss, shares)
+        except Exception:
+            results[name] = traceback.format_exc()
+    return results
+
+
+def test_families_with_dropout_compute_the_same_as_their_unsharded_model_with_the_same_masks() -> None:
+    for rank, outcome in enumerate(run_ranks(2, check_families)):
+        failures = {name: found for name, found in outcome.items() if found != DROPOUTS[name]}
+        assert not failures, "\n".join(f"{name}, rank {rank}:\n{found}" for name, found in failures.items())
