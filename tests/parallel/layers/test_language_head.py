@@ -46,7 +46,7 @@ def head_of(run: Trained) -> HeteroVocabParallelLMHead1D:
 def check_migration(steps: int) -> None:
     """Each rank is the straggler in successive iterations: ``steps`` in the first case, at most two in the others."""
     ranks = dist.get_world_size()
-    for number, (family, model, more) in enumerate(CASES):
+    for number, (family, model, more) in enumerate(CASES if ranks == 2 else CASES[:1]):
         steps = min(2, steps) if number else steps
         expected = train_on_tokens(reference(family, model, more), ranks * steps)
         run = boosted(family, model, more, migration="broadcast-reduce" if number % 2 else "block")
