@@ -218,7 +218,7 @@ class Applier:
             number = numbers.setdefault(sizes, len(numbers))
             self._kind_of[place] = number
             target.set_kind(number)
-        total = sum(self._costs) or 1
+        total = sum(cost for cost, kind in zip(self._costs, self._kind_of, strict=True) if kind is not None)
         kinds = []
         for number in range(len(numbers)):
             members = [place for place, kind in enumerate(self._kind_of) if kind == number]

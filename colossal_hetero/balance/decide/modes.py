@@ -37,7 +37,7 @@ class LayerKind:
     grain: int
     """How many units move together."""
     weight: float
-    """The kind's share of the cost of all products."""
+    """The kind's share of the cost of all products that can be divided."""
 
     @property
     def full(self) -> float:
