@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -97,6 +98,21 @@ def check_checkpointing() -> None:
 
 def test_a_pass_that_checkpointing_repeats_drops_the_same() -> None:
     run_ranks(2, check_checkpointing)
+
+
+def check_unknown_kernel() -> None:
+    _allow_cpu()
+    with (
+        pytest.warns(UserWarning, match=r"2 attention modules .*h\.0\.attn.* kernel")
+        if dist.get_rank() == 0
+        else nullcontext()
+    ):
+        blocks = attach_blocks(shard(gpt2(), enable_flash_attention=True))
+    assert [block.name for block in blocks] == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
+
+
+def test_attention_whose_kernel_draws_the_masks_is_in_no_block() -> None:
+    run_ranks(2, check_unknown_kernel)
 
 
 # Each model family --------------------------------------------------------------------------------------------------
