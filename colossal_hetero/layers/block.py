@@ -12,6 +12,7 @@ which operations lie between two layers.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -215,27 +216,45 @@ def attach_blocks(model: nn.Module) -> list[Block]:
     them.
 
     Call it once per model. Returns the blocks in the order of the model. A layer that is in no block can only be
-    balanced by its columns.
+    balanced by its columns. If attention is in no block because of its kernel, global rank 0 warns.
     """
-    blocks = []
+    blocks, left_out = [], []
     for name, module in model.named_modules():
         rule = rule_for(type(module))
-        if rule is not None and (block := _block(name, module, rule)) is not None:
+        if rule is None or not _has_balanced_layers(module, rule):
+            continue
+        if _has_dropout(module, rule) and _has_unknown_kernel(module, rule):
+            left_out.append(name)
+        elif (block := _block(name, module, rule)) is not None:
             blocks.append(block)
+    if left_out and dist.get_rank() == 0:
+        warnings.warn(
+            f"{len(left_out)} attention modules ({left_out[0]}, …) cannot be balanced by whole heads, because their "
+            "kernel draws dropout itself; set their dropout to 0, or use torch's attention (attn_implementation='sdpa' "
+            "or 'eager', without enable_flash_attention)",
+            stacklevel=2,
+        )
     return blocks
 
 
-def _block(name: str, module: nn.Module, rule: BlockRule) -> Block | None:
-    inputs = list(_present(module, rule.inputs))
-    outputs = list(_present(module, (rule.output,)))
+def _has_balanced_layers(module: nn.Module, rule: BlockRule) -> bool:
+    """Whether the layers of the block exist and can be balanced together."""
+    inputs, outputs = list(_present(module, rule.inputs)), list(_present(module, (rule.output,)))
     if not inputs or not outputs or any(_is_set(found) for found in _present(module, rule.obstacles)):
+        return False
+    return all(isinstance(layer, HeteroLinear) and layer.block_obstacle() is None for layer in (*inputs, *outputs))
+
+
+def _heads(module: nn.Module, rule: BlockRule) -> nn.Module | None:
+    """The module whose attributes hold the widths of attention; None for an MLP."""
+    if rule.heads is None:
         return None
-    if not all(isinstance(layer, HeteroLinear) and layer.block_obstacle() is None for layer in (*inputs, *outputs)):
-        return None
-    output = outputs[0]
-    heads = None if rule.heads is None else (attrgetter(rule.heads)(module) if rule.heads else module)
-    if heads is not None and _has_dropout(module, rule) and _has_unknown_kernel(heads):
-        return None
+    return attrgetter(rule.heads)(module) if rule.heads else module
+
+
+def _block(name: str, module: nn.Module, rule: BlockRule) -> Block | None:
+    inputs, (output,) = list(_present(module, rule.inputs)), _present(module, (rule.output,))
+    heads = _heads(module, rule)
     units = output.contraction_columns
     if heads is not None:
         units = next(getattr(heads, count) for count in rule.units if hasattr(heads, count))
@@ -257,7 +276,7 @@ def _block(name: str, module: nn.Module, rule: BlockRule) -> Block | None:
         dropout = UnitDropout(name, units, -1 if heads is None else -3, block.computed_units)
         dropout.attach(module, inputs[0], output, lambda: module.training and _has_dropout(module, rule))
         if _has_dropout(module, rule):
-            dropout.exclude_from_compilation(heads or module)
+            dropout.exclude_from_compilation(module if heads is None else heads)
     return block
 
 
@@ -276,8 +295,11 @@ def _has_dropout(module: nn.Module, rule: BlockRule) -> bool:
     return any(_is_set(found) for found in _present(module, rule.dropouts))
 
 
-def _has_unknown_kernel(heads: nn.Module) -> bool:
+def _has_unknown_kernel(module: nn.Module, rule: BlockRule) -> bool:
     """Whether attention may use a kernel that is not torch's own."""
+    heads = _heads(module, rule)
+    if heads is None:
+        return False
     code = getattr(inspect.unwrap(heads.forward), "__code__", None)
     if code is not None and not {"ColoAttention", "RingAttention"}.isdisjoint((*code.co_names, *code.co_freevars)):
         return True

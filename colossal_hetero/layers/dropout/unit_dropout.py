@@ -11,7 +11,8 @@ same key and the same masks.
 
 The masks of elementwise dropout are drawn for groups of units, so that thousands of hidden neurons need few calls.
 Fused attention draws its masks inside a kernel; it is called once for each unit, with the seed in the device's random
-state. Masks also depend on the kind of device: on a GPU of another model the same seed gives another mask.
+state. Masks also depend on the kind of device: on a GPU of another model the same seed gives another mask. If a rank
+prunes units, its kept units count as the first ones.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class UnitDropout(TorchFunctionMode):
     def attach(self, module: nn.Module, first: nn.Module, last: nn.Module, is_used: Callable[[], bool]) -> None:
         """Be active in forward passes of ``module`` from the output of ``first`` to the input of ``last``.
 
-        ``is_used`` tells at the begin of a forward pass whether there is any dropout.
+        ``is_used`` tells at the beginning of a forward pass whether there is any dropout.
         """
         entered: list[bool] = []
 
@@ -179,6 +180,7 @@ class UnitDropout(TorchFunctionMode):
         return size
 
     def _seed(self, owner: int, number: int) -> int:
+        # Python's hash of integers is the same in all processes.
         return hash((self._key, self._block, self._calls, owner, number)) % 2**63
 
 

@@ -5,6 +5,7 @@ The reference is Colossal-AI's own plugin.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -109,6 +110,57 @@ def check_abandoned() -> None:
 
 def test_discarded_gradients_leave_no_trace() -> None:
     run_ranks(2, check_abandoned)
+
+
+# Exceptions ----------------------------------------------------------------------------------------------------------
+
+
+def _fail(*_: Any) -> None:
+    raise ArithmeticError("a failure in the user's code")
+
+
+def train_with_failures(run: Trained, iterations: int, each: Callable[[int], None] = lambda iteration: None) -> Trained:
+    """In each iteration, all ranks fail in the forward pass of one batch and the backward pass of another one.
+
+    The forward pass fails between two blocks and inside a block.
+    """
+    block = run.model.unwrap().blocks[1]
+    for iteration in range(iterations):
+        for micro in range(3):
+            images, labels = batch(3 * iteration + micro)
+            place = (block, block.mlp.act)[iteration % 2]
+            failing = place.register_forward_pre_hook(_fail) if micro == 1 else None
+            with contextlib.suppress(ArithmeticError), run.booster.no_sync(run.model, run.optimizer):
+                loss = loss_of(run.model(images), labels)
+                if micro == 0:
+                    loss.backward()
+                run.losses.append(loss.item())
+            if failing is not None:
+                failing.remove()
+        with contextlib.suppress(ArithmeticError), run.booster.no_sync(run.model, run.optimizer):
+            failing = block.register_full_backward_pre_hook(_fail)
+            loss_of(run.model(images), labels).backward()
+        failing.remove()
+        # What was accumulated is discarded, because a part of it may be missing.
+        run.optimizer.zero_grad()
+        train(run, 1, accumulation=2, same_batch=True)
+        each(iteration)
+    return run
+
+
+def check_failures() -> None:
+    expected = train_with_failures(boost(theirs(tp_size=2), None, sgd), ITERATIONS)
+    for sender, method in ((0, "block"), (1, "block"), (1, "broadcast-reduce")):
+        with scripted(slow(sender)):
+            run = boost(ours(migrate(method), tp_size=2), None, sgd)
+        watch = Watch(run)
+        train_with_failures(run, ITERATIONS, watch)
+        watch.assert_migrated(sender, method)
+        assert_equal(run, expected, f"{method}, sender {sender}")
+
+
+def test_training_goes_on_after_an_exception_on_all_ranks() -> None:
+    run_ranks(2, check_failures, timeout_seconds=60)
 
 
 # What a training loop may do -----------------------------------------------------------------------------------------

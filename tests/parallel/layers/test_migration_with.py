@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.shardformer.layer.utils import Randomizer
 from timm.layers import set_reentrant_ckpt
 from torch import Tensor, nn
@@ -31,7 +32,9 @@ from tests.parallel.layers.migration_runs import (
     slow,
 )
 from tests.parallel.layers.test_checkpoints import load, save
+from tests.parallel.layers.test_families import _allow_cpu
 from tests.support.harness import run_ranks
+from tests.support.language import gpt2, train_gpt2
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import (
     Trained,
@@ -164,6 +167,32 @@ def check_cases() -> None:
 @pytest.mark.parametrize("world", CASES)
 def test_migration_is_exact_with_each_feature_of_the_plugin(world: int) -> None:
     run_ranks(world, check_cases)
+
+
+# Tied weights --------------------------------------------------------------------------------------------------------
+
+
+def check_tied_weights() -> None:
+    """The embedding and the head of a language model share a weight, which is in no block."""
+    _allow_cpu()
+
+    def make() -> nn.Module:
+        return gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+    colossalai = HybridParallelPlugin(tp_size=2, pp_size=1, precision="fp32")
+    expected = train_gpt2(boost(colossalai, make(), sgd), 2 * ITERATIONS)
+    with scripted(slow(1)):
+        run = boost(ours(migrate("block"), tp_size=2), make(), sgd)
+    watch = Watch(run)
+    train_gpt2(run, 2 * ITERATIONS, watch)
+    watch.assert_migrated(1, "tied weights")
+    model = run.model.unwrap()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert_equal(run, expected, "tied weights")
+
+
+def test_a_language_model_with_tied_weights_trains_as_with_colossalai() -> None:
+    run_ranks(2, check_tied_weights)
 
 
 # Half precision ------------------------------------------------------------------------------------------------------

@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from colossalai.shardformer.layer.utils import Randomizer
 from timm.layers import set_reentrant_ckpt
-from torch import Tensor, nn
+from torch import nn
 
 from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.decide.plan import BalancePlan
@@ -26,38 +26,15 @@ from colossal_hetero.layers.transport import Transport
 from tests.parallel.layers.migration_runs import ITERATIONS, Watch, assert_equal, migrate, slow
 from tests.parallel.layers.test_families import BUILDERS, SHARDING_OPTIONS, _allow_cpu, _loss_of
 from tests.support.harness import run_ranks
+from tests.support.language import gpt2, train_gpt2
 from tests.support.sharding import _assert_loss_and_gradients, _loss_and_gradients, own_share, randomize, shard
 from tests.support.training import Trained, boost, no_straggler, ours, scripted, sgd, tiny_vit, train
 
 STEPS = 20
-VOCABULARY = 768  # a multiple of 64 · ranks, so that embeddings are not padded
 
 
-def gpt2(seed: int = 0, **options: Any) -> transformers.GPT2LMHeadModel:
-    """A small GPT-2, by default with dropout of 0.1 in attention, after it, after MLPs and after the embedding."""
-    torch.manual_seed(seed)
-    sizes = dict(vocab_size=VOCABULARY, n_positions=8, n_embd=24, n_layer=2, n_head=12, n_inner=60)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**(sizes | options)))
-
-
-def shallow_gpt2() -> transformers.GPT2LMHeadModel:
+def shallow_gpt2() -> nn.Module:
     return gpt2(n_layer=1)
-
-
-def tokens(number: int) -> Tensor:
-    return torch.randint(0, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(number))
-
-
-def train_gpt2(run: Trained, steps: int, each: Callable[[int], None] = lambda step: None) -> Trained:
-    for step in range(steps):
-        ids = tokens(step % 4)
-        loss = run.model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
-        run.booster.backward(loss, run.optimizer)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        run.losses.append(loss.item())
-        each(step)
-    return run
 
 
 def vit_with_dropout(**options: Any) -> nn.Module:
@@ -126,6 +103,21 @@ def check_checkpointing() -> None:
 
 def test_a_pass_that_checkpointing_repeats_drops_the_same() -> None:
     run_ranks(2, check_checkpointing)
+
+
+def check_unknown_kernel() -> None:
+    _allow_cpu()
+    with (
+        pytest.warns(UserWarning, match=r"2 attention modules .*h\.0\.attn.* kernel")
+        if dist.get_rank() == 0
+        else nullcontext()
+    ):
+        blocks = attach_blocks(shard(gpt2(), enable_flash_attention=True))
+    assert [block.name for block in blocks] == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
+
+
+def test_attention_whose_kernel_draws_the_masks_is_in_no_block() -> None:
+    run_ranks(2, check_unknown_kernel)
 
 
 # Each model family --------------------------------------------------------------------------------------------------
