@@ -168,7 +168,7 @@ class Applier:
         config: BalanceConfig,
         iterations_per_interval: int,
         transport: Transport | None = None,
-        is_last_pass: Callable[[int], bool] = lambda passes: True,
+        is_last_pass: Callable[[int], bool] | None = None,
         clock: Clock | None = None,
     ) -> None:
         inside = {id(layer) for block in blocks for layer in block.layers}

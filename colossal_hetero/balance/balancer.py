@@ -63,7 +63,7 @@ class Balancer:
         clock: IterationClock,
         groups: Groups,
         iterations_per_interval: int,
-        is_last_pass: Callable[[int], bool],
+        is_last_pass: Callable[[int], bool] | None,
     ) -> None:
         self.config = config
         self._layers = layers
@@ -320,7 +320,7 @@ def attach_balancer(
     clock: IterationClock,
     tp_group: dist.ProcessGroup,
     iterations_per_interval: int,
-    is_last_pass: Callable[[int], bool] = lambda passes: True,
+    is_last_pass: Callable[[int], bool] | None = None,
 ) -> Balancer:
     """A balancer for the tensor-parallel layers of ``model``. Collective over all ranks.
 
@@ -330,8 +330,7 @@ def attach_balancer(
         clock: the clock that the layers mark.
         tp_group: this rank's tensor-parallel group.
         iterations_per_interval: the length of an interval of the priorities.
-        is_last_pass: whether a layer's n-th backward pass since the last optimizer step is the last one before the
-        next.
+        is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.UnitExchange`.
 
     Raises:
         ValueError: a layer has an option that the mode cannot be combined with, or ranks were given different

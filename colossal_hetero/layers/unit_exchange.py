@@ -2,8 +2,13 @@
 
 The weights of many blocks (a *bucket*) are sent in one message per pair of ranks; a rank waits for the message when the
 first of these blocks is about to compute. The gradients of a layer return in its last backward pass before the
-optimizer step. So code that uses gradients as they appear (data parallelism, ZeRO, loss scaling, clipping) finds them
-complete on the rank that owns the units.
+optimizer step. So code that uses gradients as they appear (data parallelism, ZeRO) finds them complete on the rank that
+owns the units.
+
+Which backward pass is the last one is known where a schedule or ``no_sync`` says so. Where nothing uses gradients
+before the step, a loop need not say it. Then it is assumed to be the pass that was the last one in the iteration
+before, and gradients of other passes return at the end of the iteration. Which way a gradient returns depends only on
+how often its layer has run, which is equal on all ranks of the group.
 """
 
 from __future__ import annotations
@@ -49,14 +54,32 @@ class _BlockTransfer:
     taken: list[_UnitRange]
     """Other ranks' units that this rank computes."""
     bucket: _Bucket | None = None
+    expected: list[int] = field(default_factory=list)
+    """For each layer, the backward passes of an iteration, according to the iteration before."""
+    returned: list[int] = field(default_factory=list)
+    """For each layer, the backward passes of this iteration whose gradients have returned."""
     passes: list[int] = field(default_factory=list)
-    """For each layer, the backward passes since its gradients last returned."""
+    """For each layer, the backward passes since then."""
     sums: list[list[Tensor] | None] = field(default_factory=list)
     """For each layer, the sum of the taken units' gradients in these passes, or None before the first one."""
 
     def clear_gradients(self) -> None:
+        self.returned = [0] * len(self.block.layers)
         self.passes = [0] * len(self.block.layers)
         self.sums = [None] * len(self.block.layers)
+
+    def take_sum(self, layer: int) -> list[Tensor]:
+        """The sum of the gradients that have not returned; they count as returned from now on."""
+        total = self.sums[layer]
+        assert total is not None, "there was a backward pass"
+        self.returned[layer] += self.passes[layer]
+        self.passes[layer], self.sums[layer] = 0, None
+        return total
+
+    def end_iteration(self) -> None:
+        """Expect as many backward passes in the next iteration as in this one."""
+        self.expected = [done or before for done, before in zip(self.returned, self.expected, strict=True)]
+        self.clear_gradients()
 
 
 @dataclass(eq=False)
@@ -106,15 +129,15 @@ class UnitExchange:
 
     Args:
         transport: the group's transport.
-        is_last_pass: whether a layer's n-th backward pass since its gradients last returned is the last one before the
-            optimizer step; the same function on all ranks.
+        is_last_pass: whether a layer's n-th backward pass since its gradients last returned is the last one before
+            gradients are used; the same function on all ranks. None: nothing uses gradients before :meth:`finish`.
         clock: the clock that the layers mark, so that waiting does not count as work.
     """
 
     def __init__(
         self,
         transport: Transport,
-        is_last_pass: Callable[[int], bool],
+        is_last_pass: Callable[[int], bool] | None,
         clock: Clock | None = None,
     ) -> None:
         self._transport = transport
@@ -125,6 +148,9 @@ class UnitExchange:
         self._returning: list[tuple[Started, list[tuple[int, Tensor]]]] = []
         """Gradients that are being sent to their owners, with the tensors that they are sent from."""
         self._is_sent = False
+        self._forward_passes = 0
+        self._expected_passes = 1
+        """The number of forward passes in the iteration before."""
         self._versions: list[int] = []
         """How often each parameter of migrating blocks had been changed when their units were sent."""
 
@@ -153,6 +179,7 @@ class UnitExchange:
             if count == block.units and not taken:
                 continue
             transfer = _BlockTransfer(block, given, taken)
+            transfer.expected = [self._expected_passes] * len(block.layers)
             transfer.clear_gradients()
             workload = BlockWorkload(
                 given=sum(units.count for units in given),
@@ -185,6 +212,7 @@ class UnitExchange:
         If weights were changed since, which all ranks of the group do at the same time, they are sent again. If a block
         runs before this is called, its forward pass starts the sending.
         """
+        self._forward_passes += 1
         if self._is_sent and self._versions != self._present_versions():
             self.weights_changed()
         self._send()
@@ -222,24 +250,56 @@ class UnitExchange:
         self._is_sent = False
 
     def drop_gradients(self) -> None:
-        """Discard gradients that have not returned."""
+        """Discard gradients that have not returned, and the iteration's count of passes."""
+        self._forward_passes = 0
         for transfer in self._transfers:
             transfer.clear_gradients()
 
     def finish(self) -> None:
-        """End the iteration: call this when all backward passes are done, before the optimizer step.
+        """End the iteration: call this when all backward passes are done, before gradients are used.
+
+        Gradients that have not returned are added to the ``grad`` of their owner's parameters. Calling this again has
+        no effect.
 
         Raises:
-            RuntimeError: gradients of units that this rank computes for others have not returned.
+            RuntimeError: gradients of units that this rank computes for others have not returned, although something
+                uses gradients before the optimizer step.
         """
         self.weights_changed()
-        late = next((transfer.block.name for transfer in self._transfers if any(transfer.passes)), None)
-        if late is not None:
+        self._expected_passes = self._forward_passes or self._expected_passes
+        self._forward_passes = 0
+        late = [transfer for transfer in self._transfers if any(transfer.passes)]
+        if late and self._is_last_pass is not None:
             self.drop_gradients()
             raise RuntimeError(
-                f"gradients of migrated units of {late or 'the model'} have not returned to their owner: the last "
-                "backward pass before optimizer.step() must run outside no_sync()"
+                f"gradients of migrated units of {late[0].block.name or 'the model'} have not returned to their owner: "
+                "the last backward pass before optimizer.step() must run outside no_sync()"
             )
+        self._return_late(late)
+        for transfer in self._transfers:
+            transfer.end_iteration()
+
+    def _return_late(self, late: Sequence[_BlockTransfer]) -> None:
+        """Return all gradients that have not returned, and add those of this rank's units to its parameters'."""
+        arriving = [
+            (transfer, layer, self._start_return(transfer, layer))
+            for transfer in late
+            for layer, passes in enumerate(transfer.passes)
+            if passes
+        ]
+        if not arriving:
+            return
+        self._mark("other", None)
+        for transfer, layer, (received, messages) in arriving:
+            received.wait()
+            block, places = transfer.block, transfer.block.places[layer]
+            tensors = (block.layers[layer].weight, block.layers[layer].bias)  # type: ignore[attr-defined]
+            for units, message in zip(transfer.given, messages, strict=True):
+                parts, _ = _split(message, places, block.parameters[layer], units.count)
+                for place, parameter, part in zip(places, tensors, parts, strict=False):
+                    if parameter.requires_grad:
+                        place.view(parameter.grad).narrow(place.unit_dim, units.start, units.count).add_(part)
+        self._mark("migration", None)
 
     def _mark(self, part: Part, kind: int | None) -> None:
         if self._clock is not None:
@@ -275,14 +335,32 @@ class UnitExchange:
             total = gradients if earlier is None else [a + b for a, b in zip(earlier, gradients, strict=True)]
             transfer.sums[layer] = total
             transfer.passes[layer] += 1
-            if not self._is_last_pass(transfer.passes[layer]):
-                return None
-            transfer.passes[layer], transfer.sums[layer] = 0, None
-            return self._return_gradients(transfer, layer, total)
+            return self._return_gradients(transfer, layer) if self._is_last(transfer, layer) else None
 
         return return_gradients
 
-    def _return_gradients(self, transfer: _BlockTransfer, layer: int, total: list[Tensor]) -> list[Tensor] | None:
+    def _is_last(self, transfer: _BlockTransfer, layer: int) -> bool:
+        if self._is_last_pass is not None:
+            return self._is_last_pass(transfer.passes[layer])
+        return transfer.returned[layer] + transfer.passes[layer] == transfer.expected[layer]
+
+    def _return_gradients(self, transfer: _BlockTransfer, layer: int) -> list[Tensor] | None:
+        received, messages = self._start_return(transfer, layer)
+        if not messages:
+            return None
+        places, parameters = transfer.block.places[layer], transfer.block.parameters[layer]
+        self._mark("block", transfer.block.kind)
+        received.wait()
+        self._mark("migration", transfer.block.kind)
+        ranges = [
+            _split(message, places, parameters, units.count)[0]
+            for units, message in zip(transfer.given, messages, strict=True)
+        ]
+        return [torch.cat([units[n] for units in ranges], place.unit_dim) for n, place in enumerate(places)]
+
+    def _start_return(self, transfer: _BlockTransfer, layer: int) -> tuple[Pending, list[Tensor]]:
+        """Start returning a layer's sums of gradients; returns the messages with those of ``transfer.given``."""
+        total = transfer.take_sum(layer)
         places = transfer.block.places[layer]
         parameters = transfer.block.parameters[layer]
         elements = sum(place.numel(tensor) for place, tensor in zip(places, parameters, strict=True))
@@ -291,20 +369,11 @@ class UnitExchange:
             parts = [view.narrow(place.unit_dim, start, units.count) for place, view in zip(places, total, strict=True)]
             sends.append((units.other, torch.cat([part.reshape(-1) for part in parts])))
             start += units.count
-        if sends:
-            # Do not wait: the owner may be late, and this rank continues in the meantime.
-            self._returning.append((self._transport.exchange(sends, []), sends))
         receives = [(units.other, total[0].new_empty(units.count * elements)) for units in transfer.given]
-        if not receives:
-            return None
-        self._mark("block", transfer.block.kind)
-        self._transport.exchange([], receives).received.wait()
-        self._mark("migration", transfer.block.kind)
-        ranges = [
-            _split(message, places, parameters, units.count)[0]
-            for units, (_, message) in zip(transfer.given, receives, strict=True)
-        ]
-        return [torch.cat([units[n] for units in ranges], place.unit_dim) for n, place in enumerate(places)]
+        started = self._transport.exchange(sends, receives)
+        # Do not wait for the owner: it may be late, and this rank continues in the meantime.
+        self._returning.append((started, sends))
+        return started.received, [message for _, message in receives]
 
 
 def _check_backward_memory(transfers: Sequence[_BlockTransfer]) -> None:
