@@ -13,7 +13,7 @@ from ..layers.block import Block
 from ..layers.column_migration import COLUMN_EXCHANGES, ColumnExchange, ColumnMigration
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport
-from ..layers.unit_exchange import UnitExchange, bucket_numbers
+from ..layers.unit_exchange import Purpose, UnitExchange, bucket_numbers
 from ..layers.workload import Clock, Workload, kept_count
 from .column_selection import ColumnSelector, make_selector
 from .config import BalanceConfig
@@ -262,10 +262,20 @@ class Applier:
         shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
         return total + block_traffic(shapes, moves, bucket_numbers(self._blocks, moves), bytes_per_element)
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, purpose: Purpose = "training") -> None:
         """Call this before each forward pass. Collective over the group if units migrate."""
         if self._unit_exchange is not None:
-            self._unit_exchange.begin_pass()
+            self._unit_exchange.begin_pass(purpose)
+
+    def end_pass(self) -> None:
+        """Call this after each forward pass for evaluation."""
+        if self._unit_exchange is not None:
+            self._unit_exchange.end_pass()
+
+    def begin_evaluation(self) -> None:
+        """Call this when the model is switched to evaluation."""
+        if self._unit_exchange is not None:
+            self._unit_exchange.begin_evaluation()
 
     def drop_gradients(self) -> None:
         """Discard this iteration's gradients."""
@@ -335,8 +345,13 @@ class Applier:
         first = len(self._layers)
         selectors: Sequence[ColumnSelector | None] = self._pruning.selectors[first:] or [None] * len(self._blocks)
         if self._unit_exchange is not None:
+            assert self._plan is not None
             self._unit_exchange.assign(
-                self._blocks, [division.moves for division in divisions[first:]], kept[first:], selectors
+                self._blocks,
+                [division.moves for division in divisions[first:]],
+                kept[first:],
+                selectors,
+                in_evaluation=not any(self._plan.resize),
             )
 
     def _measure(self, kept: Sequence[int], divisions: Sequence[Division]) -> Shares:

@@ -132,6 +132,18 @@ class Balancer:
             self._clock.start()
         self._applier.begin_pass()
 
+    def begin_evaluation_pass(self) -> None:
+        """Call this before a forward pass without gradients; it belongs to no iteration."""
+        self._applier.begin_pass("evaluation")
+
+    def end_evaluation_pass(self) -> None:
+        """Call this after a forward pass without gradients."""
+        self._applier.end_pass()
+
+    def begin_evaluation(self) -> None:
+        """Call this when the model is switched to evaluation: its weights may be others from now on."""
+        self._applier.begin_evaluation()
+
     def drop_gradients(self) -> None:
         """Discard this iteration's gradients. Call it on all ranks of the group."""
         self._applier.drop_gradients()

@@ -72,6 +72,8 @@ class Block:
         self.units = places[-1][0].units
         self.kind: int | None = None
         self.workload: BlockWorkload | None = None
+        self.evaluates = False
+        """Whether the workload applies to the current pass although it has no gradients."""
         self._heads = heads
         self._widths = {width: getattr(heads, width) for width in widths if hasattr(heads, width)}
         self._fetch: Callable[[], Sequence[Sequence[Tensor]]] = tuple
@@ -127,6 +129,7 @@ class Block:
             RuntimeError: there is not enough memory for the taken units.
         """
         self.workload = workload
+        self.evaluates = False
         self._fetch = fetch
         self._shares = ()
         self._prepared = False
@@ -158,7 +161,9 @@ class Block:
         return self._shares[self.layers.index(layer)]
 
     def _is_active(self, layer: Any) -> bool:
-        return self.workload is not None and layer.training and is_recorded()
+        if self.workload is None:
+            return False
+        return layer.training if is_recorded() else self.evaluates
 
     def _choose(self) -> Tensor | None:
         assert self.workload is not None

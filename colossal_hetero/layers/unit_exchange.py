@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ from .column_migration import MovedRange
 from .transport import Pending, Started, Transport
 from .workload import Clock, Part, Selector
 
-__all__ = ["MESSAGE_BYTES", "UnitExchange", "bucket_numbers"]
+__all__ = ["MESSAGE_BYTES", "Purpose", "UnitExchange", "bucket_numbers"]
+
+Purpose = Literal["training", "evaluation"]
 
 MESSAGE_BYTES = 4 << 20
 """Blocks are added to a bucket until their moved weights reach this size; larger messages would not be faster."""
@@ -143,16 +146,19 @@ class UnitExchange:
         self._transport = transport
         self._is_last_pass = is_last_pass
         self._clock = clock
+        self._blocks: Sequence[Block] = ()
         self._transfers: list[_BlockTransfer] = []
         self._buckets: list[_Bucket] = []
         self._returning: list[tuple[Started, list[tuple[int, Tensor]]]] = []
         """Gradients that are being sent to their owners, with the tensors that they are sent from."""
-        self._is_sent = False
+        self._in_evaluation = False
+        self._sent_for: Purpose | None = None
+        """What the weights that were sent last are used for; None if they have changed since."""
         self._forward_passes = 0
         self._expected_passes = 1
         """The number of forward passes in the iteration before."""
         self._versions: list[int] = []
-        """How often each parameter of migrating blocks had been changed when their units were sent."""
+        """How often each parameter of a block had been changed when units were sent."""
 
     def assign(
         self,
@@ -160,16 +166,20 @@ class UnitExchange:
         moves: Sequence[Sequence[MovedRange]],
         kept: Sequence[int],
         select: Sequence[Selector | None],
+        in_evaluation: bool = False,
     ) -> None:
         """From the next iteration on migrate each block's ``moves`` and compute ``kept`` of this rank's own units.
 
         ``moves``, ``kept`` and ``select`` have an entry for each block; ``select`` chooses the kept units if some are
-        pruned.
+        pruned. With ``in_evaluation``, which must be equal on all ranks and requires that no rank prunes, units also
+        migrate in passes that are begun for evaluation.
 
         Raises:
             RuntimeError: there is not enough memory for the units that this rank takes.
         """
         self.release(blocks)
+        self._blocks = blocks
+        self._in_evaluation = in_evaluation
         rank = self._transport.rank
         buckets: dict[int, _Bucket] = defaultdict(_Bucket)
         numbers = bucket_numbers(blocks, moves)
@@ -205,31 +215,53 @@ class UnitExchange:
         for block in blocks:
             block.assign(None)
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, purpose: Purpose = "training") -> None:
         """Start sending the units' weights, once per iteration. Collective over the group; call it before each forward
-        pass.
+        pass, and :meth:`end_pass` after one for evaluation.
 
         If weights were changed since, which all ranks of the group do at the same time, they are sent again. If a block
         runs before this is called, its forward pass starts the sending.
+
+        Weights that were sent for evaluation are not used for training, and vice versa: an average of the weights may
+        take their place while a model is evaluated, and not all code that does so can be noticed.
         """
-        self._forward_passes += 1
-        if self._is_sent and self._versions != self._present_versions():
+        if purpose == "training":
+            self._forward_passes += 1
+        elif not self._in_evaluation:
+            return
+        if self._sent_for is not None and (self._sent_for != purpose or self._versions != self._present_versions()):
             self.weights_changed()
-        self._send()
+        self._send(purpose)
+        self._set_evaluates(purpose == "evaluation")
+
+    def end_pass(self) -> None:
+        """A forward pass has ended: in what follows without gradients, each rank computes its own units."""
+        self._set_evaluates(False)
+
+    def _set_evaluates(self, evaluates: bool) -> None:
+        for transfer in self._transfers:
+            transfer.block.evaluates = evaluates
+
+    def begin_evaluation(self) -> None:
+        """Passes without gradients follow, possibly with other weights than those before."""
+        if self._sent_for == "evaluation":
+            self.weights_changed()
 
     def _present_versions(self) -> list[int]:
+        """Of all blocks, also those that this rank exchanges nothing of: all ranks must notice the same changes."""
+        if not self._buckets:
+            return []
         return [
             parameter._version
-            for bucket in self._buckets
-            for transfer in bucket.transfers
-            for layer in transfer.block.layers
+            for block in self._blocks
+            for layer in block.layers
             for parameter in layer.parameters()  # type: ignore[attr-defined]
         ]
 
-    def _send(self) -> None:
-        if self._is_sent:
+    def _send(self, purpose: Purpose) -> None:
+        if self._sent_for is not None:
             return
-        self._is_sent = True
+        self._sent_for = purpose
         self._versions = self._present_versions()
         self._mark("other", None)
         self._wait_for_receivers()
@@ -247,7 +279,7 @@ class UnitExchange:
             bucket.started.received.wait()
         for transfer in self._transfers:
             transfer.block.begin_iteration()
-        self._is_sent = False
+        self._sent_for = None
 
     def drop_gradients(self) -> None:
         """Discard gradients that have not returned, and the iteration's count of passes."""
@@ -318,7 +350,7 @@ class UnitExchange:
             if transfer.bucket is None:
                 return []
             self._mark("other", transfer.block.kind)
-            self._send()
+            self._send("training")
             transfer.bucket.started.received.wait()
             self._mark("migration", transfer.block.kind)
             ranges = [_unpack(transfer, units) for units in transfer.taken]

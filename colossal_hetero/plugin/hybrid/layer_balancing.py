@@ -97,10 +97,28 @@ def _begin_on_forward(model: ModelWrapper, balancer: Balancer) -> None:
     def begin(module: nn.Module, _: Any) -> None:
         if module.training and torch.is_grad_enabled():
             balancer.begin()
+        elif not torch.is_grad_enabled():
+            balancer.begin_evaluation_pass()
+
+    def end(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            balancer.end_evaluation_pass()
 
     # On the innermost model, whose layers make the same check: the user may call it, or switch it to training, without
     # the wrappers. It also runs inside the hooks by which ZeRO waits for weights that it gathers late.
-    model.unwrap(unwrap_peft=False).register_forward_pre_hook(begin)
+    innermost = model.unwrap(unwrap_peft=False)
+    innermost.register_forward_pre_hook(begin)
+    innermost.register_forward_hook(end, always_call=True)
+    train = innermost.train
+
+    @functools.wraps(train)
+    def switch(mode: bool = True) -> nn.Module:
+        if not mode:
+            balancer.begin_evaluation()
+        return train(mode)
+
+    # The wrappers' eval and train call that of each module inside.
+    innermost.train = switch
 
 
 def _count_waiting_between_passes(schedule: Any, optimizer: OptimizerWrapper, clock: IterationClock) -> None:

@@ -221,39 +221,81 @@ def test_the_model_inside_the_boosted_one_can_be_called() -> None:
     run_ranks(2, check_calls_beside_the_boosted_model)
 
 
-def check_evaluation(world: int) -> None:
-    """After every step, logits in evaluation are those of the same weights without balancing."""
-
-    def evaluate(run: Trained, logits: list[Tensor]) -> Callable[[int], None]:
-        def each(iteration: int) -> None:
-            run.model.eval()
+def evaluate(run: Trained, seen: list[Tensor]) -> None:
+    """Append the logits of the model, and of a model with averaged weights, as they are stored by many averages: past
+    the version counters of the parameters."""
+    parameters = list(run.model.parameters())
+    trained = [parameter.detach().clone() for parameter in parameters]
+    for factor in (1.0, 0.5):
+        for parameter, value in zip(parameters, trained, strict=True):
+            parameter.data.copy_(factor * value)
+        run.model.eval()
+        for number in (98, 99):
             with torch.no_grad():
-                logits.append(run.model(batch(99)[0]))
-            run.model.train()
+                seen.append(run.model(batch(number)[0]))
+                # A part of the model, as in the extraction of features: by each rank's own units.
+                seen.append(run.model.unwrap().forward_features(batch(number)[0]))
+    for parameter, value in zip(parameters, trained, strict=True):
+        parameter.data.copy_(value)
+    run.model.train()
 
-        return each
 
+def train_and_evaluate(run: Trained, seen: list[Tensor]) -> Trained:
+    """Evaluate between iterations, between micro-batches, and between a forward pass and its backward pass."""
+    for iteration in range(ITERATIONS):
+        for micro in range(2):
+            images, labels = batch(2 * iteration + micro)
+            loss = loss_of(run.model(images), labels)
+            run.losses.append(loss.item())
+            if iteration == ITERATIONS - 1:
+                run.model.eval()
+                with torch.inference_mode():
+                    seen.append(run.model(batch(97)[0]).clone())
+                run.model.train()
+            run.booster.backward(loss, run.optimizer)
+            if iteration % 2:
+                evaluate(run, seen)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        evaluate(run, seen)
+    return run
+
+
+def check_evaluation(world: int) -> None:
     expected: list[Tensor] = []
-    plain = boost(theirs(tp_size=world), None, sgd)
-    train(plain, ITERATIONS, each=evaluate(plain, expected))
+    plain = train_and_evaluate(boost(theirs(tp_size=world), None, sgd), expected)
     for method in METHODS:
         with scripted(slow(world - 1)):
             run = boost(ours(migrate(method), tp_size=world), None, sgd)
-        logits: list[Tensor] = []
-        train(run, ITERATIONS, each=evaluate(run, logits))
-        assert sum(run.plugin.balancer.plan.migrate) > 0.1, method
-        for iteration, (actual, wanted) in enumerate(zip(logits, expected, strict=True)):
+        seen: list[Tensor] = []
+        train_and_evaluate(run, seen)
+        balancer = run.plugin.balancer
+        assert sum(balancer.plan.migrate) > 0.1, method
+        assert_equal(run, plain, method)
+        for number, (actual, wanted) in enumerate(zip(seen, expected, strict=True)):
             torch.testing.assert_close(
                 actual,
                 wanted,
                 rtol=1e-5,
                 atol=1e-5 * float(wanted.abs().max()),
-                msg=lambda text, method=method, iteration=iteration: f"{method}, iteration {iteration}: {text}",
+                msg=lambda text, method=method, number=number: f"{method}, evaluation {number}: {text}",
             )
+        records = balancer.collect()
+        assert records is None or [record.iteration for record in records] == list(range(ITERATIONS))
+        # The slow rank computes fewer units also in evaluation, and other ranks more.
+        widths: list[int] = []
+        layer = run.model.unwrap().blocks[0].mlp.fc1
+        layer.register_forward_hook(lambda layer, _, output, widths=widths: widths.append(output.shape[-1]))
+        evaluate(run, [])
+        own = layer.weight.shape[0]
+        units = balancer.shares.loads[layer.kind] if method == "block" else own
+        assert units == own or method == "block"
+        assert (units < own) == (dist.get_rank() == world - 1 and method == "block")
+        assert widths == [units, own] * 4, f"{method}: {widths} instead of {units}"
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_evaluation_gives_the_logits_of_the_unbalanced_model(world: int) -> None:
+def test_evaluation_uses_migrated_units_and_gives_the_logits_of_the_unbalanced_model(world: int) -> None:
     run_ranks(world, check_evaluation, world)
 
 
