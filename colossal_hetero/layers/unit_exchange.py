@@ -1,7 +1,9 @@
 """Messages of migrated units: weights once per optimizer step, gradients back once (docs/algorithms.md, 1.5).
 
 The weights of many blocks (a *bucket*) are sent in one message per pair of ranks; a rank waits for the message when the
-first of these blocks is about to compute. The gradients of a layer return in its last backward pass before the
+first of these blocks is about to compute. At that moment it also starts the messages of the next bucket, so that they
+arrive while this one computes, and no earlier: on a GPU, messages that wait in a queue can hold back products. All ranks
+start their messages in the order of the buckets. The gradients of a layer return in its last backward pass before the
 optimizer step. So code that uses gradients as they appear (data parallelism, ZeRO) finds them complete on the rank that
 owns the units.
 
@@ -93,6 +95,8 @@ class _Bucket:
     send_buffers: dict[int, Tensor] = field(default_factory=dict)
     receive_buffers: dict[int, Tensor] = field(default_factory=dict)
     started: Started = field(default_factory=lambda: Started(Pending(()), Pending(())))
+    number: int = 0
+    """Its place among this rank's buckets."""
 
     def reserve(self) -> None:
         """Allocate the buffers."""
@@ -149,6 +153,8 @@ class UnitExchange:
         self._blocks: Sequence[Block] = ()
         self._transfers: list[_BlockTransfer] = []
         self._buckets: list[_Bucket] = []
+        self._started_buckets = 0
+        """How many buckets' messages have been started since the weights changed."""
         self._returning: list[tuple[Started, list[tuple[int, Tensor]]]] = []
         """Gradients that are being sent to their owners, with the tensors that they are sent from."""
         self._in_evaluation = False
@@ -203,7 +209,8 @@ class UnitExchange:
                 transfer.bucket = buckets[number]
                 transfer.bucket.transfers.append(transfer)
         self._buckets = list(buckets.values())
-        for bucket in self._buckets:
+        for place, bucket in enumerate(self._buckets):
+            bucket.number = place
             bucket.reserve()
         _check_backward_memory(self._transfers)
 
@@ -217,7 +224,7 @@ class UnitExchange:
 
     def begin_pass(self, purpose: Purpose = "training") -> None:
         """Start sending the units' weights, once per iteration. Collective over the group; call it before each forward
-        pass, and :meth:`end_pass` after one for evaluation.
+        pass, and :meth:`end_pass` after one for evaluation. Later buckets follow while the blocks run.
 
         If weights were changed since, which all ranks of the group do at the same time, they are sent again. If a block
         runs before this is called, its forward pass starts the sending.
@@ -266,20 +273,28 @@ class UnitExchange:
         self._mark("other", None)
         self._wait_for_receivers()
         self._mark("migration", None)
-        for bucket in self._buckets:
+        self._start_buckets(1)
+
+    def _start_buckets(self, count: int) -> None:
+        """Start the messages of the first ``count`` buckets, if they have not been started."""
+        for bucket in self._buckets[self._started_buckets : count]:
             for other, message in bucket.send_buffers.items():
                 torch.cat([part.reshape(-1) for part in _weights(bucket, other)], out=message)
             bucket.started = self._transport.exchange(
                 list(bucket.send_buffers.items()), list(bucket.receive_buffers.items())
             )
+        self._started_buckets = max(self._started_buckets, min(count, len(self._buckets)))
 
     def weights_changed(self) -> None:
         """The weights have changed: those sent before are not used any more."""
+        if self._sent_for is not None:
+            # Also those of blocks that did not run: another rank may have started its part of their messages.
+            self._start_buckets(len(self._buckets))
         for bucket in self._buckets:
             bucket.started.received.wait()
         for transfer in self._transfers:
             transfer.block.begin_iteration()
-        self._sent_for = None
+        self._sent_for, self._started_buckets = None, 0
 
     def drop_gradients(self) -> None:
         """Discard gradients that have not returned, and the iteration's count of passes."""
@@ -349,8 +364,9 @@ class UnitExchange:
         def receive() -> list[list[Tensor]]:
             if transfer.bucket is None:
                 return []
-            self._mark("other", transfer.block.kind)
             self._send("training")
+            self._start_buckets(transfer.bucket.number + 2)
+            self._mark("other", transfer.block.kind)
             transfer.bucket.started.received.wait()
             self._mark("migration", transfer.block.kind)
             ranges = [_unpack(transfer, units) for units in transfer.taken]

@@ -137,6 +137,54 @@ def test_parameters_after_training_are_those_of_training_without_migration(ranks
             assert difference <= 1e-5, f"{method}, {plan}"
 
 
+# When weights are sent ------------------------------------------------------------------------------------------------
+
+
+def _order_of_sending() -> tuple[list[str], float]:
+    """Where in a forward pass each message of weights is posted if each block has its own, and how far parameters are
+    from those of training without migration. The blocks of the second half do not run in the first iteration."""
+
+    def train(training: Training) -> dict[str, Tensor]:
+        training.applier.begin_pass()
+        blocks = training.model.unwrap().blocks
+        x = torch.randn(BATCH, TOKENS, 36, generator=torch.Generator().manual_seed(0))
+        training.booster.backward(blocks[0](x).square().mean(), training.optimizer)
+        training.applier.before_step()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.steps(2)
+        return training.parameters
+
+    expected = train(Training())
+    training = Training()
+    events: list[str] = []
+    exchange = training.transport.exchange
+
+    def log_and_exchange(sends: Any, receives: Any) -> Any:
+        events.append("post")
+        return exchange(sends, receives)
+
+    for number, block in enumerate(training.model.unwrap().blocks):
+        block.attn.register_forward_pre_hook(lambda *_, number=number: events.append(f"attention {number}"))
+        block.mlp.register_forward_pre_hook(lambda *_, number=number: events.append(f"mlp {number}"))
+    ranks = dist.get_world_size()
+    with patch("colossal_hetero.layers.unit_exchange.MESSAGE_BYTES", 1):
+        training.applier.apply(plan_for({ranks - 1: 0.6}, ranks))
+    difference = largest_difference(train(training), expected)
+    with patch.object(training.transport, "exchange", log_and_exchange):
+        events.clear()
+        training.applier.begin_pass()
+        training.model(batch()[0])
+    return events, difference
+
+
+def test_the_weights_of_a_block_are_sent_when_the_block_before_starts() -> None:
+    for events, difference in run_ranks(3, _order_of_sending):
+        wanted = ["post", "attention 0", "post", "mlp 0", "post", "attention 1", "post", "mlp 1"]
+        assert events == wanted
+        assert difference <= 1e-5
+
+
 # AdamW, which amplifies rounding errors of small gradients -----------------------------------------------------------
 
 
