@@ -22,7 +22,7 @@ from .decide.divide import Division, divide, divide_counts, effective_grain
 from .decide.modes import LayerKind
 from .decide.plan import BalancePlan
 from .decide.ratios import layer_ratios
-from .decide.traffic import BlockShape, LayerShape, block_traffic, column_traffic
+from .decide.traffic import BlockShape, LayerShape, block_ports, busiest_port, column_traffic
 
 __all__ = ["Applier", "Pruning", "Shares"]
 
@@ -243,7 +243,10 @@ class Applier:
         self._assign()
 
     def traffic(self, plan: BalancePlan, bytes_per_element: int) -> Traffic:
-        """What ``plan`` would send in an iteration like those so far, over the whole group."""
+        """What ranks would wait for under ``plan`` in an iteration like those so far.
+
+        Of columns this is all that the group sends, of blocks what the busiest rank waits for.
+        """
         assert self._transport is not None
         total = Traffic()
         divisions = self._divide(plan)
@@ -260,7 +263,9 @@ class Applier:
             )
         moves = [division.moves for division in divisions[len(self._layers) :]]
         shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
-        return total + block_traffic(shapes, moves, bucket_numbers(self._blocks, moves), bytes_per_element)
+        numbers = bucket_numbers(self._blocks, moves)
+        ports = block_ports(shapes, moves, numbers, self._transport.size, bytes_per_element)
+        return total + Traffic(point_to_point=busiest_port(ports))
 
     def begin_pass(self, purpose: Purpose = "training") -> None:
         """Call this before each forward pass. Collective over the group if units migrate."""

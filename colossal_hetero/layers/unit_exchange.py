@@ -2,10 +2,10 @@
 
 The weights of many blocks (a *bucket*) are sent in one message per pair of ranks; a rank waits for the message when the
 first of these blocks is about to compute. At that moment it also starts the messages of the next bucket, so that they
-arrive while this one computes, and no earlier: on a GPU, messages that wait in a queue can hold back products. All ranks
-start their messages in the order of the buckets. The gradients of a layer return in its last backward pass before the
-optimizer step. So code that uses gradients as they appear (data parallelism, ZeRO) finds them complete on the rank that
-owns the units.
+arrive while this one computes, and no earlier: on a GPU, messages that wait in a queue can hold back products. All
+ranks start their messages in the order of the buckets. The gradients of a layer return in its last backward pass before
+the optimizer step. So code that uses gradients as they appear (data parallelism, ZeRO) finds them complete on the rank
+that owns the units.
 
 Which backward pass is the last one is known where a schedule or ``no_sync`` says so. Where nothing uses gradients
 before the step, a loop need not say it. Then it is assumed to be the pass that was the last one in the iteration
