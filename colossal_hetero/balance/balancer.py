@@ -45,6 +45,9 @@ __all__ = ["Balancer", "attach_balancer"]
 MAX_RECORDS = 100_000
 """The number of iterations kept for :meth:`Balancer.collect`; older ones are dropped."""
 
+ALWAYS_MEASURED = 16
+"""In mode "off", this many first iterations are measured, and of the later ones only those with timelines."""
+
 SETTLED_AFTER = 10
 """The number of iterations with a plan from which its cost of communication is learned."""
 
@@ -85,8 +88,8 @@ class Balancer:
         self._max_received = math.inf
         self._iteration = 0
         self._running = False
-        for layer in layers.values():
-            layer.clock = clock
+        self._is_measured = False
+        """Whether the current iteration is measured."""
 
     @property
     def plan(self) -> BalancePlan:
@@ -128,9 +131,18 @@ class Balancer:
         """Call this before a training forward pass; the first one since :meth:`tick` begins an iteration."""
         if not self._running:
             self._running = True
+            self._measure(self.active or self._iteration < ALWAYS_MEASURED or self._timelines.wants(self._iteration))
+        self._applier.begin_pass()
+
+    def _measure(self, is_measured: bool) -> None:
+        """Let layers mark the clock in this iteration, or not: a mark costs the host some time."""
+        if is_measured != self._is_measured:
+            self._is_measured = is_measured
+            for layer in self._layers.values():
+                layer.clock = self._clock if is_measured else None
+        if is_measured:
             self._clock.keep_segments = self._timelines.wants(self._iteration)
             self._clock.start()
-        self._applier.begin_pass()
 
     def begin_evaluation_pass(self) -> None:
         """Call this before a forward pass without gradients; it belongs to no iteration."""
@@ -166,7 +178,8 @@ class Balancer:
         if not self._running:
             return
         self._running = False
-        self._clock.stop(tag=(self._iteration, self._applier.shares))
+        if self._is_measured:
+            self._clock.stop(tag=(self._iteration, self._applier.shares))
         for times in self._clock.read():
             self._record(times)
             if self.active:
@@ -296,6 +309,9 @@ class Balancer:
 
     def collect(self) -> list[IterationRecord] | None:
         """The records of all ranks since the last call, on global rank 0; None on other ranks.
+
+        In mode "off" only some iterations are measured and have a record: the first :data:`ALWAYS_MEASURED`, and one of
+        :data:`~colossal_hetero.balance.measure.timeline_sampler.SAMPLE_EVERY` after them.
 
         Collective over all ranks. Call it at the end of an epoch or of the run.
         """

@@ -266,7 +266,7 @@ class UnitExchange:
         ]
 
     def _send(self, purpose: Purpose) -> None:
-        if self._sent_for is not None:
+        if self._sent_for is not None or not self._buckets:
             return
         self._sent_for = purpose
         self._versions = self._present_versions()
