@@ -23,9 +23,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .block import Block, BlockWorkload
+from .block import Block, BlockWorkload, Fetch, ReturnGradients
 from .column_migration import MovedRange
 from .transport import Pending, Started, Transport
+from .unit_layout import split_message
 from .workload import Clock, Part, Selector
 
 __all__ = ["MESSAGE_BYTES", "Purpose", "UnitExchange", "bucket_numbers"]
@@ -66,7 +67,8 @@ class _BlockTransfer:
     passes: list[int] = field(default_factory=list)
     """For each layer, the backward passes since then."""
     sums: list[list[Tensor] | None] = field(default_factory=list)
-    """For each layer, the sum of the taken units' gradients in these passes, or None before the first one."""
+    """For each layer, the sums of the taken units' gradients in these passes, or None before the first one: a message
+    for each range of units."""
 
     def clear_gradients(self) -> None:
         self.returned = [0] * len(self.block.layers)
@@ -74,7 +76,7 @@ class _BlockTransfer:
         self.sums = [None] * len(self.block.layers)
 
     def take_sum(self, layer: int) -> list[Tensor]:
-        """The sum of the gradients that have not returned; they count as returned from now on."""
+        """The sums of the gradients that have not returned; they count as returned from now on."""
         total = self.sums[layer]
         assert total is not None, "there was a backward pass"
         self.returned[layer] += self.passes[layer]
@@ -342,7 +344,7 @@ class UnitExchange:
             block, places = transfer.block, transfer.block.places[layer]
             tensors = (block.layers[layer].weight, block.layers[layer].bias)  # type: ignore[attr-defined]
             for units, message in zip(transfer.given, messages, strict=True):
-                parts, _ = _split(message, places, block.parameters[layer], units.count)
+                parts, _ = split_message(message, places, block.parameters[layer], units.count)
                 for place, parameter, part in zip(places, tensors, parts, strict=False):
                     if parameter.requires_grad:
                         place.view(parameter.grad).narrow(place.unit_dim, units.start, units.count).add_(part)
@@ -360,8 +362,8 @@ class UnitExchange:
             started.sent.wait()
         self._returning = []
 
-    def _receiver(self, transfer: _BlockTransfer) -> Callable[[], list[list[Tensor]]]:
-        def receive() -> list[list[Tensor]]:
+    def _receiver(self, transfer: _BlockTransfer) -> Fetch:
+        def receive() -> list[list[list[Tensor]]]:
             if transfer.bucket is None:
                 return []
             self._send("training")
@@ -369,19 +371,20 @@ class UnitExchange:
             self._mark("other", transfer.block.kind)
             transfer.bucket.started.received.wait()
             self._mark("migration", transfer.block.kind)
-            ranges = [_unpack(transfer, units) for units in transfer.taken]
-            return [] if not ranges else _joined(transfer.block, ranges)
+            return [_unpack(transfer, units) for units in transfer.taken]
 
         return receive
 
-    def _returner(self, transfer: _BlockTransfer) -> Callable[[int, list[Tensor]], list[Tensor] | None]:
-        def return_gradients(layer: int, gradients: list[Tensor]) -> list[Tensor] | None:
+    def _returner(self, transfer: _BlockTransfer) -> ReturnGradients:
+        def return_gradients(layer: int, gradients: list[Tensor]) -> list[list[Tensor]] | None:
             if transfer.bucket is None:
                 return None
-            earlier = transfer.sums[layer]
-            # Not in place: the gradients are views of another tensor, which must not change before they are sent.
-            total = gradients if earlier is None else [a + b for a, b in zip(earlier, gradients, strict=True)]
-            transfer.sums[layer] = total
+            total = transfer.sums[layer]
+            if total is None:
+                transfer.sums[layer] = gradients
+            else:
+                for earlier, gradient in zip(total, gradients, strict=True):
+                    earlier.add_(gradient)
             transfer.passes[layer] += 1
             return self._return_gradients(transfer, layer) if self._is_last(transfer, layer) else None
 
@@ -392,7 +395,7 @@ class UnitExchange:
             return self._is_last_pass(transfer.passes[layer])
         return transfer.returned[layer] + transfer.passes[layer] == transfer.expected[layer]
 
-    def _return_gradients(self, transfer: _BlockTransfer, layer: int) -> list[Tensor] | None:
+    def _return_gradients(self, transfer: _BlockTransfer, layer: int) -> list[list[Tensor]] | None:
         received, messages = self._start_return(transfer, layer)
         if not messages:
             return None
@@ -400,11 +403,10 @@ class UnitExchange:
         self._mark("block", transfer.block.kind)
         received.wait()
         self._mark("migration", transfer.block.kind)
-        ranges = [
-            _split(message, places, parameters, units.count)[0]
+        return [
+            split_message(message, places, parameters, units.count)[0]
             for units, message in zip(transfer.given, messages, strict=True)
         ]
-        return [torch.cat([units[n] for units in ranges], place.unit_dim) for n, place in enumerate(places)]
 
     def _start_return(self, transfer: _BlockTransfer, layer: int) -> tuple[Pending, list[Tensor]]:
         """Start returning a layer's sums of gradients; returns the messages with those of ``transfer.given``."""
@@ -412,12 +414,8 @@ class UnitExchange:
         places = transfer.block.places[layer]
         parameters = transfer.block.parameters[layer]
         elements = sum(place.numel(tensor) for place, tensor in zip(places, parameters, strict=True))
-        sends, start = [], 0
-        for units in transfer.taken:
-            parts = [view.narrow(place.unit_dim, start, units.count) for place, view in zip(places, total, strict=True)]
-            sends.append((units.other, torch.cat([part.reshape(-1) for part in parts])))
-            start += units.count
-        receives = [(units.other, total[0].new_empty(units.count * elements)) for units in transfer.given]
+        sends = [(units.other, message) for units, message in zip(transfer.taken, total, strict=True)]
+        receives = [(units.other, parameters[0].new_empty(units.count * elements)) for units in transfer.given]
         started = self._transport.exchange(sends, receives)
         # Do not wait for the owner: it may be late, and this rank continues in the meantime.
         self._returning.append((started, sends))
@@ -427,9 +425,9 @@ class UnitExchange:
 def _check_backward_memory(transfers: Sequence[_BlockTransfer]) -> None:
     """Allocate, and release at once, the memory for gradients that the backward pass will need.
 
-    It is needed for the taken units' gradients, for a copy of them until they have returned, for one whole gradient
-    while it is assembled, and for the rank's own gradients where they do not exist yet. Activations are not included,
-    because they depend on the batch.
+    It is needed for the taken units' gradients until they have returned, twice because some may return before the last
+    pass of an iteration; for the rank's own gradients where they do not exist yet; and for both of one layer before
+    they are added to those of earlier passes. Activations are not included, because they depend on the batch.
 
     Raises:
         RuntimeError: there is not enough memory.
@@ -445,7 +443,7 @@ def _check_backward_memory(transfers: Sequence[_BlockTransfer]) -> None:
                 whole = sum(tensor.numel() for tensor in tensors)
                 own = whole if layer.weight.grad is None else 0  # type: ignore[attr-defined]
                 room.append(tensors[0].new_empty(2 * taken * elements + own))
-                largest = max(largest, whole)
+                largest = max(largest, taken * elements + whole)
     if room:
         room.append(room[0].new_empty(largest))
 
@@ -474,29 +472,7 @@ def _unpack(transfer: _BlockTransfer, units: _UnitRange) -> list[list[Tensor]]:
         offset += count * earlier.block.elements_per_unit
     layers = []
     for tensors, places in zip(transfer.block.parameters, transfer.block.places, strict=True):
-        views, used = _split(message[offset:], places, tensors, units.count)
+        views, used = split_message(message[offset:], places, tensors, units.count)
         layers.append(views)
         offset += used
     return layers
-
-
-def _split(message: Tensor, places: Sequence, tensors: Sequence[Tensor], count: int) -> tuple[list[Tensor], int]:
-    """The first elements of ``message`` as ``count`` units of each of ``tensors``, and the number of these elements."""
-    views, offset = [], 0
-    for place, tensor in zip(places, tensors, strict=True):
-        shape = list(place.view(tensor).shape)
-        shape[place.unit_dim] = count
-        length = count * place.numel(tensor)
-        views.append(message[offset : offset + length].view(shape))
-        offset += length
-    return views, offset
-
-
-def _joined(block: Block, ranges: list[list[list[Tensor]]]) -> list[list[Tensor]]:
-    """The units of several ranges concatenated, by layer and tensor."""
-    if len(ranges) == 1:
-        return ranges[0]
-    return [
-        [torch.cat([units[layer][n] for units in ranges], place.unit_dim) for n, place in enumerate(places)]
-        for layer, places in enumerate(block.places)
-    ]
