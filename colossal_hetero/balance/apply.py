@@ -13,7 +13,7 @@ from ..layers.block import Block
 from ..layers.column_migration import COLUMN_EXCHANGES, ColumnExchange, ColumnMigration
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport
-from ..layers.unit_exchange import UnitExchange, bucket_numbers
+from ..layers.unit_exchange import Purpose, UnitExchange, bucket_numbers
 from ..layers.workload import Clock, Workload, kept_count
 from .column_selection import ColumnSelector, make_selector
 from .config import BalanceConfig
@@ -22,7 +22,7 @@ from .decide.divide import Division, divide, divide_counts, effective_grain
 from .decide.modes import LayerKind
 from .decide.plan import BalancePlan
 from .decide.ratios import layer_ratios
-from .decide.traffic import BlockShape, LayerShape, block_traffic, column_traffic
+from .decide.traffic import BlockShape, LayerShape, block_ports, busiest_port, column_traffic
 
 __all__ = ["Applier", "Pruning", "Shares", "columns_stay"]
 
@@ -176,7 +176,7 @@ class Applier:
         config: BalanceConfig,
         iterations_per_interval: int,
         transport: Transport | None = None,
-        is_last_pass: Callable[[int], bool] = lambda passes: True,
+        is_last_pass: Callable[[int], bool] | None = None,
         clock: Clock | None = None,
     ) -> None:
         inside = {id(layer) for block in blocks for layer in block.layers}
@@ -250,7 +250,10 @@ class Applier:
         self._assign()
 
     def traffic(self, plan: BalancePlan, bytes_per_element: int) -> Traffic:
-        """What ``plan`` would send in an iteration like those so far, over the whole group."""
+        """What ranks would wait for under ``plan`` in an iteration like those so far.
+
+        Of columns this is all that the group sends, of blocks what the busiest rank waits for.
+        """
         assert self._transport is not None
         total = Traffic()
         divisions = self._divide(plan)
@@ -267,12 +270,24 @@ class Applier:
             )
         moves = [division.moves for division in divisions[len(self._layers) :]]
         shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
-        return total + block_traffic(shapes, moves, bucket_numbers(self._blocks, moves), bytes_per_element)
+        numbers = bucket_numbers(self._blocks, moves)
+        ports = block_ports(shapes, moves, numbers, self._transport.size, bytes_per_element)
+        return total + Traffic(point_to_point=busiest_port(ports))
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, purpose: Purpose = "training") -> None:
         """Call this before each forward pass. Collective over the group if units migrate."""
         if self._unit_exchange is not None:
-            self._unit_exchange.begin_pass()
+            self._unit_exchange.begin_pass(purpose)
+
+    def end_pass(self) -> None:
+        """Call this after each forward pass for evaluation."""
+        if self._unit_exchange is not None:
+            self._unit_exchange.end_pass()
+
+    def begin_evaluation(self) -> None:
+        """Call this when the model is switched to evaluation."""
+        if self._unit_exchange is not None:
+            self._unit_exchange.begin_evaluation()
 
     def drop_gradients(self) -> None:
         """Discard this iteration's gradients."""
@@ -342,8 +357,13 @@ class Applier:
         first = len(self._layers)
         selectors: Sequence[ColumnSelector | None] = self._pruning.selectors[first:] or [None] * len(self._blocks)
         if self._unit_exchange is not None:
+            assert self._plan is not None
             self._unit_exchange.assign(
-                self._blocks, [division.moves for division in divisions[first:]], kept[first:], selectors
+                self._blocks,
+                [division.moves for division in divisions[first:]],
+                kept[first:],
+                selectors,
+                in_evaluation=not any(self._plan.resize),
             )
 
     def _measure(self, kept: Sequence[int], divisions: Sequence[Division]) -> Shares:

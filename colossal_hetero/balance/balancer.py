@@ -46,6 +46,9 @@ __all__ = ["Balancer", "attach_balancer"]
 MAX_RECORDS = 100_000
 """The number of iterations kept for :meth:`Balancer.collect`; older ones are dropped."""
 
+ALWAYS_MEASURED = 16
+"""In mode "off", this many first iterations are measured, and of the later ones only those with timelines."""
+
 SETTLED_AFTER = 10
 """The number of iterations with a plan from which its cost of communication is learned."""
 
@@ -64,7 +67,7 @@ class Balancer:
         clock: IterationClock,
         groups: Groups,
         iterations_per_interval: int,
-        is_last_pass: Callable[[int], bool],
+        is_last_pass: Callable[[int], bool] | None,
     ) -> None:
         self.config = config
         self._layers = layers
@@ -86,8 +89,8 @@ class Balancer:
         self._max_received = math.inf
         self._iteration = 0
         self._running = False
-        for layer in layers.values():
-            layer.clock = clock
+        self._is_measured = False
+        """Whether the current iteration is measured."""
 
     @property
     def plan(self) -> BalancePlan:
@@ -129,9 +132,30 @@ class Balancer:
         """Call this before a training forward pass; the first one since :meth:`tick` begins an iteration."""
         if not self._running:
             self._running = True
+            self._measure(self.active or self._iteration < ALWAYS_MEASURED or self._timelines.wants(self._iteration))
+        self._applier.begin_pass()
+
+    def _measure(self, is_measured: bool) -> None:
+        """Let layers mark the clock in this iteration, or not: a mark costs the host some time."""
+        if is_measured != self._is_measured:
+            self._is_measured = is_measured
+            for layer in self._layers.values():
+                layer.clock = self._clock if is_measured else None
+        if is_measured:
             self._clock.keep_segments = self._timelines.wants(self._iteration)
             self._clock.start()
-        self._applier.begin_pass()
+
+    def begin_evaluation_pass(self) -> None:
+        """Call this before a forward pass without gradients; it belongs to no iteration."""
+        self._applier.begin_pass("evaluation")
+
+    def end_evaluation_pass(self) -> None:
+        """Call this after a forward pass without gradients."""
+        self._applier.end_pass()
+
+    def begin_evaluation(self) -> None:
+        """Call this when the model is switched to evaluation: its weights may be others from now on."""
+        self._applier.begin_evaluation()
 
     def drop_gradients(self) -> None:
         """Discard this iteration's gradients. Call it on all ranks of the group."""
@@ -155,7 +179,8 @@ class Balancer:
         if not self._running:
             return
         self._running = False
-        self._clock.stop(tag=(self._iteration, self._applier.shares))
+        if self._is_measured:
+            self._clock.stop(tag=(self._iteration, self._applier.shares))
         for times in self._clock.read():
             self._record(times)
             if self.active:
@@ -286,6 +311,9 @@ class Balancer:
     def collect(self) -> list[IterationRecord] | None:
         """The records of all ranks since the last call, on global rank 0; None on other ranks.
 
+        In mode "off" only some iterations are measured and have a record: the first :data:`ALWAYS_MEASURED`, and one of
+        :data:`~colossal_hetero.balance.measure.timeline_sampler.SAMPLE_EVERY` after them.
+
         Collective over all ranks. Call it at the end of an epoch or of the run.
         """
         # A GPU's clock has times some iterations late, which differs between ranks. Iterations that some rank has not
@@ -321,7 +349,7 @@ def attach_balancer(
     clock: IterationClock,
     tp_group: dist.ProcessGroup,
     iterations_per_interval: int,
-    is_last_pass: Callable[[int], bool] = lambda passes: True,
+    is_last_pass: Callable[[int], bool] | None = None,
 ) -> Balancer:
     """A balancer for the tensor-parallel layers of ``model``. Collective over all ranks.
 
@@ -331,8 +359,7 @@ def attach_balancer(
         clock: the clock that the layers mark.
         tp_group: this rank's tensor-parallel group.
         iterations_per_interval: the length of an interval of the priorities.
-        is_last_pass: whether a layer's n-th backward pass since the last optimizer step is the last one before the
-        next.
+        is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.UnitExchange`.
 
     Raises:
         ValueError: a layer has an option that the mode cannot be combined with, or ranks were given different

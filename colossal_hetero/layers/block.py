@@ -29,7 +29,14 @@ from .linear import HeteroLinear
 from .unit_layout import UnitPlace, UnitShare
 from .workload import Selector, is_recorded, values_of
 
-__all__ = ["Block", "BlockWorkload", "attach_blocks"]
+__all__ = ["Block", "BlockWorkload", "Fetch", "ReturnGradients", "attach_blocks"]
+
+Fetch = Callable[[], Sequence[Sequence[Sequence[Tensor]]]]
+"""Returns the taken units: for each range of them and each layer, contiguous views of weight and bias."""
+
+ReturnGradients = Callable[[int, list[Tensor]], Sequence[Sequence[Tensor]] | None]
+"""Takes a layer's index and the gradients of its taken units, and returns those of its given units; see
+:class:`~colossal_hetero.layers.unit_layout.UnitShare`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +88,11 @@ class Block:
         self.units = places[-1][0].units
         self.kind: int | None = None
         self.workload: BlockWorkload | None = None
+        self.evaluates = False
+        """Whether the workload applies to the current pass although it has no gradients."""
         self._heads = heads
         self._widths = {width: getattr(heads, width) for width in widths if hasattr(heads, width)}
-        self._fetch: Callable[[], Sequence[Sequence[Tensor]]] = tuple
+        self._fetch: Fetch = tuple
         self._shares: tuple[UnitShare, ...] = ()
         self._prepared = False
         for layer in self.layers:
@@ -131,32 +140,27 @@ class Block:
     def assign(
         self,
         workload: BlockWorkload | None,
-        fetch: Callable[[], Sequence[Sequence[Tensor]]] = tuple,
-        return_gradients: Callable[[int, list[Tensor]], list[Tensor] | None] = lambda layer, gradients: None,
+        fetch: Fetch = tuple,
+        return_gradients: ReturnGradients = lambda layer, gradients: None,
     ) -> None:
         """Compute ``workload`` from the next iteration on; None means the full share of the work.
 
         Args:
             workload: the block's part of the plan on this rank.
-            fetch: called once per iteration, before the first product; returns the taken units of every layer.
-            return_gradients: called in the backward pass with a layer's index and the gradients of its taken units;
-                returns the gradients of the given units, or None while they are still being accumulated.
-
-        Raises:
-            RuntimeError: there is not enough memory for the taken units.
+            fetch: called once per iteration, before the first product.
+            return_gradients: called in the backward pass.
         """
         self.workload = workload
+        self.evaluates = False
         self._fetch = fetch
         self._shares = ()
         self._prepared = False
         if workload is None:
             return
         self._shares = tuple(
-            UnitShare(places, self.units - workload.given, workload.taken_count, partial(return_gradients, number))
+            UnitShare(places, self.units - workload.given, partial(return_gradients, number))
             for number, places in enumerate(self.places)
         )
-        for share, tensors in zip(self._shares, self.parameters, strict=True):
-            share.reserve(tensors)
 
     def begin_iteration(self) -> None:
         """The weights have changed: fetch the taken units and choose the kept ones again in the next forward pass."""
@@ -168,10 +172,10 @@ class Block:
             return None
         if not self._prepared:
             self._prepared = True
-            taken = self._fetch() or [()] * len(self.layers)
+            ranges = self._fetch()
             kept = self._choose()
-            for share, tensors, of_layer in zip(self._shares, self.parameters, taken, strict=True):
-                share.begin(tensors, kept, of_layer)
+            for number, (share, tensors) in enumerate(zip(self._shares, self.parameters, strict=True)):
+                share.begin(tensors, kept, [units[number] for units in ranges])
             if layer.clock is not None:
                 layer.clock.mark("block", self.kind)
         return self._shares[self.layers.index(layer)]
@@ -186,7 +190,9 @@ class Block:
         return [UnitRange(rank, 0, self.workload.kept), *self.workload.taken]
 
     def _is_active(self, layer: Any) -> bool:
-        return self.workload is not None and layer.training and is_recorded()
+        if self.workload is None:
+            return False
+        return layer.training if is_recorded() else self.evaluates
 
     def _choose(self) -> Tensor | None:
         assert self.workload is not None

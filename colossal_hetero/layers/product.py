@@ -11,8 +11,8 @@ If nothing is pruned, the result is bit for bit that of Colossal-AI's layers: sa
 column-parallel layer sums dX over the group while dW is computed; a row-parallel layer sums Y outside this module.
 With sequence parallelism a column-parallel layer gathers X before the product (:mod:`.sequence_parallel`).
 
-If units of a block are pruned or migrated, its layers use the same formulas with another weight: that of the units
-which this rank computes (:mod:`.unit_layout`).
+If units of a block are pruned or migrated, its layers use the same formulas for the units that this rank computes
+(:mod:`.unit_layout`).
 """
 
 from __future__ import annotations
@@ -118,31 +118,33 @@ class _ParallelProduct(torch.autograd.Function):
         ctx.how = how
         ctx.columns = x.shape[-1]
         ctx.use_bias = bias is not None
-        used_weight = weight
+        used_weight, share = weight, how.share
         if how.lineage is not None:
             x = x.index_select(-1, how.lineage.kept)
             used_weight = weight.index_select(how.layout.columns, how.lineage.kept)
-        elif how.share is not None:
-            used_weight, bias = how.share.operands(weight, bias)
         # Save the kept part of X instead of X, whose memory can then be released. The weight's kept part is cheap to
         # select again.
         ctx.save_for_backward(x, weight)
-        y = run(lambda: how.layout.output(x, used_weight, bias), how.slow_down)
+        if share is None:
+            y = run(lambda: how.layout.output(x, used_weight, bias), how.slow_down)
+        else:
+            y = run(lambda: share.output(how.layout, x, weight, bias), how.slow_down)
         how.mark("matmul")
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
         how: ProductContext = ctx.how
-        layout, lineage = how.layout, how.lineage
+        layout, lineage, share = how.layout, how.lineage, how.share
         how.mark(how.before_backward)
         x, weight = ctx.saved_tensors
         if lineage is not None:
             weight = weight.index_select(layout.columns, lineage.kept)
-        elif how.share is not None:
-            weight, _ = how.share.operands(weight, None)
 
-        dx = run(lambda: layout.input_gradient(dy, weight), how.slow_down)
+        if share is None:
+            dx = run(lambda: layout.input_gradient(dy, weight), how.slow_down)
+        else:
+            dx = run(lambda: share.input_gradient(layout, dy, weight), how.slow_down)
         if lineage is not None:
             backward_pass = lineage.begin_backward()
             dx = lineage.restore("input", backward_pass, dx, -1, ctx.columns)
@@ -156,9 +158,12 @@ class _ParallelProduct(torch.autograd.Function):
         dy_matrix = matrix_view(dy.contiguous())
         dw = None
         # A unit's weights and biases are sent together.
-        if ctx.needs_input_grad[1] or (how.share is not None and ctx.needs_input_grad[2]):
+        if ctx.needs_input_grad[1] or (share is not None and ctx.needs_input_grad[2]):
             x_matrix = matrix_view(x.contiguous())
-            dw = run(lambda: layout.weight_gradient(dy_matrix, x_matrix), how.slow_down)
+            if share is None:
+                dw = run(lambda: layout.weight_gradient(dy_matrix, x_matrix), how.slow_down)
+            else:
+                dw = run(lambda: share.weight_gradient(layout, dy_matrix, x_matrix), how.slow_down)
             if lineage is not None:
                 dw = lineage.restore("weight", backward_pass, dw, layout.columns, ctx.columns)
         how.mark("matmul")
@@ -166,8 +171,8 @@ class _ParallelProduct(torch.autograd.Function):
         if ctx.use_bias:
             db = dy_matrix.sum(dim=0)
             how.mark("other")
-        if how.share is not None and dw is not None:
-            dw, db = how.share.gradients(dw, db)
+        if share is not None and dw is not None:
+            dw, db = share.gradients(dw, db)
             how.mark("block")
         if handle is not None:
             handle.wait()

@@ -3,9 +3,16 @@
 Frozen weights are sent again only when they have changed.
 
 The weights of many blocks (a *bucket*) are sent in one message per pair of ranks; a rank waits for the message when the
-first of these blocks is about to compute. The gradients of a layer return in its last backward pass before the
-optimizer step. So code that uses gradients as they appear (data parallelism, ZeRO, loss scaling, clipping) finds them
-complete on the rank that owns the units.
+first of these blocks is about to compute. At that moment it also starts the messages of the next bucket, so that they
+arrive while this one computes, and no earlier: on a GPU, messages that wait in a queue can hold back products. All
+ranks start their messages in the order of the buckets. The gradients of a layer return in its last backward pass before
+the optimizer step. So code that uses gradients as they appear (data parallelism, ZeRO) finds them complete on the rank
+that owns the units.
+
+Which backward pass is the last one is known where a schedule or ``no_sync`` says so. Where nothing uses gradients
+before the step, a loop need not say it. Then it is assumed to be the pass that was the last one in the iteration
+before, and gradients of other passes return at the end of the iteration. Which way a gradient returns depends only on
+how often its layer has run, which is equal on all ranks of the group.
 """
 
 from __future__ import annotations
@@ -13,17 +20,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .block import Block, BlockWorkload
+from .block import Block, BlockWorkload, Fetch, ReturnGradients
 from .column_migration import MovedRange
 from .dropout.unit_dropout import UnitRange
 from .transport import Pending, Started, Transport
+from .unit_layout import split_message
 from .workload import Clock, Part, Selector
 
-__all__ = ["MESSAGE_BYTES", "UnitExchange", "bucket_numbers"]
+__all__ = ["MESSAGE_BYTES", "Purpose", "UnitExchange", "bucket_numbers"]
+
+Purpose = Literal["training", "evaluation"]
 
 MESSAGE_BYTES = 4 << 20
 """Blocks are added to a bucket until their moved weights reach this size; larger messages would not be faster."""
@@ -52,14 +63,33 @@ class _BlockTransfer:
     taken: list[_UnitRange]
     """Other ranks' units that this rank computes."""
     bucket: _Bucket | None = None
+    expected: list[int] = field(default_factory=list)
+    """For each layer, the backward passes of an iteration, according to the iteration before."""
+    returned: list[int] = field(default_factory=list)
+    """For each layer, the backward passes of this iteration whose gradients have returned."""
     passes: list[int] = field(default_factory=list)
-    """For each layer, the backward passes since its gradients last returned."""
+    """For each layer, the backward passes since then."""
     sums: list[list[Tensor] | None] = field(default_factory=list)
-    """For each layer, the sum of the taken units' gradients in these passes, or None before the first one."""
+    """For each layer, the sums of the taken units' gradients in these passes, or None before the first one: a message
+    for each range of units."""
 
     def clear_gradients(self) -> None:
+        self.returned = [0] * len(self.block.layers)
         self.passes = [0] * len(self.block.layers)
         self.sums = [None] * len(self.block.layers)
+
+    def take_sum(self, layer: int) -> list[Tensor]:
+        """The sums of the gradients that have not returned; they count as returned from now on."""
+        total = self.sums[layer]
+        assert total is not None, "there was a backward pass"
+        self.returned[layer] += self.passes[layer]
+        self.passes[layer], self.sums[layer] = 0, None
+        return total
+
+    def end_iteration(self) -> None:
+        """Expect as many backward passes in the next iteration as in this one."""
+        self.expected = [done or before for done, before in zip(self.returned, self.expected, strict=True)]
+        self.clear_gradients()
 
 
 @dataclass(eq=False)
@@ -70,25 +100,10 @@ class _Bucket:
     send_buffers: dict[int, Tensor] = field(default_factory=dict)
     receive_buffers: dict[int, Tensor] = field(default_factory=dict)
     started: Started = field(default_factory=lambda: Started(Pending(()), Pending(())))
-    sent_versions: list[int] = field(default_factory=list)
-    """:attr:`versions` when its weights were sent."""
-    sent_frozen: bool = False
-    """Whether its weights were frozen when they were sent."""
-
-    @property
-    def is_frozen(self) -> bool:
-        return all(transfer.block.is_frozen for transfer in self.transfers)
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether receivers still have its weights. Weights that are trained may change without a new version."""
-        return self.sent_frozen and self.is_frozen and self.sent_versions == self.versions
-
-    @property
-    def versions(self) -> list[int]:
-        """How often each of its parameters has been changed."""
-        every = [tensors for transfer in self.transfers for tensors in transfer.block.unit_parameters]
-        return [tensor._version for tensors in every for tensor in tensors]
+    number: int = 0
+    """Its number, which is the same on all ranks."""
+    place: int = 0
+    """Its place among this rank's buckets."""
 
     def reserve(self) -> None:
         """Allocate the buffers."""
@@ -128,25 +143,41 @@ class UnitExchange:
 
     Args:
         transport: the group's transport.
-        is_last_pass: whether a layer's n-th backward pass since its gradients last returned is the last one before the
-            optimizer step; the same function on all ranks.
+        is_last_pass: whether a layer's n-th backward pass since its gradients last returned is the last one before
+            gradients are used; the same function on all ranks. None: nothing uses gradients before :meth:`finish`.
         clock: the clock that the layers mark, so that waiting does not count as work.
     """
 
     def __init__(
         self,
         transport: Transport,
-        is_last_pass: Callable[[int], bool],
+        is_last_pass: Callable[[int], bool] | None,
         clock: Clock | None = None,
     ) -> None:
         self._transport = transport
         self._is_last_pass = is_last_pass
         self._clock = clock
+        self._blocks: Sequence[Block] = ()
+        self._numbers: list[int] = []
+        """The number of each block's bucket."""
         self._transfers: list[_BlockTransfer] = []
         self._buckets: list[_Bucket] = []
+        self._started_buckets = 0
+        """How many buckets' messages have been started since the weights changed."""
         self._returning: list[tuple[Started, list[tuple[int, Tensor]]]] = []
         """Gradients that are being sent to their owners, with the tensors that they are sent from."""
-        self._is_sent = False
+        self._in_evaluation = False
+        self._sent_for: Purpose | None = None
+        """What the weights that were sent last are used for; None if they have changed since."""
+        self._forward_passes = 0
+        self._expected_passes = 1
+        """The number of forward passes in the iteration before."""
+        self._versions: list[int] = []
+        """How often each parameter of a block had been changed when units were sent."""
+        self._sent_frozen: dict[int, list[int]] | None = None
+        """:meth:`_frozen_versions` when weights were sent; None if frozen weights have changed since."""
+        self._unchanged: set[int] = set()
+        """The numbers of buckets whose weights receivers still have."""
 
     def assign(
         self,
@@ -154,25 +185,31 @@ class UnitExchange:
         moves: Sequence[Sequence[MovedRange]],
         kept: Sequence[int],
         select: Sequence[Selector | None],
+        in_evaluation: bool = False,
     ) -> None:
         """From the next iteration on migrate each block's ``moves`` and compute ``kept`` of this rank's own units.
 
         ``moves``, ``kept`` and ``select`` have an entry for each block; ``select`` chooses the kept units if some are
-        pruned.
+        pruned. With ``in_evaluation``, which must be equal on all ranks and requires that no rank prunes, units also
+        migrate in passes that are begun for evaluation.
 
         Raises:
             RuntimeError: there is not enough memory for the units that this rank takes.
         """
         self.release(blocks)
+        self._blocks = blocks
+        self._in_evaluation = in_evaluation
         rank = self._transport.rank
         buckets: dict[int, _Bucket] = defaultdict(_Bucket)
-        numbers = bucket_numbers(blocks, moves)
-        for block, moved, count, rule, number in zip(blocks, moves, kept, select, numbers, strict=True):
+        self._numbers = bucket_numbers(blocks, moves)
+        self._sent_frozen = None
+        for block, moved, count, rule, number in zip(blocks, moves, kept, select, self._numbers, strict=True):
             given = [_UnitRange(move.receiver, move.start, move.stop) for move in moved if move.sender == rank]
             taken = [_UnitRange(move.sender, move.start, move.stop) for move in moved if move.receiver == rank]
             if count == block.units and not taken:
                 continue
             transfer = _BlockTransfer(block, given, taken)
+            transfer.expected = [self._expected_passes] * len(block.layers)
             transfer.clear_gradients()
             workload = BlockWorkload(
                 given=sum(units.count for units in given),
@@ -185,8 +222,9 @@ class UnitExchange:
             if given or taken:
                 transfer.bucket = buckets[number]
                 transfer.bucket.transfers.append(transfer)
-        self._buckets = list(buckets.values())
-        for bucket in self._buckets:
+        self._buckets = [buckets[number] for number in sorted(buckets)]
+        for place, (number, bucket) in enumerate(sorted(buckets.items())):
+            bucket.number, bucket.place = number, place
             bucket.reserve()
         _check_backward_memory(self._transfers)
 
@@ -198,68 +236,146 @@ class UnitExchange:
         for block in blocks:
             block.assign(None)
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, purpose: Purpose = "training") -> None:
         """Start sending the units' weights, once per iteration. Collective over the group; call it before each forward
-        pass.
+        pass, and :meth:`end_pass` after one for evaluation. Later buckets follow while the blocks run.
 
         If weights were changed since, which all ranks of the group do at the same time, they are sent again. If a block
         runs before this is called, its forward pass starts the sending.
-        """
-        if self._is_sent and any(bucket.sent_versions != bucket.versions for bucket in self._buckets):
-            self._end_use()
-        self._send()
 
-    def _send(self) -> None:
-        if self._is_sent:
+        Weights that were sent for evaluation are not used for training, and vice versa: an average of the weights may
+        take their place while a model is evaluated, and not all code that does so can be noticed.
+        """
+        if purpose == "training":
+            self._forward_passes += 1
+        elif not self._in_evaluation:
             return
-        self._is_sent = True
+        if self._sent_for is not None and (self._sent_for != purpose or self._versions != self._present_versions()):
+            self._end_use()
+        self._send(purpose)
+        self._set_evaluates(purpose == "evaluation")
+
+    def end_pass(self) -> None:
+        """A forward pass has ended: in what follows without gradients, each rank computes its own units."""
+        self._set_evaluates(False)
+
+    def _set_evaluates(self, evaluates: bool) -> None:
+        for transfer in self._transfers:
+            transfer.block.evaluates = evaluates
+
+    def begin_evaluation(self) -> None:
+        """Passes without gradients follow, possibly with other weights than those before."""
+        if self._sent_for == "evaluation":
+            self._end_use()
+
+    def _present_versions(self) -> list[int]:
+        """Of all blocks, also those that this rank exchanges nothing of: all ranks must notice the same changes."""
+        if not self._buckets:
+            return []
+        return [version for block in self._blocks for version in _versions(block)]
+
+    def _frozen_versions(self) -> dict[int, list[int]]:
+        """By the number of a bucket, if all of its blocks are frozen, how often their parameters had been changed."""
+        frozen: dict[int, list[int]] = {}
+        trained = set()
+        for block, number in zip(self._blocks, self._numbers, strict=True):
+            frozen.setdefault(number, []).extend(_versions(block))
+            if not block.is_frozen:
+                trained.add(number)
+        return {number: versions for number, versions in frozen.items() if number not in trained}
+
+    def _send(self, purpose: Purpose) -> None:
+        if self._sent_for is not None or not self._buckets:
+            return
+        self._sent_for = purpose
+        self._versions = self._present_versions()
+        before, self._sent_frozen = self._sent_frozen or {}, self._frozen_versions()
+        # Weights that are trained may change without a new version.
+        self._unchanged = {number for number, versions in self._sent_frozen.items() if before.get(number) == versions}
         self._mark("other", None)
         self._wait_for_receivers()
         self._mark("migration", None)
-        for bucket in self._buckets:
-            if bucket.is_unchanged:
+        self._start_buckets(1)
+
+    def _start_buckets(self, count: int) -> None:
+        """Start the messages of the first ``count`` buckets, if they have not been started."""
+        for bucket in self._buckets[self._started_buckets : count]:
+            if bucket.number in self._unchanged:
                 continue
-            bucket.sent_versions = bucket.versions
-            bucket.sent_frozen = bucket.is_frozen
             for other, message in bucket.send_buffers.items():
                 torch.cat([part.reshape(-1) for part in _weights(bucket, other)], out=message)
             bucket.started = self._transport.exchange(
                 list(bucket.send_buffers.items()), list(bucket.receive_buffers.items())
             )
+        self._started_buckets = max(self._started_buckets, min(count, len(self._buckets)))
 
     def weights_changed(self) -> None:
         """The weights have changed, frozen ones too: those sent before are not used any more."""
         self._end_use()
-        for bucket in self._buckets:
-            bucket.sent_frozen = False
+        self._sent_frozen = None
 
     def _end_use(self) -> None:
         """Send weights again before the next pass, except frozen ones that have not changed."""
+        if self._sent_for is not None:
+            # Also those of blocks that did not run: another rank may have started its part of their messages.
+            self._start_buckets(len(self._buckets))
         for bucket in self._buckets:
             bucket.started.received.wait()
         for transfer in self._transfers:
             transfer.block.begin_iteration()
-        self._is_sent = False
+        self._sent_for, self._started_buckets = None, 0
 
     def drop_gradients(self) -> None:
-        """Discard gradients that have not returned."""
+        """Discard gradients that have not returned, and the iteration's count of passes."""
+        self._forward_passes = 0
         for transfer in self._transfers:
             transfer.clear_gradients()
 
     def finish(self) -> None:
-        """End the iteration: call this when all backward passes are done, before the optimizer step.
+        """End the iteration: call this when all backward passes are done, before gradients are used.
+
+        Gradients that have not returned are added to the ``grad`` of their owner's parameters. Calling this again has
+        no effect.
 
         Raises:
-            RuntimeError: gradients of units that this rank computes for others have not returned.
+            RuntimeError: gradients of units that this rank computes for others have not returned, although something
+                uses gradients before the optimizer step.
         """
         self._end_use()
-        late = next((transfer.block.name for transfer in self._transfers if any(transfer.passes)), None)
-        if late is not None:
+        self._expected_passes = self._forward_passes or self._expected_passes
+        self._forward_passes = 0
+        late = [transfer for transfer in self._transfers if any(transfer.passes)]
+        if late and self._is_last_pass is not None:
             self.drop_gradients()
             raise RuntimeError(
-                f"gradients of migrated units of {late or 'the model'} have not returned to their owner: the last "
-                "backward pass before optimizer.step() must run outside no_sync()"
+                f"gradients of migrated units of {late[0].block.name or 'the model'} have not returned to their owner: "
+                "the last backward pass before optimizer.step() must run outside no_sync()"
             )
+        self._return_late(late)
+        for transfer in self._transfers:
+            transfer.end_iteration()
+
+    def _return_late(self, late: Sequence[_BlockTransfer]) -> None:
+        """Return all gradients that have not returned, and add those of this rank's units to its parameters'."""
+        arriving = [
+            (transfer, layer, self._start_return(transfer, layer))
+            for transfer in late
+            for layer, passes in enumerate(transfer.passes)
+            if passes
+        ]
+        if not arriving:
+            return
+        self._mark("other", None)
+        for transfer, layer, (received, messages) in arriving:
+            received.wait()
+            block, places = transfer.block, transfer.block.places[layer]
+            tensors = (block.layers[layer].weight, block.layers[layer].bias)  # type: ignore[attr-defined]
+            for units, message in zip(transfer.given, messages, strict=True):
+                parts, _ = split_message(message, places, block.parameters[layer], units.count)
+                for place, parameter, part in zip(places, tensors, parts, strict=False):
+                    if parameter.requires_grad:
+                        place.view(parameter.grad).narrow(place.unit_dim, units.start, units.count).add_(part)
+        self._mark("migration", None)
 
     def _mark(self, part: Part, kind: int | None) -> None:
         if self._clock is not None:
@@ -273,66 +389,72 @@ class UnitExchange:
             started.sent.wait()
         self._returning = []
 
-    def _receiver(self, transfer: _BlockTransfer) -> Callable[[], list[list[Tensor]]]:
-        def receive() -> list[list[Tensor]]:
+    def _receiver(self, transfer: _BlockTransfer) -> Fetch:
+        def receive() -> list[list[list[Tensor]]]:
             if transfer.bucket is None:
                 return []
+            self._send("training")
+            self._start_buckets(transfer.bucket.place + 2)
             self._mark("other", transfer.block.kind)
-            self._send()
             transfer.bucket.started.received.wait()
             self._mark("migration", transfer.block.kind)
-            ranges = [_unpack(transfer, units) for units in transfer.taken]
-            return [] if not ranges else _joined(transfer.block, ranges)
+            return [_unpack(transfer, units) for units in transfer.taken]
 
         return receive
 
-    def _returner(self, transfer: _BlockTransfer) -> Callable[[int, list[Tensor]], list[Tensor] | None]:
-        def return_gradients(layer: int, gradients: list[Tensor]) -> list[Tensor] | None:
+    def _returner(self, transfer: _BlockTransfer) -> ReturnGradients:
+        def return_gradients(layer: int, gradients: list[Tensor]) -> list[list[Tensor]] | None:
             if transfer.bucket is None:
                 return None
-            earlier = transfer.sums[layer]
-            # Not in place: the gradients are views of another tensor, which must not change before they are sent.
-            total = gradients if earlier is None else [a + b for a, b in zip(earlier, gradients, strict=True)]
-            transfer.sums[layer] = total
+            total = transfer.sums[layer]
+            if total is None:
+                transfer.sums[layer] = gradients
+            else:
+                for earlier, gradient in zip(total, gradients, strict=True):
+                    earlier.add_(gradient)
             transfer.passes[layer] += 1
-            if not self._is_last_pass(transfer.passes[layer]):
-                return None
-            transfer.passes[layer], transfer.sums[layer] = 0, None
-            return self._return_gradients(transfer, layer, total)
+            return self._return_gradients(transfer, layer) if self._is_last(transfer, layer) else None
 
         return return_gradients
 
-    def _return_gradients(self, transfer: _BlockTransfer, layer: int, total: list[Tensor]) -> list[Tensor] | None:
+    def _is_last(self, transfer: _BlockTransfer, layer: int) -> bool:
+        if self._is_last_pass is not None:
+            return self._is_last_pass(transfer.passes[layer])
+        return transfer.returned[layer] + transfer.passes[layer] == transfer.expected[layer]
+
+    def _return_gradients(self, transfer: _BlockTransfer, layer: int) -> list[list[Tensor]] | None:
+        received, messages = self._start_return(transfer, layer)
+        if not messages:
+            return None
+        places, parameters = transfer.block.places[layer], transfer.block.parameters[layer]
+        self._mark("block", transfer.block.kind)
+        received.wait()
+        self._mark("migration", transfer.block.kind)
+        return [
+            split_message(message, places, parameters, units.count)[0]
+            for units, message in zip(transfer.given, messages, strict=True)
+        ]
+
+    def _start_return(self, transfer: _BlockTransfer, layer: int) -> tuple[Pending, list[Tensor]]:
+        """Start returning a layer's sums of gradients; returns the messages with those of ``transfer.given``."""
+        total = transfer.take_sum(layer)
         places = transfer.block.places[layer]
         parameters = transfer.block.parameters[layer]
         elements = sum(place.numel(tensor) for place, tensor in zip(places, parameters, strict=True))
-        sends, start = [], 0
-        for units in transfer.taken:
-            parts = [view.narrow(place.unit_dim, start, units.count) for place, view in zip(places, total, strict=True)]
-            sends.append((units.other, torch.cat([part.reshape(-1) for part in parts])))
-            start += units.count
-        if sends:
-            # Do not wait: the owner may be late, and this rank continues in the meantime.
-            self._returning.append((self._transport.exchange(sends, []), sends))
-        receives = [(units.other, total[0].new_empty(units.count * elements)) for units in transfer.given]
-        if not receives:
-            return None
-        self._mark("block", transfer.block.kind)
-        self._transport.exchange([], receives).received.wait()
-        self._mark("migration", transfer.block.kind)
-        ranges = [
-            _split(message, places, parameters, units.count)[0]
-            for units, (_, message) in zip(transfer.given, receives, strict=True)
-        ]
-        return [torch.cat([units[n] for units in ranges], place.unit_dim) for n, place in enumerate(places)]
+        sends = [(units.other, message) for units, message in zip(transfer.taken, total, strict=True)]
+        receives = [(units.other, parameters[0].new_empty(units.count * elements)) for units in transfer.given]
+        started = self._transport.exchange(sends, receives)
+        # Do not wait for the owner: it may be late, and this rank continues in the meantime.
+        self._returning.append((started, sends))
+        return started.received, [message for _, message in receives]
 
 
 def _check_backward_memory(transfers: Sequence[_BlockTransfer]) -> None:
     """Allocate, and release at once, the memory for gradients that the backward pass will need.
 
-    It is needed for the taken units' gradients, for a copy of them until they have returned, for one whole gradient
-    while it is assembled, and for the rank's own gradients where they do not exist yet. Activations are not included,
-    because they depend on the batch.
+    It is needed for the taken units' gradients until they have returned, twice because some may return before the last
+    pass of an iteration; for the rank's own gradients where they do not exist yet; and for both of one layer before
+    they are added to those of earlier passes. Activations are not included, because they depend on the batch.
 
     Raises:
         RuntimeError: there is not enough memory.
@@ -348,9 +470,14 @@ def _check_backward_memory(transfers: Sequence[_BlockTransfer]) -> None:
                 whole = sum(tensor.numel() for tensor in tensors)
                 own = whole if layer.weight.grad is None else 0  # type: ignore[attr-defined]
                 room.append(tensors[0].new_empty(2 * taken * elements + own))
-                largest = max(largest, whole)
+                largest = max(largest, taken * elements + whole)
     if room:
         room.append(room[0].new_empty(largest))
+
+
+def _versions(block: Block) -> list[int]:
+    """How often each parameter that holds units of ``block`` has been changed."""
+    return [tensor._version for tensors in block.unit_parameters for tensor in tensors]
 
 
 def _weights(bucket: _Bucket, other: int) -> list[Tensor]:
@@ -377,29 +504,7 @@ def _unpack(transfer: _BlockTransfer, units: _UnitRange) -> list[list[Tensor]]:
         offset += count * earlier.block.elements_per_unit
     layers = []
     for tensors, places in zip(transfer.block.parameters, transfer.block.places, strict=True):
-        views, used = _split(message[offset:], places, tensors, units.count)
+        views, used = split_message(message[offset:], places, tensors, units.count)
         layers.append(views)
         offset += used
     return layers
-
-
-def _split(message: Tensor, places: Sequence, tensors: Sequence[Tensor], count: int) -> tuple[list[Tensor], int]:
-    """The first elements of ``message`` as ``count`` units of each of ``tensors``, and the number of these elements."""
-    views, offset = [], 0
-    for place, tensor in zip(places, tensors, strict=True):
-        shape = list(place.view(tensor).shape)
-        shape[place.unit_dim] = count
-        length = count * place.numel(tensor)
-        views.append(message[offset : offset + length].view(shape))
-        offset += length
-    return views, offset
-
-
-def _joined(block: Block, ranges: list[list[list[Tensor]]]) -> list[list[Tensor]]:
-    """The units of several ranges concatenated, by layer and tensor."""
-    if len(ranges) == 1:
-        return ranges[0]
-    return [
-        [torch.cat([units[layer][n] for units in ranges], place.unit_dim) for n, place in enumerate(places)]
-        for layer, places in enumerate(block.places)
-    ]

@@ -1,17 +1,24 @@
-"""Where a block's units are in its layers' weights, and which of them a rank computes.
+"""Where a block's units are in its layers' weights, and the products of those that a rank computes.
 
 A *unit* of a block is a hidden neuron, a head, or a key/value group with its query heads. In a column-parallel layer
 it is a set of rows of the weight ``[N, K]`` (with their bias), in the following row-parallel layer a set of columns.
+
+A rank multiplies by the weights of its own units and by those of other ranks where they are, and writes the products
+next to each other (or adds them), so that neither weights nor gradients are copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-__all__ = ["UnitPlace", "UnitShare"]
+from .workload import matrix_view
+
+__all__ = ["UnitPlace", "UnitShare", "split_message"]
 
 
 @dataclass(frozen=True)
@@ -41,97 +48,214 @@ class UnitPlace:
         return tensor.numel() // self.units
 
 
+class MatrixLayout(Protocol):
+    """What this module uses of a :class:`~colossal_hetero.layers.product.WeightLayout`."""
+
+    columns: int
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """The weight as a view ``[N, L]``."""
+
+
+class _Slice(NamedTuple):
+    """Units that are adjacent both in activations and in the tensor that holds their weights."""
+
+    activations: slice
+    """The columns of X or Y that belong to the units."""
+    source: int
+    """0: the rank's own tensor; n: that of the n-th range of taken units."""
+    first: int
+    """The first row or column of the units in that tensor."""
+    length: int
+
+    def of(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
+        """The units' part of their tensor, as a view."""
+        return tensors[self.source].narrow(dim, self.first, self.length)
+
+
 class UnitShare:
     """The units that one rank computes in one layer of a block while units are pruned or migrated.
+
+    In activations the rank's own units come first, and then the taken ones, in each fused part.
 
     Args:
         places: where the units are in the weight and, if there is one, in the bias.
         remaining: how many of the rank's own units are not given away: the first ones.
-        taken: how many units of other ranks the rank computes.
-        return_gradients: called in the backward pass with the gradients ``[weight, bias]`` of the taken units, as
-            views; returns those of the given units, also as views, or None while they are still being accumulated.
+        return_gradients: called in the backward pass with the gradients of the taken units, for each range of them a
+            flat tensor with those of the weight and then of the bias; returns those of the given units, for each range
+            of them views for weight and bias, or None while they are still being accumulated.
     """
 
     def __init__(
         self,
         places: Sequence[UnitPlace],
         remaining: int,
-        taken: int,
-        return_gradients: Callable[[list[Tensor]], list[Tensor] | None],
+        return_gradients: Callable[[list[Tensor]], Sequence[Sequence[Tensor]] | None],
     ) -> None:
         self._places = places
         self._remaining = remaining
-        self._taken = taken
         self._return_gradients = return_gradients
         self._kept: Tensor | None = None
-        self._operands: list[Tensor] | None = None
-        self._buffers: list[Tensor] = []
+        self._shapes: list[torch.Size] = []
+        self._selected: list[Tensor] | None = None
+        self._ranges: list[list[Tensor]] = []
+        self._messages: list[Tensor] = []
 
-    def reserve(self, parameters: Sequence[Tensor]) -> None:
-        """Allocate the memory for weights with taken units, which this share keeps."""
-        if self._taken == 0:
-            return
-        for place, parameter in zip(self._places, parameters, strict=True):
-            shape = list(place.view(parameter).shape)
-            shape[place.unit_dim] = self._remaining + self._taken
-            self._buffers.append(parameter.new_empty(shape))
-
-    def begin(self, parameters: Sequence[Tensor], kept: Tensor | None, taken: Sequence[Tensor]) -> None:
-        """Assemble the weight (and bias) of an iteration.
+    def begin(self, parameters: Sequence[Tensor], kept: Tensor | None, taken: Sequence[Sequence[Tensor]]) -> None:
+        """Use these units in an iteration.
 
         Args:
             parameters: the layer's weight and bias, detached.
             kept: which of the remaining units are not pruned, ascending, or None for all of them.
-            taken: views of the taken units' weights (and biases), as in ``parameters``.
+            taken: for each range of taken units, contiguous views of their weights (and biases), as in ``parameters``.
         """
         self._kept = kept
-        self._operands = []
-        for number, (place, parameter) in enumerate(zip(self._places, parameters, strict=True)):
-            view = place.view(parameter)
-            dim = place.unit_dim
-            own = view.narrow(dim, 0, self._remaining) if kept is None else view.index_select(dim, kept)
-            if self._taken:
-                buffer = self._buffers[number]
-                if own.shape[dim] + self._taken != buffer.shape[dim]:
-                    buffer = buffer.narrow(dim, 0, own.shape[dim] + self._taken)
-                buffer.narrow(dim, 0, own.shape[dim]).copy_(own)
-                buffer.narrow(dim, own.shape[dim], self._taken).copy_(taken[number])
-                own = buffer
-            self._operands.append(place.fold(own))
+        self._shapes = [parameter.shape for parameter in parameters]
+        self._selected = None
+        if kept is not None:
+            self._selected = [
+                place.fold(place.view(parameter).index_select(place.unit_dim, kept))
+                for place, parameter in zip(self._places, parameters, strict=True)
+            ]
+        self._ranges = [[place.fold(view) for place, view in zip(self._places, views, strict=True)] for views in taken]
 
-    def operands(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The weight and bias to multiply by instead of the layer's own."""
-        assert self._operands is not None, "an iteration has begun"
-        return self._operands[0], None if bias is None else self._operands[1]
+    def output(self, layout: MatrixLayout, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``Y [..., N]`` of the units, from ``x [..., L]``; N or L is the number of their rows or columns."""
+        rows, weights, dim = matrix_view(x), self._sources(0, weight), self._places[0].dim
+        if dim == layout.columns:
+            y = _sum(
+                (rows[:, part.activations], layout.as_matrix(part.of(weights, dim)).t()) for part in self._slices()
+            )
+        else:
+            y = rows.new_empty(len(rows), self._width())
+            biases = None if bias is None else self._sources(1, bias)
+            for part in self._slices():
+                matrix = layout.as_matrix(part.of(weights, dim)).t()
+                if biases is None:
+                    torch.mm(rows, matrix, out=y[:, part.activations])
+                else:
+                    torch.addmm(part.of(biases, 0), rows, matrix, out=y[:, part.activations])
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def input_gradient(self, layout: MatrixLayout, dy: Tensor, weight: Tensor) -> Tensor:
+        """``dX [..., L]`` of the units, from ``dy [..., N]``."""
+        rows, weights, dim = matrix_view(dy), self._sources(0, weight), self._places[0].dim
+        if dim == layout.columns:
+            dx = rows.new_empty(len(rows), self._width())
+            for part in self._slices():
+                torch.mm(rows, layout.as_matrix(part.of(weights, dim)), out=dx[:, part.activations])
+        else:
+            dx = _sum((rows[:, part.activations], layout.as_matrix(part.of(weights, dim))) for part in self._slices())
+        return dx.view(*dy.shape[:-1], dx.shape[-1])
+
+    def weight_gradient(self, layout: MatrixLayout, dy: Tensor, x: Tensor) -> Tensor:
+        """The gradient of the layer's whole weight, from ``dy [M, N]`` and ``x [M, L]``, and those of the taken units.
+
+        Each is written where it is needed: the taken units' into messages to their owners. The gradient is zero for
+        pruned units; that of given units is set by :meth:`gradients`.
+        """
+        dim = self._places[0].dim
+        factors = (dy, x) if layout.columns == 1 else (x, dy)
+        whole = dy.new_empty(self._shapes[0])
+        own = whole if self._selected is None else torch.empty_like(self._selected[0])
+        self._messages = [dy.new_empty(sum(tensor.numel() for tensor in units)) for units in self._ranges]
+        targets = [own, *self._message_parts(0)]
+        for part in self._slices():
+            left, right = (
+                factor[:, part.activations] if number == dim else factor for number, factor in enumerate(factors)
+            )
+            torch.mm(left.t(), right, out=part.of(targets, dim))
+        return self._expanded(0, own)
 
     def gradients(self, dw: Tensor, db: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The gradients of the layer's whole weight and bias, from those of :meth:`operands`.
+        """Complete the gradients of the layer's whole weight and bias, and return those of the taken units.
 
-        They are zero for pruned units, and for given units while their gradients are still being accumulated.
+        ``dw`` is from :meth:`weight_gradient`, ``db`` that of the units that the rank computes. Given units have zero
+        gradients while theirs are still being accumulated.
         """
-        views = [place.view(part) for place, part in zip(self._places, (dw, db), strict=False) if part is not None]
-        kept = self._remaining if self._kept is None else len(self._kept)
-        taken = [
-            view.narrow(place.unit_dim, kept, self._taken) for place, view in zip(self._places, views, strict=False)
-        ]
-        returned = self._return_gradients(taken)
-        if kept == self._places[0].units:
-            # The rank computes all of its own units: the case of receivers.
-            whole = [
-                place.fold(view.narrow(place.unit_dim, 0, kept))
-                for place, view in zip(self._places, views, strict=False)
-            ]
-        else:
-            whole = []
-            for number, (place, view) in enumerate(zip(self._places, views, strict=False)):
-                dim = place.unit_dim
-                full = view.new_zeros([*view.shape[:dim], place.units, *view.shape[dim + 1 :]])
-                own = view.narrow(dim, 0, kept)
-                if self._kept is None:
-                    full.narrow(dim, 0, kept).copy_(own)
-                else:
-                    full.index_copy_(dim, self._kept, own)
-                if returned is not None:
-                    full.narrow(dim, self._remaining, place.units - self._remaining).copy_(returned[number])
-                whole.append(place.fold(full))
+        whole = [dw]
+        if db is not None:
+            own = db.new_empty(self._shapes[1] if self._selected is None else self._selected[1].shape)
+            targets = [own, *self._message_parts(1)]
+            for part in self._slices():
+                part.of(targets, 0).copy_(db[part.activations])
+            whole.append(self._expanded(1, own))
+        messages, self._messages = self._messages, []
+        returned = self._return_gradients(messages)
+        for number, (place, gradient) in enumerate(zip(self._places, whole, strict=False)):
+            given = place.view(gradient).narrow(place.unit_dim, self._remaining, place.units - self._remaining)
+            if returned is None:
+                given.zero_()
+                continue
+            start = 0
+            for units in returned:
+                count = units[number].shape[place.unit_dim]
+                given.narrow(place.unit_dim, start, count).copy_(units[number])
+                start += count
         return whole[0], whole[1] if len(whole) > 1 else None
+
+    def _counts(self) -> list[int]:
+        """How many units the rank computes of its own, and of each range of taken units."""
+        place = self._places[0]
+        taken = [units[0].shape[place.dim] // (place.parts * place.size) for units in self._ranges]
+        return [self._remaining if self._kept is None else len(self._kept), *taken]
+
+    def _width(self) -> int:
+        """The number of rows or columns of all units that the rank computes."""
+        return self._places[0].parts * self._places[0].size * sum(self._counts())
+
+    def _slices(self) -> Iterator[_Slice]:
+        place, counts = self._places[0], self._counts()
+        # The first tensor is the whole parameter, unless kept units were selected from it.
+        in_source = [place.units if self._selected is None else counts[0], *counts[1:]]
+        start = 0
+        for part in range(place.parts):
+            for source, (count, units) in enumerate(zip(counts, in_source, strict=True)):
+                length = count * place.size
+                yield _Slice(slice(start, start + length), source, part * units * place.size, length)
+                start += length
+
+    def _sources(self, number: int, parameter: Tensor) -> list[Tensor]:
+        """The tensors that hold the units' weights (``number`` 0) or biases (1)."""
+        own = parameter if self._selected is None else self._selected[number]
+        return [own, *(units[number] for units in self._ranges)]
+
+    def _message_parts(self, number: int) -> list[Tensor]:
+        """The gradients of the taken units' weights or biases as views of the messages."""
+        parts = []
+        for message, units in zip(self._messages, self._ranges, strict=True):
+            first = sum(tensor.numel() for tensor in units[:number])
+            parts.append(message[first : first + units[number].numel()].view(units[number].shape))
+        return parts
+
+    def _expanded(self, number: int, own: Tensor) -> Tensor:
+        """The gradient ``own`` of the kept units, as that of all units if some are pruned."""
+        if self._kept is None:
+            return own
+        place = self._places[number]
+        whole = own.new_zeros(self._shapes[number])
+        place.view(whole).index_copy_(place.unit_dim, self._kept, place.view(own))
+        return whole
+
+
+def _sum(factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """The sum of matrix products."""
+    total: Tensor | None = None
+    for left, right in factors:
+        total = left.mm(right) if total is None else total.addmm_(left, right)
+    assert total is not None, "a rank computes some units"
+    return total
+
+
+def split_message(
+    message: Tensor, places: Sequence[UnitPlace], tensors: Sequence[Tensor], count: int
+) -> tuple[list[Tensor], int]:
+    """The first elements of ``message`` as ``count`` units of each of ``tensors``, and the number of these elements."""
+    views, offset = [], 0
+    for place, tensor in zip(places, tensors, strict=True):
+        shape = list(place.view(tensor).shape)
+        shape[place.unit_dim] = count
+        length = count * place.numel(tensor)
+        views.append(message[offset : offset + length].view(shape))
+        offset += length
+    return views, offset

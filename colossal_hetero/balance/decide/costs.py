@@ -36,7 +36,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What migration sends in one iteration over all ranks of the group, by kind of message."""
+    """What migration sends in one iteration, by kind of message."""
 
     point_to_point: Volume = Volume()
     broadcast: Volume = Volume()

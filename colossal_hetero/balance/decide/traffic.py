@@ -1,5 +1,9 @@
 """How much a migration sends, by formula: tests compare it with counts, the pre-test computes times from it.
 
+Columns are sent in collectives and in messages that one sender starts and waits for, so the time is that of all
+messages one after the other. Units of blocks travel between many pairs of ranks at the same time, and partly while
+ranks compute, so what counts is the rank that waits for most.
+
 Notation: ``M`` rows (of all micro-batches of an iteration), ``N`` outputs of a rank's weight, ``c`` columns that a
 sender migrates to ``q`` receivers, in a group of ``e`` ranks. Elements, for every sender and layer:
 
@@ -24,7 +28,7 @@ from dataclasses import dataclass
 from .costs import Traffic, Volume
 from .divide import Move
 
-__all__ = ["BlockShape", "LayerShape", "block_traffic", "column_traffic"]
+__all__ = ["BlockShape", "LayerShape", "Port", "block_ports", "busiest_port", "column_traffic"]
 
 
 @dataclass(frozen=True)
@@ -80,21 +84,60 @@ def column_traffic(
     )
 
 
-def block_traffic(
-    blocks: Sequence[BlockShape], moves: Sequence[Sequence[Move]], buckets: Sequence[int], bytes_per_element: int
-) -> Traffic:
-    """All blocks' traffic in an optimizer step; ``buckets`` has the number of each block's bucket."""
-    weight_messages = {
-        (bucket, move.sender, move.receiver) for bucket, moved in zip(buckets, moves, strict=True) for move in moved
-    }
-    returns = sum(block.layers * len(moved) for block, moved in zip(blocks, moves, strict=True))
-    elements = sum(
-        block.elements_per_unit * (move.stop - move.start)
-        for block, moved in zip(blocks, moves, strict=True)
-        for move in moved
-    )
-    volume = Volume(messages=len(weight_messages) + returns, bytes=2 * elements * bytes_per_element)
-    return Traffic(point_to_point=volume, broadcast=Volume(), reduce=Volume())
+@dataclass(frozen=True)
+class Port:
+    """The messages of blocks of one rank in an optimizer step."""
+
+    sent: Volume
+    """All that it sends."""
+    waited: Volume
+    """What it sends or receives while it can compute nothing: its first bucket of weights, and gradients, which return
+    layer by layer. Other weights arrive while the bucket before computes. Messages that start together count once."""
+
+
+def block_ports(
+    blocks: Sequence[BlockShape],
+    moves: Sequence[Sequence[Move]],
+    buckets: Sequence[int],
+    ranks: int,
+    bytes_per_element: int,
+) -> list[Port]:
+    """All blocks' messages in an optimizer step, by rank; ``buckets`` has the number of each block's bucket.
+
+    Weights are sent in one message per bucket and pair of ranks, gradients in one per layer, sender and receiver.
+    """
+    ports = []
+    for rank in range(ranks):
+        weight_messages: set[tuple[int, int]] = set()
+        first: int | None = None
+        sent = waited = Volume()
+        for block, moved, bucket in zip(blocks, moves, buckets, strict=True):
+            bytes_per_unit = block.elements_per_unit * bytes_per_element
+            given = [move for move in moved if move.sender == rank]
+            taken = [move for move in moved if move.receiver == rank]
+            if not given and not taken:
+                continue
+            weight_messages.update((bucket, move.receiver) for move in given)
+            first = bucket if first is None else first
+            given_bytes, taken_bytes = (
+                bytes_per_unit * sum(move.stop - move.start for move in each) for each in (given, taken)
+            )
+            sent += Volume(block.layers * len(taken), given_bytes + taken_bytes)
+            waited += Volume(block.layers, given_bytes + taken_bytes)
+            if bucket == first:
+                waited += Volume(0, given_bytes + taken_bytes)
+        ports.append(
+            Port(
+                sent=sent + Volume(len(weight_messages), 0),
+                waited=waited if first is None else waited + Volume(1, 0),
+            )
+        )
+    return ports
+
+
+def busiest_port(ports: Sequence[Port]) -> Volume:
+    """The messages and the bytes that the ranks wait for; all ranks wait for the one that has the most."""
+    return Volume(max(port.waited.messages for port in ports), max(port.waited.bytes for port in ports))
 
 
 class _Count:

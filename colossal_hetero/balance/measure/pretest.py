@@ -45,7 +45,7 @@ RECEIVED_SHARES = (0.125, 0.25, 0.5)
 """Shares of a product that are timed as a receiver computes them, in a separate smaller product."""
 MIGRATED_SHARES = (0.125, 0.25, 0.5, 0.75)
 """Migrated shares for which Φ1 is computed and fitted."""
-MESSAGES = {4 * 2**10: 21, 64 * 2**10: 21, 2**20: 7, 4 * 2**20: 7}
+MESSAGES = {4 * 2**10: 21, 64 * 2**10: 21, 2**20: 7, 4 * 2**20: 7, 16 * 2**20: 3}
 """Sizes in bytes of the timed messages, and how often each is timed; on a slow network only the smaller ones are."""
 
 SHAPES = 3
@@ -137,7 +137,7 @@ def measure_costs(
         rows: M, batch × sequence of a micro-batch.
         dtype: the products' dtype.
         device: the device of the products and of the messages.
-        traffic: returns what migrating a share of one rank's work sends in an iteration.
+        traffic: returns what ranks wait for in an iteration in which a share of one rank's work migrates.
         form: what is pruned and given away: contraction columns of each product, or whole units of a ``block``.
         show: called with a text that says what is being measured.
     """

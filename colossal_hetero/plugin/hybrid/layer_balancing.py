@@ -57,7 +57,7 @@ class LayerBalancing(PluginPart):
             clock,
             plugin.tp_group,
             self._config.priority_interval or objects.iterations_per_epoch,
-            functools.partial(_is_last_pass, plugin, model, optimizer),
+            _last_pass_rule(plugin, model, optimizer),
         )
         _begin_on_forward(model, self.balancer, clock)
         # Zero-bubble schedules have other passes, so their layers can neither be balanced nor timed.
@@ -65,6 +65,7 @@ class LayerBalancing(PluginPart):
             _count_waiting_between_passes(plugin.scheduler, optimizer, clock)
         elif plugin.scheduler is None:
             time_end_of_backward(optimizer, clock)
+        _complete_gradients_before_use(optimizer, self.balancer)
         _tick_on_step(optimizer, self.balancer)
         _drop_gradients_on_zero_grad(optimizer, self.balancer)
 
@@ -72,6 +73,18 @@ class LayerBalancing(PluginPart):
         """Tell the balancer that weights were loaded."""
         if self.balancer is not None:
             self.balancer.weights_changed()
+
+
+def _last_pass_rule(
+    plugin: HybridParallelPlugin, model: ModelWrapper, optimizer: OptimizerWrapper
+) -> Callable[[int], bool] | None:
+    """Whether a layer's n-th backward pass is the last before its gradients are used; None if only a step uses them.
+
+    Data parallelism and ZeRO use gradients as they appear.
+    """
+    if plugin.dp_size == 1 and plugin.zero_stage == 0:
+        return None
+    return functools.partial(_is_last_pass, plugin, model, optimizer)
 
 
 def _is_last_pass(plugin: HybridParallelPlugin, model: ModelWrapper, optimizer: OptimizerWrapper, passes: int) -> bool:
@@ -88,10 +101,28 @@ def _begin_on_forward(model: ModelWrapper, balancer: Balancer, clock: IterationC
         if module.training and torch.is_grad_enabled():
             balancer.begin()
             time_collectives(clock)
+        elif not torch.is_grad_enabled():
+            balancer.begin_evaluation_pass()
+
+    def end(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            balancer.end_evaluation_pass()
 
     # On the innermost model, whose layers make the same check: the user may call it, or switch it to training, without
     # the wrappers. It also runs inside the hooks by which ZeRO waits for weights that it gathers late.
-    model.unwrap(unwrap_peft=False).register_forward_pre_hook(begin)
+    innermost = model.unwrap(unwrap_peft=False)
+    innermost.register_forward_pre_hook(begin)
+    innermost.register_forward_hook(end, always_call=True)
+    train = innermost.train
+
+    @functools.wraps(train)
+    def switch(mode: bool = True) -> nn.Module:
+        if not mode:
+            balancer.begin_evaluation()
+        return train(mode)
+
+    # The wrappers' eval and train call that of each module inside.
+    innermost.train = switch
 
 
 def _count_waiting_between_passes(schedule: Any, optimizer: OptimizerWrapper, clock: IterationClock) -> None:
@@ -114,6 +145,22 @@ def _count_waiting_between_passes(schedule: Any, optimizer: OptimizerWrapper, cl
     schedule.forward_step = counted(schedule.forward_step)
     schedule.backward_step = counted(schedule.backward_step)
     optimizer.step = counted(optimizer.step)
+
+
+def _complete_gradients_before_use(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
+    """Before gradients are clipped, or used by a step of the optimizer inside, let those of migrated units return."""
+
+    def completed(clip: Callable) -> Callable:
+        @functools.wraps(clip)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            balancer.before_step()
+            return clip(*args, **kwargs)
+
+        return run
+
+    optimizer.clip_grad_by_norm = completed(optimizer.clip_grad_by_norm)
+    optimizer.clip_grad_by_value = completed(optimizer.clip_grad_by_value)
+    optimizer.optim.register_step_pre_hook(lambda *_: balancer.before_step())
 
 
 def _tick_on_step(optimizer: OptimizerWrapper, balancer: Balancer) -> None:

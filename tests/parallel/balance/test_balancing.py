@@ -13,8 +13,11 @@ import torch.distributed as dist
 from colossalai.tensor.d_tensor import is_customized_distributed_tensor, is_distributed_tensor
 
 from colossal_hetero import BalanceConfig
+from colossal_hetero.balance.balancer import ALWAYS_MEASURED
 from colossal_hetero.balance.column_selection import NormProduct, RandomColumns
 from colossal_hetero.balance.measure import clock as clocks
+from colossal_hetero.balance.measure.clock import CpuClock
+from colossal_hetero.balance.measure.timeline_sampler import SAMPLE_EVERY
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.testing import Stragglers, inject_stragglers, stragglers
 from tests.support.harness import run_ranks
@@ -216,6 +219,33 @@ def check_never() -> None:
             # Mode "off" still measures, so that a report can show what balancing would have saved.
             assert all(r.ranks[1].work_seconds > 3 * r.ranks[0].work_seconds for r in records)
             assert any(r.exchanged for r in records) == (balance.mode != "off")
+
+
+def check_sampling() -> None:
+    """Count the marks of each iteration in mode "off"."""
+    iterations = ALWAYS_MEASURED + SAMPLE_EVERY + 1
+    expected = train(boost(theirs(tp_size=2), tiny_vit(depth=1)), iterations)
+    run = boost(ours(tp_size=2), tiny_vit(depth=1))
+    marks = [0]
+    mark = CpuClock.mark
+
+    def count_and_mark(clock: CpuClock, *args: Any) -> None:
+        marks[-1] += 1
+        mark(clock, *args)
+
+    with patch.object(CpuClock, "mark", count_and_mark):
+        train(run, iterations, each=lambda iteration: marks.append(0))
+    measured = [*range(ALWAYS_MEASURED), ALWAYS_MEASURED, ALWAYS_MEASURED + SAMPLE_EVERY]
+    # Without a clock a layer runs the code of Colossal-AI's, with the same result.
+    assert [number for number, count in enumerate(marks) if count] == measured
+    assert run.losses == expected.losses
+    assert_same_parameters(run.parameters, expected.parameters, "sampled")
+    records = run.plugin.balancer.collect()
+    assert records is None or [record.iteration for record in records] == measured
+
+
+def test_mode_off_measures_only_some_iterations() -> None:
+    run_ranks(2, check_sampling)
 
 
 def test_mode_off_and_max_resize_0_never_prune() -> None:

@@ -54,11 +54,14 @@ class Watch:
     """The plan after each iteration."""
     messages: list[int] = field(default_factory=list)
     """The number of messages that this rank sent in each iteration."""
+    bytes: list[int] = field(default_factory=list)
+    """The bytes of these messages."""
 
     def __call__(self, iteration: int) -> None:
         balancer = self.run.plugin.balancer
         self.plans.append(balancer.plan)
         self.messages.append(sum(sent.messages for sent in balancer.traffic.sent.values()))
+        self.bytes.append(sum(sent.bytes for sent in balancer.traffic.sent.values()))
         balancer.traffic.reset()
 
     def assert_migrated(self, sender: int, what: str) -> None:

@@ -21,7 +21,7 @@ from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.decide.costs import Traffic, Volume
 from colossal_hetero.balance.decide.divide import Move, divide
 from colossal_hetero.balance.decide.plan import BalancePlan
-from colossal_hetero.balance.decide.traffic import BlockShape, LayerShape, block_traffic, column_traffic
+from colossal_hetero.balance.decide.traffic import BlockShape, LayerShape, Port, block_ports, column_traffic
 from colossal_hetero.layers import Workload, hetero_layers
 from colossal_hetero.layers.block import Block, attach_blocks
 from colossal_hetero.layers.column_migration import COLUMN_EXCHANGES, ColumnMigration
@@ -137,6 +137,54 @@ def test_parameters_after_training_are_those_of_training_without_migration(ranks
             assert difference <= 1e-5, f"{method}, {plan}"
 
 
+# When weights are sent ------------------------------------------------------------------------------------------------
+
+
+def _order_of_sending() -> tuple[list[str], float]:
+    """Where in a forward pass each message of weights is posted if each block has its own, and how far parameters are
+    from those of training without migration. The blocks of the second half do not run in the first iteration."""
+
+    def train(training: Training) -> dict[str, Tensor]:
+        training.applier.begin_pass()
+        blocks = training.model.unwrap().blocks
+        x = torch.randn(BATCH, TOKENS, 36, generator=torch.Generator().manual_seed(0))
+        training.booster.backward(blocks[0](x).square().mean(), training.optimizer)
+        training.applier.before_step()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.steps(2)
+        return training.parameters
+
+    expected = train(Training())
+    training = Training()
+    events: list[str] = []
+    exchange = training.transport.exchange
+
+    def log_and_exchange(sends: Any, receives: Any) -> Any:
+        events.append("post")
+        return exchange(sends, receives)
+
+    for number, block in enumerate(training.model.unwrap().blocks):
+        block.attn.register_forward_pre_hook(lambda *_, number=number: events.append(f"attention {number}"))
+        block.mlp.register_forward_pre_hook(lambda *_, number=number: events.append(f"mlp {number}"))
+    ranks = dist.get_world_size()
+    with patch("colossal_hetero.layers.unit_exchange.MESSAGE_BYTES", 1):
+        training.applier.apply(plan_for({ranks - 1: 0.6}, ranks))
+    difference = largest_difference(train(training), expected)
+    with patch.object(training.transport, "exchange", log_and_exchange):
+        events.clear()
+        training.applier.begin_pass()
+        training.model(batch()[0])
+    return events, difference
+
+
+def test_the_weights_of_a_block_are_sent_when_the_block_before_starts() -> None:
+    for events, difference in run_ranks(3, _order_of_sending):
+        wanted = ["post", "attention 0", "post", "mlp 0", "post", "attention 1", "post", "mlp 1"]
+        assert events == wanted
+        assert difference <= 1e-5
+
+
 # AdamW, which amplifies rounding errors of small gradients -----------------------------------------------------------
 
 
@@ -179,7 +227,7 @@ def test_losses_with_adamw_differ_no_more_than_with_another_order_of_summation()
 # Traffic -------------------------------------------------------------------------------------------------------------
 
 
-def _sent_in_one_step(method: str, plan: BalancePlan) -> tuple[dict[str, tuple[int, int]], Traffic]:
+def _sent_in_one_step(method: str, plan: BalancePlan) -> tuple[dict[str, tuple[int, int]], Traffic | list[Port]]:
     training = Training(method)
     training.applier.apply(plan)
     training.transport.reset()
@@ -189,7 +237,7 @@ def _sent_in_one_step(method: str, plan: BalancePlan) -> tuple[dict[str, tuple[i
     if method == "block":
         moves = [divide(block.units, plan).moves for block in training.blocks]
         shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in training.blocks]
-        return sent, block_traffic(shapes, moves, [0] * len(shapes), 4)
+        return sent, block_ports(shapes, moves, [0] * len(shapes), ranks, 4)
     expected = Traffic()
     for layer in training.layers.values():
         moves = divide(layer.contraction_columns, plan).moves
@@ -204,6 +252,10 @@ def _sent_in_one_step(method: str, plan: BalancePlan) -> tuple[dict[str, tuple[i
 def test_messages_and_bytes_are_those_of_the_formula(method: str, ranks: int, senders: dict[int, float]) -> None:
     results = run_ranks(ranks, _sent_in_one_step, method, plan_for(senders, ranks))
     expected = results[0][1]
+    if isinstance(expected, list):
+        assert [Volume(*sent["point_to_point"]) for sent, _ in results] == [port.sent for port in expected]
+        assert all(port.sent.bytes > 0 for port in expected)
+        return
     for name in ("point_to_point", "broadcast", "reduce"):
         messages = sum(sent[name][0] for sent, _ in results)
         size = sum(sent[name][1] for sent, _ in results)

@@ -21,8 +21,7 @@ from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.balancer import Balancer
 from colossal_hetero.balance.decide.plan import BalancePlan
 from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather
-from colossal_hetero.layers.unit_exchange import UnitExchange
-from colossal_hetero.layers.unit_layout import UnitShare
+from colossal_hetero.layers.unit_exchange import UnitExchange, _Bucket
 from tests.parallel.layers.migration_runs import ITERATIONS, METHODS, Watch, assert_equal, migrate, slow
 from tests.support.harness import answer, run_ranks, start_ranks
 from tests.support.training import boost, ours, scripted, sgd, theirs, tiny_vit, train
@@ -75,8 +74,8 @@ def test_ranks_whose_plans_become_different_stop_at_the_next_iteration() -> None
 # Too little memory for received units --------------------------------------------------------------------------------
 
 
-SPARE_MEGABYTES = 55
-"""The weights of 0.6 of the units need 36 MB on the receiver and fit; with their gradients they need 64 and do not."""
+SPARE_MEGABYTES = 37
+"""The weights of 0.6 of the units need 10 MB on the receiver and fit; with their gradients they need 43 and do not."""
 
 
 def wide_vit() -> torch.nn.Module:
@@ -137,14 +136,16 @@ def test_a_receiver_receives_only_what_fits_in_its_address_space(receiver: int) 
 def check_refused_memory(errors: tuple[type[RuntimeError], str], most: float) -> None:
     """Train on three ranks, of which rank 2 has memory only for received units up to the share ``most`` of its own."""
     kind, text = errors
-    reserve = UnitShare.reserve
+    reserve = _Bucket.reserve
 
-    def refuse(share: UnitShare, parameters: Any) -> None:
-        if dist.get_rank() == 2 and share._taken > most * share._places[0].units:
+    def refuse(bucket: _Bucket) -> None:
+        if dist.get_rank() == 2 and any(
+            sum(units.count for units in transfer.taken) > most * transfer.block.units for transfer in bucket.transfers
+        ):
             raise kind(text)
-        reserve(share, parameters)
+        reserve(bucket)
 
-    with patch.object(UnitShare, "reserve", refuse), scripted(slow(0)):
+    with patch.object(_Bucket, "reserve", refuse), scripted(slow(0)):
         run = boost(ours(migrate("block"), tp_size=3), None, sgd)
         watch = Watch(run)
         train(run, ITERATIONS, each=watch)
@@ -169,10 +170,10 @@ def test_a_plan_shrinks_until_every_receiver_has_enough_memory() -> None:
 
 
 def check_other_errors() -> None:
-    def fail(share: UnitShare, parameters: Any) -> None:
+    def fail(bucket: _Bucket) -> None:
         raise RuntimeError("a mistake of our own")
 
-    with patch.object(UnitShare, "reserve", fail), scripted(slow(1)):
+    with patch.object(_Bucket, "reserve", fail), scripted(slow(1)):
         run = boost(ours(migrate("block"), tp_size=2), None, sgd)
         with pytest.raises(RuntimeError, match="a mistake of our own"):
             train(run, ITERATIONS)

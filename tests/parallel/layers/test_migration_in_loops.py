@@ -6,7 +6,7 @@ The reference is Colossal-AI's own plugin.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +25,7 @@ from tests.parallel.layers.migration_runs import (
     assert_equal,
     methods_for,
     migrate,
+    relative_difference,
     slow,
 )
 from tests.support.harness import run_ranks
@@ -46,7 +47,8 @@ from tests.support.training import (
 
 
 def check_messages() -> None:
-    micro_batches, layers = 3, 8
+    micro_batches, layers = 4, 8
+    sent: dict[int, set[int]] = {}
     for no_sync, others in ((True, [(1, "broadcast-reduce")]), (False, [(0, "scatter-gather")])):
         expected = train(boost(theirs(tp_size=2), None, sgd), ITERATIONS, micro_batches, no_sync=no_sync)
         for sender, method in ((0, "block"), (1, "block"), *others):
@@ -59,18 +61,57 @@ def check_messages() -> None:
             assert_equal(run, expected, what)
             if method == "block":
                 # All blocks' weights are sent in one message; each layer's gradients return in a separate message.
-                returns = layers * (1 if no_sync else micro_batches)
-                sent = 1 if dist.get_rank() == sender else returns
-                assert watch.messages[IN_FORCE:] == [sent] * (ITERATIONS - IN_FORCE), f"{what}: {watch.messages}"
+                messages = 1 if dist.get_rank() == sender else layers
+                assert watch.messages[IN_FORCE:] == [messages] * (ITERATIONS - IN_FORCE), f"{what}: {watch.messages}"
+                sent.setdefault(sender, set()).update(watch.bytes[IN_FORCE:])
+    # Once per optimizer step, a receiver returns as many gradients as it was sent weights, however it accumulates.
+    assert all(len(volumes) == 1 for volumes in sent.values()), sent
+    units = [torch.tensor([volume]) for volumes in sent.values() for volume in volumes]
+    for volume in units:
+        both = [torch.empty_like(volume) for _ in range(2)]
+        dist.all_gather(both, volume)
+        assert both[0] == both[1] > 0, both
 
 
-def test_weights_are_sent_once_per_step_and_gradients_return_once_under_no_sync() -> None:
-    run_ranks(2, check_messages)
+def train_with_changing_accumulation(run: Trained, numbers: Sequence[int]) -> Trained:
+    """Accumulate over another number of micro-batches in each iteration, and clip the gradients before the step."""
+    for iteration, micro_batches in enumerate(numbers):
+        for micro in range(micro_batches):
+            images, labels = batch(10 * iteration + micro)
+            loss = loss_of(run.model(images), labels)
+            run.losses.append(loss.item())
+            run.booster.backward(loss, run.optimizer)
+        run.optimizer.clip_grad_by_value(0.02)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return run
+
+
+def check_changing_accumulation() -> None:
+    numbers = (2, 1, 4, 4, 2, 3, 1, 3)
+    expected = train_with_changing_accumulation(boost(theirs(tp_size=2), None, sgd), numbers)
+    for sender in (0, 1):
+        with scripted(slow(sender)):
+            run = boost(ours(migrate("block"), tp_size=2), None, sgd)
+        train_with_changing_accumulation(run, numbers)
+        assert run.plugin.balancer.plan.migrate[sender] > 0.1
+        assert_equal(run, expected, f"sender {sender}")
+
+
+def check_once_per_step() -> None:
+    check_messages()
+    check_changing_accumulation()
+
+
+def test_weights_are_sent_once_per_step_and_gradients_return_once() -> None:
+    run_ranks(2, check_once_per_step)
 
 
 def check_last_backward_under_no_sync() -> None:
+    """ZeRO takes gradients as they appear, so they cannot be completed later."""
+    options = dict(tp_size=2, precision="bf16", zero_stage=1)
     with scripted(slow(1)):
-        run = boost(ours(migrate("block"), tp_size=2), None, sgd)
+        run = boost(ours(migrate("block"), **options), None, sgd)
     train(run, IN_FORCE)
     before = run.parameters
     images, labels = batch()
@@ -80,11 +121,11 @@ def check_last_backward_under_no_sync() -> None:
         run.optimizer.step()
     for name, parameter in run.parameters.items():
         assert torch.equal(parameter, before[name]), f"{name} was changed by a step without all gradients"
-    # After zero_grad training continues correctly, and gradients that had not returned are discarded.
+    # After zero_grad training continues, and gradients that had not returned are discarded.
     run.optimizer.zero_grad()
     train(run, 2)
-    expected = train(train(boost(theirs(tp_size=2), None, sgd), IN_FORCE), 2)
-    assert_equal(run, expected, "after the refused step")
+    expected = train(train(boost(theirs(**options), None, sgd), IN_FORCE), 2)
+    assert relative_difference(run.parameters, expected.parameters) <= 0.01
 
 
 def test_a_step_without_all_gradients_is_refused() -> None:
@@ -232,39 +273,81 @@ def test_the_model_inside_the_boosted_one_can_be_called() -> None:
     run_ranks(2, check_calls_beside_the_boosted_model)
 
 
-def check_evaluation(world: int) -> None:
-    """After every step, logits in evaluation are those of the same weights without balancing."""
-
-    def evaluate(run: Trained, logits: list[Tensor]) -> Callable[[int], None]:
-        def each(iteration: int) -> None:
-            run.model.eval()
+def evaluate(run: Trained, seen: list[Tensor]) -> None:
+    """Append the logits of the model, and of a model with averaged weights, as they are stored by many averages: past
+    the version counters of the parameters."""
+    parameters = list(run.model.parameters())
+    trained = [parameter.detach().clone() for parameter in parameters]
+    for factor in (1.0, 0.5):
+        for parameter, value in zip(parameters, trained, strict=True):
+            parameter.data.copy_(factor * value)
+        run.model.eval()
+        for number in (98, 99):
             with torch.no_grad():
-                logits.append(run.model(batch(99)[0]))
-            run.model.train()
+                seen.append(run.model(batch(number)[0]))
+                # A part of the model, as in the extraction of features: by each rank's own units.
+                seen.append(run.model.unwrap().forward_features(batch(number)[0]))
+    for parameter, value in zip(parameters, trained, strict=True):
+        parameter.data.copy_(value)
+    run.model.train()
 
-        return each
 
+def train_and_evaluate(run: Trained, seen: list[Tensor]) -> Trained:
+    """Evaluate between iterations, between micro-batches, and between a forward pass and its backward pass."""
+    for iteration in range(ITERATIONS):
+        for micro in range(2):
+            images, labels = batch(2 * iteration + micro)
+            loss = loss_of(run.model(images), labels)
+            run.losses.append(loss.item())
+            if iteration == ITERATIONS - 1:
+                run.model.eval()
+                with torch.inference_mode():
+                    seen.append(run.model(batch(97)[0]).clone())
+                run.model.train()
+            run.booster.backward(loss, run.optimizer)
+            if iteration % 2:
+                evaluate(run, seen)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        evaluate(run, seen)
+    return run
+
+
+def check_evaluation(world: int) -> None:
     expected: list[Tensor] = []
-    plain = boost(theirs(tp_size=world), None, sgd)
-    train(plain, ITERATIONS, each=evaluate(plain, expected))
-    for method in METHODS:
+    plain = train_and_evaluate(boost(theirs(tp_size=world), None, sgd), expected)
+    for method in methods_for(1) if world == 2 else ("block",):
         with scripted(slow(world - 1)):
             run = boost(ours(migrate(method), tp_size=world), None, sgd)
-        logits: list[Tensor] = []
-        train(run, ITERATIONS, each=evaluate(run, logits))
-        assert sum(run.plugin.balancer.plan.migrate) > 0.1, method
-        for iteration, (actual, wanted) in enumerate(zip(logits, expected, strict=True)):
+        seen: list[Tensor] = []
+        train_and_evaluate(run, seen)
+        balancer = run.plugin.balancer
+        assert sum(balancer.plan.migrate) > 0.1, method
+        assert_equal(run, plain, method)
+        for number, (actual, wanted) in enumerate(zip(seen, expected, strict=True)):
             torch.testing.assert_close(
                 actual,
                 wanted,
                 rtol=1e-5,
                 atol=1e-5 * float(wanted.abs().max()),
-                msg=lambda text, method=method, iteration=iteration: f"{method}, iteration {iteration}: {text}",
+                msg=lambda text, method=method, number=number: f"{method}, evaluation {number}: {text}",
             )
+        records = balancer.collect()
+        assert records is None or [record.iteration for record in records] == list(range(ITERATIONS))
+        # The slow rank computes fewer units also in evaluation, and other ranks more.
+        widths: list[int] = []
+        layer = run.model.unwrap().blocks[0].mlp.fc1
+        layer.register_forward_hook(lambda layer, _, output, widths=widths: widths.append(output.shape[-1]))
+        evaluate(run, [])
+        own = layer.weight.shape[0]
+        units = balancer.shares.loads[layer.kind] if method == "block" else own
+        assert units == own or method == "block"
+        assert (units < own) == (dist.get_rank() == world - 1 and method == "block")
+        assert widths == [units, own] * 4, f"{method}: {widths} instead of {units}"
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_evaluation_gives_the_logits_of_the_unbalanced_model(world: int) -> None:
+def test_evaluation_uses_migrated_units_and_gives_the_logits_of_the_unbalanced_model(world: int) -> None:
     run_ranks(world, check_evaluation, world)
 
 

@@ -1,4 +1,4 @@
-"""Where the units of a block are in a weight, and the operands of a rank that prunes, sends or receives units."""
+"""Where the units of a block are in a weight, and the products of a rank that prunes, sends or receives units."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from colossal_hetero.layers.product import CONV1D_LAYOUT, LINEAR_LAYOUT, WeightLayout
 from colossal_hetero.layers.unit_layout import UnitPlace, UnitShare
+from colossal_hetero.layers.workload import matrix_view
 
 UNITS, SIZE, OTHER = 5, 2, 3
 
@@ -25,10 +27,6 @@ def numbered(place: UnitPlace, shape: tuple[int, ...]) -> Tensor:
     return owner.view([-1 if dim == place.dim else 1 for dim in range(len(shape))]).expand(shape).contiguous()
 
 
-def return_nothing(gradients: list[Tensor]) -> None:
-    """No rank returns gradients."""
-
-
 @pytest.mark.parametrize("name", PLACES)
 def test_a_view_counts_units_along_one_dimension_and_folds_back(name: str) -> None:
     place, shape = PLACES[name]
@@ -44,112 +42,144 @@ def test_a_view_counts_units_along_one_dimension_and_folds_back(name: str) -> No
     assert place.fold(view.narrow(place.unit_dim, 1, 2)).shape[place.dim] == 2 * place.parts * SIZE
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_operands_are_the_kept_units_and_then_the_received_ones(name: str) -> None:
-    place, shape = PLACES[name]
-    parameter = numbered(place, shape)
-    view = place.view(parameter)
-    theirs = view.narrow(place.unit_dim, 0, 2) + 100
-    for own, kept, taken, expected in (
-        (5, None, [], [0, 1, 2, 3, 4]),
-        (3, None, [], [0, 1, 2]),
-        (5, None, [theirs], [0, 1, 2, 3, 4, 100, 101]),
-        (5, [1, 4], [theirs], [1, 4, 100, 101]),
-        (3, [0, 2], [], [0, 2]),
-    ):
-        share = UnitShare([place], own, 2 * len(taken), return_nothing)
-        share.reserve([parameter])
-        share.begin([parameter], None if kept is None else torch.tensor(kept), taken)
-        operand, bias = share.operands(parameter, None)
-        assert bias is None
-        assert operand.dim() == parameter.dim()
-        units = place.view(operand).movedim(place.unit_dim, 0)
-        assert len(units) == len(expected)
-        for unit, number in zip(units, expected, strict=True):
-            assert (unit == number).all(), (own, kept, expected)
+# Products -----------------------------------------------------------------------------------------------------------
+
+ROWS, TAKEN = 7, (2, 1)
+
+SHARES = {
+    "receiver": (UNITS, None, TAKEN),
+    "sender": (3, None, ()),
+    "pruned": (UNITS, [1, 3], ()),
+    "pruned, and receiver": (UNITS, [0, 4], TAKEN),
+    "pruned, and sender": (3, [2], ()),
+}
+"""How many own units remain, which of them are kept, and the sizes of the ranges of taken units."""
 
 
-def test_weight_and_bias_have_the_same_units() -> None:
-    weight_place, bias_place = UnitPlace(0, 3, UNITS, SIZE), UnitPlace(0, 3, UNITS, SIZE)
-    weight, bias = numbered(*PLACES["fused rows"]), numbered(*PLACES["bias"])
-    share = UnitShare([weight_place, bias_place], 2, 0, return_nothing)
-    share.begin([weight, bias], None, [])
-    own_weight, own_bias = share.operands(weight, bias)
-    assert own_bias is not None
-    assert own_weight[:, 0].tolist() == own_bias.tolist() == [0, 0, 1, 1] * 3
-    # A row-parallel layer adds its bias elsewhere.
-    assert share.operands(weight, None)[1] is None
+class Case:
+    """A layer with random weights, the share of one rank of its units, and the same units in a tensor of their own."""
+
+    def __init__(self, layout: WeightLayout, is_column_parallel: bool, parts: int, share: str) -> None:
+        self.layout = layout
+        self.generator = torch.Generator().manual_seed(0)
+        self.remaining, kept, taken = SHARES[share]
+        dim = 1 - layout.columns if is_column_parallel else layout.columns
+        shape = [OTHER, OTHER]
+        shape[dim] = parts * UNITS * SIZE
+        self.places = [UnitPlace(dim, parts, UNITS, SIZE)]
+        self.parameters = [self.random(*shape)]
+        if is_column_parallel:
+            self.places.append(UnitPlace(0, parts, UNITS, SIZE))
+            self.parameters.append(self.random(parts * UNITS * SIZE))
+        self.kept = list(range(self.remaining)) if kept is None else kept
+        # As in a message: contiguous, and folded where it arrives.
+        self.ranges = [
+            [
+                self.random(*[count if d == place.unit_dim else n for d, n in enumerate(place.view(parameter).shape)])
+                for place, parameter in zip(self.places, self.parameters, strict=True)
+            ]
+            for count in taken
+        ]
+        self.messages: list[Tensor] = []
+        self.returned: list[list[Tensor]] | None = None
+        self.share = UnitShare(self.places, self.remaining, self.return_gradients)
+        self.share.begin(self.parameters, None if kept is None else torch.tensor(kept), self.ranges)
+        self.wide = [
+            place.fold(
+                torch.cat(
+                    [place.view(parameter)[(slice(None),) * place.unit_dim + (self.kept,)], *views], place.unit_dim
+                )
+            )
+            for place, parameter, *views in zip(self.places, self.parameters, *self.ranges, strict=True)
+        ]
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def return_gradients(self, messages: list[Tensor]) -> list[list[Tensor]] | None:
+        self.messages = messages
+        return self.returned
 
 
-def test_every_iteration_uses_the_current_weights() -> None:
-    place, shape = PLACES["columns"]
-    parameter = numbered(place, shape)
-    share = UnitShare([place], UNITS, 1, return_nothing)
-    share.reserve([parameter])
-    memory = set()
-    for step, kept in enumerate((None, torch.tensor([0, 3]), None)):
-        weight = parameter + 10 * step
-        taken = place.view(weight).narrow(place.unit_dim, 0, 1) + 100
-        share.begin([weight], kept, [taken])
-        operand, _ = share.operands(weight, None)
-        own = [0, 1, 2, 3, 4] if kept is None else kept.tolist()
-        assert operand[0, ::SIZE].tolist() == [unit + 10 * step for unit in (*own, 100)]
-        memory.add(operand.data_ptr())
-    assert len(memory) == 1, "the reserved memory is not used"
+CASES = [
+    pytest.param(layout, is_column_parallel, parts, share, id=f"{name}, {share}")
+    for name, layout, is_column_parallel, parts in (
+        ("column-parallel", LINEAR_LAYOUT, True, 1),
+        ("fused", LINEAR_LAYOUT, True, 3),
+        ("row-parallel", LINEAR_LAYOUT, False, 1),
+        ("GPT-2 fused", CONV1D_LAYOUT, True, 3),
+        ("GPT-2 row-parallel", CONV1D_LAYOUT, False, 1),
+    )
+    for share in SHARES
+]
 
 
-@pytest.mark.parametrize("name", ["rows", "fused rows", "columns", "fused columns"])
-def test_gradients_are_assigned_to_their_units(name: str) -> None:
-    place, shape = PLACES[name]
-    gradient = numbered(place, shape) + 1  # so that no unit has the gradient 0
-    view = place.view(gradient)
+@pytest.mark.parametrize(("layout", "is_column_parallel", "parts", "share"), CASES)
+def test_products_are_those_of_one_weight_with_all_units(
+    layout: WeightLayout, is_column_parallel: bool, parts: int, share: str
+) -> None:
+    case = Case(layout, is_column_parallel, parts, share)
+    wide = [tensor.clone().requires_grad_() for tensor in case.wide]
+    matrix = layout.as_matrix(wide[0])
+    x = case.random(2, ROWS, matrix.shape[1]).requires_grad_()
+    bias = wide[1] if is_column_parallel else None
+    expected = torch.nn.functional.linear(x, matrix, bias)
+    dy = case.random(*expected.shape)
+    expected.backward(dy)
+    with torch.no_grad():
+        weight, *biases = case.parameters
+        torch.testing.assert_close(case.share.output(layout, x, weight, biases[0] if biases else None), expected)
+        torch.testing.assert_close(case.share.input_gradient(layout, dy, weight), x.grad)
+        dy, rows = matrix_view(dy), matrix_view(x)
+        given = UNITS - case.remaining
+        # The gradients of given units return for one half of them after the other, or not yet.
+        later = [
+            [
+                case.random(*place.view(parameter).narrow(place.unit_dim, 0, count).shape)
+                for place, parameter in zip(case.places, case.parameters, strict=True)
+            ]
+            for count in (given // 2, given - given // 2)
+        ]
+        for case.returned in (None, later):
+            # A rank that is slowed on purpose computes each product several times.
+            for _ in range(2):
+                dw = case.share.weight_gradient(layout, dy, rows)
+            whole = case.share.gradients(dw, dy.sum(0) if is_column_parallel else None)
+            for number, (place, parameter, wide_one) in enumerate(zip(case.places, case.parameters, wide, strict=True)):
+                actual = whole[number]
+                assert actual is not None and wide_one.grad is not None
+                assert actual.shape == parameter.shape and actual.is_contiguous()
+                computed = place.view(wide_one.grad).movedim(place.unit_dim, 0)
+                units = torch.zeros_like(place.view(parameter).movedim(place.unit_dim, 0))
+                units[case.kept] = computed[: len(case.kept)]
+                if case.returned is not None:
+                    ones = [views[number].movedim(place.unit_dim, 0) for views in case.returned]
+                    units[case.remaining :] = torch.cat(ones)
+                torch.testing.assert_close(place.view(actual).movedim(place.unit_dim, 0), units)
+            taken = [place.view(one.grad) for place, one in zip(case.places, wide, strict=True)]
+            start = len(case.kept)
+            assert len(case.messages) == len(case.ranges)
+            for message, views in zip(case.messages, case.ranges, strict=True):
+                count = views[0].shape[case.places[0].unit_dim]
+                parts_of = [
+                    view.narrow(place.unit_dim, start, count).reshape(-1)
+                    for place, view in zip(case.places, taken, strict=True)
+                ]
+                torch.testing.assert_close(message, torch.cat(parts_of))
+                start += count
 
-    def units_of(tensor: Tensor) -> list[float]:
-        assert tensor.shape == gradient.shape
-        return [float(unit.unique().item()) for unit in place.view(tensor).movedim(place.unit_dim, 0)]
 
-    for own, kept, taken, returns, expected in (
-        # A receiver, a sender with returned gradients, a sender without them, a rank that prunes, and two combinations.
-        (5, None, 2, False, [1, 2, 3, 4, 5]),
-        (3, None, 0, True, [1, 2, 3, 51, 52]),
-        (3, None, 0, False, [1, 2, 3, 0, 0]),
-        (5, [1, 3], 0, False, [0, 1, 0, 2, 0]),
-        (5, [0, 4], 2, False, [1, 0, 0, 0, 2]),
-        (3, [2], 0, True, [0, 0, 1, 51, 52]),
-    ):
-        handed: list[list[Tensor]] = []
-
-        def return_gradients(
-            gradients: list[Tensor], handed: list = handed, own: int = own, returns: bool = returns
-        ) -> list[Tensor] | None:
-            handed.append(gradients)
-            return [view.narrow(place.unit_dim, 0, UNITS - own) + 50] if returns else None
-
-        share = UnitShare([place], own, taken, return_gradients)
-        share.reserve([gradient])
-        share.begin(
-            [gradient],
-            None if kept is None else torch.tensor(kept),
-            [view.narrow(place.unit_dim, 0, taken)] if taken else [],
-        )
-        mine = own if kept is None else len(kept)
-        own_part, their_part = view.narrow(place.unit_dim, 0, mine), view.narrow(place.unit_dim, 0, taken) + 70
-        computed = torch.cat([own_part, their_part], place.unit_dim)
-        whole, bias = share.gradients(place.fold(computed), None)
-        assert bias is None
-        assert units_of(whole) == expected, (own, kept, taken)
-        ((theirs,),) = handed
-        assert theirs.shape[place.unit_dim] == taken
-        assert (theirs > 70).all()
-
-
-def test_a_receiver_keeps_the_gradients_of_its_own_units() -> None:
-    weight, bias = numbered(*PLACES["rows"]), torch.arange(UNITS * SIZE, dtype=torch.float32)
-    places = [PLACES["rows"][0], UnitPlace(0, 1, UNITS, SIZE)]
-    share = UnitShare(places, UNITS, 1, return_nothing)
-    share.reserve([weight, bias])
-    share.begin([weight, bias], None, [place.view(t)[:, :1] for place, t in zip(places, (weight, bias), strict=True)])
-    wider = [torch.cat([tensor, tensor[:SIZE]]) for tensor in (weight, bias)]
-    dw, db = share.gradients(wider[0], wider[1])
-    assert torch.equal(dw, weight)
-    assert db is not None and torch.equal(db, bias)
+def test_neither_weights_nor_gradients_are_copied() -> None:
+    case = Case(LINEAR_LAYOUT, True, 3, "receiver")
+    # The rank's own weights are read where they are: a change needs no preparation.
+    x = case.random(ROWS, OTHER)
+    before = case.share.output(LINEAR_LAYOUT, x, *case.parameters)
+    case.parameters[0].zero_()
+    case.parameters[1].zero_()
+    after = case.share.output(LINEAR_LAYOUT, x, *case.parameters)
+    width = UNITS * SIZE
+    assert (before[:, :width] != 0).all() and (after[:, :width] == 0).all()
+    assert torch.equal(before[:, width : width + 3 * SIZE], after[:, width : width + 3 * SIZE])
+    # The gradient of the own weight is a tensor of its own, not a part of a wider one.
+    dw = case.share.weight_gradient(LINEAR_LAYOUT, before, x)
+    assert dw.untyped_storage().nbytes() == case.parameters[0].untyped_storage().nbytes()
