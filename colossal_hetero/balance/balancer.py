@@ -135,6 +135,11 @@ class Balancer:
             self._measure(self.active or self._iteration < ALWAYS_MEASURED or self._timelines.wants(self._iteration))
         self._applier.begin_pass()
 
+    @property
+    def running_clock(self) -> IterationClock | None:
+        """The clock of the iteration that is running, or None if that is not measured."""
+        return self._clock if self._running and self._is_measured else None
+
     def _measure(self, is_measured: bool) -> None:
         """Let layers mark the clock in this iteration, or not: a mark costs the host some time."""
         if is_measured != self._is_measured:

@@ -86,6 +86,16 @@ class _BlockTransfer:
         self.passes[layer], self.sums[layer] = 0, None
         return total
 
+    def were_dropped(self) -> bool:
+        """Whether the rank's gradients of earlier passes were set to None, as all ranks do when they begin anew."""
+        layers = zip(self.block.layers, self.block.places, self.returned, self.passes, strict=True)
+        return any(
+            parameter.requires_grad and parameter.grad is None
+            for layer, places, returned, passes in layers
+            if returned or passes
+            for parameter in (layer.weight, layer.bias)[: len(places)]  # type: ignore[attr-defined]
+        )
+
     def end_iteration(self) -> None:
         """Expect as many backward passes in the next iteration as in this one."""
         self.expected = [done or before for done, before in zip(self.returned, self.expected, strict=True)]
@@ -247,6 +257,7 @@ class UnitExchange:
         take their place while a model is evaluated, and not all code that does so can be noticed.
         """
         if purpose == "training":
+            self._forget_dropped_gradients()
             self._forward_passes += 1
         elif not self._in_evaluation:
             return
@@ -342,6 +353,7 @@ class UnitExchange:
                 uses gradients before the optimizer step.
         """
         self._end_use()
+        self._forget_dropped_gradients()
         self._expected_passes = self._forward_passes or self._expected_passes
         self._forward_passes = 0
         late = [transfer for transfer in self._transfers if any(transfer.passes)]
@@ -354,6 +366,12 @@ class UnitExchange:
         self._return_late(late)
         for transfer in self._transfers:
             transfer.end_iteration()
+
+    def _forget_dropped_gradients(self) -> None:
+        if self._is_last_pass is None:
+            for transfer in self._transfers:
+                if transfer.were_dropped():
+                    transfer.clear_gradients()
 
     def _return_late(self, late: Sequence[_BlockTransfer]) -> None:
         """Return all gradients that have not returned, and add those of this rank's units to its parameters'."""

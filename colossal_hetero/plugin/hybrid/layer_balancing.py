@@ -51,7 +51,7 @@ class LayerBalancing(PluginPart):
         """Measure every iteration and balance between iterations; see ``PluginPart.attach``."""
         model, optimizer = objects.model, objects.optimizer
         clock = make_clock(get_accelerator().get_current_device())
-        self.balancer = attach_balancer(
+        balancer = attach_balancer(
             model,
             self._config,
             clock,
@@ -59,15 +59,16 @@ class LayerBalancing(PluginPart):
             self._config.priority_interval or objects.iterations_per_epoch,
             _last_pass_rule(plugin, model, optimizer),
         )
-        _begin_on_forward(model, self.balancer, clock)
+        self.balancer = balancer
+        _begin_on_forward(model, balancer)
         # Zero-bubble schedules have other passes, so their layers can neither be balanced nor timed.
         if hasattr(plugin.scheduler, "backward_step"):
             _count_waiting_between_passes(plugin.scheduler, optimizer, clock)
         elif plugin.scheduler is None:
-            time_end_of_backward(optimizer, clock)
-        _complete_gradients_before_use(optimizer, self.balancer)
-        _tick_on_step(optimizer, self.balancer)
-        _drop_gradients_on_zero_grad(optimizer, self.balancer)
+            time_end_of_backward(optimizer, lambda: balancer.running_clock)
+        _complete_gradients_before_use(optimizer, balancer)
+        _tick_on_step(optimizer, balancer)
+        _drop_gradients_on_zero_grad(optimizer, balancer)
 
     def weights_changed(self) -> None:
         """Tell the balancer that weights were loaded."""
@@ -96,11 +97,11 @@ def _is_last_pass(plugin: HybridParallelPlugin, model: ModelWrapper, optimizer: 
     return bool(getattr(optimizer, "require_grad_sync", True) and model.require_grad_sync)
 
 
-def _begin_on_forward(model: ModelWrapper, balancer: Balancer, clock: IterationClock) -> None:
+def _begin_on_forward(model: ModelWrapper, balancer: Balancer) -> None:
     def begin(module: nn.Module, _: Any) -> None:
         if module.training and torch.is_grad_enabled():
             balancer.begin()
-            time_collectives(clock)
+            time_collectives(balancer.running_clock)
         elif not torch.is_grad_enabled():
             balancer.begin_evaluation_pass()
 

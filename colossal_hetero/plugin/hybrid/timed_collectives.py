@@ -74,30 +74,33 @@ def _timed(collective: Callable[..., Any], clock: IterationClock, *args: Any, **
     return work if work is None else _TimedWork(work, clock)
 
 
-def time_collectives(clock: IterationClock) -> None:
-    """Let Colossal-AI's collectives mark ``clock`` from now on, and no other clock."""
+def time_collectives(clock: IterationClock | None) -> None:
+    """Let Colossal-AI's collectives mark ``clock`` from now on, and no other clock; None: they mark none."""
     for module in MODULES:
         if not isinstance(module.dist, _TimedDistributed):
             module.dist = _TimedDistributed(module.dist)  # type: ignore[attr-defined]
     _TimedDistributed.clock = clock
 
 
-def time_end_of_backward(optimizer: OptimizerWrapper, clock: IterationClock) -> None:
+def time_end_of_backward(optimizer: OptimizerWrapper, clock_now: Callable[[], IterationClock | None]) -> None:
     """Count as communication what ``optimizer.backward`` does after the last gradient has been computed.
+
+    ``clock_now`` returns the clock of the iteration that is running, or None if it is not measured.
 
     Then it waits for the sum of gradients over replicas. Autograd's engine calls functions that are queued during a
     backward pass after its last gradient, in their order; data parallelism queues its waiting later than this does.
     """
     backward = optimizer.backward
 
-    def last_gradient_computed() -> None:
-        clock.mark("other")
-
-    def queue(gradient: Tensor) -> None:
-        Variable._execution_engine.queue_callback(last_gradient_computed)
-
     @functools.wraps(backward)
     def timed_backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        clock = clock_now()
+        if clock is None:
+            return backward(loss, *args, **kwargs)
+
+        def queue(gradient: Tensor) -> None:
+            Variable._execution_engine.queue_callback(lambda: clock.mark("other"))
+
         with loss.register_hook(queue):
             result = backward(loss, *args, **kwargs)
         clock.mark("communication")

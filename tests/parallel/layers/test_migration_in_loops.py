@@ -74,8 +74,15 @@ def check_messages() -> None:
 
 
 def train_with_changing_accumulation(run: Trained, numbers: Sequence[int]) -> Trained:
-    """Accumulate over another number of micro-batches in each iteration, and clip the gradients before the step."""
+    """Accumulate over another number of micro-batches in each iteration, and clip the gradients before the step.
+
+    Some iterations begin anew after a backward pass, whose gradients the model drops.
+    """
     for iteration, micro_batches in enumerate(numbers):
+        if iteration % 3 == 0:
+            images, labels = batch(500 + iteration)
+            run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
+            run.model.zero_grad()
         for micro in range(micro_batches):
             images, labels = batch(10 * iteration + micro)
             loss = loss_of(run.model(images), labels)
