@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -229,6 +229,15 @@ class Applier:
             else:
                 kinds.append(LayerKind(first.columns, effective_grain(first.columns, self._config.grain), weight))
         return kinds
+
+    def present_kinds(self) -> list[LayerKind]:
+        """:attr:`kinds`, with what cannot migrate now."""
+        fixed = {
+            number
+            for target, number in zip(self._targets, self._kind_of, strict=True)
+            if isinstance(target, _Units) and not target.block.moves
+        }
+        return [replace(kind, moves=number not in fixed) for number, kind in enumerate(self.kinds)]
 
     @property
     def shares(self) -> Shares:

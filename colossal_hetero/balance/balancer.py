@@ -25,6 +25,7 @@ from torch import nn
 
 from ..layers.block import Block, attach_blocks
 from ..layers.dropout.residual_dropout import draw_residual_dropout_equally
+from ..layers.language_head.head_block import attach_head_blocks
 from ..layers.linear import HeteroLinear, hetero_layers
 from ..layers.transport import Transport
 from .apply import Applier, Shares, columns_stay
@@ -284,7 +285,7 @@ class Balancer:
 
         It differs from the present one only if that saves a larger share of the time than the ``uncertainty``.
         """
-        kinds = self._applier.kinds
+        kinds = self._applier.present_kinds()
         if self.config.is_exact and any(kind.units is not None for kind in kinds):
             return decide_units(
                 self._speed, kinds, self._costs, self.config, self._plan, uncertainty, self._max_received
@@ -372,6 +373,8 @@ def attach_balancer(
     """
     layers = hetero_layers(model)
     blocks = attach_blocks(model) if config.moves_blocks else []
+    if config.moves_heads:
+        blocks += attach_head_blocks(model)
     if config.mode != "off":
         _check_options(layers, blocks, config)
     divided = any(layer.seq_parallel_mode is not None for layer in layers.values())  # type: ignore[attr-defined]

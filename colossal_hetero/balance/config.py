@@ -38,6 +38,10 @@ class BalanceConfig:
     """What is migrated, and how: ``block`` migrates whole units of a block of layers, once per iteration;
     ``broadcast-reduce`` and ``scatter-gather`` migrate columns of each product, as in SEMI."""
 
+    head: bool = True
+    """Whether rows of the vocabulary-parallel head of a language model migrate like units of a block, where nothing is
+    pruned. Then ``logits`` of training passes with ``labels`` are not available."""
+
     resizing: Resizing = "block"
     """What mode ``resize`` prunes: whole units of a ``block`` (hidden neurons, heads), whose products then run on a
     part of the weights; or contraction columns of each product (``column``, as in SEMI). Layers that are in no block
@@ -153,6 +157,11 @@ class BalanceConfig:
     def is_exact(self) -> bool:
         """Whether nothing is ever pruned."""
         return self.mode == "migrate" or (self.mode == "auto" and self.max_resize == 0.0)
+
+    @property
+    def moves_heads(self) -> bool:
+        """Whether rows of the heads of language models are migrated."""
+        return self.head and self.is_exact and self.moves_blocks
 
     @property
     def moves_blocks(self) -> bool:

@@ -102,6 +102,11 @@ class Block:
             heads.register_forward_hook(self._restore_widths, always_call=True)
 
     @property
+    def moves(self) -> bool:
+        """Whether units can migrate now; the same on all ranks."""
+        return True
+
+    @property
     def unit_parameters(self) -> list[list[Tensor]]:
         """The parameters that hold units, ordered as ``places``: each layer's weight and each input's bias."""
         return [

@@ -310,10 +310,13 @@ class HeteroVocabParallelLMHead1D(_HeteroColumnParallel, VocabParallelLMHead1D):
     ``VocabParallelLMHead1D``.
 
     The outputs have no padding: ``[.., vocabulary]`` if they are gathered, otherwise ``[.., n]`` with the ``n`` of this
-    rank's ``V/e`` rows that are in the vocabulary.
+    rank's ``V/e`` rows that are in the vocabulary. If rows migrate, they are those of the rows that this rank computes.
     """
 
     def _without_padding(self, y: Tensor) -> Tensor:
+        if self.block is not None and self.block.share_of(self) is not None:
+            # The loss knows which rows these are.
+            return y
         return y[..., : self.old_num_embeddings if self.gather_output else self.num_valid_embeddings_local]
 
 

@@ -38,6 +38,8 @@ class LayerKind:
     """How many units move together."""
     weight: float
     """The kind's share of the cost of all products that can be divided."""
+    moves: bool = True
+    """Whether units can migrate now."""
 
     @property
     def full(self) -> float:
@@ -86,7 +88,7 @@ def decide_units(
     problems = []
     for number, kind in blocks:
         assert kind.units is not None
-        most = min(max_received, ranks - 1.0)
+        most = min(max_received, ranks - 1.0) if kind.moves else 0.0
         problems.append(
             KindProblem(
                 UnitKind(kind.units, kind.grain, int(most * kind.units)),

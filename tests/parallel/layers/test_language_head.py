@@ -1,4 +1,6 @@
-"""The vocabulary-parallel head of language models is balanced by its columns; the reference is Colossal-AI's plugin."""
+"""The vocabulary-parallel head of language models is balanced by its columns, or by rows of the vocabulary where
+nothing is pruned; the reference is Colossal-AI's plugin.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers import HeteroVocabParallelLMHead1D
 from tests.parallel.layers.migration_runs import assert_equal
 from tests.support.harness import run_ranks
-from tests.support.language_models import MODELS, plan_of, train_on_tokens
+from tests.support.language_models import MODELS, plan_of, tokens, train_on_tokens
 from tests.support.training import Trained, assert_same_parameters, boost, ours, sgd, theirs
 
 CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
@@ -49,7 +51,7 @@ def check_migration(steps: int) -> None:
     for number, (family, model, more) in enumerate(CASES if ranks == 2 else CASES[:1]):
         steps = min(2, steps) if number else steps
         expected = train_on_tokens(reference(family, model, more), ranks * steps)
-        run = boosted(family, model, more, migration="broadcast-reduce" if number % 2 else "block")
+        run = boosted(family, model, more, migration="broadcast-reduce" if number % 2 else "block", head=False)
         for sender in range(ranks):
             run.plugin.balancer.follow(plan_of(sender, ranks))
             assert head_of(run)._migration is not None
@@ -94,16 +96,69 @@ def test_the_head_is_resized_by_its_columns() -> None:
     run_ranks(2, check_resizing)
 
 
-def check_auto() -> None:
-    """The head stays where it is, is measured, and has no part in the cost of moving everything that can move."""
-    run = boosted("gpt2", {}, {}, mode="auto")
+def check_rows(steps: int) -> None:
+    """Rows of each rank's part of the vocabulary migrate in turn."""
+    ranks = dist.get_world_size()
+    families = (("gpt2", {}), ("gpt2", dict(tie_word_embeddings=False)), ("llama", {}))
+    for number, (family, model) in enumerate(families if ranks == 2 else families[:1]):
+        expected = train_on_tokens(reference(family, model, {}), ranks * steps)
+        run = boosted(family, model, {})
+        block = head_of(run).block
+        for sender in range(ranks):
+            run.plugin.balancer.follow(plan_of(sender, ranks))
+            if dist.get_rank() == sender:
+                assert block.workload.given > 0, block.workload
+            train_on_tokens(run, steps)
+        assert_equal(run, expected, f"{family}, {model}, case {number}")
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 10), (3, 2), (4, 1)])
+def test_migrating_rows_of_the_head_is_exact(ranks: int, steps: int) -> None:
+    run_ranks(ranks, check_rows, steps)
+
+
+def check_logits() -> None:
+    """Only training passes with labels use the plan; there, logits are not available."""
+    inputs, labels = tokens(0)
+    arguments = dict(input_ids=inputs, attention_mask=torch.ones_like(inputs))
+    expected, run = reference("llama", {}, {}), boosted("llama", {}, {})
     run.plugin.balancer.follow(plan_of(0, 2))
-    assert head_of(run)._migration is None and head_of(run).block is None
-    assert math.fsum(kind.weight for kind in run.plugin.balancer.kinds) == pytest.approx(1.0)
-    expected = train_on_tokens(reference("gpt2", {}, {}), 2)
-    assert_equal(train_on_tokens(run, 2), expected, "auto")
-    assert head_of(run).passes == 2
+    for training in (False, True):
+        outputs = []
+        for each in (run, expected):
+            each.model.train(training)
+            outputs.append(each.model(**arguments).logits)
+        torch.testing.assert_close(*outputs)
+    output = run.model(**arguments, labels=labels)
+    with pytest.raises(AttributeError, match=r"no 'argmax'.*BalanceConfig\(head=False\)"):
+        output.logits.argmax(-1)
+    torch.testing.assert_close(output.loss, expected.model(**arguments, labels=labels).loss)
+    without = boosted("llama", {}, {}, mode="auto", head=False)
+    without.plugin.balancer.follow(plan_of(0, 2))
+    assert head_of(without).block is None and head_of(without)._migration is None
+    torch.testing.assert_close(
+        without.model(**arguments, labels=labels).logits, expected.model(**arguments, labels=labels).logits
+    )
 
 
-def test_in_mode_auto_the_head_stays() -> None:
+def test_logits_are_those_of_colossalai_or_not_available() -> None:
+    run_ranks(2, check_logits)
+
+
+def check_auto() -> None:
+    """The head is a kind of its own, which can migrate once the model has computed a loss."""
+    run = boosted("llama", {}, {}, mode="auto")
+    balancer = run.plugin.balancer
+    assert math.fsum(kind.weight for kind in balancer.kinds) == pytest.approx(1.0)
+    number = head_of(run).kind
+    inputs, _ = tokens(0)
+    loss = run.model(input_ids=inputs, attention_mask=torch.ones_like(inputs)).logits.square().mean()
+    run.booster.backward(loss, run.optimizer)
+    run.optimizer.step()
+    assert not balancer._applier.present_kinds()[number].moves
+    train_on_tokens(run, 1)
+    assert all(kind.moves for kind in balancer._applier.present_kinds())
+
+
+def test_in_mode_auto_rows_of_the_head_can_migrate() -> None:
     run_ranks(2, check_auto)

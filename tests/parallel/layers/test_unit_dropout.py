@@ -21,7 +21,6 @@ from colossal_hetero.balance.decide.plan import BalancePlan
 from colossal_hetero.layers.block import Block, _has_dropout, attach_blocks
 from colossal_hetero.layers.block_rules import rule_for
 from colossal_hetero.layers.dropout.unit_dropout import UnitDropout, UnitRange
-from colossal_hetero.layers.linear import HeteroVocabParallelLMHead1D
 from colossal_hetero.layers.transport import Transport
 from tests.parallel.layers.migration_runs import ITERATIONS, Watch, assert_equal, migrate, slow
 from tests.parallel.layers.test_families import BUILDERS, SHARDING_OPTIONS, _allow_cpu, _loss_of
@@ -76,11 +75,7 @@ def check_plans() -> None:
         loop(run, STEPS, each=watch)
         senders = {rank for plan in watch.plans for rank, share in enumerate(plan.migrate) if share > 0.1}
         assert senders == set(range(ranks)), watch.plans
-        layers = {
-            id(layer)
-            for layer in run.plugin.balancer._layers.values()
-            if not isinstance(layer, HeteroVocabParallelLMHead1D)
-        }
+        layers = {id(layer) for layer in run.plugin.balancer._layers.values()}
         in_blocks = {id(layer) for block in run.plugin.balancer._applier._blocks for layer in block.layers}
         assert in_blocks == layers, f"{make.__name__}: {len(in_blocks)} of {len(layers)} layers are in a block"
         assert_equal(run, expected, make.__name__)

@@ -1,0 +1,128 @@
+"""The cross entropy of logits that are divided over ranks in any way, not only in equal parts.
+
+Of each token's logits the loss needs three numbers that are reduced over the group: the largest logit, the sum of the
+exponentials, and the logit of the target. So it does not matter which rank holds which rows of the vocabulary, and no
+logits are sent. Colossal-AI's ``cross_entropy_1d`` computes the same for equal parts, with the same messages, so ranks
+that a plan leaves as they are can go on using it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.shardformer.layer import loss as colossalai_loss
+from torch import Tensor
+
+from ..workload import Clock
+
+__all__ = ["VocabularyRows", "accept_any_rows", "expect_rows"]
+
+
+@dataclass(frozen=True)
+class VocabularyRows:
+    """Which rows of the vocabulary the logits of the current pass have.
+
+    Args:
+        numbers: the row of each logit, int64 ``[n]``, each row on one rank of the group only.
+        vocabulary: how many rows there are; rows with higher numbers are padding.
+        clock: receives a mark around each collective, or None.
+    """
+
+    numbers: Tensor
+    vocabulary: int
+    clock: Clock | None
+
+    @property
+    def are_padding(self) -> Tensor:
+        """bool ``[n]``"""
+        return self.numbers >= self.vocabulary
+
+    def columns_of(self, target: Tensor) -> Tensor:
+        """For each target, int64 ``[T]``, the column of its logit, or -1 if another rank has it or it is ignored."""
+        columns = self.numbers.new_full((self.vocabulary + 1,), -1)
+        own = ~self.are_padding
+        columns[self.numbers[own]] = torch.arange(len(self.numbers), device=columns.device)[own]
+        # The last entry is for targets that are ignored.
+        return columns[target.where(target >= 0, self.vocabulary)]
+
+
+_colossalais: Callable[..., Tensor] = colossalai_loss.cross_entropy_1d
+_expected: list[VocabularyRows] = []
+
+
+def expect_rows(rows: VocabularyRows | None) -> bool:
+    """Let the next loss take its logits for these rows; None: for Colossal-AI's equal parts.
+
+    Returns whether other rows were expected and no loss was computed since.
+    """
+    was_expected = bool(_expected)
+    _expected[:] = [] if rows is None else [rows]
+    return was_expected
+
+
+def accept_any_rows() -> None:
+    """From now on Colossal-AI's models compute their loss from whatever rows :func:`expect_rows` was told."""
+    colossalai_loss.cross_entropy_1d = cross_entropy_1d
+
+
+def cross_entropy_1d(
+    vocab_logits: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    process_group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    mode: str = "mean",
+) -> Tensor:
+    """In place of Colossal-AI's function of this name, with the same arguments."""
+    if not _expected:
+        return _colossalais(vocab_logits, labels, ignore_index, process_group, vocab_size, dtype, mode)
+    rows = _expected.pop()
+    total = _CrossEntropy.apply(vocab_logits, labels, rows, ignore_index, process_group)
+    return total if mode == "sum" else total / (labels != ignore_index).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The sum over tokens of ``log Σ_v exp(logit_v) − logit_target``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        rows: VocabularyRows,
+        ignore_index: int,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        def reduce(tensor: Tensor, operation: Any) -> Tensor:
+            if rows.clock is not None:
+                rows.clock.mark("other")
+            dist.all_reduce(tensor, op=operation, group=group)
+            if rows.clock is not None:
+                rows.clock.mark("communication")
+            return tensor
+
+        assert logits.shape == (*target.shape, len(rows.numbers)), f"{logits.shape} logits of {target.shape} tokens"
+        is_used = target != ignore_index
+        shifted = logits.float().masked_fill(rows.are_padding, -torch.inf)
+        shifted -= reduce(shifted.amax(-1).to(logits.dtype), dist.ReduceOp.MAX).unsqueeze(-1)
+        columns = rows.columns_of(target)
+        is_here = (columns >= 0) & is_used
+        columns = columns.clamp_(min=0)
+        of_target = shifted.gather(-1, columns.unsqueeze(-1)).squeeze(-1).where(is_here, 0.0)
+        of_target = reduce(of_target.to(logits.dtype), dist.ReduceOp.SUM)
+        probabilities = shifted.exp_()
+        exponentials = reduce(probabilities.sum(-1), dist.ReduceOp.SUM)
+        probabilities *= (is_used / exponentials).unsqueeze(-1)
+        probabilities.scatter_add_(-1, columns.unsqueeze(-1), -is_here.to(probabilities.dtype).unsqueeze(-1))
+        ctx.save_for_backward(probabilities.to(logits.dtype))
+        return (exponentials.log() - of_target).where(is_used, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (of_logits,) = ctx.saved_tensors
+        return of_logits * gradient.to(of_logits.dtype), None, None, None, None
