@@ -82,13 +82,14 @@ class Variant:
     balance: BalanceConfig | None = None
     """Settings of our plugin; None: use Colossal-AI's own plugin."""
     stragglers: Stragglers | None = None
+    learning_rate: float = 1e-3
     seconds: list[float] = field(default_factory=list)
 
     def build(self) -> None:
         """Make and boost the model. All variants start from the same weights."""
         torch.manual_seed(1)
         model = self.make_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self.learning_rate)
         arguments: dict[str, Any] = {"tp_size": dist.get_world_size(), "pp_size": 1, "precision": "fp32"}
         if self.balance is None:
             policy = {"custom_policy": TimmViTPolicy()} if isinstance(model, VisionTransformer) else {}
