@@ -12,7 +12,7 @@ SLOPE_DEVIATION = 0.2
 """How far the slope may be from a proportional one, as a relative standard deviation: fixed costs of a product, better
 or worse efficiency at another size."""
 
-MIN_SLOPE, MAX_SLOPE = 0.5, 1.5
+MIN_SLOPE, MAX_SLOPE = 0.5, 4.0
 """Limits of the slope, relative to a proportional one. They keep one bad measurement from turning the line over."""
 
 

@@ -95,6 +95,8 @@ class GroupSpeed:
         """Φ2: how many times as long a unit of another rank takes, until that has been measured."""
         self._window: deque[_ComparedWorks] = deque(maxlen=WINDOW)
         self._deviating: list[_ComparedWorks] = []
+        self._before: _ComparedWorks | None = None
+        """The iteration before, if loads were the same."""
         self._runs = [0] * ranks
         self._expected: list[float] | None = None
         self._loads: list[list[float]] = []
@@ -123,13 +125,11 @@ class GroupSpeed:
             return self._begin(works, totals)
         ratios = [total / expected for total, expected in zip(totals, self._expected, strict=True)]
         iteration = _divided(works, self._common_factor(ratios))
+        self._note_noise(iteration)
         if self._has_changed(iteration, ratios):
             return True
         if self._deviating:
             return False
-        if self._window:
-            for rank, steps in enumerate(self._steps):
-                steps.append(abs(iteration.total(rank) / self._window[-1].total(rank) - 1.0))
         self._window.append(iteration)
         self._measured += 1
         if not self._settling:
@@ -139,6 +139,14 @@ class GroupSpeed:
         self._settling = False
         self._learn()
         return True
+
+    def _note_noise(self, iteration: _ComparedWorks) -> None:
+        """Take in how much ranks' work differs from the iteration before, also if their speed may have changed."""
+        if self._before is not None:
+            for rank, steps in enumerate(self._steps):
+                steps.append(abs(iteration.total(rank) / self._before.total(rank) - 1.0))
+            self._noise = max(_noise(steps) for steps in self._steps)
+        self._before = iteration
 
     def _begin(self, works: Sequence[Sequence[KindWork]], totals: Sequence[float]) -> bool:
         self._window.append(_divided(works, fmean(totals)))
@@ -156,6 +164,7 @@ class GroupSpeed:
 
     def _change_loads(self, loads: list[list[float]]) -> None:
         self._loads = loads
+        self._before = None
         self._start_again([])
         if self._expected is not None:
             # In the first iteration with other loads, memory is allocated.
@@ -290,7 +299,6 @@ class GroupSpeed:
                     len(works),
                 )
         self._expected = [fsum(line.present_seconds for line in lines) for lines in self._lines]
-        self._noise = max(_noise(steps) for steps in self._steps)
 
     @property
     def uncertainty(self) -> float:
