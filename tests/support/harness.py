@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
+import secrets
 import socket
 import time
 import traceback
@@ -25,9 +26,19 @@ _context.set_forkserver_preload(["tests.support.preload"])
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing listens on.
+
+    It is below the ports that Linux gives to outgoing connections: one of those could take the port before rank 0
+    listens on it.
+    """
+    while True:
+        port = 15_000 + secrets.randbelow(17_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def _rank_main(rank: int, world_size: int, port: int, seed: int, pipe: Any, function: Callable, args: tuple) -> None:
