@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs
@@ -110,3 +112,9 @@ def test_the_note_says_which_blocks_cannot_be_divided_evenly(heads: int, is_lost
 
     plan = decide_units(Fixed(), kinds, Costs(), BalanceConfig(mode="auto"), BalancePlan.idle(2), 0.0)
     assert ("blocks with 2 units per rank" in plan.note) == is_lost, plan.note
+
+
+def test_what_cannot_migrate_stays() -> None:
+    kinds = [KINDS[0], replace(KINDS[1], moves=False)]
+    plan = decide_units(Speeds(1.0, 3.0), kinds, Costs(), BalanceConfig(mode="auto"), BalancePlan.idle(2), 0.0)
+    assert plan.units[0] != (8, 8) and plan.units[1] == (64, 64), plan

@@ -126,6 +126,18 @@ def test_equal_work_is_in_seconds_from_the_first_decision_on(length: float) -> N
     assert fast.work_seconds == pytest.approx(length * (OTHER + 0.7))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_strong_noise_is_no_change_of_speed(seed: int) -> None:
+    """As under a CPU quota, where a rank's work varies by a tenth and more between iterations."""
+    group = SimulatedGroup(2, MIGRATE, seed, noise=0.5)
+    plans = []
+    for _ in range(200):
+        group.iterate([4.0, 1.0])
+        plans.append(group.plan.units)
+    changes = sum(before != after for before, after in pairwise(plans[20:]))
+    assert changes <= 2, f"{changes} changes of the plan"
+
+
 def test_a_slow_drift_is_noticed() -> None:
     group = SimulatedGroup(2, MIGRATE, noise=0.02)
     for iteration in range(400):
