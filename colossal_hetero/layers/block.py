@@ -58,6 +58,11 @@ class BlockWorkload:
         """How many units of other ranks the rank computes."""
         return sum(stop - start for _, start, stop in self.taken)
 
+    def units_of(self, rank: int) -> list[UnitRange]:
+        """The units that the rank, number ``rank`` of the group, computes, in the order of activations. Kept units
+        count as the first ones, also if others are pruned."""
+        return [UnitRange(rank, 0, self.kept), *self.taken]
+
 
 class Block:
     """A block of one rank's model.
@@ -186,13 +191,12 @@ class Block:
         return self._shares[self.layers.index(layer)]
 
     def computed_units(self) -> list[UnitRange]:
-        """The units of the current forward pass, in the order of activations. Kept units count as the first ones, also
-        if others are pruned."""
+        """The units of the current forward pass, in the order of activations; see :meth:`BlockWorkload.units_of`."""
         rank = dist.get_rank(self.output.process_group)  # type: ignore[attr-defined]
         if not self._is_active(self.output):
             return [UnitRange(rank, 0, self.units)]
         assert self.workload is not None
-        return [UnitRange(rank, 0, self.workload.kept), *self.workload.taken]
+        return self.workload.units_of(rank)
 
     def _is_active(self, layer: Any) -> bool:
         if self.workload is None:

@@ -216,7 +216,7 @@ class UnitExchange:
         for block, moved, count, rule, number in zip(blocks, moves, kept, select, self._numbers, strict=True):
             given = [_UnitRange(move.receiver, move.start, move.stop) for move in moved if move.sender == rank]
             taken = [_UnitRange(move.sender, move.start, move.stop) for move in moved if move.receiver == rank]
-            if count == block.units and not taken:
+            if count == block.units and not moved:
                 continue
             transfer = _BlockTransfer(block, given, taken)
             transfer.expected = [self._expected_passes] * len(block.layers)

@@ -12,11 +12,13 @@ from math import gcd
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..block import Block
-from ..linear import HeteroLinear, HeteroVocabParallelLMHead1D
-from ..unit_layout import UnitPlace, UnitShare
+from ..block import Block, BlockWorkload, Fetch, ReturnGradients
+from ..linear import HeteroVocabParallelLMHead1D
+from ..unit_layout import UnitPlace
+from ..workload import is_recorded
 from .vocabulary_loss import VocabularyRows, accept_any_rows, expect_rows
 
 __all__ = ["HeadBlock", "attach_head_blocks"]
@@ -52,9 +54,9 @@ class HeadBlock(Block):
         place = UnitPlace(0, 1, units, rows // units)
         super().__init__(name, (), head, [[place] if layer.bias is None else [place, place]], None, ())
         self._head = layer
+        self._rows: VocabularyRows | None = None
         self._computes_loss = False
         self._has_computed_loss = False
-        self._is_divided = False
         accept_any_rows()
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end)
@@ -64,24 +66,28 @@ class HeadBlock(Block):
         """Whether units can migrate: the model has computed a loss in training."""
         return self._has_computed_loss
 
-    def share_of(self, layer: HeteroLinear) -> UnitShare | None:
-        share = super().share_of(layer)
-        if share is not None:
-            expect_rows(VocabularyRows(self._rows(), self._head.old_num_embeddings, layer.clock))
-            self._is_divided = True
-        return share
+    def assign(
+        self,
+        workload: BlockWorkload | None,
+        fetch: Fetch = tuple,
+        return_gradients: ReturnGradients = lambda layer, gradients: None,
+    ) -> None:
+        super().assign(workload, fetch, return_gradients)
+        self._rows = None if workload is None else VocabularyRows(self._numbers(), self._head.old_num_embeddings)
 
     def _is_active(self, layer: Any) -> bool:
-        return self._computes_loss and super()._is_active(layer)
+        # In evaluation the rank's own rows are computed, because loops use the logits there.
+        return self._computes_loss and is_recorded() and super()._is_active(layer)
 
-    def _rows(self) -> Tensor:
-        """The rows of the vocabulary of each logit."""
+    def _numbers(self) -> Tensor:
+        """The rows of the vocabulary of each logit while the workload applies."""
+        assert self.workload is not None
         rows, size = self._head.weight.shape[0], self.places[0][0].size
-        device = self._head.weight.device
+        rank = dist.get_rank(self._head.process_group)
         return torch.cat(
             [
-                torch.arange(owner * rows + start * size, owner * rows + stop * size, device=device)
-                for owner, start, stop in self.computed_units()
+                torch.arange(owner * rows + start * size, owner * rows + stop * size, device=self._head.weight.device)
+                for owner, start, stop in self.workload.units_of(rank)
             ]
         )
 
@@ -91,11 +97,10 @@ class HeadBlock(Block):
             returns_dict = getattr(getattr(model, "config", None), "use_return_dict", True)
         self._computes_loss = kwargs.get("labels") is not None and bool(returns_dict)
         self._has_computed_loss |= self._computes_loss and model.training
-        self._is_divided = False
-        expect_rows(None)
+        expect_rows(self._rows if self._is_active(self._head) else None, self._head.clock)
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not self._is_divided:
+        if not self._is_active(self._head):
             return
         if expect_rows(None):
             raise RuntimeError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,38 +30,41 @@ class VocabularyRows:
     Args:
         numbers: the row of each logit, int64 ``[n]``, each row on one rank of the group only.
         vocabulary: how many rows there are; rows with higher numbers are padding.
-        clock: receives a mark around each collective, or None.
     """
 
     numbers: Tensor
     vocabulary: int
-    clock: Clock | None
 
-    @property
+    @cached_property
     def are_padding(self) -> Tensor:
         """bool ``[n]``"""
         return self.numbers >= self.vocabulary
 
     def columns_of(self, target: Tensor) -> Tensor:
         """For each target, int64 ``[T]``, the column of its logit, or -1 if another rank has it or it is ignored."""
+        return self._columns[target.where(target >= 0, self.vocabulary)]
+
+    @cached_property
+    def _columns(self) -> Tensor:
+        """For each row of the vocabulary the column of its logit or -1; the last entry is for ignored targets."""
         columns = self.numbers.new_full((self.vocabulary + 1,), -1)
         own = ~self.are_padding
         columns[self.numbers[own]] = torch.arange(len(self.numbers), device=columns.device)[own]
-        # The last entry is for targets that are ignored.
-        return columns[target.where(target >= 0, self.vocabulary)]
+        return columns
 
 
 _colossalais: Callable[..., Tensor] = colossalai_loss.cross_entropy_1d
-_expected: list[VocabularyRows] = []
+_expected: list[tuple[VocabularyRows, Clock | None]] = []
 
 
-def expect_rows(rows: VocabularyRows | None) -> bool:
+def expect_rows(rows: VocabularyRows | None, clock: Clock | None = None) -> bool:
     """Let the next loss take its logits for these rows; None: for Colossal-AI's equal parts.
 
-    Returns whether other rows were expected and no loss was computed since.
+    ``clock`` receives a mark around each collective of that loss. Returns whether other rows were expected and no loss
+    was computed since.
     """
     was_expected = bool(_expected)
-    _expected[:] = [] if rows is None else [rows]
+    _expected[:] = [] if rows is None else [(rows, clock)]
     return was_expected
 
 
@@ -81,8 +85,8 @@ def cross_entropy_1d(
     """In place of Colossal-AI's function of this name, with the same arguments."""
     if not _expected:
         return _colossalais(vocab_logits, labels, ignore_index, process_group, vocab_size, dtype, mode)
-    rows = _expected.pop()
-    total = _CrossEntropy.apply(vocab_logits, labels, rows, ignore_index, process_group)
+    rows, clock = _expected.pop()
+    total = _CrossEntropy.apply(vocab_logits, labels, rows, ignore_index, process_group, clock)
     return total if mode == "sum" else total / (labels != ignore_index).sum()
 
 
@@ -97,13 +101,14 @@ class _CrossEntropy(torch.autograd.Function):
         rows: VocabularyRows,
         ignore_index: int,
         group: dist.ProcessGroup | None,
+        clock: Clock | None,
     ) -> Tensor:
         def reduce(tensor: Tensor, operation: Any) -> Tensor:
-            if rows.clock is not None:
-                rows.clock.mark("other")
+            if clock is not None:
+                clock.mark("other")
             dist.all_reduce(tensor, op=operation, group=group)
-            if rows.clock is not None:
-                rows.clock.mark("communication")
+            if clock is not None:
+                clock.mark("communication")
             return tensor
 
         assert logits.shape == (*target.shape, len(rows.numbers)), f"{logits.shape} logits of {target.shape} tokens"
@@ -125,4 +130,4 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (of_logits,) = ctx.saved_tensors
-        return of_logits * gradient.to(of_logits.dtype), None, None, None, None
+        return of_logits * gradient.to(of_logits.dtype), None, None, None, None, None

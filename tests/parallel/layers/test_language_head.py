@@ -4,6 +4,7 @@ nothing is pruned; the reference is Colossal-AI's plugin.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -118,31 +119,42 @@ def test_migrating_rows_of_the_head_is_exact(ranks: int, steps: int) -> None:
 
 
 def check_logits() -> None:
-    """Only training passes with labels use the plan; there, logits are not available."""
+    """Only training passes with labels use the plan; there, logits are not available, on any rank."""
+    ranks = dist.get_world_size()
     inputs, labels = tokens(0)
     arguments = dict(input_ids=inputs, attention_mask=torch.ones_like(inputs))
-    expected, run = reference("llama", {}, {}), boosted("llama", {}, {})
-    run.plugin.balancer.follow(plan_of(0, 2))
-    for training in (False, True):
+    with_labels = arguments | dict(labels=labels)
+    family = "llama" if ranks == 2 else "gpt2"
+    expected, run = reference(family, {}, {}), boosted(family, {}, {})
+    others = (0.0,) * (ranks - 2)
+    run.plugin.balancer.follow(
+        BalancePlan(resize=(0.0, 0.0, *others), migrate=(0.5, 0.0, *others), receive=(0.0, 0.5, *others))
+    )
+    for training, recorded, batch in itertools.product((False, True), (False, True), (arguments, with_labels)):
+        if (training and recorded and batch is with_labels) or (family == "gpt2" and batch is arguments):
+            continue  # Colossal-AI's GPT-2 needs labels.
         outputs = []
         for each in (run, expected):
             each.model.train(training)
-            outputs.append(each.model(**arguments).logits)
-        torch.testing.assert_close(*outputs)
-    output = run.model(**arguments, labels=labels)
+            with torch.set_grad_enabled(recorded):
+                outputs.append(each.model(**batch))
+        torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
+        torch.testing.assert_close(outputs[0].loss, outputs[1].loss)
+    output = run.model(**with_labels)
     with pytest.raises(AttributeError, match=r"no 'argmax'.*BalanceConfig\(head=False\)"):
         output.logits.argmax(-1)
-    torch.testing.assert_close(output.loss, expected.model(**arguments, labels=labels).loss)
+    torch.testing.assert_close(output.loss, expected.model(**with_labels).loss)
+    if ranks > 2:
+        return
     without = boosted("llama", {}, {}, mode="auto", head=False)
     without.plugin.balancer.follow(plan_of(0, 2))
     assert head_of(without).block is None and head_of(without)._migration is None
-    torch.testing.assert_close(
-        without.model(**arguments, labels=labels).logits, expected.model(**arguments, labels=labels).logits
-    )
+    torch.testing.assert_close(without.model(**with_labels).logits, expected.model(**with_labels).logits)
 
 
-def test_logits_are_those_of_colossalai_or_not_available() -> None:
-    run_ranks(2, check_logits)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_logits_are_those_of_colossalai_or_not_available(ranks: int) -> None:
+    run_ranks(ranks, check_logits)
 
 
 def check_auto() -> None:
