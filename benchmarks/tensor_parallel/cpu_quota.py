@@ -4,9 +4,10 @@ sudo python -m benchmarks.tensor_parallel.cpu_quota [--quota 0.25] [--rounds 8]
 
 Needs Linux, and write access to cgroups (version 1 or 2). The quota slows all work of rank 1, not only its products, so
 balancing cannot make it as fast as the other rank. The reachable time is computed from the work of each rank, measured
-without balancing under the same quota. For ``resize`` it is the slow rank's work outside the products plus (1 − γ_max)
-of its products. For ``auto``, which prunes nothing here, it is the fixed work of each rank and the optimal division of
-the work that can be moved. The time of communication without waiting is added to both. The models take turns.
+without balancing under the same quota. For ``resize`` it is the slow rank's work outside the products plus the least
+part of its products that it may keep: (1 − γ_max) of its columns, or of the units of its blocks, but whole units and at
+least one. For ``auto``, which prunes nothing here, it is the fixed work of each rank and the optimal division of the
+work that can be moved. The time of communication without waiting is added to both. The models take turns.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_tur
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.report.records import IterationRecord, RankRecord
 from colossal_hetero.balance.report.summary import lossless_seconds
+from colossal_hetero.layers.workload import kept_count
 from colossal_hetero.testing.cpu_quota import cpu_quota
 
 
@@ -29,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quota", type=float, default=0.25)
     parser.add_argument("--period-us", type=int, default=100_000)
+    parser.add_argument("--warmup", type=int, default=40, help="iterations in which modes may settle")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
     parser.add_argument("--depth", type=int, default=MODEL["depth"], help="number of its blocks")
@@ -51,7 +54,7 @@ def main() -> None:
         quota = cpu_quota(arguments.quota, arguments.period_us)
         quota.__enter__()
     try:
-        take_turns(variants, warmup=8, rounds=arguments.rounds, block=4)
+        take_turns(variants, warmup=arguments.warmup, rounds=arguments.rounds, block=4)
     finally:
         if throttled:
             quota.__exit__(None, None, None)
@@ -70,10 +73,18 @@ def main() -> None:
     off = settled[1]
     communication = median(min(rank.communication_seconds for rank in record.ranks) for record in off)
     fixed = [typical(off, rank, lambda r: r.work_seconds - movable(r)) for rank in (0, 1)]
-    floor = typical(off, 1, lambda r: r.work_seconds - resize.max_resize * r.matmul_seconds) + communication
+    in_blocks = variants[2].plugin.balancer.kinds
+    # Whole heads cannot be pruned as finely as columns.
+    most_of_blocks = sum(
+        kind.weight * (1 - kept_count(kind.units, resize.max_resize) / kind.units) for kind in in_blocks if kind.units
+    )
+
+    def floor(pruned: float) -> float:
+        return typical(off, 1, lambda r: r.work_seconds - pruned * r.matmul_seconds) + communication
+
     best = {
-        "resize, columns": floor,
-        "resize, blocks": floor,
+        "resize, columns": floor(resize.max_resize),
+        "resize, blocks": floor(most_of_blocks),
         "auto": lossless_seconds(fixed, [typical(off, rank, movable) for rank in (0, 1)]) + communication,
     }
     rows = []

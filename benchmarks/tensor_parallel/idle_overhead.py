@@ -4,6 +4,9 @@ python -m benchmarks.tensor_parallel.idle_overhead [--rounds 12]
 
 Time: the variants take turns in the same two processes, iteration by iteration; the ratio is the median over the
 iterations of each one's ratio to that of the plain plugin in the same turn. The control is a second plain plugin.
+Host time: what the balancer does before and after an iteration (median and mean; some iterations end with a decision,
+in which ranks wait for each other), and the marks of its clock. It is much more exact than the difference of two
+iteration times, but does not contain what layers do otherwise than the plain ones.
 Memory: each variant runs alone, in processes of its own.
 """
 
@@ -13,7 +16,12 @@ import argparse
 import os
 import subprocess
 import sys
-from statistics import median
+import time
+from collections.abc import Callable
+from statistics import fmean, median
+from timeit import timeit
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +29,10 @@ import torch.distributed as dist
 from benchmarks.common import Variant, print_table, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
 from colossal_hetero.accelerator import get_accelerator
+from colossal_hetero.layers import hetero_layers
+
+HOST_ITERATIONS = 24
+"""The number of iterations in which host times are measured."""
 
 VARIANTS = {"plain": None, "plain (control)": None} | {
     mode: BalanceConfig(mode=mode) for mode in ("off", "resize", "auto")
@@ -38,6 +50,41 @@ def measure_peak(name: str) -> None:
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
         print(f"peak {peak.item()}")
+
+
+def host_seconds(variant: Variant) -> tuple[float, float, float]:
+    """Host seconds per iteration: median and mean of the balancer's own code, and of the marks of one layer."""
+    balancer: Any = variant.plugin.balancer
+    spent: list[float] = []
+    marks = 0
+
+    def timed(call: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            start = time.perf_counter()
+            call()
+            spent.append(time.perf_counter() - start)
+
+        return run
+
+    def counted(*arguments: Any) -> None:
+        nonlocal marks
+        marks += 1
+        mark(*arguments)
+
+    clock = balancer._clock
+    mark = clock.mark
+    with (
+        patch.object(balancer, "begin", timed(balancer.begin)),
+        patch.object(balancer, "tick", timed(balancer.tick)),
+        patch.object(clock, "mark", counted),
+    ):
+        for _ in range(HOST_ITERATIONS):
+            variant.iterate()
+    calls = 10_000
+    of_mark = timeit(lambda: mark("other", 0), number=calls) / calls
+    marks_per_layer = marks / HOST_ITERATIONS / len(hetero_layers(variant.model))
+    of_balancer = [begin + tick for begin, tick in zip(spent[::2], spent[1::2], strict=True)]
+    return median(of_balancer), fmean(of_balancer), marks_per_layer * of_mark
 
 
 def main() -> None:
@@ -68,8 +115,15 @@ def main() -> None:
     for variant, peak in zip(variants, memory, strict=True):
         ratios = [seconds / plain for seconds, plain in zip(variant.seconds, variants[0].seconds, strict=True)]
         of_memory = (peak / 2**20, peak / memory[0]) if memory[0] else ("", "")
-        rows.append((variant.name, variant.median_seconds, f"{median(ratios):.4f}", *of_memory))
-    columns = ("variant", "iteration [s]", "ratio", "peak memory [MiB]", "ratio")
+        of_host: tuple[str, ...] = ("", "")
+        if variant.balance is not None:
+            middle, mean, marks = host_seconds(variant)
+            of_host = (f"{1e3 * middle:.2f}, {1e3 * mean:.2f}", f"{1e6 * marks:.1f}")
+        rows.append((variant.name, variant.median_seconds, f"{median(ratios):.4f}", *of_host, *of_memory))
+    columns = (
+        *("variant", "iteration [s]", "ratio", "balancer's host time [ms]", "marks of a layer [µs]"),
+        *("peak memory [MiB]", "ratio"),
+    )
     print_table("No straggler, relative to Colossal-AI's plugin (2 ranks)", columns, rows)
 
 

@@ -26,20 +26,21 @@ from colossal_hetero.testing.cpu_quota import cpu_quota
 # isort: split
 from colossalai.shardformer.layer.utils import Randomizer
 
-VOCABULARY, CONTEXT, PIECES = 8192, 128, 4
+VOCABULARY = 8192
 HIDDEN, DEPTH, HEADS = 384, 4, 8
+LONGEST_CONTEXT = 1024
 MODES = ("off", "auto")
 
 
 def gpt2() -> torch.nn.Module:
-    sizes = dict(n_positions=CONTEXT, n_embd=HIDDEN, n_layer=DEPTH, n_head=HEADS, vocab_size=VOCABULARY)
+    sizes = dict(n_positions=LONGEST_CONTEXT, n_embd=HIDDEN, n_layer=DEPTH, n_head=HEADS, vocab_size=VOCABULARY)
     # Colossal-AI 0.5 forgets the causal mask with transformers' default, sdpa.
     return GPT2LMHeadModel(GPT2Config(**sizes, attn_implementation="eager", use_cache=False))
 
 
 def llama() -> torch.nn.Module:
     sizes = dict(hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=DEPTH, vocab_size=VOCABULARY)
-    heads = dict(num_attention_heads=HEADS, num_key_value_heads=HEADS, max_position_embeddings=CONTEXT)
+    heads = dict(num_attention_heads=HEADS, num_key_value_heads=HEADS, max_position_embeddings=LONGEST_CONTEXT)
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
 
 
@@ -49,10 +50,13 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {"gpt2": gpt2, "llama": llama
 class LanguageVariant(Variant):
     """A language model in training; iteration ``i`` of each variant has the same tokens and random numbers."""
 
-    def __init__(self, make: Callable[[], torch.nn.Module], name: str, balance: BalanceConfig) -> None:
+    def __init__(
+        self, make: Callable[[], torch.nn.Module], name: str, balance: BalanceConfig, batch_size: int, context: int
+    ) -> None:
         # At 1e-3, training is chaotic: a relative change of a weight by 1e-7 changes losses by 0.1 after 30 iterations.
         super().__init__(name, balance, learning_rate=1e-4)
         self._make = make
+        self._batch_size, self._context = batch_size, context
         self.losses: list[float] = []
 
     def make_model(self) -> torch.nn.Module:
@@ -63,8 +67,8 @@ class LanguageVariant(Variant):
     def loss(self) -> torch.Tensor:
         number = len(self.losses)
         generator = torch.Generator().manual_seed(number)
-        start = torch.randint(VOCABULARY, (PIECES, 1), generator=generator)
-        tokens = (start + 7 * torch.arange(CONTEXT)) % VOCABULARY
+        start = torch.randint(VOCABULARY, (self._batch_size, 1), generator=generator)
+        tokens = (start + 7 * torch.arange(self._context)) % VOCABULARY
         torch.manual_seed(number)
         # Colossal-AI needs the mask, although it hides no token.
         loss = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss
@@ -73,8 +77,11 @@ class LanguageVariant(Variant):
 
 
 def measure(make: Callable[[], torch.nn.Module], arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
-    free = [LanguageVariant(make, f"no quota, {mode}", BalanceConfig(mode=mode)) for mode in MODES]
-    limited = [LanguageVariant(make, mode, BalanceConfig(mode=mode)) for mode in MODES]
+    def variant_of(name: str, mode: Any) -> LanguageVariant:
+        return LanguageVariant(make, name, BalanceConfig(mode=mode), arguments.batch_size, arguments.context)
+
+    free = [variant_of(f"no quota, {mode}", mode) for mode in MODES]
+    limited = [variant_of(mode, mode) for mode in MODES]
     for variant in (*free, *limited):
         variant.build()
     iterations = arguments.warmup + arguments.rounds * (arguments.block + 1)
@@ -111,6 +118,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quota", type=float, default=0.25)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--context", type=int, default=256, help=f"tokens of a piece, at most {LONGEST_CONTEXT}")
     parser.add_argument("--warmup", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--block", type=int, default=4)
@@ -118,7 +127,12 @@ def main() -> None:
     start_ranks(2)
     rows = [(name, *row) for name in arguments.models for row in measure(MODELS[name], arguments)]
     columns = ("model", "variant", "iteration [s]", "/ off", "migrated", "last loss", "largest difference")
-    print_table(f"Rank 1 of 2 under a CPU quota of {arguments.quota:g} of a core", columns, rows)
+    print_table(
+        f"Rank 1 of 2 under a CPU quota of {arguments.quota:g} of a core, batches of {arguments.batch_size} × "
+        f"{arguments.context} tokens",
+        columns,
+        rows,
+    )
 
 
 if __name__ == "__main__":

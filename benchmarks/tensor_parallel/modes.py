@@ -30,7 +30,7 @@ TIMED_ITERATIONS = 60
 VARIANTS: dict[str, tuple[str, ...]] = {
     "off, no straggler": ("--balance", "off"),
     "off": ("--balance", "off"),
-    "resize": ("--balance", "resize"),
+    "resize, columns": ("--balance", "resize", "--resizing", "column"),
     "resize, blocks": ("--balance", "resize", "--resizing", "block"),
     "semi": ("--balance", "semi"),
     "auto": ("--balance", "auto"),

@@ -1,4 +1,4 @@
-"""Resizing with an injected straggler: iteration time relative to no straggler, and how fast the plan settles.
+"""Resizing with an injected straggler: iteration time relative to no straggler, and how fast the plan follows.
 
 python -m benchmarks.tensor_parallel.straggler [--slowdown 4] [--rounds 8]
 
@@ -18,22 +18,29 @@ from colossal_hetero import BalanceConfig
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.testing.stragglers import Stragglers
 
+CLOSE = 0.1
+"""Shares that differ by at most this are close."""
 
-def iterations_to_settle(variant: Variant, before: float, after: float) -> int:
-    """The number of iterations until the plan stops changing, after rank 1's slowdown changes."""
+
+def share_over_time(variant: Variant, before: float, after: float) -> list[float]:
+    """The share that rank 1 prunes after each of 20 iterations, after its slowdown has changed."""
     slow_down = next(iter(hetero_layers(variant.model).values())).slow_down
 
-    def iterate(slowdown: float) -> bool:
-        """Run one iteration; returns whether the plan changed at its end."""
-        plan = variant.plugin.balancer.plan
+    def iterate(slowdown: float) -> float:
+        """Run one iteration; returns the share at its end."""
         if dist.get_rank() == 1:
             slow_down.factor = slowdown
         variant.iterate()
-        return variant.plugin.balancer.plan != plan
+        return variant.plugin.balancer.plan.resize[1]
 
     for _ in range(12):
         iterate(before)
-    return max((number for number in range(1, 21) if iterate(after)), default=0)
+    return [iterate(after) for _ in range(20)]
+
+
+def iterations_until(shares: list[float], precision: float) -> int:
+    """The number of iterations from which on shares differ from the last one by at most ``precision``."""
+    return max((number for number, share in enumerate(shares, 1) if abs(share - shares[-1]) > precision), default=0) + 1
 
 
 def main() -> None:
@@ -68,8 +75,20 @@ def main() -> None:
     settled = []
     for _ in range(3):
         for before, after in ((1.0, arguments.slowdown), (arguments.slowdown, 1.0)):
-            settled.append((f"{before:g}× to {after:g}×", iterations_to_settle(turning, before, after)))
-    print_table("Iterations until the plan settled after rank 1's speed changed", ("change", "iterations"), settled)
+            shares = share_over_time(turning, before, after)
+            settled.append(
+                (
+                    f"{before:g}× to {after:g}×",
+                    iterations_until(shares, CLOSE),
+                    iterations_until(shares, 0.0),
+                    shares[-1],
+                )
+            )
+    print_table(
+        "Iterations after a change of rank 1's speed until its share was close to that after 20, and equal to it",
+        ("change", "close", "equal", "share after 20"),
+        settled,
+    )
 
 
 if __name__ == "__main__":
