@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..io.atomic import check_writable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -97,12 +99,12 @@ def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:
     """Check output files before the work starts.
 
     Raises:
-        ValueError: A folder does not exist, or the name of ``picture`` has none of the known endings.
+        ValueError: A file cannot be written, or the name of ``picture`` has none of the known endings.
         ImportError: There is a ``picture`` to draw, but matplotlib is missing.
     """
     for path in (*paths, picture):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+        if path is not None:
+            check_writable(path)
     if picture is not None:
         from ..io.pictures import check_matplotlib, check_name
 

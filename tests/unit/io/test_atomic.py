@@ -1,0 +1,96 @@
+"""Files that are replaced at once, links that stay, and devices that are written to."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from colossal_hetero.io.atomic import check_writable, replacing
+
+
+def write(path: Path, text: str = "new") -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text)
+
+
+def test_a_file_is_replaced_and_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+    path.chmod(0o640)
+    write(path)
+    assert path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_after_an_error_the_file_is_as_before(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+    with pytest.raises(KeyError), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise KeyError
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["plan.json"]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_links_stay(tmp_path: Path, exists: bool) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    link, target = tmp_path / "link.json", folder / "plan.json"
+    if exists:
+        target.write_text("old")
+    link.symlink_to(Path("folder") / "plan.json")
+    check_writable(link)
+    write(link)
+    assert link.is_symlink() and target.read_text() == "new"
+    assert os.listdir(folder) == ["plan.json"]
+
+
+def test_devices_stay() -> None:
+    check_writable("/dev/null")
+    write(Path("/dev/null"))
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_standard_output_can_be_written_to_a_file_or_a_pipe(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from colossal_hetero.io.atomic import replacing\n"
+        "print('before', flush=True)\n"
+        "with replacing('/dev/stdout') as path: path.write_text('content\\n')\n"
+    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "before\ncontent\n"
+    with (tmp_path / "output").open("a") as output:
+        subprocess.run(command, stdout=output, check=True)
+    assert (tmp_path / "output").read_text() == "before\ncontent\n"
+
+
+def test_a_named_pipe_is_written_to(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    check_writable(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True) as reader:
+        write(pipe)
+        assert reader.communicate(timeout=10)[0] == "new"
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nowhere/plan.json", "there is no folder"),
+        ("folder", "it is a folder"),
+        ("dangling", "there is no folder"),
+        ("/proc/plan.json", "no file can be made in /proc"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "plan.json")
+    with pytest.raises(ValueError, match=f"cannot write .*: {says}"):
+        check_writable(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["dangling", "folder"]
