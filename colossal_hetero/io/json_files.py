@@ -26,6 +26,8 @@ def read_json(path: Path | str) -> tuple[str, Any]:
         return text, json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} cannot be read: its lists or objects are nested too deeply") from None
 
 
 def read_text(path: Path | str, file_format: str) -> str:
@@ -133,6 +135,7 @@ def _in_words(error: Any, names: Sequence[str]) -> str:
         "finite_number": "must be a finite number",
         "too_short": "must not be empty",
         "string_too_short": "must not be empty",
+        "too_long": f"must have at most {limits.get('max_length')} values",
         "int_type": "must be a whole number",
         "int_from_float": "must be a whole number",
         "float_type": "must be a number",

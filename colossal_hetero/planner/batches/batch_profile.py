@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from ...io.json_files import check_units, write_json
+from ...io.quantities import ByteCount, Flops, NonNegative, PositiveCount, PositiveSeconds, Seconds
 from ...io.schema import FilePart, load_json_file
 from ...io.text import spans
 from ..cluster.link import MeasuredLink
@@ -44,19 +45,17 @@ left out."""
 MAX_PREDICTED = 65_536
 """Largest micro-batch, in samples, that is predicted for a stage that was not measured."""
 
-Bytes = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
 Stage = Annotated[int, Field(ge=0, le=3)]
 
 
 class TimedBatch(FilePart):
     """Measured time of one micro-batch, forward and backward, without the time inside collectives."""
 
-    batch: Annotated[int, Field(ge=1)]
+    batch: PositiveCount
     """Samples of the micro-batch."""
-    seconds: Seconds
+    seconds: PositiveSeconds
     """Time of forward and backward."""
-    forward_seconds: Seconds | None = None
+    forward_seconds: PositiveSeconds | None = None
     """The part of ``seconds`` that forward took."""
 
     @model_validator(mode="after")
@@ -75,19 +74,19 @@ class DeviceProfile(FilePart):
     """Name, e.g. "NVIDIA A100-SXM4-40GB" or "cpu"."""
     host: str = ""
     """Name of the host that was measured."""
-    memory_bytes: Annotated[int, Field(ge=1)]
+    memory_bytes: Annotated[ByteCount, Field(ge=1)]
     """Memory that the process may use."""
-    state_bytes: Bytes
+    state_bytes: ByteCount
     """Memory used before a micro-batch runs: parameters, gradients and optimizer state at the profile's stage."""
-    sample_bytes: Bytes
+    sample_bytes: ByteCount
     """Additional memory per sample of a micro-batch."""
-    max_batch: Annotated[int, Field(ge=0)]
+    max_batch: NonNegative
     """Largest micro-batch that ran; 0 if not even one sample fits. May be lowered by hand."""
     memory_bound: bool
     """True if one more sample ran out of memory; False if the search ended at the global batch size."""
     points: tuple[TimedBatch, ...]
     """Measured times, by ascending batch."""
-    flops: Annotated[float, Field(gt=0)] | None = None
+    flops: Flops | None = None
     """Nominal or measured FLOP/s, for method ``flops``."""
     protocols: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = ("gloo",)
     """Communication libraries that it can use; ("nccl", "gloo") for a GPU."""
@@ -132,11 +131,11 @@ class ModelIdentity(FilePart):
 
     name: str
     """Name of its class."""
-    parameters: Annotated[int, Field(ge=1)]
+    parameters: Annotated[ByteCount, Field(ge=1)]
     """Number of parameters."""
-    parameter_bytes: Bytes
-    gradient_bytes: Bytes
-    optimizer_bytes: Bytes
+    parameter_bytes: ByteCount
+    gradient_bytes: ByteCount
+    optimizer_bytes: ByteCount
     """Bytes of the optimizer's state, including fp32 copies of the parameters."""
     digest: str
     """Hash of the names, shapes and dtypes of its parameters."""
@@ -153,7 +152,7 @@ class BatchProfile(FilePart):
     precision: str
     """``fp32``, ``fp16`` or ``bf16``."""
     model: ModelIdentity
-    communication_seconds: Annotated[float, Field(ge=0)]
+    communication_seconds: Seconds
     """Time of one synchronization at this stage, which happens once per global batch at stages 0 and 1 and once per
     micro-step at stages 2 and 3."""
     kinds: Annotated[tuple[DeviceProfile, ...], Field(min_length=1)]

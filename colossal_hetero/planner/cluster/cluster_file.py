@@ -78,10 +78,12 @@ def parse_cluster(text: str, name: str = "the cluster file") -> Topology:
     """:func:`load_cluster` for the text of a file; ``name`` is used in messages."""
     try:
         content = tomlkit.parse(text).unwrap()
+        # TOML's dates become text.
+        json_text = json.dumps(content, default=str)
     except tomlkit.exceptions.TOMLKitError as error:
         raise ValueError(f"{name} is not TOML: {error}") from None
-    # TOML's dates become text.
-    json_text = json.dumps(content, default=str)
+    except RecursionError:
+        raise ValueError(f"{name} cannot be read: its lists or tables are nested too deeply") from None
     file = check_file(name, content, json_text, ClusterFields, kind="cluster file", schema=SCHEMA)
     try:
         topology = _build(file)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from ...io.quantities import BytesPerSecond, Factor, Flops, Seconds
 from ...io.schema import FilePart
 from .topology import Channel
 
@@ -33,8 +34,8 @@ RATES = {"gigabits_per_second": 1e9 / 8, "gigabytes_per_second": 1e9, "bytes_per
 LATENCIES = {"latency_microseconds": 1e-6, "latency_seconds": 1.0}
 """Fields for bandwidth and for latency, with the factor to bytes per second and to seconds."""
 
+CurveTerm = Annotated[float, Field(ge=-1e9, le=1e9)]
 Name = Annotated[str, Field(min_length=1)]
-Positive = Annotated[float, Field(gt=0)]
 MAX_DEVICES = 65536
 """In a cluster file. The limit stops a typing mistake from filling the memory of the machine that plans."""
 Count = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
@@ -43,12 +44,12 @@ Count = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 class KindFields(FilePart):
     """A kind of device. Fields that are left out have the values of the preset of that name."""
 
-    memory_gb: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    memory_gb: Annotated[float, Field(ge=1e-9, le=1e9)] | None = None
     """In 10⁹ bytes."""
     memory_bytes: Annotated[int, Field(gt=0, le=10**18)] | None = None
-    tflops: Annotated[float, Field(gt=0, le=1e12)] | None = None
+    tflops: Annotated[float, Field(ge=1e-12, le=1e12)] | None = None
     """In 10¹² FLOP/s."""
-    flops: Positive | None = None
+    flops: Flops | None = None
 
     @model_validator(mode="after")
     def _once(self) -> KindFields:
@@ -60,12 +61,12 @@ class KindFields(FilePart):
 
 class _Channel(FilePart):
     kind: Name
-    gigabits_per_second: Positive | None = None
-    gigabytes_per_second: Positive | None = None
-    bytes_per_second: Positive | None = None
-    latency_microseconds: Annotated[float, Field(ge=0)] | None = None
-    latency_seconds: Annotated[float, Field(ge=0)] | None = None
-    curve: tuple[float, float, float] | None = None
+    gigabits_per_second: Annotated[float, Field(ge=1e-15, le=1e30)] | None = None
+    gigabytes_per_second: Annotated[float, Field(ge=1e-15, le=1e30)] | None = None
+    bytes_per_second: BytesPerSecond | None = None
+    latency_microseconds: Annotated[float, Field(ge=0, le=1e15)] | None = None
+    latency_seconds: Seconds | None = None
+    curve: tuple[CurveTerm, CurveTerm, CurveTerm] | None = None
     """GB/s by message size: ``a·x² + b·x + c`` with ``x = log2(megabytes)``, at most the rate."""
 
     @model_validator(mode="after")
@@ -107,7 +108,7 @@ class _Devices(FilePart):
 
     kind: Name
     count: Count = 1
-    speed: Positive = 1.0
+    speed: Factor = 1.0
 
 
 class NodeFields(FilePart):

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
+from ...io.quantities import BytesPerSecond, NonNegative, Seconds
 from ...io.schema import FilePart
 
 __all__ = ["MeasuredLink"]
@@ -17,12 +18,12 @@ class MeasuredLink(FilePart):
     It holds for both directions, unless the opposite direction has a link of its own.
     """
 
-    ranks: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+    ranks: tuple[NonNegative, NonNegative]
     """The sending and the receiving rank."""
     protocol: Annotated[str, Field(min_length=1)]
     """"gloo" or "nccl"."""
-    latency_seconds: Annotated[float, Field(ge=0)]
-    bytes_per_second: Annotated[float, Field(gt=0)]
+    latency_seconds: Seconds
+    bytes_per_second: BytesPerSecond
 
     @field_validator("ranks")
     @classmethod

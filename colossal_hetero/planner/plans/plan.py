@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from ...io.json_files import check_units, write_json
+from ...io.quantities import Amount, NonNegative, PositiveCount, PositiveSeconds, Seconds
 from ...io.schema import FilePart, load_json_file
 from ...io.text import count
 
@@ -24,18 +25,17 @@ SCHEMA = 1
 
 UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
 
-Seconds = Annotated[float, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1)]
 
 
 class StagePlan(FilePart):
     """A stage of a pipeline: consecutive blocks on one tensor-parallel group."""
 
-    blocks: tuple[Annotated[int, Field(ge=0)], int]
+    blocks: tuple[NonNegative, NonNegative]
     """``[a, b)``: block numbers; embedding and head go with the first and the last block."""
     device: Name
     """Kind of device."""
-    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+    ranks: Annotated[tuple[NonNegative, ...], Field(min_length=1)]
     """Its tensor-parallel group. Devices are numbered in the order of the cluster file; if one rank is launched per
     device, these are the numbers of the ranks."""
     node: str
@@ -48,9 +48,9 @@ class StagePlan(FilePart):
     """Per micro-batch in steady state: one way over the cut before the stage and one way over the cut behind it."""
     update_seconds: Seconds
     """Optimizer step, once per iteration."""
-    memory_bytes: Seconds
+    memory_bytes: Amount
     """Predicted, per device."""
-    memory_available_bytes: Seconds
+    memory_available_bytes: Amount
     """Memory of each device."""
 
     @field_validator("blocks")
@@ -66,7 +66,7 @@ class Replica(FilePart):
 
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
     """In the order of the blocks."""
-    micro_batches: Annotated[int, Field(ge=1)]
+    micro_batches: PositiveCount
     """K, per iteration."""
     pipeline_seconds: Seconds
     """Predicted time of an iteration without synchronization."""
@@ -118,24 +118,24 @@ class Plan(FilePart):
     """Name of the profile file that the plan was made from."""
     precision: str = "fp32"
     """Precision in which the layers were timed."""
-    blocks: Annotated[int, Field(ge=1)]
+    blocks: PositiveCount
     """How many blocks the model has."""
     method: str
     """Method by which the layers were split into stages."""
     schedule: Literal["1f1b"] = "1f1b"
-    tensor_parallel: Annotated[int, Field(ge=1)]
+    tensor_parallel: PositiveCount
     """Ranks per stage and replica."""
-    micro_batch: Annotated[int, Field(ge=1)]
+    micro_batch: PositiveCount
     """Samples per micro-batch."""
-    global_batch: Annotated[int, Field(ge=1)]
+    global_batch: PositiveCount
     """Samples per optimizer step, over all replicas."""
-    iteration_seconds: Annotated[float, Field(gt=0)]
+    iteration_seconds: PositiveSeconds
     """Predicted time of an iteration."""
     synchronization_seconds: Seconds = Field(
         validation_alias=AliasChoices("synchronization_seconds", "synchronisation_seconds")  # as 0.1 wrote it
     )
     """Predicted time to sum gradients over replicas, per iteration; included in ``iteration_seconds``."""
-    uniform_seconds: Annotated[float, Field(gt=0)] | None = None
+    uniform_seconds: PositiveSeconds | None = None
     """Predicted time of an iteration of the best plan with equally many layers per stage. None if there is no such
     plan, or it was not computed."""
     notes: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
 from ...io.json_files import check_units, write_json
+from ...io.quantities import ByteCount, Factor, NonNegative, PositiveCount, Seconds
 from ...io.schema import FilePart, load_json_file
 from .layer_costs import LayerCosts
 
@@ -30,15 +31,13 @@ SCHEMA = 1
 
 UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
 
-Seconds = Annotated[float, Field(ge=0)]
-Bytes = Annotated[int, Field(ge=0)]
 Part = TypeVar("Part", bound=FilePart)
 
 
 class BlockRun(FilePart):
     """Time of several consecutive blocks that were measured together, per micro-batch (AutoHet, section III-D)."""
 
-    blocks: Annotated[int, Field(ge=1)]
+    blocks: PositiveCount
     """How many blocks."""
     forward_seconds: Seconds
     backward_seconds: Seconds
@@ -54,8 +53,8 @@ class LayerTimes(FilePart):
 
     device: Annotated[str, Field(min_length=1)]
     """Kind of device, as in the cluster file."""
-    tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    micro_batch: Annotated[int, Field(ge=1)]
+    tensor_parallel: PositiveCount = 1
+    micro_batch: PositiveCount
     """Samples."""
     forward_seconds: tuple[Seconds, ...]
     """By layer, per micro-batch."""
@@ -105,12 +104,12 @@ class LayerTimes(FilePart):
 class LayerSizes(FilePart):
     """Bytes per layer and device, for one tensor-parallel degree."""
 
-    tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    parameter_bytes: tuple[Bytes, ...]
+    tensor_parallel: PositiveCount = 1
+    parameter_bytes: tuple[ByteCount, ...]
     """By layer."""
-    activation_bytes: tuple[Bytes, ...]
+    activation_bytes: tuple[ByteCount, ...]
     """By layer: kept for backward, per sample."""
-    output_bytes: tuple[Bytes, ...]
+    output_bytes: tuple[ByteCount, ...]
     """By layer: passed on to the next layer, per sample."""
 
     @model_validator(mode="after")
@@ -128,13 +127,13 @@ class ModelProfile(FilePart):
     """Name of the model."""
     precision: str = "fp32"
     """Precision in which the layers were timed."""
-    before: Annotated[int, Field(ge=0)] = 1
+    before: NonNegative = 1
     """Layers before the first block, such as the embedding."""
-    after: Annotated[int, Field(ge=0)] = 1
+    after: NonNegative = 1
     """Layers after the last block, such as the head."""
-    state_factor: Annotated[float, Field(gt=0)] = 4.0
+    state_factor: Factor = 4.0
     """Bytes of parameters, gradients and optimizer state together, per byte of parameters: 4 for Adam in fp32."""
-    gradient_factor: Annotated[float, Field(gt=0)] = 1.0
+    gradient_factor: Factor = 1.0
     """Bytes of gradients that replicas sum, per byte of parameters."""
     source: str = ""
     """Where the numbers come from: how they were measured, or from what they were estimated. For readers."""

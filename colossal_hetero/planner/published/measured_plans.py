@@ -31,6 +31,7 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from ...io.json_files import errors_in_words, read_json
+from ...io.quantities import PositiveCount
 from ...io.schema import FilePart
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
@@ -50,7 +51,7 @@ class _LenientPart(FilePart, extra="ignore"):
 
 class _Replica(_LenientPart):
     gpu: str
-    tensor_parallel: Annotated[int, Field(ge=1)]
+    tensor_parallel: PositiveCount
 
 
 class _Stage(_LenientPart):
@@ -64,8 +65,8 @@ class MeasuredPlan(_LenientPart):
     name: str
     model: str
     nodes: int
-    micro_batch: Annotated[int, Field(ge=1)]
-    global_batch: Annotated[int, Field(ge=1)]
+    micro_batch: PositiveCount
+    global_batch: PositiveCount
     stages: Annotated[tuple[_Stage, ...], Field(min_length=1)]
     """Each stage has the layers ``[a, b)``; embedding and head are counted as layers."""
     iteration_seconds: Annotated[float, Field(alias="measured_iteration_seconds", gt=0)]

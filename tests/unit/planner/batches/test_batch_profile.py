@@ -252,7 +252,7 @@ def put(*place: Any, value: Any) -> Callable[[Any], None]:
         (put("units", "seconds", value="ms"), "seconds is in 'ms', but is read in 's'"),
         (put("links", 0, "ranks", value=[0, 4]), r"links\[0\] joins ranks 0 and 4, but ranks are numbered 0 to 3"),
         (put("links", 0, "ranks", value=[1, 1]), "joins two different ranks, but both are rank 1"),
-        (put("links", 0, "bytes_per_second", value=0), r"links\[0\].bytes_per_second is 0: must be above 0"),
+        (put("links", 0, "bytes_per_second", value=0), r"links\[0\].bytes_per_second is 0: must be at least 1e-06"),
         (put("communication_seconds", value=-1), "communication_seconds is -1: must be at least 0"),
     ],
 )

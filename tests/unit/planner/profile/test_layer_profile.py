@@ -230,7 +230,7 @@ def put(*place: Any, value: Any) -> Callable[[Any], None]:
             put("times", 0, "block_runs", value=[{"blocks": 2, "forward_seconds": 1, "backward_seconds": 1}] * 2),
             "there are two runs of 2 blocks",
         ),
-        (put("state_factor", value=0), "state_factor is 0: must be above 0"),
+        (put("state_factor", value=0), "state_factor is 0: must be at least 1e-09"),
         (put("units", "seconds", value="ms"), "seconds is in 'ms', but is read in 's'"),
         (put("times", 0, "forward_second", value=1), r"forward_second is not a field; did you mean forward_seconds\?"),
         (
