@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from .tp_groups import compositions
+from .tp_groups import number_of_compositions
 
 __all__ = ["Grouping", "MemberKind", "effective_power", "find_grouping"]
 
@@ -25,6 +25,10 @@ TOLERANCE = 1e-9
 """Powers that differ by less than this share count as equal."""
 MAX_VALUES = 20_000
 """Up to so many compositions, all powers that a group can have are listed. With more, any power is tried."""
+
+MAX_PATTERNS = 20_000
+"""If a group could have more different members than this (devices throttled to many different speeds), only the groups
+are tried that are found by giving out the members in turn."""
 
 MAX_ROUND_ROBIN = 64
 """Numbers of groups for which a first solution is found by giving out the members in turn."""
@@ -183,7 +187,7 @@ class _Covering:
         caps = np.minimum(self.available, max_members)
         if np.prod(caps + 1.0) > MAX_VALUES:
             return None
-        counts = compositions(caps.tolist(), max_members)
+        counts = _grid(caps.tolist(), max_members)[1:]
         counts = counts[counts @ self.memory >= self.model_bytes]
         power = effective_power(counts, self.powers, self.micro_batches)
         return np.unique(power[(power > low * (1 + TOLERANCE)) & (power <= high * (1 + TOLERANCE))])
@@ -259,6 +263,8 @@ class _Covering:
                 caps[kind] = int(np.ceil(alone * (1 + TOLERANCE)))
         last = int(np.where(good, caps, -1).argmax())
         others = [kind for kind in range(len(caps)) if kind != last]
+        if number_of_compositions([np.arange(cap + 1) for cap in caps[others]], max_members) > MAX_PATTERNS:
+            return np.zeros((0, len(worth)), dtype=np.int64), good
         grid = _grid(caps[others].tolist(), max_members)
         counts = np.zeros((len(grid), len(caps)), dtype=np.int64)
         counts[:, others] = grid

@@ -114,23 +114,26 @@ class PlanSearch:
         fastest = max(channel.bytes_per_second for pool in self.pools for channel in pool.links.channels)
         numbers, groups, seconds = [], [], []
         self._counts: list[NDArray[np.int64]] = []
-        known: dict[tuple[int, ...], NDArray[np.int64]] = {}
+        known: dict[object, NDArray[np.int64]] = {}
         self._start = []
         total = 0
         for number, (pool, bound) in enumerate(zip(self.pools, self.bounds, strict=True)):
             available = tuple(len(kind.slots) for kind in pool.kinds)
-            if available not in known:
-                rows = compositions(available, bound.blocks)
-                known[available] = rows if self.stages is None else rows[np.isin(rows.sum(axis=1), self.stages)]
+            # The time of the model decides which kinds are similar. It is nearly in proportion to the micro-batch.
+            alike = (available, tuple(kind.device for kind in pool.kinds), tuple(kind.speed for kind in pool.kinds))
+            if alike not in known:
+                rows = compositions([kind.model_seconds for kind in pool.kinds], available, bound.blocks)
+                known[alike] = rows if self.stages is None else rows[np.isin(rows.sum(axis=1), self.stages)]
+            rows = known[alike]
             # How many pipelines of this composition the slots suffice for.
-            copies_by_kind = np.array(available) // np.maximum(known[available], 1)
-            max_copies = np.where(known[available] > 0, copies_by_kind, 1 << 40).min(axis=1)
-            parts = [(1, known[available][:0])]
+            copies_by_kind = np.array(available) // np.maximum(rows, 1)
+            max_copies = np.where(rows > 0, copies_by_kind, 1 << 40).min(axis=1)
+            parts = [(1, rows[:0])]
             for pipelines in divisors(pool.total_micro_batches):
                 fitting = np.flatnonzero(max_copies >= pipelines)
                 if not len(fitting):
                     break
-                parts.append((pipelines, known[available][fitting]))
+                parts.append((pipelines, rows[fitting]))
             counts = np.concatenate([rows for _, rows in parts])
             copies = np.concatenate([np.full(len(rows), count) for count, rows in parts])
             gradients = float(pool.kinds[0].costs.gradient_bytes.sum())

@@ -8,8 +8,10 @@ A *slot* is a tensor-parallel group of devices of one kind in one node; it can r
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +20,15 @@ from ..cluster.topology import Topology
 from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
 
-__all__ = ["SlotKind", "compositions", "cut_points", "divisors", "slot_kinds", "tensor_parallel_degrees"]
+__all__ = [
+    *("SlotKind", "compositions", "cut_points", "divisors", "number_of_compositions", "slot_kinds"),
+    "tensor_parallel_degrees",
+]
 
 MAX_COMPOSITIONS = 200_000
-"""If there are more, some counts of a kind are left out: see :func:`compositions`."""
+"""If there are more, some are left out: see :func:`compositions`."""
+MIN_CHOICES = 5
+"""The smallest number of counts that is left of a kind or of similar kinds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,26 +104,82 @@ def slot_kinds(topology: Topology, profile: ModelProfile, degree: int, micro_bat
     return sorted(kinds, key=lambda kind: (-kind.model_seconds, kind.device, kind.speed))
 
 
-def compositions(available: Sequence[int], max_stages: int) -> NDArray[np.int64]:
-    """Every composition of 1 to ``max_stages`` slots: ``[compositions, kinds]``.
+def compositions(seconds: Sequence[float], available: Sequence[int], max_stages: int) -> NDArray[np.int64]:
+    """Compositions of 1 to ``max_stages`` slots, ``[compositions, kinds]``: all of them if they are few enough.
 
-    If there are more than :data:`MAX_COMPOSITIONS` (devices throttled to many different speeds), every second count
-    between none and all is left out, first for the kind with the most counts, until few enough remain.
+    If there are more than :data:`MAX_COMPOSITIONS`, every second of the larger counts is left out, first for the kind
+    with the most counts, down to about :data:`MIN_CHOICES`. If that is not enough (devices that are throttled to many
+    different speeds), the kinds with the most similar speeds count as one, of which a pipeline has the fastest slots.
+
+    Args:
+        seconds: By kind, the time of the whole model in a slot; descending.
+        available: By kind, the number of slots.
+        max_stages: The largest number of slots of a pipeline.
     """
-    caps = [min(count, max_stages) for count in available]
+    merges = _merges(seconds)
+
+    def merged(count: int) -> list[range]:
+        starts = sorted(set(range(len(seconds))) - set(merges[:count]))
+        return [range(start, end) for start, end in pairwise([*starts, len(seconds)])]
+
+    # With fewer groups there are fewer compositions, so the smallest number of merges can be bisected.
+    needed = bisect_left(
+        range(len(seconds)), True, key=lambda n: _choices(merged(n), available, max_stages) is not None
+    )
+    groups = merged(needed)
+    choices = _choices(groups, available, max_stages)
+    assert choices is not None, "one group has few compositions"
+    rows = np.zeros((1, 0), dtype=np.int64)
+    for choice in choices:
+        rows = np.concatenate([np.repeat(rows, len(choice), axis=0), np.tile(choice, len(rows))[:, None]], axis=1)
+        rows = rows[rows.sum(axis=1) <= max_stages]
+    rows = rows[rows.sum(axis=1) >= 1]
+    if len(groups) == len(available):
+        return np.asarray(rows)
+    counts = np.zeros((len(rows), len(available)), dtype=np.int64)
+    for left, group in zip(rows.T.copy(), groups, strict=True):
+        for kind in reversed(group):
+            counts[:, kind] = np.minimum(left, available[kind])
+            left -= counts[:, kind]
+    return counts
+
+
+def _merges(seconds: Sequence[float]) -> list[int]:
+    """The order in which neighboring kinds are merged, the most similar first: the first kind of the second group."""
+    logarithms = np.log(np.maximum(seconds, 1e-300))
+    starts, merges = list(range(len(seconds))), []
+    while len(starts) > 1:
+        last = np.array([*starts[2:], len(seconds)]) - 1
+        merges.append(starts.pop(int(np.argmin(logarithms[starts[:-1]] - logarithms[last])) + 1))
+    return merges
+
+
+def _choices(groups: Sequence[range], available: Sequence[int], max_stages: int) -> list[NDArray[np.int64]] | None:
+    """The counts of each group that compositions may have, or None if there would still be too many compositions."""
+    caps = [min(sum(available[kind] for kind in group), max_stages) for group in groups]
     choices = [np.arange(cap + 1) for cap in caps]
-    while True:
-        rows = np.zeros((1, 0), dtype=np.int64)
-        for choice in choices:
-            rows = np.concatenate([np.repeat(rows, len(choice), axis=0), np.tile(choice, len(rows))[:, None]], axis=1)
-            rows = rows[rows.sum(axis=1) <= max_stages]
-            if len(rows) > MAX_COMPOSITIONS:
-                break
-        else:
-            return np.asarray(rows[rows.sum(axis=1) >= 1])
-        longest = max(range(len(choices)), key=lambda kind: len(choices[kind]))
+    while number_of_compositions(choices, max_stages) > MAX_COMPOSITIONS:
+        longest = max(range(len(choices)), key=lambda group: len(choices[group]))
         kept = choices[longest]
-        choices[longest] = np.unique(np.concatenate([kept[::2], kept[-1:]]))
+        if len(kept) <= MIN_CHOICES:
+            return None
+        half = len(kept) // 2
+        choices[longest] = np.unique(np.concatenate([kept[:half], kept[half::2], kept[-1:]]))
+    return choices
+
+
+def number_of_compositions(choices: Sequence[NDArray[np.int64]], max_stages: int) -> float:
+    """How many ways there are to choose a count of each group, so that they are at most ``max_stages`` together."""
+    ways = np.zeros(max_stages + 1)
+    ways[0] = 1.0
+    for choice in choices:
+        more = np.zeros(max_stages + 1)
+        for count in choice.tolist():
+            more[count:] += ways[: max_stages + 1 - count]
+        ways = more
+        if ways.sum() > MAX_COMPOSITIONS:
+            break
+    return float(ways.sum())
 
 
 def divisors(number: int) -> list[int]:
