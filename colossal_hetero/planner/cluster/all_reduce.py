@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from .topology import Channel, Topology
 
-__all__ = ["Hop", "concurrent_seconds", "ring_hops", "ring_network", "synchronization_seconds"]
+__all__ = ["Hop", "concurrent_seconds", "nic_bandwidth", "ring_hops", "ring_network", "synchronization_seconds"]
 
 Hop = tuple[int, int]
 """A transfer between nodes: (from node, to node)."""
@@ -122,6 +122,12 @@ def total_bandwidth(topology: Topology, node: int, channel: Channel, message_byt
     """
     nics = [nic.bandwidth(message_bytes) for nic in topology.nodes[node].nics if nic.kind == channel.kind]
     return sum(nics) if nics else channel.bandwidth(message_bytes)
+
+
+def nic_bandwidth(topology: Topology, node: int, channel: Channel) -> float:
+    """:func:`total_bandwidth` for the largest messages."""
+    nics = [nic.bytes_per_second for nic in topology.nodes[node].nics if nic.kind == channel.kind]
+    return sum(nics) if nics else channel.bytes_per_second
 
 
 def _ring_seconds(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 __all__ = ["Channel", "Device", "DeviceKind", "Node", "Topology"]
@@ -47,6 +47,16 @@ class Channel:
         if message_bytes <= 0:
             return 0.0
         return self.latency_seconds + message_bytes / self.bandwidth(message_bytes)
+
+    def limited(self, bytes_per_second: float) -> Channel:
+        """The channel if others leave only this bandwidth; with a curve, it falls in the same proportion."""
+        share = bytes_per_second / self.bytes_per_second
+        if share >= 1.0:
+            return self
+        curve = self.curve
+        if curve is not None:
+            curve = (share * curve[0], share * curve[1], share * curve[2])
+        return replace(self, bytes_per_second=bytes_per_second, curve=curve)
 
     def bandwidth(self, message_bytes: float) -> float:
         """Bytes per second for messages of this size."""

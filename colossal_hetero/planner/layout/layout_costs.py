@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..cluster.all_reduce import concurrent_seconds, total_bandwidth
+from ..cluster.all_reduce import concurrent_seconds
+from ..cluster.shared_hops import hop_channels
 from ..cluster.topology import Topology
 from .layout import Layout
 
@@ -23,7 +23,7 @@ class LayoutCosts:
     communicate. See ``planner/cluster/all_reduce.py``, Note: shared NICs."""
     hop_seconds: tuple[float, ...]
     """Seconds to send one micro-batch in one direction, for each pair of neighboring stages: the slowest replica, while
-    all replicas send."""
+    all stages send. See ``planner/cluster/shared_hops.py``, Note: shared hops."""
     micro_batches: int
     """Micro-batches per iteration and replica."""
 
@@ -81,34 +81,9 @@ def layout_costs(
         topology, layout.data_groups, [each for each in gradients for _ in range(layout.tensor_parallel)]
     )
     width = layout.tensor_parallel
+    hops = hop_channels(topology, layout.pipeline_groups)
     return LayoutCosts(
         synchronization_seconds=tuple(max(seconds[s * width : (s + 1) * width]) for s in stages),
-        hop_seconds=tuple(_hop_seconds(topology, layout, stage, activation_bytes) for stage in stages[:-1]),
+        hop_seconds=tuple(max(pipeline[stage].seconds(activation_bytes) for pipeline in hops) for stage in stages[:-1]),
         micro_batches=micro_batches,
     )
-
-
-def _hop_seconds(topology: Topology, layout: Layout, stage: int, activation_bytes: float) -> float:
-    """Seconds of the slowest transfer from ``stage`` to the next, when all replicas send at once and share NICs."""
-    pairs = [
-        (topology.devices[a].node, topology.devices[b].node)
-        for replica in layout.ranks
-        for a, b in zip(replica[stage], replica[stage + 1], strict=True)
-    ]
-    load = Counter(
-        (node, direction, topology.node_channel(a, b).kind)
-        for a, b in pairs
-        if a != b
-        for direction, node in enumerate((a, b))
-    )
-    slowest = 0.0
-    for a, b in set(pairs):
-        channel = topology.node_channel(a, b)
-        speeds = [channel.bandwidth(activation_bytes)]
-        if a != b:
-            speeds += [
-                total_bandwidth(topology, node, channel, activation_bytes) / load[node, direction, channel.kind]
-                for direction, node in enumerate((a, b))
-            ]
-        slowest = max(slowest, channel.latency_seconds + activation_bytes / min(speeds) if activation_bytes else 0.0)
-    return slowest

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..cluster.all_reduce import concurrent_seconds
-from ..cluster.topology import Topology
+from ..cluster.shared_hops import hop_channels
+from ..cluster.topology import Channel, Topology
 from ..profile.layer_profile import ModelProfile
 from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
 from ..stages.split_methods import split
@@ -54,7 +55,13 @@ def predict_plan(
             f"a global batch of {global_batch} samples cannot be divided into micro-batches of {micro_batch} for "
             f"{replicas} replicas; use a multiple of {micro_batch * replicas}"
         )
-    pipelines = [_pipeline(topology, profile, groups, degree, micro_batch, micro_batches) for groups in ranks]
+    lanes = [[group[place] for group in groups] for groups in ranks for place in range(degree)]
+    # The members of a tensor-parallel group are in one node, so their hops are alike.
+    hops = hop_channels(topology, lanes)[::degree]
+    pipelines = [
+        _pipeline(topology, profile, groups, degree, micro_batch, micro_batches, channels)
+        for groups, channels in zip(ranks, hops, strict=True)
+    ]
     order = tuple(range(stages))
     if bounds is None:
         bounds = split(pipelines[0], method, order=order).bounds
@@ -140,7 +147,9 @@ def _pipeline(
     degree: int,
     micro_batch: int,
     micro_batches: int,
+    hops: Sequence[Channel],
 ) -> Pipeline:
+    """The pipeline of these groups in this order; ``hops`` are the channels between neighbors."""
     slots = []
     for group in groups:
         devices = [topology.devices[rank] for rank in group]
@@ -153,8 +162,10 @@ def _pipeline(
         speed = min(device.speed for device in devices)
         costs = profile.costs(kinds[0], degree, micro_batch, speed)
         slots.append(Slot(kinds[0], costs, devices[0].kind.memory_bytes))
-    channels = tuple(tuple(topology.channel(one[0], other[0]) for other in groups) for one in groups)
-    return Pipeline(tuple(slots), channels, micro_batches)
+    channels = [[topology.channel(one[0], other[0]) for other in groups] for one in groups]
+    for stage, channel in enumerate(hops):
+        channels[stage][stage + 1] = channels[stage + 1][stage] = channel
+    return Pipeline(tuple(slots), tuple(tuple(row) for row in channels), micro_batches)
 
 
 def _synchronization(

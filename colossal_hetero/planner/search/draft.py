@@ -20,7 +20,7 @@ from ..profile.layer_profile import ModelProfile
 from ..stages.fixed_order import split_in_order
 from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
 from ..stages.split_methods import split
-from .placement import NodeLinks, Place, place
+from .placement import NodeLinks, Place, place, place_together
 from .tp_groups import SlotKind, cut_points
 
 __all__ = ["Draft", "DraftBuilder", "SlotPool", "divide_micro_batches"]
@@ -142,8 +142,16 @@ class DraftBuilder:
             thorough: Whether the method also chooses the order of the stages, if it can. If not, the stages are in
                 ascending order of computing power where that fits in memory, which takes a fraction of the time.
         """
-        places = place(groups, pool.kinds, self._node_of, self._cluster_of)
-        return self.build_placed(pool, places, symmetric=symmetric, thorough=thorough)
+        drafts: dict[object, Draft | str] = {}
+        for placed in (place, place_together):
+            places = placed(groups, pool.kinds, self._node_of, self._cluster_of)
+            look = tuple(
+                sorted(tuple((kind, self._node(pool, (kind, slot))) for kind, slot in each) for each in places)
+            )
+            if look not in drafts:
+                drafts[look] = self.build_placed(pool, places, symmetric=symmetric, thorough=thorough)
+        found = [draft for draft in drafts.values() if isinstance(draft, Draft)]
+        return min(found, key=lambda draft: draft.seconds) if found else next(iter(drafts.values()))
 
     def build_placed(
         self, pool: SlotPool, places: Sequence[Sequence[Place]], *, symmetric: bool = False, thorough: bool = False
@@ -155,18 +163,15 @@ class DraftBuilder:
                 of all pipelines run the same blocks, and so on; they need not be of one kind.
         """
         groups = [tuple(Counter(kind for kind, _ in each)[kind] for kind in range(len(pool.kinds))) for each in places]
-        nodes = [
-            np.array([self._node_of[pool.kinds[kind].slots[slot][0]] for kind, slot in pipeline]) for pipeline in places
-        ]
+        nodes = [np.array([self._node(pool, (kind, slot)) for kind, slot in pipeline]) for pipeline in places]
         sequences: list[Kinds] = [tuple((kind,) for kind, _ in pipeline) for pipeline in places]
-        numbers = [pool.links.numbers(row[:, None], row[None, :]) for row in nodes]
+        numbers = self._shared_numbers(pool, nodes, nodes)
         total = pool.total_micro_batches
         counts = [total // len(groups) if symmetric else max(1, round(total / len(groups)))] * len(groups)
         shared_numbers, shared_kinds = numbers, sequences
         if symmetric:
             # One split for all pipelines, made for the slowest link between two stages and the slowest slot of each.
-            stack = np.stack(nodes)
-            shared_numbers = [pool.links.slowest(stack[:, :, None], stack[:, None, :], axis=0)] * len(groups)
+            shared_numbers = [pool.links.slowest(np.stack(numbers), axis=0)] * len(groups)
             if len(set(sequences)) > 1:
                 shared_kinds = [
                     tuple(tuple(sorted(set().union(*stage))) for stage in zip(*sequences, strict=True))
@@ -178,6 +183,8 @@ class DraftBuilder:
                 if isinstance(found, str):
                     return found
                 splits.append(found)
+            ordered = [row[list(cut.order)] for row, cut in zip(nodes, splits, strict=True)]
+            numbers = self._shared_numbers(pool, nodes, ordered)
             costs = self._evaluate(pool, sequences, numbers, counts, splits)
             if symmetric:
                 break
@@ -203,6 +210,25 @@ class DraftBuilder:
         except ValueError as error:
             return str(error)
         return Draft(pool, groups, [list(each) for each in places], splits, counts, costs, synchronization)
+
+    @staticmethod
+    def _shared_numbers(
+        pool: SlotPool, nodes: Sequence[NDArray[np.int64]], ordered: Sequence[NDArray[np.int64]]
+    ) -> list[NDArray[np.int64]]:
+        """The numbers of the channels between the slots of each pipeline, which share NICs with the other pipelines.
+
+        Args:
+            pool: The slots there are.
+            nodes: The node of each slot, ``[pipelines][slots]``.
+            ordered: The same in the order of the stages.
+        """
+        load = pool.links.load(ordered, pool.tensor_parallel)
+        return [pool.links.shared(row[:, None], row[None, :], load, pool.tensor_parallel) for row in nodes]
+
+    def _node(self, pool: SlotPool, place: Place) -> int:
+        """The node of a slot."""
+        kind, slot = place
+        return self._node_of[pool.kinds[kind].slots[slot][0]]
 
     def _pipeline(self, pool: SlotPool, sequence: Kinds, matrix: NDArray[np.int64], micro_batches: int) -> Pipeline:
         channels = [*pool.links.channels, NO_LINK]
@@ -280,9 +306,7 @@ class DraftBuilder:
             return 0.0
         if len({cut.bounds for cut in splits}) == 1:
             return self._synchronize_equal_splits(pool, places, splits)
-        slots_on = Counter(
-            self._node_of[pool.kinds[kind].slots[slot][0]] for pipeline in places for kind, slot in pipeline
-        )
+        slots_on = Counter(self._node(pool, (kind, slot)) for pipeline in places for kind, slot in pipeline)
         cuts = cut_points([cut.bounds for cut in splits])
         gradient = np.concatenate([[0.0], np.cumsum(pool.kinds[0].costs.gradient_bytes)])
         spent = [0.0] * sum(len(pipeline) for pipeline in places)

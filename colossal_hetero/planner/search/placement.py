@@ -1,7 +1,8 @@
 """Which slots a plan uses: from which node each is taken, and for which stage of which pipeline.
 
 AutoHet, section III-C: the fastest links are for tensor parallelism, inside a node, the next for data parallelism, and
-the slowest for pipelines. Kinds with less computing power get the earlier stages.
+the slowest for pipelines (:func:`place`). If gradients are small and activations large, pipelines need fast links more
+than data parallelism does (:func:`place_together`). Kinds with less computing power get the earlier stages.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from ..cluster.topology import Channel, Topology
 from .tp_groups import SlotKind
 
-__all__ = ["NodeLinks", "Place", "place"]
+__all__ = ["NodeLinks", "Place", "place", "place_together"]
 
 Place = tuple[int, int]
 """A slot: its kind, and which of that kind's slots."""
@@ -58,24 +59,77 @@ class NodeLinks:
             except ValueError:
                 continue
             self._number[a, b, 0] = self._number[b, a, 0] = number(channel)
-        self.seconds = np.array([channel.seconds(message_bytes) for channel in self.channels] + [np.inf])
-        """Seconds of a message by channel number; the last is "no link", infinite."""
+        self._seconds = [channel.seconds(message_bytes) for channel in self.channels]
+        self.min_seconds = min(self._seconds)
+        """Seconds of a message over the fastest channel."""
+        kinds_of_channel = sorted({channel.kind for channel in self.channels})
+        self._kind_of = np.array([kinds_of_channel.index(channel.kind) for channel in self.channels])
+        self._rate = np.array([channel.bytes_per_second for channel in self.channels])
+        # Bandwidth of a node's NICs by kind, [kinds, nodes]; 0 without such a NIC.
+        self._nic_rate = np.array(
+            [
+                [sum(nic.bytes_per_second for nic in node.nics if nic.kind == kind) for node in topology.nodes]
+                for kind in kinds_of_channel
+            ]
+        )
+        self._limited: dict[tuple[int, float], int] = {}
 
     def numbers(self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64]) -> NDArray[np.int64]:
         """Channel numbers between nodes, element by element; -1 where there is no link."""
         same_node = np.asarray(nodes_a == nodes_b).astype(int)
         return np.asarray(self._number[self.node_kind[nodes_a], self.node_kind[nodes_b], same_node])
 
-    def slowest(self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64], axis: int) -> NDArray[np.int64]:
-        """The number of the slowest channel along an axis."""
-        numbers = self.numbers(nodes_a, nodes_b)
-        chosen = np.expand_dims(self.seconds[numbers].argmax(axis=axis), axis)
-        return np.take_along_axis(numbers, chosen, axis).squeeze(axis)
+    def load(self, pipelines: Sequence[NDArray[np.int64]], width: int) -> NDArray[np.int64]:
+        """How many messages share a node's NICs of each kind, ``[kinds, nodes]``; see Note: shared hops.
 
-    @property
-    def min_seconds(self) -> float:
-        """Seconds of a message over the fastest channel."""
-        return float(self.seconds.min())
+        Args:
+            pipelines: The node of each stage, ``[pipelines][stages]``.
+            width: How many messages a stage sends at the same time: the tensor-parallel degree.
+        """
+        load = np.zeros(self._nic_rate.shape, dtype=np.int64)
+        for nodes in pipelines:
+            crosses = nodes[:-1] != nodes[1:]
+            kind = np.where(crosses, self._kind_of[self.numbers(nodes[:-1], nodes[1:])], -1)
+            before, behind = np.append(-1, kind), np.append(kind, -1)
+            for used, counts in ((before, before >= 0), (behind, (behind >= 0) & (behind != before))):
+                np.add.at(load, (used[counts], nodes[counts]), width)
+        return load
+
+    def shared(
+        self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64], load: NDArray[np.int64], width: int
+    ) -> NDArray[np.int64]:
+        """:meth:`numbers` of the channels with the bandwidth that is left if NICs are shared by ``load`` messages."""
+        numbers = self.numbers(nodes_a, nodes_b)
+        kind, rate = self._kind_of[numbers], self._rate[numbers]
+        share = np.ones(numbers.shape)
+        for nodes in (nodes_a, nodes_b):
+            nodes = np.broadcast_to(nodes, numbers.shape)
+            nic = np.where(self._nic_rate[kind, nodes] > 0, self._nic_rate[kind, nodes], rate)
+            share = np.minimum(share, nic / (np.maximum(load[kind, nodes], width) * rate))
+        share[(nodes_a == nodes_b) | (numbers < 0)] = 1.0
+        limited = share < 1.0
+        if not limited.any():
+            return numbers
+        distinct, place = np.unique(np.stack([numbers[limited], share[limited]]), axis=1, return_inverse=True)
+        new = [self._limited_number(int(number), each) for number, each in distinct.T.tolist()]
+        numbers[limited] = np.array(new, dtype=np.int64)[place.reshape(-1)]
+        return numbers
+
+    def _limited_number(self, number: int, share: float) -> int:
+        key = number, share
+        if key not in self._limited:
+            channel = self.channels[number]
+            self._limited[key] = len(self.channels)
+            self.channels.append(channel.limited(share * channel.bytes_per_second))
+            self._seconds.append(self.channels[-1].seconds(self.message_bytes))
+        return self._limited[key]
+
+    def slowest(self, numbers: NDArray[np.int64], axis: int) -> NDArray[np.int64]:
+        """The number of the slowest channel along an axis."""
+        # The number of "no link" is −1.
+        seconds = np.array([*self._seconds, np.inf])
+        chosen = np.expand_dims(seconds[numbers].argmax(axis=axis), axis)
+        return np.take_along_axis(numbers, chosen, axis).squeeze(axis)
 
 
 def place(
@@ -115,6 +169,39 @@ def place(
             needed = [count - 1 for count in needed]
         for pipeline, count in zip(pipelines, needed, strict=True):
             pipeline.extend((kind, slot) for slot in (_take(free, count, cluster_of) if count else []))
+    return pipelines
+
+
+def place_together(
+    groups: Sequence[Sequence[int]],
+    kinds: Sequence[SlotKind],
+    node_of: Sequence[int],
+    cluster_of: Sequence[int],
+) -> list[list[Place]]:
+    """:func:`place`, but with the slots of each pipeline in as few nodes as possible, the longest pipeline first.
+
+    Of each kind, a pipeline first takes slots from nodes that it is in already.
+    """
+    free: list[dict[int, list[int]]] = []
+    for slot_kind in kinds:
+        by_node: dict[int, list[int]] = {}
+        for slot, ranks in enumerate(slot_kind.slots):
+            by_node.setdefault(node_of[ranks[0]], []).append(slot)
+        free.append(by_node)
+    pipelines: list[list[Place]] = [[] for _ in groups]
+    for pipeline in sorted(range(len(groups)), key=lambda pipeline: (-sum(groups[pipeline]), pipeline)):
+        own: set[int] = set()
+        for kind, count in enumerate(groups[pipeline]):
+            here = {node: slots for node, slots in free[kind].items() if node in own}
+            first = min(count, sum(len(slots) for slots in here.values()))
+            for wanted, choice in ((first, here), (count - first, free[kind])):
+                if not wanted:
+                    continue
+                taken = _take(choice, wanted, cluster_of)
+                pipelines[pipeline] += [(kind, slot) for slot in taken]
+                own |= {node_of[kinds[kind].slots[slot][0]] for slot in taken}
+                left = {node: [slot for slot in slots if slot not in taken] for node, slots in free[kind].items()}
+                free[kind] = {node: slots for node, slots in left.items() if slots}
     return pipelines
 
 
