@@ -43,8 +43,9 @@ STATUS_AFTER_SECONDS = 1.0
     help="How the layers of a pipeline are split into stages.",
 )
 @click.option(
-    "--runnable", is_flag=True, help="Only plans that can be run. Without it, replicas may have unequal stages."
+    "--unequal", is_flag=True, help="Also plans whose replicas have unequal stages. Such plans cannot be run yet."
 )
+@click.option("--runnable", is_flag=True, hidden=True)
 @click.option("--symmetric", is_flag=True, hidden=True)
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the best plan to this JSON file.")
 @click.option(
@@ -60,6 +61,7 @@ def plan(
     micro_batch: tuple[int, ...] | None,
     tp: tuple[int, ...] | None,
     method: str,
+    unequal: bool,
     runnable: bool,
     symmetric: bool,
     out: Path | None,
@@ -80,9 +82,11 @@ def plan(
     from ..planner.report.plan_table import one_line, render
     from ..planner.search.make_plans import make_plans
 
-    if symmetric:
-        warn_old_option("--symmetric", "--runnable")
+    for old in [name for name, given in (("--runnable", runnable), ("--symmetric", symmetric)) if given]:
+        warn_old_option(old, "no option: only plans that can be run are made unless --unequal is given")
     with errors_on_one_line():
+        if unequal and (runnable or symmetric):
+            raise ValueError("--unequal asks for plans that cannot be run, --runnable for none of these; give one")
         check_outputs(out, picture=plot)
         if cluster.suffix == ".json" and profile.suffix == ".toml":
             raise ValueError(f"the cluster comes first, then the profile: give {profile} before {cluster}")
@@ -96,7 +100,7 @@ def plan(
                 micro_batches=micro_batch,
                 tensor_parallel=tp,
                 method=method,
-                runnable=runnable or symmetric,
+                runnable=not unequal,
                 keep=top,
                 compare=True,
                 cluster_file=cluster.name,

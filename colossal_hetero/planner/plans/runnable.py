@@ -43,7 +43,7 @@ def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
         return (
             f"the plan uses {count(plan.world_size, 'device')} and leaves others idle (rank {spans(idle)}), but "
             f"{ranks} ranks were started, and each needs a place; start {plan.world_size} on the devices that it uses, "
-            "or plan with --runnable for a cluster file in which all devices are worth using"
+            "or plan for a cluster file in which all devices are worth using"
         )
     if ranks is not None and plan.world_size > ranks:
         return (
@@ -53,7 +53,7 @@ def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
     if not plan.symmetric:
         return (
             f"the plan's {len(plan.replicas)} replicas are not alike ({_shapes(plan)}), but Colossal-AI sums the "
-            "gradients of equal stages only; plan with --runnable"
+            "gradients of equal stages only; plan again without --unequal"
         )
     stages, micro_batches = len(plan.layers_per_stage), plan.replicas[0].micro_batches
     if not enough_micro_batches(stages, micro_batches):

@@ -42,7 +42,7 @@ def make_plans(
     tensor_parallel: Sequence[int] | None = None,
     stages: Sequence[int] | None = None,
     method: str = "exact",
-    runnable: bool = False,
+    runnable: bool = True,
     all_devices: bool = False,
     keep: int = 5,
     compare: bool = False,
@@ -60,7 +60,8 @@ def make_plans(
         stages: Numbers of stages to try. None: all.
         method: How the layers of a pipeline are split into stages, one of
             :data:`~colossal_hetero.planner.stages.split_methods.METHODS`.
-        runnable: Only plans that the plugin can run, see :mod:`~colossal_hetero.planner.plans.runnable`.
+        runnable: Only plans that the plugin can run, see :mod:`~colossal_hetero.planner.plans.runnable`. False: also
+            plans whose replicas have unequal stages.
         all_devices: Only plans that use every device. Needed if one rank is started per device of ``topology``.
         keep: How many plans to return, at most.
         compare: Whether the best plan also says what uniform stages would take (``uniform_seconds``), which takes a
@@ -226,7 +227,8 @@ def _reason(draft: Draft, best: Draft, search: PlanSearch) -> str:
     idle = sum(len(kind.slots) for kind in draft.pool.kinds) - sum(len(places) for places in draft.places)
     if idle:
         return f"{slower}: {idle * draft.pool.tensor_parallel} devices are idle"
-    return f"{slower}: {draft.micro_batches[number]} micro-batches take {steady:.3g} s in {text}"
+    number_of = count(draft.micro_batches[number], "micro-batch")
+    return f"{slower}: replica {number} needs {steady:.3g} s for {number_of} in {text}"
 
 
 def _parts(draft: Draft) -> tuple[float, float, float]:

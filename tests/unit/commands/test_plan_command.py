@@ -7,7 +7,6 @@ import ast
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,7 @@ def test_a_plan_is_printed_and_written(files: tuple[Path, Path], tmp_path: Path)
 
 def test_fast_devices_get_more_layers_and_the_printed_call_is_python(files: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    text = output("plan", *files, "--global-batch", 16, "--micro-batch", "1", "--runnable", "--out", out)
+    text = output("plan", *files, "--global-batch", 16, "--micro-batch", "1", "--out", out)
     made = load_plan(out)
     assert made.symmetric and made.micro_batch == 1
     for each in made.replicas:
@@ -177,21 +176,37 @@ def test_uniform_stages_in_the_best_order(tmp_path: Path) -> None:
     )
     save_model_profile(made, profile)
     out = tmp_path / "plan.json"
-    output("plan", cluster, profile, "--global-batch", 8, "--runnable", "--out", out)
+    output("plan", cluster, profile, "--global-batch", 8, "--out", out)
     best = load_plan(out)
     assert best.layers_per_stage == (3, 3) and best.replicas[0].stages[0].device == "A100-40"
     assert best.uniform_seconds == best.iteration_seconds
 
 
-def test_the_old_spelling_of_runnable_is_accepted_with_a_warning(files: tuple[Path, Path], tmp_path: Path) -> None:
-    made = []
-    for option in ("--runnable", "--symmetric"):
-        arguments = ["plan", *files, "--global-batch", 16, option, "--out", tmp_path / "plan.json"]
-        with pytest.warns(FutureWarning, match="use --runnable") if option == "--symmetric" else nullcontext():
-            output(*arguments)
-        made.append(load_plan(tmp_path / "plan.json"))
-    assert made[0] == made[1]
-    assert "--symmetric" not in output("plan", "--help")
+@pytest.mark.parametrize("option", ["--runnable", "--symmetric"])
+def test_options_that_are_the_default_now_are_accepted_with_a_warning(
+    files: tuple[Path, Path], tmp_path: Path, option: str
+) -> None:
+    out = tmp_path / "plan.json"
+    arguments = ["plan", *files, "--global-batch", 16, "--out", out]
+    output(*arguments)
+    made = load_plan(out)
+    with pytest.warns(FutureWarning, match=f"{option} is deprecated.*only plans that can be run"):
+        output(*arguments, option)
+    assert load_plan(out) == made
+    assert option not in output("plan", "--help")
+    with pytest.warns(FutureWarning):
+        assert "give one" in failure(*arguments, option, "--unequal")
+
+
+def test_plans_can_be_run_unless_asked_otherwise(files: tuple[Path, Path], tmp_path: Path) -> None:
+    # 11 micro-batches cannot be divided over several replicas that are alike.
+    out = tmp_path / "plan.json"
+    arguments = ["plan", *files, "--global-batch", 11, "--micro-batch", "1", "--out", out]
+    assert "cannot be run" not in output(*arguments)
+    assert load_plan(out).symmetric
+    runnable = load_plan(out).iteration_seconds
+    assert "cannot be run" in output(*arguments, "--unequal")
+    assert not load_plan(out).symmetric and load_plan(out).iteration_seconds < runnable
 
 
 def test_the_next_best_plans_are_listed(files: tuple[Path, Path]) -> None:
@@ -315,7 +330,7 @@ def test_unneeded_packages_are_not_imported(files: tuple[Path, Path], tmp_path: 
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("plan", ["--global-batch", "--micro-batch", "--tp", "--method", "--runnable", "--out", "--plot", "--top"]),
+        ("plan", ["--global-batch", "--micro-batch", "--tp", "--method", "--unequal", "--out", "--plot", "--top"]),
         ("simulate", ["--slow", "--transfers", "--plot"]),
     ],
 )
