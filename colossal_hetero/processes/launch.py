@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     import torch
@@ -58,10 +62,11 @@ def start_ranks(count: int, module: str, arguments: Sequence[str]) -> None:
 
     Raises:
         ValueError: a rank failed; the others are ended, and the message names the rank and the reason.
+        SystemExit: this process was asked to end by a signal; the ranks are ended.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     command = [sys.executable, "-m", module, *arguments]
-    with tempfile.TemporaryDirectory(prefix="probe_") as folder:
+    with _signals_as_exceptions(), tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         shared = {
             "OMP_NUM_THREADS": str(max(1, cores // count)),
             **os.environ,
@@ -89,6 +94,25 @@ def start_ranks(count: int, module: str, arguments: Sequence[str]) -> None:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
+
+
+@contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """Let signals that ask this process to end raise ``SystemExit``, so that it ends its ranks before."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield
+        return
+    numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    before = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _free_port() -> int:
