@@ -74,7 +74,11 @@ def lanes(simulation: PlanSimulation) -> list[Lane]:
         for index, stage in enumerate(group.first.stages):
             bars = [StageBar(*event) for event in events[index]]
             if plan.synchronization_seconds > 0:
-                bars.append(StageBar("synchronization", 0, end - plan.synchronization_seconds, end))
+                # The optimizer step uses the sums of gradients. The simulation of a pipeline knows only its end.
+                update = stage.update_seconds
+                bars = [bar for bar in bars if bar.kind != "update"]
+                bars.append(StageBar("synchronization", 0, end - update - plan.synchronization_seconds, end - update))
+                bars += [StageBar("update", 0, end - update, end)] if update > 0 else []
             first, last = stage.blocks[0], stage.blocks[1] - 1
             layers = f"layer {first}" if first == last else f"layers {first}-{last}"
             stage_ranks = sorted(rank for replica in group.replicas for rank in replica.stages[index].ranks)

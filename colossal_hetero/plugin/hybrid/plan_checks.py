@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ...data_parallel.config import BatchConfig
-from ...io.text import spans
+from ...io.text import count, spans
 from ...planner.plans.plan import Plan
 from ...profiling.layers.model_layers import find_block_row
 
@@ -96,7 +96,7 @@ def check_batch_size(plan: Plan, batch_size: int | None) -> None:
     if batch_size is not None and batch_size not in valid:
         raise ValueError(
             f"a batch of {batch_size} samples does not fit the plan: each of its {len(plan.replicas)} replicas takes "
-            f"{plan.replicas[0].micro_batches} micro-batches of {plan.micro_batch}; use "
+            f"{count(plan.replicas[0].micro_batches, 'micro-batch')} of {plan.micro_batch}; use "
             f"batch_size={' or '.join(map(str, valid))} (and drop_last=True)"
         )
 

@@ -24,7 +24,7 @@ def split_off_layers_per_chunk(arguments: Mapping[str, Any]) -> tuple[dict[str, 
     """The ``arguments`` for the plugin's constructor, and the layers of each chunk for :func:`set_layers_per_chunk`.
 
     Raises:
-        ValueError: ``num_layers_per_stage`` does not have one number for each chunk.
+        ValueError: ``num_layers_per_stage`` does not have one whole number of at least 1 for each chunk.
     """
     given, pp_size = arguments.get("num_layers_per_stage"), arguments["pp_size"]
     if given is None or pp_size == 1:
@@ -37,6 +37,10 @@ def split_off_layers_per_chunk(arguments: Mapping[str, Any]) -> tuple[dict[str, 
         order = "" if style == "1f1b" else f", one per chunk, in the order of the model, for the {style} schedule"
         raise ValueError(
             f"num_layers_per_stage={layers} has {len(layers)} numbers for {parts}; give {pp_size * chunks}{order}"
+        )
+    if min(layers) < 1 or any(count != whole for count, whole in zip(given, layers, strict=True)):
+        raise ValueError(
+            f"num_layers_per_stage={list(given)} is not possible: each stage holds a whole number of layers, at least 1"
         )
     if style == "1f1b":
         return dict(arguments), layers

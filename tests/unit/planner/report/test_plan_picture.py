@@ -34,9 +34,12 @@ def test_every_micro_batch_is_in_every_stage_of_every_kind_of_replica(made: Plan
             assert [bar.stop - bar.start for bar in bars] == pytest.approx([seconds] * first.micro_batches)
         for before, after in pairwise(lane.bars):
             assert before.stop <= after.start + 1e-9
-        last = lane.bars[-1]
-        assert last.kind == "synchronization" and last.stop == pytest.approx(simulation.seconds)
-        assert last.stop - last.start == pytest.approx(made.synchronization_seconds)
+        # Gradients are summed before the optimizer uses them.
+        synchronization, update = lane.bars[-2:]
+        assert (synchronization.kind, update.kind) == ("synchronization", "update")
+        assert synchronization.stop - synchronization.start == pytest.approx(made.synchronization_seconds)
+        assert synchronization.stop == update.start and update.stop == pytest.approx(simulation.seconds)
+        assert update.stop - update.start == pytest.approx(timed.update_seconds)
 
 
 def test_one_stage_takes_as_long_as_the_closed_form_predicts() -> None:
