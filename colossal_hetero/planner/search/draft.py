@@ -165,7 +165,7 @@ class DraftBuilder:
         groups = [tuple(Counter(kind for kind, _ in each)[kind] for kind in range(len(pool.kinds))) for each in places]
         nodes = [np.array([self._node(pool, (kind, slot)) for kind, slot in pipeline]) for pipeline in places]
         sequences: list[Kinds] = [tuple((kind,) for kind, _ in pipeline) for pipeline in places]
-        numbers = self._shared_numbers(pool, nodes, nodes)
+        numbers = as_given = self._shared_numbers(pool, nodes, nodes)
         total = pool.total_micro_batches
         counts = [total // len(groups) if symmetric else max(1, round(total / len(groups)))] * len(groups)
         shared_numbers, shared_kinds = numbers, sequences
@@ -183,8 +183,10 @@ class DraftBuilder:
                 if isinstance(found, str):
                     return found
                 splits.append(found)
-            ordered = [row[list(cut.order)] for row, cut in zip(nodes, splits, strict=True)]
-            numbers = self._shared_numbers(pool, nodes, ordered)
+            numbers = as_given
+            if any(cut.order != tuple(range(len(cut.order))) for cut in splits):
+                ordered = [row[list(cut.order)] for row, cut in zip(nodes, splits, strict=True)]
+                numbers = self._shared_numbers(pool, nodes, ordered)
             costs = self._evaluate(pool, sequences, numbers, counts, splits)
             if symmetric:
                 break
