@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +65,7 @@ def start_ranks(count: int, module: str, arguments: Sequence[str]) -> None:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     command = [sys.executable, "-m", module, *arguments]
-    with _signals_as_exceptions(), tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+    with _received_signals() as received, tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         shared = {
             "OMP_NUM_THREADS": str(max(1, cores // count)),
             **os.environ,
@@ -88,7 +87,7 @@ def start_ranks(count: int, module: str, arguments: Sequence[str]) -> None:
                             stderr=errors,
                         )
                     )
-            _wait(ranks, Path(folder))
+            _wait(ranks, Path(folder), received)
         finally:
             for process in ranks:
                 if process.poll() is None:
@@ -97,19 +96,19 @@ def start_ranks(count: int, module: str, arguments: Sequence[str]) -> None:
 
 
 @contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """Let signals that ask this process to end raise ``SystemExit``, so that it ends its ranks before."""
+def _received_signals() -> Iterator[list[int]]:
+    """A list of the signals that have asked this process to end, which then does not end by itself.
 
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        yield
-        return
-    numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-    before = {number: signal.signal(number, leave) for number in numbers}
+    An exception in the signal's handler could come while a rank is being started, which would then remain.
+    """
+    received: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                before[number] = signal.signal(number, lambda number, frame: received.append(number))
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -121,8 +120,10 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, received: Sequence[int]) -> None:
     while True:
+        if received:
+            raise SystemExit(128 + received[0])
         states = [process.poll() for process in ranks]
         if all(state == 0 for state in states):
             return
