@@ -47,6 +47,12 @@ STATUS_AFTER_SECONDS = 1.0
 )
 @click.option("--runnable", is_flag=True, hidden=True)
 @click.option("--symmetric", is_flag=True, hidden=True)
+@click.option(
+    "--memory-reserve",
+    type=click.FloatRange(min=0),
+    metavar="GB",
+    help="Memory of each device that is not planned with, in 10⁹ bytes; default: as in the cluster file.",
+)
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the best plan to this JSON file.")
 @click.option(
     "--plot",
@@ -64,6 +70,7 @@ def plan(
     unequal: bool,
     runnable: bool,
     symmetric: bool,
+    memory_reserve: float | None,
     out: Path | None,
     plot: Path | None,
     top: int,
@@ -92,6 +99,8 @@ def plan(
             raise ValueError(f"the cluster comes first, then the profile: give {profile} before {cluster}")
         model = load_model_profile(profile)
         topology = load_cluster(cluster)
+        if memory_reserve is not None:
+            topology = topology.with_memory_reserve(round(memory_reserve * 1e9))
         with _status(f"planning for {len(topology.devices):,} devices"):
             plans = make_plans(
                 topology,

@@ -183,7 +183,11 @@ def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | Non
             # The plan was made from another profile. Its means per stage are used instead.
             pass
     slots = tuple(
-        Slot(f"stage {each.stage}", _scaled(costs, stage, each.measured), stage.memory_available_bytes)
+        Slot(
+            f"stage {each.stage}",
+            _scaled(costs, stage, each.measured),
+            stage.memory_available_bytes - stage.memory_overhead_bytes,
+        )
         for each, stage, costs in zip(slowest, placed, whole, strict=True)
     )
     return Pipeline(slots, _channels(replica, whole[0].output_bytes), replica.micro_batches), basis
@@ -196,7 +200,7 @@ def _costs_of_mean(stage: StagePlan, blocks: int) -> LayerCosts:
         forward_seconds=each * stage.forward_seconds,
         backward_seconds=each * stage.backward_seconds,
         update_seconds=each * stage.update_seconds,
-        state_bytes=each * stage.memory_bytes,
+        state_bytes=each * (stage.memory_bytes - stage.memory_overhead_bytes),
         gradient_bytes=np.zeros(blocks),
         activation_bytes=np.zeros(blocks),
         output_bytes=np.ones(blocks),

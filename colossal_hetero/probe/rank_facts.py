@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatch
 
-from ..planner.cluster.gpu_catalog import GPUS, INSIDE, kind_name
+from ..planner.cluster.gpu_catalog import GPUS, INSIDE, kind_name, usual_memory_reserve
 from ..planner.cluster.link import MeasuredLink
 from ..planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 
@@ -16,6 +17,9 @@ TOLERANCE = 0.1
 """Devices of a kind whose speeds differ by a smaller share count as equally fast."""
 MEMORY_TOLERANCE = 0.25
 """Devices of one name whose memory differs by a larger share count as different kinds."""
+
+RESERVE_STEP = 10_000_000
+"""Bytes to whose multiples the reserve of a CPU is rounded up."""
 
 ETHERNET = "Ethernet"
 
@@ -46,6 +50,8 @@ class RankFacts:
     """Measured FLOP/s of a matrix product, in half precision on a GPU and in single precision on a CPU."""
     nics: tuple[Nic, ...] = ()
     """Network cards of the machine."""
+    used_bytes: int = 0
+    """Memory of the device that the process used when it was asked."""
 
 
 def nodes_of(facts: Sequence[RankFacts]) -> list[list[int]]:
@@ -145,7 +151,7 @@ def make_topology(
 
 def _kinds(facts: Sequence[RankFacts]) -> list[DeviceKind]:
     """The kind of each rank's device. Devices with one name and similar memory are one kind, which has the smallest
-    memory and the highest speed among them."""
+    memory and the highest speed among them. Of a CPU's memory, what the processes use already is reserved."""
     groups: dict[str, list[list[int]]] = {}
     for rank in sorted(range(len(facts)), key=lambda rank: -facts[rank].memory_bytes):
         name = kind_name(facts[rank].device, facts[rank].memory_bytes)
@@ -157,14 +163,16 @@ def _kinds(facts: Sequence[RankFacts]) -> list[DeviceKind]:
     kinds: dict[int, DeviceKind] = {}
     for name, several in groups.items():
         for number, ranks in enumerate(several):
-            own = DeviceKind(
-                name if number == 0 else f"{name}-{number + 1}",
-                min(facts[rank].memory_bytes for rank in ranks),
-                float(f"{max(facts[rank].flops for rank in ranks):.3g}"),
-            )
-            preset = GPUS.get(own.name)
-            if preset is not None:
-                own = replace(preset, memory_bytes=min(own.memory_bytes, preset.memory_bytes))
+            own_name = name if number == 0 else f"{name}-{number + 1}"
+            memory = min(facts[rank].memory_bytes for rank in ranks)
+            flops = float(f"{max(facts[rank].flops for rank in ranks):.3g}")
+            if (preset := GPUS.get(own_name)) is not None:
+                memory, flops = min(memory, preset.memory_bytes), preset.flops
+            reserve = usual_memory_reserve(memory)
+            if facts[ranks[0]].device == "cpu":
+                used = max(facts[rank].used_bytes for rank in ranks)
+                reserve = min(math.ceil(used / RESERVE_STEP) * RESERVE_STEP, memory - 1)
+            own = DeviceKind(own_name, memory, flops, reserve)
             kinds.update(dict.fromkeys(ranks, own))
     return [kinds[rank] for rank in range(len(facts))]
 

@@ -26,14 +26,22 @@ _ETHERNET_TYPE = "1"  # of /sys/class/net/*/type, as in linux/if_arp.h
 
 def probe_this_rank(device: torch.device) -> RankFacts:
     """The facts of this rank. It measures the device for one to two seconds and calls no collective."""
-    from ..profiling.memory import memory_limit
+    from ..profiling.memory import memory_limit, used_bytes
 
     flops = sustained_flops(device)
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     machine = ""
     with suppress(OSError):
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return RankFacts(socket.gethostname(), machine, name, memory_limit(device).bytes, flops, find_nics())
+    return RankFacts(
+        host=socket.gethostname(),
+        machine=machine,
+        device=name,
+        memory_bytes=memory_limit(device).bytes,
+        flops=flops,
+        nics=find_nics(),
+        used_bytes=used_bytes(device),
+    )
 
 
 def sustained_flops(device: torch.device) -> float:

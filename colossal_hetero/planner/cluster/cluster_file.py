@@ -6,6 +6,7 @@
 
     [kinds.A100-PCIe]            # a kind of device that is not in gpu_catalog.py, or differs
     memory_gb = 40
+    memory_reserve_gb = 3        # not planned with: context, communication buffers, workspaces
     tflops = 312
 
     [[clusters]]
@@ -27,7 +28,8 @@
     gigabits_per_second = 10
 
 Defaults: ``count`` and ``speed`` (the share of its kind's speed that a device reaches) are 1, a latency is 0, a node
-has the name of its cluster, and ``inside`` is the usual connection of its devices (``gpu_catalog.py``). Fields have
+has the name of its cluster, ``inside`` is the usual connection of its devices, and ``memory_reserve_gb`` is 2 and 2.5 %
+of the memory, at most 15 % of it (``gpu_catalog.py``). Fields have
 their unit in the name; a rate can be given in ``gigabits_per_second``, ``gigabytes_per_second`` or
 ``bytes_per_second``.
 """
@@ -58,7 +60,7 @@ from .cluster_schema import (
     read_number,
     suggest,
 )
-from .gpu_catalog import GPUS, INSIDE
+from .gpu_catalog import GPUS, INSIDE, usual_memory_reserve
 from .topology import Channel, Device, DeviceKind, Node, Topology
 
 __all__ = ["load_cluster", "parse_cluster", "save_cluster", "write_cluster"]
@@ -135,7 +137,10 @@ def _described_kind(name: str, kind: KindFields) -> DeviceKind:
         raise ValueError(
             f"kinds.{name} has no {missing}, and there is no preset of that name{suggest(name, GPUS)}; give {missing}"
         )
-    return DeviceKind(name, memory, flops)
+    reserve = usual_memory_reserve(memory) if kind.memory_reserve_bytes is None else kind.memory_reserve_bytes
+    if kind.memory_reserve_gb is not None:
+        reserve = round(kind.memory_reserve_gb * 1e9)
+    return DeviceKind(name, memory, flops, reserve)
 
 
 def _usual_inside(node: str, part: NodeFields) -> Channel:
@@ -203,6 +208,9 @@ def write_cluster(topology: Topology, comment: str = "") -> str:
         for kind in sorted(own, key=lambda kind: kind.name):
             table = tomlkit.table()
             table.update(_best_unit(kind.memory_bytes, {"memory_gb": 1e9, "memory_bytes": 1}, whole=True))
+            if kind.memory_reserve_bytes != usual_memory_reserve(kind.memory_bytes):
+                units = {"memory_reserve_gb": 1e9, "memory_reserve_bytes": 1}
+                table.update(_best_unit(kind.memory_reserve_bytes, units, whole=True))
             table.update(_best_unit(kind.flops, {"tflops": 1e12, "flops": 1}))
             kinds[kind.name] = table
         document.add("kinds", kinds)
@@ -308,6 +316,6 @@ def _best_unit(value: float, units: Mapping[str, float], whole: bool = False) ->
     for field, unit in units.items():
         for digits in range(13):
             number = round(value / unit, digits)
-            if number > 0 and (round(number * unit) if whole else read_number(number, unit)) == value:
+            if (round(number * unit) if whole else read_number(number, unit)) == value:
                 return {field: int(number) if number == int(number) else number}
     return {field: value}

@@ -47,13 +47,20 @@ class KindFields(FilePart):
     memory_gb: Annotated[float, Field(ge=1e-9, le=1e9)] | None = None
     """In 10⁹ bytes."""
     memory_bytes: Annotated[int, Field(gt=0, le=10**18)] | None = None
+    memory_reserve_gb: Annotated[float, Field(ge=0, le=1e9)] | None = None
+    """In 10⁹ bytes: part of the memory that is not planned with."""
+    memory_reserve_bytes: Annotated[int, Field(ge=0, le=10**18)] | None = None
     tflops: Annotated[float, Field(ge=1e-12, le=1e12)] | None = None
     """In 10¹² FLOP/s."""
     flops: Flops | None = None
 
     @model_validator(mode="after")
     def _once(self) -> KindFields:
-        for one, other in (("memory_gb", "memory_bytes"), ("tflops", "flops")):
+        for one, other in (
+            ("memory_gb", "memory_bytes"),
+            ("memory_reserve_gb", "memory_reserve_bytes"),
+            ("tflops", "flops"),
+        ):
             if getattr(self, one) is not None and getattr(self, other) is not None:
                 raise ValueError(f"give either {one} or {other}")
         return self

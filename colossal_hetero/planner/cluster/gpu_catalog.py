@@ -1,8 +1,8 @@
 """Kinds of GPU that a cluster file can name without describing them, and their channels inside a node.
 
-Memory is the number in the name, in 10⁹ bytes: a card has a few percent more, which the driver, the context and the
-communication libraries use. FLOP/s are those of a dense matrix product in half precision with single-precision sums, as
-in training: tensor cores without sparsity, from the datasheet.
+Memory is the number in the name, in 10⁹ bytes. Of it, :func:`usual_memory_reserve` is not planned with. FLOP/s are
+those of a dense matrix product in half precision with single-precision sums, as in training: tensor cores without
+sparsity, from the datasheet.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 
 from .topology import Channel, DeviceKind
 
-__all__ = ["GPUS", "INSIDE", "kind_name"]
+__all__ = ["GPUS", "INSIDE", "kind_name", "usual_memory_reserve"]
 
 NVLINK, PCIE = "NVLink", "PCIe"
 
@@ -51,8 +51,22 @@ _KINDS = (
     ("Titan-RTX", 24, 130.5, PCIE, 15.75),
 )
 
+
+def usual_memory_reserve(memory_bytes: int) -> int:
+    """Bytes of a device's memory that training needs beside the model, if nothing else is known.
+
+    They hold the device's context, the buffers of the communication libraries, workspaces of matrix products, and what
+    the allocator cannot use, which grows with the memory. Iterations of 12 plans on GH200 needed 3.5 to 4.7 GB of it
+    (``benchmarks/planner/measured_plans.py``); Sailor counts 2 to 3 GB. A small device has less.
+    """
+    return round(min(2e9 + 0.025 * memory_bytes, 0.15 * memory_bytes))
+
+
 GPUS: dict[str, DeviceKind] = {
-    name: DeviceKind(name, round(gigabytes * 1e9), teraflops * 1e12) for name, gigabytes, teraflops, _, _ in _KINDS
+    name: DeviceKind(name, memory, teraflops * 1e12, usual_memory_reserve(memory))
+    for name, memory, teraflops in (
+        (name, round(gigabytes * 1e9), teraflops) for name, gigabytes, teraflops, *_ in _KINDS
+    )
 }
 """Kinds of GPU by the name that a cluster file uses."""
 

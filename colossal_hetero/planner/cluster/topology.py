@@ -103,6 +103,22 @@ class DeviceKind:
     memory_bytes: int
     flops: float
     """Dense half-precision FLOP/s, nominal or measured."""
+    memory_reserve_bytes: int = 0
+    """Part of the memory that is not planned with: for the device's context, communication buffers, workspaces of
+    libraries, and what the allocator cannot use."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.memory_reserve_bytes < self.memory_bytes:
+            reserve, memory = self.memory_reserve_bytes / 1e9, self.memory_bytes / 1e9
+            raise ValueError(
+                f"{self.name} has a memory reserve of {reserve:.3g} GB and {memory:.3g} GB of memory; the reserve must "
+                "be at least 0 and less than the memory"
+            )
+
+    @property
+    def usable_bytes(self) -> int:
+        """The memory without the reserve."""
+        return self.memory_bytes - self.memory_reserve_bytes
 
 
 @dataclass(frozen=True)
@@ -177,6 +193,17 @@ class Topology:
             found = _find_channel(self, min(a, b), max(a, b))
             self._channels[pair] = self._channels[pair[::-1]] = found
         return found
+
+    def with_memory_reserve(self, reserve_bytes: int) -> Topology:
+        """The machines if on each device this part of the memory is not planned with.
+
+        Raises:
+            ValueError: A kind of device does not have more memory than that.
+        """
+        kinds = {
+            kind: replace(kind, memory_reserve_bytes=reserve_bytes) for kind in {device.kind for device in self.devices}
+        }
+        return replace(self, devices=tuple(replace(device, kind=kinds[device.kind]) for device in self.devices))
 
     @cached_property
     def _hash(self) -> int:

@@ -50,6 +50,9 @@ class StagePlan(FilePart):
     """Optimizer step, once per iteration."""
     memory_bytes: Amount
     """Predicted, per device."""
+    memory_overhead_bytes: Amount = 0.0
+    """Part of it that does not depend on which blocks the stage has: the device's reserve and what passes need for a
+    moment."""
     memory_available_bytes: Amount
     """Memory of each device."""
 

@@ -15,7 +15,8 @@ from .plan import Plan, Replica, StagePlan
 __all__ = ["StageGroup", "finished_plan", "finished_replica", "predict_plan"]
 
 StageGroup = tuple[tuple[int, ...], str, float]
-"""The tensor-parallel group that runs a stage: ranks, kind of device, and bytes of memory that each device has."""
+"""The tensor-parallel group that runs a stage: ranks, kind of device, and bytes of memory that each device has for the
+state and the activations of its blocks."""
 
 
 def predict_plan(
@@ -97,6 +98,7 @@ def finished_replica(
         cost: What was predicted, by stage.
         micro_batches: K, per iteration.
     """
+    kinds = [topology.devices[ranks[0]].kind for ranks, _, _ in groups]
     stages = tuple(
         StagePlan(
             blocks=(bounds[stage], bounds[stage + 1]),
@@ -107,10 +109,11 @@ def finished_replica(
             backward_seconds=cost.backward_seconds[stage],
             transfer_seconds=cost.transfer_seconds[stage],
             update_seconds=cost.update_seconds[stage],
-            memory_bytes=cost.memory_bytes[stage],
-            memory_available_bytes=memory_bytes,
+            memory_bytes=cost.memory_bytes[stage] + kinds[stage].memory_bytes - block_bytes,
+            memory_overhead_bytes=kinds[stage].memory_bytes - block_bytes,
+            memory_available_bytes=kinds[stage].memory_bytes,
         )
-        for stage, (ranks, device, memory_bytes) in enumerate(groups)
+        for stage, (ranks, device, block_bytes) in enumerate(groups)
     )
     return Replica(stages=stages, micro_batches=micro_batches, pipeline_seconds=cost.seconds)
 
@@ -161,7 +164,7 @@ def _pipeline(
             )
         speed = min(device.speed for device in devices)
         costs = profile.costs(kinds[0], degree, micro_batch, speed)
-        slots.append(Slot(kinds[0], costs, devices[0].kind.memory_bytes))
+        slots.append(Slot(kinds[0], costs, costs.memory_for_blocks(devices[0].kind.usable_bytes)))
     channels = [[topology.channel(one[0], other[0]) for other in groups] for one in groups]
     for stage, channel in enumerate(hops):
         channels[stage][stage + 1] = channels[stage + 1][stage] = channel

@@ -15,8 +15,9 @@ EFFICIENCY = 0.4
 """Share of its nominal FLOP/s that a device achieves. Large models on A100 GPUs reach 0.44 to 0.52 (Narayanan et al.
 2021, Table 1); smaller models and slower networks reach less."""
 
-PARAMETER_BYTES, STATE_FACTOR = 2, 8.0
-"""In half precision with Adam, 16 bytes of state per parameter (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
+PARAMETER_BYTES, STATE_FACTOR = 2, 9.0
+"""In half precision with Adam, 16 bytes of state per parameter (Rajbhandari et al., ZeRO, 2020, section 3.1), and 2
+more in the optimizer's step, for which Colossal-AI converts gradients to single precision."""
 
 
 def estimated_profile(

@@ -42,6 +42,12 @@ class LayerCosts:
     """Kept for backward by one micro-batch in flight, per device."""
     output_bytes: NDArray[np.float64]
     """Size of what one micro-batch sends over a cut behind the block. The gradient that comes back is as large."""
+    temporary_bytes: float = 0.0
+    """Needed for a moment beside what is kept, whichever blocks a device has: in backward, a block's gradients."""
+
+    def memory_for_blocks(self, usable_bytes: float) -> float:
+        """Bytes of a device's usable memory that are left for state and kept activations."""
+        return max(usable_bytes - self.temporary_bytes, 0.0)
 
     @cached_property
     def cumulative(self) -> CumulativeCosts:

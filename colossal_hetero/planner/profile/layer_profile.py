@@ -29,6 +29,11 @@ __all__ = ["SCHEMA", "BlockRun", "LayerSizes", "LayerTimes", "ModelProfile", "lo
 SCHEMA = 1
 """Version of the file's fields."""
 
+TEMPORARY_SHARE = 2.0
+"""Bytes that the backward pass of a layer needs for a moment, per byte that it keeps: the gradients of its activations
+exist beside them, and the allocator keeps memory whose size does not fit what comes next. Twice is what iterations on
+GH200 needed (``benchmarks/planner/measured_plans.py``)."""
+
 UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
 
 Part = TypeVar("Part", bound=FilePart)
@@ -111,10 +116,21 @@ class LayerSizes(FilePart):
     """By layer: kept for backward, per sample."""
     output_bytes: tuple[ByteCount, ...]
     """By layer: passed on to the next layer, per sample."""
+    temporary_bytes: tuple[ByteCount, ...] = ()
+    """By layer: needed for a moment in its backward pass beside what is kept, per sample. Empty:
+    :data:`TEMPORARY_SHARE` of ``activation_bytes``."""
+
+    @property
+    def temporaries(self) -> NDArray[np.float64]:
+        """Bytes by layer, measured or estimated, ``[layers]``."""
+        if self.temporary_bytes:
+            return np.asarray(self.temporary_bytes, dtype=float)
+        return TEMPORARY_SHARE * np.asarray(self.activation_bytes, dtype=float)
 
     @model_validator(mode="after")
     def _equally_long(self) -> LayerSizes:
-        return _check_equally_long(self, ("parameter_bytes", "activation_bytes", "output_bytes"))
+        names = ("parameter_bytes", "activation_bytes", "output_bytes")
+        return _check_equally_long(self, (*names, "temporary_bytes") if self.temporary_bytes else names)
 
 
 class ModelProfile(FilePart):
@@ -269,17 +285,24 @@ class ModelProfile(FilePart):
         forward, backward, update = self._interpolated(device, tensor_parallel, micro_batch) / speed
         sizes = next(each for each in self.sizes if each.tensor_parallel == tensor_parallel)
         parameters = self._by_block(sizes.parameter_bytes)
+        activations = self._by_block(sizes.activation_bytes)
+        temporaries = sizes.temporaries
+        inner = temporaries[self.before : self.layers - self.after].max()
+        # The last stage holds one micro-batch, so what only its last layers need for a moment counts like activations.
+        activations[-1] += max(temporaries[self.layers - self.after :].max(initial=0.0) - inner, 0.0)
         costs = LayerCosts(
             forward_seconds=self._by_block(forward),
             backward_seconds=self._by_block(backward),
             update_seconds=self._by_block(update),
             state_bytes=parameters * self.state_factor,
             gradient_bytes=parameters * self.gradient_factor,
-            activation_bytes=self._by_block(sizes.activation_bytes) * micro_batch,
+            activation_bytes=activations * micro_batch,
             output_bytes=self._by_block(sizes.output_bytes, ends=False) * micro_batch,
+            temporary_bytes=float(inner) * micro_batch,
         )
-        for array in vars(costs).values():
-            array.flags.writeable = False
+        for value in vars(costs).values():
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
         return costs
 
     def _interpolated(self, device: str, tensor_parallel: int, micro_batch: int) -> NDArray[np.float64]:

@@ -44,6 +44,9 @@ __all__ = [
 ]
 
 SOURCE = "timed by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich)"
+STATE_FACTOR = 6.0
+"""24 bytes of state per parameter, as Sailor counts for Megatron-DeepSpeed: parameters, gradients, their sum over
+micro-batches, the optimizer's copy of the parameters and two moments, in single precision."""
 BLOCKS_TIMED = 2
 """Number of blocks of the model whose step was timed. The rows of the other blocks repeat the second block's."""
 
@@ -146,6 +149,7 @@ def read_gpu_tables(folder: Path | str, model: str) -> GpuTables:
     profile = ModelProfile(
         name=model,
         precision="fp32",
+        state_factor=STATE_FACTOR,
         before=ends[0],
         after=ends[1],
         source=f"{SOURCE}: layer by layer, fp32 with TF32 products",

@@ -6,6 +6,7 @@ order of a lower bound on their time, until the rest cannot be better.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -271,7 +272,8 @@ def _why_nothing(topology: Topology, profile: ModelProfile, search: PlanSearch) 
         return (
             f"no device can hold block {block}: it needs {needed / 1e9:.3g} GB with tensor parallelism "
             f"{pool.tensor_parallel} and micro-batches of {pool.micro_batch}, and {roomiest.device} has "
-            f"{roomiest.memory_bytes / 1e9:.3g} GB; {remedy}"
+            f"{roomiest.memory_bytes / 1e9:.3g} GB for layers, beside its reserve and what a backward pass needs for a "
+            f"moment; {remedy}"
         )
 
     def share(pool: SlotPool) -> tuple[float, float, float]:
@@ -279,7 +281,7 @@ def _why_nothing(topology: Topology, profile: ModelProfile, search: PlanSearch) 
         costs = pool.kinds[0].costs
         available = sum(kind.memory_bytes * len(kind.slots) for kind in pool.kinds) * pool.tensor_parallel
         whole = float(costs.state_bytes.sum() + costs.activation_bytes.sum()) * pool.tensor_parallel
-        return whole / available, whole, available
+        return whole / available if available else math.inf, whole, available
 
     pool = min(pools, key=share)
     part, whole, available = share(pool)

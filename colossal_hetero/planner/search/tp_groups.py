@@ -40,7 +40,7 @@ class SlotKind:
     speed: float
     """Speed of the slowest device in a slot, as a share of the speed at which its kind was profiled."""
     memory_bytes: float
-    """Memory of one device."""
+    """Memory that one device has for the state and the activations of its blocks."""
     costs: LayerCosts
     slots: tuple[tuple[int, ...], ...]
     """Ranks of each tensor-parallel group, as launched."""
@@ -91,16 +91,16 @@ def slot_kinds(topology: Topology, profile: ModelProfile, degree: int, micro_bat
 
     A kind is left out if its profiled micro-batches with this ``degree`` do not enclose ``micro_batch``.
     """
-    memory = {device.kind.name: device.kind.memory_bytes for device in topology.devices}
+    usable = {device.kind.name: device.kind.usable_bytes for device in topology.devices}
     measured: dict[str, list[int]] = {}
     for times in profile.times:
         if times.tensor_parallel == degree:
             measured.setdefault(times.device, []).append(times.micro_batch)
-    kinds = [
-        SlotKind(name, speed, float(memory[name]), profile.costs(name, degree, micro_batch, speed), tuple(slots))
-        for (name, speed), slots in tensor_parallel_groups(topology, degree).items()
-        if min(measured.get(name, [micro_batch + 1])) <= micro_batch <= max(measured[name])
-    ]
+    kinds = []
+    for (name, speed), slots in tensor_parallel_groups(topology, degree).items():
+        if min(measured.get(name, [micro_batch + 1])) <= micro_batch <= max(measured[name]):
+            costs = profile.costs(name, degree, micro_batch, speed)
+            kinds.append(SlotKind(name, speed, costs.memory_for_blocks(usable[name]), costs, tuple(slots)))
     return sorted(kinds, key=lambda kind: (-kind.model_seconds, kind.device, kind.speed))
 
 

@@ -341,7 +341,11 @@ class _Measurement:
             for value in entry.values()
             if isinstance(value, Tensor) and value.dim() > 0
         )
-        masters = 0 if precision == "fp32" else sum(each.numel() * each.element_size() for each in copies)
+        masters = 0
+        if precision != "fp32":
+            # For the step, Colossal-AI's optimizer converts each gradient to single precision and drops the other.
+            single = sum(each.numel() * each.element_size() for each in copies)
+            masters = single + (single - size)
         took = statistics.median(each.cpu if self._by_cpu_time else each.wall for each in durations)
         return took, 2 * size + masters + state, size
 

@@ -170,7 +170,7 @@ def test_uniform_stages_in_the_best_order(tmp_path: Path) -> None:
         ),
         sizes=(
             LayerSizes(
-                parameter_bytes=(9 * 10**8,) * LAYERS, activation_bytes=(1,) * LAYERS, output_bytes=(1,) * LAYERS
+                parameter_bytes=(8 * 10**8,) * LAYERS, activation_bytes=(1,) * LAYERS, output_bytes=(1,) * LAYERS
             ),
         ),
     )
@@ -265,6 +265,18 @@ def test_a_model_that_does_not_fit_in_memory(files: tuple[Path, Path]) -> None:
     )
     save_model_profile(profile(sizes=(huge,)), layers)
     assert "memory" in failure("plan", cluster, layers, "--global-batch", 8)
+
+
+def test_the_memory_reserve_is_not_planned_with(files: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    overheads = []
+    for reserve in (1, 3):
+        output("plan", *files, "--global-batch", 8, "--memory-reserve", reserve, "--out", out)
+        (stage, *_) = load_plan(out).replicas[0].stages
+        overheads.append(stage.memory_overhead_bytes)
+    assert overheads[1] - overheads[0] == pytest.approx(2e9)
+    message = failure("plan", *files, "--global-batch", 8, "--memory-reserve", 16)
+    assert "V100-16 has a memory reserve of 16 GB and 16 GB of memory" in message
 
 
 def test_the_simulated_time_is_printed_with_the_closed_form(tmp_path: Path) -> None:

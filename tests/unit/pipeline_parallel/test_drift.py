@@ -167,6 +167,16 @@ def test_the_slowdown_of_a_device_applies_to_its_update_too() -> None:
     assert report.proposal.present_seconds == pytest.approx(3 * (12 + 12 + 3 * 12 + 4))
 
 
+def test_only_the_memory_of_blocks_moves_with_them() -> None:
+    """A block has an eighth of the 1 GB that is not overhead, so that a fifth fits in 1.2 GB."""
+    for overhead, layers in ((0.5e9, (5, 3)), (0.0, (4, 4))):
+        plan = changed(
+            two_stages((4, 4)), memory_bytes=1e9, memory_overhead_bytes=overhead, memory_available_bytes=1.2e9
+        )
+        proposal = compare(plan, planned_times(plan, {0: 3.0}), 0.2).proposal
+        assert proposal is not None and proposal.layers_per_stage == layers
+
+
 def test_no_split_fits() -> None:
     plan = changed(two_stages(), memory_bytes=2e9, memory_available_bytes=1e9)
     report = compare(plan, planned_times(plan, {0: 3.0}), 0.2)

@@ -141,7 +141,7 @@ def test_ranks_are_numbered_cluster_by_cluster() -> None:
 def test_slow_devices_and_little_memory(tmp_path: Path) -> None:
     speeds, gigabytes = [1.0, 0.97, 0.25, 0.5], [8, 7.9, 8, 4]
     facts = [
-        RankFacts("here", "", "cpu", int(memory * 1e9), speed * 2e11)
+        RankFacts("here", "", "cpu", int(memory * 1e9), speed * 2e11, used_bytes=int((1 + speed) * 1e8) + 1)
         for speed, memory in zip(speeds, gigabytes, strict=True)
     ]
     links = [
@@ -153,6 +153,8 @@ def test_slow_devices_and_little_memory(tmp_path: Path) -> None:
     assert [device.kind.name for device in found.devices] == ["cpu", "cpu", "cpu", "cpu-2"]
     assert [device.kind.memory_bytes for device in found.devices] == 3 * [7_900_000_000] + [4_000_000_000]
     assert [device.kind.flops for device in found.devices] == 3 * [2e11] + [1e11]
+    # What the processes of a kind use at most, rounded up to 10 MB.
+    assert [device.kind.memory_reserve_bytes for device in found.devices] == 3 * [210_000_000] + [160_000_000]
     assert found.nodes[0].inside == Channel("local", 3e9, 1e-5)
     save_cluster(found, tmp_path / "cluster.toml")
     assert load_cluster(tmp_path / "cluster.toml") == found

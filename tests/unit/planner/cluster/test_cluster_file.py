@@ -22,6 +22,7 @@ schema = 1
 
 [kinds.old]
 memory_gb = 12
+memory_reserve_gb = 1.2
 tflops = 6.5
 
 [kinds.A100-40]
@@ -56,7 +57,9 @@ latency_seconds = 0.01
 
 def test_all_fields_are_read() -> None:
     topology = parse_cluster(FILE)
-    old, a100 = DeviceKind("old", 12_000_000_000, 6.5e12), DeviceKind("A100-40", 39_500_000_000, 312e12)
+    old = DeviceKind("old", 12_000_000_000, 6.5e12, 1_200_000_000)
+    # The usual reserve: 2 GB and 2.5 % of 39.5 GB.
+    a100 = DeviceKind("A100-40", 39_500_000_000, 312e12, 2_987_500_000)
     assert topology.clusters == ("east", "west")
     assert [node.name for node in topology.nodes] == ["e-0", "e-1", "west"]
     assert [node.devices for node in topology.nodes] == [(0, 1, 2), (3, 4, 5), (6, 7, 8, 9)]
@@ -80,6 +83,16 @@ def test_examples_are_unchanged_after_writing_and_loading(path: Path, tmp_path: 
     assert [file.name for file in tmp_path.iterdir()] == ["copy.toml"]
 
 
+def test_a_reserve_that_is_not_given_is_the_usual_one() -> None:
+    """2 GB and 2.5 % of the memory, but at most 15 % of it; a given reserve of 0 is used and written."""
+    without = FILE.replace("memory_reserve_gb = 1.2\n", "")
+    assert parse_cluster(without).devices[2].kind.memory_reserve_bytes == 1_800_000_000
+    none = parse_cluster(FILE.replace("memory_reserve_gb = 1.2", "memory_reserve_gb = 0"))
+    assert none.devices[2].kind.usable_bytes == 12_000_000_000
+    assert "memory_reserve_gb = 0\n" in write_cluster(none)
+    assert GPUS["GH-96"].memory_reserve_bytes == 4_400_000_000
+
+
 def test_equal_nodes_share_a_table() -> None:
     text = write_cluster(parse_cluster(FILE))
     assert text.count("[[clusters.nodes]]") == 2
@@ -99,7 +112,9 @@ def channels(kinds: st.SearchStrategy[str]) -> st.SearchStrategy[Channel]:
 
 @st.composite
 def topologies(draw: st.DrawFn) -> Topology:
-    made = st.builds(DeviceKind, names, st.integers(1, 10**13), positive)
+    made = st.integers(1, 10**13).flatmap(
+        lambda memory: st.builds(DeviceKind, names, st.just(memory), positive, st.integers(0, memory - 1))
+    )
     kinds = draw(st.lists(st.sampled_from(list(GPUS.values())) | made, min_size=1, unique_by=lambda kind: kind.name))
     clusters = draw(st.lists(names, min_size=1, max_size=3, unique=True))
     speeds = st.just(1.0) | st.floats(0.01, 4)
@@ -151,6 +166,15 @@ MISTAKES = {
     "declared kind with both units": (
         ("memory_gb = 12", "memory_gb = 12\nmemory_bytes = 1"),
         "either memory_gb or memory_b",
+    ),
+    "reserve with both units": (
+        ("memory_reserve_gb = 1.2", "memory_reserve_gb = 1.2\nmemory_reserve_bytes = 1"),
+        "either memory_reserve_gb or memory_reserve_b",
+    ),
+    "reserve of all memory": (
+        ("memory_reserve_gb = 1.2", "memory_reserve_gb = 12"),
+        "old has a memory reserve of 12 GB and 12 GB of memory",
+        "less than the memory",
     ),
     "negative bandwidth": (
         ("gigabits_per_second = 100", "gigabits_per_second = -100"),

@@ -83,8 +83,11 @@ def test_a_pipeline_costs_what_the_formula_says():
     assert plan.iteration_seconds == pytest.approx(slow + fast + 2 * hop + 7 * (max(slow, fast) + hop))
     assert [stage.ranks for stage in plan.replicas[0].stages] == [(0,), (1,)]
     assert [stage.device for stage in plan.replicas[0].stages] == ["slow", "fast"]
-    # Each of two layers has 4 × 8 MB of state and, for each of two micro-batches, 2 samples × 1 MB of activations.
-    assert plan.replicas[0].stages[0].memory_bytes == pytest.approx(2 * (4 * 8 * MB + 2 * 2 * MB))
+    # Each of two layers has 4 × 8 MB of state and, for each of two micro-batches, 2 samples × 1 MB of activations. In
+    # backward, a layer needs twice what it keeps of one micro-batch.
+    first = plan.replicas[0].stages[0]
+    assert first.memory_overhead_bytes == pytest.approx(2 * 2 * MB)
+    assert first.memory_bytes == pytest.approx(2 * (4 * 8 * MB + 2 * 2 * MB) + 2 * 2 * MB)
 
 
 def test_replicas_wait_for_the_slowest_gradient_synchronization():

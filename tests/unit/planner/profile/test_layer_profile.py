@@ -86,7 +86,19 @@ def test_a_single_block_includes_the_layers_before_and_after() -> None:
         "rank_devices": [],
     }
     costs = profile(**single).costs("fast", 1, 1)
-    assert costs.forward_seconds.tolist() == [7] and costs.activation_bytes.tolist() == [7]
+    assert costs.forward_seconds.tolist() == [7]
+    # In backward, the block needs twice its 2 bytes for a moment, and the head twice its 4, which the last stage adds.
+    assert costs.activation_bytes.tolist() == [7 + 2 * 4 - 2 * 2] and costs.temporary_bytes == 2 * 2
+
+
+def test_measured_temporaries_are_used() -> None:
+    """Of several blocks the largest counts, and less in the head than in a block adds nothing."""
+    each = {f"{what}_seconds": [1] * 5 for what in ("forward", "backward", "update")}
+    part = {f"{what}_bytes": [1, 2, 3, 2, 4] for what in ("parameter", "activation", "output")}
+    mine = profile(times=[times(**each)], sizes=[sizes(**part, temporary_bytes=[90, 10, 40, 20, 35])], rank_devices=[])
+    costs = mine.costs("fast", 1, 1)
+    assert costs.temporary_bytes == 40 and costs.activation_bytes.tolist() == [3, 3, 6]
+    assert costs.memory_for_blocks(100) == 60 and costs.memory_for_blocks(30) == 0
 
 
 def test_the_same_arguments_give_the_same_costs() -> None:

@@ -69,6 +69,7 @@ def profile(
             parameter_bytes=(0, *(12 // degree,) * blocks, 0),
             activation_bytes=(0, *(4 // degree,) * blocks, 0),
             output_bytes=(10**9,) * (blocks + 2),
+            temporary_bytes=(0,) * (blocks + 2),
         )
         for degree in degrees
     ]
