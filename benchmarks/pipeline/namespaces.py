@@ -19,7 +19,8 @@ FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
 CLONE_NEWNET = 0x40000000
 """Flag of ``setns``: the namespace is a network namespace."""
 BURST = "256kb"
-"""Bytes that a filter may pass at once. With fewer bytes, a filter on a busy processor would not reach its rate."""
+"""Bytes that a filter may pass at once. With fewer bytes, a filter on a busy processor would not reach hundreds of
+Mbit/s. Messages that are not much longer pass too fast."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ def missing() -> str | None:
 
 
 @contextmanager
-def nodes(clusters: Sequence[int], rdma_megabits: float, ethernet_megabits: float) -> Iterator[list[NodeAddresses]]:
+def nodes(
+    clusters: Sequence[int], rdma_megabits: float, ethernet_megabits: float, burst: str = BURST
+) -> Iterator[list[NodeAddresses]]:
     """Make ``clusters[c]`` nodes for each cluster c, with NICs of these bandwidths; remove them at the end."""
     prefix = f"nic{os.getpid()}"
     switch = f"{prefix}-switch"
@@ -68,8 +71,8 @@ def nodes(clusters: Sequence[int], rdma_megabits: float, ethernet_megabits: floa
                 name = f"{prefix}-{node}"
                 add(name)
                 ethernet, rdma = f"10.213.0.{node + 1}", f"10.213.{cluster + 1}.{node + 1}"
-                _cable(name, "eth0", ethernet, switch, f"e{node}", "bridge0", ethernet_megabits)
-                _cable(name, "rdma0", rdma, switch, f"r{node}", f"bridge{cluster + 1}", rdma_megabits)
+                _cable(name, "eth0", ethernet, switch, f"e{node}", "bridge0", ethernet_megabits, burst)
+                _cable(name, "rdma0", rdma, switch, f"r{node}", f"bridge{cluster + 1}", rdma_megabits, burst)
                 found.append(NodeAddresses(name, ethernet, rdma))
         yield found
     finally:
@@ -77,13 +80,13 @@ def nodes(clusters: Sequence[int], rdma_megabits: float, ethernet_megabits: floa
             _run("ip", "netns", "del", namespace)
 
 
-def _cable(node: str, nic: str, address: str, switch: str, port: str, bridge: str, megabits: float) -> None:
+def _cable(node: str, nic: str, address: str, switch: str, port: str, bridge: str, megabits: float, burst: str) -> None:
     _run("ip", "link", "add", nic, "netns", node, "type", "veth", "peer", "name", port, "netns", switch)
     _run("ip", "-n", node, "addr", "add", f"{address}/24", "dev", nic)
     _run("ip", "-n", switch, "link", "set", port, "master", bridge)
     for namespace, end in ((node, nic), (switch, port)):
         _run("ip", "-n", namespace, "link", "set", end, "up")
-        limit = ("tbf", "rate", f"{megabits}mbit", "burst", BURST, "latency", "100ms")
+        limit = ("tbf", "rate", f"{megabits}mbit", "burst", burst, "latency", "100ms")
         _run("tc", "-n", namespace, "qdisc", "add", "dev", end, "root", *limit)
 
 
