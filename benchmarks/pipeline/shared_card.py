@@ -5,11 +5,11 @@ processes that train a ViT over Gloo with Colossal-AI's 1F1B schedule. Two place
 
 - *spread*: the first stages are in the one node and the second stages in the other. All activations and gradients of
   activations cross the cards, those of all replicas at the same time; weight gradients stay inside the nodes.
-- *inside*: each pipeline is inside a node. Only weight gradients cross the cards, those of both stages at the same time.
+- *inside*: each pipeline is inside a node. Only weight gradients cross the cards, those of both stages at once.
 
 Layers are measured first, by all ranks at the same time, so that they share the processor's cores as in training. The
-predictions are those of ``colossal-hetero plan`` and ``simulate``: the closed form, and the simulation with blocking and
-with overlapped transfers (Gloo sends while the sender computes).
+predictions are those of ``colossal-hetero plan`` and ``simulate``: the closed form, and the simulation with blocking
+and with overlapped transfers (Gloo sends while the sender computes).
 
     sudo python -m benchmarks.pipeline.shared_card [--replicas 2,4] [--megabits 60] [--rounds 5]
 """
@@ -208,7 +208,7 @@ def measure(replicas: int, arguments: argparse.Namespace) -> dict[str, Outcome]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", default="2,4", help="numbers of pipelines (default: %(default)s)")
-    parser.add_argument("--megabits", type=float, default=40, help="Mbit/s of each card (default: %(default)s)")
+    parser.add_argument("--megabits", type=float, default=10, help="Mbit/s of each card (default: %(default)s)")
     parser.add_argument("--blocks", type=int, default=4, help="blocks of the ViT (default: %(default)s)")
     parser.add_argument("--hidden", type=int, default=192, help="hidden size of the ViT (default: %(default)s)")
     parser.add_argument("--micro-batch", type=int, default=8, help="images per micro-batch (default: %(default)s)")
@@ -226,7 +226,7 @@ def main() -> None:
             rows.append([replicas, placement, f"{outcome.measured:.3f}", *cells])
     message = arguments.micro_batch * (IMAGE // PATCH) ** 2 * arguments.hidden * 4 / 1e6
     print_table(
-        f"{message:.2f} MB per message, {arguments.micro_batches} micro-batches, cards of {arguments.megabits:g} Mbit/s",
+        f"{message:.2f} MB per message, {arguments.micro_batches} micro-batches, cards of {arguments.megabits:g} Mb/s",
         ["replicas", "placement", "measured [s]", "closed form [s]", "simulated, blocking [s]", "overlapped [s]"],
         rows,
     )
