@@ -9,7 +9,8 @@ network between nodes: that of its slowest hop.
 the channel's own bandwidth, and at most its share of what all of the node's NICs of that kind carry together: their sum
 divided by the number of rings that leave (or enter: NICs are full duplex) the node through them. The share of a
 ring that ends early is not given to the others, so the result is an upper bound if rings have different sizes. Inside
-a node, devices do not share bandwidth, as behind a switch. The bandwidth of a link between clusters is that of one pair
+a node, devices share what the node says that all transfers share (``Node.inside_bytes_per_second``); without a limit
+each pair has the whole bandwidth, as behind a switch. The bandwidth of a link between clusters is that of one pair
 of nodes: it is shared by the rings that cross it from the same node, but not by the rings of other nodes.
 """
 
@@ -20,7 +21,18 @@ from collections.abc import Callable, Sequence
 
 from .topology import Channel, Topology
 
-__all__ = ["Hop", "concurrent_seconds", "nic_bandwidth", "ring_hops", "ring_network", "synchronization_seconds"]
+__all__ = [
+    "INSIDE",
+    "Hop",
+    "concurrent_seconds",
+    "nic_bandwidth",
+    "ring_hops",
+    "ring_network",
+    "synchronization_seconds",
+]
+
+INSIDE = "inside"
+"""Stands for the transfers inside a node where kinds of NIC are counted."""
 
 Hop = tuple[int, int]
 """A transfer between nodes: (from node, to node)."""
@@ -43,7 +55,10 @@ def synchronization_seconds(topology: Topology, group: Sequence[int], gradient_b
     if sharing < 1:
         raise ValueError(f"sharing={sharing} must be at least 1, the ring itself")
     hops = ring_hops(topology, group)
-    return _ring_seconds(topology, group, hops, gradient_bytes, lambda *end: sharing)
+    inside = _inside_messages(topology, group)
+    return _ring_seconds(
+        topology, group, hops, gradient_bytes, lambda *end: sharing * (inside[end[0]] if end[2] == INSIDE else 1)
+    )
 
 
 def concurrent_seconds(
@@ -70,6 +85,9 @@ def concurrent_seconds(
         for hop in ring
         for way, node in enumerate(hop)
     )
+    for group, count in zip(groups, gradient_bytes, strict=True):
+        if count > 0:
+            load.update({(node, 0, INSIDE): messages for node, messages in _inside_messages(topology, group).items()})
     return tuple(
         _ring_seconds(topology, group, ring, count, lambda *end: load[end])
         for group, ring, count in zip(groups, hops, gradient_bytes, strict=True)
@@ -100,6 +118,13 @@ def ring_network(topology: Topology, hops: Sequence[Hop]) -> str:
         ValueError: Two nodes cannot reach each other.
     """
     return min((topology.node_channel(*hop) for hop in hops), key=lambda channel: channel.bytes_per_second).kind
+
+
+def _inside_messages(topology: Topology, group: Sequence[int]) -> Counter[int]:
+    """How many messages of a ring's step stay inside each node."""
+    devices = Counter(topology.devices[device].node for device in group)
+    leaves = len(devices) > 1
+    return Counter({node: count - leaves for node, count in devices.items() if count > 1})
 
 
 def hop_channel(topology: Topology, hop: Hop, kind: str) -> Channel:
@@ -144,8 +169,11 @@ def _ring_seconds(
         return 0.0
     chunk = gradient_bytes / count
     # A node with several devices has at least one hop between two of them.
-    inside = Counter(topology.devices[device].node for device in group)
-    step = max((topology.nodes[node].inside.seconds(chunk) for node, here in inside.items() if here > 1), default=0.0)
+    step = 0.0
+    for number in _inside_messages(topology, group):
+        node = topology.nodes[number]
+        share = node.inside_bytes_per_second / load(number, 0, INSIDE)
+        step = max(step, node.inside.limited(share).seconds(chunk))
     kind = ring_network(topology, hops) if hops else ""
     for hop in hops:
         channel = hop_channel(topology, hop, kind)

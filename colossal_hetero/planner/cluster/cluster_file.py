@@ -27,17 +27,21 @@
     kind = "Ethernet"
     gigabits_per_second = 10
 
+``total_gigabytes_per_second`` of ``inside`` is what all transfers inside the node share: a bus, a switch with few
+lanes, host memory.
+
 Defaults: ``count`` and ``speed`` (the share of its kind's speed that a device reaches) are 1, a latency is 0, a node
 has the name of its cluster, ``inside`` is the usual connection of its devices, and ``memory_reserve_gb`` is 2 and 2.5 %
-of the memory, at most 15 % of it (``gpu_catalog.py``). Fields have
-their unit in the name; a rate can be given in ``gigabits_per_second``, ``gigabytes_per_second`` or
-``bytes_per_second``.
+of the memory, at most 15 % of it (``gpu_catalog.py``). Fields have their unit in the name; a rate can be given in
+``gigabits_per_second``, ``gigabytes_per_second`` or ``bytes_per_second``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -54,6 +58,7 @@ from .cluster_schema import (
     NETWORKS,
     RATES,
     SCHEMA,
+    TOTAL_RATES,
     ClusterFields,
     KindFields,
     NodeFields,
@@ -117,7 +122,8 @@ def _build(file: ClusterFields) -> Topology:
                 ranks = tuple(range(first, len(devices)))
                 inside = _usual_inside(name, part) if part.inside is None else part.inside.channel()
                 nics = sorted((nic.channel() for nic in part.nics), key=lambda nic: -nic.bytes_per_second)
-                nodes.append(Node(name, cluster_number, ranks, inside, tuple(nics)))
+                shared = math.inf if part.inside is None else part.inside.shared_bytes_per_second
+                nodes.append(Node(name, cluster_number, ranks, inside, tuple(nics), shared))
     numbers = {cluster.name: number for number, cluster in enumerate(file.clusters)}
     between = tuple((numbers[link.clusters[0]], numbers[link.clusters[1]], link.channel()) for link in file.links)
     return Topology(tuple(devices), tuple(nodes), tuple(numbers), between)
@@ -248,7 +254,7 @@ def _alike(topology: Topology, nodes: Sequence[Node]) -> list[list[Node]]:
         stem, dash, _ = node.name.rpartition("-")
         if groups and dash and node.name == f"{stem}-{len(groups[-1])}" and groups[-1][0].name == f"{stem}-0":
             first = groups[-1][0]
-            same = (first.inside, first.nics) == (node.inside, node.nics)
+            same = dataclasses.replace(first, name=node.name, devices=node.devices) == node
             if same and _groups(topology, first) == _groups(topology, node):
                 groups[-1].append(node)
                 continue
@@ -275,7 +281,11 @@ def _node_table(topology: Topology, nodes: Sequence[Node]) -> tomlkit.items.Tabl
         {"kind": kind, **({"count": count} if count > 1 else {}), **({"speed": speed} if speed != 1 else {})}
         for kind, speed, count in _groups(topology, node)
     )
-    table["inside"] = _inline(_channel_fields(node.inside))
+    inside = _channel_fields(node.inside)
+    if math.isfinite(node.inside_bytes_per_second):
+        units = dict(sorted(TOTAL_RATES.items(), key=lambda item: -item[1]))
+        inside.update(_best_unit(node.inside_bytes_per_second, units))
+    table["inside"] = _inline(inside)
     if node.nics:
         table["nics"] = _rows(_channel_fields(nic) for nic in node.nics)
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -18,6 +19,7 @@ __all__ = [
     "NETWORKS",
     "RATES",
     "SCHEMA",
+    "TOTAL_RATES",
     "ClusterFields",
     "KindFields",
     "NodeFields",
@@ -30,6 +32,12 @@ SCHEMA = 1
 NETWORKS = ("InfiniBand", "RoCE", "Ethernet")
 """Known kinds of NIC. Other kinds are possible, if they have the same name everywhere."""
 
+TOTAL_RATES = {
+    "total_gigabits_per_second": 1e9 / 8,
+    "total_gigabytes_per_second": 1e9,
+    "total_bytes_per_second": 1.0,
+}
+"""Fields for what all transfers inside a node share, with the factor to bytes per second."""
 RATES = {"gigabits_per_second": 1e9 / 8, "gigabytes_per_second": 1e9, "bytes_per_second": 1.0}
 LATENCIES = {"latency_microseconds": 1e-6, "latency_seconds": 1.0}
 """Fields for bandwidth and for latency, with the factor to bytes per second and to seconds."""
@@ -98,6 +106,26 @@ class _Channel(FilePart):
         return next((read_number(number, unit) for number, unit in given if number is not None), 0.0)
 
 
+class _Inside(_Channel):
+    """The channel between two devices of a node, and what all such transfers share."""
+
+    total_gigabits_per_second: Annotated[float, Field(ge=1e-15, le=1e30)] | None = None
+    total_gigabytes_per_second: Annotated[float, Field(ge=1e-15, le=1e30)] | None = None
+    total_bytes_per_second: BytesPerSecond | None = None
+
+    @model_validator(mode="after")
+    def _one_total(self) -> _Inside:
+        given = [name for name in TOTAL_RATES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one total bandwidth, not {' and '.join(given)}")
+        return self
+
+    @property
+    def shared_bytes_per_second(self) -> float:
+        """What all transfers inside the node share; infinite if nothing is given."""
+        return self._first(TOTAL_RATES) or math.inf
+
+
 class _Network(_Channel):
     @field_validator("kind")
     @classmethod
@@ -124,7 +152,7 @@ class NodeFields(FilePart):
     name: Name | None = None
     count: Count | None = None
     devices: Annotated[tuple[_Devices, ...], Field(min_length=1)]
-    inside: _Channel | None = None
+    inside: _Inside | None = None
     nics: tuple[_Network, ...] = ()
 
     @field_validator("nics")

@@ -147,6 +147,15 @@ class Node:
     """The channel between its devices."""
     nics: tuple[Channel, ...]
     """Network cards, by descending bandwidth."""
+    inside_bytes_per_second: float = math.inf
+    """What all transfers between its devices share, if it is limited: a bus, a switch with few lanes, host memory."""
+
+    def __post_init__(self) -> None:
+        if not self.inside_bytes_per_second > 0:
+            raise ValueError(
+                f"node {self.name}: all transfers inside share {self.inside_bytes_per_second} bytes per second; it "
+                "must be above 0"
+            )
 
 
 @dataclass(frozen=True)

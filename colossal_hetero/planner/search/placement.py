@@ -32,7 +32,10 @@ class NodeLinks:
         """Channels are compared by their time for a message of ``message_bytes``."""
         kinds: dict[object, int] = {}
         self.node_kind = np.array(
-            [kinds.setdefault((node.cluster, node.inside, node.nics), len(kinds)) for node in topology.nodes]
+            [
+                kinds.setdefault((node.cluster, node.inside, node.nics, node.inside_bytes_per_second), len(kinds))
+                for node in topology.nodes
+            ]
         )
         self.node_of = np.array([device.node for device in topology.devices])
         self.message_bytes = message_bytes
@@ -65,13 +68,18 @@ class NodeLinks:
         kinds_of_channel = sorted({channel.kind for channel in self.channels})
         self._kind_of = np.array([kinds_of_channel.index(channel.kind) for channel in self.channels])
         self._rate = np.array([channel.bytes_per_second for channel in self.channels])
-        # Bandwidth of a node's NICs by kind, [kinds, nodes]; 0 without such a NIC.
-        self._nic_rate = np.array(
+        # Bandwidth of a node's NICs by kind, and in the last row of all transfers inside, [kinds + 1, nodes]; 0 without
+        # such a NIC.
+        self._node_rate = np.array(
             [
-                [sum(nic.bytes_per_second for nic in node.nics if nic.kind == kind) for node in topology.nodes]
-                for kind in kinds_of_channel
+                *(
+                    [sum(nic.bytes_per_second for nic in node.nics if nic.kind == kind) for node in topology.nodes]
+                    for kind in kinds_of_channel
+                ),
+                [node.inside_bytes_per_second for node in topology.nodes],
             ]
         )
+        self._inside = len(kinds_of_channel)
         self._limited: dict[tuple[int, float], int] = {}
 
     def numbers(self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -80,16 +88,18 @@ class NodeLinks:
         return np.asarray(self._number[self.node_kind[nodes_a], self.node_kind[nodes_b], same_node])
 
     def load(self, pipelines: Sequence[NDArray[np.int64]], width: int) -> NDArray[np.int64]:
-        """How many messages share a node's NICs of each kind, ``[kinds, nodes]``; see Note: shared hops.
+        """How many messages share a node's NICs of each kind and its inside, ``[kinds + 1, nodes]``.
+
+        See Note: shared hops.
 
         Args:
             pipelines: The node of each stage, ``[pipelines][stages]``.
             width: How many messages a stage sends at the same time: the tensor-parallel degree.
         """
-        load = np.zeros(self._nic_rate.shape, dtype=np.int64)
+        load = np.zeros(self._node_rate.shape, dtype=np.int64)
         for nodes in pipelines:
             crosses = nodes[:-1] != nodes[1:]
-            kind = np.where(crosses, self._kind_of[self.numbers(nodes[:-1], nodes[1:])], -1)
+            kind = np.where(crosses, self._kind_of[self.numbers(nodes[:-1], nodes[1:])], self._inside)
             before, behind = np.append(-1, kind), np.append(kind, -1)
             for used, counts in ((before, before >= 0), (behind, (behind >= 0) & (behind != before))):
                 np.add.at(load, (used[counts], nodes[counts]), width)
@@ -100,13 +110,16 @@ class NodeLinks:
     ) -> NDArray[np.int64]:
         """:meth:`numbers` of the channels with the bandwidth that is left if NICs are shared by ``load`` messages."""
         numbers = self.numbers(nodes_a, nodes_b)
-        kind, rate = self._kind_of[numbers], self._rate[numbers]
+        same = nodes_a == nodes_b
+        kind, rate = np.where(same, self._inside, self._kind_of[numbers]), self._rate[numbers]
+        # In a hop inside a node both ends send.
+        least = np.where(same, 2 * width, width)
         share = np.ones(numbers.shape)
         for nodes in (nodes_a, nodes_b):
             nodes = np.broadcast_to(nodes, numbers.shape)
-            nic = np.where(self._nic_rate[kind, nodes] > 0, self._nic_rate[kind, nodes], rate)
-            share = np.minimum(share, nic / (np.maximum(load[kind, nodes], width) * rate))
-        share[(nodes_a == nodes_b) | (numbers < 0)] = 1.0
+            shared = np.where(self._node_rate[kind, nodes] > 0, self._node_rate[kind, nodes], rate)
+            share = np.minimum(share, shared / (np.maximum(load[kind, nodes], least) * rate))
+        share[numbers < 0] = 1.0
         limited = share < 1.0
         if not limited.any():
             return numbers

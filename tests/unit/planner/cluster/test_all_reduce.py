@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -52,6 +54,21 @@ def test_the_formula() -> None:
     across = synchronization_seconds(topology, [0, 1, 2, 3], 3e9)
     assert across == pytest.approx(2 * 3 / 4 * 3e9 / (25 * GIGABIT) + 6 * LATENCY)
     assert synchronization_seconds(topology, [2], 1e9) == synchronization_seconds(topology, [0, 3], 0) == 0.0
+
+
+def test_rings_share_the_bus_of_a_node() -> None:
+    """A ring of four inside a node has four messages at once; one that leaves the node has three inside."""
+    whole = machines(Nodes("InfiniBand", [4, 4]))
+    nodes = tuple(dataclasses.replace(node, inside_bytes_per_second=8e9) for node in whole.nodes)
+    topology = dataclasses.replace(whole, nodes=nodes)
+    latency = whole.nodes[0].inside.latency_seconds
+    inside = 6 * (1e9 / (8e9 / 4) + latency)
+    assert synchronization_seconds(topology, [0, 1, 2, 3], 4e9) == pytest.approx(inside)
+    assert concurrent_seconds(topology, [[0, 1], [2, 3]], [2e9, 2e9]) == pytest.approx((inside / 3,) * 2)
+    assert synchronization_seconds(topology, [0, 1], 2e9, sharing=2) == pytest.approx(inside / 3)
+    both = concurrent_seconds(topology, [range(8)], [8e9])
+    assert both == pytest.approx((14 * (1e9 / (8e9 / 3) + latency),))
+    assert synchronization_seconds(topology, [0, 4], 2e9) == synchronization_seconds(whole, [0, 4], 2e9)
 
 
 def test_the_bandwidth_depends_on_the_message_size() -> None:

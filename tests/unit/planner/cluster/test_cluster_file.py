@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import tempfile
 from pathlib import Path
 
@@ -83,6 +85,15 @@ def test_examples_are_unchanged_after_writing_and_loading(path: Path, tmp_path: 
     assert [file.name for file in tmp_path.iterdir()] == ["copy.toml"]
 
 
+def test_what_transfers_inside_a_node_share() -> None:
+    node = parse_cluster(FILE).nodes[0]
+    assert node.inside_bytes_per_second == math.inf
+    text = FILE.replace("gigabytes_per_second = 16,", "gigabytes_per_second = 16, total_gigabits_per_second = 160,")
+    shared = parse_cluster(text)
+    assert shared.nodes[0] == dataclasses.replace(node, inside_bytes_per_second=20e9)
+    assert "total_gigabytes_per_second = 20" in write_cluster(shared)
+
+
 def test_a_reserve_that_is_not_given_is_the_usual_one() -> None:
     """2 GB and 2.5 % of the memory, but at most 15 % of it; a given reserve of 0 is used and written."""
     without = FILE.replace("memory_reserve_gb = 1.2\n", "")
@@ -113,7 +124,7 @@ def channels(kinds: st.SearchStrategy[str]) -> st.SearchStrategy[Channel]:
 @st.composite
 def topologies(draw: st.DrawFn) -> Topology:
     made = st.integers(1, 10**13).flatmap(
-        lambda memory: st.builds(DeviceKind, names, st.just(memory), positive, st.integers(0, memory - 1))
+        lambda memory: st.builds(DeviceKind, names, st.just(memory), st.floats(1, 1e20), st.integers(0, memory - 1))
     )
     kinds = draw(st.lists(st.sampled_from(list(GPUS.values())) | made, min_size=1, unique_by=lambda kind: kind.name))
     clusters = draw(st.lists(names, min_size=1, max_size=3, unique=True))
@@ -130,7 +141,7 @@ def topologies(draw: st.DrawFn) -> Topology:
                 ranks = tuple(range(len(devices), len(devices) + len(like)))
                 devices += [Device(kind, len(nodes), number, speed) for kind, speed in like]
                 name = draw(st.sampled_from([f"node-{len(nodes)}", f"{len(nodes)}-0", f"n{len(nodes)}"]))
-                nodes.append(Node(name, number, ranks, inside, tuple(nics)))
+                nodes.append(Node(name, number, ranks, inside, tuple(nics), draw(st.just(math.inf) | positive)))
     pairs = [(a, b) for a in range(len(clusters)) for b in range(len(clusters)) if a != b]
     between = []
     for a, b in draw(st.lists(st.sampled_from(pairs), max_size=3, unique_by=frozenset)) if pairs else []:
@@ -180,6 +191,13 @@ MISTAKES = {
         ("gigabits_per_second = 100", "gigabits_per_second = -100"),
         "is -100",
         "must be at least 1e-15",
+    ),
+    "total bandwidth twice": (
+        (
+            "gigabytes_per_second = 16",
+            "gigabytes_per_second = 16, total_gigabytes_per_second = 16, total_bytes_per_second = 1",
+        ),
+        "give one total bandwidth, not total_gigabytes_per_second and total_bytes_per_second",
     ),
     "bandwidth of 0": (("gigabytes_per_second = 16", "gigabytes_per_second = 0"), "inside.gigabytes_per_second is 0"),
     "bandwidth left out": ((", gigabytes_per_second = 16", ""), "clusters[0].nodes[0].inside: a bandwidth is missing"),

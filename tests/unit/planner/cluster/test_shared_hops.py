@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import pairwise
 
@@ -18,12 +19,13 @@ from tests.support.random_examples import examples
 INSIDE, FAST, SLOW = Channel("PCIe", 16e9), Channel("InfiniBand", 25e9, 1e-5), Channel("Ethernet", 1e9, 1e-4)
 
 
-def machines(*nodes: tuple[int, tuple[Channel, ...]]) -> Topology:
-    """One cluster; each node has this number of devices and these NICs."""
+def machines(*nodes: tuple[int, tuple[Channel, ...]], inside_total: float = math.inf) -> Topology:
+    """One cluster; each node has this number of devices and these NICs. Transfers inside a node share a bandwidth."""
     devices: list[Device] = []
     made = []
     for number, (count, nics) in enumerate(nodes):
-        made.append(Node(f"n{number}", 0, tuple(range(len(devices), len(devices) + count)), INSIDE, nics))
+        ranks = tuple(range(len(devices), len(devices) + count))
+        made.append(Node(f"n{number}", 0, ranks, INSIDE, nics, inside_total))
         devices += [Device(DeviceKind("gpu", 10**10, 1e12), number, 0)] * count
     return Topology(tuple(devices), tuple(made), ("here",))
 
@@ -47,6 +49,14 @@ def test_hops_inside_a_node_and_over_another_network_share_nothing() -> None:
     assert hops == [[INSIDE, FAST], [half], [half]]
 
 
+def test_hops_inside_a_node_share_its_bus() -> None:
+    """Two pipelines inside the node and one that leaves it: four devices send inside at the same time."""
+    topology = machines((5, (SLOW,)), (1, (SLOW,)), inside_total=8e9)
+    hops = hop_channels(topology, [(0, 1), (2, 3), (4, 5)])
+    assert hops == [[Channel("PCIe", 2e9)], [Channel("PCIe", 2e9)], [SLOW]]
+    assert hop_channels(machines((2, ()), inside_total=40e9), [(0, 1)]) == [[INSIDE]]
+
+
 def test_a_card_that_is_faster_than_the_other_end_serves_several() -> None:
     topology = machines((2, (Channel("Ethernet", 5e9),)), (1, (SLOW,)), (1, (SLOW,)))
     assert hop_channels(topology, [(0, 2), (1, 3)]) == [[SLOW], [SLOW]]
@@ -63,7 +73,8 @@ def test_bandwidth_that_depends_on_the_size_is_shared_alike() -> None:
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Topology, list[tuple[int, ...]]]:
     nics = st.sampled_from([(SLOW,), (FAST, SLOW), (Channel("Ethernet", 5e9),)])
-    topology = machines(*draw(st.lists(st.tuples(st.integers(1, 4), nics), min_size=1, max_size=4)))
+    nodes = draw(st.lists(st.tuples(st.integers(1, 4), nics), min_size=1, max_size=4))
+    topology = machines(*nodes, inside_total=draw(st.sampled_from([math.inf, 40e9, 3e9])))
     order = draw(st.permutations(range(len(topology.devices))))
     cuts = sorted(draw(st.sets(st.integers(1, len(order)), max_size=4)) | {0})
     return topology, [tuple(order[start:stop]) for start, stop in pairwise(cuts)] or [tuple(order)]
@@ -82,12 +93,13 @@ def test_no_card_carries_more_than_it_can(case: tuple[Topology, list[tuple[int, 
         seconds = [channel.seconds(size * 1e6) for channel in channels]
         longest = max([longest, *(before + behind for before, behind in pairwise([0.0, *seconds, 0.0]))])
         for (a, b), channel in zip(pairwise(nodes), channels, strict=True):
-            if a != b:
-                # Activations leave a, gradients leave b.
-                sent[a, channel.kind] += 1
-                sent[b, channel.kind] += 1
+            # Activations leave a, gradients leave b.
+            sent[a, channel.kind if a != b else "inside"] += 1
+            sent[b, channel.kind if a != b else "inside"] += 1
     for (node, kind), messages in sent.items():
         rate = sum(nic.bytes_per_second for nic in topology.nodes[node].nics if nic.kind == kind)
+        if kind == "inside":
+            rate = topology.nodes[node].inside_bytes_per_second
         assert messages * size * 1e6 / rate <= longest * (1 + 1e-9)
 
 
