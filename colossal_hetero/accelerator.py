@@ -1,9 +1,9 @@
 """Colossal-AI on a CPU: a quiet import, and the missing parts of its CPU accelerator.
 
-Importing this module imports Colossal-AI without its import-time warnings. If there is no GPU or NPU, it also registers
-:class:`HeteroCpuAccelerator` through ``colossalai.accelerator.set_accelerator`` and applies the patches of
-:mod:`colossal_hetero.cpu`. Every module of this package that uses Colossal-AI must import this one first; no other
-module treats a CPU specially.
+Importing this module imports Colossal-AI without its import-time warnings, and applies the corrections of
+:mod:`colossal_hetero.corrections`. If there is no GPU or NPU, it also registers :class:`HeteroCpuAccelerator` through
+``colossalai.accelerator.set_accelerator`` and applies the patches of :mod:`colossal_hetero.cpu`. Every module of this
+package that uses Colossal-AI must import this one first; no other module treats a CPU specially.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ with quiet_import():
     import colossalai.moe._operation
     import colossalai.shardformer.policies.auto_policy  # noqa: F401  (policies are imported later; their warnings are hidden here)
     from colossalai.accelerator import CpuAccelerator, get_accelerator, set_accelerator
+
+    from .corrections import correct_colossalai
 
 _PROCESS_STATUS = Path("/proc/self/status")
 _PROCESS_CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -255,4 +257,5 @@ def _set_up_cpu() -> None:
     patch_colossalai()
 
 
+correct_colossalai()
 _set_up_cpu()

@@ -1,0 +1,111 @@
+"""Checkpoints of language models whose vocabulary Colossal-AI pads, compared with the model that is not sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from colossalai.booster import Booster
+from colossalai.booster.plugin import HybridParallelPlugin
+from torch import Tensor
+
+from colossal_hetero import HeteroHybridParallelPlugin
+from tests.support.harness import run_ranks
+from tests.support.language_models import MODELS
+from tests.support.training import Trained, assert_same_parameters
+
+SAMPLES = 4
+
+
+def boost(plugin: Any, name: str, vocabulary: int, seed: int = 0) -> Trained:
+    """The model ``name`` with this vocabulary, whose weights follow from ``seed``."""
+    model = MODELS[name](vocab_size=vocabulary)
+    if seed:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + seed)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    return Trained([], model, optimizer, booster, plugin)
+
+
+def step(run: Trained, vocabulary: int, number: int) -> None:
+    """Train on a batch with all token ids near the end of the vocabulary, and random ones."""
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(vocabulary, (SAMPLES, 12), generator=generator)
+    ids[:, 0] = torch.arange(vocabulary - SAMPLES, vocabulary)
+    inputs = dict(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids))
+    if run.plugin.pp_size > 1:
+        run.booster.execute_pipeline(iter([inputs]), run.model, lambda output, _: output.loss, run.optimizer)
+    else:
+        run.booster.backward(run.model(**inputs).loss, run.optimizer)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights in a sharded checkpoint."""
+    return {
+        name: tensor
+        for part in sorted(folder.glob("*.bin"))
+        for name, tensor in torch.load(part, weights_only=True).items()
+    }
+
+
+def check_checkpoints(
+    own: bool, name: str, vocabulary: int, options: dict[str, Any], sharded: bool, folder: Path
+) -> None:
+    make_plugin = HybridParallelPlugin if own else HeteroHybridParallelPlugin
+    options = dict(precision="fp32") | options
+    run = boost(make_plugin(**options), name, vocabulary)
+
+    run.booster.save_model(run.model, str(folder / "initial"), shard=True)
+    torch.distributed.barrier()
+    saved = read_weights(folder / "initial")
+    expected = MODELS[name](vocab_size=vocabulary).state_dict()
+    for key in expected.keys() - {"lm_head.weight"} | (saved.keys() & {"lm_head.weight"}):
+        whole = expected[key].to(saved[key].dtype)
+        assert torch.equal(saved[key], whole), f"{key}: {tuple(saved[key].shape)} saved, {tuple(whole.shape)} expected"
+
+    step(run, vocabulary, 0)
+    model, optimizer = (str(folder / what) for what in ("model", "optimizer"))
+    run.booster.save_model(run.model, model, shard=sharded)
+    run.booster.save_optimizer(run.optimizer, optimizer, shard=sharded)
+    torch.distributed.barrier()
+
+    resumed = boost(make_plugin(**options), name, vocabulary, seed=1)
+    resumed.booster.load_model(resumed.model, model)
+    assert_same_parameters(resumed.parameters, run.parameters, "loaded weights")
+    resumed.booster.load_optimizer(resumed.optimizer, optimizer)
+    if options["precision"] == "fp32":  # a checkpoint of half-precision training has no fp32 weights
+        for each in (run, resumed):
+            step(each, vocabulary, 1)
+        assert_same_parameters(resumed.parameters, run.parameters, "training continued from the checkpoint")
+
+
+PIPELINE = dict(pp_size=2, num_microbatches=2)
+
+
+@pytest.mark.parametrize(
+    "ranks, options, sharded",
+    [
+        pytest.param(2, dict(tp_size=2, pp_size=1), True, id="tp2"),
+        pytest.param(2, dict(tp_size=2, pp_size=1), False, id="tp2-whole"),
+        pytest.param(2, dict(tp_size=1, pp_size=1), False, id="dp2-whole"),
+        pytest.param(2, dict(tp_size=1, **PIPELINE), True, id="pp2"),
+        pytest.param(2, dict(tp_size=1, pp_size=1, zero_stage=1, precision="bf16"), True, id="zero1"),
+        pytest.param(4, dict(tp_size=2, **PIPELINE), True, id="tp2-pp2"),
+    ],
+)
+@pytest.mark.parametrize("name, vocabulary", [("gpt2", 97), ("llama", 1000)])
+def test_models_with_a_padded_vocabulary_are_saved_and_loaded(
+    name: str, vocabulary: int, ranks: int, options: dict[str, Any], sharded: bool, tmp_path: Path
+) -> None:
+    run_ranks(ranks, check_checkpoints, False, name, vocabulary, options, sharded, tmp_path, timeout_seconds=60)
+
+
+def test_colossalais_plugin_saves_and_loads_them_too(tmp_path: Path) -> None:
+    options = dict(tp_size=2, pp_size=1)
+    run_ranks(2, check_checkpoints, True, "llama", 1000, options, True, tmp_path, timeout_seconds=60)
