@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from . import padded_vocabulary
+from . import gradient_norm, padded_vocabulary
 
 __all__ = ["correct_colossalai"]
 
@@ -18,3 +18,4 @@ __all__ = ["correct_colossalai"]
 def correct_colossalai() -> None:
     """Apply every correction, once per process."""
     padded_vocabulary.correct()
+    gradient_norm.correct()

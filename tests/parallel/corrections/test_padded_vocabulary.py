@@ -9,9 +9,9 @@ import pytest
 import torch
 from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
-from torch import Tensor
 
 from colossal_hetero import HeteroHybridParallelPlugin
+from tests.support.checkpoints import read_weights
 from tests.support.harness import run_ranks
 from tests.support.language_models import MODELS
 from tests.support.training import Trained, assert_same_parameters
@@ -43,15 +43,6 @@ def step(run: Trained, vocabulary: int, number: int) -> None:
         run.booster.backward(run.model(**inputs).loss, run.optimizer)
     run.optimizer.step()
     run.optimizer.zero_grad()
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights in a sharded checkpoint."""
-    return {
-        name: tensor
-        for part in sorted(folder.glob("*.bin"))
-        for name, tensor in torch.load(part, weights_only=True).items()
-    }
 
 
 def check_checkpoints(
