@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+from colossalai.pipeline.stage_manager import PipelineStageManager
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -13,6 +14,7 @@ from ...data_parallel.config import BatchConfig
 from ...io.text import count, spans
 from ...planner.plans.plan import Plan
 from ...profiling.layers.model_layers import find_block_row
+from .unequal_chunks import check_one_row
 
 __all__ = [
     "check_batch_size",
@@ -25,10 +27,6 @@ __all__ = [
 ]
 
 
-class _StageManager(Protocol):
-    distribute_layers: Callable[..., list[int]]
-
-
 def check_model(model: nn.Module, plan: Plan) -> None:
     """Raise ``ValueError`` if ``model`` has another number of blocks than ``plan``; models without blocks pass."""
     try:
@@ -39,17 +37,19 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         raise ValueError(_other_model(plan, num_layers))
 
 
-def check_model_at_division(stage_manager: _StageManager, plan: Plan) -> None:
-    """Let ``stage_manager`` raise ``ValueError`` when it divides a model with another number of blocks than ``plan``.
+def check_model_at_division(stage_manager: PipelineStageManager, plan: Plan) -> None:
+    """Let ``stage_manager`` raise ``ValueError`` when it divides a model with another number of blocks than ``plan``,
+    or one with an encoder and a decoder.
 
     Every policy asks it when a model is boosted. Colossal-AI itself only has an assertion without a message.
     """
     distribute = stage_manager.distribute_layers
 
-    def distribute_layers(num_layers: int, *args: Any, **kwargs: Any) -> list[int]:
+    def distribute_layers(num_layers: int, num_stages: int | None = None, *args: Any, **kwargs: Any) -> list[int]:
+        check_one_row(stage_manager, num_stages)
         if num_layers != plan.blocks:
             raise ValueError(_other_model(plan, num_layers))
-        return distribute(num_layers, *args, **kwargs)
+        return distribute(num_layers, num_stages, *args, **kwargs)
 
     stage_manager.distribute_layers = distribute_layers
 

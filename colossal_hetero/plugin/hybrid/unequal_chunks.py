@@ -17,7 +17,7 @@ import torch.distributed as dist
 from colossalai.pipeline.stage_manager import PipelineStageManager
 from colossalai.shardformer.layer import linear
 
-__all__ = ["set_layers_per_chunk", "split_off_layers_per_chunk", "unequal_layer_counts"]
+__all__ = ["check_one_row", "set_layers_per_chunk", "split_off_layers_per_chunk", "unequal_layer_counts"]
 
 
 def split_off_layers_per_chunk(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[int] | None]:
@@ -54,14 +54,31 @@ def set_layers_per_chunk(stage_manager: PipelineStageManager, layers: list[int])
     distribute = stage_manager.distribute_layers
 
     @functools.wraps(distribute)
-    def distribute_layers(num_layers: int, *args: Any, **kwargs: Any) -> list[int]:
+    def distribute_layers(num_layers: int, num_stages: int | None = None, *args: Any, **kwargs: Any) -> list[int]:
+        check_one_row(stage_manager, num_stages)
         if num_layers != sum(layers):
             raise ValueError(
                 f"num_layers_per_stage={layers} adds up to {sum(layers)}; the model has {num_layers} layers"
             )
-        return distribute(num_layers, *args, **kwargs)
+        return distribute(num_layers, num_stages, *args, **kwargs)
 
     stage_manager.distribute_layers = distribute_layers
+
+
+def check_one_row(stage_manager: PipelineStageManager, num_stages: int | None) -> None:
+    """Raise ``ValueError`` if a policy divides a model with an encoder and a decoder.
+
+    Such a policy asks ``stage_manager`` twice, each time for fewer stages than there are.
+
+    Args:
+        num_stages: the number of stages that the policy asks for; None for all.
+    """
+    if num_stages not in (None, stage_manager.num_stages):
+        raise ValueError(
+            "in a model with an encoder and a decoder, like T5 or Whisper, Colossal-AI decides itself which stages "
+            "hold the encoder, so that the layers of each stage cannot be chosen; leave out plan and "
+            f"num_layers_per_stage, and give pp_size={stage_manager.num_stages} and num_microbatches"
+        )
 
 
 @contextmanager

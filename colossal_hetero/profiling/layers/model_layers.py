@@ -86,8 +86,9 @@ def find_block_row(model: nn.Module, name: str | None = None) -> BlockRow:
     rivals = [each for each in sizes if each != largest and sizes[each] >= RIVAL_SHARE * sizes[largest]]
     if rivals:
         raise ValueError(
-            f"{kind} has more than one row of blocks: {', '.join([largest, *rivals])}; name the row, or use a model "
-            "with one row, like timm's vision transformers, GPT-2, Llama or BERT"
+            f"{kind} has more than one row of blocks: {', '.join([largest, *rivals])}; plan a model with one row, like "
+            "timm's vision transformers, GPT-2, Llama or BERT, and train this one without a plan (give the plugin "
+            "tp_size and pp_size); or, if Colossal-AI cuts only one of these rows, name the row in Python with blocks="
         )
     return BlockRow(largest, tuple(rows[largest].children()))
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
 from torch.utils.data import TensorDataset
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
 
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.pipeline_parallel.config import PlanConfig
@@ -90,6 +90,55 @@ def check_refused_at_boost(folder: Path) -> None:
     run = boosted(plan)
     with pytest.raises(ValueError, match=too_small):
         run.booster.execute_pipeline(iter([images_and_labels(0, 6)]), run.model, loss_of, run.optimizer)
+
+
+def t5() -> T5ForConditionalGeneration:
+    """A T5 with 4 blocks in its encoder, as many as the plan divides, and 3 in its decoder."""
+    sizes = dict(vocab_size=64, d_model=24, d_kv=6, d_ff=36, num_heads=4)
+    return T5ForConditionalGeneration(
+        T5Config(**sizes, num_layers=4, num_decoder_layers=3, dropout_rate=0.0, decoder_start_token_id=0)
+    )
+
+
+def check_encoder_with_decoder() -> list[float | None]:
+    """A T5 cannot be divided as planned, and is trained as the refusal says. Returns the losses."""
+    plan = make_plan([[[0], [1]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
+    options = dict(pp_size=2, num_microbatches=MICRO_BATCHES, precision="fp32")
+    for refusing in (planned(plan), HeteroHybridParallelPlugin(tp_size=1, num_layers_per_stage=[4, 3], **options)):
+        with pytest.raises(ValueError, match=r"T5 .*; leave out plan and num_layers_per_stage, and give pp_size=2"):
+            boost(refusing, t5())
+    torch.manual_seed(0)
+    run = boost(HeteroHybridParallelPlugin(tp_size=1, **options), t5(), sgd)
+    losses: list[float | None] = []
+    for _ in range(2):
+        loss = run.booster.execute_pipeline(
+            iter([words()]), run.model, lambda output, _: output.loss, run.optimizer, return_loss=True
+        )["loss"]
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        losses.append(None if loss is None else loss.item())
+    return losses
+
+
+def words() -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 64, (MICRO_BATCH * MICRO_BATCHES, 6), generator=torch.Generator().manual_seed(1))
+    return dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
+
+
+def test_a_model_with_an_encoder_and_a_decoder_is_trained_without_a_plan() -> None:
+    torch.manual_seed(0)
+    model = t5()
+    optimizer = sgd(model)
+    expected = []
+    for _ in range(2):
+        loss = model(**words()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    first, last = run_ranks(2, check_encoder_with_decoder)
+    assert first == [None, None]
+    assert last == pytest.approx(expected, rel=1e-5)
 
 
 def bert(layers: int) -> torch.nn.Module:
