@@ -281,3 +281,11 @@ def test_the_citation_file_is_valid() -> None:
 def test_annotations_are_shipped() -> None:
     assert (Path(colossal_hetero.__file__).parent / "py.typed").is_file()
     assert 'colossal_hetero = ["py.typed"]' in (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_this_package_is_imported_before_colossalai(page: str) -> None:
+    """It imports Colossal-AI without the warnings of optional packages; a direct import prints them."""
+    for block in blocks(page, "python"):
+        packages = re.findall(r"^ *(?:from|import) (colossalai|colossal_hetero)\b", block, re.MULTILINE)
+        assert packages == sorted(packages), f"{page}: {packages}"
