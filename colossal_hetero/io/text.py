@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["aligned", "byte_unit", "count", "spans", "times"]
+__all__ = ["aligned", "byte_unit", "count", "duration", "spans", "times"]
 
 
 def count(number: int, noun: str) -> str:
@@ -29,6 +29,12 @@ def times(*columns: Sequence[float]) -> tuple[Any, ...]:
     largest = [value * factor for column in columns for value in column]
     texts = iter(aligned(largest))
     return (unit, *([next(texts) for _ in column] for column in columns))
+
+
+def duration(seconds: float) -> str:
+    """A time with its unit, e.g. "1.234 s" or "0.5 µs"."""
+    unit, (text,) = times([seconds])
+    return f"{text} {unit}"
 
 
 def byte_unit(size: float) -> tuple[float, str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...io.text import count
+from ...io.text import count, duration
 from ..cluster.topology import Topology
 from ..plans.launch_order import compare_with_launch_order
 from ..plans.plan import Plan
@@ -32,6 +32,8 @@ __all__ = ["make_plans"]
 
 MAX_SAMPLES = 10**9
 """In a global batch: its divisors are looked for one by one."""
+ROUNDING = 1e-9
+"""Differences of times that are a smaller share of an iteration come from rounding."""
 
 
 def make_plans(
@@ -209,14 +211,14 @@ def _reason(draft: Draft, best: Draft, search: PlanSearch) -> str:
     steady, fill, _ = _parts(draft)
     more = [here - there for here, there in zip(_parts(draft), _parts(best), strict=True)]
     cause = int(np.argmax(more))
-    if more[cause] <= 0:
+    if more[cause] <= ROUNDING * best.seconds:
         return slower
     if cause == 2:
-        return f"{slower}: synchronizing gradients takes {draft.synchronization_seconds:.3g} s"
+        return f"{slower}: synchronizing gradients takes {duration(draft.synchronization_seconds)}"
     number = _slowest(draft)
     cost, cut = draft.costs[number], draft.splits[number]
     if cause == 1:
-        return f"{slower}: filling a pipeline of {len(cut.order)} stages takes {fill:.3g} s"
+        return f"{slower}: filling a pipeline of {len(cut.order)} stages takes {duration(fill)}"
     times = cost.stage_seconds
     stage = int(np.argmax(times))
     kind, _ = draft.places[number][cut.order[stage]]
@@ -229,7 +231,7 @@ def _reason(draft: Draft, best: Draft, search: PlanSearch) -> str:
     if idle:
         return f"{slower}: {idle * draft.pool.tensor_parallel} devices are idle"
     number_of = count(draft.micro_batches[number], "micro-batch")
-    return f"{slower}: replica {number} needs {steady:.3g} s for {number_of} in {text}"
+    return f"{slower}: replica {number} needs {duration(steady)} for {number_of} in {text}"
 
 
 def _parts(draft: Draft) -> tuple[float, float, float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from colossal_hetero.planner.plans.predict import predict_plan
 from colossal_hetero.planner.plans.runnable import enough_micro_batches, why_not_runnable
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
 from colossal_hetero.planner.search.draft import divide_micro_batches
-from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.planner.search.make_plans import _reason, make_plans
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from tests.support.random_examples import examples
 
@@ -409,3 +411,28 @@ def test_degrees_that_are_only_slower_are_not_noted() -> None:
 def test_a_global_batch_above_the_maximum() -> None:
     with pytest.raises(ValueError, match=r"global_batch=100000000000000000000: must be at most 1000000000"):
         make_plans(CLUSTERS[0], profile(), global_batch=10**20)
+
+
+def priced(
+    stage_seconds: tuple[float, ...], micro_batches: int, fill: float = 0.0, synchronization: float = 0.0
+) -> Any:
+    """A draft with one pipeline, whose rounding error is that of adding the times of its micro-batches."""
+    seconds = sum(itertools.repeat(max(stage_seconds), micro_batches)) + fill
+    return SimpleNamespace(
+        costs=[SimpleNamespace(stage_seconds=stage_seconds, seconds=seconds)],
+        splits=[SimpleNamespace(order=range(len(stage_seconds)))],
+        micro_batches=[micro_batches],
+        synchronization_seconds=synchronization,
+        seconds=seconds + synchronization,
+    )
+
+
+def test_the_reason_why_a_plan_is_slower_has_useful_digits() -> None:
+    best = priced((0.1,), 10)
+    assert best.seconds - 10 * 0.1 < 0  # filling a pipeline of one stage takes less than nothing, from rounding
+    search: Any = SimpleNamespace(drafts={})
+    assert _reason(priced((0.25,), 4), best, search) == "0.0 % slower"
+    filled = _reason(priced((0.25, 0.25), 4, fill=0.25e-3), best, search)
+    assert filled == "0.0 % slower: filling a pipeline of 2 stages takes 250.0 µs"
+    synchronized = _reason(priced((0.25,), 4, synchronization=1.5e-2), best, search)
+    assert synchronized == "1.5 % slower: synchronizing gradients takes 15.00 ms"
