@@ -32,7 +32,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,7 @@ from timm.models.vision_transformer import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["TimmViTPolicy"]
+__all__ = ["TimmViTPolicy", "inputs_of"]
 
 _BLOCKS = (Block, ResPostBlock, ParallelThingsBlock)
 _MLPS = (Mlp, GluMlp, SwiGLU)
@@ -357,6 +357,19 @@ def _pipeline_forward(
     if not stage_manager.is_last_stage():
         return {"hidden_states": hidden_states}
     return model.forward_head(model.norm(hidden_states))
+
+
+def inputs_of(model: nn.Module, micro_batch: Any) -> Any:
+    """The part of ``micro_batch`` that ``model`` reads: without labels, if it is timm's VisionTransformer.
+
+    In a pipeline its forward pass leaves the rest out itself (:func:`_pipeline_forward`); timm's own would take labels
+    for a mask. Other models are called with everything, as in a pipeline.
+    """
+    if not isinstance(model, VisionTransformer):
+        return micro_batch
+    if isinstance(micro_batch, Mapping):
+        return {name: value for name, value in micro_batch.items() if name in ("x", "attn_mask", "is_causal")}
+    return micro_batch[0] if isinstance(micro_batch, list | tuple) else micro_batch
 
 
 def _kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn.Module] | None:

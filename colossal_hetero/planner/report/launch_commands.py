@@ -44,8 +44,7 @@ def training_call(plan: Plan, path: str = "plan.json") -> str:
         f"# the data loader of every replica gives {count(samples, 'sample')} per step: "
         f"{count(micro_batches, 'micro-batch')} of {plan.micro_batch}",
     ]
-    if stages == 1 and micro_batches > 1:
-        lines.append(f"# without a pipeline nothing divides them: accumulate {micro_batches} backward passes per step")
+    lines.append("# train with booster.execute_pipeline(...), which divides them")
     return "\n".join([*lines, "", *_colossal_call(plan, stages)])
 
 
@@ -64,11 +63,17 @@ def _colossal_call(plan: Plan, stages: int) -> list[str]:
     if order == "stages outside":
         arguments.append("dp_outside=False")
     arguments.append(f'precision="{plan.precision}"')
-    return [
+    lines = [
         "# the same with Colossal-AI alone, without balancing",
         "from colossalai.booster.plugin import HybridParallelPlugin",
         f"plugin = HybridParallelPlugin({', '.join(arguments)})",
     ]
+    micro_batches = plan.replicas[0].micro_batches
+    if stages == 1 and micro_batches > 1:
+        lines.append(
+            f"# it has no execute_pipeline without a pipeline: accumulate {micro_batches} backward passes per step"
+        )
+    return lines
 
 
 def colossal_order(plan: Plan) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ...planner.plans.plan import Plan
 from ..part import PluginPart, TrainingObjects
 from ..uneven_batches import UnevenBatches
 from .layer_balancing import LayerBalancing
+from .one_stage import OneStageSchedule
 from .plan_checks import check_lora
 from .planned_run import PlannedRun, training_sizes_kept
 from .plugin_arguments import arguments_by_name, check_uneven_batches, check_world_size
@@ -63,7 +64,8 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
             one), or "auto", which makes a plan from ``planning``. All replicas must have the same stages. All ranks use
             rank 0's plan, so only rank 0 needs the files. A replica's batch is all its micro-batches in the plan. At
-            the end of each epoch, pipeline stages whose times differ from the plan are reported.
+            the end of each epoch, pipeline stages whose times differ from the plan are reported. One training loop fits
+            every plan (:meth:`execute_pipeline`).
         planning: what to plan from, over which networks ranks communicate, and how much stage times may differ.
 
     Raises:
@@ -110,9 +112,12 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         if self._planned is not None:
             arguments = self._planned.arguments(arguments)
         check_world_size(arguments["tp_size"], arguments["pp_size"])
+        micro_batches = self._micro_batches(arguments)
         arguments, layers_per_chunk = split_off_layers_per_chunk(arguments)
         with nullcontext() if self._planned is None else self._planned.mesh(arguments.get("dp_outside", True)):
             super().__init__(**arguments)
+        # ZeRO stage 2 divides gradients among ranks after every backward pass, so it must sum them every time.
+        self._one_stage = OneStageSchedule(*micro_batches, None if self.zero_stage == 2 else self.no_sync)
         if layers_per_chunk is not None:
             set_layers_per_chunk(self.stage_manager, layers_per_chunk)
         if batches is not None:
@@ -121,6 +126,14 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
             self._planned.check_plugin(self)
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
+
+    def _micro_batches(self, arguments: Mapping[str, Any]) -> tuple[int | None, int | None]:
+        """``num_microbatches`` and ``microbatch_size`` of a model that is not cut into stages."""
+        if self.batches is not None:
+            return None, None  # the data loader gives micro-batches
+        if self._planned is not None:
+            return None, self._planned.plan.micro_batch
+        return arguments.get("num_microbatches"), arguments.get("microbatch_size")
 
     def __del__(self) -> None:
         # The parent's method needs an attribute that its constructor sets, which is not reached after an error.
@@ -190,17 +203,27 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
     def execute_pipeline(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
-        """See ``PipelinePluginBase.execute_pipeline``; called by ``Booster.execute_pipeline``."""
+        """See ``PipelinePluginBase.execute_pipeline``; called by ``Booster.execute_pipeline``.
+
+        It works without a pipeline too: then every rank accumulates the gradients of its batch, divided into
+        micro-batches as the plan, or ``num_microbatches`` or ``microbatch_size`` say (without any of them, not
+        divided), and every rank has the loss.
+
+        Raises:
+            ValueError: the batch has another size than the plan, or without a pipeline cannot be divided.
+        """
+        if torch.is_grad_enabled() and self._planned is not None and self.batches is None:
+            data_iter = self._planned.checked_batches(data_iter)
+        if self.scheduler is None:
+            return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
         if not torch.is_grad_enabled():
             # Without gradients there is nothing to synchronize, and the gradients of weights that stages share may be
             # None since the last step.
             with model.no_sync(), nullcontext() if self._planned is None else training_sizes_kept(self.scheduler):
                 return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
-        if self._planned is None:
-            return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
-        batches = self._planned.checked_batches(data_iter)
-        result = super().execute_pipeline(batches, model, criterion, *args, **kwargs)
-        self._planned.after_passes()
+        result = super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+        if self._planned is not None:
+            self._planned.after_passes()
         return result
 
     def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

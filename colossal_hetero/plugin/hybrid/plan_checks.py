@@ -81,10 +81,10 @@ def check_lora(plan: Plan) -> None:
 
 
 def valid_batch_sizes(plan: Plan) -> tuple[int, ...]:
-    """Samples that a replica's data loader may have in a batch.
+    """Samples that a replica's data loader may have in a batch, first those of a whole batch.
 
-    A pipeline divides a whole batch into micro-batches. Without a pipeline the training loop may also accumulate
-    gradients, so that the loader has micro-batches.
+    ``execute_pipeline`` divides a whole batch into micro-batches. Without a pipeline the training loop may also
+    accumulate gradients itself, so that the loader has micro-batches.
     """
     whole = plan.micro_batch * plan.replicas[0].micro_batches
     return (whole,) if len(plan.layers_per_stage) > 1 else (whole, plan.micro_batch)
@@ -92,19 +92,22 @@ def valid_batch_sizes(plan: Plan) -> tuple[int, ...]:
 
 def check_batch_size(plan: Plan, batch_size: int | None) -> None:
     """Raise ``ValueError`` if a replica's batch of ``batch_size`` samples does not fit ``plan``; None is unknown."""
-    valid = valid_batch_sizes(plan)
+    _check_size(plan, batch_size, valid_batch_sizes(plan))
+
+
+def checked_batches(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
+    """The same ``batches`` of a replica; raises ``ValueError`` when one does not have the size that the plan has."""
+    for batch in batches:
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        if tensors:
+            _check_size(plan, len(tensors[0]), valid_batch_sizes(plan)[:1])
+        yield batch
+
+
+def _check_size(plan: Plan, batch_size: int | None, valid: tuple[int, ...]) -> None:
     if batch_size is not None and batch_size not in valid:
         raise ValueError(
             f"a batch of {batch_size} samples does not fit the plan: each of its {len(plan.replicas)} replicas takes "
             f"{count(plan.replicas[0].micro_batches, 'micro-batch')} of {plan.micro_batch}; use "
             f"batch_size={' or '.join(map(str, valid))} (and drop_last=True)"
         )
-
-
-def checked_batches(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
-    """The same ``batches``; raises ``ValueError`` when one does not have the size that the plan has."""
-    for batch in batches:
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-        if tensors:
-            check_batch_size(plan, len(tensors[0]))
-        yield batch

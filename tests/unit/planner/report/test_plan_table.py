@@ -183,11 +183,13 @@ def test_the_text_says_why_a_plan_cannot_be_run() -> None:
         assert "Plugin(" not in words and all(line.startswith("#") for line in words.splitlines())
 
 
-def test_without_a_pipeline_the_loop_accumulates() -> None:
+def test_without_a_pipeline_only_colossalais_loop_accumulates() -> None:
     text = training_call(plan(replica(stage(0, 6, (0,)))))
     arguments = plugin_arguments(text, "HybridParallelPlugin")
     assert arguments == {"tp_size": 1, "pp_size": 1, "precision": "fp32"}
-    assert "accumulate 8 backward passes per step" in text
+    ours, colossalais = text.split("# the same with Colossal-AI alone")
+    assert "train with booster.execute_pipeline(...), which divides them" in ours and "accumulate" not in ours
+    assert "no execute_pipeline without a pipeline: accumulate 8 backward passes per step" in colossalais
 
 
 def test_every_node_has_a_command_with_its_number_of_ranks() -> None:

@@ -1,0 +1,238 @@
+"""One training loop, with ``booster.execute_pipeline``, for every plan: with a pipeline or without one."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
+
+from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
+from colossal_hetero.planner.plans.plan import Plan
+from tests.parallel.plugin.hybrid.test_planned_run import images_and_labels
+from tests.support.harness import run_ranks
+from tests.support.planning import make_plan, planned
+from tests.support.training import assert_same_parameters, boost, loss_of, ours, sgd, theirs, tiny_vit
+
+ITERATIONS = 3
+MICRO_BATCH, MICRO_BATCHES = 2, 4
+MAX_NORM = 0.5
+"""Below the norm of the gradients, so that they are clipped."""
+
+
+def criterion(outputs: Tensor, inputs: tuple[Tensor, Tensor]) -> Tensor:
+    return loss_of(outputs, inputs[1])
+
+
+def schedule_of(optimizer: Any) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
+def train_alone(global_batch: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final weights of one process, which sees whole global batches."""
+    model = tiny_vit()
+    optimizer = sgd(model)
+    schedule = schedule_of(optimizer)
+    losses = []
+    for iteration in range(ITERATIONS):
+        images, labels = images_and_labels(iteration, global_batch)
+        loss = loss_of(model(images), labels)
+        loss.backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM) > MAX_NORM
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def own_share(plugin: Any, plan: Plan, iteration: int) -> tuple[Tensor, Tensor]:
+    """The samples of this rank's replica in the global batch of ``iteration``."""
+    size = plan.global_batch // len(plan.replicas)
+    first = size * int(plugin.pg_mesh.coordinate(plugin.dp_axis))
+    images, labels = images_and_labels(iteration, plan.global_batch)
+    return images[first : first + size], labels[first : first + size]
+
+
+def train_with_one_loop(plan: Plan, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Train with ``plan``, whatever it is. Returns the losses of the global batches, and the weights of this rank."""
+    plugin = planned(plan, max_norm=MAX_NORM, **options)
+    booster = Booster(plugin=plugin)
+    model = tiny_vit()
+    optimizer = sgd(model)
+    schedule = schedule_of(optimizer)
+    model, optimizer, _, _, schedule = booster.boost(model, optimizer, criterion, None, schedule)
+    losses = []
+    for iteration in range(ITERATIONS):
+        batch = own_share(plugin, plan, iteration)
+        result = booster.execute_pipeline(iter([batch]), model, criterion, optimizer, return_loss=True)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        assert result["outputs"] is None
+        losses.append(mean_over_replicas(result["loss"], plan))
+    return losses, {name: value for name, value in model.unwrap().state_dict().items() if value is not None}
+
+
+def mean_over_replicas(loss: Tensor | None, plan: Plan) -> float:
+    """The loss of the global batch, from those of the last stages, which have it once per tensor-parallel rank."""
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, None if loss is None else loss.item())
+    known = [share for share in shares if share is not None]
+    assert len(known) == len(plan.replicas) * plan.tensor_parallel
+    return sum(known) / len(known)
+
+
+PLANS = {
+    "alone": make_plan([[[0]]], (2,), MICRO_BATCH, MICRO_BATCHES),
+    "dp2": make_plan([[[1]], [[0]]], (2,), MICRO_BATCH, MICRO_BATCHES),
+    "tp2": make_plan([[[0, 1]]], (2,), MICRO_BATCH, MICRO_BATCHES),
+    "pp2": make_plan([[[0], [1]]], (1, 1), MICRO_BATCH, MICRO_BATCHES),
+    "one micro-batch": make_plan([[[0]], [[1]]], (2,), 2 * MICRO_BATCH, 1),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_training_equals_that_of_one_process(name: str) -> None:
+    plan = PLANS[name]
+    expected, weights = train_alone(plan.global_batch)
+    for losses, trained in run_ranks(plan.world_size, train_with_one_loop, plan, {}):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        for key, value in trained.items():
+            torch.testing.assert_close(value, weights[key], rtol=1e-4, atol=1e-6, msg=key)
+
+
+def check_as_an_accumulating_loop(rank_order: list[Any], options: dict[str, Any]) -> None:
+    """The same, bit for bit, as a loop over micro-batches with Colossal-AI's plugin."""
+    plan = make_plan(rank_order, (2,), MICRO_BATCH, MICRO_BATCHES)
+    run = boost(planned(plan, max_norm=MAX_NORM, **options), make_optimizer=sgd)
+    other = boost(theirs(tp_size=plan.tensor_parallel, max_norm=MAX_NORM, **options), make_optimizer=sgd)
+    for iteration in range(ITERATIONS):
+        batch = own_share(run.plugin, plan, iteration)
+        loss = run.booster.execute_pipeline(iter([batch]), run.model, criterion, run.optimizer)["loss"]
+        expected = torch.zeros(())
+        for number in range(MICRO_BATCHES):
+            images, labels = (part[number * MICRO_BATCH : (number + 1) * MICRO_BATCH] for part in batch)
+            synchronized = number == MICRO_BATCHES - 1 or options.get("zero_stage") == 2
+            with nullcontext() if synchronized else other.booster.no_sync(other.model, other.optimizer):
+                share = loss_of(other.model(images), labels) / MICRO_BATCHES
+                other.booster.backward(share, other.optimizer)
+            expected += share.detach()
+        assert torch.equal(loss, expected)
+        for each in (run, other):
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+        assert run.optimizer.get_grad_norm() == other.optimizer.get_grad_norm() > MAX_NORM
+    assert_same_parameters(run.parameters, other.parameters, str(options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(dict(precision="fp32"), id="fp32"),
+        pytest.param(dict(precision="bf16"), id="bf16"),
+        pytest.param(dict(precision="fp16", initial_scale=1), id="fp16"),
+        pytest.param(dict(precision="bf16", zero_stage=1), id="zero1"),
+        pytest.param(dict(precision="bf16", zero_stage=2), id="zero2"),
+    ],
+)
+@pytest.mark.parametrize("name", ["dp2", "tp2"])
+def test_training_equals_a_loop_that_accumulates(name: str, options: dict[str, Any]) -> None:
+    run_ranks(2, check_as_an_accumulating_loop, [[[0]], [[1]]] if name == "dp2" else [[[0, 1]]], options)
+
+
+def check_results(plan: Plan) -> tuple[list[Any], list[Any]]:
+    """What is returned with and without gradients, also for batches of other sizes in evaluation."""
+    run = boost(planned(plan), make_optimizer=sgd)
+    steps: list[tuple[int, bool, bool, bool]] = [  # samples, training, return_loss, return_outputs
+        (8, True, True, True),
+        (8, True, False, False),
+        (8, False, True, True),
+        (5, False, True, True),
+        (8, True, True, False),
+    ]
+    results = []
+    for number, (size, training, with_loss, with_outputs) in enumerate(steps):
+        run.model.train(training)
+        batch = images_and_labels(number, size)
+        with torch.set_grad_enabled(training):
+            result = run.booster.execute_pipeline(
+                iter([batch]), run.model, criterion, run.optimizer if training else None, with_loss, with_outputs
+            )
+        assert set(result) == {"loss", "outputs"}
+        results.append({key: None if value is None else value.detach() for key, value in result.items()})
+        assert all(value is None or not value.requires_grad for value in result.values())
+        if training:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    return results
+
+
+def test_results_are_those_of_colossalais_pipeline() -> None:
+    (ours_,) = run_ranks(1, check_results, PLANS["alone"])
+    theirs_ = run_ranks(2, check_results, PLANS["pp2"])[-1]
+    for own, other in zip(ours_, theirs_, strict=True):
+        for key in ("loss", "outputs"):
+            assert (own[key] is None) == (other[key] is None), key
+            if own[key] is not None:
+                torch.testing.assert_close(own[key], other[key], rtol=1e-5, atol=1e-6)
+
+
+def check_without_a_plan() -> None:
+    """The plugin's arguments for a pipeline also divide a batch without one."""
+    for sizes in (dict(num_microbatches=4), dict(microbatch_size=2), {}):
+        run = boost(ours(tp_size=1, **sizes), make_optimizer=sgd)
+        counted: list[int] = []
+        run.model.register_forward_pre_hook(lambda _, inputs, counted=counted: counted.append(len(inputs[0])))
+        run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, criterion, run.optimizer)
+        assert counted == ([8] if not sizes else [2] * 4)
+    run = boost(ours(tp_size=1, num_microbatches=3), make_optimizer=sgd)
+    with pytest.raises(ValueError, match=r"8 samples cannot be divided into 3 micro-batches"):
+        run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, criterion, run.optimizer)
+    run = boost(ours(tp_size=1, microbatch_size=3), make_optimizer=sgd)
+    with pytest.raises(ValueError, match=r"8 samples cannot be divided into micro-batches of 3"):
+        run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, criterion, run.optimizer)
+    with pytest.raises(ValueError, match=r"give execute_pipeline the optimizer, or evaluate inside torch.no_grad\(\)"):
+        run.booster.execute_pipeline(iter([images_and_labels(0, 3)]), run.model, criterion)
+    run = boost(planned(PLANS["dp2"]), make_optimizer=sgd)
+    for size in (6, MICRO_BATCH):
+        with pytest.raises(ValueError, match=rf"a batch of {size} samples does not fit the plan.*use batch_size=8 \("):
+            run.booster.execute_pipeline(iter([images_and_labels(0, size)]), run.model, criterion, run.optimizer)
+
+
+def test_batches_are_divided_as_the_arguments_say() -> None:
+    run_ranks(2, check_without_a_plan)
+
+
+def check_uneven() -> dict[str, Tensor]:
+    """Uneven batches: the loader divides the global batch, and the loop is the same."""
+    plugin = HeteroHybridParallelPlugin(1, 1, precision="fp32", batches=BatchConfig(global_batch_size=7))
+    images, labels = images_and_labels(0, 14)
+    loader = plugin.prepare_dataloader(TensorDataset(images, labels))
+    booster = Booster(plugin=plugin)
+    model = tiny_vit()
+    model, optimizer, _, loader, _ = booster.boost(model, sgd(model), loss_of, loader)
+    for batch in loader:
+        booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.unwrap().state_dict()
+
+
+def test_uneven_batches_are_trained_with_the_same_loop() -> None:
+    model = tiny_vit()
+    optimizer = sgd(model)
+    images, labels = images_and_labels(0, 14)
+    for first in (0, 7):
+        loss_of(model(images[first : first + 7]), labels[first : first + 7]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for trained in run_ranks(2, check_uneven):
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(trained[key], value, rtol=1e-4, atol=1e-6, msg=key)
