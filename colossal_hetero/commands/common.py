@@ -112,6 +112,6 @@ def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:
         check_matplotlib()
 
 
-def warn_old_option(old: str, new: str) -> None:
-    """Warn that an option is called something else since version 0.1."""
-    warnings.warn(f"{old} is deprecated and will be removed; use {new}", FutureWarning, stacklevel=2)
+def warn_old_option(old: str, advice: str) -> None:
+    """Warn that an option of version 0.1 is not needed any more; ``advice`` says what to do."""
+    warnings.warn(f"{old} is deprecated and will be removed; {advice}", FutureWarning, stacklevel=2)

@@ -90,7 +90,7 @@ def plan(
     from ..planner.search.make_plans import make_plans
 
     for old in [name for name, given in (("--runnable", runnable), ("--symmetric", symmetric)) if given]:
-        warn_old_option(old, "no option: only plans that can be run are made unless --unequal is given")
+        warn_old_option(old, "leave it out: only plans that can be run are made unless --unequal is given")
     with errors_on_one_line():
         if unequal and (runnable or symmetric):
             raise ValueError("--unequal asks for plans that cannot be run, --runnable for none of these; give one")

@@ -129,7 +129,7 @@ def profile(
     # As in version 0.1, when this command also made estimates.
     from .estimate import write_estimate
 
-    warn_old_option(f"colossal-hetero profile {named[0]}", "colossal-hetero estimate")
+    warn_old_option(f"colossal-hetero profile {named[0]}", "use colossal-hetero estimate")
     with errors_on_one_line():
         write_estimate(sizes, given["sequence"], devices, given["micro_batches"], tensor_parallel, efficiency, out)
 

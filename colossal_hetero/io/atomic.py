@@ -51,12 +51,13 @@ def check_writable(path: Path | str) -> None:
             written.
     """
     path = Path(path)
-    target = path if _is_stream(path) else Path(os.path.realpath(path))
+    is_stream = _is_stream(path)
+    target = path if is_stream else Path(os.path.realpath(path))
     if target.is_dir():
         raise ValueError(f"cannot write {path}: it is a folder; give the name of a file")
     if target.exists() and not os.access(target, os.W_OK):
         raise ValueError(f"cannot write {path}: no permission to change this file")
-    if _is_stream(path):
+    if is_stream:
         return
     if not target.parent.is_dir():
         folder = target.parent if path.is_symlink() else path.parent

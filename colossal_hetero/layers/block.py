@@ -165,12 +165,15 @@ class Block:
         self._fetch = fetch
         self._shares = ()
         self._prepared = False
-        if workload is None:
-            return
-        self._shares = tuple(
-            UnitShare(places, self.units - workload.given, partial(return_gradients, number))
-            for number, places in enumerate(self.places)
-        )
+        if workload is not None:
+            self._shares = tuple(
+                UnitShare(places, self.units - workload.given, partial(return_gradients, number))
+                for number, places in enumerate(self.places)
+            )
+        self._assigned()
+
+    def _assigned(self) -> None:
+        """A workload was assigned. Kinds of blocks that keep more about it define this."""
 
     def begin_iteration(self) -> None:
         """The weights have changed: fetch the taken units and choose the kept ones again in the next forward pass."""

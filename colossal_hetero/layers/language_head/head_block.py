@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..block import Block, BlockWorkload, Fetch, ReturnGradients
+from ..block import Block
 from ..linear import HeteroVocabParallelLMHead1D
 from ..unit_layout import UnitPlace
 from ..workload import is_recorded
@@ -66,14 +66,8 @@ class HeadBlock(Block):
         """Whether units can migrate: the model has computed a loss in training."""
         return self._has_computed_loss
 
-    def assign(
-        self,
-        workload: BlockWorkload | None,
-        fetch: Fetch = tuple,
-        return_gradients: ReturnGradients = lambda layer, gradients: None,
-    ) -> None:
-        super().assign(workload, fetch, return_gradients)
-        self._rows = None if workload is None else VocabularyRows(self._numbers(), self._head.old_num_embeddings)
+    def _assigned(self) -> None:
+        self._rows = None if self.workload is None else VocabularyRows(self._numbers(), self._head.old_num_embeddings)
 
     def _is_active(self, layer: Any) -> bool:
         # In evaluation the rank's own rows are computed, because loops use the logits there.

@@ -140,19 +140,16 @@ def hop_channel(topology: Topology, hop: Hop, kind: str) -> Channel:
     return min(ends, key=lambda nic: nic.bytes_per_second) if len(ends) == 2 else channel
 
 
-def total_bandwidth(topology: Topology, node: int, channel: Channel, message_bytes: float) -> float:
+def nic_bandwidth(topology: Topology, node: int, channel: Channel, message_bytes: float | None = None) -> float:
     """Bytes per second of all NICs in a node that have the channel's kind, together.
 
     If the topology lists no NIC of that kind, the bandwidth of the channel itself.
+
+    Args:
+        message_bytes: Of each message; None for the largest messages.
     """
-    nics = [nic.bandwidth(message_bytes) for nic in topology.nodes[node].nics if nic.kind == channel.kind]
-    return sum(nics) if nics else channel.bandwidth(message_bytes)
-
-
-def nic_bandwidth(topology: Topology, node: int, channel: Channel) -> float:
-    """:func:`total_bandwidth` for the largest messages."""
-    nics = [nic.bytes_per_second for nic in topology.nodes[node].nics if nic.kind == channel.kind]
-    return sum(nics) if nics else channel.bytes_per_second
+    nics = [nic for nic in topology.nodes[node].nics if nic.kind == channel.kind] or [channel]
+    return sum(nic.bytes_per_second if message_bytes is None else nic.bandwidth(message_bytes) for nic in nics)
 
 
 def _ring_seconds(
@@ -177,6 +174,6 @@ def _ring_seconds(
     kind = ring_network(topology, hops) if hops else ""
     for hop in hops:
         channel = hop_channel(topology, hop, kind)
-        shares = [total_bandwidth(topology, n, channel, chunk) / load(n, way, kind) for way, n in enumerate(hop)]
+        shares = [nic_bandwidth(topology, n, channel, chunk) / load(n, way, kind) for way, n in enumerate(hop)]
         step = max(step, channel.latency_seconds + chunk / min(channel.bandwidth(chunk), *shares))
     return 2 * (count - 1) * step

@@ -190,7 +190,7 @@ def test_options_that_are_the_default_now_are_accepted_with_a_warning(
     arguments = ["plan", *files, "--global-batch", 16, "--out", out]
     output(*arguments)
     made = load_plan(out)
-    with pytest.warns(FutureWarning, match=f"{option} is deprecated.*only plans that can be run"):
+    with pytest.warns(FutureWarning, match=f"{option} is deprecated and will be removed; leave it out: only plans"):
         output(*arguments, option)
     assert load_plan(out) == made
     assert option not in output("plan", "--help")
