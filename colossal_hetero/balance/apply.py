@@ -13,7 +13,8 @@ from ..layers.block import Block
 from ..layers.column_migration import COLUMN_EXCHANGES, ColumnExchange, ColumnMigration
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport
-from ..layers.unit_exchange import Purpose, UnitExchange, bucket_numbers
+from ..layers.unit_exchange.exchange import Purpose, UnitExchange
+from ..layers.unit_exchange.transfers import bucket_numbers
 from ..layers.workload import Clock, Workload, kept_count
 from .column_selection import ColumnSelector, make_selector
 from .config import BalanceConfig
@@ -165,7 +166,7 @@ class Applier:
         iterations_per_interval: the length of an interval of the priorities.
         transport: the tensor-parallel group's transport; without it (for a single rank without blocks) nothing
         migrates.
-        is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.UnitExchange`.
+        is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.exchange.UnitExchange`.
         clock: the clock that the layers mark.
     """
 

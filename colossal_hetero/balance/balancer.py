@@ -365,7 +365,7 @@ def attach_balancer(
         clock: the clock that the layers mark.
         tp_group: this rank's tensor-parallel group.
         iterations_per_interval: the length of an interval of the priorities.
-        is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.UnitExchange`.
+        is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.exchange.UnitExchange`.
 
     Raises:
         ValueError: a layer has an option that the mode cannot be combined with, or ranks were given different

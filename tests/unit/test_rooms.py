@@ -43,6 +43,7 @@ RULES: dict[str, set[str]] = {
     "planner": {"planner/batches"},
     "layers": {"accelerator", "layers/dropout"},
     "layers/dropout": set(),
+    "layers/unit_exchange": {"layers", "layers/dropout"},
     "layers/language_head": {"layers"},
     "balance/config": set(),
     "balance/decide": {"balance/config"},

@@ -26,7 +26,7 @@ from colossal_hetero.layers import Workload, hetero_layers
 from colossal_hetero.layers.block import Block, attach_blocks
 from colossal_hetero.layers.column_migration import COLUMN_EXCHANGES, ColumnMigration
 from colossal_hetero.layers.transport import Transport
-from colossal_hetero.layers.unit_exchange import UnitExchange
+from colossal_hetero.layers.unit_exchange.exchange import UnitExchange
 from tests.parallel.layers.test_layers import KINDS, build, inputs, owned
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
@@ -168,7 +168,7 @@ def _order_of_sending() -> tuple[list[str], float]:
         block.attn.register_forward_pre_hook(lambda *_, number=number: events.append(f"attention {number}"))
         block.mlp.register_forward_pre_hook(lambda *_, number=number: events.append(f"mlp {number}"))
     ranks = dist.get_world_size()
-    with patch("colossal_hetero.layers.unit_exchange.MESSAGE_BYTES", 1):
+    with patch("colossal_hetero.layers.unit_exchange.transfers.MESSAGE_BYTES", 1):
         training.applier.apply(plan_for({ranks - 1: 0.6}, ranks))
     difference = largest_difference(train(training), expected)
     with patch.object(training.transport, "exchange", log_and_exchange):

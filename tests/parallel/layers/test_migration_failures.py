@@ -21,7 +21,8 @@ from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.balancer import Balancer
 from colossal_hetero.balance.decide.plan import BalancePlan
 from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather
-from colossal_hetero.layers.unit_exchange import UnitExchange, _Bucket
+from colossal_hetero.layers.unit_exchange.exchange import UnitExchange
+from colossal_hetero.layers.unit_exchange.transfers import Bucket
 from tests.parallel.layers.migration_runs import ITERATIONS, METHODS, Watch, assert_equal, migrate, slow
 from tests.support.harness import answer, run_ranks, start_ranks
 from tests.support.training import boost, ours, scripted, sgd, theirs, tiny_vit, train
@@ -136,16 +137,16 @@ def test_a_receiver_receives_only_what_fits_in_its_address_space(receiver: int) 
 def check_refused_memory(errors: tuple[type[RuntimeError], str], most: float) -> None:
     """Train on three ranks, of which rank 2 has memory only for received units up to the share ``most`` of its own."""
     kind, text = errors
-    reserve = _Bucket.reserve
+    reserve = Bucket.reserve
 
-    def refuse(bucket: _Bucket) -> None:
+    def refuse(bucket: Bucket) -> None:
         if dist.get_rank() == 2 and any(
             sum(units.count for units in transfer.taken) > most * transfer.block.units for transfer in bucket.transfers
         ):
             raise kind(text)
         reserve(bucket)
 
-    with patch.object(_Bucket, "reserve", refuse), scripted(slow(0)):
+    with patch.object(Bucket, "reserve", refuse), scripted(slow(0)):
         run = boost(ours(migrate("block"), tp_size=3), None, sgd)
         watch = Watch(run)
         train(run, ITERATIONS, each=watch)
@@ -170,10 +171,10 @@ def test_a_plan_shrinks_until_every_receiver_has_enough_memory() -> None:
 
 
 def check_other_errors() -> None:
-    def fail(bucket: _Bucket) -> None:
+    def fail(bucket: Bucket) -> None:
         raise RuntimeError("a mistake of our own")
 
-    with patch.object(_Bucket, "reserve", fail), scripted(slow(1)):
+    with patch.object(Bucket, "reserve", fail), scripted(slow(1)):
         run = boost(ours(migrate("block"), tp_size=2), None, sgd)
         with pytest.raises(RuntimeError, match="a mistake of our own"):
             train(run, ITERATIONS)

@@ -19,130 +19,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .block import Block, BlockWorkload, Fetch, ReturnGradients
-from .column_migration import MovedRange
-from .dropout.unit_dropout import UnitRange
-from .transport import Pending, Started, Transport
-from .unit_layout import split_message
-from .workload import Clock, Part, Selector
+from ..block import Block, BlockWorkload, Fetch, ReturnGradients
+from ..column_migration import MovedRange
+from ..dropout.unit_dropout import UnitRange
+from ..transport import Pending, Started, Transport
+from ..unit_layout import split_message
+from ..workload import Clock, Part, Selector
+from .transfers import (
+    BlockTransfer,
+    Bucket,
+    PeerUnits,
+    bucket_numbers,
+    check_backward_memory,
+    unpack,
+    weights_for,
+)
 
-__all__ = ["MESSAGE_BYTES", "Purpose", "UnitExchange", "bucket_numbers"]
+__all__ = ["Purpose", "UnitExchange"]
 
 Purpose = Literal["training", "evaluation"]
-
-MESSAGE_BYTES = 4 << 20
-"""Blocks are added to a bucket until their moved weights reach this size; larger messages would not be faster."""
-
-
-@dataclass
-class _UnitRange:
-    """The units ``[start, stop)`` of one block that this rank sends to, or receives from, the rank ``other``."""
-
-    other: int
-    start: int
-    stop: int
-
-    @property
-    def count(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(eq=False)
-class _BlockTransfer:
-    """The units of one block that this rank gives and takes."""
-
-    block: Block
-    given: list[_UnitRange]
-    """This rank's units that other ranks compute, in ascending order."""
-    taken: list[_UnitRange]
-    """Other ranks' units that this rank computes."""
-    bucket: _Bucket | None = None
-    expected: list[int] = field(default_factory=list)
-    """For each layer, the backward passes of an iteration, according to the iteration before."""
-    returned: list[int] = field(default_factory=list)
-    """For each layer, the backward passes of this iteration whose gradients have returned."""
-    passes: list[int] = field(default_factory=list)
-    """For each layer, the backward passes since then."""
-    sums: list[list[Tensor] | None] = field(default_factory=list)
-    """For each layer, the sums of the taken units' gradients in these passes, or None before the first one: a message
-    for each range of units."""
-
-    def clear_gradients(self) -> None:
-        self.returned = [0] * len(self.block.layers)
-        self.passes = [0] * len(self.block.layers)
-        self.sums = [None] * len(self.block.layers)
-
-    def take_sum(self, layer: int) -> list[Tensor]:
-        """The sums of the gradients that have not returned; they count as returned from now on."""
-        total = self.sums[layer]
-        assert total is not None, "there was a backward pass"
-        self.returned[layer] += self.passes[layer]
-        self.passes[layer], self.sums[layer] = 0, None
-        return total
-
-    def were_dropped(self) -> bool:
-        """Whether the rank's gradients of earlier passes were set to None, as all ranks do when they begin anew."""
-        layers = zip(self.block.layers, self.block.places, self.returned, self.passes, strict=True)
-        return any(
-            parameter.requires_grad and parameter.grad is None
-            for layer, places, returned, passes in layers
-            if returned or passes
-            for parameter in (layer.weight, layer.bias)[: len(places)]  # type: ignore[attr-defined]
-        )
-
-    def end_iteration(self) -> None:
-        """Expect as many backward passes in the next iteration as in this one."""
-        self.expected = [done or before for done, before in zip(self.returned, self.expected, strict=True)]
-        self.clear_gradients()
-
-
-@dataclass(eq=False)
-class _Bucket:
-    """Blocks whose weights are sent together, with a buffer for each message, by the other rank."""
-
-    transfers: list[_BlockTransfer] = field(default_factory=list)
-    send_buffers: dict[int, Tensor] = field(default_factory=dict)
-    receive_buffers: dict[int, Tensor] = field(default_factory=dict)
-    started: Started = field(default_factory=lambda: Started(Pending(()), Pending(())))
-    number: int = 0
-    """Its number, which is the same on all ranks."""
-    place: int = 0
-    """Its place among this rank's buckets."""
-
-    def reserve(self) -> None:
-        """Allocate the buffers."""
-        like = self.transfers[0].block.parameters[0][0]
-        for buffers, direction in ((self.send_buffers, "given"), (self.receive_buffers, "taken")):
-            lengths: dict[int, int] = {}
-            for transfer in self.transfers:
-                for units in getattr(transfer, direction):
-                    elements = units.count * transfer.block.elements_per_unit
-                    lengths[units.other] = lengths.get(units.other, 0) + elements
-            buffers.update({other: like.new_empty(length) for other, length in sorted(lengths.items())})
-
-
-def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]]) -> list[int]:
-    """The number of each block's bucket; all ranks get the same numbers."""
-    numbers: list[int] = []
-    size, last_dtype, last_frozen = 0, None, False
-    for block, moved in zip(blocks, moves, strict=True):
-        dtype, frozen = block.parameters[0][0].dtype, block.is_frozen
-        if not numbers:
-            numbers.append(0)
-        elif size >= MESSAGE_BYTES or last_dtype != dtype or last_frozen != frozen:
-            numbers.append(numbers[-1] + 1)
-            size = 0
-        else:
-            numbers.append(numbers[-1])
-        last_dtype, last_frozen = dtype, frozen
-        size += sum(move.stop - move.start for move in moved) * block.elements_per_unit * dtype.itemsize
-    return numbers
 
 
 class UnitExchange:
@@ -170,8 +70,8 @@ class UnitExchange:
         self._blocks: Sequence[Block] = ()
         self._numbers: list[int] = []
         """The number of each block's bucket."""
-        self._transfers: list[_BlockTransfer] = []
-        self._buckets: list[_Bucket] = []
+        self._transfers: list[BlockTransfer] = []
+        self._buckets: list[Bucket] = []
         self._started_buckets = 0
         """How many buckets' messages have been started since the weights changed."""
         self._returning: list[tuple[Started, list[tuple[int, Tensor]]]] = []
@@ -210,15 +110,15 @@ class UnitExchange:
         self._blocks = blocks
         self._in_evaluation = in_evaluation
         rank = self._transport.rank
-        buckets: dict[int, _Bucket] = defaultdict(_Bucket)
+        buckets: dict[int, Bucket] = defaultdict(Bucket)
         self._numbers = bucket_numbers(blocks, moves)
         self._sent_frozen = None
         for block, moved, count, rule, number in zip(blocks, moves, kept, select, self._numbers, strict=True):
-            given = [_UnitRange(move.receiver, move.start, move.stop) for move in moved if move.sender == rank]
-            taken = [_UnitRange(move.sender, move.start, move.stop) for move in moved if move.receiver == rank]
+            given = [PeerUnits(move.receiver, move.start, move.stop) for move in moved if move.sender == rank]
+            taken = [PeerUnits(move.sender, move.start, move.stop) for move in moved if move.receiver == rank]
             if count == block.units and not moved:
                 continue
-            transfer = _BlockTransfer(block, given, taken)
+            transfer = BlockTransfer(block, given, taken)
             transfer.expected = [self._expected_passes] * len(block.layers)
             transfer.clear_gradients()
             workload = BlockWorkload(
@@ -236,7 +136,7 @@ class UnitExchange:
         for place, (number, bucket) in enumerate(sorted(buckets.items())):
             bucket.number, bucket.place = number, place
             bucket.reserve()
-        _check_backward_memory(self._transfers)
+        check_backward_memory(self._transfers)
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Stop migrating: every rank computes exactly its own units."""
@@ -314,7 +214,7 @@ class UnitExchange:
             if bucket.number in self._unchanged:
                 continue
             for other, message in bucket.send_buffers.items():
-                torch.cat([part.reshape(-1) for part in _weights(bucket, other)], out=message)
+                torch.cat([part.reshape(-1) for part in weights_for(bucket, other)], out=message)
             bucket.started = self._transport.exchange(
                 list(bucket.send_buffers.items()), list(bucket.receive_buffers.items())
             )
@@ -373,7 +273,7 @@ class UnitExchange:
                 if transfer.were_dropped():
                     transfer.clear_gradients()
 
-    def _return_late(self, late: Sequence[_BlockTransfer]) -> None:
+    def _return_late(self, late: Sequence[BlockTransfer]) -> None:
         """Return all gradients that have not returned, and add those of this rank's units to its parameters'."""
         arriving = [
             (transfer, layer, self._start_return(transfer, layer))
@@ -407,7 +307,7 @@ class UnitExchange:
             started.sent.wait()
         self._returning = []
 
-    def _receiver(self, transfer: _BlockTransfer) -> Fetch:
+    def _receiver(self, transfer: BlockTransfer) -> Fetch:
         def receive() -> list[list[list[Tensor]]]:
             if transfer.bucket is None:
                 return []
@@ -416,11 +316,11 @@ class UnitExchange:
             self._mark("other", transfer.block.kind)
             transfer.bucket.started.received.wait()
             self._mark("migration", transfer.block.kind)
-            return [_unpack(transfer, units) for units in transfer.taken]
+            return [unpack(transfer, units) for units in transfer.taken]
 
         return receive
 
-    def _returner(self, transfer: _BlockTransfer) -> ReturnGradients:
+    def _returner(self, transfer: BlockTransfer) -> ReturnGradients:
         def return_gradients(layer: int, gradients: list[Tensor]) -> list[list[Tensor]] | None:
             if transfer.bucket is None:
                 return None
@@ -435,12 +335,12 @@ class UnitExchange:
 
         return return_gradients
 
-    def _is_last(self, transfer: _BlockTransfer, layer: int) -> bool:
+    def _is_last(self, transfer: BlockTransfer, layer: int) -> bool:
         if self._is_last_pass is not None:
             return self._is_last_pass(transfer.passes[layer])
         return transfer.returned[layer] + transfer.passes[layer] == transfer.expected[layer]
 
-    def _return_gradients(self, transfer: _BlockTransfer, layer: int) -> list[list[Tensor]] | None:
+    def _return_gradients(self, transfer: BlockTransfer, layer: int) -> list[list[Tensor]] | None:
         received, messages = self._start_return(transfer, layer)
         if not messages:
             return None
@@ -453,7 +353,7 @@ class UnitExchange:
             for units, message in zip(transfer.given, messages, strict=True)
         ]
 
-    def _start_return(self, transfer: _BlockTransfer, layer: int) -> tuple[Pending, list[Tensor]]:
+    def _start_return(self, transfer: BlockTransfer, layer: int) -> tuple[Pending, list[Tensor]]:
         """Start returning a layer's sums of gradients; returns the messages with those of ``transfer.given``."""
         total = transfer.take_sum(layer)
         places = transfer.block.places[layer]
@@ -467,62 +367,6 @@ class UnitExchange:
         return started.received, [message for _, message in receives]
 
 
-def _check_backward_memory(transfers: Sequence[_BlockTransfer]) -> None:
-    """Allocate, and release at once, the memory for gradients that the backward pass will need.
-
-    It is needed for the taken units' gradients until they have returned, twice because some may return before the last
-    pass of an iteration; for the rank's own gradients where they do not exist yet; and for both of one layer before
-    they are added to those of earlier passes. Activations are not included, because they depend on the batch.
-
-    Raises:
-        RuntimeError: there is not enough memory.
-    """
-    room, largest = [], 0
-    for transfer in transfers:
-        taken = sum(units.count for units in transfer.taken)
-        for layer, tensors, places in zip(
-            transfer.block.layers, transfer.block.parameters, transfer.block.places, strict=True
-        ):
-            if taken and layer.weight.requires_grad:  # type: ignore[attr-defined]
-                elements = sum(place.numel(tensor) for tensor, place in zip(tensors, places, strict=True))
-                whole = sum(tensor.numel() for tensor in tensors)
-                own = whole if layer.weight.grad is None else 0  # type: ignore[attr-defined]
-                room.append(tensors[0].new_empty(2 * taken * elements + own))
-                largest = max(largest, taken * elements + whole)
-    if room:
-        room.append(room[0].new_empty(largest))
-
-
 def _versions(block: Block) -> list[int]:
     """How often each parameter that holds units of ``block`` has been changed."""
     return [tensor._version for tensors in block.unit_parameters for tensor in tensors]
-
-
-def _weights(bucket: _Bucket, other: int) -> list[Tensor]:
-    """Views of the bucket's units that are sent to ``other``, in the order of blocks, layers, tensors."""
-    return [
-        place.view(tensor).narrow(place.unit_dim, units.start, units.count)
-        for transfer in bucket.transfers
-        for units in transfer.given
-        if units.other == other
-        for tensors, places in zip(transfer.block.parameters, transfer.block.places, strict=True)
-        for tensor, place in zip(tensors, places, strict=True)
-    ]
-
-
-def _unpack(transfer: _BlockTransfer, units: _UnitRange) -> list[list[Tensor]]:
-    """The weights of ``units`` by layer and tensor, as views of the message that contains them."""
-    assert transfer.bucket is not None
-    message = transfer.bucket.receive_buffers[units.other]
-    offset = 0
-    for earlier in transfer.bucket.transfers:
-        if earlier is transfer:
-            break
-        count = sum(other.count for other in earlier.taken if other.other == units.other)
-        offset += count * earlier.block.elements_per_unit
-    layers = []
-    for tensors, places in zip(transfer.block.parameters, transfer.block.places, strict=True):
-        views, used = split_message(message[offset:], places, tensors, units.count)
-        layers.append(views)
-        offset += used
-    return layers
