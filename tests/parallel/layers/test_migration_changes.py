@@ -1,0 +1,253 @@
+"""Migration is exact while plans and weights change, weights are frozen, and columns are pruned.
+
+The reference is Colossal-AI's own plugin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colossal_hetero.balance import apply
+from colossal_hetero.layers import hetero_layers
+from tests.parallel.layers.migration_runs import (
+    IN_FORCE,
+    ITERATIONS,
+    METHODS,
+    Watch,
+    assert_equal,
+    methods_for,
+    migrate,
+    slow,
+)
+from tests.support.harness import run_ranks
+from tests.support.training import (
+    SlowdownScript,
+    Trained,
+    batch,
+    boost,
+    loss_of,
+    ours,
+    scripted,
+    sgd,
+    theirs,
+    tiny_vit,
+    train,
+)
+
+# A plan that changes -------------------------------------------------------------------------------------------------
+
+PHASE = 4
+
+
+def each_rank_slow_in_turn(rank: int, iteration: int) -> float:
+    """No rank is slow in the first phase, then rank 0, then none, then rank 1, and so on."""
+    phase = iteration // PHASE
+    return 4.0 if phase % 2 == 1 and phase // 2 == rank else 1.0
+
+
+def one_rank_always_slow(rank: int, iteration: int) -> float:
+    """Rank 0 is slow in the first phase, rank 1 in the second, and so on; some rank is slow at any time."""
+    return 4.0 if iteration // PHASE == rank else 1.0
+
+
+def check_changing_plans(slowdown: SlowdownScript, phases: int) -> None:
+    depth = 2 if dist.get_world_size() == 2 else 1
+    expected = train(boost(theirs(tp_size=dist.get_world_size()), tiny_vit(depth=depth), sgd), PHASE * phases)
+    for method in METHODS:
+        with scripted(slowdown):
+            run = boost(ours(migrate(method), tp_size=dist.get_world_size()), tiny_vit(depth=depth), sgd)
+        watch = Watch(run)
+        train(run, PHASE * phases, each=watch)
+        senders = [tuple(rank for rank, share in enumerate(plan.migrate) if share > 0) for plan in watch.plans]
+        turns = [pair[1] for pair in zip([(), *senders], senders, strict=False) if pair[0] != pair[1] and pair[1]]
+        assert turns == [(rank,) for rank in range(dist.get_world_size())], f"{method}: {senders}"
+        assert_equal(run, expected, method)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_stragglers_that_come_and_go(world: int) -> None:
+    run_ranks(world, check_changing_plans, each_rank_slow_in_turn, 2 * world + 1)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_stragglers_that_follow_each_other_without_a_pause(world: int) -> None:
+    run_ranks(world, check_changing_plans, one_rank_always_slow, world)
+
+
+# Pruning and migrating at once ---------------------------------------------------------------------------------------
+
+
+class First:
+    """A priority rule that keeps the first columns or units, so that a test knows which are pruned."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
+        return torch.arange(count)
+
+    def end_interval(self, weight: Tensor) -> None: ...
+
+
+def _pruned_columns(run: Trained) -> dict[str, tuple[int, int]]:
+    """The contraction columns ``[start, stop)`` that this rank prunes, by layer.
+
+    For a block only the row-parallel weight is listed, because units with zero output weights have no gradient.
+    """
+    found = {}
+    for name, layer in hetero_layers(run.model.unwrap()).items():
+        if layer.block is not None and layer.block.output is not layer:
+            continue
+        if layer.block is None:
+            columns = layer.contraction_columns
+            assert layer.workload is not None and layer._migration is not None
+            given = layer._migration.given
+            start, size, units = max(1, layer.workload.kept_count(columns) - given), 1, columns
+        else:
+            assert layer.block.workload is not None
+            start, given, units = layer.block.workload.kept, layer.block.workload.given, layer.block.units
+            size = layer.block.places[-1][0].size
+        assert given > 0, name
+        found[name] = (start * size, (units - given) * size)
+    assert any(start < stop for start, stop in found.values()), "nothing is pruned"
+    return found
+
+
+def _train_without(run: Trained, iterations: int, left_out: dict[str, tuple[int, int]]) -> Trained:
+    """Continue ``run``, which uses Colossal-AI's plugin, with these columns set to zero in forward and backward."""
+    weights = {name: module.weight for name, module in run.model.unwrap().named_modules() if name in left_out}
+    assert len(weights) == len(left_out)
+    for iteration in range(iterations):
+        kept = {name: weight.detach().clone() for name, weight in weights.items()}
+        for name, (start, stop) in left_out.items():
+            weights[name].data[:, start:stop] = 0
+        images, labels = batch(iteration)
+        loss = loss_of(run.model(images), labels)
+        run.losses.append(loss.item())
+        run.booster.backward(loss, run.optimizer)
+        for name, (start, stop) in left_out.items():
+            weights[name].data.copy_(kept[name])
+            weights[name].grad[:, start:stop] = 0
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return run
+
+
+def check_semi() -> None:
+    for sender in (0, 1):
+        for method in methods_for(sender):
+            what = f"{method}, sender {sender}"
+            with scripted(slow(sender)), patch.object(apply, "make_selector", First):
+                # The part that may not be pruned is migrated.
+                run = boost(ours(migrate(method, mode="semi", max_resize=0.3), tp_size=2), None, sgd)
+                train(run, IN_FORCE)
+                plan = run.plugin.balancer.plan
+                assert plan.resize[sender] > 0.1 and plan.migrate[sender] > 0.1, f"{what}: {plan}"
+                left_out = _pruned_columns(run) if dist.get_rank() == sender else {}
+                train(run, ITERATIONS)
+            assert run.plugin.balancer.plan == plan, what
+            expected = train(boost(theirs(tp_size=2), None, sgd), IN_FORCE)
+            assert_equal(run, _train_without(expected, ITERATIONS, left_out), what)
+
+
+def test_a_rank_that_prunes_and_migrates_trains_the_remaining_columns_exactly() -> None:
+    run_ranks(2, check_semi)
+
+
+# Weights that change in the middle of an iteration ------------------------------------------------------------------
+
+
+def _scale(run: Trained) -> None:
+    with torch.no_grad():
+        for parameter in run.model.unwrap().parameters():
+            parameter.mul_(0.9)
+
+
+def _step_of_the_inner_optimizer(run: Trained) -> None:
+    run.optimizer.optim.step()
+
+
+def _load_state_dict(run: Trained) -> None:
+    model = run.model.unwrap()
+    model.load_state_dict({name: 1.1 * value for name, value in model.state_dict().items()})
+
+
+def check_changed_weights() -> None:
+    def loop(run: Trained, change: Callable[[Trained], None]) -> Trained:
+        for iteration in range(ITERATIONS):
+            for micro in range(2):
+                images, labels = batch(2 * iteration + micro)
+                loss = loss_of(run.model(images), labels)
+                run.losses.append(loss.item())
+                run.booster.backward(loss, run.optimizer)
+                if micro == 0:
+                    change(run)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return run
+
+    for change in (_scale, _step_of_the_inner_optimizer, _load_state_dict):
+        expected = loop(boost(theirs(tp_size=2), None, sgd), change)
+        for sender, method in ((0, "block"), (1, "block"), (1, "broadcast-reduce")):
+            with scripted(slow(sender)):
+                run = boost(ours(migrate(method), tp_size=2), None, sgd)
+            loop(run, change)
+            assert run.plugin.balancer.plan.migrate[sender] > 0.1, method
+            assert_equal(run, expected, f"{change.__name__}, {method}, sender {sender}")
+
+
+def test_weights_that_change_in_the_middle_of_an_iteration_are_sent_again() -> None:
+    run_ranks(2, check_changed_weights)
+
+
+# Frozen weights ------------------------------------------------------------------------------------------------------
+
+
+def _partly_frozen_vit() -> torch.nn.Module:
+    """The weights of the first transformer block are frozen, as when only the last layers are trained."""
+    model = tiny_vit()
+    model.blocks[0].requires_grad_(False)
+    return model
+
+
+def _train_and_change(run: Trained, each: Callable[[int], None] = lambda iteration: None) -> Trained:
+    """Change frozen weights after some iterations, and train them in the end."""
+    frozen = run.model.unwrap().blocks[0]
+    train(run, ITERATIONS + 2, each=each)
+    with torch.no_grad():
+        for parameter in frozen.parameters():
+            parameter.mul_(1.1)
+    train(run, 2, each=each)
+    frozen.requires_grad_(True)
+    return train(run, 2, each=each)
+
+
+def check_frozen() -> None:
+    expected = _train_and_change(boost(theirs(tp_size=2), _partly_frozen_vit(), sgd))
+    for sender in (0, 1):
+        with scripted(slow(sender)):
+            run = boost(ours(migrate("block"), tp_size=2), _partly_frozen_vit(), sgd)
+        sent: list[int] = []
+
+        def count(iteration: int, run: Trained = run, sent: list[int] = sent) -> None:
+            traffic = run.plugin.balancer.traffic
+            sent.append(sum(counted.bytes for counted in traffic.sent.values()))
+            traffic.reset()
+
+        _train_and_change(run, each=count)
+        assert run.plugin.balancer.plan.migrate[sender] > 0.1
+        assert_equal(run, expected, f"sender {sender}")
+        if dist.get_rank() == sender:
+            first, later, changed, after, trained = (sent[number] for number in (IN_FORCE, -5, -4, -3, -1))
+            # Both transformer blocks have the same size.
+            assert first == changed == trained == 2 * later == 2 * after, sent
+
+
+def test_frozen_weights_are_sent_again_only_when_they_change() -> None:
+    run_ranks(2, check_frozen)
