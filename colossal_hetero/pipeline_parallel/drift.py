@@ -174,6 +174,8 @@ def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | Non
     replica = plan.replicas[0]
     placed = [plan.replicas[each.replica].stages[each.stage] for each in slowest]
     basis = "plan"
+    cuts = [(index > 0) + (index + 1 < len(placed)) for index in range(len(placed))]
+    schedule = [stage.schedule_seconds / max(number, 1) for stage, number in zip(placed, cuts, strict=True)]
     whole = [_costs_of_mean(stage, plan.blocks) for stage in placed]
     if profile is not None and profile.blocks == plan.blocks:
         try:
@@ -185,10 +187,10 @@ def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | Non
     slots = tuple(
         Slot(
             f"stage {each.stage}",
-            _scaled(costs, stage, each.measured),
+            _scaled(costs, stage, each.measured, seconds),
             stage.memory_available_bytes - stage.memory_overhead_bytes,
         )
-        for each, stage, costs in zip(slowest, placed, whole, strict=True)
+        for each, stage, costs, seconds in zip(slowest, placed, whole, schedule, strict=True)
     )
     return Pipeline(slots, _channels(replica, whole[0].output_bytes), replica.micro_batches), basis
 
@@ -207,8 +209,11 @@ def _costs_of_mean(stage: StagePlan, blocks: int) -> LayerCosts:
     )
 
 
-def _scaled(costs: LayerCosts, stage: StagePlan, measured: PassSeconds) -> LayerCosts:
-    """``costs``, scaled such that the present blocks of the stage take the measured time."""
+def _scaled(costs: LayerCosts, stage: StagePlan, measured: PassSeconds, schedule_seconds: float) -> LayerCosts:
+    """``costs``, scaled such that the present blocks of the stage take the measured time.
+
+    ``schedule_seconds``, the planned time of the schedule itself per cut, is scaled by the same ratio.
+    """
     part = slice(*stage.blocks)
 
     def to(seconds: NDArray[np.float64], total: float) -> NDArray[np.float64]:
@@ -224,6 +229,7 @@ def _scaled(costs: LayerCosts, stage: StagePlan, measured: PassSeconds) -> Layer
         gradient_bytes=costs.gradient_bytes,
         activation_bytes=costs.activation_bytes,
         output_bytes=costs.output_bytes,
+        schedule_seconds=schedule_seconds * ratio,
     )
 
 

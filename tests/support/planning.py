@@ -20,6 +20,7 @@ def make_plan(
     micro_batch: int = 2,
     micro_batches: int = 4,
     forward_seconds: Sequence[float] | None = None,
+    schedule_seconds: Sequence[float] | None = None,
     **changes: Any,
 ) -> Plan:
     """A plan in which stage ``i`` of each replica has ``layers[i]`` layers.
@@ -27,6 +28,7 @@ def make_plan(
     Args:
         rank_order: ranks by replica, stage and place in the tensor-parallel group.
         forward_seconds: planned forward time by stage; backward takes twice as long. None: :data:`SECONDS`.
+        schedule_seconds: planned time of the schedule itself by stage. None: 0.
         changes: fields of the plan with other values.
     """
     bounds = [sum(layers[:stage]) for stage in range(len(layers) + 1)]
@@ -42,6 +44,7 @@ def make_plan(
                     forward_seconds=forward[stage],
                     backward_seconds=2 * forward[stage],
                     transfer_seconds=0.0,
+                    schedule_seconds=schedule_seconds[stage] if schedule_seconds else 0.0,
                     update_seconds=0.0,
                     memory_bytes=0.0,
                     memory_available_bytes=1e9,

@@ -46,6 +46,8 @@ class StagePlan(FilePart):
     """Per micro-batch."""
     transfer_seconds: Seconds
     """Per micro-batch in steady state: one way over the cut before the stage and one way over the cut behind it."""
+    schedule_seconds: Seconds = 0.0
+    """Per micro-batch: what the schedule itself takes, beyond its passes and transfers."""
     update_seconds: Seconds
     """Optimizer step, once per iteration."""
     memory_bytes: Amount
@@ -62,6 +64,11 @@ class StagePlan(FilePart):
         if blocks[0] >= blocks[1]:
             raise ValueError(f"[{blocks[0]}, {blocks[1]}) has no block; a stage [a, b) needs at least one, so a < b")
         return blocks
+
+    @property
+    def micro_batch_seconds(self) -> float:
+        """Time that the stage is occupied per micro-batch in steady state."""
+        return self.forward_seconds + self.backward_seconds + self.transfer_seconds + self.schedule_seconds
 
 
 class Replica(FilePart):
@@ -99,11 +106,7 @@ class Replica(FilePart):
     def bubble_shares(self) -> tuple[float, ...]:
         """By stage, the share of ``pipeline_seconds`` in which it waits, according to the closed form."""
         total = self.pipeline_seconds
-        busy = (
-            self.micro_batches * (stage.forward_seconds + stage.backward_seconds + stage.transfer_seconds)
-            + stage.update_seconds
-            for stage in self.stages
-        )
+        busy = (self.micro_batches * stage.micro_batch_seconds + stage.update_seconds for stage in self.stages)
         return tuple(min(max(1.0 - each / total, 0.0), 1.0) if total > 0 else 0.0 for each in busy)
 
 

@@ -108,6 +108,7 @@ def finished_replica(
             forward_seconds=cost.forward_seconds[stage],
             backward_seconds=cost.backward_seconds[stage],
             transfer_seconds=cost.transfer_seconds[stage],
+            schedule_seconds=cost.schedule_seconds[stage],
             update_seconds=cost.update_seconds[stage],
             memory_bytes=cost.memory_bytes[stage] + kinds[stage].memory_bytes - block_bytes,
             memory_overhead_bytes=kinds[stage].memory_bytes - block_bytes,

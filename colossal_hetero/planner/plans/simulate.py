@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ...io.text import spans
-from ..stages.event_simulation import PipelineTimeline, Transfers, simulate_times
+from ..stages.event_simulation import PipelineTimeline, Transfers, simulate_times, with_schedule
 from .plan import Plan, Replica, StagePlan
 
 __all__ = ["PlanSimulation", "simulate_plan", "slowed"]
@@ -57,10 +57,11 @@ def simulate_plan(
     known: dict[object, PipelineTimeline] = {}
     timelines = []
     for replica in plan.replicas:
-        forward, backward, update = (
+        forward, backward, schedule, update = (
             tuple(getattr(stage, f"{name}_seconds") for stage in replica.stages)
-            for name in ("forward", "backward", "update")
+            for name in ("forward", "backward", "schedule", "update")
         )
+        forward, backward = with_schedule(forward, schedule), with_schedule(backward, schedule)
         key = (forward, backward, update, replica.hop_seconds, replica.micro_batches)
         if key not in known:
             known[key] = simulate_times(
@@ -106,11 +107,11 @@ def _slowed_replica(replica: Replica, slow: Mapping[int, float]) -> Replica:
     if not any(rank in slow for stage in replica.stages for rank in stage.ranks):
         return replica
     stages = tuple(_slowed_stage(stage, max(slow.get(rank, 1.0) for rank in stage.ranks)) for stage in replica.stages)
-    times = [stage.forward_seconds + stage.backward_seconds + stage.transfer_seconds for stage in stages]
+    times = [stage.micro_batch_seconds for stage in stages]
     seconds = sum(times) + (replica.micro_batches - 1) * max(times) + max(stage.update_seconds for stage in stages)
     return replica.model_copy(update={"stages": stages, "pipeline_seconds": seconds})
 
 
 def _slowed_stage(stage: StagePlan, factor: float) -> StagePlan:
-    names = ("forward_seconds", "backward_seconds", "update_seconds")
+    names = ("forward_seconds", "backward_seconds", "schedule_seconds", "update_seconds")
     return stage.model_copy(update={name: getattr(stage, name) * factor for name in names})

@@ -44,6 +44,8 @@ class LayerCosts:
     """Size of what one micro-batch sends over a cut behind the block. The gradient that comes back is as large."""
     temporary_bytes: float = 0.0
     """Needed for a moment beside what is kept, whichever blocks a device has: in backward, a block's gradients."""
+    schedule_seconds: float = 0.0
+    """What the schedule itself takes per micro-batch for each cut next to a stage; see ``LayerTimes``."""
 
     def memory_for_blocks(self, usable_bytes: float) -> float:
         """Bytes of a device's usable memory that are left for state and kept activations."""

@@ -67,6 +67,10 @@ class LayerTimes(FilePart):
     """By layer, per micro-batch."""
     update_seconds: tuple[Seconds, ...]
     """By layer: the optimizer's step, once per iteration."""
+    schedule_seconds: Seconds = 0.0
+    """Per micro-batch and cut next to a stage: what a pipeline takes beyond its layers, on this side of the cut, to
+    send and receive a message each way and to run the schedule. A stage in the middle of a pipeline, which has two
+    cuts, takes twice this. 0 if it was not measured."""
     block_runs: tuple[BlockRun, ...] = ()
     """Times of several blocks together, if they were measured; the times of single blocks come from these."""
 
@@ -299,6 +303,7 @@ class ModelProfile(FilePart):
             activation_bytes=activations * micro_batch,
             output_bytes=self._by_block(sizes.output_bytes, ends=False) * micro_batch,
             temporary_bytes=float(inner) * micro_batch,
+            schedule_seconds=self._schedule_seconds(device, tensor_parallel, micro_batch) / speed,
         )
         for value in vars(costs).values():
             if isinstance(value, np.ndarray):
@@ -320,6 +325,11 @@ class ModelProfile(FilePart):
             f"{_in_words(device, tensor_parallel, micro_batch)} is outside of what was measured ({_listed(measured)}); "
             f"use {valid}, or measure it"
         )
+
+    def _schedule_seconds(self, device: str, tensor_parallel: int, micro_batch: int) -> float:
+        sizes = self.micro_batches(device, tensor_parallel)
+        seconds = [self.times_of(device, tensor_parallel, size).schedule_seconds for size in sizes]
+        return float(np.interp(micro_batch, sizes, np.minimum.accumulate(seconds[::-1])[::-1]))
 
     def _table(self, device: str, tensor_parallel: int) -> list[tuple[int, NDArray[np.float64]]]:
         """Micro-batches, ascending, each with its times ``[3, layers]``, which do not fall as micro-batches grow."""

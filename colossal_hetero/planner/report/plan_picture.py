@@ -92,8 +92,8 @@ def windows(simulation: PlanSimulation) -> list[tuple[float, float]]:
     plan, end = simulation.plan, simulation.seconds
     longest = max(range(len(plan.replicas)), key=lambda number: simulation.timelines[number].seconds)
     stages = plan.replicas[longest].stages
-    step = max(stage.forward_seconds + stage.backward_seconds + stage.transfer_seconds for stage in stages)
-    pass_seconds = sum(stage.forward_seconds + stage.backward_seconds + stage.transfer_seconds for stage in stages)
+    step = max(stage.micro_batch_seconds for stage in stages)
+    pass_seconds = sum(stage.micro_batch_seconds for stage in stages)
     fill, drain = pass_seconds + SHOWN_STEPS * step, pass_seconds + SHOWN_STEPS / 2 * step
     drain += max(stage.update_seconds for stage in stages) + plan.synchronization_seconds
     if fill + drain > 0.8 * end:

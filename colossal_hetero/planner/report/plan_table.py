@@ -63,11 +63,14 @@ def replica_groups(plan: Plan) -> list[ReplicaGroup]:
 
 
 def _shown(stage: StagePlan) -> tuple[object, ...]:
-    numbers = (stage.forward_seconds, stage.backward_seconds, stage.transfer_seconds, stage.update_seconds)
+    numbers = (stage.forward_seconds, stage.backward_seconds, stage.transfer_seconds, stage.schedule_seconds)
     return (
         stage.device,
         stage.blocks,
-        *(f"{number:.3g}" for number in (*numbers, stage.memory_bytes, stage.memory_available_bytes)),
+        *(
+            f"{number:.3g}"
+            for number in (*numbers, stage.update_seconds, stage.memory_bytes, stage.memory_available_bytes)
+        ),
     )
 
 
@@ -139,7 +142,7 @@ class Row:
     available_bytes: float
     """Per device: the smallest of these stages."""
     compute_seconds: float
-    """Forward and backward of a micro-batch: the longest of these stages."""
+    """Forward, backward and schedule of a micro-batch: the longest of these stages."""
     transfer_seconds: float
     """Of a micro-batch: the longest of these stages."""
     bubble_shares: tuple[float, float]
@@ -176,7 +179,7 @@ def rows(plan: Plan) -> list[Row]:
                     blocks=(members[0].blocks[0], members[-1].blocks[1]),
                     memory_bytes=(min(memory), max(memory)),
                     available_bytes=min(stage.memory_available_bytes for stage in every),
-                    compute_seconds=max(stage.forward_seconds + stage.backward_seconds for stage in members),
+                    compute_seconds=max(stage.micro_batch_seconds - stage.transfer_seconds for stage in members),
                     transfer_seconds=max(stage.transfer_seconds for stage in members),
                     bubble_shares=(min(shares), max(shares)),
                 )

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from .pipeline import Pipeline, PipelineCost, Split, evaluate
 
-__all__ = ["Event", "PipelineTimeline", "StageShare", "Transfers", "simulate", "simulate_times"]
+__all__ = ["Event", "PipelineTimeline", "StageShare", "Transfers", "simulate", "simulate_times", "with_schedule"]
 
 Transfers = Literal["blocking", "overlapped"]
 Kind = Literal["forward", "backward", "transfer", "update"]
@@ -168,10 +168,18 @@ def simulate_times(
     return PipelineTimeline(forward, backward, update, hops, micro_batches, transfers, ends)
 
 
+def with_schedule(pass_seconds: Iterable[float], schedule_seconds: Iterable[float]) -> tuple[float, ...]:
+    """Times of the forward or of the backward of each stage with half of the schedule's own time, ``[stages]``.
+
+    Per micro-batch a stage sends and receives as many messages with its forward as with its backward.
+    """
+    return tuple(seconds + schedule / 2 for seconds, schedule in zip(pass_seconds, schedule_seconds, strict=True))
+
+
 def _of_cost(cost: PipelineCost, micro_batches: int, transfers: Transfers) -> PipelineTimeline:
     return simulate_times(
-        cost.forward_seconds,
-        cost.backward_seconds,
+        with_schedule(cost.forward_seconds, cost.schedule_seconds),
+        with_schedule(cost.backward_seconds, cost.schedule_seconds),
         cost.hop_seconds,
         micro_batches,
         update_seconds=cost.update_seconds,

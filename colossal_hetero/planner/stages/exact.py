@@ -8,12 +8,12 @@ first. The minimum sum at the largest τ and υ of a region, plus the terms of i
 all splits in the region.
 
 `[Note: window minima]`  A stage with blocks ``[a, b)`` takes ``t(a, b) = E[b] − A[a]``. ``E[b]`` is the cumulative time
-of the first b blocks plus the hop over the cut at b, and ``A[a]`` is the cumulative time of the first a blocks minus
-the hop over the cut at a. Let ``g[a]`` be the minimum sum of the stages before a. Then the minimum sum with a stage
-that ends at b is ``E[b] + min (g[a] − A[a])`` over the starts a that the limits allow. If A never decreases (for
-each block, the hop behind it is longer than the hop before it by at most the time of the block), these starts are a
-window ``[low(b), b − 1]``, and the minimum over it comes from a table of minima over runs of 1, 2, 4, … starts.
-Otherwise all pairs (a, b) are tried.
+of the first b blocks plus the hop and the schedule's time at the cut at b, and ``A[a]`` is the cumulative time of the
+first a blocks minus those at the cut at a. Let ``g[a]`` be the minimum sum of the stages before a. Then the minimum
+sum with a stage that ends at b is ``E[b] + min (g[a] − A[a])`` over the starts a that the limits allow. If A never
+decreases (for each block, the hop behind it is longer than the hop before it by at most the time of the block), these
+starts are a window ``[low(b), b − 1]``, and the minimum over it comes from a table of minima over runs of 1, 2, 4, …
+starts. Otherwise all pairs (a, b) are tried.
 
 `[Note: slack]`  Under tight limits, a slot of each kind can hold a certain number of blocks at most, wherever it is in
 the order. If all slots together can hold ``slack`` blocks more than the model has, the table of a node needs only
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from .many_orders import by_speed, exchanged, like_kinds, near_each_other
 from .pipeline import Pipeline, Split, earliest_starts, evaluate
-from .slot_orders import Depth, Orders, TooManyOrders, all_orders, one_order
+from .slot_orders import NO_HOP, Depth, Orders, TooManyOrders, all_orders, one_order
 
 __all__ = ["best_split", "exact"]
 
@@ -95,10 +95,11 @@ class _DynamicProgram:
         self.exit_triples = np.split(which.reshape(-1), np.cumsum([len(part) for part in triples])[:-1])
         kinds, hops_in, hops_out = self.triples.T
         self.kinds = kinds
-        self.ends = self.work[kinds] + orders.hop_seconds[hops_out]
-        self.begins = self.work[kinds] - orders.hop_seconds[hops_in]
+        schedule = np.array([costs.schedule_seconds for costs, _ in orders.kinds])[kinds]
+        self.ends = self.work[kinds] + orders.hop_seconds[hops_out] + (schedule * (hops_out != NO_HOP))[:, None]
+        self.begins = self.work[kinds] - orders.hop_seconds[hops_in] - (schedule * (hops_in != NO_HOP))[:, None]
         # Only the first stage, which has no incoming hop, can start at block 0.
-        self.begins[hops_in > 0, 0] = -np.inf
+        self.begins[hops_in != NO_HOP, 0] = -np.inf
         self.windows = bool((np.diff(self.begins[:, :-1], axis=1) >= 0).all())
         self.earliest_by_memory = [self._earliest_by_memory(stage) for stage in range(self.stages)]
 

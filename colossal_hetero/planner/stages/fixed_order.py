@@ -78,6 +78,7 @@ def _stage_seconds(pipeline: Pipeline) -> _Floats:
         held = np.concatenate([[0.0], np.cumsum(costs.state_bytes + in_flight * costs.activation_bytes)])
         fits = held[None, :] - held[:, None] <= slot.memory_bytes
         each = (work + after)[None, :] - (work - before)[:, None]
+        each += costs.schedule_seconds * ((stage > 0) + (stage + 1 < stages))
         seconds[stage] = np.where(possible & fits, each, np.inf)
         before = after
     return seconds

@@ -93,7 +93,7 @@ class _LocalSearch:
             return np.inf
         self.tried.add(key)
         cost = evaluate(self.pipeline, split)
-        work = zip(cost.forward_seconds, cost.backward_seconds, strict=True)
+        work = zip(cost.forward_seconds, cost.backward_seconds, cost.schedule_seconds, strict=True)
         # No iteration is shorter than the work of one stage.
         if self.pipeline.micro_batches * max(map(sum, work)) >= limit or (self.must_fit and not cost.fits):
             return np.inf

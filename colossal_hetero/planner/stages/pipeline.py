@@ -10,8 +10,8 @@ share one ``LayerCosts`` object, have the same memory and have the same channels
 `[Note: closed form]`  The time of an iteration is estimated by AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t``: the first
 micro-batch passes through the empty pipeline, and each further micro-batch takes one period of the longest stage. This
 note compares C with the event simulation (``event_simulation.py``). F and B are the forward and backward time of a
-stage, h the time of a hop, t = F + B + the hops over the cuts before and behind the stage, K the number of
-micro-batches, P the number of stages.
+stage, each with half of the time of the schedule itself, h the time of a hop, t = F + B + the hops over the cuts before
+and behind the stage, K the number of micro-batches, P the number of stages.
 
 - The period is exact: every cycle in the graph of dependencies has as many forwards as backwards of each stage.
 - Lower bound of the simulation: with ``blocking`` transfers it takes at least ``Σ_{q<c} t_q + K·t_c`` for every stage
@@ -110,6 +110,8 @@ class PipelineCost:
     """Transfer time per micro-batch in steady state: one hop over each of the stage's two cuts."""
     hop_seconds: tuple[float, ...]
     """Time of one transfer in one direction over the cut behind each stage except the last, ``[stages − 1]``."""
+    schedule_seconds: tuple[float, ...]
+    """Time of the schedule itself per micro-batch: for each cut of the stage, ``LayerCosts.schedule_seconds``."""
     update_seconds: tuple[float, ...]
     """Time of the optimizer step, once per iteration."""
     memory_bytes: tuple[float, ...]
@@ -121,9 +123,9 @@ class PipelineCost:
 
     @property
     def stage_seconds(self) -> tuple[float, ...]:
-        """t: forward, backward and transfer time of each stage per micro-batch."""
-        parts = zip(self.forward_seconds, self.backward_seconds, self.transfer_seconds, strict=True)
-        return tuple(forward + backward + transfer for forward, backward, transfer in parts)
+        """t: forward, backward, transfer and schedule time of each stage per micro-batch."""
+        parts = (self.forward_seconds, self.backward_seconds, self.transfer_seconds, self.schedule_seconds)
+        return tuple(map(sum, zip(*parts, strict=True)))
 
 
 def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
@@ -134,9 +136,11 @@ def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
     time. So in steady state a stage spends one hop on each of its cuts per micro-batch, and ``Σ t`` contains every hop
     twice: once for the activations and once for the gradients of one micro-batch.
 
+    The schedule itself takes time on both sides of a cut, in the slot of each side; a single stage has no schedule.
+
     Under 1F1B, stage s holds the activations of ``min(K, P − s)`` micro-batches.
     """
-    forward, backward, update, memory = [], [], [], []
+    forward, backward, schedule, update, memory = [], [], [], [], []
     stages = len(split.order)
     hops = [0.0]
     for s, slot_index in enumerate(split.order):
@@ -145,6 +149,7 @@ def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
         start, stop = split.bounds[s], split.bounds[s + 1]
         forward.append(float(totals.forward_seconds[stop] - totals.forward_seconds[start]))
         backward.append(float(totals.backward_seconds[stop] - totals.backward_seconds[start]))
+        schedule.append(costs.schedule_seconds * ((s > 0) + (s + 1 < stages)))
         update.append(float(totals.update_seconds[stop] - totals.update_seconds[start]))
         state = float(totals.state_bytes[stop] - totals.state_bytes[start])
         in_flight = min(pipeline.micro_batches, stages - s)
@@ -154,13 +159,14 @@ def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
             hops.append(channel.seconds(float(costs.output_bytes[stop - 1])))
     hops.append(0.0)
     transfer = [before + after for before, after in itertools.pairwise(hops)]
-    times = [f + b + t for f, b, t in zip(forward, backward, transfer, strict=True)]
+    times = [sum(parts) for parts in zip(forward, backward, transfer, schedule, strict=True)]
     fits = all(used <= pipeline.slots[index].memory_bytes for used, index in zip(memory, split.order, strict=True))
     return PipelineCost(
         forward_seconds=tuple(forward),
         backward_seconds=tuple(backward),
         transfer_seconds=tuple(transfer),
         hop_seconds=tuple(hops[1:-1]),
+        schedule_seconds=tuple(schedule),
         update_seconds=tuple(update),
         memory_bytes=tuple(memory),
         fits=fits,

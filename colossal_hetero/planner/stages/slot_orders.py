@@ -270,9 +270,8 @@ def _hops(pipeline: Pipeline, pairs: Iterable[tuple[int, int]]) -> tuple[NDArray
         Time of each hop for each place of the cut, ``[hops, blocks + 1]``, where hop 0 takes no time, and the number of
         the hop from slot to slot, ``[slots, slots]``, −1 where no pair is given.
     """
-    none = np.zeros(pipeline.blocks + 1)
-    vectors = [none]
-    numbers = {none.tobytes(): NO_HOP}
+    vectors = [np.zeros(pipeline.blocks + 1)]
+    numbers: dict[bytes, int] = {}  # A hop that takes no time is another number than no hop.
     known: dict[tuple[LayerCosts, Channel], int] = {}
     between = np.full((len(pipeline.slots), len(pipeline.slots)), -1)
     for a, b in pairs:

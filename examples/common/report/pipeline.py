@@ -89,7 +89,8 @@ class PipelineReport(ComparisonReport[PipelineTraining]):
             assert training.plan is not None
             for number, stage in enumerate(training.plan.replicas[0].stages):
                 rank = stage.ranks[0]
-                times = (stage.forward_seconds, stage.backward_seconds, stage.transfer_seconds)
+                communication = stage.transfer_seconds + stage.schedule_seconds
+                times = (stage.forward_seconds, stage.backward_seconds, communication)
                 table.add_row(
                     training.name if number == 0 else "",
                     str(number),

@@ -51,6 +51,20 @@ def test_times_within_the_threshold_are_not_reported() -> None:
         assert [stage.ratio for stage in report.stages] == pytest.approx([slowdowns.get(1, 1.0), slowdowns.get(0, 1.0)])
 
 
+def test_a_proposal_counts_the_schedule() -> None:
+    plan = two_stages(schedule_seconds=[0.5, 1.5], micro_batches=16)
+    proposal = compare(plan, planned_times(plan, {0: 2.0}), 0.2).proposal
+    assert proposal is not None
+    # The stage of rank 0 takes twice as long, with 6 s per block and 3 s of schedule.
+    by_hand = {
+        first: (times := (3.0 * first + 0.5, 6.0 * (8 - first) + 3.0)) and sum(times) + 15 * max(times)
+        for first in range(1, 8)
+    }
+    assert proposal.layers_per_stage[0] == min(by_hand, key=by_hand.__getitem__)
+    assert proposal.seconds == pytest.approx(min(by_hand.values()))
+    assert proposal.present_seconds == pytest.approx(by_hand[4])
+
+
 @pytest.mark.parametrize("slowdown", [1.21, 3.0, 0.5])
 def test_names_the_drifted_stage_and_proposes_another_split(slowdown: float) -> None:
     plan = two_stages(micro_batches=16)

@@ -9,6 +9,7 @@ import pytest
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.plans.launch_order import compare_with_launch_order
 from colossal_hetero.planner.plans.predict import predict_plan
+from colossal_hetero.planner.plans.simulate import simulate_plan, slowed
 from colossal_hetero.planner.profile.as_profiled import as_profiled
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
@@ -88,6 +89,28 @@ def test_a_pipeline_costs_what_the_formula_says():
     first = plan.replicas[0].stages[0]
     assert first.memory_overhead_bytes == pytest.approx(2 * 2 * MB)
     assert first.memory_bytes == pytest.approx(2 * (4 * 8 * MB + 2 * 2 * MB) + 2 * 2 * MB)
+
+
+def test_the_schedule_takes_time_in_predictions_and_plans():
+    slow_schedule = {"fast": 0.02, "slow": 0.1}
+    rows = [times.model_copy(update={"schedule_seconds": slow_schedule[times.device]}) for times in profile().times]
+    topology, mine = machines("slow", "fast", devices_per_node=1), profile().model_copy(update={"times": tuple(rows)})
+    plan = predict_plan(topology, mine, [[[0], [1]]], bounds=(0, 1, 6), micro_batch=2, global_batch=16)
+    slow, fast, hop = 2 * 2 * 0.09 + 0.1, 6 * 2 * 0.03 + 0.02, 2 * MB / 1e9
+    assert plan.iteration_seconds == pytest.approx(slow + fast + 2 * hop + 7 * (max(slow, fast) + hop))
+    assert [stage.schedule_seconds for stage in plan.replicas[0].stages] == pytest.approx([0.1, 0.02])
+    assert plan.replicas[0].bubble_shares[0] == pytest.approx(1 - 8 * (slow + hop) / plan.iteration_seconds)
+    # Two stages: blocking transfers, the first stage is not longer than the last.
+    assert simulate_plan(plan).seconds <= plan.iteration_seconds * (1 + 1e-9)
+    assert simulate_plan(plan).seconds >= 8 * (slow + hop)
+    twice = slowed(plan, {0: 2.0}).replicas[0].stages[0]
+    assert twice.schedule_seconds == pytest.approx(0.2)
+    assert slowed(plan, {0: 2.0}).iteration_seconds == pytest.approx(2 * slow + fast + 2 * hop + 7 * (2 * slow + hop))
+    # With a schedule that takes long on both, one device alone is faster.
+    assert len(make_plans(topology, profile(), global_batch=16, micro_batches=[2])[0].plan.replicas[0].stages) == 2
+    rows = [times.model_copy(update={"schedule_seconds": 0.5}) for times in profile().times]
+    alone = profile().model_copy(update={"times": tuple(rows)})
+    assert len(make_plans(topology, alone, global_batch=16, micro_batches=[2])[0].plan.replicas[0].stages) == 1
 
 
 def test_replicas_wait_for_the_slowest_gradient_synchronization():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -261,3 +262,22 @@ def test_bad_arguments(arguments, message):
 def test_bad_transfers():
     with pytest.raises(ValueError, match="'blocking' and 'overlapped'"):
         simulate_times([1.0], [1.0], [], 1, transfers="magic")  # type: ignore[arg-type]
+
+
+def test_the_time_of_the_schedule_is_half_with_forward_and_half_with_backward():
+    pipeline, split = pipeline_of([1.0, 3.0, 2.0], 5)
+    slots = tuple(replace(slot, costs=replace(slot.costs, schedule_seconds=0.4)) for slot in pipeline.slots)
+    timeline = simulate(replace(pipeline, slots=slots), split)
+    # The stage in the middle has a cut on both sides.
+    alike = simulate_times([1.2, 3.4, 2.2], [2.2, 6.4, 4.2], [0.1, 0.1], 5)
+    assert timeline.seconds == pytest.approx(alike.seconds)
+    cost = evaluate(replace(pipeline, slots=slots), split)
+    assert cost.schedule_seconds == pytest.approx((0.4, 0.8, 0.4))
+    assert cost.seconds == pytest.approx(evaluate(pipeline, split).seconds + (0.4 + 0.8 + 0.4) + 4 * 0.8)
+
+
+def test_one_stage_has_no_schedule():
+    pipeline, split = pipeline_of([1.0], 5)
+    costs = replace(pipeline.slots[0].costs, schedule_seconds=0.4)
+    slow = replace(pipeline, slots=(replace(pipeline.slots[0], costs=costs),))
+    assert evaluate(slow, split).seconds == evaluate(pipeline, split).seconds == 15

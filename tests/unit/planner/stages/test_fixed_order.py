@@ -30,6 +30,7 @@ def random_pipeline(seed: int, blocks: int, stages: int, micro_batches: int, mem
                 gradient_bytes=np.ones(blocks),
                 activation_bytes=np.ones(blocks),
                 output_bytes=output,
+                schedule_seconds=float(random.choice([0.0, 1.5])),
             ),
             memory,
         )

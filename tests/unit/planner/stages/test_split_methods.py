@@ -47,6 +47,7 @@ def random_pipeline(random: np.random.Generator, max_slots: int = 4, max_blocks:
                 gradient_bytes=values(1, 3),
                 activation_bytes=values(1, 5),
                 output_bytes=values(1, 10) if random.random() < 0.5 else np.full(blocks, 3.0),
+                schedule_seconds=float(random.choice([0.0, 0.5, random.uniform(0, 9)])),
             ),
             float(random.choice([1e9, random.integers(5, 60)])),
         )
@@ -54,7 +55,7 @@ def random_pipeline(random: np.random.Generator, max_slots: int = 4, max_blocks:
     ]
     chosen = [kinds[random.integers(len(kinds))] for _ in range(stages)]
     nodes = random.integers(3, size=stages)
-    network = random.integers(4)
+    network = random.integers(5)
 
     def channel(a: int, b: int) -> Channel:
         if network == 0:
@@ -63,6 +64,8 @@ def random_pipeline(random: np.random.Generator, max_slots: int = 4, max_blocks:
             return Channel("PCIe", 5.0) if nodes[a] == nodes[b] else Channel("Ethernet", 1.0, 0.1)
         if network == 2:
             return Channel("InfiniBand", 2.0)
+        if network == 4:
+            return Channel("as fast as can be", np.inf)
         return Channel("RoCE", 1.0 + (a * 7 + b * 7) % 5)
 
     slots = tuple(Slot(f"slot {number}", costs, memory) for number, (costs, memory) in enumerate(chosen))
@@ -92,8 +95,8 @@ def plain_cost(pipeline: Pipeline, division: Split) -> tuple[bool, float]:
         if s + 1 < stages:
             channel = pipeline.channels[index][division.order[s + 1]]
             hop = channel.seconds(float(costs.output_bytes[division.bounds[s + 1] - 1]))
-            times[s] += hop
-            times[s + 1] += hop
+            times[s] += hop + costs.schedule_seconds
+            times[s + 1] += hop + pipeline.slots[division.order[s + 1]].costs.schedule_seconds
     return fits, sum(times) + (count - 1) * max(times) + max(updates)
 
 
