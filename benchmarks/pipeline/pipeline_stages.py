@@ -1,12 +1,13 @@
 """Predicted and measured iteration time of a pipeline with unequal stages, when a CPU quota slows one rank.
 
-sudo python -m benchmarks.pipeline.pipeline_stages [--quotas 1,0.5,0.25] [--blocks 6] [--rounds 3]
+sudo python -m benchmarks.pipeline.pipeline_stages [--quotas 1,0.5,0.25] [--hidden 192,384] [--blocks 6] [--rounds 3]
 
 Two ranks train a ViT with the 1F1B schedule. Rank 1 is under a CPU quota that the program does not know. For each
 quota the layers are measured on both ranks. From these times the iteration time of every split of the blocks is
 predicted, with the closed form that the planner uses and with a simulation of the schedule. Then the splits are trained
 in turns. With --orders the slow rank also takes the first stage, so that all plans that the planner can choose are
-trained. The planner's plan is compared with the best of them.
+trained. The planner's plan is compared with the best of them. A last table has the largest error of each quota and
+hidden size.
 
 Needs Linux and write access to cgroups (version 1 or 2).
 """
@@ -42,13 +43,13 @@ from colossal_hetero.testing.cpu_quota import cpu_quota
 IMAGE, PATCH, HEADS = 32, 4, 4
 
 
-def build_model(arguments: argparse.Namespace) -> VisionTransformer:
+def build_model(hidden: int, blocks: int) -> VisionTransformer:
     torch.manual_seed(1)
     return VisionTransformer(
         img_size=IMAGE,
         patch_size=PATCH,
-        embed_dim=arguments.hidden,
-        depth=arguments.blocks,
+        embed_dim=hidden,
+        depth=blocks,
         num_heads=HEADS,
         num_classes=10,
         class_token=False,
@@ -66,10 +67,10 @@ def make_batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Trained:
     """A model that is trained with one plan, and its iteration times."""
 
-    def __init__(self, plan: Plan, arguments: argparse.Namespace) -> None:
+    def __init__(self, plan: Plan, hidden: int, arguments: argparse.Namespace) -> None:
         self.plan = plan
         self.seconds: list[float] = []
-        model: torch.nn.Module = build_model(arguments)
+        model: torch.nn.Module = build_model(hidden, arguments.blocks)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.plugin = HeteroHybridParallelPlugin(plan=plan, precision="fp32")
         self.booster = Booster(plugin=self.plugin)
@@ -106,7 +107,7 @@ def main() -> None:
     parser.add_argument("--quotas", default="1,0.5,0.25", help="shares of a CPU core for rank 1 (default: %(default)s)")
     parser.add_argument("--period-us", type=int, default=20_000, help="period of the quota (default: %(default)s)")
     parser.add_argument("--blocks", type=int, default=6, help="blocks of the ViT (default: %(default)s)")
-    parser.add_argument("--hidden", type=int, default=192, help="hidden size of the ViT (default: %(default)s)")
+    parser.add_argument("--hidden", default="192,384", help="hidden sizes of the ViT (default: %(default)s)")
     parser.add_argument("--micro-batch", type=int, default=8, help="images per micro-batch (default: %(default)s)")
     parser.add_argument("--global-batch", type=int, default=64, help="images per iteration (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each split (default: %(default)s)")
@@ -114,18 +115,23 @@ def main() -> None:
     parser.add_argument("--orders", action="store_true", help="also try splits with the slow rank first")
     arguments = parser.parse_args()
     start_ranks(2)
-    for quota in map(float, arguments.quotas.split(",")):
-        with ExitStack() as stack:
-            if dist.get_rank() == 1 and quota < 1:
-                stack.enter_context(cpu_quota(quota, arguments.period_us))
-            compare(quota, arguments)
+    rows = []
+    for hidden in map(int, arguments.hidden.split(",")):
+        for quota in map(float, arguments.quotas.split(",")):
+            with ExitStack() as stack:
+                if dist.get_rank() == 1 and quota < 1:
+                    stack.enter_context(cpu_quota(quota, arguments.period_us))
+                errors = compare(quota, hidden, arguments)
+            rows.append((hidden, f"{quota:g}", len(errors), f"{max(errors):.1%}", f"{median(errors):.1%}"))
+    columns = ("hidden size", "quota", "splits", "largest error", "median error")
+    print_table("Errors of the closed form", columns, rows)
 
 
-def compare(quota: float, arguments: argparse.Namespace) -> None:
-    batch = make_batch(arguments.micro_batch)
-    profile = profile_layers(
-        build_model(arguments), batch, F.cross_entropy, micro_batches=[arguments.micro_batch], optimizer="adamw"
-    ).profile
+def compare(quota: float, hidden: int, arguments: argparse.Namespace) -> list[float]:
+    """Print the predictions for one quota and hidden size; returns the relative errors of the closed form."""
+    batch, sizes = make_batch(arguments.micro_batch), [arguments.micro_batch]
+    model = build_model(hidden, arguments.blocks)
+    profile = profile_layers(model, batch, F.cross_entropy, micro_batches=sizes, optimizer="adamw").profile
     topology = as_profiled(probe_ranks(torch.device("cpu"))[0], profile)
     orders = [(0, 1), (1, 0)] if arguments.orders else [(0, 1)]
     variants = [
@@ -139,6 +145,7 @@ def compare(quota: float, arguments: argparse.Namespace) -> None:
                 global_batch=arguments.global_batch,
                 method="given",
             ),
+            hidden,
             arguments,
         )
         for order in orders
@@ -186,13 +193,17 @@ def compare(quota: float, arguments: argparse.Namespace) -> None:
             )
     errors = [abs(variant.plan.iteration_seconds / variant.median_seconds - 1) for variant in variants]
     notes.append(f"Closed form: largest error {max(errors):.1%}, median {median(errors):.1%}.")
-    title = f"Rank 1 of 2 under a CPU quota of {quota:g} of a core"
+    kind = topology.devices[1].kind.name
+    schedule = profile.times_of(kind, 1, arguments.micro_batch).schedule_seconds
+    notes.append(f"Schedule on rank 1, per micro-batch and cut: {schedule * 1e3:.2f} ms.")
+    title = f"Hidden size {hidden}; rank 1 of 2 under a CPU quota of {quota:g} of a core"
     print_table(
         title,
         ("blocks by stage", "measured [s]", "closed form [s]", "error", "simulated [s]", "error"),
         rows,
         notes,
     )
+    return errors
 
 
 def shape(plan: Plan) -> list[tuple[tuple[int, ...], tuple[int, int]]]:

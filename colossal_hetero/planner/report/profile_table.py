@@ -12,7 +12,8 @@ __all__ = ["render_profile"]
 
 
 def render_profile(profile: ModelProfile) -> Group:
-    """Times of the blocks and of the layers before and after them, by kind of device; below, memory per block."""
+    """Times of the blocks, of the layers before and after them, and of the schedule of a pipeline (see
+    ``LayerTimes.schedule_seconds``), by kind of device; below, memory per block."""
     table = Table(title=f"{profile.name}, {profile.precision}: forward plus backward pass, and optimizer step")
     table.add_column("\ndevice")
     counts = ("\nranks", "\ntp", "micro-batch\n[samples]")
@@ -22,6 +23,7 @@ def render_profile(profile: ModelProfile) -> Group:
         "after blocks\n[ms]",
         "all, per sample\n[ms]",
         "update\n[ms]",
+        "schedule, per cut\n[ms]",
     )
     for name in counts + milliseconds:
         # In a plain string rich would read the brackets as markup.
@@ -47,6 +49,7 @@ def _row(profile: ModelProfile, times: LayerTimes) -> list[str]:
         _milliseconds(sum(seconds[stop:])),
         _milliseconds(sum(seconds) / times.micro_batch),
         _milliseconds(sum(times.update_seconds)),
+        _milliseconds(times.schedule_seconds),
     ]
 
 

@@ -15,6 +15,8 @@ would be the full speed. So the mean over many periods is needed. With one threa
 the process, which excludes pauses, and all are multiplied by one ratio of wall time to CPU time over the whole
 measurement. With several threads, CPU time does not show how well they share the work. Then the mean wall time is used,
 divided into forward and backward in proportion to CPU time. On other devices the median wall time is used.
+
+The time of the pipeline's schedule itself is measured by ``schedule_loop.py``, in turns with the layers.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from .activations import saved_bytes
 from .layer_passes import Duration, LayerPasses, clock, resized
 from .merge_ranks import MeasuredLayers, RankLayers, merge_ranks
 from .model_layers import BlockRow, LayerDescription, describe_layers, find_block_row
+from .schedule_loop import Loopback, ScheduleLoop, loopback
 
 __all__ = ["LayerProgress", "MeasuredLayers", "profile_layers"]
 
@@ -160,6 +163,7 @@ Part = tuple[str, int, int]
 ENDS: Part = ("ends", 0, 0)
 BEFORE: Part = ("before", 0, 0)
 AFTER: Part = ("after", 0, 0)
+SCHEDULE: Part = ("schedule", 0, 0)
 
 
 class _Measurement:
@@ -200,16 +204,17 @@ class _Measurement:
         # The same name as in the cluster file that `probe` writes.
         result = RankLayers(kind_name(device_name(self._device), memory_bytes), memory_bytes)
         times: dict[int, dict[Part, list[tuple[Duration, Duration]]]] = {}
-        for index, size in enumerate(sizes):
-            try:
-                times[size] = self._time(size, index, len(sizes))
-                result.activations, result.outputs = self._sizes(size)
-            except Exception as error:
-                if not is_out_of_memory(error) or not times:
-                    raise
-                times.pop(size, None)
-                recover(error)
-                break
+        with loopback(self._device) as messages:
+            for index, size in enumerate(sizes):
+                try:
+                    times[size] = self._time(size, index, len(sizes), messages)
+                    result.activations, result.outputs = self._sizes(size)
+                except Exception as error:
+                    if not is_out_of_memory(error) or not times:
+                        raise
+                    times.pop(size, None)
+                    recover(error)
+                    break
         update, state_factor = self._update(precision)
         # The ratio over the whole measurement, because it then covers as many periods of a quota as possible.
         pace = self._loop.wall / self._loop.cpu if self._by_cpu_time else 1.0
@@ -217,6 +222,7 @@ class _Measurement:
         result.state_factor = state_factor
         for size, parts in times.items():
             seconds = {part: self._typical(durations, pace) for part, durations in parts.items()}
+            result.schedule[size] = seconds[SCHEDULE][0]
             result.runs[size] = {count: seconds["run", 0, count] for _, _, count in self._runs}
             result.forward[size], result.backward[size] = (
                 [seconds[BEFORE][way], *self._single_blocks(seconds, way), seconds[AFTER][way]] for way in (0, 1)
@@ -229,9 +235,15 @@ class _Measurement:
     def _by_cpu_time(self) -> bool:
         return self._device.type == "cpu" and torch.get_num_threads() == 1 and self._group is None
 
-    def _time(self, size: int, index: int, sizes: int) -> dict[Part, list[tuple[Duration, Duration]]]:
-        """Forward and backward durations of each part, one per round; every part runs once per round."""
+    def _time(
+        self, size: int, index: int, sizes: int, messages: Loopback
+    ) -> dict[Part, list[tuple[Duration, Duration]]]:
+        """Forward and backward durations of each part, one per round; every part runs once per round.
+
+        The duration of the schedule is in the place of the forward duration.
+        """
         passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
+        schedule = ScheduleLoop(passes, messages)
         durations: dict[Part, list[tuple[Duration, Duration]]] = {}
 
         # The order changes in each round, because in a fixed order the pauses of a quota might always hit the same
@@ -239,11 +251,13 @@ class _Measurement:
         order = random.Random(size)
 
         def round_of_all() -> None:
-            for part in order.sample([ENDS, *self._parts], len(self._parts) + 1):
+            for part in order.sample([ENDS, SCHEDULE, *self._parts], len(self._parts) + 2):
                 if part == ENDS:
                     before, after = passes.ends()
                     durations.setdefault(BEFORE, []).append(before)
                     durations.setdefault(AFTER, []).append(after)
+                elif part == SCHEDULE:
+                    durations.setdefault(part, []).append((schedule.run(), Duration(0.0, 0.0)))
                 else:
                     durations.setdefault(part, []).append(passes.run(*part[1:]))
 
