@@ -26,7 +26,6 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,18 +42,15 @@ from .activations import saved_bytes
 from .layer_passes import Duration, LayerPasses, clock, resized
 from .merge_ranks import MeasuredLayers, RankLayers, merge_ranks
 from .model_layers import BlockRow, LayerDescription, describe_layers, find_block_row
+from .progress import MIN_ROUNDS, WARM_UP_ROUNDS, LayerProgress, seconds_left
 from .schedule_loop import Loopback, ScheduleLoop, loopback
 
-__all__ = ["LayerProgress", "MeasuredLayers", "profile_layers"]
+__all__ = ["MeasuredLayers", "profile_layers"]
 
 MIN_SECONDS = 3.0
 """Shortest measurement of each micro-batch size. It is 30 periods of a quota, so one period more or less is an error of
 3 %."""
 
-MIN_ROUNDS = 5
-"""Smallest number of rounds that are measured."""
-WARM_UP_ROUNDS = 2
-"""Number of rounds before the measured ones."""
 UPDATES = 5
 """Number of optimizer steps that are measured."""
 
@@ -67,20 +63,6 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-6),
 }
-
-
-@dataclass(frozen=True)
-class LayerProgress:
-    """Progress of one rank."""
-
-    micro_batch: int
-    """Samples of the micro-batch that is measured now."""
-    index: int
-    """Index of this size."""
-    sizes: int
-    """Number of sizes."""
-    rounds: int
-    """Number of rounds measured so far with this size."""
 
 
 def profile_layers(
@@ -207,7 +189,7 @@ class _Measurement:
         with loopback(self._device) as messages:
             for index, size in enumerate(sizes):
                 try:
-                    times[size] = self._time(size, index, len(sizes), messages)
+                    times[size] = self._time(sizes, index, messages)
                     result.activations, result.outputs = self._sizes(size)
                 except Exception as error:
                     if not is_out_of_memory(error) or not times:
@@ -236,12 +218,13 @@ class _Measurement:
         return self._device.type == "cpu" and torch.get_num_threads() == 1 and self._group is None
 
     def _time(
-        self, size: int, index: int, sizes: int, messages: Loopback
+        self, sizes: Sequence[int], index: int, messages: Loopback
     ) -> dict[Part, list[tuple[Duration, Duration]]]:
         """Forward and backward durations of each part, one per round; every part runs once per round.
 
         The duration of the schedule is in the place of the forward duration.
         """
+        size = sizes[index]
         passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
         schedule = ScheduleLoop(passes, messages)
         durations: dict[Part, list[tuple[Duration, Duration]]] = {}
@@ -250,7 +233,13 @@ class _Measurement:
         # part. It is the same on all ranks, because layers may communicate.
         order = random.Random(size)
 
-        def round_of_all() -> None:
+        spent, left = 0.0, None
+
+        def round_of_all(rounds: int) -> None:
+            nonlocal spent, left
+            if self._on_progress is not None:
+                self._on_progress(LayerProgress(size, index, len(sizes), max(rounds - WARM_UP_ROUNDS, 0), left))
+            begin = clock()
             for part in order.sample([ENDS, SCHEDULE, *self._parts], len(self._parts) + 2):
                 if part == ENDS:
                     before, after = passes.ends()
@@ -260,16 +249,17 @@ class _Measurement:
                     durations.setdefault(part, []).append((schedule.run(), Duration(0.0, 0.0)))
                 else:
                     durations.setdefault(part, []).append(passes.run(*part[1:]))
+            took = (clock() - begin).wall
+            spent += took if rounds >= WARM_UP_ROUNDS else 0.0
+            left = seconds_left(sizes, index, rounds + 1, spent, took, self._least_seconds)
 
-        for _ in range(WARM_UP_ROUNDS):
-            round_of_all()
+        for rounds in range(WARM_UP_ROUNDS):
+            round_of_all(rounds)
         durations.clear()
         begin = clock()
-        rounds = 0
-        while self._goes_on(rounds, (clock() - begin).wall):
-            if self._on_progress is not None:
-                self._on_progress(LayerProgress(size, index, sizes, rounds))
-            round_of_all()
+        rounds = WARM_UP_ROUNDS
+        while self._goes_on(rounds - WARM_UP_ROUNDS, (clock() - begin).wall):
+            round_of_all(rounds)
             rounds += 1
         self._loop += clock() - begin
         return durations

@@ -16,9 +16,10 @@ from ...accelerator import get_accelerator
 from ...planner.profile.layer_profile import save_model_profile
 from ...processes.every_rank import destroy_groups
 from ...processes.launch import is_rank, local_gpu
-from .layer_profiler import MIN_SECONDS, LayerProgress, MeasuredLayers, profile_layers
+from .layer_profiler import MIN_SECONDS, MeasuredLayers, profile_layers
 from .model_layers import describe_layers
 from .named_models import build_model
+from .progress import ProgressDisplay
 
 __all__ = ["ProfileRequest", "check_request", "profile_named_model"]
 
@@ -72,13 +73,7 @@ def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLa
         device = _device(0)
     try:
         with console.status(f"building {request.model}") as status:
-
-            def show(progress: LayerProgress) -> None:
-                status.update(
-                    f"measuring micro-batches of {progress.micro_batch} samples ({progress.index + 1} of "
-                    f"{progress.sizes}), round {progress.rounds + 1}"
-                )
-
+            show = ProgressDisplay(console, status)
             torch.manual_seed(0)
             named = build_model(
                 request.model,
