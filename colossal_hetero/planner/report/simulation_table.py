@@ -11,7 +11,7 @@ from ...io.text import aligned, count, times
 from ..plans.simulate import PlanSimulation
 from .plan_table import layout, replica_groups, short_ranks
 
-__all__ = ["render_simulation"]
+__all__ = ["render_replanning", "render_simulation"]
 
 MAX_ROWS = 64
 """Largest number of stages that are printed."""
@@ -33,6 +33,22 @@ def render_simulation(simulation: PlanSimulation, without: PlanSimulation | None
         parts.append(Text(f"with {ranks}"))
     parts += [_stages(simulation), *(Text(line) for line in _totals(simulation, without))]
     return Group(*parts)
+
+
+def render_replanning(present: PlanSimulation, best: PlanSimulation) -> str:
+    """What planning again for the slow ranks brings, in one line.
+
+    Args:
+        present: The present plan with the slow ranks.
+        best: The best plan for them; the same object if it is the present plan.
+    """
+    unit, (now, planned) = times([present.seconds, best.seconds])
+    if best is present:
+        return f"planned again for these ranks: no plan is faster than the present one ({now} {unit})"
+    return (
+        f"planned again for these ranks: {planned} {unit} instead of {now} {unit} "
+        f"({present.seconds / best.seconds:.2f} × as fast): {layout(best.plan)}"
+    )
 
 
 def _stages(simulation: PlanSimulation) -> Table:

@@ -17,6 +17,7 @@ from colossal_hetero.cli import main
 from colossal_hetero.commands.plan import plan as plan_command
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.plans.plan import load_plan, save_plan
+from colossal_hetero.planner.plans.simulate import simulate_plan
 from colossal_hetero.planner.profile.layer_profile import (
     LayerSizes,
     LayerTimes,
@@ -306,6 +307,37 @@ def test_simulation_with_a_slow_rank(tmp_path: Path) -> None:
         assert words in failure("simulate", path, "--slow", wrong)
 
 
+def test_a_slow_rank_is_planned_again_and_the_plan_is_written(files: tuple[Path, Path], tmp_path: Path) -> None:
+    cluster, layers = files
+    path, out = tmp_path / "plan.json", tmp_path / "new.json"
+    output("plan", *files, "--global-batch", 16, "--out", path)
+    # The files are found next to the plan.
+    text = output("simulate", path, "--slow", "0:6", "--out", out)
+    assert "planned again for these ranks:" in text and "× as fast): tp 1" in text and f"{out}: the new plan" in text
+    present = float(text.split(" instead of ")[1].split()[0])
+    assert f"iteration time by event simulation: {present:.3f} s" in text
+    new = load_plan(out)
+    assert new.global_batch == 16 and simulate_plan(new).seconds < present
+    assert f"ranks: {simulate_plan(new).seconds:.3f} s instead" in text
+    # Both plans in another folder than the files.
+    (tmp_path / "other").mkdir()
+    moved = tmp_path / "other/plan.json"
+    save_plan(load_plan(path), moved)
+    assert "with --cluster and --profile also" in output("simulate", moved, "--slow", "0:6")
+    assert "no such file" in failure("simulate", moved, "--slow", "0:6", "--out", out)
+    again = output("simulate", moved, "--slow", "0:6", "--cluster", cluster, "--profile", layers)
+    assert text.split("planned again")[1].splitlines()[0] == again.split("planned again")[1].splitlines()[0]
+    assert "no plan is faster than the present one" in output("simulate", path, "--slow", "0:1")
+
+
+def test_options_of_planning_again(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(plan(), path)
+    assert "--out: only with --slow" in failure("simulate", path, "--out", tmp_path / "new.json")
+    assert "there is no folder" in failure("simulate", path, "--slow", "0:2", "--out", "/nowhere/new.json")
+    assert "give --cluster and --profile" in failure("simulate", path, "--slow", "0:2", "--out", tmp_path / "new.json")
+
+
 def test_overlapped_transfers_are_faster_than_blocking_ones(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     save_plan(plan(), path)
@@ -343,7 +375,7 @@ def test_unneeded_packages_are_not_imported(files: tuple[Path, Path], tmp_path: 
     ("command", "options"),
     [
         ("plan", ["--global-batch", "--micro-batch", "--tp", "--method", "--unequal", "--out", "--plot", "--top"]),
-        ("simulate", ["--slow", "--transfers", "--plot"]),
+        ("simulate", ["--slow", "--transfers", "--cluster", "--profile", "--out", "--plot"]),
     ],
 )
 def test_help_explains_the_options(command: str, options: list[str]) -> None:

@@ -1,0 +1,108 @@
+"""What planning again would bring when some devices have become slower: the best plan, or the present one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..cluster.topology import Topology
+from ..plans.plan import Plan
+from ..plans.predict import predict_plan
+from ..plans.runnable import why_not_runnable
+from ..plans.simulate import PlanSimulation, simulate_plan, slowed
+from ..profile.as_profiled import as_profiled
+from ..profile.layer_profile import ModelProfile
+from ..stages.event_simulation import Transfers
+from .make_plans import make_plans
+
+__all__ = ["Replanned", "replan"]
+
+TRIED = 5
+"""So many of the best plans by the closed form are simulated."""
+
+
+@dataclass(frozen=True, eq=False)
+class Replanned:
+    """The present plan on the slower devices, and the best plan for them."""
+
+    present: PlanSimulation
+    best: PlanSimulation
+    """The same object as ``present`` if no plan was found that is faster."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether another plan is faster than the present one."""
+        return self.best is not self.present
+
+
+def replan(
+    topology: Topology,
+    profile: ModelProfile,
+    plan: Plan,
+    slow: Mapping[int, float],
+    transfers: Transfers = "blocking",
+) -> Replanned:
+    """The best plan for ``topology`` with some devices slower, by event simulation; the present one is a candidate.
+
+    Args:
+        topology: Machines for which the plan was made.
+        profile: Profile from which the plan was made.
+        plan: The present plan. If it can be run, the best one can be run too.
+        slow: Factor by which the work of a device takes longer, by rank.
+        transfers: Model of the transfers, see :mod:`~colossal_hetero.planner.stages.event_simulation`.
+
+    Raises:
+        ValueError: The plan is not one for these machines or this profile, it does not use a slow rank, or a factor is
+            not above 0.
+    """
+    before = slowed(plan, slow)
+    devices, last = len(topology.devices), max(rank for group in _groups(plan) for rank in group)
+    if last >= devices:
+        raise ValueError(f"the plan uses rank {last}, but the cluster has only ranks 0 to {devices - 1}; give its own")
+    if profile.blocks != plan.blocks:
+        raise ValueError(
+            f"the plan has {plan.blocks} blocks, but the profile {profile.name} has {profile.blocks}; give the profile "
+            "that the plan was made from"
+        )
+    topology = as_profiled(topology, profile)
+    # Each device has its measured times now, so the ranks that measured them are no longer needed.
+    profile = profile.model_copy(update={"rank_devices": ()})
+    slower = tuple(
+        dataclasses.replace(device, speed=device.speed / slow.get(rank, 1.0))
+        for rank, device in enumerate(topology.devices)
+    )
+    topology = dataclasses.replace(topology, devices=slower)
+    if plan.symmetric:
+        names = {"cluster": plan.cluster, "profile": plan.profile, "notes": plan.notes}
+        before = predict_plan(
+            topology,
+            profile,
+            plan.rank_order,
+            micro_batch=plan.micro_batch,
+            global_batch=plan.global_batch,
+            bounds=(0, *(stage.blocks[1] for stage in plan.replicas[0].stages)),
+            method=plan.method,
+        ).model_copy(update=names)
+    present = simulate_plan(before, transfers=transfers)
+    try:
+        found = make_plans(
+            topology,
+            profile,
+            global_batch=plan.global_batch,
+            runnable=why_not_runnable(plan) is None,
+            keep=TRIED,
+            cluster_file=plan.cluster,
+            profile_file=plan.profile,
+        )
+    except ValueError:
+        # No plan fits, so the present one remains.
+        return Replanned(present, present)
+    others = [simulate_plan(each.plan, transfers=transfers) for each in found]
+    best = min(others, key=lambda each: each.seconds)
+    # Other times of the same plan are rounding.
+    return Replanned(present, best if best.seconds < present.seconds * (1 - 1e-9) else present)
+
+
+def _groups(plan: Plan) -> list[tuple[int, ...]]:
+    return [group for replica in plan.rank_order for group in replica]
