@@ -78,16 +78,23 @@ def _settings(context: click.Context, parameter: click.Parameter, values: tuple[
     help="Measure each micro-batch for at least this long.",
 )
 @click.option(
+    "--tp",
+    "tensor_parallel",
+    type=Numbers(),
+    default="1",
+    show_default=True,
+    help="Tensor-parallel degrees to measure, e.g. 1,2.",
+)
+@click.option(
     "--nproc",
     type=click.IntRange(min=1),
-    help="Ranks to start on this machine; default: one per GPU, or one on the CPU.",
+    help="Ranks to start on this machine; default: one per GPU, or on the CPU as many as the largest --tp.",
 )
 @click.option("--layers", type=click.IntRange(min=1), hidden=True)
 @click.option("--hidden", type=click.IntRange(min=1), hidden=True)
 @click.option("--heads", type=click.IntRange(min=1), hidden=True)
 @click.option("--vocabulary", type=click.IntRange(min=1), hidden=True)
 @click.option("--device", "devices", multiple=True, hidden=True)
-@click.option("--tp", "tensor_parallel", type=Numbers(), default="1", hidden=True)
 @click.option("--efficiency", type=float, default=0.4, hidden=True)
 @profile_out_option
 def profile(
@@ -117,7 +124,7 @@ def profile(
         if model is not None and named:
             raise ValueError(f"--model measures and {', '.join(named)} estimates; give one or the other")
         if model is not None:
-            _measure(model, out, nproc, given)
+            _measure(model, out, nproc, {**given, "tensor_parallel": tensor_parallel})
             return
         if not named:
             raise ValueError(
@@ -149,15 +156,17 @@ def _measure(model: str, out: Path, nproc: int | None, given: dict[str, Any]) ->
         if os.environ["RANK"] == "0":
             show_profile(measured.profile, out)
         return
-    check_request(request)
+    ranks = nproc or local_devices(ranks_on_cpu=max(request.tensor_parallel))
+    check_request(request, ranks)
     arguments = ["--model", model, "--out", str(out), "--seconds", str(request.min_seconds)]
     arguments += ["--sequence", str(request.sequence), "--micro-batch", ",".join(map(str, request.micro_batches))]
+    arguments += ["--tp", ",".join(map(str, request.tensor_parallel))]
     arguments += ["--optimizer", request.optimizer, "--precision", request.precision]
     if request.image_size is not None:
         arguments += ["--image-size", str(request.image_size)]
     for key, value in request.options.items():
         arguments += ["--set", f"{key}={json.dumps(value)}"]
-    start_ranks(nproc or local_devices(), "colossal_hetero.commands.profile", arguments)
+    start_ranks(ranks, "colossal_hetero.commands.profile", arguments)
 
 
 if __name__ == "__main__":  # a rank

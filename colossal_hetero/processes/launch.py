@@ -29,11 +29,11 @@ def is_rank() -> bool:
     return "RANK" in os.environ
 
 
-def local_devices() -> int:
-    """Number of GPUs of this machine; 1, for the CPU, if it has none."""
+def local_devices(ranks_on_cpu: int = 1) -> int:
+    """Number of GPUs of this machine; ``ranks_on_cpu`` if it has none."""
     import torch
 
-    return max(torch.cuda.device_count(), 1)
+    return torch.cuda.device_count() or ranks_on_cpu
 
 
 def local_gpu(rank: int, action: str) -> torch.device | None:

@@ -52,7 +52,7 @@ RULES: dict[str, set[str]] = {
     "balance": {"layers", "layers/*", "balance/config", "balance/decide", "balance/measure", "balance/report"},
     "profiling": {"accelerator"},
     "profiling/batches": {"accelerator", "processes", "planner/*", "profiling"},
-    "profiling/layers": {"accelerator", "processes", "planner/*", "profiling", "profiling/batches"},
+    "profiling/layers": {"accelerator", "layers", "processes", "planner/*", "profiling", "profiling/batches"},
     "data_parallel": {"accelerator", "planner/*", "profiling", "profiling/*"},
     "pipeline_parallel": {"io", "planner/*", "profiling", "profiling/*"},
     "probe": {"processes", "planner/cluster", "profiling"},

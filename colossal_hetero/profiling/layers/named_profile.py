@@ -17,9 +17,11 @@ from ...planner.profile.layer_profile import save_model_profile
 from ...processes.every_rank import destroy_groups
 from ...processes.launch import is_rank, local_gpu
 from .layer_profiler import MIN_SECONDS, MeasuredLayers, profile_layers
+from .merge_degrees import merge_degrees
 from .model_layers import describe_layers
 from .named_models import build_model
 from .progress import ProgressDisplay
+from .sharded_model import check_degrees, own_group, shard
 
 __all__ = ["ProfileRequest", "check_request", "profile_named_model"]
 
@@ -39,13 +41,16 @@ class ProfileRequest:
     optimizer: str = "adam"
     precision: str = "fp32"
     min_seconds: float = MIN_SECONDS
+    tensor_parallel: Sequence[int] = (1,)
+    """Degrees to measure, ascending. A group has neighboring ranks of one machine."""
 
 
-def check_request(request: ProfileRequest) -> int:
+def check_request(request: ProfileRequest, ranks_per_node: int) -> int:
     """Check the request before any rank is started, without building weights; the number of blocks of the model.
 
     Raises:
-        ValueError: there is no such model, or a pipeline cannot cut it.
+        ValueError: there is no such model, a pipeline cannot cut it, or this many ranks of a machine cannot share its
+            layers.
     """
     named = build_model(
         request.model,
@@ -54,6 +59,7 @@ def check_request(request: ProfileRequest) -> int:
         options=request.options,
         device="meta",
     )
+    check_degrees(named.model, request.tensor_parallel, ranks_per_node)
     return len(describe_layers(named.model).row.blocks)
 
 
@@ -73,27 +79,15 @@ def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLa
         device = _device(0)
     try:
         with console.status(f"building {request.model}") as status:
-            show = ProgressDisplay(console, status)
-            torch.manual_seed(0)
-            named = build_model(
-                request.model,
-                image_size=request.image_size,
-                sequence=request.sequence,
-                options=request.options,
-                device=device,
-            )
-            measured = profile_layers(
-                named.model,
-                named.batch,
-                named.criterion,
-                micro_batches=request.micro_batches,
-                optimizer=request.optimizer,
-                precision=request.precision,
-                min_seconds=request.min_seconds,
-                name=request.model,
-                on_progress=show if rank == 0 else None,
-            )
+            parts = []
+            for degree in request.tensor_parallel:
+                place = "" if len(request.tensor_parallel) == 1 else f" at tensor parallel {degree}"
+                show = ProgressDisplay(console, status, place)
+                parts.append((degree, _measure(request, degree, device, show if rank == 0 else None)))
+        measured, remarks = merge_degrees(parts)
         if rank == 0:
+            for remark in remarks:
+                console.print(remark, markup=False, soft_wrap=True)
             save_model_profile(measured.profile, request.out)
         if dist.is_initialized():
             # No rank may leave while another still asks rank 0 for the addresses of the others.
@@ -104,6 +98,41 @@ def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLa
     finally:
         if dist.is_initialized():
             destroy_groups()
+
+
+def _measure(
+    request: ProfileRequest, degree: int, device: torch.device, on_progress: ProgressDisplay | None
+) -> MeasuredLayers:
+    """Measure the model, or its shard of this rank."""
+    torch.manual_seed(0)
+    named = build_model(
+        request.model,
+        image_size=request.image_size,
+        sequence=request.sequence,
+        options=request.options,
+        device=device,
+    )
+    model, batch, group = named.model, named.batch, None
+    if degree > 1:
+        check_degrees(model, [degree], int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        group = own_group(degree, device)
+        model = shard(model, group)
+        if isinstance(batch, dict) and "input_ids" in batch:
+            # Colossal-AI's sharded models need a mask, even if nothing is masked.
+            batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+    return profile_layers(
+        model,
+        batch,
+        named.criterion,
+        micro_batches=request.micro_batches,
+        optimizer=request.optimizer,
+        precision=request.precision,
+        min_seconds=request.min_seconds,
+        tensor_parallel=degree,
+        group=group,
+        name=request.model,
+        on_progress=on_progress,
+    )
 
 
 def _device(rank: int) -> torch.device:

@@ -74,21 +74,25 @@ class ProgressDisplay:
     Args:
         console: where lines are printed.
         status: the line that changes.
+        place: appended to each line.
         now: the time in seconds.
     """
 
-    def __init__(self, console: Console, status: Status, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, status: Status, place: str = "", now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console = console
         self._status = status
+        self._place = place
         self._now = now
         self._next_line = now() + QUIET_SECONDS
 
     def __call__(self, progress: LayerProgress) -> None:
         """Show it, if it is time to."""
         if self._console.is_terminal:
-            self._status.update(str(progress))
+            self._status.update(f"{progress}{self._place}")
         elif self._now() >= self._next_line and progress.seconds_left is not None:
-            self._console.print(str(progress), markup=False, soft_wrap=True)
+            self._console.print(f"{progress}{self._place}", markup=False, soft_wrap=True)
             self._next_line = self._now() + LINE_SECONDS
 
 

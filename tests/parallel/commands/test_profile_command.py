@@ -43,3 +43,27 @@ def test_a_rank_can_be_started_as_a_module() -> None:
     command = [sys.executable, "-m", profile.callback.__module__, "--help"]  # type: ignore[union-attr]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "--model" in shown
+
+
+def test_tensor_parallel_degrees_are_measured_in_one_profile(tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    shown = run_with_forked_ranks(profile, [*arguments(GPT, out), "--tp", "1,2"])
+    written = load_model_profile(out)
+    alone, shared = written.sizes[0], written.sizes[-1]
+    if len(set(written.rank_devices)) > 1:  # on a busy machine the two ranks may seem unequal
+        assert "tensor parallel 2: groups of unequal devices are left out: ranks 0 to 1 are cpu and cpu-2" in shown
+        return
+    assert written.tensor_parallel_degrees("cpu") == (1, 2) and written.micro_batches("cpu", 2) == (1, 2)
+    # qkv, the projection and the MLP are halved; biases of the row-parallel layers and the norms are not.
+    width, four = 48, 4
+    whole = four * (12 * width * width + 13 * width)
+    assert alone.parameter_bytes[1] == whole
+    assert shared.parameter_bytes[1] == four * (6 * width * width + (3 + 4) * width // 2 + 6 * width)
+    assert shared.output_bytes == alone.output_bytes
+
+
+def test_one_degree_alone(tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    run_with_forked_ranks(profile, [*arguments(VIT[:3] + VIT[5:] + ["--set", "num_heads=2"], out), "--tp", "2"])
+    written = load_model_profile(out)
+    assert written.tensor_parallel_degrees("cpu") == (2,) and written.rank_devices == ("cpu", "cpu")

@@ -54,6 +54,16 @@ def test_an_estimate_is_written_and_shown(tmp_path: Path) -> None:
         (["--model", "timm:vit_tiny_patch16_224", "--set", "depht=2"], "cannot be built with depht=2: .*depht"),
         (["--model", "timm:vit_tiny_patch16_224", "--set", "depth"], "'depth' is not KEY=VALUE, such as depth=6"),
         (["--model", "timm:resnet18"], "ResNet has more than one row of blocks"),
+        (["--model", "hf:gpt2", "--tp", "5"], "tensor parallel 5 does not divide the 12 attention heads of GPT2LMHead"),
+        (["--model", "timm:vit_tiny_patch16_224", "--tp", "2"], "does not divide the 3 attention heads"),
+        (
+            ["--model", "hf:gpt2", "--tp", "1,4", "--nproc", "2"],
+            "tensor parallel 4 needs 4 devices",
+        ),
+        (
+            ["--model", "hf:gpt2", "--tp", "2", "--nproc", "3"],
+            "3 ranks cannot be divided",
+        ),
         (["--model", "hf:gpt3"], "transformers has no model type 'gpt3'"),
         (["--model", "hf:gpt2", "--set", "n_layers=2"], "hf:gpt2 has no option 'n_layers'; did you mean n_layer"),
         (["--model", "hf:gpt2", "--sequence", "4096"], "hf:gpt2 takes at most 1024 tokens, not 4096"),

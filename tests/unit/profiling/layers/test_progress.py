@@ -32,7 +32,7 @@ def test_short_rounds_take_the_shortest_time() -> None:
 def display(terminal: bool) -> tuple[ProgressDisplay, io.StringIO, list[float]]:
     text, time = io.StringIO(), [100.0]
     console = Console(file=text, force_terminal=terminal, width=80)
-    return ProgressDisplay(console, console.status("building"), lambda: time[0]), text, time
+    return ProgressDisplay(console, console.status("building"), now=lambda: time[0]), text, time
 
 
 def progress(left: float | None) -> LayerProgress:
