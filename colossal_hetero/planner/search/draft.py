@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster.all_reduce import concurrent_seconds, synchronization_seconds
 from ..cluster.topology import Channel, Topology
 from ..plans.plan import Plan
 from ..plans.predict import StageGroup, finished_plan, finished_replica
@@ -20,10 +16,11 @@ from ..profile.layer_profile import ModelProfile
 from ..stages.fixed_order import split_in_order
 from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
 from ..stages.split_methods import split
-from .placement import NodeLinks, Place, place, place_together
-from .tp_groups import SlotKind, cut_points
+from .gradient_times import GradientTimes
+from .placement import Place, place, place_together
+from .slot_pool import SlotPool
 
-__all__ = ["Draft", "DraftBuilder", "SlotPool", "divide_micro_batches"]
+__all__ = ["Draft", "DraftBuilder", "divide_micro_batches", "write_plan"]
 
 NO_LINK = Channel("none", 1e-6)
 """Between nodes that cannot reach each other. A draft in which stages send over it is rejected."""
@@ -31,21 +28,6 @@ NO_LINK = Channel("none", 1e-6)
 
 Kinds = tuple[tuple[int, ...], ...]
 """By slot of a pipeline: its kind. If several pipelines are cut alike: the kinds that it has in any of them."""
-
-
-@dataclass(frozen=True, eq=False)
-class SlotPool:
-    """The slots that the devices form with one tensor-parallel degree, timed for one size of micro-batch."""
-
-    tensor_parallel: int
-    """Devices per slot."""
-    micro_batch: int
-    """Samples per micro-batch."""
-    kinds: tuple[SlotKind, ...]
-    """In ascending order of computing power."""
-    total_micro_batches: int
-    """Per iteration, over all pipelines."""
-    links: NodeLinks
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +109,13 @@ class DraftBuilder:
         self._cluster_of = [node.cluster for node in topology.nodes]
         self._splits: dict[object, Split | str] = {}
         self._costs: dict[object, PipelineCost] = {}
-        self._rings: dict[object, float] = {}
+        self._gradients = GradientTimes(topology)
         self._slots: dict[object, Slot] = {}
+
+    @property
+    def chooses_cuts(self) -> bool:
+        """Whether the method looks for the fastest cuts by the closed form, so that all cuts may be compared."""
+        return self.method == "exact"
 
     def build(
         self, pool: SlotPool, groups: Sequence[Sequence[int]], *, symmetric: bool = False, thorough: bool = False
@@ -145,9 +132,7 @@ class DraftBuilder:
         drafts: dict[object, Draft | str] = {}
         for placed in (place, place_together):
             places = placed(groups, pool.kinds, self._node_of, self._cluster_of)
-            look = tuple(
-                sorted(tuple((kind, self._node(pool, (kind, slot))) for kind, slot in each) for each in places)
-            )
+            look = tuple(sorted(tuple((kind, self.node(pool, (kind, slot))) for kind, slot in each) for each in places))
             if look not in drafts:
                 drafts[look] = self.build_placed(pool, places, symmetric=symmetric, thorough=thorough)
         found = [draft for draft in drafts.values() if isinstance(draft, Draft)]
@@ -162,20 +147,19 @@ class DraftBuilder:
             places: The slots of each pipeline, ``[pipelines][slots]``. If the pipelines are cut alike, the first slots
                 of all pipelines run the same blocks, and so on; they need not be of one kind.
         """
-        groups = [tuple(Counter(kind for kind, _ in each)[kind] for kind in range(len(pool.kinds))) for each in places]
-        nodes = [np.array([self._node(pool, (kind, slot)) for kind, slot in pipeline]) for pipeline in places]
+        nodes = [np.array([self.node(pool, (kind, slot)) for kind, slot in pipeline]) for pipeline in places]
         sequences: list[Kinds] = [tuple((kind,) for kind, _ in pipeline) for pipeline in places]
         numbers = as_given = self._shared_numbers(pool, nodes, nodes)
         total = pool.total_micro_batches
-        counts = [total // len(groups) if symmetric else max(1, round(total / len(groups)))] * len(groups)
+        counts = [total // len(places) if symmetric else max(1, round(total / len(places)))] * len(places)
         shared_numbers, shared_kinds = numbers, sequences
         if symmetric:
             # One split for all pipelines, made for the slowest link between two stages and the slowest slot of each.
-            shared_numbers = [pool.links.slowest(np.stack(numbers), axis=0)] * len(groups)
+            shared_numbers = [pool.links.slowest(np.stack(numbers), axis=0)] * len(places)
             if len(set(sequences)) > 1:
                 shared_kinds = [
                     tuple(tuple(sorted(set().union(*stage))) for stage in zip(*sequences, strict=True))
-                ] * len(groups)
+                ] * len(places)
         while True:
             splits = []
             for sequence, matrix, count in zip(shared_kinds, shared_numbers, counts, strict=True):
@@ -201,17 +185,66 @@ class DraftBuilder:
             if all(count >= len(sequence) for count, sequence in zip(counts, sequences, strict=True)):
                 break
             counts = [max(count, len(sequence)) for count, sequence in zip(counts, sequences, strict=True)]
+        if not symmetric and all(cost.fits for cost in costs) and sum(counts) != total:
+            return "a stage has too little memory for its micro-batches in flight"
+        return self._draft(pool, places, splits, counts, costs)
+
+    def build_cut(
+        self,
+        pool: SlotPool,
+        rows: Sequence[Sequence[Place]],
+        bounds: Sequence[tuple[int, ...]],
+        micro_batches: Sequence[int],
+    ) -> Draft | str:
+        """The draft in which nothing is left to choose, or in words why there is none.
+
+        Args:
+            pool: The slots there are.
+            rows: The slots of each pipeline in the order of the stages.
+            bounds: Of the stages of each pipeline.
+            micro_batches: Of each pipeline.
+        """
+        nodes = [np.array([self.node(pool, place) for place in row]) for row in rows]
+        sequences: list[Kinds] = [tuple((kind,) for kind, _ in row) for row in rows]
+        splits = [Split(tuple(range(len(row))), cut) for row, cut in zip(rows, bounds, strict=True)]
+        costs = self._evaluate(pool, sequences, self._shared_numbers(pool, nodes, nodes), micro_batches, splits)
+        return self._draft(pool, rows, splits, micro_batches, costs)
+
+    def _draft(
+        self,
+        pool: SlotPool,
+        places: Sequence[Sequence[Place]],
+        splits: Sequence[Split],
+        counts: Sequence[int],
+        costs: Sequence[PipelineCost],
+    ) -> Draft | str:
         if not all(cost.fits for cost in costs):
             return f"the split by {self.method} does not fit into memory"
-        if not symmetric and sum(counts) != total:
-            return "a stage has too little memory for its micro-batches in flight"
         if any(max(cost.transfer_seconds) >= 1.0 / NO_LINK.bytes_per_second for cost in costs):
             return "consecutive stages have no link"
+        rows = [[each[slot] for slot in cut.order] for each, cut in zip(places, splits, strict=True)]
         try:
-            synchronization = self._synchronize(pool, places, splits)
+            synchronization = self.synchronize(pool, rows, [cut.bounds for cut in splits])
         except ValueError as error:
             return str(error)
-        return Draft(pool, groups, [list(each) for each in places], splits, counts, costs, synchronization)
+        groups = [tuple(np.bincount([kind for kind, _ in each], minlength=len(pool.kinds)).tolist()) for each in places]
+        return Draft(
+            pool, groups, [list(each) for each in places], list(splits), list(counts), list(costs), synchronization
+        )
+
+    def synchronize(self, pool: SlotPool, rows: Sequence[Sequence[Place]], bounds: Sequence[tuple[int, ...]]) -> float:
+        """Seconds until every slot has summed the gradients of its blocks, see :class:`.gradient_times.GradientTimes`.
+
+        Args:
+            pool: The slots there are.
+            rows: The slots of each pipeline in the order of the stages.
+            bounds: Of the stages of each pipeline.
+
+        Raises:
+            ValueError: Slots cannot reach each other.
+        """
+        groups = [[pool.kinds[kind].slots[slot] for kind, slot in row] for row in rows]
+        return self._gradients.seconds(pool.links.node_kind, groups, bounds, pool.kinds[0].costs.gradient_bytes)
 
     @staticmethod
     def _shared_numbers(
@@ -227,17 +260,17 @@ class DraftBuilder:
         load = pool.links.load(ordered, pool.tensor_parallel)
         return [pool.links.shared(row[:, None], row[None, :], load, pool.tensor_parallel) for row in nodes]
 
-    def _node(self, pool: SlotPool, place: Place) -> int:
+    def node(self, pool: SlotPool, place: Place) -> int:
         """The node of a slot."""
         kind, slot = place
         return self._node_of[pool.kinds[kind].slots[slot][0]]
 
     def _pipeline(self, pool: SlotPool, sequence: Kinds, matrix: NDArray[np.int64], micro_batches: int) -> Pipeline:
         channels = [*pool.links.channels, NO_LINK]
-        slots = tuple(self._slot(pool, kinds) for kinds in sequence)
+        slots = tuple(self.slot(pool, kinds) for kinds in sequence)
         return Pipeline(slots, tuple(tuple(channels[number] for number in row) for row in matrix), micro_batches)
 
-    def _slot(self, pool: SlotPool, kinds: tuple[int, ...]) -> Slot:
+    def slot(self, pool: SlotPool, kinds: tuple[int, ...]) -> Slot:
         """A slot that takes as long and needs as much memory, per block, as the worst of these kinds."""
         key = (pool, kinds)
         if key not in self._slots:
@@ -286,55 +319,6 @@ class DraftBuilder:
                 self._costs[key] = evaluate(self._pipeline(pool, sequence, matrix, count), cut)
             costs.append(self._costs[key])
         return costs
-
-    def _synchronize_equal_splits(
-        self, pool: SlotPool, places: Sequence[Sequence[Place]], splits: Sequence[Split]
-    ) -> float:
-        """Seconds until every stage has summed its gradients, all stages at once; for pipelines that are cut alike."""
-        groups, sizes = [], []
-        gradient = pool.kinds[0].costs.gradient_bytes
-        for stage, (start, stop) in enumerate(itertools.pairwise(splits[0].bounds)):
-            slots = [pipeline[cut.order[stage]] for pipeline, cut in zip(places, splits, strict=True)]
-            groups += list(zip(*(pool.kinds[kind].slots[slot] for kind, slot in slots), strict=True))
-            sizes += [float(gradient[start:stop].sum())] * pool.tensor_parallel
-        return max(concurrent_seconds(self.topology, groups, sizes))
-
-    def _synchronize(self, pool: SlotPool, places: Sequence[Sequence[Place]], splits: Sequence[Split]) -> float:
-        """Seconds until every slot has summed the gradients of its blocks.
-
-        A block's gradients are summed over the slots that hold it; blocks that the same slots hold are summed together.
-        """
-        if len(places) == 1:
-            return 0.0
-        if len({cut.bounds for cut in splits}) == 1:
-            return self._synchronize_equal_splits(pool, places, splits)
-        slots_on = Counter(self._node(pool, (kind, slot)) for pipeline in places for kind, slot in pipeline)
-        cuts = cut_points([cut.bounds for cut in splits])
-        gradient = np.concatenate([[0.0], np.cumsum(pool.kinds[0].costs.gradient_bytes)])
-        spent = [0.0] * sum(len(pipeline) for pipeline in places)
-        offset = np.cumsum([0, *(len(pipeline) for pipeline in places)]).tolist()
-        stage_of = [np.searchsorted(cut.bounds, cuts[:-1], side="right").tolist() for cut in splits]
-        ranks = [[pool.kinds[kind].slots[slot][0] for kind, slot in pipeline] for pipeline in places]
-        for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
-            slots = [cut.order[stages[number] - 1] for cut, stages in zip(splits, stage_of, strict=True)]
-            group = [pipeline[slot] for pipeline, slot in zip(ranks, slots, strict=True)]
-            seconds = self._ring(pool, group, float(gradient[stop] - gradient[start]), slots_on)
-            for first, slot in zip(offset, slots, strict=False):
-                spent[first + slot] += seconds
-        return max(spent)
-
-    def _ring(self, pool: SlotPool, group: Sequence[int], size: float, slots_on: Counter[int]) -> float:
-        """Seconds of an all-reduce over ranks of all pipelines, while the other slots of their nodes run theirs."""
-        nodes = Counter(self._node_of[rank] for rank in group)
-        sharing = pool.tensor_parallel
-        if len(nodes) > 1:
-            # A ring leaves a node once, no matter how many of its members are in the node.
-            sharing *= max(math.ceil(slots_on[node] / count) for node, count in nodes.items())
-        alike = Counter((int(pool.links.node_kind[node]), count) for node, count in nodes.items())
-        key = (len(nodes) == 1, frozenset(alike.items()), size, sharing)
-        if key not in self._rings:
-            self._rings[key] = synchronization_seconds(self.topology, group, size, sharing)
-        return self._rings[key]
 
 
 def write_plan(draft: Draft, topology: Topology, profile: ModelProfile, method: str, notes: Sequence[str]) -> Plan:

@@ -22,9 +22,10 @@ from ..profile.as_profiled import as_profiled
 from ..profile.layer_profile import ModelProfile
 from ..stages.rules import uniform_bounds
 from ..stages.split_methods import METHODS
-from .draft import Draft, DraftBuilder, SlotPool, write_plan
+from .draft import Draft, DraftBuilder, write_plan
 from .placement import NodeLinks
 from .plan_search import PlanSearch
+from .slot_pool import SlotPool
 from .tp_groups import divisors, slot_kinds, tensor_parallel_degrees
 
 __all__ = ["make_plans"]

@@ -181,7 +181,7 @@ def place(
                 pipeline.append((kind, slot))
             needed = [count - 1 for count in needed]
         for pipeline, count in zip(pipelines, needed, strict=True):
-            pipeline.extend((kind, slot) for slot in (_take(free, count, cluster_of) if count else []))
+            pipeline.extend((kind, slot) for slot in _take(free, count, cluster_of))
     return pipelines
 
 
@@ -206,15 +206,12 @@ def place_together(
         own: set[int] = set()
         for kind, count in enumerate(groups[pipeline]):
             here = {node: slots for node, slots in free[kind].items() if node in own}
-            first = min(count, sum(len(slots) for slots in here.values()))
-            for wanted, choice in ((first, here), (count - first, free[kind])):
-                if not wanted:
-                    continue
-                taken = _take(choice, wanted, cluster_of)
-                pipelines[pipeline] += [(kind, slot) for slot in taken]
-                own |= {node_of[kinds[kind].slots[slot][0]] for slot in taken}
-                left = {node: [slot for slot in slots if slot not in taken] for node, slots in free[kind].items()}
-                free[kind] = {node: slots for node, slots in left.items() if slots}
+            taken = _take(here, min(count, sum(len(slots) for slots in here.values())), cluster_of)
+            free[kind] = {node: here.get(node, []) if node in own else slots for node, slots in free[kind].items()}
+            free[kind] = {node: slots for node, slots in free[kind].items() if slots}
+            taken += _take(free[kind], count - len(taken), cluster_of)
+            pipelines[pipeline] += [(kind, slot) for slot in taken]
+            own |= {node_of[kinds[kind].slots[slot][0]] for slot in taken}
     return pipelines
 
 
@@ -224,6 +221,8 @@ def _take(free: dict[int, list[int]], count: int, cluster_of: Sequence[int]) -> 
     They come from the node with the fewest free slots that has enough, else from the cluster with the fewest free slots
     that has enough, else from nodes in sequence.
     """
+    if not count:
+        return []
     enough = [node for node, slots in free.items() if len(slots) >= count]
     if enough:
         nodes = [min(enough, key=lambda node: (len(free[node]), node))]

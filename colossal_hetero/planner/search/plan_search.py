@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 from ..cluster.topology import Topology
 from ..plans.runnable import enough_micro_batches
 from .device_groups import MemberKind, find_grouping
-from .draft import Draft, DraftBuilder, SlotPool
+from .draft import Draft, DraftBuilder
+from .few_slots import FewSlots
 from .lower_bounds import PipelineBounds
 from .placement import Place
+from .slot_pool import SlotPool
 from .tp_groups import compositions, divisors
 
 __all__ = ["PlanSearch"]
@@ -98,6 +100,7 @@ class PlanSearch:
             self._try_mixed([row for row in mixed if row[2] * row[3] * self.pools[row[1]].tensor_parallel == world][:1])
         self._reorder()
         self._exchange()
+        self._try_everything()
         return _diverse(self.found(), keep)
 
     def found(self) -> list[Draft]:
@@ -338,6 +341,17 @@ class PlanSearch:
             if isinstance(new, Draft) and new.seconds < old.seconds:
                 self.drafts[key] = new
                 self.best_seconds = min(self.best_seconds, new.seconds)
+
+    def _try_everything(self) -> None:
+        """Try all plans of pools with few slots."""
+        if self.builder.method not in ("exact", "uniform"):
+            return
+        for number, (pool, bound) in enumerate(zip(self.pools, self.bounds, strict=True)):
+            few = FewSlots(self.builder, pool, bound, self.stages, self.runnable)
+            if few.are_few:
+                for draft in few.better_than(self.best_seconds):
+                    self.drafts["few", number, len(self.drafts)] = draft
+                    self.best_seconds = draft.seconds
 
     def _promising(self) -> list[object]:
         """Keys of the best candidates, and of those with the lowest bounds."""

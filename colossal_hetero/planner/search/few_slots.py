@@ -1,0 +1,119 @@
+"""All plans of a few slots: every choice of slots, every way to form pipelines, every order of stages and every cut.
+
+The number of plans grows faster than the factorial of the number of slots. So it is only done for a few slots, where a
+search that tries promising plans would often miss the best one: with so few, it matters which slot is in which node.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plans.runnable import enough_micro_batches
+from .draft import Draft, DraftBuilder
+from .lower_bounds import PipelineBounds
+from .placed_pipelines import PlacedPipelines, Rows
+from .placement import Place
+from .slot_pool import SlotPool
+
+__all__ = ["FewSlots"]
+
+MAX_EQUAL, MAX_UNEQUAL = 5, 4
+"""With more slots not all plans are tried: 5 slots form equal pipelines in up to 411 ways, and others in 1,031."""
+
+
+class FewSlots:
+    """All plans of one pool."""
+
+    def __init__(
+        self, builder: DraftBuilder, pool: SlotPool, bounds: PipelineBounds, stages: Sequence[int] | None, equal: bool
+    ) -> None:
+        """What is tried.
+
+        Args:
+            builder: Prices the plans.
+            pool: The slots.
+            bounds: Lower bounds on the times of pipelines of the pool.
+            stages: Numbers of stages that are allowed; None for all.
+            equal: Whether only plans that can be run are tried: pipelines that are cut alike.
+        """
+        self.placed = PlacedPipelines(builder, pool)
+        self.pool = pool
+        self.bounds = bounds
+        self.stages = stages
+        self.equal = equal
+        self._bound_of: dict[object, float] = {}
+
+    @property
+    def are_few(self) -> bool:
+        """Whether the slots are so few that all plans can be tried."""
+        return self.pool.slots <= (MAX_EQUAL if self.equal else MAX_UNEQUAL)
+
+    def better_than(self, seconds: float) -> list[Draft]:
+        """Drafts that are each faster than ``seconds`` and than those before, so the last one is the best of all."""
+        found = []
+        arrangements = sorted(
+            ((self._lower_bound(rows), number, rows) for number, rows in enumerate(self._distinct())),
+            key=lambda each: each[:2],
+        )
+        for bound, _, rows in arrangements:
+            if bound >= seconds * (1 - 1e-12):
+                break
+            draft = self.placed.best(rows, seconds) if self.equal else self.placed.best_unequal(rows, seconds)
+            if draft is not None and draft.seconds < seconds:
+                found.append(draft)
+                seconds = draft.seconds
+        return found
+
+    def _distinct(self) -> Iterator[Rows]:
+        """Arrangements, one of each that differ only by slots of a kind in a node, or by nodes that are alike."""
+        slots = [(kind, slot) for kind, each in enumerate(self.pool.kinds) for slot in range(len(each.slots))]
+        seen: set[object] = set()
+        for rows in _arrangements(slots):
+            if not self._allowed(rows):
+                continue
+            look = self.placed.look(rows)
+            if look not in seen:
+                seen.add(look)
+                yield rows
+
+    def _allowed(self, rows: Rows) -> bool:
+        total, lengths = self.pool.total_micro_batches, {len(row) for row in rows}
+        if max(lengths) > self.bounds.blocks or len(rows) > total:
+            return False
+        if self.stages is not None and not lengths <= set(self.stages):
+            return False
+        if not self.equal:
+            return True
+        return len(lengths) == 1 and total % len(rows) == 0 and enough_micro_batches(len(rows[0]), total // len(rows))
+
+    def _lower_bound(self, rows: Rows) -> float:
+        counts = np.array([np.bincount([kind for kind, _ in row], minlength=len(self.pool.kinds)) for row in rows])
+        if self.equal:
+            return max(self._pipeline_bound(row, self.pool.total_micro_batches // len(rows)) for row in counts)
+        if any(self._pipeline_bound(row, 1) == np.inf for row in counts):
+            return np.inf
+        # All pipelines together have at most this power, and a pipeline has at least one micro-batch.
+        shortest = max(self._pipeline_bound(row, 1) for row in counts)
+        power = float((counts / self.bounds.work_seconds).sum())
+        return max(shortest, self.pool.total_micro_batches / power * (1 - 1e-9))
+
+    def _pipeline_bound(self, counts: NDArray[np.int64], micro_batches: int) -> float:
+        key = counts.tobytes(), micro_batches
+        if key not in self._bound_of:
+            self._bound_of[key] = float(self.bounds.seconds(counts[None], np.array([micro_batches]))[0])
+        return self._bound_of[key]
+
+
+def _arrangements(slots: Sequence[Place], above: tuple[Place, ...] = ()) -> Iterator[Rows]:
+    """Pipelines of some of the slots in every order, each of them in ascending order after ``above``."""
+    for length in range(1, len(slots) + 1):
+        for row in itertools.permutations(slots, length):
+            if row <= above:
+                continue
+            yield (row,)
+            left = [slot for slot in slots if slot not in row]
+            yield from ((row, *others) for others in _arrangements(left, row))

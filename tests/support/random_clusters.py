@@ -1,0 +1,158 @@
+"""Random clusters and models, and clusters that are better than another in one respect."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
+
+__all__ = ["CHANGES", "Problem", "improved", "large_problem", "small_problem"]
+
+KINDS = ("A", "B", "C")
+CHANGES = ("bandwidth", "memory", "speed", "device")
+"""What :func:`improved` can improve."""
+
+
+class Problem(NamedTuple):
+    """What a plan is made for."""
+
+    topology: Topology
+    profile: ModelProfile
+    global_batch: int
+
+
+def small_problem(seed: int) -> Problem:
+    """1 to 4 devices, mostly alone in their nodes, and a model of up to 6 blocks without tensor parallelism."""
+    random = np.random.default_rng(seed)
+    profile = random_model(random)
+    return Problem(random_cluster(random), profile, int(random.choice([2, 4, 6, 8, 12])))
+
+
+def large_problem(seed: int) -> Problem:
+    """1 to 16 devices and a model of up to 12 blocks; every third model has times for tensor parallelism."""
+    random = np.random.default_rng([1, seed])
+    profile = random_model(random, (1, 2) if seed % 3 == 0 else (1,), 12)
+    return Problem(random_cluster(random, 16), profile, int(random.choice([8, 16, 24, 32])))
+
+
+def random_model(random: np.random.Generator, degrees: tuple[int, ...] = (1,), max_blocks: int = 6) -> ModelProfile:
+    """2 to ``max_blocks`` blocks of 6 bytes of state and 4 bytes of activations per sample, timed on :data:`KINDS`."""
+    blocks = int(random.integers(2, max_blocks + 1))
+    weight = random.uniform(0.5, 1.5, blocks) if random.random() < 0.5 else np.ones(blocks)
+    head, update = random.choice([0.0, 0.5]), random.choice([0.0, 0.2])
+    fixed = random.choice([0.0, 0.3])
+    speeds = {"A": 1.0, "B": random.choice([1.05, 1.5, 3.0]), "C": random.choice([0.5, 1.2, 4.0])}
+    times = []
+    for (name, each), degree, size in itertools.product(speeds.items(), degrees, (1, 2)):
+        work = each * (fixed + (1 - fixed) * size) / degree**0.8
+        forward = np.array([0.0, *(work * weight), head * work])
+        times.append(
+            LayerTimes(
+                device=name,
+                tensor_parallel=degree,
+                micro_batch=size,
+                forward_seconds=tuple(forward),
+                backward_seconds=tuple(2 * forward),
+                update_seconds=(0.0, *(update * each * weight), 0.0),
+            )
+        )
+    output = int(random.choice([1e7, 1e9, 4e9]))
+    sizes = tuple(
+        LayerSizes(
+            tensor_parallel=degree,
+            parameter_bytes=(0, *(12 // degree,) * blocks, 0),
+            activation_bytes=(0, *(4 // degree,) * blocks, 0),
+            output_bytes=(output,) * (blocks + 2),
+        )
+        for degree in degrees
+    )
+    return ModelProfile(
+        name="random",
+        state_factor=0.5,
+        gradient_factor=float(random.choice([1e6, 1e8, 1e9])),
+        times=tuple(times),
+        sizes=sizes,
+    )
+
+
+def random_cluster(random: np.random.Generator, max_devices: int = 4, max_memory: int = 100) -> Topology:
+    """1 to ``max_devices`` devices of up to three kinds in nodes with different networks; some devices are slower."""
+    few = random.random() < 0.3
+    wanted = int(random.integers(1, max_devices + 1)) if few else max_devices
+    kinds = [
+        DeviceKind(name, int(random.choice([max_memory, max_memory, 60, 40, 24])), 1e12)
+        for name in KINDS[: int(random.integers(1, 4))]
+    ]
+    networks = [
+        (Channel("Ethernet", rate, 1e-4), *((Channel("RoCE", 2.5e10, 2e-5),) if random.random() < 0.3 else ()))
+        for rate in random.choice([1e8, 1e9, 4e9, 1.25e10], 3)
+    ]
+    lone = random.random() < 0.6
+    devices: list[Device] = []
+    nodes: list[Node] = []
+    while len(devices) < wanted:
+        here = 1 if lone else min(int(random.integers(1, 5)), wanted - len(devices))
+        kind = kinds[int(random.integers(len(kinds)))]
+        first = len(devices)
+        for _ in range(here):
+            if random.random() < 0.1:
+                kind = kinds[int(random.integers(len(kinds)))]
+            speed = float(random.choice([0.95, 0.8, 0.5])) if random.random() < 0.3 else 1.0
+            devices.append(Device(kind, len(nodes), 0, speed))
+        inside = Channel("NVLink", 3e11, 1e-5) if random.random() < 0.5 else Channel("PCIe", 1e10, 5e-5)
+        nics = networks[int(random.integers(3))]
+        nodes.append(Node(f"n{len(nodes)}", 0, tuple(range(first, len(devices))), inside, nics))
+    return Topology(tuple(devices), tuple(nodes), ("here",))
+
+
+def improved(topology: Topology, change: str, seed: int) -> Topology:
+    """The cluster with one better network, kind with more memory, faster device, or further device.
+
+    More bandwidth is that of the slowest cards, which then are at most twice as fast. The order of the kinds of cards
+    by bandwidth stays the same, because nodes use the kind with the most bandwidth, which need not be the best one.
+    """
+    random = np.random.default_rng([2, seed])
+    devices, nodes = list(topology.devices), list(topology.nodes)
+    if change == "bandwidth":
+        slowest = min(node.nics[0].bytes_per_second for node in nodes)
+        rate = slowest * float(random.choice([1.5, 2.0]))
+        nodes = [
+            dataclasses.replace(
+                node,
+                nics=tuple(
+                    dataclasses.replace(nic, bytes_per_second=rate) if nic.bytes_per_second == slowest else nic
+                    for nic in node.nics
+                ),
+            )
+            for node in nodes
+        ]
+    elif change == "memory":
+        name = devices[int(random.integers(len(devices)))].kind.name
+        factor = float(random.choice([1.2, 2.0]))
+        devices = [
+            dataclasses.replace(
+                device, kind=dataclasses.replace(device.kind, memory_bytes=int(device.kind.memory_bytes * factor))
+            )
+            if device.kind.name == name
+            else device
+            for device in devices
+        ]
+    elif change == "speed":
+        which = int(random.integers(len(devices)))
+        factor = float(random.choice([1.02, 1.1, 1.3]))
+        devices[which] = dataclasses.replace(devices[which], speed=devices[which].speed * factor)
+    elif random.random() < 0.5:
+        like = devices[int(random.integers(len(devices)))]
+        node = nodes[int(random.integers(len(nodes)))]
+        nodes.append(Node(f"n{len(nodes)}", 0, (len(devices),), node.inside, node.nics))
+        devices.append(Device(like.kind, len(nodes) - 1, 0, like.speed))
+    else:
+        # In the last node, so that the numbers of the others do not change.
+        devices.append(dataclasses.replace(devices[-1], speed=float(random.choice([1.0, 0.8]))))
+        nodes[-1] = dataclasses.replace(nodes[-1], devices=(*nodes[-1].devices, len(devices) - 1))
+    return Topology(tuple(devices), tuple(nodes), topology.clusters)
