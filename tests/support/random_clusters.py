@@ -11,7 +11,7 @@ import numpy as np
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
 
-__all__ = ["CHANGES", "Problem", "improved", "large_problem", "small_problem"]
+__all__ = ["CHANGES", "Problem", "improved", "large_problem", "random_model", "small_problem"]
 
 KINDS = ("A", "B", "C")
 CHANGES = ("bandwidth", "memory", "speed", "device")

@@ -49,6 +49,11 @@ class Draft:
     """Of gradients over the pipelines, per iteration."""
 
     @property
+    def rows(self) -> list[list[Place]]:
+        """The slots of each pipeline in the order of the stages."""
+        return _in_order(self.places, self.splits)
+
+    @property
     def devices(self) -> int:
         """Devices in use."""
         return self.pool.tensor_parallel * sum(len(slots) for slots in self.places)
@@ -222,9 +227,8 @@ class DraftBuilder:
             return f"the split by {self.method} does not fit into memory"
         if any(max(cost.transfer_seconds) >= 1.0 / NO_LINK.bytes_per_second for cost in costs):
             return "consecutive stages have no link"
-        rows = [[each[slot] for slot in cut.order] for each, cut in zip(places, splits, strict=True)]
         try:
-            synchronization = self.synchronize(pool, rows, [cut.bounds for cut in splits])
+            synchronization = self.synchronize(pool, _in_order(places, splits), [cut.bounds for cut in splits])
         except ValueError as error:
             return str(error)
         groups = [tuple(np.bincount([kind for kind, _ in each], minlength=len(pool.kinds)).tolist()) for each in places]
@@ -319,6 +323,10 @@ class DraftBuilder:
                 self._costs[key] = evaluate(self._pipeline(pool, sequence, matrix, count), cut)
             costs.append(self._costs[key])
         return costs
+
+
+def _in_order(places: Sequence[Sequence[Place]], splits: Sequence[Split]) -> list[list[Place]]:
+    return [[each[slot] for slot in cut.order] for each, cut in zip(places, splits, strict=True)]
 
 
 def write_plan(draft: Draft, topology: Topology, profile: ModelProfile, method: str, notes: Sequence[str]) -> Plan:

@@ -29,7 +29,14 @@ class FewSlots:
     """All plans of one pool."""
 
     def __init__(
-        self, builder: DraftBuilder, pool: SlotPool, bounds: PipelineBounds, stages: Sequence[int] | None, equal: bool
+        self,
+        builder: DraftBuilder,
+        pool: SlotPool,
+        bounds: PipelineBounds,
+        stages: Sequence[int] | None,
+        *,
+        equal: bool,
+        devices: int = 0,
     ) -> None:
         """What is tried.
 
@@ -39,12 +46,14 @@ class FewSlots:
             bounds: Lower bounds on the times of pipelines of the pool.
             stages: Numbers of stages that are allowed; None for all.
             equal: Whether only plans that can be run are tried: pipelines that are cut alike.
+            devices: Only plans that use at least so many devices.
         """
         self.placed = PlacedPipelines(builder, pool)
         self.pool = pool
         self.bounds = bounds
         self.stages = stages
         self.equal = equal
+        self.devices = devices
         self._bound_of: dict[object, float] = {}
 
     @property
@@ -82,6 +91,8 @@ class FewSlots:
 
     def _allowed(self, rows: Rows) -> bool:
         total, lengths = self.pool.total_micro_batches, {len(row) for row in rows}
+        if sum(len(row) for row in rows) * self.pool.tensor_parallel < self.devices:
+            return False
         if max(lengths) > self.bounds.blocks or len(rows) > total:
             return False
         if self.stages is not None and not lengths <= set(self.stages):

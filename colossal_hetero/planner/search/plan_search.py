@@ -15,6 +15,7 @@ from .draft import Draft, DraftBuilder
 from .few_slots import FewSlots
 from .lower_bounds import PipelineBounds
 from .placement import Place
+from .restricted_pools import places_in, restricted_pools
 from .slot_pool import SlotPool
 from .tp_groups import compositions, divisors
 
@@ -30,6 +31,8 @@ MAX_MIXED = 16
 """Candidates that are tried whose pipelines are cut alike on devices that are not alike."""
 MAX_EXCHANGES = 32
 """Exchanges of slots that are tried per candidate."""
+MAX_OF_PART = 3
+"""Best plans of each part of the cluster that are taken over."""
 MIN_IDLE_GAIN = 1.01
 """Groups that leave devices idle are tried if their objective (AutoHet, Eq. 3a) is larger by this factor."""
 
@@ -57,6 +60,7 @@ class PlanSearch:
         *,
         runnable: bool = False,
         all_devices: bool = False,
+        below: float = np.inf,
     ) -> None:
         """What is searched.
 
@@ -67,6 +71,7 @@ class PlanSearch:
             stages: Numbers of stages that are allowed; None for all.
             runnable: Whether to search only plans that can be run, see :mod:`~colossal_hetero.planner.plans.runnable`.
             all_devices: Whether to return only plans that use every device.
+            below: Plans that certainly take this many seconds or longer are not looked for.
         """
         self.topology = topology
         self.pools = pools
@@ -82,10 +87,21 @@ class PlanSearch:
         """By tensor-parallel degree: why a candidate could not be built."""
         self.too_large: set[int] = set()
         """Tensor-parallel degrees with which the devices cannot hold the model."""
-        self.best_seconds = np.inf
+        self.best_seconds = below
 
     def run(self, keep: int) -> list[Draft]:
         """The best plans, best first; an empty list if there are none."""
+        self._look_through()
+        if not all(self._all_of(number).are_few for number in range(len(self.pools))):
+            self._try_restricted()
+        self._reorder()
+        self._exchange()
+        self._try_all_of_few()
+        self._try_uniform()
+        return _diverse(self.found(), keep)
+
+    def _look_through(self) -> None:
+        """Try the most promising plans of all kinds."""
         self._set_up()
         kinds = sorted({kind.device for pool in self.pools for kind in pool.kinds})
         world = len(self.topology.devices)
@@ -98,10 +114,6 @@ class PlanSearch:
         if self.runnable:
             self._try_all_devices()
             self._try_mixed([row for row in mixed if row[2] * row[3] * self.pools[row[1]].tensor_parallel == world][:1])
-        self._reorder()
-        self._exchange()
-        self._try_everything()
-        return _diverse(self.found(), keep)
 
     def found(self) -> list[Draft]:
         """All candidates that were built and may be returned, best first."""
@@ -229,9 +241,8 @@ class PlanSearch:
                 pool, [used[first::pipelines] for first in range(pipelines)], symmetric=True
             )
             if isinstance(draft, Draft):
-                self.drafts[key] = draft
+                self._add(key, draft)
                 self.lower_bounds[key] = bound
-                self.best_seconds = min(self.best_seconds, draft.seconds)
 
     # Pipelines that differ ----------------------------------------------------------------------------------
 
@@ -327,8 +338,7 @@ class PlanSearch:
             if isinstance(draft, str):
                 self.problems.setdefault(pool.tensor_parallel, draft)
                 return None
-            self.drafts[key] = draft
-            self.best_seconds = min(self.best_seconds, draft.seconds)
+            self._add(key, draft)
         return self.drafts[key]
 
     def _reorder(self) -> None:
@@ -339,19 +349,70 @@ class PlanSearch:
             old = self.drafts[key]
             new = self.builder.build_placed(old.pool, old.places, symmetric=key in self.lower_bounds, thorough=True)
             if isinstance(new, Draft) and new.seconds < old.seconds:
-                self.drafts[key] = new
-                self.best_seconds = min(self.best_seconds, new.seconds)
+                self._add(key, new)
 
-    def _try_everything(self) -> None:
+    def _part(self, pools: Sequence[SlotPool], builder: DraftBuilder) -> PlanSearch:
+        """The search for better plans of these pools."""
+        return PlanSearch(
+            self.topology,
+            pools,
+            builder,
+            self.stages,
+            runnable=self.runnable,
+            all_devices=self.all_devices,
+            below=np.inf if self.all_devices else self.best_seconds,
+        )
+
+    def _try_restricted(self) -> None:
+        """Try the best plans that leave out nodes or kinds of devices, or ignore small differences in speed."""
+        pool_of = {(pool.tensor_parallel, pool.micro_batch): pool for pool in self.pools}
+        for number, pools in enumerate(restricted_pools(self.topology, self.pools)):
+            part = self._part(pools, self.builder)
+            part._look_through()
+            for key in sorted(part.drafts, key=lambda key: part.drafts[key].seconds)[:MAX_OF_PART]:
+                draft, equal = part.drafts[key], key in part.lower_bounds
+                pool = pool_of[draft.pool.tensor_parallel, draft.pool.micro_batch]
+                rows = places_in(pool, draft.pool, draft.rows)
+                bounds = [cut.bounds for cut in draft.splits]
+                tried = [self.builder.build_cut(pool, rows, bounds, draft.micro_batches)]
+                if equal:
+                    tried.append(self.builder.build_placed(pool, rows, symmetric=True))
+                found = [each for each in tried if isinstance(each, Draft)]
+                if found:
+                    better = min(found, key=lambda each: each.seconds)
+                    self._add(("part", number, key), better)
+                    if equal:
+                        self.lower_bounds["part", number, key] = 0.0
+
+    def _try_uniform(self) -> None:
+        """Try plans with equally many layers per stage: they can be faster, because a split ignores gradients."""
+        if self.builder.method != "exact":
+            return
+        part = self._part(self.pools, DraftBuilder(self.topology, "uniform"))
+        for draft in part.run(1):
+            if draft.seconds < self.best_seconds:
+                self._add("uniform", draft)
+
+    def _all_of(self, number: int) -> FewSlots:
+        devices = len(self.topology.devices) if self.all_devices else 0
+        return FewSlots(
+            self.builder, self.pools[number], self.bounds[number], self.stages, equal=self.runnable, devices=devices
+        )
+
+    def _try_all_of_few(self) -> None:
         """Try all plans of pools with few slots."""
         if self.builder.method not in ("exact", "uniform"):
             return
-        for number, (pool, bound) in enumerate(zip(self.pools, self.bounds, strict=True)):
-            few = FewSlots(self.builder, pool, bound, self.stages, self.runnable)
+        for number in range(len(self.pools)):
+            few = self._all_of(number)
             if few.are_few:
-                for draft in few.better_than(self.best_seconds):
-                    self.drafts["few", number, len(self.drafts)] = draft
-                    self.best_seconds = draft.seconds
+                best = min((draft.seconds for draft in self.found()), default=np.inf)
+                for draft in few.better_than(best if self.all_devices else min(best, self.best_seconds)):
+                    self._add(("few", number, len(self.drafts)), draft)
+
+    def _add(self, key: object, draft: Draft) -> None:
+        self.drafts[key] = draft
+        self.best_seconds = min(self.best_seconds, draft.seconds)
 
     def _promising(self) -> list[object]:
         """Keys of the best candidates, and of those with the lowest bounds."""
@@ -377,8 +438,7 @@ class PlanSearch:
                 again = self.builder.build_placed(draft.pool, draft.places, symmetric=True, thorough=True)
                 if isinstance(again, Draft) and again.seconds < draft.seconds:
                     draft = again
-                self.drafts[key] = draft
-                self.best_seconds = min(self.best_seconds, draft.seconds)
+                self._add(key, draft)
 
     def _better_places(self, draft: Draft, seen: set[object]) -> Draft | None:
         """The first exchange of two slots that makes the plan faster; None if there is none, or too many were tried."""
@@ -388,7 +448,7 @@ class PlanSearch:
             """Kind and node: slots of one type are interchangeable."""
             return place[0], self.topology.devices[pool.kinds[place[0]].slots[place[1]][0]].node
 
-        rows = [[places[slot] for slot in cut.order] for places, cut in zip(draft.places, draft.splits, strict=True)]
+        rows = draft.rows
         used = {place for row in rows for place in row}
         free: dict[object, Place] = {}
         for kind, each in enumerate(pool.kinds):

@@ -1,0 +1,100 @@
+"""Plans that are known are not missed: for part of the cluster, at the speed before, and with equal stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.plans.predict import predict_plan
+from colossal_hetero.planner.profile.layer_profile import ModelProfile
+from colossal_hetero.planner.search.make_plans import make_plans
+from tests.support.random_clusters import large_problem, random_model
+from tests.support.random_examples import IS_THOROUGH
+
+
+def nodes(sizes: Sequence[int], kinds: Sequence[str], bandwidths: Sequence[float]) -> Topology:
+    """Nodes with this number and kind of devices, and this bandwidth in bytes per second of their network cards."""
+    devices: list[Device] = []
+    made = []
+    for number, (size, kind, bandwidth) in enumerate(zip(sizes, kinds, bandwidths, strict=True)):
+        first = len(devices)
+        devices += [Device(DeviceKind(kind, 100, 1e12), number, 0)] * size
+        network = Channel("Ethernet", bandwidth, 1e-4)
+        inside = Channel("NVLink", 3e11, 1e-5)
+        made.append(Node(f"n{number}", 0, tuple(range(first, len(devices))), inside, (network,)))
+    return Topology(tuple(devices), tuple(made), ("here",))
+
+
+def without(topology: Topology, node: int) -> Topology:
+    kept = [number for number in range(len(topology.nodes)) if number != node]
+    devices: list[Device] = []
+    made = []
+    for new, number in enumerate(kept):
+        old = topology.nodes[number]
+        first = len(devices)
+        devices += [dataclasses.replace(topology.devices[rank], node=new) for rank in old.devices]
+        made.append(dataclasses.replace(old, devices=tuple(range(first, len(devices)))))
+    return Topology(tuple(devices), tuple(made), topology.clusters)
+
+
+def best(topology: Topology, model: ModelProfile, global_batch: int, *, method: str = "exact") -> Plan:
+    return make_plans(topology, model, global_batch=global_batch, method=method, keep=1)[0].plan
+
+
+def check_without_each_node(topology: Topology, model: ModelProfile, global_batch: int) -> None:
+    seconds = best(topology, model, global_batch).iteration_seconds
+    for node in range(len(topology.nodes)):
+        if len(topology.nodes) == 1:
+            continue
+        try:
+            part = best(without(topology, node), model, global_batch)
+        except ValueError:
+            continue  # the others cannot hold the model
+        assert seconds <= part.iteration_seconds * (1 + 1e-9), f"faster without node {node}"
+
+
+def test_nine_devices_in_nodes_of_4_1_2_and_2() -> None:
+    random = np.random.default_rng([7, 57])
+    model = random_model(random, max_blocks=8)
+    check_without_each_node(nodes((4, 1, 2, 2), "AAAA", random.choice([1e8, 1e9, 1e10], 4)), model, 32)
+
+
+def test_four_workstations_of_which_one_is_slow() -> None:
+    # In a pipeline the slow one makes each of the others wait for it; as one of four replicas it would be the last.
+    for seed, bandwidth in itertools.product(range(5), (1e8, 1e9)):
+        model = random_model(np.random.default_rng(seed))
+        slow = nodes((1, 1, 1, 1), "ABBA", (bandwidth, bandwidth, 4 * bandwidth, bandwidth))
+        devices = (*slow.devices[:3], dataclasses.replace(slow.devices[3], speed=0.25))
+        check_without_each_node(dataclasses.replace(slow, devices=devices), model, 12)
+
+
+@pytest.mark.parametrize("seed", range(60 if IS_THOROUGH else 8))
+def test_no_slower_than_the_old_plan_if_a_device_became_slow(seed: int) -> None:
+    model = random_model(np.random.default_rng(seed), max_blocks=12)
+    before = nodes((4,), "A", (1e9,)) if seed % 2 else nodes((2, 4, 2), "AAB", (1e9, 1e9, 1e9))
+    old = best(before, model, 24)
+    devices = list(before.devices)
+    devices[1] = dataclasses.replace(devices[1], speed=0.8)
+    now = dataclasses.replace(before, devices=tuple(devices))
+    bounds = [0, *(stage.blocks[1] for stage in old.replicas[0].stages)]
+    kept = predict_plan(now, model, old.rank_order, micro_batch=old.micro_batch, global_batch=24, bounds=bounds)
+    assert best(now, model, 24).iteration_seconds <= kept.iteration_seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(60 if IS_THOROUGH else 6))
+def test_exact_is_no_slower_than_equal_stages(seed: int) -> None:
+    topology, model, global_batch = large_problem(seed)
+    try:
+        uniform = best(topology, model, global_batch, method="uniform")
+    except ValueError:
+        return  # equal stages do not fit in memory
+    plan = make_plans(topology, model, global_batch=global_batch, compare=True, keep=1)[0].plan
+    assert plan.uniform_seconds is not None
+    assert plan.iteration_seconds <= plan.uniform_seconds * (1 + 1e-12)
+    assert plan.iteration_seconds <= uniform.iteration_seconds * (1 + 1e-12)
