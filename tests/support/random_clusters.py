@@ -68,6 +68,7 @@ def random_model(random: np.random.Generator, degrees: tuple[int, ...] = (1,), m
             parameter_bytes=(0, *(12 // degree,) * blocks, 0),
             activation_bytes=(0, *(4 // degree,) * blocks, 0),
             output_bytes=(output,) * (blocks + 2),
+            temporary_bytes=(0,) * (blocks + 2),
         )
         for degree in degrees
     )
