@@ -25,8 +25,7 @@ from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes
 from colossal_hetero.planner.search.device_groups import MemberKind, effective_power, find_grouping
 from colossal_hetero.planner.search.draft import Draft, DraftBuilder
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.search.placement import NodeLinks
-from colossal_hetero.planner.search.slot_pool import SlotPool
+from colossal_hetero.planner.search.placement import NodeLinks, SlotPool
 from colossal_hetero.planner.search.tp_groups import slot_kinds
 
 NAMES = ("A100-80", "H800", "H20")

@@ -13,14 +13,14 @@ from ..plans.plan import Plan
 from ..plans.predict import StageGroup, finished_plan, finished_replica
 from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
+from ..stages.event_simulation import simulate_times
 from ..stages.fixed_order import split_in_order
 from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
 from ..stages.split_methods import split
 from .gradient_times import GradientTimes
-from .placement import Place, place, place_together
-from .slot_pool import SlotPool
+from .placement import Place, SlotPool, place, place_together
 
-__all__ = ["Draft", "DraftBuilder", "divide_micro_batches", "write_plan"]
+__all__ = ["Draft", "DraftBuilder", "divide_micro_batches", "simulated_seconds", "write_plan"]
 
 NO_LINK = Channel("none", 1e-6)
 """Between nodes that cannot reach each other. A draft in which stages send over it is rejected."""
@@ -323,6 +323,18 @@ class DraftBuilder:
                 self._costs[key] = evaluate(self._pipeline(pool, sequence, matrix, count), cut)
             costs.append(self._costs[key])
         return costs
+
+
+def simulated_seconds(draft: Draft) -> float:
+    """Time of an iteration of ``draft`` in the event simulation."""
+    alike = {(cost, count) for cost, count in zip(draft.costs, draft.micro_batches, strict=True)}
+    ends = [
+        simulate_times(
+            cost.forward_seconds, cost.backward_seconds, cost.hop_seconds, count, update_seconds=cost.update_seconds
+        ).seconds
+        for cost, count in alike
+    ]
+    return max(ends) + draft.synchronization_seconds
 
 
 def _in_order(places: Sequence[Sequence[Place]], splits: Sequence[Split]) -> list[list[Place]]:

@@ -16,8 +16,7 @@ from ..plans.runnable import enough_micro_batches
 from .draft import Draft, DraftBuilder
 from .lower_bounds import PipelineBounds
 from .placed_pipelines import PlacedPipelines, Rows
-from .placement import Place
-from .slot_pool import SlotPool
+from .placement import Place, SlotPool
 
 __all__ = ["FewSlots"]
 

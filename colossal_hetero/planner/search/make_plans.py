@@ -7,8 +7,9 @@ order of a lower bound on their time, until the rest cannot be better.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,16 @@ from ..profile.as_profiled import as_profiled
 from ..profile.layer_profile import ModelProfile
 from ..stages.rules import uniform_bounds
 from ..stages.split_methods import METHODS
-from .draft import Draft, DraftBuilder, write_plan
-from .placement import NodeLinks
+from .draft import Draft, DraftBuilder, simulated_seconds, write_plan
+from .placement import NodeLinks, SlotPool
 from .plan_search import PlanSearch
-from .slot_pool import SlotPool
 from .tp_groups import divisors, slot_kinds, tensor_parallel_degrees
 
 __all__ = ["make_plans"]
 
 
+SIMULATED = 8
+"""Plans of the method ``simulated``, and of ``exact``, that are simulated to find the best one."""
 MAX_SAMPLES = 10**9
 """In a global batch: its divisors are looked for one by one."""
 ROUNDING = 1e-9
@@ -90,21 +92,30 @@ def make_plans(
     sizes = _micro_batches(profile, global_batch, micro_batches)
     pools = _pools(topology, profile, global_batch, sizes, _degrees(topology, profile, tensor_parallel))
 
-    def plans_by(method: str, keep: int) -> list[RankedPlan]:
+    def search_by(method: str) -> PlanSearch:
         builder = DraftBuilder(topology, method)
-        search = PlanSearch(topology, pools, builder, stages, runnable=runnable, all_devices=all_devices)
-        drafts = search.run(keep)
-        if not drafts:
-            raise ValueError(_why_nothing(topology, profile, search))
-        return [
-            RankedPlan(
-                write_plan(draft, topology, profile, method, _notes(search) if draft is drafts[0] else ()),
-                _reason(draft, drafts[0], search),
-            )
-            for draft in drafts
-        ]
+        return PlanSearch(topology, pools, builder, stages, runnable=runnable, all_devices=all_devices)
 
-    ranked = plans_by(method, keep)
+    uniform = search_by("uniform") if compare and method != "uniform" else None
+    uniform_drafts = uniform.run(1) if uniform else []
+    search = search_by(method)
+    seconds_of: Callable[[Draft], float] = attrgetter("seconds")
+    if method == "simulated":
+        # The search compares plans by the closed form, and other plans can be faster in the simulation.
+        seconds_of = simulated_seconds
+        others = search_by("exact").run(SIMULATED)
+        drafts = sorted([*search.run(max(keep, SIMULATED)), *others], key=seconds_of)[:keep]
+    else:
+        drafts = search.run(keep, uniform_drafts if method == "exact" else ())
+    if not drafts:
+        raise ValueError(_why_nothing(topology, profile, search))
+    ranked = [
+        RankedPlan(
+            write_plan(draft, topology, profile, method, _notes(search) if draft is drafts[0] else ()),
+            _reason(draft, drafts[0], search, seconds_of),
+        )
+        for draft in drafts
+    ]
     changes: dict[str, Any] = {"cluster": cluster_file, "profile": profile_file}
     best = ranked[0].plan
     if compare:
@@ -112,11 +123,9 @@ def make_plans(
         if method != "uniform":
             # A plan in the list can have uniform stages in an order that the method "uniform" does not try.
             seconds = [each.plan.iteration_seconds for each in ranked if _has_uniform_stages(each.plan)]
-            try:
-                seconds.append(plans_by("uniform", 1)[0].plan.iteration_seconds)
-            except ValueError as error:
-                if not seconds:
-                    notes.append(f"no plan with uniform stages: {error}")
+            seconds += [draft.seconds for draft in uniform_drafts]
+            if uniform and not seconds:
+                notes.append(f"no plan with uniform stages: {_why_nothing(topology, profile, uniform)}")
             best = best.model_copy(update={"uniform_seconds": min(seconds, default=None)})
         launch_order = compare_with_launch_order(topology, profile, best)
         best = best.model_copy(update={"notes": (*notes, launch_order) if launch_order else tuple(notes)})
@@ -204,11 +213,13 @@ def _notes(search: PlanSearch) -> list[str]:
     ]
 
 
-def _reason(draft: Draft, best: Draft, search: PlanSearch) -> str:
+def _reason(draft: Draft, best: Draft, search: PlanSearch, seconds_of: Callable[[Draft], float]) -> str:
     """Why the best plan is the best; of another plan, how much slower it is and what most of that comes from."""
+    if draft is best and seconds_of is simulated_seconds:
+        return "the shortest simulated iteration of the plans with the shortest predicted ones"
     if draft is best:
         return f"the shortest predicted iteration of the {count(len(search.drafts), 'plan')} that were worked out"
-    slower = f"{100 * (draft.seconds / best.seconds - 1):.1f} % slower"
+    slower = f"{100 * (seconds_of(draft) / seconds_of(best) - 1):.1f} % slower"
     steady, fill, _ = _parts(draft)
     more = [here - there for here, there in zip(_parts(draft), _parts(best), strict=True)]
     cause = int(np.argmax(more))

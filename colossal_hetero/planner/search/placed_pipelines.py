@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster.topology import Channel
+from ..stages.all_cuts import CutTimes, all_bounds, cut_times
 from ..stages.pipeline import Slot
-from .all_cuts import CutTimes, all_bounds, cut_times
 from .draft import Draft, DraftBuilder
-from .placement import Place
-from .slot_pool import SlotPool
+from .placement import Place, SlotPool
 
 __all__ = ["PlacedPipelines", "Rows"]
 

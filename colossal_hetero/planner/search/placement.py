@@ -1,4 +1,4 @@
-"""Which slots a plan uses: from which node each is taken, and for which stage of which pipeline.
+"""The slots there are, and which a plan uses: from which node each is taken, and for which stage of which pipeline.
 
 AutoHet, section III-C: the fastest links are for tensor parallelism, inside a node, the next for data parallelism, and
 the slowest for pipelines (:func:`place`). If gradients are small and activations large, pipelines need fast links more
@@ -8,6 +8,7 @@ than data parallelism does (:func:`place_together`). Kinds with less computing p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from ..cluster.topology import Channel, Topology
 from .tp_groups import SlotKind
 
-__all__ = ["NodeLinks", "Place", "place", "place_together"]
+__all__ = ["NodeLinks", "Place", "SlotPool", "place", "place_together"]
 
 Place = tuple[int, int]
 """A slot: its kind, and which of that kind's slots."""
@@ -143,6 +144,26 @@ class NodeLinks:
         seconds = np.array([*self._seconds, np.inf])
         chosen = np.expand_dims(seconds[numbers].argmax(axis=axis), axis)
         return np.take_along_axis(numbers, chosen, axis).squeeze(axis)
+
+
+@dataclass(frozen=True, eq=False)
+class SlotPool:
+    """The slots that the devices form with one tensor-parallel degree, timed for one size of micro-batch."""
+
+    tensor_parallel: int
+    """Devices per slot."""
+    micro_batch: int
+    """Samples per micro-batch."""
+    kinds: tuple[SlotKind, ...]
+    """In ascending order of computing power."""
+    total_micro_batches: int
+    """Per iteration, over all pipelines."""
+    links: NodeLinks
+
+    @property
+    def slots(self) -> int:
+        """How many slots there are, of all kinds."""
+        return sum(len(kind.slots) for kind in self.kinds)
 
 
 def place(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 
@@ -14,9 +15,8 @@ from .device_groups import MemberKind, find_grouping
 from .draft import Draft, DraftBuilder
 from .few_slots import FewSlots
 from .lower_bounds import PipelineBounds
-from .placement import Place
+from .placement import Place, SlotPool
 from .restricted_pools import places_in, restricted_pools
-from .slot_pool import SlotPool
 from .tp_groups import compositions, divisors
 
 __all__ = ["PlanSearch"]
@@ -82,15 +82,23 @@ class PlanSearch:
         self.drafts: dict[object, Draft] = {}
         """Candidates that were built. The keys are made of what they were built from."""
         self.lower_bounds: dict[object, float] = {}
-        """Lower bounds on the seconds of those candidates whose pipelines are cut alike."""
+        """Lower bounds on the seconds of candidates, as far as they are known."""
+        self.alike: set[object] = set()
+        """Keys of the candidates whose pipelines are cut alike."""
         self.problems: dict[int, str] = {}
         """By tensor-parallel degree: why a candidate could not be built."""
         self.too_large: set[int] = set()
         """Tensor-parallel degrees with which the devices cannot hold the model."""
         self.best_seconds = below
+        self._by_bound = np.zeros(0, dtype=np.int64)
 
-    def run(self, keep: int) -> list[Draft]:
-        """The best plans, best first; an empty list if there are none."""
+    def run(self, keep: int, known: Sequence[Draft] = ()) -> list[Draft]:
+        """The best plans, best first; an empty list if there are none.
+
+        Args:
+            keep: How many, at most.
+            known: Plans of another search of the same pools. The best plan is not slower than these.
+        """
         self._look_through()
         if not all(self._all_of(number).are_few for number in range(len(self.pools))):
             self._try_restricted()
@@ -98,22 +106,38 @@ class PlanSearch:
         self._exchange()
         self._try_all_of_few()
         self._try_uniform()
+        for draft in known:
+            if draft.seconds < min((each.seconds for each in self.found()), default=np.inf):
+                self._add("known", draft)
         return _diverse(self.found(), keep)
 
     def _look_through(self) -> None:
         """Try the most promising plans of all kinds."""
-        self._set_up()
+        if not self._by_bound.size:
+            self._set_up()
         kinds = sorted({kind.device for pool in self.pools for kind in pool.kinds})
         world = len(self.topology.devices)
-        for allowed in dict.fromkeys([frozenset(kinds), *(frozenset([kind]) for kind in kinds)]):
+        alone = [frozenset([kind]) for kind in kinds]
+        for allowed in dict.fromkeys([frozenset(kinds), *alone]):
             self._try_rows(self._rows_of(allowed), self.best_seconds)
             if not self.runnable:
                 self._try_unequal(allowed)
+        for one in alone if len(alone) > 2 else ():
+            self._try_rows(self._rows_of(frozenset(kinds) - one), self.best_seconds)
         mixed = self._mixed_rows()
         self._try_mixed([row for row in mixed if row[0] < self.best_seconds][:MAX_MIXED])
         if self.runnable:
             self._try_all_devices()
             self._try_mixed([row for row in mixed if row[2] * row[3] * self.pools[row[1]].tensor_parallel == world][:1])
+
+    def _with_uniform_stages(self) -> PlanSearch:
+        """The search for better plans with equally many layers per stage. It uses the rows of this search."""
+        other = copy.copy(self)
+        other.builder = DraftBuilder(self.topology, "uniform")
+        other.drafts, other.lower_bounds, other.alike, other.problems = {}, {}, set(), {}
+        if self.all_devices:
+            other.best_seconds = np.inf
+        return other
 
     def found(self) -> list[Draft]:
         """All candidates that were built and may be returned, best first."""
@@ -191,7 +215,9 @@ class PlanSearch:
             draft = self._try(pool, [tuple(counts.tolist())] * pipelines, symmetric=True)
             if draft is not None:
                 best = min(best, draft.seconds)
-                self.lower_bounds[pool, pipelines, tuple(counts.tolist())] = float(self._seconds[row])
+                key = (pool, pipelines, tuple(counts.tolist()))
+                self.lower_bounds[key] = float(self._seconds[row])
+                self.alike.add(key)
 
     def _try_all_devices(self) -> None:
         """Try plans that use every device: the best may leave slow ones idle, but a run may need all of them."""
@@ -243,6 +269,7 @@ class PlanSearch:
             if isinstance(draft, Draft):
                 self._add(key, draft)
                 self.lower_bounds[key] = bound
+                self.alike.add(key)
 
     # Pipelines that differ ----------------------------------------------------------------------------------
 
@@ -347,16 +374,16 @@ class PlanSearch:
             if not self.lower_bounds.get(key, 0.0) < self.best_seconds:
                 continue
             old = self.drafts[key]
-            new = self.builder.build_placed(old.pool, old.places, symmetric=key in self.lower_bounds, thorough=True)
+            new = self.builder.build_placed(old.pool, old.places, symmetric=key in self.alike, thorough=True)
             if isinstance(new, Draft) and new.seconds < old.seconds:
                 self._add(key, new)
 
-    def _part(self, pools: Sequence[SlotPool], builder: DraftBuilder) -> PlanSearch:
+    def _part(self, pools: Sequence[SlotPool]) -> PlanSearch:
         """The search for better plans of these pools."""
         return PlanSearch(
             self.topology,
             pools,
-            builder,
+            self.builder,
             self.stages,
             runnable=self.runnable,
             all_devices=self.all_devices,
@@ -367,10 +394,10 @@ class PlanSearch:
         """Try the best plans that leave out nodes or kinds of devices, or ignore small differences in speed."""
         pool_of = {(pool.tensor_parallel, pool.micro_batch): pool for pool in self.pools}
         for number, pools in enumerate(restricted_pools(self.topology, self.pools)):
-            part = self._part(pools, self.builder)
+            part = self._part(pools)
             part._look_through()
             for key in sorted(part.drafts, key=lambda key: part.drafts[key].seconds)[:MAX_OF_PART]:
-                draft, equal = part.drafts[key], key in part.lower_bounds
+                draft, equal = part.drafts[key], key in part.alike
                 pool = pool_of[draft.pool.tensor_parallel, draft.pool.micro_batch]
                 rows = places_in(pool, draft.pool, draft.rows)
                 bounds = [cut.bounds for cut in draft.splits]
@@ -382,15 +409,14 @@ class PlanSearch:
                     better = min(found, key=lambda each: each.seconds)
                     self._add(("part", number, key), better)
                     if equal:
-                        self.lower_bounds["part", number, key] = 0.0
+                        self.alike.add(("part", number, key))
 
     def _try_uniform(self) -> None:
         """Try plans with equally many layers per stage: they can be faster, because a split ignores gradients."""
         if self.builder.method != "exact":
             return
-        part = self._part(self.pools, DraftBuilder(self.topology, "uniform"))
-        for draft in part.run(1):
-            if draft.seconds < self.best_seconds:
+        for draft in self._with_uniform_stages().run(1):
+            if draft.seconds < self.best_seconds or self.all_devices:
                 self._add("uniform", draft)
 
     def _all_of(self, number: int) -> FewSlots:
@@ -418,7 +444,7 @@ class PlanSearch:
         """Keys of the best candidates, and of those with the lowest bounds."""
         number = max(MAX_REORDERED, MAX_REORDERED_DEVICES // len(self.topology.devices))
         by_time = sorted(self.drafts, key=lambda key: self.drafts[key].seconds)
-        alike = [key for key in by_time if key in self.lower_bounds]
+        alike = [key for key in by_time if key in self.alike]
         by_bound = sorted(self.lower_bounds, key=lambda key: self.lower_bounds[key])
         # Those that are cut alike are also counted on their own, so that faster others do not exclude them.
         return list(dict.fromkeys([*by_time[:number], *alike[:number], *by_bound[:number]]))
@@ -428,7 +454,7 @@ class PlanSearch:
         if len(set(self.pools[0].links.node_kind.tolist())) < 2:
             return
         for key in self._promising():
-            if key not in self.lower_bounds or not self.lower_bounds[key] < self.best_seconds:
+            if key not in self.alike or not self.lower_bounds.get(key, 0.0) < self.best_seconds:
                 continue
             draft = self.drafts[key]
             seen: set[object] = set()

@@ -13,14 +13,14 @@ from functools import partial
 from itertools import pairwise
 
 from ..cluster.topology import Topology
-from .placement import Place
-from .slot_pool import SlotPool
+from .placement import Place, SlotPool
 from .tp_groups import SlotKind
 
 __all__ = ["places_in", "restricted_pools"]
 
 MAX_LEFT_OUT = 8
 """Types of nodes, and kinds of devices, that are left out in turn: those with the fewest devices."""
+MAX_DEVICES = 16
 SIMILAR_SPEEDS = (1.05, 1.3, 4.0)
 """Devices of one kind count as equally fast if the next faster one is faster by at most these factors."""
 
@@ -28,20 +28,22 @@ SIMILAR_SPEEDS = (1.05, 1.3, 4.0)
 def restricted_pools(topology: Topology, pools: Sequence[SlotPool]) -> Iterator[list[SlotPool]]:
     """The pools without each type of node, without each kind of device, and with similar speeds rounded down.
 
-    Nodes are of one type if they have the same devices and links.
+    Nodes are of one type if they have the same devices and links. In clusters of more than :data:`MAX_DEVICES` devices
+    only the links count, and no kind is left out.
     """
+    is_small = len(topology.devices) <= MAX_DEVICES
     ranks_by_type: dict[object, set[int]] = {}
     ranks_by_kind: dict[str, set[int]] = {}
     for number, node in enumerate(topology.nodes):
         devices = Counter((topology.devices[rank].kind.name, topology.devices[rank].speed) for rank in node.devices)
-        look = int(pools[0].links.node_kind[number]), tuple(sorted(devices.items()))
+        look = int(pools[0].links.node_kind[number]), tuple(sorted(devices.items())) if is_small else ()
         ranks_by_type.setdefault(look, set()).update(node.devices)
     for rank, device in enumerate(topology.devices):
         ranks_by_kind.setdefault(device.kind.name, set()).add(rank)
     left_out = dict.fromkeys(
         frozenset(ranks)
         for parts in (ranks_by_type, ranks_by_kind)
-        if len(parts) > 1
+        if len(parts) > 1 and (is_small or parts is ranks_by_type)
         for ranks in sorted(parts.values(), key=len)[:MAX_LEFT_OUT]
     )
     for ranks in left_out:

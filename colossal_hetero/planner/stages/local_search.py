@@ -7,17 +7,22 @@ closed form the place makes no difference.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from .adapt_search import adapt
 from .event_simulation import Transfers, simulate
 from .exact import exact
 from .pipeline import Pipeline, Split, evaluate
+from .rules import autohet, holmes, uniform
 
 __all__ = ["refine", "simulated"]
 
+ADAPT_NODES = 500
+"""Nodes that the method ``adapt`` visits for a split to compare with."""
 MIN_IMPROVEMENT = 1e-9
 """Relative improvement in time from which a split counts as faster."""
 
@@ -50,9 +55,24 @@ def refine(
 
 
 def simulated(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
-    """The best split by the closed form, improved by :func:`refine`; None if none fits in memory."""
+    """The best split by the closed form, improved by :func:`refine`; None if none fits in memory.
+
+    It is not slower in the event simulation than the splits of the other methods that fit in memory (``adapt`` after
+    ``ADAPT_NODES`` nodes).
+    """
     found = exact(pipeline, order)
-    return None if found is None else refine(pipeline, found, reorder=order is None)
+    if found is None:
+        return None
+    best = refine(pipeline, found, reorder=order is None)
+    others = [uniform(pipeline, order), holmes(pipeline, order), autohet(pipeline, order)]
+    with contextlib.suppress(ValueError):
+        others.append(adapt(pipeline, order, ADAPT_NODES))
+    fitting = [other for other in others if other is not None and evaluate(pipeline, other).fits]
+    if fitting:
+        other = min(fitting, key=lambda split: simulate(pipeline, split).seconds)
+        if simulate(pipeline, other).seconds < simulate(pipeline, best).seconds:
+            best = refine(pipeline, other, reorder=order is None)
+    return best
 
 
 class _LocalSearch:

@@ -300,9 +300,30 @@ def test_refined_splits_fit_and_are_no_slower_in_the_simulation():
             better += seconds[1] < seconds[0]
         fixed = refine(pipeline, before, reorder=False)
         assert fixed.order == before.order
-        assert split(pipeline, "simulated") == refine(pipeline, before)
         assert split(pipeline, "simulated", order=before.order).order == before.order
     assert better > 0
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_simulated_is_no_slower_in_the_simulation_than_any_method(ordered):
+    random = np.random.default_rng(8)
+    compared = 0
+    for _ in range(200 if IS_THOROUGH else 60):
+        pipeline = random_pipeline(random, max_slots=5, max_blocks=9)
+        order = tuple(int(slot) for slot in random.permutation(len(pipeline.slots))) if ordered else None
+        try:
+            seconds = simulate(pipeline, split(pipeline, "simulated", order=order)).seconds
+        except ValueError:
+            continue
+        for method in METHODS:
+            try:
+                other = split(pipeline, method, order=order)
+            except ValueError:
+                continue
+            if evaluate(pipeline, other).fits:
+                compared += 1
+                assert seconds <= simulate(pipeline, other).seconds * (1 + ROUNDING), method
+    assert compared > 100
 
 
 def test_unknown_method():

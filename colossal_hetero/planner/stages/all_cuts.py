@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster.topology import Channel
-from ..stages.pipeline import Slot
+from .pipeline import Slot
 
 __all__ = ["MAX_CUTS", "CutTimes", "all_bounds", "cut_times"]
 

@@ -1,0 +1,81 @@
+"""How often the planner misses a plan: all plans of small clusters, and clusters that become better. No training.
+
+Small clusters have 1 to 4 devices; every plan without tensor parallelism is tried. Larger ones have up to 16 devices;
+each is planned for as it is, and with more bandwidth, more memory, a faster device and a further device. The best plan
+must not become slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+from benchmarks.common import print_table
+from colossal_hetero.planner.search.make_plans import make_plans
+from tests.support.every_plan import EveryPlan
+from tests.support.random_clusters import CHANGES, Problem, improved, large_problem, small_problem
+
+TOLERANCE = 1e-9
+"""Relative difference in time from which a plan counts as slower."""
+
+
+def best_seconds(problem: Problem, runnable: bool) -> float:
+    """Predicted time of the planner's best plan; infinite if it finds none."""
+    topology, profile, global_batch = problem
+    try:
+        ranked = make_plans(topology, profile, global_batch=global_batch, runnable=runnable, keep=1)
+    except ValueError:
+        return np.inf
+    return ranked[0].plan.iteration_seconds
+
+
+def against_all_plans(count: int, runnable: bool) -> tuple[object, ...]:
+    """Row: problems, how many have a plan, how many have a faster one than the planner's, and the worst factor."""
+    factors = []
+    for seed in range(count):
+        problem = small_problem(seed)
+        best = EveryPlan(*problem).best_seconds(runnable=runnable)
+        if best < np.inf:
+            factors.append(best_seconds(problem, runnable) / best)
+    return _row("runnable" if runnable else "unequal", count, factors)
+
+
+def after_improvements(count: int, runnable: bool, change: str) -> tuple[object, ...]:
+    """Row: as :func:`against_all_plans`, for plans after and before the cluster became better."""
+    factors = []
+    for seed in range(count):
+        problem = large_problem(seed)
+        before = best_seconds(problem, runnable)
+        if before < np.inf:
+            better = problem._replace(topology=improved(problem.topology, change, seed))
+            factors.append(best_seconds(better, runnable) / before)
+    return _row(change, count, factors)
+
+
+def _row(name: str, count: int, factors: list[float]) -> tuple[object, ...]:
+    worse = [factor for factor in factors if factor > 1 + TOLERANCE]
+    return name, count, len(factors), len(worse), sum(factor > 1.02 for factor in worse), max(factors, default=1.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", type=int, default=370, help="small clusters (default: 370)")
+    parser.add_argument("--large", type=int, default=250, help="larger clusters, 4 changes each (default: 250)")
+    parser.add_argument("--unequal", action="store_true", help="larger clusters: plans with unequal replicas, too")
+    arguments = parser.parse_args()
+    columns = ("clusters", "with a plan", "slower", "by more than 2 %", "worst factor")
+    print_table(
+        "Small clusters: the planner against all plans",
+        ("plans", *columns),
+        [against_all_plans(arguments.small, runnable) for runnable in (True, False)],
+    )
+    print_table(
+        "\nLarger clusters: after an improvement against before",
+        ("improvement", *columns),
+        [after_improvements(arguments.large, not arguments.unequal, change) for change in CHANGES],
+    )
+
+
+if __name__ == "__main__":
+    main()
