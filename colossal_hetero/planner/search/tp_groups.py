@@ -156,6 +156,9 @@ def _merges(seconds: Sequence[float]) -> list[int]:
 
 def _choices(groups: Sequence[range], available: Sequence[int], max_stages: int) -> list[NDArray[np.int64]] | None:
     """The counts of each group that compositions may have, or None if there would still be too many compositions."""
+    # Every group keeps at least the counts 0 and 1.
+    if number_of_compositions([np.arange(2)] * len(groups), max_stages) > MAX_COMPOSITIONS:
+        return None
     caps = [min(sum(available[kind] for kind in group), max_stages) for group in groups]
     choices = [np.arange(cap + 1) for cap in caps]
     while number_of_compositions(choices, max_stages) > MAX_COMPOSITIONS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -431,8 +432,9 @@ def test_the_reason_why_a_plan_is_slower_has_useful_digits() -> None:
     best = priced((0.1,), 10)
     assert best.seconds - 10 * 0.1 < 0  # filling a pipeline of one stage takes less than nothing, from rounding
     search: Any = SimpleNamespace(drafts={})
-    assert _reason(priced((0.25,), 4), best, search) == "0.0 % slower"
-    filled = _reason(priced((0.25, 0.25), 4, fill=0.25e-3), best, search)
+    seconds = attrgetter("seconds")
+    assert _reason(priced((0.25,), 4), best, search, seconds) == "0.0 % slower"
+    filled = _reason(priced((0.25, 0.25), 4, fill=0.25e-3), best, search, seconds)
     assert filled == "0.0 % slower: filling a pipeline of 2 stages takes 250.0 µs"
-    synchronized = _reason(priced((0.25,), 4, synchronization=1.5e-2), best, search)
+    synchronized = _reason(priced((0.25,), 4, synchronization=1.5e-2), best, search, seconds)
     assert synchronized == "1.5 % slower: synchronizing gradients takes 15.00 ms"
