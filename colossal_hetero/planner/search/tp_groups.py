@@ -136,12 +136,12 @@ def compositions(seconds: Sequence[float], available: Sequence[int], max_stages:
     rows = rows[rows.sum(axis=1) >= 1]
     if len(groups) == len(available):
         return np.asarray(rows)
-    counts = np.zeros((len(rows), len(available)), dtype=np.int64)
+    counts = np.zeros((len(available), len(rows)), dtype=np.int64)
     for left, group in zip(rows.T.copy(), groups, strict=True):
         for kind in reversed(group):
-            counts[:, kind] = np.minimum(left, available[kind])
-            left -= counts[:, kind]
-    return counts
+            counts[kind] = np.minimum(left, available[kind])
+            left -= counts[kind]
+    return counts.T
 
 
 def _merges(seconds: Sequence[float]) -> list[int]:
