@@ -141,7 +141,7 @@ def compositions(seconds: Sequence[float], available: Sequence[int], max_stages:
         for kind in reversed(group):
             counts[kind] = np.minimum(left, available[kind])
             left -= counts[kind]
-    return counts.T
+    return np.asarray(counts.T)
 
 
 def _merges(seconds: Sequence[float]) -> list[int]:
