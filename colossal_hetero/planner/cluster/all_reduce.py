@@ -17,7 +17,8 @@ of nodes: it is shared by the rings that cross it from the same node, but not by
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from .topology import Channel, Topology
 
@@ -54,10 +55,9 @@ def synchronization_seconds(topology: Topology, group: Sequence[int], gradient_b
     """
     if sharing < 1:
         raise ValueError(f"sharing={sharing} must be at least 1, the ring itself")
-    hops = ring_hops(topology, group)
-    inside = _inside_messages(topology, group)
+    ring = _ring(topology, _nodes(topology, group))
     return _ring_seconds(
-        topology, group, hops, gradient_bytes, lambda *end: sharing * (inside[end[0]] if end[2] == INSIDE else 1)
+        topology, ring, gradient_bytes, lambda *end: sharing * (ring.inside[end[0]] if end[2] == INSIDE else 1)
     )
 
 
@@ -76,22 +76,21 @@ def concurrent_seconds(
     """
     if len(groups) != len(gradient_bytes):
         raise ValueError(f"{len(groups)} groups and {len(gradient_bytes)} numbers of bytes; give one per group")
-    hops = [ring_hops(topology, group) for group in groups]
-    load = Counter(
-        (node, way, kind)
-        for ring, count in zip(hops, gradient_bytes, strict=True)
-        if ring and count > 0
-        for kind in [ring_network(topology, ring)]
-        for hop in ring
-        for way, node in enumerate(hop)
-    )
-    for group, count in zip(groups, gradient_bytes, strict=True):
-        if count > 0:
-            load.update({(node, 0, INSIDE): messages for node, messages in _inside_messages(topology, group).items()})
-    return tuple(
-        _ring_seconds(topology, group, ring, count, lambda *end: load[end])
-        for group, ring, count in zip(groups, hops, gradient_bytes, strict=True)
-    )
+    # Rings over the same nodes are alike; a large cluster has few different ones.
+    nodes = [_nodes(topology, group) for group in groups]
+    rings = {each: _ring(topology, each) for each in dict.fromkeys(nodes)}
+    load: Counter[tuple[int, int, str]] = Counter()
+    for each, number in Counter(each for each, size in zip(nodes, gradient_bytes, strict=True) if size > 0).items():
+        ring = rings[each]
+        for hop in ring.hops:
+            for way, node in enumerate(hop):
+                load[node, way, ring.network] += number
+        for node, messages in ring.inside.items():
+            load[node, 0, INSIDE] += number * messages
+    known: dict[object, float] = {}
+    for key in dict.fromkeys(zip(nodes, gradient_bytes, strict=True)):
+        known[key] = _ring_seconds(topology, rings[key[0]], key[1], lambda *end: load[end])
+    return tuple(known[key] for key in zip(nodes, gradient_bytes, strict=True))
 
 
 def ring_hops(topology: Topology, group: Sequence[int]) -> tuple[Hop, ...]:
@@ -100,15 +99,7 @@ def ring_hops(topology: Topology, group: Sequence[int]) -> tuple[Hop, ...]:
     Raises:
         ValueError: A device does not exist or is given twice.
     """
-    for device in group:
-        if not 0 <= device < len(topology.devices):
-            raise ValueError(
-                f"device {device} of group {tuple(group)} does not exist; there are {len(topology.devices)} devices"
-            )
-    if len(set(group)) != len(group):
-        raise ValueError(f"group {tuple(group)} names a device twice")
-    nodes = sorted({topology.devices[device].node for device in group})
-    return tuple(zip(nodes, [*nodes[1:], nodes[0]], strict=True)) if len(nodes) > 1 else ()
+    return _hops(_nodes(topology, group))
 
 
 def ring_network(topology: Topology, hops: Sequence[Hop]) -> str:
@@ -120,11 +111,40 @@ def ring_network(topology: Topology, hops: Sequence[Hop]) -> str:
     return min((topology.node_channel(*hop) for hop in hops), key=lambda channel: channel.bytes_per_second).kind
 
 
-def _inside_messages(topology: Topology, group: Sequence[int]) -> Counter[int]:
-    """How many messages of a ring's step stay inside each node."""
-    devices = Counter(topology.devices[device].node for device in group)
-    leaves = len(devices) > 1
-    return Counter({node: count - leaves for node, count in devices.items() if count > 1})
+class _Ring(NamedTuple):
+    """A ring, as far as its time is concerned."""
+
+    members: int
+    hops: tuple[Hop, ...]
+    """Between nodes."""
+    network: str
+    """The kind of channel between nodes; empty without any."""
+    inside: Mapping[int, int]
+    """By node, how many messages of a step stay inside it."""
+
+
+def _nodes(topology: Topology, group: Sequence[int]) -> tuple[int, ...]:
+    """The node of each device of a group, ascending."""
+    for device in group:
+        if not 0 <= device < len(topology.devices):
+            raise ValueError(
+                f"device {device} of group {tuple(group)} does not exist; there are {len(topology.devices)} devices"
+            )
+    if len(set(group)) != len(group):
+        raise ValueError(f"group {tuple(group)} names a device twice")
+    return tuple(sorted(topology.devices[device].node for device in group))
+
+
+def _hops(nodes: Sequence[int]) -> tuple[Hop, ...]:
+    different = sorted(set(nodes))
+    return tuple(zip(different, [*different[1:], different[0]], strict=True)) if len(different) > 1 else ()
+
+
+def _ring(topology: Topology, nodes: Sequence[int]) -> _Ring:
+    hops = _hops(nodes)
+    # A ring that leaves a node has one message less inside it than it has devices there.
+    inside = {node: count - bool(hops) for node, count in Counter(nodes).items() if count > 1}
+    return _Ring(len(nodes), hops, ring_network(topology, hops) if hops else "", inside)
 
 
 def hop_channel(topology: Topology, hop: Hop, kind: str) -> Channel:
@@ -153,27 +173,20 @@ def nic_bandwidth(topology: Topology, node: int, channel: Channel, message_bytes
 
 
 def _ring_seconds(
-    topology: Topology,
-    group: Sequence[int],
-    hops: Sequence[Hop],
-    gradient_bytes: float,
-    load: Callable[[int, int, str], int],
+    topology: Topology, ring: _Ring, gradient_bytes: float, load: Callable[[int, int, str], int]
 ) -> float:
     if not gradient_bytes >= 0:
         raise ValueError(f"gradient_bytes={gradient_bytes} must be at least 0")
-    count = len(group)
-    if count < 2 or gradient_bytes == 0:
+    if ring.members < 2 or gradient_bytes == 0:
         return 0.0
-    chunk = gradient_bytes / count
-    # A node with several devices has at least one hop between two of them.
+    chunk = gradient_bytes / ring.members
     step = 0.0
-    for number in _inside_messages(topology, group):
+    for number in ring.inside:
         node = topology.nodes[number]
         share = node.inside_bytes_per_second / load(number, 0, INSIDE)
         step = max(step, node.inside.limited(share).seconds(chunk))
-    kind = ring_network(topology, hops) if hops else ""
-    for hop in hops:
-        channel = hop_channel(topology, hop, kind)
-        shares = [nic_bandwidth(topology, n, channel, chunk) / load(n, way, kind) for way, n in enumerate(hop)]
+    for hop in ring.hops:
+        channel = hop_channel(topology, hop, ring.network)
+        shares = [nic_bandwidth(topology, n, channel, chunk) / load(n, way, ring.network) for way, n in enumerate(hop)]
         step = max(step, channel.latency_seconds + chunk / min(channel.bandwidth(chunk), *shares))
-    return 2 * (count - 1) * step
+    return 2 * (ring.members - 1) * step
