@@ -390,7 +390,10 @@ class _BranchAndBound:
         cost = evaluate(self.pipeline, split)
         if cost.seconds < self.best_seconds:
             self.best, self.best_seconds = split, cost.seconds
-        time, update = max(cost.stage_seconds) * (1 - TOLERANCE), max(cost.update_seconds) * (1 - TOLERANCE)
+        # Not above the limits, which rounding can exceed if times differ by many orders of magnitude: a region must
+        # become smaller with every solution.
+        time = min(max(cost.stage_seconds) * (1 - TOLERANCE), longest)
+        update = min(max(cost.update_seconds) * (1 - TOLERANCE), longest_update)
         self.known.append(_Solution(longest, longest_update, split, min_sum, time, update))
         return self.known[-1]
 

@@ -111,3 +111,13 @@ def test_deeply_nested_files_give_no_traceback(name: str, files: dict[str, Path]
     for text in (NESTED, f'{{"schema": 1, "x": {NESTED}}}'):
         broken.write_text(f"schema = 1\nx = {NESTED}" if path.suffix == ".toml" else text)
         run(name, broken, files)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_layer_that_takes_thirty_years_is_planned_with(files: dict[str, Path], way: str) -> None:
+    """Rounding exceeds the limits of the exact method there, which searched the same region again and again."""
+    content = changed(content_of(files["profile"]), ("times", 5, f"{way}_seconds", 0), 1e9)
+    path = files["profile"].with_stem(f"long-{way}")
+    path.write_text(as_text(content, path))
+    run("profile", path, files)
