@@ -63,10 +63,8 @@ class GradientTimes:
         for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
             ring = [pipeline[int(stages[number])][0] for pipeline, stages in zip(groups, stage_of, strict=True)]
             nodes = Counter(node_of[rank] for rank in ring)
-            sharing = width
-            if len(nodes) > 1:
-                # A ring leaves a node once, no matter how many of its members are in the node.
-                sharing *= max(math.ceil(slots_on[node] / count) for node, count in nodes.items())
+            # A ring leaves a node once, no matter how many of its members are in the node.
+            sharing = width * max(math.ceil(slots_on[node] / count) for node, count in nodes.items())
             alike = Counter((int(node_kind[node]), count) for node, count in nodes.items())
             key = (len(nodes) == 1, frozenset(alike.items()), float(total[stop] - total[start]), sharing)
             if key not in self._rings:
