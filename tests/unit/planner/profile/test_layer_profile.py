@@ -22,6 +22,7 @@ from colossal_hetero.planner.profile.layer_profile import (
     load_model_profile,
     save_model_profile,
 )
+from tests.support.changed_files import error_after, put
 
 
 def times(device: str = "fast", micro_batch: int = 1, factor: float = 1.0, **fields: Any) -> dict[str, Any]:
@@ -206,15 +207,6 @@ def test_many_blocks_are_composed_of_powers_of_two() -> None:
         LayerTimes.model_validate(times(block_runs=runs[2:])).composed_seconds(3)
 
 
-def put(*place: Any, value: Any) -> Callable[[Any], None]:
-    def change(content: Any) -> None:
-        for part in place[:-1]:
-            content = content[part]
-        content[place[-1]] = value
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -263,13 +255,7 @@ def put(*place: Any, value: Any) -> Callable[[Any], None]:
 def test_error_messages_name_the_field(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
     path = tmp_path / "broken.json"
     save_model_profile(profile(), path)
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    with pytest.raises(ValueError) as error:
-        load_model_profile(path)
-    text = str(error.value)
-    assert text.startswith(str(path)) and "\n" not in text
+    text = error_after(change, path, load_model_profile)
     assert re.search(words, text), text
 
 
