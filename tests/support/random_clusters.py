@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
+from colossal_hetero.planner.profile.layer_profile import ModelProfile
+from tests.support.layer_profiles import layer_times, small_sizes
 
 __all__ = ["CHANGES", "Problem", "improved", "large_problem", "random_model", "small_problem"]
 
@@ -50,28 +51,10 @@ def random_model(random: np.random.Generator, degrees: tuple[int, ...] = (1,), m
     times = []
     for (name, each), degree, size in itertools.product(speeds.items(), degrees, (1, 2)):
         work = each * (fixed + (1 - fixed) * size) / degree**0.8
-        forward = np.array([0.0, *(work * weight), head * work])
-        times.append(
-            LayerTimes(
-                device=name,
-                tensor_parallel=degree,
-                micro_batch=size,
-                forward_seconds=tuple(forward),
-                backward_seconds=tuple(2 * forward),
-                update_seconds=(0.0, *(update * each * weight), 0.0),
-            )
-        )
-    output = int(random.choice([1e7, 1e9, 4e9]))
-    sizes = tuple(
-        LayerSizes(
-            tensor_parallel=degree,
-            parameter_bytes=(0, *(12 // degree,) * blocks, 0),
-            activation_bytes=(0, *(4 // degree,) * blocks, 0),
-            output_bytes=(output,) * (blocks + 2),
-            temporary_bytes=(0,) * (blocks + 2),
-        )
-        for degree in degrees
-    )
+        forward = (0.0, *(work * weight), head * work)
+        updates = (0.0, *(update * each * weight), 0.0)
+        times.append(layer_times(name, forward, micro_batch=size, tensor_parallel=degree, update_seconds=updates))
+    sizes = small_sizes(blocks, degrees, int(random.choice([1e7, 1e9, 4e9])))
     return ModelProfile(
         name="random",
         state_factor=0.5,

@@ -11,8 +11,9 @@ from colossal_hetero.planner.plans.launch_order import compare_with_launch_order
 from colossal_hetero.planner.plans.predict import predict_plan
 from colossal_hetero.planner.plans.simulate import simulate_plan, slowed
 from colossal_hetero.planner.profile.as_profiled import as_profiled
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
+from tests.support.layer_profiles import layer_times
 
 MB = 10**6
 
@@ -21,17 +22,6 @@ def profile(blocks: int = 6, **changes) -> ModelProfile:
     """Layers on "fast" devices, and on "slow" devices that take three times as long, with tensor-parallel degrees 1 and
     2 and micro-batches of 1 and 2."""
     layers = blocks + 2
-
-    def times(device: str, degree: int, micro_batch: int, seconds: float) -> LayerTimes:
-        row = (seconds * micro_batch / degree,) * layers
-        return LayerTimes(
-            device=device,
-            tensor_parallel=degree,
-            micro_batch=micro_batch,
-            forward_seconds=row,
-            backward_seconds=tuple(2 * value for value in row),
-            update_seconds=(0.0,) * layers,
-        )
 
     sizes = tuple(
         LayerSizes(
@@ -43,7 +33,7 @@ def profile(blocks: int = 6, **changes) -> ModelProfile:
         for degree in (1, 2)
     )
     rows = [
-        times(device, degree, micro_batch, seconds)
+        layer_times(device, (seconds * micro_batch / degree,) * layers, micro_batch=micro_batch, tensor_parallel=degree)
         for device, seconds in (("fast", 0.01), ("slow", 0.03))
         for degree in (1, 2)
         for micro_batch in (1, 2)

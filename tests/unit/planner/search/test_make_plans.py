@@ -18,10 +18,11 @@ from colossal_hetero.planner.plans.launch_order import compare_with_launch_order
 from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.plans.predict import predict_plan
 from colossal_hetero.planner.plans.runnable import enough_micro_batches, why_not_runnable
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
+from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.search.draft import divide_micro_batches
 from colossal_hetero.planner.search.make_plans import _reason, make_plans
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+from tests.support.layer_profiles import layer_times, small_sizes
 from tests.support.random_examples import examples
 
 FAST_LINK, SLOW_LINK = Channel("NVLink", 300e9, 1e-5), Channel("RoCE", 25e9, 2e-5)
@@ -55,28 +56,9 @@ def profile(
     ):
         work = each * (0.2 + 0.8 * size) / degree**0.8
         forward = [0.0, *(work * random.uniform(0.9, 1.1, blocks)), 0.5 * work]
-        backward = [2 * one for one in forward]
-        times.append(
-            LayerTimes(
-                device=name,
-                tensor_parallel=degree,
-                micro_batch=size,
-                forward_seconds=tuple(forward),
-                backward_seconds=tuple(backward),
-                update_seconds=(0.0,) * (blocks + 2),
-            )
-        )
-    sizes = [
-        LayerSizes(
-            tensor_parallel=degree,
-            parameter_bytes=(0, *(12 // degree,) * blocks, 0),
-            activation_bytes=(0, *(4 // degree,) * blocks, 0),
-            output_bytes=(10**9,) * (blocks + 2),
-            temporary_bytes=(0,) * (blocks + 2),
-        )
-        for degree in degrees
-    ]
-    return ModelProfile(name="small", state_factor=0.5, gradient_factor=1e9, times=tuple(times), sizes=tuple(sizes))
+        times.append(layer_times(name, forward, micro_batch=size, tensor_parallel=degree))
+    sizes = small_sizes(blocks, degrees, 10**9)
+    return ModelProfile(name="small", state_factor=0.5, gradient_factor=1e9, times=tuple(times), sizes=sizes)
 
 
 def check(plan: Plan, topology: Topology, model: ModelProfile, global_batch: int) -> None:
