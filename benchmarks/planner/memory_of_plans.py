@@ -2,7 +2,7 @@
 
 Memory is counted from the published table of layers as Sailor counts it: 24 bytes of state per parameter, the kept
 activations of ``min(K, S − s)`` micro-batches in stage s of S, and 3 GB for context, libraries and buffers. A plan
-exceeds memory if a stage needs more than its GPU has. As a control, plans are also made as before this was modelled:
+exceeds memory if a stage needs more than its GPU has. As a control, plans are also made as before this was modeled:
 16 bytes per parameter, no reserve, and nothing for what passes need for a moment.
 
 Tables were measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich).
