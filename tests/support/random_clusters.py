@@ -43,6 +43,7 @@ def large_problem(seed: int) -> Problem:
 
 def random_model(random: np.random.Generator, degrees: tuple[int, ...] = (1,), max_blocks: int = 6) -> ModelProfile:
     """2 to ``max_blocks`` blocks of 6 bytes of state and 4 bytes of activations per sample, timed on :data:`KINDS`."""
+    schedule = float(random.spawn(1)[0].choice([0.0, 0.3]))
     blocks = int(random.integers(2, max_blocks + 1))
     weight = random.uniform(0.5, 1.5, blocks) if random.random() < 0.5 else np.ones(blocks)
     head, update = random.choice([0.0, 0.5]), random.choice([0.0, 0.2])

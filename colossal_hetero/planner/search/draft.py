@@ -54,6 +54,11 @@ class Draft:
         return _in_order(self.places, self.splits)
 
     @property
+    def is_equal(self) -> bool:
+        """Whether all pipelines are cut alike and run equally many micro-batches."""
+        return len({cut.bounds for cut in self.splits}) == 1 and len(set(self.micro_batches)) == 1
+
+    @property
     def devices(self) -> int:
         """Devices in use."""
         return self.pool.tensor_parallel * sum(len(slots) for slots in self.places)

@@ -204,7 +204,7 @@ def _pools(
 def _notes(search: PlanSearch) -> list[str]:
     """The tensor-parallel degrees that are not possible, and why."""
     # A degree with neither a draft nor a problem was skipped because of a lower bound on its time.
-    problems = search.problems | dict.fromkeys(search.too_large, "the model does not fit")
+    problems = search.problems | dict.fromkeys(search.rows.too_large, "the model does not fit")
     possible = {draft.pool.tensor_parallel for draft in search.drafts.values()}
     return [
         f"tensor parallelism {degree} is not possible: {problem}"
