@@ -14,6 +14,7 @@ def layer_times(
     micro_batch: int = 1,
     tensor_parallel: int = 1,
     update_seconds: Sequence[float] | None = None,
+    schedule_seconds: float = 0.0,
 ) -> LayerTimes:
     """Times by layer. Backward passes take twice as long as forward passes.
 
@@ -27,16 +28,17 @@ def layer_times(
         forward_seconds=tuple(forward_seconds),
         backward_seconds=tuple(2 * each for each in forward_seconds),
         update_seconds=(0.0,) * len(forward_seconds) if update_seconds is None else tuple(update_seconds),
+        schedule_seconds=schedule_seconds,
     )
 
 
 def small_sizes(blocks: int, degrees: Sequence[int], output_bytes: int) -> tuple[LayerSizes, ...]:
-    """Sizes by tensor-parallel degree: ``blocks`` blocks of 12 bytes of parameters and 4 bytes of activations per
+    """Sizes by tensor-parallel degree: ``blocks`` blocks of 2 bytes of parameters and 4 bytes of activations per
     sample, divided by the degree, between an embedding and a head that have neither."""
     return tuple(
         LayerSizes(
             tensor_parallel=degree,
-            parameter_bytes=(0, *(12 // degree,) * blocks, 0),
+            parameter_bytes=(0, *(2 // degree,) * blocks, 0),
             activation_bytes=(0, *(4 // degree,) * blocks, 0),
             output_bytes=(output_bytes,) * (blocks + 2),
             temporary_bytes=(0,) * (blocks + 2),

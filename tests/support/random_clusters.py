@@ -42,7 +42,8 @@ def large_problem(seed: int) -> Problem:
 
 
 def random_model(random: np.random.Generator, degrees: tuple[int, ...] = (1,), max_blocks: int = 6) -> ModelProfile:
-    """2 to ``max_blocks`` blocks of 6 bytes of state and 4 bytes of activations per sample, timed on :data:`KINDS`."""
+    """2 to ``max_blocks`` blocks, timed on :data:`KINDS`: each has 2 bytes of parameters, 6 of state, and 4 bytes of
+    activations per sample."""
     schedule = float(random.spawn(1)[0].choice([0.0, 0.3]))
     blocks = int(random.integers(2, max_blocks + 1))
     weight = random.uniform(0.5, 1.5, blocks) if random.random() < 0.5 else np.ones(blocks)
@@ -54,12 +55,21 @@ def random_model(random: np.random.Generator, degrees: tuple[int, ...] = (1,), m
         work = each * (fixed + (1 - fixed) * size) / degree**0.8
         forward = (0.0, *(work * weight), head * work)
         updates = (0.0, *(update * each * weight), 0.0)
-        times.append(layer_times(name, forward, micro_batch=size, tensor_parallel=degree, update_seconds=updates))
+        times.append(
+            layer_times(
+                name,
+                forward,
+                micro_batch=size,
+                tensor_parallel=degree,
+                update_seconds=updates,
+                schedule_seconds=schedule,
+            )
+        )
     sizes = small_sizes(blocks, degrees, int(random.choice([1e7, 1e9, 4e9])))
     return ModelProfile(
         name="random",
-        state_factor=0.5,
-        gradient_factor=float(random.choice([1e6, 1e8, 1e9])),
+        state_factor=3.0,
+        gradient_factor=6 * float(random.choice([1e6, 1e8, 1e9])),
         times=tuple(times),
         sizes=sizes,
     )

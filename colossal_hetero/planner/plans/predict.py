@@ -165,7 +165,7 @@ def _pipeline(
             )
         speed = min(device.speed for device in devices)
         costs = profile.costs(kinds[0], degree, micro_batch, speed)
-        slots.append(Slot(kinds[0], costs, costs.memory_for_blocks(devices[0].kind.usable_bytes)))
+        slots.append(Slot(kinds[0], costs, costs.memory_for_blocks(devices[0].kind.usable_bytes, len(groups))))
     channels = [[topology.channel(one[0], other[0]) for other in groups] for one in groups]
     for stage, channel in enumerate(hops):
         channels[stage][stage + 1] = channels[stage + 1][stage] = channel

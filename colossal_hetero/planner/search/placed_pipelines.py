@@ -132,7 +132,7 @@ class PlacedPipelines:
                 return None
             key = tuple(kind for kind, _ in row), tuple(hops)
             if key not in self._cut_times:
-                slots: list[Slot] = [self.builder.slot(self.pool, (kind,)) for kind, _ in row]
+                slots: list[Slot] = [self.builder.slot(self.pool, (kind,), len(row)) for kind, _ in row]
                 self._cut_times[key] = cut_times(slots, hops, bounds)
             times.append(self._cut_times[key])
         return times

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .device_groups import MemberKind, find_grouping
 from .lower_bounds import PipelineBounds

@@ -81,6 +81,20 @@ def test_a_pipeline_costs_what_the_formula_says():
     assert first.memory_bytes == pytest.approx(2 * (4 * 8 * MB + 2 * 2 * MB) + 2 * 2 * MB)
 
 
+def test_without_a_pipeline_gradients_are_also_in_buckets():
+    """A device has all 8 layers: 4 × 8 MB of state each, and 1 MB of activations and twice that in a backward pass."""
+    topology = machines("fast", devices_per_node=2)
+    for ranks in ([[[0]]], [[[0]], [[1]]]):
+        plan = predict_plan(topology, profile(), ranks, micro_batch=1, global_batch=2)
+        stage = plan.replicas[0].stages[0]
+        assert stage.memory_bytes == pytest.approx(8 * (4 * 8 * MB + MB) + 2 * MB + 8 * 8 * MB)
+        assert stage.memory_overhead_bytes == pytest.approx(2 * MB + 8 * 8 * MB)
+    # In half precision, parameters and buckets have two bytes, and gradients are summed in single precision.
+    half = profile(precision="bf16", state_factor=9.0, gradient_factor=2.0)
+    plan = predict_plan(topology, half, [[[0]], [[1]]], micro_batch=1, global_batch=2)
+    assert plan.replicas[0].stages[0].memory_overhead_bytes == pytest.approx(2 * MB + 8 * 8 * MB)
+
+
 def test_the_schedule_takes_time_in_predictions_and_plans():
     slow_schedule = {"fast": 0.02, "slow": 0.1}
     rows = [times.model_copy(update={"schedule_seconds": slow_schedule[times.device]}) for times in profile().times]

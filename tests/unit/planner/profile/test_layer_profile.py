@@ -108,7 +108,9 @@ def test_measured_temporaries_are_used() -> None:
     mine = profile(times=[times(**each)], sizes=[sizes(**part, temporary_bytes=[90, 10, 40, 20, 35])], rank_devices=[])
     costs = mine.costs("fast", 1, 1)
     assert costs.temporary_bytes == 40 and costs.activation_bytes.tolist() == [3, 3, 6]
-    assert costs.memory_for_blocks(100) == 60 and costs.memory_for_blocks(30) == 0
+    assert costs.memory_for_blocks(100, 2) == 60 and costs.memory_for_blocks(30, 2) == 0
+    # A single stage also has buckets, which are as large as the parameters.
+    assert costs.memory_for_blocks(100, 1) == 60 - sum(part["parameter_bytes"])
 
 
 def test_the_same_arguments_give_the_same_costs() -> None:
