@@ -128,21 +128,26 @@ class Exchanges:
     def _neighboring(self, places: Sequence[Place], size: int) -> Iterator[list[Place]]:
         """The places in groups of ``size`` that are each in one node, or in nodes with equal network cards.
 
-        Once with the fastest groups first, and once with the fastest group of each node first. Places that are left
-        over come last.
+        First come the fastest groups, or the fastest group of each node, or all groups of the largest node. Places that
+        are left over come last.
         """
         nodes = self.builder.topology.nodes
         for near in (lambda node: node, lambda node: nodes[node].nics):
             together: dict[object, list[Place]] = {}
             for place in places:
                 together.setdefault(near(self._node_of[place]), []).append(place)
+            largest_first = sorted(together.values(), key=lambda slots: (-len(slots), sum(map(self._work, slots))))
             groups, rest = [], []
-            for number, slots in enumerate(together.values()):
+            for number, slots in enumerate(largest_first):
                 for turn in range(len(slots) // size):
                     group = slots[turn * size : (turn + 1) * size]
                     groups.append((turn, sum(map(self._work, group)), number, group))
                 rest += slots[len(slots) // size * size :]
-            for ordered in (sorted(groups, key=lambda each: each[1:3]), sorted(groups, key=lambda each: each[:3])):
+            for ordered in (
+                sorted(groups, key=lambda each: each[1:3]),
+                sorted(groups, key=lambda each: each[:3]),
+                sorted(groups, key=lambda each: (each[2], each[0])),
+            ):
                 yield [*(place for *_, group in ordered for place in group), *sorted(rest, key=self._work)]
 
     def _work(self, place: Place) -> float:
