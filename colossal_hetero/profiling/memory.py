@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import torch
@@ -25,7 +26,9 @@ import torch.distributed as dist
 from ..accelerator import get_accelerator
 
 __all__ = [
+    "Allocator",
     "MemoryLimit",
+    "allocator_of",
     "is_out_of_memory",
     "memory_limit",
     "peak_bytes",
@@ -116,6 +119,47 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cpu" and _address_space_limit() is not None:
         return _status_bytes("VmPeak") or used_bytes(device)
     return int(get_accelerator().max_memory_allocated(device))
+
+
+class Allocator(Protocol):
+    """What the allocator of a device counts, in bytes. Unlike :func:`used_bytes`, it is exact for each tensor."""
+
+    def used_bytes(self) -> int:
+        """In use by tensors now."""
+
+    def reset_peak(self) -> None:
+        """Start measuring the peak."""
+
+    def peak_bytes(self) -> int:
+        """Largest number of bytes in use since :meth:`reset_peak`."""
+
+    def outside_bytes(self) -> int:
+        """In use on the device, but not by the allocator: the context, libraries, and other processes."""
+
+
+class CudaAllocator:
+    """The caching allocator of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def used_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def outside_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return max(total - free - torch.cuda.memory_reserved(self._device), 0)
+
+
+def allocator_of(device: torch.device) -> Allocator | None:
+    """The allocator of a GPU; None for other devices, whose tensors are not counted."""
+    return CudaAllocator(device) if device.type == "cuda" else None
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -121,20 +121,26 @@ class LayerSizes(FilePart):
     output_bytes: tuple[ByteCount, ...]
     """By layer: passed on to the next layer, per sample."""
     temporary_bytes: tuple[ByteCount, ...] = ()
-    """By layer: needed for a moment in its backward pass beside what is kept, per sample. Empty:
-    :data:`TEMPORARY_SHARE` of ``activation_bytes``."""
+    """By layer: needed for a moment in its passes beside what is kept, per sample. Empty: :data:`TEMPORARY_SHARE` of
+    ``activation_bytes``."""
+    fixed_temporary_bytes: tuple[ByteCount, ...] = ()
+    """By layer: needed for a moment in addition, whatever the micro-batch, such as gradients of its parameters before
+    they are added to earlier ones. Empty: 0."""
 
-    @property
-    def temporaries(self) -> NDArray[np.float64]:
-        """Bytes by layer, measured or estimated, ``[layers]``."""
+    def temporaries(self, micro_batch: int) -> NDArray[np.float64]:
+        """Bytes that each layer needs for a moment, measured or estimated, ``[layers]``."""
         if self.temporary_bytes:
-            return np.asarray(self.temporary_bytes, dtype=float)
-        return TEMPORARY_SHARE * np.asarray(self.activation_bytes, dtype=float)
+            per_sample = np.asarray(self.temporary_bytes, dtype=float)
+        else:
+            per_sample = TEMPORARY_SHARE * np.asarray(self.activation_bytes, dtype=float)
+        fixed = np.asarray(self.fixed_temporary_bytes or 0, dtype=float)
+        return np.asarray(per_sample * micro_batch + fixed)
 
     @model_validator(mode="after")
     def _equally_long(self) -> LayerSizes:
         names = ("parameter_bytes", "activation_bytes", "output_bytes")
-        return _check_equally_long(self, (*names, "temporary_bytes") if self.temporary_bytes else names)
+        optional = [name for name in ("temporary_bytes", "fixed_temporary_bytes") if getattr(self, name)]
+        return _check_equally_long(self, (*names, *optional))
 
 
 class ModelProfile(FilePart):
@@ -159,6 +165,9 @@ class ModelProfile(FilePart):
     """Where the numbers come from: how they were measured, or from what they were estimated. For readers."""
     rank_devices: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Kind of device by rank, if the profile was measured by ranks; else empty."""
+    context_bytes: dict[str, ByteCount] = Field(default_factory=dict)
+    """By kind of device: memory in use beside that of the allocator, such as the device's context and libraries, if it
+    was measured. Plans reserve at least this."""
     times: Annotated[tuple[LayerTimes, ...], Field(min_length=1)]
     sizes: Annotated[tuple[LayerSizes, ...], Field(min_length=1)]
 
@@ -202,6 +211,9 @@ class ModelProfile(FilePart):
         unknown = next((device for device in self.rank_devices if device not in self.devices), None)
         if unknown is not None:
             raise ValueError(f"rank_devices names {unknown}, but there are only times of {self._known()}")
+        unknown = next((device for device in self.context_bytes if device not in self.devices), None)
+        if unknown is not None:
+            raise ValueError(f"context_bytes names {unknown}, but there are only times of {self._known()}")
         return self
 
     def __copy__(self) -> ModelProfile:
@@ -289,8 +301,8 @@ class ModelProfile(FilePart):
         forward, backward, update = self._interpolated(device, tensor_parallel, micro_batch) / speed
         sizes = next(each for each in self.sizes if each.tensor_parallel == tensor_parallel)
         parameters = self._by_block(sizes.parameter_bytes)
-        activations = self._by_block(sizes.activation_bytes)
-        temporaries = sizes.temporaries
+        activations = self._by_block(sizes.activation_bytes) * micro_batch
+        temporaries = sizes.temporaries(micro_batch)
         inner = temporaries[self.before : self.layers - self.after].max()
         # The last stage holds one micro-batch, so what only its last layers need for a moment counts like activations.
         activations[-1] += max(temporaries[self.layers - self.after :].max(initial=0.0) - inner, 0.0)
@@ -300,9 +312,9 @@ class ModelProfile(FilePart):
             update_seconds=self._by_block(update),
             state_bytes=parameters * self.state_factor,
             gradient_bytes=parameters * self.gradient_factor,
-            activation_bytes=activations * micro_batch,
+            activation_bytes=activations,
             output_bytes=self._by_block(sizes.output_bytes, ends=False) * micro_batch,
-            temporary_bytes=float(inner) * micro_batch,
+            temporary_bytes=float(inner),
             # Buckets have the type of the parameters.
             bucket_bytes=float(parameters.sum()),
             schedule_seconds=self._schedule_seconds(device, tensor_parallel, micro_batch) / speed,

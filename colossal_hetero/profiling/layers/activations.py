@@ -26,6 +26,10 @@ class SavedBytes:
         """Bytes of all storages."""
         return sum(self.storages.values())
 
+    def total_without(self, tensor: Tensor) -> int:
+        """Bytes of all storages except that of ``tensor``."""
+        return self.total - self.storages.get(tensor.untyped_storage().data_ptr(), 0)
+
     def add(self, tensor: Tensor) -> None:
         """Count the storage of a tensor."""
         storage = tensor.untyped_storage()

@@ -16,6 +16,9 @@ the process, which excludes pauses, and all are multiplied by one ratio of wall 
 measurement. With several threads, CPU time does not show how well they share the work. Then the mean wall time is used,
 divided into forward and backward in proportion to CPU time. On other devices the median wall time is used.
 
+The memory of layers is that of ``layer_memory.py``. On a GPU it contains what passes need for a moment, and the profile
+also has the memory that is in use beside the allocator's.
+
 The time of the pipeline's schedule itself is measured by ``schedule_loop.py``, in turns with the layers.
 """
 
@@ -36,9 +39,9 @@ from torch.utils._pytree import tree_map
 from ...planner.cluster.gpu_catalog import kind_name
 from ...processes.every_rank import on_every_rank
 from ..batches.device_profiler import device_name
-from ..memory import is_out_of_memory, memory_limit, recover
+from ..memory import allocator_of, is_out_of_memory, memory_limit, recover
 from ..preserved_state import preserved_state
-from .activations import saved_bytes
+from .layer_memory import measure_memory
 from .layer_passes import Duration, LayerPasses, clock, resized
 from .merge_ranks import MeasuredLayers, RankLayers, merge_ranks
 from .model_layers import BlockRow, LayerDescription, describe_layers, find_block_row
@@ -186,17 +189,27 @@ class _Measurement:
         # The same name as in the cluster file that `probe` writes.
         result = RankLayers(kind_name(device_name(self._device), memory_bytes), memory_bytes)
         times: dict[int, dict[Part, list[tuple[Duration, Duration]]]] = {}
+        allocator = allocator_of(self._device)
         with loopback(self._device) as messages:
             for index, size in enumerate(sizes):
                 try:
                     times[size] = self._time(sizes, index, messages)
-                    result.activations, result.outputs = self._sizes(size)
+                    passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
+                    singles = {kind: block for kind, (_, block, _) in self._singles.items()}
+                    memory = measure_memory(passes, self._model, self._kinds, singles, allocator)
+                    result.activations, result.outputs = (
+                        [math.ceil(each / size) for each in values] for values in (memory.kept, memory.outputs)
+                    )
+                    if memory.temporaries:
+                        result.temporaries[size] = memory.temporaries
                 except Exception as error:
                     if not is_out_of_memory(error) or not times:
                         raise
                     times.pop(size, None)
                     recover(error)
                     break
+        if allocator is not None:
+            result.context_bytes = allocator.outside_bytes()
         update, state_factor = self._update(precision)
         # The ratio over the whole measurement, because it then covers as many periods of a quota as possible.
         pace = self._loop.wall / self._loop.cpu if self._by_cpu_time else 1.0
@@ -352,31 +365,6 @@ class _Measurement:
             masters = single + (single - size)
         took = statistics.median(each.cpu if self._by_cpu_time else each.wall for each in durations)
         return took, 2 * size + masters + state, size
-
-    # Memory -----------------------------------------------------------------------------------------------
-
-    def _sizes(self, size: int) -> tuple[list[int], list[int]]:
-        """Bytes per sample that each layer keeps for backward, and bytes per sample of its output."""
-        passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
-        shared = [*self._model.parameters(), *self._model.buffers(), *passes.shared_tensors()]
-        by_kind: dict[int, int] = {}
-        for kind, (_, index, _) in self._singles.items():
-            with saved_bytes(shared) as saved:
-                hidden = passes.hidden.detach().clone().requires_grad_()
-                output = passes.forward(hidden, index, 1)
-                # The pipeline schedule keeps the input of a stage until its backward, even if no block needs it.
-                saved.add(hidden)
-                by_kind[kind] = saved.total
-            del output
-        with saved_bytes(shared) as before:
-            halves: list[int] = []
-            ends = passes.forward_ends(on_after=lambda: halves.append(before.total))
-            total = before.total
-        del ends
-        kept = [halves[0], *(by_kind[kind] for kind in self._kinds), total - halves[0]]
-        handed_on = passes.hidden.numel() * passes.hidden.element_size()
-        outputs = [handed_on] * (len(self._kinds) + 1) + [0]
-        return [math.ceil(each / size) for each in kept], [math.ceil(each / size) for each in outputs]
 
 
 def _kinds_of_blocks(row: BlockRow) -> list[int]:

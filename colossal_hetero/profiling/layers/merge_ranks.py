@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...planner.profile.layer_profile import BlockRun, LayerSizes, LayerTimes, ModelProfile
+from .layer_memory import split_temporaries
 
 __all__ = ["MeasuredLayers", "RankLayers", "merge_ranks"]
 
@@ -47,6 +48,10 @@ class RankLayers:
     """Bytes per sample kept for backward."""
     outputs: list[int] = field(default_factory=list)
     """Bytes per sample of the output."""
+    temporaries: dict[int, list[int]] = field(default_factory=dict)
+    """Bytes that each layer needs for a moment, by micro-batch; empty if they were not measured."""
+    context_bytes: int | None = None
+    """Bytes of the device that are in use beside those of the allocator; None if they were not measured."""
     state_factor: float = 0.0
     """Bytes of parameters, gradients and optimizer state per byte of parameters."""
 
@@ -112,10 +117,33 @@ def merge_ranks(
                 parameter_bytes=parameter_bytes,
                 activation_bytes=tuple(max(values) for values in zip(*(e.activations for e in measured), strict=True)),
                 output_bytes=tuple(first.outputs),
+                **_temporaries(measured),
             ),
         ),
+        context_bytes=_context_bytes(measured, devices),
     )
     return MeasuredLayers(profile, tuple(devices), tuple(each.memory_bytes for each in measured))
+
+
+def _temporaries(measured: Sequence[RankLayers]) -> dict[str, tuple[int, ...]]:
+    """Fields of the sizes: what the rank with the most needs for a moment. Nothing if a rank did not measure it."""
+    common = set.intersection(*(set(each.temporaries) for each in measured))
+    if not common:
+        return {}
+    largest = {
+        size: [max(row) for row in zip(*(e.temporaries[size] for e in measured), strict=True)] for size in common
+    }
+    per_sample, fixed = split_temporaries(largest)
+    return {"temporary_bytes": per_sample, "fixed_temporary_bytes": fixed}
+
+
+def _context_bytes(measured: Sequence[RankLayers], devices: Sequence[str]) -> dict[str, int]:
+    """By kind of device, the largest of its ranks."""
+    found: dict[str, int] = {}
+    for each, device in zip(measured, devices, strict=True):
+        if each.context_bytes is not None:
+            found[device] = max(found.get(device, 0), each.context_bytes)
+    return found
 
 
 def _differ(one: RankLayers, other: RankLayers, sizes: Sequence[int]) -> float:

@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from colossal_hetero.profiling import memory
-from colossal_hetero.profiling.memory import is_out_of_memory, memory_limit, recover, reserved_memory, used_bytes
+from colossal_hetero.profiling.memory import (
+    allocator_of,
+    is_out_of_memory,
+    memory_limit,
+    recover,
+    reserved_memory,
+    used_bytes,
+)
 
 CPU = torch.device("cpu")
 
@@ -104,6 +111,17 @@ def test_without_a_hard_limit_ranks_share_the_memory_of_the_machine(monkeypatch:
     assert (alone.bytes - used) / (shared.bytes - used) == pytest.approx(4, rel=0.1)
     monkeypatch.setattr(memory, "_left_in_control_group", lambda: 4 << 20)
     assert memory_limit(CPU).bytes < used + (4 << 20) and "control group" in memory_limit(CPU).source
+
+
+def test_what_is_in_use_beside_the_allocator_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 bytes, 30 are free and 40 are the allocator's, of which tensors use 25."""
+    counts = {"mem_get_info": (30, 80), "memory_reserved": 40, "memory_allocated": 25, "max_memory_allocated": 35}
+    for name, value in counts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    allocator = allocator_of(torch.device("cuda", 0))
+    assert allocator is not None
+    assert (allocator.outside_bytes(), allocator.used_bytes(), allocator.peak_bytes()) == (10, 25, 35)
+    assert allocator_of(CPU) is None
 
 
 def test_control_groups_of_both_versions(tmp_path: Path) -> None:

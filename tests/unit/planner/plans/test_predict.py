@@ -223,3 +223,18 @@ def test_devices_get_the_names_of_the_profile():
     assert as_profiled(machines("fast"), measured) == machines("fast")
     assert as_profiled(machines("slow", devices_per_node=3), measured) == machines("slow", devices_per_node=3)
     assert as_profiled(topology, profile()) == topology
+
+
+def test_at_least_the_measured_context_is_reserved():
+    topology = machines("fast", "slow")
+    measured = profile(context_bytes={"slow": 10**9})
+    reserves = {
+        device.kind.name: device.kind.memory_reserve_bytes for device in as_profiled(topology, measured).devices
+    }
+    assert reserves == {"fast": 0, "slow": 10**9}
+    generous = topology.with_memory_reserve(2 * 10**9)
+    assert as_profiled(generous, measured) == generous
+    plan = make_plans(machines("slow"), measured, global_batch=4)[0].plan
+    assert all(stage.memory_overhead_bytes >= 10**9 for each in plan.replicas for stage in each.stages)
+    with pytest.raises(ValueError, match=r"20 GB of slow are in use .* gives it 10 GB of memory; correct one"):
+        make_plans(topology, profile(context_bytes={"slow": 2 * 10**10}), global_batch=4)

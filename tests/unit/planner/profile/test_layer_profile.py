@@ -113,6 +113,21 @@ def test_measured_temporaries_are_used() -> None:
     assert costs.memory_for_blocks(100, 1) == 60 - sum(part["parameter_bytes"])
 
 
+def test_temporaries_that_do_not_grow_with_the_micro_batch() -> None:
+    each = {f"{what}_seconds": [1] * 5 for what in ("forward", "backward", "update")}
+    part = {f"{what}_bytes": [1, 2, 3, 2, 4] for what in ("parameter", "activation", "output")}
+    measured = {"temporary_bytes": [0, 10, 4, 2, 6], "fixed_temporary_bytes": [900, 10, 100, 0, 110]}
+    mine = profile(
+        times=[times(**each), times(micro_batch=4, **each)], sizes=[sizes(**part, **measured)], rank_devices=[]
+    )
+    one, four = (mine.costs("fast", 1, size) for size in (1, 4))
+    # The second block needs the most in both; the head needs 116 and 134, which the last stage adds.
+    assert one.temporary_bytes == 104 and one.activation_bytes.tolist() == [3, 3, 6 + 12]
+    assert four.temporary_bytes == 116 and four.activation_bytes.tolist() == [12, 12, 24 + 18]
+    with pytest.raises(ValueError, match="4 fixed_temporary_bytes"):
+        profile(sizes=[sizes(**part, fixed_temporary_bytes=[1] * 4)])
+
+
 def test_the_same_arguments_give_the_same_costs() -> None:
     mine = profile()
     assert mine.costs("fast", 1, 2) is mine.costs("fast", 1, 2)
@@ -251,6 +266,10 @@ def test_many_blocks_are_composed_of_powers_of_two() -> None:
         (
             put("rank_devices", value=["fast", "third"]),
             "rank_devices names third, but there are only times of fast, slow",
+        ),
+        (
+            put("context_bytes", value={"third": 1}),
+            "context_bytes names third, but there are only times of fast, slow",
         ),
     ],
 )

@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from colossal_hetero.profiling.layers.activations import saved_bytes
+from colossal_hetero.profiling.layers.layer_memory import split_temporaries
 from colossal_hetero.profiling.layers.layer_passes import resized
 from colossal_hetero.profiling.layers.layer_profiler import profile_layers
 from colossal_hetero.profiling.layers.progress import LayerProgress
+from tests.support.counted_memory import CountedMemory
 from tests.support.simulated_layers import CLASSES, PERIOD, WIDTH, Model, SimulatedClock, SlowSGD, batch, use_clock
 
 
@@ -228,6 +230,30 @@ def test_activations_are_what_backward_needs() -> None:
     after = row + 4 * CLASSES + 8 + 1
     assert profile.sizes[0].activation_bytes == (row, *[2 * row] * 3, after)
     assert profile.sizes[0].output_bytes == (row, *[row] * 3, 0)
+
+
+def test_temporaries_are_measured_where_the_allocator_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = {"x": batch()[0], "labels": batch()[1]}
+    allocator = CountedMemory(outside_bytes=5 * 10**8)
+    monkeypatch.setattr(f"{profile_layers.__module__}.allocator_of", lambda device: allocator)
+    with allocator:
+        profile = profile_layers(Transformed(), samples, micro_batches=[1, 4], min_seconds=0.0).profile
+    assert profile.context_bytes == {"cpu": 5 * 10**8}
+    (sizes,) = profile.sizes
+    # At the end of a block's backward pass there are per sample its output and the gradients of the output, of what
+    # relu returned and of the input, without the relu's output, which was kept. After the blocks there is the gradient
+    # of the last hidden state, because that of the logits is as large as the log-probabilities that were kept; before
+    # them that of the output. Gradients of weight and bias wait to be added to the earlier ones.
+    row = 4 * WIDTH
+    assert sizes.temporary_bytes == (row, *[3 * row] * 3, row)
+    assert sizes.fixed_temporary_bytes == (*[4 * WIDTH * (WIDTH + 1)] * 4, 4 * CLASSES * (WIDTH + 1))
+
+
+def test_temporaries_are_split_by_what_grows_with_the_micro_batch() -> None:
+    assert split_temporaries({4: [40, 7, 0]}) == ((10, 2, 0), (0, 0, 0))
+    # 5 per sample and 20; nothing that grows; the middle size needs more than the line through the others.
+    found = split_temporaries({1: [25, 9, 10], 2: [30, 9, 30], 4: [40, 9, 40]})
+    assert found == ((5, 0, 10), (20, 9, 10))
 
 
 def test_saved_storages_count_once_and_without_parameters() -> None:
