@@ -1,33 +1,39 @@
-"""The best plans of the interleaved and the zero-bubble schedule, from the devices and degrees of 1F1B plans.
+"""The best plans of the interleaved and the zero-bubble schedule for given pipelines.
 
-A 1F1B plan says which devices form a pipeline and in which order. The blocks are divided anew over the chunks of each
-of these pipelines. For the best plans, stages are exchanged as long as that makes the iteration shorter, because where
-the first and the last blocks are depends on the schedule.
+The blocks are divided over the chunks of each of these pipelines, the most promising first. For the best plans, stages
+are exchanged as long as that makes the iteration shorter, because where the first and the last blocks are depends on
+the schedule.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..cluster.topology import Topology
 from ..plans.plan import Plan
+from ..plans.predict import stage_slots
 from ..profile.layer_profile import ModelProfile
-from ..schedules.pass_order import Schedule
+from ..schedules.pass_order import Schedule, why_not_schedulable
+from .arrangements import Ranks
 from .predict_chunked import predict_chunked_plan
 
-__all__ = ["DIVISION_METHODS", "ChunkedPlans"]
+__all__ = ["DIVISION_METHODS", "Candidate", "ChunkedPlans"]
 
 DIVISION_METHODS = ("exact", "simulated", "uniform")
 """Methods that plans with chunks can have. The first two mean the same: divisions are compared by simulation."""
+MAX_TRIED = 64
+"""Pipelines whose blocks are divided, for each schedule and number of chunks."""
 MAX_EXCHANGED = 2
 """Best plans of each schedule whose stages are exchanged."""
 MAX_EXCHANGES = 24
 """Exchanges that are tried for each of them."""
+CERTAIN = 0.95
+"""A pipeline is not tried if so much of its estimated time is already longer than the best time. The estimate is a
+lower bound if all blocks are faster on one device than on another by the same factor."""
 
-Ranks = tuple[tuple[tuple[int, ...], ...], ...]
-"""``[replicas][stages][tensor parallel]``."""
+Candidate = tuple[Ranks, int]
+"""Pipelines whose stages run the same blocks, and the samples of a micro-batch."""
 
 
 class ChunkedPlans:
@@ -39,6 +45,8 @@ class ChunkedPlans:
         profile: ModelProfile,
         schedules: Sequence[Schedule],
         model_chunks: Sequence[int],
+        *,
+        global_batch: int,
         method: str,
     ) -> None:
         """What is planned.
@@ -48,10 +56,12 @@ class ChunkedPlans:
             profile: Times and sizes of the model's layers.
             schedules: ``interleaved``, ``zbv`` or both.
             model_chunks: Numbers of chunks per stage to try with ``interleaved``.
+            global_batch: Samples per iteration.
             method: One of :data:`DIVISION_METHODS`.
         """
         self.topology = topology
         self.profile = profile
+        self.global_batch = global_batch
         self.method = method
         self.kinds: list[tuple[Schedule, int]] = []
         """Schedules with the number of chunks per stage."""
@@ -59,82 +69,102 @@ class ChunkedPlans:
             self.kinds += [(schedule, chunks) for chunks in (model_chunks if schedule == "interleaved" else (2,))]
         self.problems: dict[Schedule, str] = {}
         """By schedule: why a plan could not be made."""
-        self.tried = 0
 
-    def plans(self, bases: Sequence[Plan]) -> list[Plan]:
-        """The plans with the devices of ``bases``, best first.
-
-        Args:
-            bases: 1F1B plans whose replicas are alike.
-        """
+    def plans(self, candidates: Sequence[Candidate]) -> list[Plan]:
+        """The best plans of these pipelines, best first."""
+        distinct = {(self._look(ranks), size): (ranks, size) for ranks, size in reversed(candidates)}
+        estimated = sorted(
+            (self._estimate(each), number, each) for number, each in enumerate(reversed(distinct.values()))
+        )
         found: list[Plan] = []
         for schedule, chunks in self.kinds:
-            known: dict[tuple[Ranks, int], Plan | None] = {}
-            for base in bases:
-                self._try(base, base.rank_order, schedule, chunks, known)
-            for plan in _best(known)[:MAX_EXCHANGED]:
-                self._exchange(plan, schedule, chunks, known)
-            found += _best(known)
-        # Of pipelines that differ only in which of several devices that are alike they have, one is enough.
-        distinct = {(self._look(plan.rank_order), plan.micro_batch, plan.layers_per_chunk): plan for plan in found}
-        return _best(distinct)
+            made: dict[object, Plan | None] = {}
+            best, tried = float("inf"), 0
+            for seconds, _, candidate in estimated:
+                if seconds * CERTAIN >= best or tried >= MAX_TRIED:
+                    break
+                if not self._can_be_divided(candidate, schedule, chunks):
+                    continue
+                tried += 1
+                plan = self._make(candidate, schedule, chunks, made)
+                best = min(best, plan.iteration_seconds) if plan is not None else best
+            for plan in _by_time(made.values())[:MAX_EXCHANGED]:
+                self._exchange(plan, schedule, chunks, made)
+            found += _by_time(made.values())
+        return _by_time(found)
 
-    def _try(
-        self, base: Plan, ranks: Ranks, schedule: Schedule, chunks: int, known: dict[tuple[Ranks, int], Plan | None]
+    def _estimate(self, candidate: Candidate) -> float:
+        """Seconds of an iteration if no stage ever waits, and every stage is as fast as its slowest replica."""
+        ranks, size = candidate
+        rows = [
+            [float((slot.costs.forward_seconds + slot.costs.backward_seconds).sum()) for slot in slots]
+            for slots in (stage_slots(self.topology, self.profile, groups, len(groups[0]), size) for groups in ranks)
+        ]
+        slowest = [max([*stage, 1e-30]) for stage in zip(*rows, strict=True)]
+        return float(self.global_batch / (size * len(ranks)) / sum(1.0 / seconds for seconds in slowest))
+
+    def _can_be_divided(self, candidate: Candidate, schedule: Schedule, chunks: int) -> bool:
+        ranks, size = candidate
+        micro_batches, left = divmod(self.global_batch, size * len(ranks))
+        stages = len(ranks[0])
+        if left or not micro_batches or stages * chunks > self.profile.blocks:
+            return False
+        return why_not_schedulable(schedule, stages, micro_batches) is None
+
+    def _make(
+        self, candidate: Candidate, schedule: Schedule, chunks: int, made: dict[object, Plan | None]
     ) -> Plan | None:
-        key = ranks, base.micro_batch
-        if key not in known:
-            known[key] = None
+        ranks, size = candidate
+        key = self._look(ranks), size
+        if key not in made:
+            made[key] = None
             try:
-                known[key] = predict_chunked_plan(
+                made[key] = predict_chunked_plan(
                     self.topology,
                     self.profile,
                     ranks,
                     schedule=schedule,
                     chunks=chunks,
-                    micro_batch=base.micro_batch,
-                    global_batch=base.global_batch,
+                    micro_batch=size,
+                    global_batch=self.global_batch,
                     method=self.method,
                 )
-                self.tried += 1
             except ValueError as error:
                 self.problems.setdefault(schedule, str(error))
-        return known[key]
+        return made[key]
 
-    def _exchange(
-        self, plan: Plan, schedule: Schedule, chunks: int, known: dict[tuple[Ranks, int], Plan | None]
-    ) -> None:
+    def _exchange(self, plan: Plan, schedule: Schedule, chunks: int, made: dict[object, Plan | None]) -> None:
         """Try exchanges of two stages in all replicas; go on from the first one that is faster."""
-        left, seen = MAX_EXCHANGES, {self._look(plan.rank_order)}
-        better: Plan | None = plan
-        while better is not None:
-            plan, better = better, None
+        left, better = MAX_EXCHANGES, True
+        while better:
+            better = False
             for ranks in _exchanged(plan.rank_order):
-                look = self._look(ranks)
-                if look in seen:
+                if (self._look(ranks), plan.micro_batch) in made:
                     continue
                 if not left:
                     return
-                seen.add(look)
                 left -= 1
-                tried = self._try(plan, ranks, schedule, chunks, known)
-                if tried is not None and tried.iteration_seconds < plan.iteration_seconds * (1 - 1e-9):
-                    better = tried
+                other = self._make((ranks, plan.micro_batch), schedule, chunks, made)
+                if other is not None and other.iteration_seconds < plan.iteration_seconds * (1 - 1e-9):
+                    plan, better = other, True
                     break
 
-    def _look(self, ranks: Ranks) -> tuple[object, ...]:
-        """Kind and speed of every stage, and which stages share a node: what is alike takes equally long."""
+    def _look(self, ranks: Ranks) -> object:
+        """A key that is equal only for pipelines that take equally long: of devices and nodes that are alike."""
         devices, numbers = self.topology.devices, dict[int, int]()
-        return tuple(
-            (devices[group[0]].kind, min(devices[rank].speed for rank in group), len(replica), node)
-            for replica in ranks
-            for group in replica
-            for node in [numbers.setdefault(devices[group[0]].node, len(numbers))]
-        )
+        look = []
+        for replica in ranks:
+            for group in replica:
+                first = devices[group[0]]
+                node = self.topology.nodes[first.node]
+                number = numbers.setdefault(first.node, len(numbers))
+                speed = min(devices[rank].speed for rank in group)
+                look.append((first.kind, speed, number, node.cluster, node.inside, node.nics))
+        return len(ranks), tuple(look)
 
 
-def _best(known: Mapping[Any, Plan | None]) -> list[Plan]:
-    return sorted((plan for plan in known.values() if plan is not None), key=lambda plan: plan.iteration_seconds)
+def _by_time(plans: Iterable[Plan | None]) -> list[Plan]:
+    return sorted((plan for plan in plans if plan is not None), key=lambda plan: plan.iteration_seconds)
 
 
 def _exchanged(ranks: Ranks) -> Iterator[Ranks]:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from ...io.text import count, duration
-from ..chunks.chunked_plans import DIVISION_METHODS, ChunkedPlans
+from ..chunks.arrangements import MAX_GROUPS, all_arrangements
+from ..chunks.chunked_plans import DIVISION_METHODS, Candidate, ChunkedPlans
 from ..chunks.ranking import merged_by_time, ranked_by_time
 from ..cluster.topology import Topology
 from ..plans.launch_order import compare_with_launch_order
@@ -36,12 +37,8 @@ __all__ = ["make_plans"]
 
 SIMULATED = 8
 """Plans of the method ``simulated``, and of ``exact``, that are simulated to find the best one."""
-MAX_DIVIDED = 24
-"""Pipelines whose blocks are divided over chunks, for each schedule with chunks."""
-MAX_ALIKE = 2
-"""Of these, those with the same degrees and micro-batch."""
 MAX_NUMBERS_OF_STAGES = 8
-"""Numbers of stages for which pipelines to divide are searched, the smallest ones."""
+"""Numbers of stages for which pipelines to divide over chunks are searched, the smallest ones."""
 MAX_SAMPLES = 10**9
 """In a global batch: its divisors are looked for one by one."""
 ROUNDING = 1e-9
@@ -124,10 +121,10 @@ def make_plans(
         drafts = search.run(keep, uniform_drafts if method == "exact" else ())
     chunked: list[RankedPlan] = []
     if set(schedules) != {"1f1b"}:
-        makes = ChunkedPlans(topology, profile, [each for each in schedules if each != "1f1b"], model_chunks, method)
-        bases = _pipelines_to_divide(search, lambda number: search_by("exact", [number]), min(model_chunks))
-        written = [write_plan(draft, topology, profile, method, ()) for draft in bases]
-        chunked = ranked_by_time(makes.plans(written), keep)
+        with_chunks = [each for each in schedules if each != "1f1b"]
+        makes = ChunkedPlans(topology, profile, with_chunks, model_chunks, global_batch=global_batch, method=method)
+        pipelines = _pipelines_to_divide(search, lambda number: search_by("exact", [number]), topology)
+        chunked = ranked_by_time(makes.plans(pipelines), keep)
         if not chunked and "1f1b" not in schedules:
             raise ValueError(_why_no_chunks(schedules, makes))
     if "1f1b" not in schedules:
@@ -179,38 +176,39 @@ def _check_schedules(schedules: Sequence[Schedule], model_chunks: Sequence[int],
         raise ValueError("model_chunks is empty; give at least one number of chunks per stage, such as 2")
 
 
-def _pipelines_to_divide(search: PlanSearch, search_with: Callable[[int], PlanSearch], min_chunks: int) -> list[Draft]:
-    """The best pipelines whose blocks can be divided over chunks, of all degrees and numbers of stages.
+def _pipelines_to_divide(
+    search: PlanSearch, search_with: Callable[[int], PlanSearch], topology: Topology
+) -> list[Candidate]:
+    """Pipelines that are alike, whose blocks can be divided over chunks: all of a few slots, else the best of 1F1B.
 
     Args:
         search: Has been run.
         search_with: Makes a search for plans with this number of stages.
-        min_chunks: Smallest number of chunks per stage.
+        topology: Machines.
     """
-    pools = search.pools
-    max_slots = max(sum(len(kind.slots) for kind in pool.kinds) for pool in pools)
-    max_stages = min(max_slots, len(pools[0].kinds[0].costs.forward_seconds) // min(min_chunks, 2))
-    numbers = [
-        number
-        for number in range(2, max_stages + 1)
-        if (search.stages is None or number in search.stages)
-        and any(pool.total_micro_batches % number == 0 for pool in pools)
-    ]
+    max_slots = max(pool.slots for pool in search.pools)
+    numbers = [number for number in range(2, max_slots + 1) if search.stages is None or number in search.stages]
     drafts = search.found()
-    for number in numbers[:MAX_NUMBERS_OF_STAGES]:
-        part = search_with(number)
-        part.run(1)
-        drafts += part.found()
-    alike: dict[object, list[Draft]] = {}
+    if max_slots > MAX_GROUPS:
+        for number in numbers[:MAX_NUMBERS_OF_STAGES]:
+            part = search_with(number)
+            part.run(1)
+            drafts += part.found()
+    candidates: list[Candidate] = []
     for draft in sorted(drafts, key=lambda each: each.seconds):
-        cuts = {cut.bounds for cut in draft.splits}
-        stages, micro_batches = len(draft.splits[0].order), draft.micro_batches[0]
-        divisible = 1 < stages <= max_stages and micro_batches % stages == 0
-        if len(cuts) == 1 and len(set(draft.micro_batches)) == 1 and divisible:
-            key = draft.pool.tensor_parallel, draft.pool.micro_batch, len(draft.places), stages
-            alike.setdefault(key, []).append(draft)
-    kept = [draft for drafts in alike.values() for draft in drafts[:MAX_ALIKE]]
-    return sorted(kept, key=lambda each: each.seconds)[:MAX_DIVIDED]
+        if len({cut.bounds for cut in draft.splits}) == 1 and len(set(draft.micro_batches)) == 1:
+            slots = [tuple(draft.pool.kinds[kind].slots[slot] for kind, slot in row) for row in draft.rows]
+            candidates.append((tuple(slots), draft.pool.micro_batch))
+    for pool in search.pools:
+        if pool.slots <= MAX_GROUPS:
+            groups = [ranks for kind in pool.kinds for ranks in kind.slots]
+            candidates += [(ranks, pool.micro_batch) for ranks in all_arrangements(groups)]
+    devices = len(topology.devices) if search.all_devices else 0
+    return [
+        (ranks, size)
+        for ranks, size in candidates
+        if len(ranks[0]) in numbers and len(ranks) * len(ranks[0]) * len(ranks[0][0]) >= devices
+    ]
 
 
 def _has_uniform_stages(plan: Plan) -> bool:
