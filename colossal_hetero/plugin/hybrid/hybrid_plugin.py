@@ -65,8 +65,8 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
             one), or "auto", which makes a plan from ``planning``. All replicas must have the same stages. All ranks use
             rank 0's plan, so only rank 0 needs the files. A replica's batch is all its micro-batches in the plan. At
-            the end of each epoch, pipeline stages whose times differ from the plan are reported. One training loop fits
-            every plan (:meth:`execute_pipeline`).
+            the end of each epoch, pipeline stages whose times differ from the plan are reported, if the schedule is
+            1F1B. One training loop fits every plan (:meth:`execute_pipeline`).
         planning: what to plan from, over which networks ranks communicate, and how much stage times may differ.
 
     Raises:
