@@ -160,7 +160,7 @@ class ChunkedPlans:
                 number = numbers.setdefault(first.node, len(numbers))
                 speed = min(devices[rank].speed for rank in group)
                 look.append((first.kind, speed, number, node.cluster, node.inside, node.nics))
-        return len(ranks), tuple(look)
+        return len(ranks), len(ranks[0][0]), tuple(look)
 
 
 def _by_time(plans: Iterable[Plan | None]) -> list[Plan]:

@@ -15,7 +15,7 @@ from ..plans.plan import ChunkPlan, Plan, Replica, StagePlan
 from ..plans.predict import equal_micro_batches, finished_plan, hop_lanes, stage_slots, summing_seconds
 from ..plans.simulate import MAX_PASSES
 from ..profile.layer_profile import ModelProfile
-from ..schedules.chunk_division import divide_blocks, proportional_bounds, uniform_chunks
+from ..schedules.chunk_division import ChunkDivision, divide_blocks, proportional_bounds, uniform_chunks
 from ..schedules.chunked_pipeline import ChunkedPipeline
 from ..schedules.pass_order import PassOrder, Schedule, interleaved, stages_of_chunks, why_not_schedulable
 from ..schedules.pass_simulation import WEIGHT_SHARE
@@ -25,6 +25,9 @@ __all__ = ["predict_chunked_plan"]
 
 MAX_PASSES_TO_DIVIDE = 10_000
 """With more passes, the blocks are divided for fewer micro-batches."""
+FORWARD_FACTORS = (1.0, 0.5, 2.0)
+"""Colossal-AI orders the passes of zbv for stages that are alike. For unequal stages, the order that it makes for other
+forward times than the mean is sometimes better."""
 
 
 def predict_chunked_plan(
@@ -53,7 +56,8 @@ def predict_chunked_plan(
         global_batch: Samples per iteration; each replica gets equally many.
         bounds: Chunk c, in the order of the model, has the blocks ``[bounds[c], bounds[c + 1])``. None: equal chunks
             with the method "uniform", otherwise those with the shortest simulated iteration that fit in memory.
-        order_seconds: The times from which Colossal-AI orders the passes of ``zbv``. None: the means of the chunks.
+        order_seconds: The times from which Colossal-AI orders the passes of ``zbv``. None: the means of the chunks; if
+            the bounds are chosen, also others.
         method: Written into the plan.
         notes: Written into the plan, for its readers.
 
@@ -181,39 +185,38 @@ def _hops(stage_of: Sequence[int], stages: int, channels: Sequence[Channel]) -> 
 def _divided(lines: _Lines, micro_batches: int, method: str) -> tuple[tuple[int, ...], GraphSeconds | None]:
     """The bounds of the chunks, and the times from which the passes of ``zbv`` are ordered.
 
-    For ``zbv`` the best division depends on the order of the passes, which depends on the times of the chunks. So the
-    blocks are divided for the order of a proportional division, and then for the order of what was found.
-
     Raises:
         ValueError: No division fits in memory.
     """
     first = lines.rows[0]
     stages, total = len(first.slots), first.order.chunks
-    uniform = method == "uniform"
-    start = np.array(uniform_chunks(first.blocks, total)) if uniform else proportional_bounds(first)
-    is_zero_bubble = lines.schedule == "zbv"
-    per_round = 3 * total * stages
-    fewer = min(micro_batches, stages * max(MAX_PASSES_TO_DIVIDE // per_round, 1))
+    start = np.array(uniform_chunks(first.blocks, total)) if method == "uniform" else proportional_bounds(first)
+    means = lines.mean_seconds(start[None]) if lines.schedule == "zbv" else None
+    fewer = min(micro_batches, stages * max(MAX_PASSES_TO_DIVIDE // (3 * total * stages), 1))
     best: tuple[float, tuple[int, ...], GraphSeconds | None] | None = None
-    for _ in range(2 if is_zero_bubble and not uniform else 1):
-        seconds = lines.mean_seconds(start[None]) if is_zero_bubble else None
+    for seconds in _variants(means):
         pipelines = lines.distinct(lines.order(fewer, seconds))
-        if uniform:
-            if max(float(pipeline.excess_bytes(start[None])[0]) for pipeline in pipelines) > 0:
-                break
-            return tuple(start.tolist()), seconds
-        found = divide_blocks(pipelines)
-        if found is None:
-            break
-        if best is None or found.seconds < best[0]:
+        if method == "uniform":
+            excess = max(float(pipeline.excess_bytes(start[None])[0]) for pipeline in pipelines)
+            took = max(float(pipeline.seconds(start[None])[0]) for pipeline in pipelines)
+            found = ChunkDivision(tuple(start.tolist()), took) if excess == 0 else None
+        else:
+            found = divide_blocks(pipelines)
+        if found is not None and (best is None or found.seconds < best[0]):
             best = found.seconds, found.bounds, seconds
-        start = np.array(found.bounds)
     if best is None:
         raise ValueError(
             f"no division into {total} chunks that was tried fits into memory; use smaller micro-batches, more stages, "
             "or devices with more memory"
         )
     return best[1], best[2]
+
+
+def _variants(means: GraphSeconds | None) -> list[GraphSeconds | None]:
+    """The mean times of the chunks, and the same with longer and shorter forwards, for other orders of the passes."""
+    if means is None:
+        return [None]
+    return [means.model_copy(update={"forward": means.forward * factor}) for factor in FORWARD_FACTORS]
 
 
 def _replica(

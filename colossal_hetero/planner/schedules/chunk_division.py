@@ -1,13 +1,12 @@
 """Divides the blocks of a model over the chunks of pipelines that are alike, for the shortest simulated iteration.
 
 All divisions are compared if there are few. Otherwise the search starts from several proportional divisions and moves
-single blocks from one chunk to another, which shifts the chunks between them, as long as that makes the iteration
-shorter.
+blocks from one chunk to another, which shifts the chunks between them, as long as that makes the iteration shorter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +20,9 @@ __all__ = ["ChunkDivision", "divide_blocks", "proportional_bounds", "uniform_chu
 MAX_COMPARED = 1_500
 """If there are more divisions, they are not all compared."""
 MAX_ROUNDS = 200
-"""Moves of a block, from each start."""
+"""Moves of blocks, from each start."""
+MAX_PAIRS_OF_MOVES = 4_000
+"""If no move helps, pairs of moves are tried, unless there are more of them."""
 ROUNDING = 1e-12
 
 
@@ -80,30 +81,43 @@ def _work(pipeline: ChunkedPipeline, stage: int) -> float:
 
 
 def _improved(pipelines: Sequence[ChunkedPipeline], start: NDArray[np.int64]) -> ChunkDivision | None:
-    bounds = start
-    excess, seconds = (float(each[0]) for each in _prices(pipelines, bounds[None]))
+    sizes = np.diff(start)
+    excess, seconds = (float(each[0]) for each in _prices(pipelines, start[None]))
     for _ in range(MAX_ROUNDS):
-        moved = np.array(list(_moves(bounds)), dtype=np.int64)
-        if not len(moved):
+        moved = _moved(sizes)
+        found = _better(pipelines, moved, excess, seconds)
+        if found is None and 0 < len(moved) ** 2 <= MAX_PAIRS_OF_MOVES:
+            found = _better(pipelines, np.concatenate([_moved(each) for each in moved]), excess, seconds)
+        if found is None:
             break
-        over, took = _prices(pipelines, moved)
-        best = np.lexsort((took, over))[0]
-        if not (over[best], took[best]) < (excess, seconds * (1 - ROUNDING)):
-            break
-        bounds, excess, seconds = moved[best], float(over[best]), float(took[best])
-    return ChunkDivision(tuple(bounds.tolist()), seconds) if excess == 0 else None
+        sizes, excess, seconds = found
+    return ChunkDivision((0, *np.cumsum(sizes).tolist()), seconds) if excess == 0 else None
 
 
-def _moves(bounds: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """The divisions in which one block, or half of the blocks, of a chunk goes to another chunk."""
-    sizes = np.diff(bounds)
-    for giver in np.flatnonzero(sizes > 1).tolist():
-        for taker in range(len(sizes)):
-            for blocks in {1, int(sizes[giver]) // 2} if taker != giver else ():
-                changed = sizes.copy()
-                changed[giver] -= blocks
-                changed[taker] += blocks
-                yield np.concatenate([[0], np.cumsum(changed)])
+def _better(
+    pipelines: Sequence[ChunkedPipeline], sizes: NDArray[np.int64], excess: float, seconds: float
+) -> tuple[NDArray[np.int64], float, float] | None:
+    """The best of these ``sizes`` ``[divisions, chunks]``, with its excess bytes and seconds, if it is better."""
+    if not len(sizes):
+        return None
+    over, took = _prices(pipelines, np.pad(np.cumsum(sizes, axis=1), ((0, 0), (1, 0))))
+    best = np.lexsort((took, over))[0]
+    if (over[best], took[best]) < (excess, seconds * (1 - ROUNDING)):
+        return sizes[best], float(over[best]), float(took[best])
+    return None
+
+
+def _moved(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The sizes of chunks if one block, or half of the blocks, of a chunk goes to another one, ``[moves, chunks]``."""
+    chunks = len(sizes)
+    moved = [
+        sizes + blocks * (np.arange(chunks) == taker) - blocks * (np.arange(chunks) == giver)
+        for giver in np.flatnonzero(sizes > 1).tolist()
+        for taker in range(chunks)
+        if taker != giver
+        for blocks in sorted({1, int(sizes[giver]) // 2})
+    ]
+    return np.array(moved, dtype=np.int64).reshape(-1, chunks)
 
 
 def _best(pipelines: Sequence[ChunkedPipeline], bounds: NDArray[np.int64]) -> ChunkDivision | None:
