@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from ..cluster.topology import Topology
 from ..plans.plan import Plan
-from ..plans.predict import stage_slots
+from ..plans.predict import stage_slots, summing_seconds
 from ..profile.layer_profile import ModelProfile
 from ..schedules.pass_order import Schedule, why_not_schedulable
 from .arrangements import Ranks
@@ -29,11 +30,20 @@ MAX_EXCHANGED = 2
 MAX_EXCHANGES = 24
 """Exchanges that are tried for each of them."""
 CERTAIN = 0.95
-"""A pipeline is not tried if so much of its estimated time is already longer than the best time. The estimate is a
+"""A pipeline is not tried if so much of its estimated work is already longer than the best time. The estimate is a
 lower bound if all blocks are faster on one device than on another by the same factor."""
 
 Candidate = tuple[Ranks, int]
 """Pipelines whose stages run the same blocks, and the samples of a micro-batch."""
+
+
+class _Estimate(NamedTuple):
+    """Of an iteration."""
+
+    work_seconds: float
+    """If no stage ever waits, and every stage is as fast as its slowest replica."""
+    seconds: float
+    """With half of the waiting of 1F1B, and with the time to sum gradients."""
 
 
 class ChunkedPlans:
@@ -73,17 +83,16 @@ class ChunkedPlans:
     def plans(self, candidates: Sequence[Candidate]) -> list[Plan]:
         """The best plans of these pipelines, best first."""
         distinct = {(self._look(ranks), size): (ranks, size) for ranks, size in reversed(candidates)}
-        estimated = sorted(
-            (self._estimate(each), number, each) for number, each in enumerate(reversed(distinct.values()))
-        )
+        estimates = [(self._estimate(each), each) for each in reversed(distinct.values())]
+        estimated = sorted(estimates, key=lambda each: each[0].seconds)
         found: list[Plan] = []
         for schedule, chunks in self.kinds:
             made: dict[object, Plan | None] = {}
             best, tried = float("inf"), 0
-            for seconds, _, candidate in estimated:
-                if seconds * CERTAIN >= best or tried >= MAX_TRIED:
+            for estimate, candidate in estimated:
+                if tried >= MAX_TRIED:
                     break
-                if not self._can_be_divided(candidate, schedule, chunks):
+                if estimate.work_seconds * CERTAIN >= best or not self._can_be_divided(candidate, schedule, chunks):
                     continue
                 tried += 1
                 plan = self._make(candidate, schedule, chunks, made)
@@ -93,15 +102,21 @@ class ChunkedPlans:
             found += _by_time(made.values())
         return _by_time(found)
 
-    def _estimate(self, candidate: Candidate) -> float:
-        """Seconds of an iteration if no stage ever waits, and every stage is as fast as its slowest replica."""
+    def _estimate(self, candidate: Candidate) -> _Estimate:
         ranks, size = candidate
+        slots = [stage_slots(self.topology, self.profile, groups, len(groups[0]), size) for groups in ranks]
         rows = [
-            [float((slot.costs.forward_seconds + slot.costs.backward_seconds).sum()) for slot in slots]
-            for slots in (stage_slots(self.topology, self.profile, groups, len(groups[0]), size) for groups in ranks)
+            [float((each.costs.forward_seconds + each.costs.backward_seconds).sum()) for each in row] for row in slots
         ]
         slowest = [max([*stage, 1e-30]) for stage in zip(*rows, strict=True)]
-        return float(self.global_batch / (size * len(ranks)) / sum(1.0 / seconds for seconds in slowest))
+        micro_batches, stages = self.global_batch / (size * len(ranks)), len(slowest)
+        work = float(micro_batches / sum(1.0 / seconds for seconds in slowest))
+        try:
+            gradients = float(slots[0][0].costs.gradient_bytes.sum()) / stages
+            summing = summing_seconds(self.topology, ranks, [gradients] * stages)
+        except ValueError:
+            summing = float("inf")
+        return _Estimate(work, work * (1 + (stages - 1) / (2 * micro_batches)) + summing)
 
     def _can_be_divided(self, candidate: Candidate, schedule: Schedule, chunks: int) -> bool:
         ranks, size = candidate

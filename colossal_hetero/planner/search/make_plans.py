@@ -6,6 +6,7 @@ order of a lower bound on their time, until the rest cannot be better.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -37,6 +38,8 @@ __all__ = ["make_plans"]
 
 SIMULATED = 8
 """Plans of the method ``simulated``, and of ``exact``, that are simulated to find the best one."""
+MAX_DEVICES = 16
+"""Up to so many, each degree and micro-batch has a search of its own for pipelines to divide over chunks."""
 MAX_NUMBERS_OF_STAGES = 8
 """Numbers of stages for which pipelines to divide over chunks are searched, the smallest ones."""
 MAX_SAMPLES = 10**9
@@ -104,7 +107,7 @@ def make_plans(
     sizes = _micro_batches(profile, global_batch, micro_batches)
     pools = _pools(topology, profile, global_batch, sizes, _degrees(topology, profile, tensor_parallel))
 
-    def search_by(method: str, stages: Sequence[int] | None = stages) -> PlanSearch:
+    def search_by(method: str) -> PlanSearch:
         builder = DraftBuilder(topology, method)
         return PlanSearch(topology, pools, builder, stages, runnable=runnable, all_devices=all_devices)
 
@@ -123,7 +126,7 @@ def make_plans(
     if set(schedules) != {"1f1b"}:
         with_chunks = [each for each in schedules if each != "1f1b"]
         makes = ChunkedPlans(topology, profile, with_chunks, model_chunks, global_batch=global_batch, method=method)
-        pipelines = _pipelines_to_divide(search, lambda number: search_by("exact", [number]), topology)
+        pipelines = _pipelines_to_divide(search)
         chunked = ranked_by_time(makes.plans(pipelines), keep)
         if not chunked and "1f1b" not in schedules:
             raise ValueError(_why_no_chunks(schedules, makes))
@@ -176,22 +179,21 @@ def _check_schedules(schedules: Sequence[Schedule], model_chunks: Sequence[int],
         raise ValueError("model_chunks is empty; give at least one number of chunks per stage, such as 2")
 
 
-def _pipelines_to_divide(
-    search: PlanSearch, search_with: Callable[[int], PlanSearch], topology: Topology
-) -> list[Candidate]:
+def _pipelines_to_divide(search: PlanSearch) -> list[Candidate]:
     """Pipelines that are alike, whose blocks can be divided over chunks: all of a few slots, else the best of 1F1B.
 
     Args:
         search: Has been run.
-        search_with: Makes a search for plans with this number of stages.
-        topology: Machines.
     """
+    world = len(search.topology.devices)
     max_slots = max(pool.slots for pool in search.pools)
     numbers = [number for number in range(2, max_slots + 1) if search.stages is None or number in search.stages]
     drafts = search.found()
     if max_slots > MAX_GROUPS:
-        for number in numbers[:MAX_NUMBERS_OF_STAGES]:
-            part = search_with(number)
+        builder = DraftBuilder(search.topology, "exact")
+        parts = [[pool] for pool in search.pools] if world <= MAX_DEVICES else [search.pools]
+        for number, pools in itertools.product(numbers[:MAX_NUMBERS_OF_STAGES], parts):
+            part = PlanSearch(search.topology, pools, builder, [number], runnable=True, all_devices=search.all_devices)
             part.run(1)
             drafts += part.found()
     candidates: list[Candidate] = []
@@ -203,7 +205,7 @@ def _pipelines_to_divide(
         if pool.slots <= MAX_GROUPS:
             groups = [ranks for kind in pool.kinds for ranks in kind.slots]
             candidates += [(ranks, pool.micro_batch) for ranks in all_arrangements(groups)]
-    devices = len(topology.devices) if search.all_devices else 0
+    devices = world if search.all_devices else 0
     return [
         (ranks, size)
         for ranks, size in candidates
