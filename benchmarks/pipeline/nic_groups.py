@@ -11,21 +11,18 @@ processor, determines the time.
 from __future__ import annotations
 
 import argparse
-import multiprocessing as mp
-import os
 import sys
 import time
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.common import print_table
-from benchmarks.pipeline.namespaces import NodeAddresses, enter, missing, nodes, payload_bytes_per_second
-from colossal_hetero.pipeline_parallel.communicators import environment, make_group
+from benchmarks.pipeline.namespace_ranks import run_in_namespaces
+from benchmarks.pipeline.namespaces import missing, nodes, payload_bytes_per_second
+from colossal_hetero.pipeline_parallel.communicators import make_group
 from colossal_hetero.planner.cluster.group_networks import Adapter, group_network
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.layout.layout import Layout, naive_layout
@@ -37,7 +34,6 @@ LOOPBACK_BYTES_PER_SECOND = 2e9
 ADAPTERS = {kind: Adapter(interface="rdma0") for kind in ("InfiniBand", "RoCE")} | {
     "Ethernet": Adapter(interface="eth0")
 }
-PORT = 29617
 
 
 @dataclass(frozen=True)
@@ -75,31 +71,18 @@ def describe(case: Case, fast_megabits: float, slow_megabits: float) -> Topology
     return Topology(tuple(devices), tuple(machines), ("first", "second"))
 
 
-def run_rank(
-    rank: int,
-    topology: Topology,
-    layouts: list[Layout],
-    node: NodeAddresses,
-    master: str,
-    arguments: argparse.Namespace,
-) -> list[list[float]]:
+def run_rank(topology: Topology, layouts: list[Layout], gradient_bytes: float, rounds: int) -> list[list[float]]:
     """Seconds of each all-reduce on this rank, for each layout. The first all-reduce is not counted."""
-    enter(node.namespace)
-    torch.set_num_threads(1)
-    with environment({"GLOO_SOCKET_IFNAME": "eth0"}):
-        dist.init_process_group(
-            "gloo", f"tcp://{master}:{PORT}", timedelta(minutes=5), world_size=len(topology.devices), rank=rank
-        )
     groups = []
     for layout in layouts:
         own_group = None
         for ranks in layout.data_groups:
             group = make_group(ranks, group_network(topology, ranks), adapters=ADAPTERS)
-            own_group = group if rank in ranks else own_group
+            own_group = group if dist.get_rank() in ranks else own_group
         groups.append(own_group)
-    gradients = torch.ones(int(arguments.gradients * 1e6) // 4)
+    gradients = torch.ones(int(gradient_bytes) // 4)
     seconds: list[list[float]] = [[] for _ in layouts]
-    for turn in range(arguments.rounds + 1):
+    for turn in range(rounds + 1):
         for times, group in zip(seconds, groups, strict=True):
             dist.barrier()
             start = time.perf_counter()
@@ -109,38 +92,14 @@ def run_rank(
             if turn:
                 times.append(taken)
             gradients.fill_(1.0)
-    dist.barrier()
-    dist.destroy_process_group()
     return seconds
-
-
-def child(pipe: Connection, *arguments: object) -> None:
-    try:
-        pipe.send(run_rank(*arguments))  # type: ignore[arg-type]
-    finally:
-        # Exit without the clean-up of the parent process, which this process inherited.
-        sys.stdout.flush()
-        os._exit(0)
 
 
 def measure(case: Case, layouts: list[Layout], topology: Topology, arguments: argparse.Namespace) -> list[float]:
     """Median seconds until the last rank has finished an all-reduce, for each layout."""
-    context = mp.get_context("fork")
     with nodes([case.nodes_per_cluster] * 2, arguments.fast, arguments.slow) as found:
-        pipes, processes = [], []
-        for rank, device in enumerate(topology.devices):
-            receiver, sender = context.Pipe(duplex=False)
-            child_arguments = (sender, rank, topology, layouts, found[device.node], found[0].ethernet, arguments)
-            processes.append(context.Process(target=child, args=child_arguments, daemon=True))
-            processes[-1].start()
-            sender.close()
-            pipes.append(receiver)
-        try:
-            by_rank = [pipe.recv() for pipe in pipes]
-        finally:
-            for process in processes:
-                process.join(5)
-                process.kill()
+        places = [found[device.node] for device in topology.devices]
+        by_rank = run_in_namespaces(places, run_rank, topology, layouts, arguments.gradients * 1e6, arguments.rounds)
     return [median(max(turn) for turn in zip(*ranks, strict=True)) for ranks in zip(*by_rank, strict=True)]
 
 

@@ -17,14 +17,9 @@ and with overlapped transfers (Gloo sends while the sender computes).
 from __future__ import annotations
 
 import argparse
-import multiprocessing as mp
-import os
 import sys
 import time
-import traceback
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from statistics import median
 
 import torch
@@ -34,7 +29,8 @@ from timm.models.vision_transformer import VisionTransformer
 
 import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
 from benchmarks.common import print_table
-from benchmarks.pipeline.namespaces import NodeAddresses, enter, missing, nodes, payload_bytes_per_second
+from benchmarks.pipeline.namespace_ranks import run_in_namespaces
+from benchmarks.pipeline.namespaces import missing, nodes, payload_bytes_per_second
 
 # isort: split
 from colossalai.booster import Booster
@@ -51,7 +47,6 @@ from colossal_hetero.profiling.layers.layer_profiler import profile_layers
 PLACEMENTS = ("spread", "inside")
 LOOPBACK_BYTES_PER_SECOND = 1e9
 IMAGE, PATCH, HEADS = 32, 4, 4
-PORT = 29631
 BURST = "16kb"
 """Much less than a message, and enough for the low rates here."""
 
@@ -142,16 +137,8 @@ def train(plan: Plan, arguments: argparse.Namespace) -> float:
     return median(seconds[2:])
 
 
-def run_rank(
-    rank: int, replicas: int, node: NodeAddresses, master: str, arguments: argparse.Namespace
-) -> dict[str, Outcome]:
+def run_rank(replicas: int, arguments: argparse.Namespace) -> dict[str, Outcome]:
     """All placements, predicted and trained on this rank."""
-    enter(node.namespace)
-    torch.set_num_threads(1)
-    # Colossal-AI makes its groups itself; all of them use this card.
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % replicas), "WORLD_SIZE": str(2 * replicas)}
-    dist.init_process_group("gloo", f"tcp://{master}:{PORT}", timedelta(minutes=5), world_size=2 * replicas, rank=rank)
     profile = measured_profile(arguments)
     topology = as_profiled(machines(replicas, arguments.megabits), profile)
     outcomes = {}
@@ -168,41 +155,14 @@ def run_rank(
             simulate_plan(plan, transfers=transfers).seconds for transfers in ("blocking", "overlapped")
         )
         outcomes[placement] = Outcome(plan.iteration_seconds, blocking, overlapped, train(plan, arguments))
-    dist.barrier()
-    dist.destroy_process_group()
     return outcomes
-
-
-def child(pipe: Connection, *arguments: object) -> None:
-    try:
-        pipe.send(run_rank(*arguments))  # type: ignore[arg-type]
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        # Exit without the clean-up of the parent process, which this process inherited.
-        sys.stdout.flush()
-        os._exit(0)
 
 
 def measure(replicas: int, arguments: argparse.Namespace) -> dict[str, Outcome]:
     """What rank 0 reports."""
-    context = mp.get_context("fork")
     with nodes([2], 10_000, arguments.megabits, BURST) as found:
-        pipes, processes = [], []
-        for rank in range(2 * replicas):
-            receiver, sender = context.Pipe(duplex=False)
-            child_arguments = (sender, rank, replicas, found[rank // replicas], found[0].ethernet, arguments)
-            processes.append(context.Process(target=child, args=child_arguments, daemon=True))
-            processes[-1].start()
-            sender.close()
-            pipes.append(receiver)
-        try:
-            outcomes: list[dict[str, Outcome]] = [pipe.recv() for pipe in pipes]
-        finally:
-            for process in processes:
-                process.join(5)
-                process.kill()
-    return outcomes[0]
+        places = [node for node in found for _ in range(replicas)]
+        return run_in_namespaces(places, run_rank, replicas, arguments)[0]
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 
 Memory is counted from the published table of layers as Sailor counts it: 24 bytes of state per parameter, the kept
 activations of ``min(K, S − s)`` micro-batches in stage s of S, and 3 GB for context, libraries and buffers. A plan
-exceeds memory if a stage needs more than its GPU has. As a control, plans are also made as before this was modelled:
-16 bytes per parameter, no reserve, and nothing for what passes need for a moment.
+without a pipeline has 4 bytes per parameter more, for the buckets of DistributedDataParallel. A plan exceeds memory if
+a stage needs more than its GPU has. As a control, plans are also made as before this was modeled: 16 bytes per
+parameter, no reserve, and nothing for what passes need for a moment.
 
 Tables were measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich).
 """
@@ -39,7 +40,7 @@ CLUSTERS = (
     (("RTX-3090", 1, 8), ("RTX-2080", 1, 8), ("Titan-RTX", 1, 8)),
 )
 """Kinds of GPU, each with its number of nodes and GPUs per node."""
-STATE_BYTES, OTHER_BYTES = 24, 3e9
+STATE_BYTES, BUCKET_BYTES, OTHER_BYTES = 24, 4, 3e9
 
 LayerBytes = dict[tuple[str, int], list[tuple[float, float]]]
 """Bytes of fp32 parameters and of kept activations of each layer, by model and tensor-parallel degree."""
@@ -63,8 +64,9 @@ def excess_bytes(plan: Plan, profile: ModelProfile, layers: LayerBytes) -> float
             first = 0 if number == 0 else stage.blocks[0] + profile.before
             last = len(rows) if number == len(replica.stages) - 1 else stage.blocks[1] + profile.before
             in_flight = min(replica.micro_batches, len(replica.stages) - number)
+            per_parameter = STATE_BYTES + (BUCKET_BYTES if len(replica.stages) == 1 else 0)
             held = sum(
-                STATE_BYTES / 4 * parameters + in_flight * plan.micro_batch * activations
+                per_parameter / 4 * parameters + in_flight * plan.micro_batch * activations
                 for parameters, activations in rows[first:last]
             )
             excess.append(held + OTHER_BYTES - stage.memory_available_bytes)

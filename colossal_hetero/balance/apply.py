@@ -232,7 +232,7 @@ class Applier:
         return kinds
 
     def present_kinds(self) -> list[LayerKind]:
-        """:attr:`kinds`, with what cannot migrate now."""
+        """:attr:`kinds`, where ``moves`` is false for blocks that cannot migrate now."""
         fixed = {
             number
             for target, number in zip(self._targets, self._kind_of, strict=True)
@@ -285,7 +285,8 @@ class Applier:
         return total + Traffic(point_to_point=busiest_port(ports))
 
     def begin_pass(self, purpose: Purpose = "training") -> None:
-        """Call this before each forward pass. Collective over the group if units migrate."""
+        """Call this before each forward pass; ``purpose`` says what the pass is for. Collective over the group if units
+        migrate."""
         if self._unit_exchange is not None:
             self._unit_exchange.begin_pass(purpose)
 

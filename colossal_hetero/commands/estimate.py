@@ -18,6 +18,7 @@ from .common import (
 __all__ = ["estimate", "write_estimate"]
 
 SIZES = ("layers", "hidden", "heads", "vocabulary")
+"""Options that say how large the GPT is. All are required."""
 
 
 @click.command()
@@ -67,6 +68,15 @@ def write_estimate(
     out: Path,
 ) -> None:
     """Write and print an estimated profile.
+
+    Args:
+        sizes: of the GPT, by the names in :data:`SIZES`; None if an option was not given.
+        sequence: tokens per sample.
+        devices: kinds of GPU in the catalog.
+        micro_batches: sizes in samples.
+        tensor_parallel: degrees.
+        efficiency: the share of the nominal FLOP/s that is reached.
+        out: the file to write.
 
     Raises:
         ValueError: A size is missing, or a kind of device is unknown.

@@ -21,8 +21,6 @@ from .common import (
 
 __all__ = ["profile"]
 
-SIZES = ("layers", "hidden", "heads", "vocabulary")
-
 
 def _settings(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
     settings = {}
@@ -118,7 +116,7 @@ def profile(
     torchrun --nnodes ... --nproc-per-node ... -m colossal_hetero.cli profile --model ...
     """
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocabulary": vocabulary}
-    named = [f"--{name}" for name in SIZES if sizes[name] is not None]
+    named = [f"--{name}" for name, size in sizes.items() if size is not None]
     with errors_on_one_line():
         check_outputs(out)
         if model is not None and named:

@@ -118,7 +118,11 @@ def attach_batches(
     loader: HeteroDataLoader,
     lr_scheduler: LRScheduler | None,
 ) -> BatchBalancer:
-    """Divide the loader's batches, and replace the methods that the training loop calls by ones for uneven batches."""
+    """Divide the loader's batches, and replace the methods that the training loop calls by ones for uneven batches.
+
+    Returns:
+        What divides the batches again when the speed of a rank changes.
+    """
     timer = ForwardTimer(model, lambda: 1 if loader.current is None else max(1, loader.current.samples))
     balancer = BatchBalancer(setup.config, profile, setup.stage, loader, timer, setup.replica_of)
     accumulation = GradientAccumulation(

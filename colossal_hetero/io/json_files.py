@@ -47,12 +47,15 @@ def read_text(path: Path | str, file_format: str) -> str:
 
 
 def write_json(content: Any, path: Path | str, *, fill: bool = False) -> None:
-    """Write a file atomically: readers see the old file or the complete new one.
+    """Write a file atomically: readers see the old file or the complete new one. See :func:`.atomic.replacing`.
 
     Args:
         content: What to write.
         path: Where.
         fill: Whether several members of an object go on one line, if the object holds no other objects.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     with replacing(path) as temporary:
         temporary.write_text(_lay_out(content, fill, 0) + "\n", encoding="utf-8")

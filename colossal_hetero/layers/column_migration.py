@@ -80,11 +80,17 @@ class ColumnExchange(ABC):
     def broadcast(
         self, moves: Sequence[MovedRange], given: Tensor | None, shape: tuple[int, int], like: Tensor
     ) -> Tensor | None:
-        """Send all of ``given``, of that shape, to every receiver of one sender; returns it there and on the sender."""
+        """Send all of ``given`` to every receiver of one sender. Returns it on these ranks; other ranks may get None.
+
+        ``given`` of that ``shape`` is None except on the sender; ``like`` has its dtype and device.
+        """
 
     @abstractmethod
     def reduce(self, moves: Sequence[MovedRange], result: Tensor) -> None:
-        """Add every receiver's ``result`` to the sender's, in place on the sender."""
+        """Add every receiver's ``result`` to the sender's, of the same shape, in place.
+
+        The results of other ranks may be overwritten.
+        """
 
     def gather(
         self,

@@ -105,7 +105,8 @@ class Transport:
         return Started(Pending(works[: len(receives)]), Pending(works[len(receives) :]))
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
-        """Start sending the contiguous ``tensor`` of rank ``source`` to all ranks, which receive into ``tensor``."""
+        """Start sending the contiguous ``tensor`` of rank ``source`` of the group to all its ranks, which receive into
+        their ``tensor`` of the same shape and dtype. Wait for the result before using it."""
         if source == self.rank:
             self._count("broadcast", tensor, self.size - 1)
         source = self._global_ranks[source]

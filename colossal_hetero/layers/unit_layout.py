@@ -250,7 +250,14 @@ def _sum(factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 def split_message(
     message: Tensor, places: Sequence[UnitPlace], tensors: Sequence[Tensor], count: int
 ) -> tuple[list[Tensor], int]:
-    """The first elements of ``message`` as ``count`` units of each of ``tensors``, and the number of these elements."""
+    """The first elements of ``message`` as ``count`` units of each of ``tensors``, and the number of these elements.
+
+    Args:
+        message: one-dimensional.
+        places: where units are in each of ``tensors``.
+        tensors: whole weights and biases; only their shapes are used.
+        count: number of units.
+    """
     views, offset = [], 0
     for place, tensor in zip(places, tensors, strict=True):
         shape = list(place.view(tensor).shape)

@@ -32,6 +32,8 @@ MAX_LINES = 200
 def probe_as_rank(out: Path, cluster_of: Sequence[tuple[str, str]], timeout_seconds: float, console: Console) -> None:
     """Measure together with all other ranks; rank 0 shows the progress and writes the file.
 
+    After ``timeout_seconds`` this process ends itself with exit status 1, because another rank is missing.
+
     Raises:
         ValueError: the ranks could not connect, a rank was lost, or the machines cannot be described.
     """

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 
 from ..planner.cluster.gpu_catalog import GPUS, INSIDE, kind_name, usual_memory_reserve
+from ..planner.cluster.group_networks import ETHERNET
 from ..planner.cluster.link import MeasuredLink
 from ..planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 
@@ -20,8 +21,6 @@ MEMORY_TOLERANCE = 0.25
 
 RESERVE_STEP = 10_000_000
 """Bytes to whose multiples the reserve of a CPU is rounded up."""
-
-ETHERNET = "Ethernet"
 
 
 @dataclass(frozen=True)

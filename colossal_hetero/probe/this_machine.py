@@ -11,7 +11,8 @@ from statistics import median
 
 import torch
 
-from .rank_facts import ETHERNET, Nic, RankFacts
+from ..planner.cluster.group_networks import ETHERNET
+from .rank_facts import Nic, RankFacts
 
 __all__ = ["find_nics", "probe_this_rank", "sustained_flops"]
 

@@ -1,7 +1,8 @@
 """The best of all plans of a few lone devices, found by trying every one, without the planner's search.
 
 A plan is priced as ``predict_plan`` does: each pipeline by ``evaluate`` over the channels of ``hop_channels``, and the
-gradients of equal pipelines by ``concurrent_seconds``.
+gradients of equal pipelines by ``concurrent_seconds``. A device that has the whole model also holds its gradients in
+the buckets of DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -121,8 +122,9 @@ class EveryPlan:
         kinds = tuple((self.topology.devices[each].kind, self.topology.devices[each].speed) for each in devices)
         key = kinds, tuple(hops), size, count, bounds
         if key not in self._costs:
+            buckets = sum(self.profile.sizes[0].parameter_bytes) if len(devices) == 1 else 0
             slots = tuple(
-                Slot(kind.name, self.profile.costs(kind.name, 1, size, speed), kind.memory_bytes)
+                Slot(kind.name, self.profile.costs(kind.name, 1, size, speed), kind.memory_bytes - buckets)
                 for kind, speed in kinds
             )
             channels = [[Channel("unused", 1.0)] * len(slots) for _ in slots]

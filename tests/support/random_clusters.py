@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
+from colossal_hetero.planner.profile.layer_profile import ModelProfile
+from tests.support.layer_profiles import layer_times, small_sizes
 
 __all__ = ["CHANGES", "Problem", "improved", "large_problem", "random_model", "small_problem"]
 
@@ -41,7 +42,9 @@ def large_problem(seed: int) -> Problem:
 
 
 def random_model(random: np.random.Generator, degrees: tuple[int, ...] = (1,), max_blocks: int = 6) -> ModelProfile:
-    """2 to ``max_blocks`` blocks of 6 bytes of state and 4 bytes of activations per sample, timed on :data:`KINDS`."""
+    """2 to ``max_blocks`` blocks, timed on :data:`KINDS`: each has 2 bytes of parameters, 6 of state, and 4 bytes of
+    activations per sample."""
+    schedule = float(random.spawn(1)[0].choice([0.0, 0.3]))
     blocks = int(random.integers(2, max_blocks + 1))
     weight = random.uniform(0.5, 1.5, blocks) if random.random() < 0.5 else np.ones(blocks)
     head, update = random.choice([0.0, 0.5]), random.choice([0.0, 0.2])
@@ -50,32 +53,23 @@ def random_model(random: np.random.Generator, degrees: tuple[int, ...] = (1,), m
     times = []
     for (name, each), degree, size in itertools.product(speeds.items(), degrees, (1, 2)):
         work = each * (fixed + (1 - fixed) * size) / degree**0.8
-        forward = np.array([0.0, *(work * weight), head * work])
+        forward = (0.0, *(work * weight), head * work)
+        updates = (0.0, *(update * each * weight), 0.0)
         times.append(
-            LayerTimes(
-                device=name,
-                tensor_parallel=degree,
+            layer_times(
+                name,
+                forward,
                 micro_batch=size,
-                forward_seconds=tuple(forward),
-                backward_seconds=tuple(2 * forward),
-                update_seconds=(0.0, *(update * each * weight), 0.0),
+                tensor_parallel=degree,
+                update_seconds=updates,
+                schedule_seconds=schedule,
             )
         )
-    output = int(random.choice([1e7, 1e9, 4e9]))
-    sizes = tuple(
-        LayerSizes(
-            tensor_parallel=degree,
-            parameter_bytes=(0, *(12 // degree,) * blocks, 0),
-            activation_bytes=(0, *(4 // degree,) * blocks, 0),
-            output_bytes=(output,) * (blocks + 2),
-            temporary_bytes=(0,) * (blocks + 2),
-        )
-        for degree in degrees
-    )
+    sizes = small_sizes(blocks, degrees, int(random.choice([1e7, 1e9, 4e9])))
     return ModelProfile(
         name="random",
-        state_factor=0.5,
-        gradient_factor=float(random.choice([1e6, 1e8, 1e9])),
+        state_factor=3.0,
+        gradient_factor=6 * float(random.choice([1e6, 1e8, 1e9])),
         times=tuple(times),
         sizes=sizes,
     )

@@ -26,13 +26,13 @@ class KindProblem:
     """What each moved unit adds to an iteration (Φ1)."""
 
     def seconds(self, counts: Sequence[int]) -> float:
-        """The time of the kind's blocks in an iteration."""
+        """Seconds of the kind's blocks in an iteration, if each rank computes so many units."""
         sending = self.seconds_per_unit * moved_units(self.kind, counts)
         return slowest_seconds(self.lines, counts) + sending
 
 
 def iteration_seconds(problems: Sequence[KindProblem], counts: Counts, fixed_seconds: float = 0.0) -> float:
-    """The time of all blocks in an iteration; ``fixed_seconds`` is what moving anything at all adds.
+    """Seconds of all blocks in an iteration; ``fixed_seconds`` is what moving anything at all adds.
 
     Ranks wait for each other at the end of each block, so it is a sum over blocks of the time of the slowest rank.
     """
@@ -48,6 +48,12 @@ def decide_counts(
 
     They stay ``current`` unless others save more than ``uncertainty``, a share of the time of the blocks below which a
     difference may be chance. Moving nothing is preferred to a division that saves less than half of that over it.
+
+    Args:
+        problems: one for each kind of blocks.
+        current: the present units by kind and rank.
+        uncertainty: in 0 to 1.
+        fixed_seconds: what moving anything at all adds to an iteration.
     """
     nothing = tuple((problem.kind.units,) * len(problem.lines) for problem in problems)
     wanted = tuple(fastest_counts(problem.kind, problem.lines, problem.seconds_per_unit) for problem in problems)

@@ -53,7 +53,7 @@ class UnitKind:
 
 
 def slowest_seconds(lines: Sequence[Line], counts: Sequence[int]) -> float:
-    """The time of the slowest rank."""
+    """Seconds of the slowest rank, if the ranks compute ``counts`` units; both arguments are by rank."""
     return max(line(count) for line, count in zip(lines, counts, strict=True))
 
 
@@ -83,6 +83,14 @@ def fastest_counts(kind: UnitKind, lines: Sequence[Line], seconds_per_unit: floa
 
     For a deadline t, a rank computes at most as many units as it can by t. So t determines how much must move, and only
     times at which some rank finishes a whole number of grains need to be tried.
+
+    Args:
+        kind: the blocks that are divided.
+        lines: by rank, seconds as a function of units.
+        seconds_per_unit: cost of sending a unit.
+
+    Returns:
+        Units by rank; their sum is ``kind.units`` times the number of ranks.
     """
     ranks, full = range(len(lines)), kind.units
     least = -((full - 1) // kind.grain)

@@ -7,7 +7,7 @@ from statistics import mean
 
 from ..decide.plan import RankTimes
 
-__all__ = ["EqualWork"]
+__all__ = ["MAX_OVERHEAD", "EqualWork"]
 
 MAX_OVERHEAD = 0.15
 """The largest time that extracting columns, imputing and handling others' units can add to a rank's products, as a

@@ -19,6 +19,7 @@ from ..decide.plan import RankTimes
 from ..decide.whole_units import Line
 from ..decide.work_line import WorkLine
 from .damping import Damping
+from .equal_work import MAX_OVERHEAD
 
 __all__ = ["GroupSpeed", "KindWork"]
 
@@ -45,10 +46,6 @@ STEADY_LENGTH = 0.05
 
 MAX_PREDICTION_ERROR = 0.4
 """If a rank's work at a new load is further from what its line predicted, its speed has changed at the same time."""
-
-MAX_OVERHEAD = 0.15
-"""The largest time that choosing columns and copying units may add, as a share of a rank's products at its full load.
-At small loads, predictions are less exact because of it."""
 
 
 class KindWork(NamedTuple):
@@ -220,7 +217,7 @@ class GroupSpeed:
         """The relative difference from the expected work above which a rank has another speed."""
         if not self._settling:
             return max(self._config.threshold, 2.5 * self._noise)
-        # With other loads, work was only predicted.
+        # With other loads, work was only predicted. At small loads overhead makes predictions less exact.
         least = min(load / line.full for load, line in zip(self._loads[rank], self._lines[rank], strict=True))
         return max(MAX_PREDICTION_ERROR, MAX_OVERHEAD / max(least, 1e-3))
 

@@ -165,18 +165,33 @@ def measure_costs(
 
 
 def fit_resize(shares: Sequence[float], ratios: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """``(Ω1, Ω2)`` from the times of products with ``shares`` pruned; ``ratios`` are relative to the dense time."""
+    """``(Ω1, Ω2)``, in units of the time of the dense product.
+
+    Args:
+        shares: the part of the columns that is pruned in each product, in [0, 1).
+        ratios: the time of each product relative to that of the dense product.
+    """
     return fit_affine(shares, np.asarray(ratios) - (1.0 - np.asarray(shares)))
 
 
 def fit_receive_factor(shares: Sequence[float], ratios: Sequence[float] | np.ndarray) -> float:
-    """The factor of Φ2 from the times of products of ``shares``, in ``ratios`` to the whole product's time."""
+    """The factor of Φ2: the slope of a line through the origin, fitted to the times of products.
+
+    Args:
+        shares: the part of the columns in each product, in (0, 1].
+        ratios: the time of each product relative to that of the whole product.
+    """
     x, y = np.asarray(shares), np.asarray(ratios)
     return float(x @ y) / float(x @ x)
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> FittedLink:
-    """Fit a link: the latency from the smallest message, the time per byte from the larger ones."""
+    """Fit a link: the latency from the smallest message, the time per byte from the larger ones.
+
+    Args:
+        sizes: bytes of the messages, the smallest first; at least one.
+        seconds: the time of a message of each size.
+    """
     extra_bytes, extra = np.asarray(sizes[1:]) - sizes[0], np.asarray(seconds[1:]) - seconds[0]
     slope = float(extra_bytes @ extra) / float(extra_bytes @ extra_bytes) if len(extra) else seconds[0] / sizes[0]
     slope = max(slope, 0.0)

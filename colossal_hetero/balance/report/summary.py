@@ -89,7 +89,7 @@ def ideal_ratio(slowdowns: Mapping[int, float], ranks: int) -> float:
 
 
 def what_if(record: IterationRecord, group: Sequence[int]) -> WhatIf:
-    """The iteration time of the tensor-parallel ``group`` of global ranks, as it was and as it would have been."""
+    """Seconds of an iteration of the tensor-parallel ``group`` (global ranks), as it was and as it would have been."""
     views = [record.ranks[rank] for rank in group]
     communication = min(view.communication_seconds for view in views)
     other = [view.equal_work_seconds - view.equal_matmul_seconds for view in views]

@@ -40,7 +40,10 @@ _RESIDUAL: dict[str, tuple[str, ...]] = {
 
 
 def draw_residual_dropout_equally(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let all ranks of the tensor-parallel ``group`` draw what its first rank draws."""
+    """Let all ranks of the tensor-parallel ``group`` draw the masks of such dropout that its first rank draws.
+
+    Changes the dropout modules of ``model``. Nothing is sent.
+    """
     for module in model.modules():
         names = {name for kind in type(module).__mro__ for name in _RESIDUAL.get(kind.__name__, ())}
         for dropout in (getattr(module, name, None) for name in sorted(names)):

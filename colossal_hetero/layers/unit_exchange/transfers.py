@@ -109,7 +109,11 @@ class Bucket:
 
 
 def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]]) -> list[int]:
-    """The number of each block's bucket; all ranks get the same numbers."""
+    """By block, the number of its bucket, from 0 on; all ranks get the same numbers. ``moves`` are those of each block.
+
+    A bucket ends when it has :data:`MESSAGE_BYTES`, or when the next block has another dtype or is frozen and the last
+    one is not (or the other way round).
+    """
     numbers: list[int] = []
     size, last_dtype, last_frozen = 0, None, False
     for block, moved in zip(blocks, moves, strict=True):
@@ -153,7 +157,7 @@ def check_backward_memory(transfers: Sequence[BlockTransfer]) -> None:
 
 
 def weights_for(bucket: Bucket, other: int) -> list[Tensor]:
-    """Views of the bucket's units that are sent to ``other``, in the order of blocks, layers, tensors."""
+    """Views of the bucket's units that are sent to rank ``other``, in the order of blocks, layers, tensors."""
     return [
         place.view(tensor).narrow(place.unit_dim, units.start, units.count)
         for transfer in bucket.transfers

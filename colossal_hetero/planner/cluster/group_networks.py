@@ -18,7 +18,7 @@ from typing import Literal
 from .all_reduce import ring_hops, ring_network
 from .topology import Topology
 
-__all__ = ["Adapter", "Network", "group_network", "process_environment"]
+__all__ = ["ETHERNET", "Adapter", "Network", "group_network", "process_environment"]
 
 RDMA = ("InfiniBand", "RoCE")
 ETHERNET = "Ethernet"

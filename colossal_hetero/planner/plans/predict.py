@@ -209,7 +209,7 @@ def stage_slots(
             )
         speed = min(device.speed for device in devices)
         costs = profile.costs(kinds[0], degree, micro_batch, speed)
-        slots.append(Slot(kinds[0], costs, costs.memory_for_blocks(devices[0].kind.usable_bytes)))
+        slots.append(Slot(kinds[0], costs, costs.memory_for_blocks(devices[0].kind.usable_bytes, len(groups))))
     return tuple(slots)
 
 

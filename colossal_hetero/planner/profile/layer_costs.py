@@ -44,12 +44,23 @@ class LayerCosts:
     """Size of what one micro-batch sends over a cut behind the block. The gradient that comes back is as large."""
     temporary_bytes: float = 0.0
     """Needed for a moment beside what is kept, whichever blocks a device has: in backward, a block's gradients."""
+    bucket_bytes: float = 0.0
+    """Copy of the gradients in the buckets of DistributedDataParallel, which a device has if it runs all blocks."""
     schedule_seconds: float = 0.0
     """What the schedule itself takes per micro-batch for each cut next to a stage; see ``LayerTimes``."""
 
-    def memory_for_blocks(self, usable_bytes: float) -> float:
-        """Bytes of a device's usable memory that are left for state and kept activations."""
-        return max(usable_bytes - self.temporary_bytes, 0.0)
+    def memory_for_blocks(self, usable_bytes: float, stages: int) -> float:
+        """Bytes of a device's usable memory that are left for state and kept activations.
+
+        Colossal-AI's plugin wraps a model in DistributedDataParallel if its pipeline has one stage, with or without
+        replicas. With more stages, it sums each gradient in its place.
+
+        Args:
+            usable_bytes: Memory of the device without its reserve.
+            stages: Of the pipeline.
+        """
+        buckets = self.bucket_bytes if stages == 1 else 0.0
+        return max(usable_bytes - self.temporary_bytes - buckets, 0.0)
 
     @cached_property
     def cumulative(self) -> CumulativeCosts:

@@ -303,6 +303,8 @@ class ModelProfile(FilePart):
             activation_bytes=activations * micro_batch,
             output_bytes=self._by_block(sizes.output_bytes, ends=False) * micro_batch,
             temporary_bytes=float(inner) * micro_batch,
+            # Buckets have the type of the parameters.
+            bucket_bytes=float(parameters.sum()),
             schedule_seconds=self._schedule_seconds(device, tensor_parallel, micro_batch) / speed,
         )
         for value in vars(costs).values():

@@ -54,6 +54,11 @@ class Draft:
         return _in_order(self.places, self.splits)
 
     @property
+    def is_equal(self) -> bool:
+        """Whether all pipelines are cut alike and run equally many micro-batches."""
+        return len({cut.bounds for cut in self.splits}) == 1 and len(set(self.micro_batches)) == 1
+
+    @property
     def devices(self) -> int:
         """Devices in use."""
         return self.pool.tensor_parallel * sum(len(slots) for slots in self.places)
@@ -271,12 +276,18 @@ class DraftBuilder:
 
     def _pipeline(self, pool: SlotPool, sequence: Kinds, matrix: NDArray[np.int64], micro_batches: int) -> Pipeline:
         channels = [*pool.links.channels, NO_LINK]
-        slots = tuple(self.slot(pool, kinds) for kinds in sequence)
+        slots = tuple(self.slot(pool, kinds, len(sequence)) for kinds in sequence)
         return Pipeline(slots, tuple(tuple(channels[number] for number in row) for row in matrix), micro_batches)
 
-    def slot(self, pool: SlotPool, kinds: tuple[int, ...]) -> Slot:
-        """A slot that takes as long and needs as much memory, per block, as the worst of these kinds."""
-        key = (pool, kinds)
+    def slot(self, pool: SlotPool, kinds: tuple[int, ...], stages: int) -> Slot:
+        """A slot that takes as long and needs as much memory, per block, as the worst of these kinds.
+
+        Args:
+            pool: The slots there are.
+            kinds: Numbers of the kinds.
+            stages: Of the slot's pipeline.
+        """
+        key = (pool, kinds, stages == 1)
         if key not in self._slots:
             worst = [pool.kinds[kind] for kind in kinds]
             costs = worst[0].costs
@@ -285,7 +296,7 @@ class DraftBuilder:
                 names = [field.name for field in fields(LayerCosts)]
                 costs = LayerCosts(**{name: np.max([one[name] for one in each], axis=0) for name in names})
             name = " or ".join(dict.fromkeys(kind.device for kind in worst))
-            self._slots[key] = Slot(name, costs, min(kind.memory_bytes for kind in worst))
+            self._slots[key] = Slot(name, costs, min(kind.memory_in_pipeline(stages) for kind in worst))
         return self._slots[key]
 
     def _split(
@@ -350,7 +361,7 @@ def write_plan(draft: Draft, topology: Topology, profile: ModelProfile, method: 
         for slot in cut.order:
             kind, index = pipeline[slot]
             slots = pool.kinds[kind]
-            groups.append((slots.slots[index], slots.device, slots.memory_bytes))
+            groups.append((slots.slots[index], slots.device, slots.memory_in_pipeline(len(cut.order))))
         replicas.append(finished_replica(topology, groups, cut.bounds, cost, count))
     return finished_plan(
         profile,

@@ -48,6 +48,7 @@ class PipelineBounds:
             for table in (windows, heads, tails)
         )
         self._memory = np.array([self._blocks_in_memory(kind) for kind in self.kinds])
+        self._whole = np.array([self._holds_the_model(kind) for kind in self.kinds])
 
     def _blocks_in_memory(self, kind: SlotKind) -> NDArray[np.int64]:
         """How many blocks fit at most into the last n stages together, ``[1 + blocks]`` for n = 0, 1, …
@@ -58,6 +59,12 @@ class PipelineBounds:
         activation = np.concatenate([[0.0], np.cumsum(kind.costs.activation_bytes)])
         needed = _min_sums(state) + np.arange(1, self.blocks + 1)[:, None] * _min_sums(activation)
         return np.concatenate([[0], np.cumsum((needed <= kind.memory_bytes).sum(axis=1))])
+
+    @staticmethod
+    def _holds_the_model(kind: SlotKind) -> bool:
+        """Whether a pipeline of one stage fits."""
+        needed = kind.costs.cumulative.state_bytes[-1] + kind.costs.cumulative.activation_bytes[-1]
+        return bool(needed <= kind.memory_in_pipeline(1))
 
     @property
     def work_seconds(self) -> NDArray[np.float64]:
@@ -74,7 +81,8 @@ class PipelineBounds:
         kind = np.arange(len(self.kinds))
         blocks = self._memory[kind, short]
         last = self._memory[kind, short] - self._memory[kind, np.maximum(short - 1, 0)]
-        return np.asarray((blocks + (counts - short) * last).sum(axis=1) >= self.blocks)
+        fits = (blocks + (counts - short) * last).sum(axis=1) >= self.blocks
+        return np.asarray(fits & ((counts.sum(axis=1) > 1) | (counts[:, self._whole] > 0).any(axis=1)))
 
     def seconds(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.float64]:
         """The lower bound by row, ``[rows]``; infinite where the model does not fit.

@@ -284,7 +284,7 @@ def _pools(
 def _notes(search: PlanSearch) -> list[str]:
     """The tensor-parallel degrees that are not possible, and why."""
     # A degree with neither a draft nor a problem was skipped because of a lower bound on its time.
-    problems = search.problems | dict.fromkeys(search.too_large, "the model does not fit")
+    problems = search.problems | dict.fromkeys(search.rows.too_large, "the model does not fit")
     possible = {draft.pool.tensor_parallel for draft in search.drafts.values()}
     return [
         f"tensor parallelism {degree} is not possible: {problem}"
@@ -380,6 +380,9 @@ def _why_nothing(topology: Topology, profile: ModelProfile, search: PlanSearch) 
             f"moment; {remedy}"
         )
 
+    blocks = profile.blocks
+    max_stages = min(max_slots, blocks, max(search.stages or (blocks,)))
+
     def share(pool: SlotPool) -> tuple[float, float, float]:
         """Bytes that the model needs by bytes that the devices have, and both."""
         costs = pool.kinds[0].costs
@@ -389,12 +392,17 @@ def _why_nothing(topology: Topology, profile: ModelProfile, search: PlanSearch) 
 
     pool = min(pools, key=share)
     part, whole, available = share(pool)
-    blocks = profile.blocks
     text = (
         f"no plan fits into memory: with tensor parallelism {pool.tensor_parallel} and micro-batches of "
         f"{pool.micro_batch} the model needs at least {whole / 1e9:.4g} GB, the devices have {available / 1e9:.4g} GB"
     )
-    if part <= 1 and max_slots > blocks:
+    if part <= 1 and max_stages == 1:
+        buckets = pool.kinds[0].costs.bucket_bytes * pool.tensor_parallel
+        text += (
+            f", but in a plan of one stage each tensor-parallel group holds all of it, and {buckets / 1e9:.3g} GB for "
+            "a copy of the gradients in buckets"
+        )
+    elif part <= 1 and max_slots > blocks:
         text += f", but a pipeline of {blocks} blocks has at most {blocks} stages"
     elif part <= 1:
         text += ", but the first stages of a pipeline need more: they keep several micro-batches in flight"

@@ -70,7 +70,7 @@ class PlacedPipelines:
         times = self._times(rows)
         if times is None:
             return None
-        seconds = np.max([each.seconds(count) for each in times], axis=0)
+        seconds = np.max([each.seconds(count) for each in dict.fromkeys(times)], axis=0)
         if len(rows) == 1:
             cut = int(seconds.argmin())
             return self._draft(rows, [bounds[cut]], [count]) if seconds[cut] < below else None
@@ -132,7 +132,7 @@ class PlacedPipelines:
                 return None
             key = tuple(kind for kind, _ in row), tuple(hops)
             if key not in self._cut_times:
-                slots: list[Slot] = [self.builder.slot(self.pool, (kind,)) for kind, _ in row]
+                slots: list[Slot] = [self.builder.slot(self.pool, (kind,), len(row)) for kind, _ in row]
                 self._cut_times[key] = cut_times(slots, hops, bounds)
             times.append(self._cut_times[key])
         return times
@@ -142,9 +142,12 @@ class PlacedPipelines:
         pool, width = self.pool, self.pool.tensor_parallel
         nodes = [np.array([self.builder.node(pool, place) for place in row]) for row in rows]
         load = pool.links.load(nodes, width)
-        for row in nodes:
-            numbers = pool.links.shared(row[:-1], row[1:], load, width) if len(row) > 1 else row[:0]
-            yield None if (numbers < 0).any() else [pool.links.channels[number] for number in numbers.tolist()]
+        ends = np.cumsum([len(row) - 1 for row in nodes])
+        before, behind = (np.concatenate([row[part] for row in nodes]) for part in (slice(0, -1), slice(1, None)))
+        # One call for the hops of all pipelines, because most of its time does not depend on how many they are.
+        numbers = pool.links.shared(before, behind, load, width) if ends[-1] else before
+        for part in np.split(numbers, ends[:-1]):
+            yield None if (part < 0).any() else [pool.links.channels[number] for number in part.tolist()]
 
     def _summing(self, rows: Rows, bounds: Sequence[NDArray[np.int64]]) -> float:
         try:

@@ -39,11 +39,23 @@ class SlotKind:
     """Kind of the devices."""
     speed: float
     """Speed of the slowest device in a slot, as a share of the speed at which its kind was profiled."""
-    memory_bytes: float
-    """Memory that one device has for the state and the activations of its blocks."""
+    usable_bytes: float
+    """Memory of one device without its reserve."""
     costs: LayerCosts
     slots: tuple[tuple[int, ...], ...]
     """Ranks of each tensor-parallel group, as launched."""
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory that one device has for the state and the activations of its blocks, in a pipeline of several stages.
+
+        In a pipeline of one stage it has less, see :meth:`memory_in_pipeline`.
+        """
+        return self.memory_in_pipeline(2)
+
+    def memory_in_pipeline(self, stages: int) -> float:
+        """Memory that one device has for the state and the activations of its blocks."""
+        return self.costs.memory_for_blocks(self.usable_bytes, stages)
 
     @property
     def block_seconds(self) -> NDArray[np.float64]:
@@ -100,7 +112,7 @@ def slot_kinds(topology: Topology, profile: ModelProfile, degree: int, micro_bat
     for (name, speed), slots in tensor_parallel_groups(topology, degree).items():
         if min(measured.get(name, [micro_batch + 1])) <= micro_batch <= max(measured[name]):
             costs = profile.costs(name, degree, micro_batch, speed)
-            kinds.append(SlotKind(name, speed, costs.memory_for_blocks(usable[name]), costs, tuple(slots)))
+            kinds.append(SlotKind(name, speed, usable[name], costs, tuple(slots)))
     return sorted(kinds, key=lambda kind: (-kind.model_seconds, kind.device, kind.speed))
 
 

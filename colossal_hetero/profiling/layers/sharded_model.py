@@ -48,7 +48,10 @@ def check_degrees(model: nn.Module, degrees: Sequence[int], ranks_per_node: int)
 
 
 def own_group(degree: int, device: torch.device) -> dist.ProcessGroup:
-    """The group of ``degree`` neighboring ranks that this rank is in. All ranks call it together."""
+    """A new group of ``degree`` neighboring ranks that this rank is in, over NCCL on a GPU, else over Gloo.
+
+    Collective over all ranks. Their number must be a multiple of ``degree`` (see :func:`check_degrees`).
+    """
     backend = "nccl" if device.type == "cuda" else "gloo"
     own, _ = dist.new_subgroups(degree, backend=backend)
     return own

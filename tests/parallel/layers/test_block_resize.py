@@ -9,7 +9,7 @@ from torch import Tensor
 
 from colossal_hetero.balance.column_selection import SAMPLED_ROWS
 from colossal_hetero.balance.decide.plan import BalancePlan
-from tests.parallel.layers.test_migration import Training
+from tests.support.applied_plans import Training
 from tests.support.harness import run_ranks
 from tests.support.sharding import own_share
 from tests.support.training import batch, loss_of, tiny_vit

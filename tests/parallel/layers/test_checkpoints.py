@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from colossal_hetero import BalanceConfig
+from tests.support.checkpoints import load_checkpoint, save_checkpoint
 from tests.support.harness import run_ranks
 from tests.support.training import (
-    Trained,
     assert_same_parameters,
     batch,
     boost,
@@ -33,44 +32,29 @@ RESIZE = BalanceConfig(
 )
 
 
-def save(run: Trained, folder: Path, sharded: bool) -> None:
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    run.booster.save_model(run.model, str(folder / ("model" if sharded else "model.pt")), shard=sharded)
-    run.booster.save_optimizer(run.optimizer, str(folder / ("optimizer" if sharded else "optimizer.pt")), shard=sharded)
-    dist.barrier()
-
-
-def load(run: Trained, folder: Path, sharded: bool) -> Trained:
-    run.booster.load_model(run.model, str(folder / ("model" if sharded else "model.pt")))
-    run.booster.load_optimizer(run.optimizer, str(folder / ("optimizer" if sharded else "optimizer.pt")))
-    return run
-
-
 def check_interchange(folder: Path, options: dict[str, Any], sharded: bool) -> None:
     with scripted(lambda rank, iteration: 4.0 if rank % 2 == 1 else 1.0):
         pruning = train(boost(ours(RESIZE, **options)), 8)
     assert pruning.plans[-1] == (0.0, pytest.approx(0.75))
     saved = pruning.parameters
-    save(pruning, folder / "ours", sharded)
+    save_checkpoint(pruning, folder / "ours", sharded)
 
     # Each checkpoint is loaded into a model that starts from other weights.
-    plain = load(boost(theirs(**options), tiny_vit(seed=5)), folder / "ours", sharded)
+    plain = load_checkpoint(boost(theirs(**options), tiny_vit(seed=5)), folder / "ours", sharded)
     assert_same_parameters(plain.parameters, saved, "Colossal-AI's plugin with our checkpoint")
     with scripted():
-        again = load(boost(ours(RESIZE, **options), tiny_vit(seed=6)), folder / "ours", sharded)
+        again = load_checkpoint(boost(ours(RESIZE, **options), tiny_vit(seed=6)), folder / "ours", sharded)
     assert_same_parameters(again.parameters, saved, "our plugin with our checkpoint")
     for run in (plain, again):
         train(run, 3)
     assert again.losses == plain.losses
     assert_same_parameters(again.parameters, plain.parameters, "training continued from our checkpoint")
 
-    save(plain, folder / "theirs", sharded)
+    save_checkpoint(plain, folder / "theirs", sharded)
     # A new model, because a checkpoint of half-precision training has no fp32 weights.
-    plain = load(boost(theirs(**options), tiny_vit(seed=5)), folder / "theirs", sharded)
+    plain = load_checkpoint(boost(theirs(**options), tiny_vit(seed=5)), folder / "theirs", sharded)
     with scripted():
-        back = load(boost(ours(RESIZE, **options), tiny_vit(seed=7)), folder / "theirs", sharded)
+        back = load_checkpoint(boost(ours(RESIZE, **options), tiny_vit(seed=7)), folder / "theirs", sharded)
     assert_same_parameters(back.parameters, plain.parameters, "our plugin with Colossal-AI's checkpoint")
     for run in (plain, back):
         train(run, 3)
@@ -78,14 +62,14 @@ def check_interchange(folder: Path, options: dict[str, Any], sharded: bool) -> N
     assert_same_parameters(back.parameters, plain.parameters, "training continued from Colossal-AI's checkpoint")
 
     # A model that is pruning can load a checkpoint too, and continues to prune.
-    load(pruning, folder / "theirs", sharded)
+    load_checkpoint(pruning, folder / "theirs", sharded)
     train(pruning, 2)
     assert pruning.plans[-1] == (0.0, pytest.approx(0.75))
 
     if not sharded:
         alone = tiny_vit(seed=8).eval()
         alone.load_state_dict(torch.load(folder / "ours" / "model.pt", weights_only=True))
-        load(again, folder / "ours", sharded)
+        load_checkpoint(again, folder / "ours", sharded)
         again.model.eval()
         with torch.no_grad():
             torch.testing.assert_close(again.model(batch()[0]), alone(batch()[0]), rtol=1e-4, atol=1e-5)

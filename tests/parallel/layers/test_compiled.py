@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch._dynamo.utils import counters
 
-from tests.parallel.layers.migration_runs import ITERATIONS, Watch, assert_equal, slow
-from tests.parallel.layers.test_unit_dropout import seeded
 from tests.support.harness import run_ranks
+from tests.support.migration_runs import ITERATIONS, Watch, assert_equal, seeded_migrating_run, slow
 from tests.support.training import no_straggler, tiny_vit, train
 
 
@@ -17,8 +16,8 @@ def check_compiled() -> None:
     def make() -> nn.Module:
         return tiny_vit(depth=1, attn_drop_rate=0.2)
 
-    expected = train(seeded(make, no_straggler), ITERATIONS)
-    run = seeded(make, slow(1))
+    expected = train(seeded_migrating_run(make, no_straggler), ITERATIONS)
+    run = seeded_migrating_run(make, slow(1))
     for module in (run.model.unwrap().blocks[0].attn, run.model.unwrap().blocks[0].mlp):
         module.compile(backend="eager")
     watch = Watch(run)

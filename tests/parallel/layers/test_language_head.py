@@ -15,9 +15,9 @@ import torch.distributed as dist
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers import HeteroVocabParallelLMHead1D
-from tests.parallel.layers.migration_runs import assert_equal
 from tests.support.harness import run_ranks
 from tests.support.language_models import MODELS, plan_of, tokens, train_on_tokens
+from tests.support.migration_runs import assert_equal
 from tests.support.training import Trained, assert_same_parameters, boost, ours, sgd, theirs
 
 CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 from unittest.mock import Mock, patch
@@ -11,26 +11,23 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from colossalai.booster import Booster
 from colossalai.tensor.d_tensor import api
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from colossal_hetero import BalanceConfig
-from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.decide.costs import Traffic, Volume
 from colossal_hetero.balance.decide.divide import Move, divide
 from colossal_hetero.balance.decide.plan import BalancePlan
 from colossal_hetero.balance.decide.traffic import BlockShape, LayerShape, Port, block_ports, column_traffic
-from colossal_hetero.layers import Workload, hetero_layers
-from colossal_hetero.layers.block import Block, attach_blocks
+from colossal_hetero.layers import Workload
 from colossal_hetero.layers.column_migration import COLUMN_EXCHANGES, ColumnMigration
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.layers.unit_exchange.exchange import UnitExchange
-from tests.parallel.layers.test_layers import KINDS, build, inputs, owned
+from tests.support.applied_plans import Training
 from tests.support.harness import run_ranks
+from tests.support.parallel_layers import KINDS, build, inputs, owned
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import BATCH, batch, loss_of, ours, tiny_vit
+from tests.support.training import BATCH, batch, loss_of
 
 METHODS = ("broadcast-reduce", "scatter-gather", "block")
 TOKENS = 5  # four patches and the class token
@@ -44,54 +41,6 @@ def plan_for(senders: dict[int, float], ranks: int) -> BalancePlan:
         migrate=tuple(senders.get(rank, 0.0) for rank in range(ranks)),
         receive=tuple(0.0 if rank in senders else share for rank in range(ranks)),
     )
-
-
-class Training:
-    """A tiny vision transformer on all ranks as one tensor-parallel group; tests apply plans to it themselves."""
-
-    def __init__(
-        self,
-        method: str = "block",
-        make_optimizer: Callable | None = None,
-        priority: str = "norm-product",
-        depth: int = 2,
-    ) -> None:
-        self.plugin = ours(tp_size=dist.get_world_size())
-        model = tiny_vit(depth=depth)
-        make_optimizer = make_optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
-        self.booster = Booster(plugin=self.plugin)
-        self.model, self.optimizer, *_ = self.booster.boost(model, make_optimizer(model.parameters()), loss_of)
-        self.layers = hetero_layers(self.model)
-        self.transport = Transport(self.plugin.tp_group)
-        self.blocks: list[Block] = attach_blocks(self.model) if method == "block" else []
-        config = BalanceConfig(mode="migrate", migration=method, priority=priority)
-        self.applier = Applier(self.layers, self.blocks, config, 100, self.transport)
-        self._start = self.parameters
-
-    def steps(self, count: int) -> list[float]:
-        """Train; returns the loss of every step."""
-        losses = []
-        for number in range(count):
-            self.applier.begin_pass()
-            images, labels = batch(number % 8)
-            loss = loss_of(self.model(images), labels)
-            self.booster.backward(loss, self.optimizer)
-            self.applier.before_step()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.applier.end_iteration()
-            losses.append(loss.item())
-        return losses
-
-    def reset(self) -> None:
-        """Restore the initial state of parameters and optimizer."""
-        for name, parameter in self.model.unwrap().named_parameters():
-            parameter.data.copy_(self._start[name])
-        self.optimizer.optim.state.clear()
-
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self.model.unwrap().named_parameters()}
 
 
 def largest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

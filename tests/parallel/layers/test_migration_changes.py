@@ -16,7 +16,8 @@ from torch import Tensor
 
 from colossal_hetero.balance import apply
 from colossal_hetero.layers import hetero_layers
-from tests.parallel.layers.migration_runs import (
+from tests.support.harness import run_ranks
+from tests.support.migration_runs import (
     IN_FORCE,
     ITERATIONS,
     METHODS,
@@ -24,9 +25,10 @@ from tests.parallel.layers.migration_runs import (
     assert_equal,
     methods_for,
     migrate,
+    migrating_run,
+    reference_run,
     slow,
 )
-from tests.support.harness import run_ranks
 from tests.support.training import (
     SlowdownScript,
     Trained,
@@ -36,7 +38,6 @@ from tests.support.training import (
     ours,
     scripted,
     sgd,
-    theirs,
     tiny_vit,
     train,
 )
@@ -59,10 +60,9 @@ def one_rank_always_slow(rank: int, iteration: int) -> float:
 
 def check_changing_plans(slowdown: SlowdownScript, phases: int) -> None:
     depth = 2 if dist.get_world_size() == 2 else 1
-    expected = train(boost(theirs(tp_size=dist.get_world_size()), tiny_vit(depth=depth), sgd), PHASE * phases)
+    expected = train(reference_run(tiny_vit(depth=depth), tp_size=dist.get_world_size()), PHASE * phases)
     for method in METHODS:
-        with scripted(slowdown):
-            run = boost(ours(migrate(method), tp_size=dist.get_world_size()), tiny_vit(depth=depth), sgd)
+        run = migrating_run(method, slowdown, tiny_vit(depth=depth), tp_size=dist.get_world_size())
         watch = Watch(run)
         train(run, PHASE * phases, each=watch)
         senders = [tuple(rank for rank, share in enumerate(plan.migrate) if share > 0) for plan in watch.plans]
@@ -152,7 +152,7 @@ def check_semi() -> None:
                 left_out = _pruned_columns(run) if dist.get_rank() == sender else {}
                 train(run, ITERATIONS)
             assert run.plugin.balancer.plan == plan, what
-            expected = train(boost(theirs(tp_size=2), None, sgd), IN_FORCE)
+            expected = train(reference_run(tp_size=2), IN_FORCE)
             assert_equal(run, _train_without(expected, ITERATIONS, left_out), what)
 
 
@@ -193,10 +193,9 @@ def check_changed_weights() -> None:
         return run
 
     for change in (_scale, _step_of_the_inner_optimizer, _load_state_dict):
-        expected = loop(boost(theirs(tp_size=2), None, sgd), change)
+        expected = loop(reference_run(tp_size=2), change)
         for sender, method in ((0, "block"), (1, "block"), (1, "broadcast-reduce")):
-            with scripted(slow(sender)):
-                run = boost(ours(migrate(method), tp_size=2), None, sgd)
+            run = migrating_run(method, slow(sender), tp_size=2)
             loop(run, change)
             assert run.plugin.balancer.plan.migrate[sender] > 0.1, method
             assert_equal(run, expected, f"{change.__name__}, {method}, sender {sender}")
@@ -229,10 +228,9 @@ def _train_and_change(run: Trained, each: Callable[[int], None] = lambda iterati
 
 
 def check_frozen() -> None:
-    expected = _train_and_change(boost(theirs(tp_size=2), _partly_frozen_vit(), sgd))
+    expected = _train_and_change(reference_run(_partly_frozen_vit(), tp_size=2))
     for sender in (0, 1):
-        with scripted(slow(sender)):
-            run = boost(ours(migrate("block"), tp_size=2), _partly_frozen_vit(), sgd)
+        run = migrating_run("block", slow(sender), _partly_frozen_vit(), tp_size=2)
         sent: list[int] = []
 
         def count(iteration: int, run: Trained = run, sent: list[int] = sent) -> None:

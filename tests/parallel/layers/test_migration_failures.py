@@ -23,9 +23,17 @@ from colossal_hetero.balance.decide.plan import BalancePlan
 from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather
 from colossal_hetero.layers.unit_exchange.exchange import UnitExchange
 from colossal_hetero.layers.unit_exchange.transfers import Bucket
-from tests.parallel.layers.migration_runs import ITERATIONS, METHODS, Watch, assert_equal, migrate, slow
 from tests.support.harness import answer, run_ranks, start_ranks
-from tests.support.training import boost, ours, scripted, sgd, theirs, tiny_vit, train
+from tests.support.migration_runs import (
+    ITERATIONS,
+    METHODS,
+    Watch,
+    assert_equal,
+    migrating_run,
+    reference_run,
+    slow,
+)
+from tests.support.training import tiny_vit, train
 
 # Different plans -----------------------------------------------------------------------------------------------------
 
@@ -43,8 +51,8 @@ def check_different_decisions(culprit: int) -> None:
         return _other(plan) if dist.get_rank() == culprit else plan
 
     for method in METHODS:
-        with scripted(slow(1)), patch.object(Balancer, "_decide", decide_otherwise):
-            run = boost(ours(migrate(method), tp_size=dist.get_world_size()), None, sgd)
+        with patch.object(Balancer, "_decide", decide_otherwise):
+            run = migrating_run(method, slow(1), tp_size=dist.get_world_size())
             with pytest.raises(RuntimeError, match=r"have different balancing plans, .* training is stopped"):
                 train(run, ITERATIONS)
             # The ranks stop before they carry out any part of the plan.
@@ -59,8 +67,7 @@ def test_ranks_with_different_plans_stop_before_they_apply_them(culprit: int) ->
 
 def check_changed_plan() -> None:
     for method in METHODS:
-        with scripted(slow(1)):
-            run = boost(ours(migrate(method), tp_size=2), None, sgd)
+        run = migrating_run(method, slow(1), tp_size=2)
         train(run, ITERATIONS)
         if dist.get_rank() == 0:
             run.plugin.balancer._plan = _other(run.plugin.balancer.plan)
@@ -113,8 +120,8 @@ def check_address_space(receiver: int) -> None:
         attempts.append(plan)
         apply(applier, plan)
 
-    with scripted(slow(1 - receiver)), patch.object(Applier, "apply", limited):
-        run = boost(ours(migrate("block"), tp_size=2), wide_vit(), sgd)
+    with patch.object(Applier, "apply", limited):
+        run = migrating_run("block", slow(1 - receiver), wide_vit(), tp_size=2)
         watch = Watch(run)
         train(run, ITERATIONS, each=watch)
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -124,7 +131,7 @@ def check_address_space(receiver: int) -> None:
     watch.assert_migrated(1 - receiver, "with little memory")
     assert watch.plans[-1] == followed
     assert "memory for no more than 30% of their own work; migration pays" in watch.plans[-1].note
-    expected = train(boost(theirs(tp_size=2), wide_vit(), sgd), ITERATIONS)
+    expected = train(reference_run(wide_vit(), tp_size=2), ITERATIONS)
     assert_equal(run, expected, "with little memory")
 
 
@@ -146,8 +153,8 @@ def check_refused_memory(errors: tuple[type[RuntimeError], str], most: float) ->
             raise kind(text)
         reserve(bucket)
 
-    with patch.object(Bucket, "reserve", refuse), scripted(slow(0)):
-        run = boost(ours(migrate("block"), tp_size=3), None, sgd)
+    with patch.object(Bucket, "reserve", refuse):
+        run = migrating_run("block", slow(0), tp_size=3)
         watch = Watch(run)
         train(run, ITERATIONS, each=watch)
     plan = watch.plans[-1]
@@ -157,7 +164,7 @@ def check_refused_memory(errors: tuple[type[RuntimeError], str], most: float) ->
     assert plan.note.count("memory") == 1, plan.note
     if dist.get_rank() == 2:
         assert any(watch.messages) == (most > 0), watch.messages
-    assert_equal(run, train(boost(theirs(tp_size=3), None, sgd), ITERATIONS), f"{text}, {most}")
+    assert_equal(run, train(reference_run(tp_size=3), ITERATIONS), f"{text}, {most}")
 
 
 def check_all_refusals() -> None:
@@ -174,8 +181,8 @@ def check_other_errors() -> None:
     def fail(bucket: Bucket) -> None:
         raise RuntimeError("a mistake of our own")
 
-    with patch.object(Bucket, "reserve", fail), scripted(slow(1)):
-        run = boost(ours(migrate("block"), tp_size=2), None, sgd)
+    with patch.object(Bucket, "reserve", fail):
+        run = migrating_run("block", slow(1), tp_size=2)
         with pytest.raises(RuntimeError, match="a mistake of our own"):
             train(run, ITERATIONS)
 
@@ -202,8 +209,8 @@ def check_death(method: str, victim: int, moment: Moment) -> None:
             os._exit(1)
         return function(*args, **kwargs)
 
-    with scripted(slow(1)), patch.object(owner, name, die):
-        run = boost(ours(migrate(method), tp_size=dist.get_world_size()), None, sgd)
+    with patch.object(owner, name, die):
+        run = migrating_run(method, slow(1), tp_size=dist.get_world_size())
         train(run, 100)
     raise AssertionError("training ended without an error although a rank died")
 

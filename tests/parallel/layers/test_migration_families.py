@@ -21,14 +21,14 @@ from colossal_hetero.balance.decide.plan import BalancePlan
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.layers.block import attach_blocks
 from colossal_hetero.layers.transport import Transport
-from tests.parallel.layers.test_families import (
+from tests.support.harness import run_ranks
+from tests.support.model_families import (
     BUILDERS,
     SHARDING_OPTIONS,
     UNLIKE_THE_UNSHARDED_MODEL,
-    _allow_cpu,
-    _loss_of,
+    allow_cpu,
+    family_loss,
 )
-from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.sharding import Prepare, assert_same_as_colossalai, assert_same_as_unsharded, randomize
 
@@ -97,7 +97,7 @@ class Migration:
 def _check(names: list[str]) -> dict[str, Any]:
     """For each family the numbers of ``loose`` layers and ``immovable`` blocks, or a traceback if it failed."""
     results: dict[str, Any] = {}
-    _allow_cpu()
+    allow_cpu()
     for number, name in enumerate(names):
         compare = assert_same_as_colossalai if name in UNLIKE_THE_UNSHARDED_MODEL else assert_same_as_unsharded
         try:
@@ -105,7 +105,7 @@ def _check(names: list[str]) -> dict[str, Any]:
             model, inputs = BUILDERS[name]()
             migration = Migration(number)
             options = SHARDING_OPTIONS.get(name, {})
-            compare(randomize(model).train(), _loss_of(inputs), migration.cases(), **options)
+            compare(randomize(model).train(), family_loss(inputs), migration.cases(), **options)
             migration.finish()
             results[name] = (migration.loose, migration.immovable)
         except Exception:

@@ -14,27 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.parallel.layers.migration_runs import (
+from tests.support.harness import run_ranks
+from tests.support.migration_runs import (
     IN_FORCE,
     ITERATIONS,
     METHODS,
     Watch,
     assert_equal,
     methods_for,
-    migrate,
+    migrating_run,
+    reference_run,
     relative_difference,
     slow,
 )
-from tests.support.harness import run_ranks
 from tests.support.training import (
     Trained,
     batch,
-    boost,
     loss_of,
-    ours,
-    scripted,
-    sgd,
-    theirs,
     train,
 )
 
@@ -45,10 +41,9 @@ def check_messages() -> None:
     micro_batches, layers = 4, 8
     sent: dict[int, set[int]] = {}
     for no_sync, others in ((True, [(1, "broadcast-reduce")]), (False, [(0, "scatter-gather")])):
-        expected = train(boost(theirs(tp_size=2), None, sgd), ITERATIONS, micro_batches, no_sync=no_sync)
+        expected = train(reference_run(tp_size=2), ITERATIONS, micro_batches, no_sync=no_sync)
         for sender, method in ((0, "block"), (1, "block"), *others):
-            with scripted(slow(sender)):
-                run = boost(ours(migrate(method), tp_size=2), None, sgd)
+            run = migrating_run(method, slow(sender), tp_size=2)
             watch = Watch(run)
             train(run, ITERATIONS, micro_batches, each=watch, no_sync=no_sync)
             what = f"{method}, sender {sender}, no_sync={no_sync}"
@@ -91,10 +86,9 @@ def train_with_changing_accumulation(run: Trained, numbers: Sequence[int]) -> Tr
 
 def check_changing_accumulation() -> None:
     numbers = (2, 1, 4, 4, 2, 3, 1, 3)
-    expected = train_with_changing_accumulation(boost(theirs(tp_size=2), None, sgd), numbers)
+    expected = train_with_changing_accumulation(reference_run(tp_size=2), numbers)
     for sender in (0, 1):
-        with scripted(slow(sender)):
-            run = boost(ours(migrate("block"), tp_size=2), None, sgd)
+        run = migrating_run("block", slow(sender), tp_size=2)
         train_with_changing_accumulation(run, numbers)
         assert run.plugin.balancer.plan.migrate[sender] > 0.1
         assert_equal(run, expected, f"sender {sender}")
@@ -112,8 +106,7 @@ def test_weights_are_sent_once_per_step_and_gradients_return_once() -> None:
 def check_last_backward_under_no_sync() -> None:
     """ZeRO takes gradients as they appear, so they cannot be completed later."""
     options = dict(tp_size=2, precision="bf16", zero_stage=1)
-    with scripted(slow(1)):
-        run = boost(ours(migrate("block"), **options), None, sgd)
+    run = migrating_run("block", slow(1), **options)
     train(run, IN_FORCE)
     before = run.parameters
     images, labels = batch()
@@ -126,7 +119,7 @@ def check_last_backward_under_no_sync() -> None:
     # After zero_grad training continues, and gradients that had not returned are discarded.
     run.optimizer.zero_grad()
     train(run, 2)
-    expected = train(train(boost(theirs(**options), None, sgd), IN_FORCE), 2)
+    expected = train(train(reference_run(**options), IN_FORCE), 2)
     assert relative_difference(run.parameters, expected.parameters) <= 0.01
 
 
@@ -138,8 +131,7 @@ def check_abandoned() -> None:
     """Discard the gradients of an incomplete iteration, as a loop does after a loss that is not a number, and go on."""
     runs = []
     for method in (None, *METHODS):
-        with scripted(slow(1)):
-            run = boost(theirs(tp_size=2) if method is None else ours(migrate(method), tp_size=2), None, sgd)
+        run = reference_run(tp_size=2) if method is None else migrating_run(method, slow(1), tp_size=2)
         train(run, IN_FORCE)
         images, labels = batch(40)
         with run.booster.no_sync(run.model, run.optimizer):
@@ -192,10 +184,9 @@ def train_with_failures(run: Trained, iterations: int, each: Callable[[int], Non
 
 
 def check_failures() -> None:
-    expected = train_with_failures(boost(theirs(tp_size=2), None, sgd), ITERATIONS)
+    expected = train_with_failures(reference_run(tp_size=2), ITERATIONS)
     for sender, method in ((0, "block"), (1, "block"), (1, "broadcast-reduce")):
-        with scripted(slow(sender)):
-            run = boost(ours(migrate(method), tp_size=2), None, sgd)
+        run = migrating_run(method, slow(sender), tp_size=2)
         watch = Watch(run)
         train_with_failures(run, ITERATIONS, watch)
         watch.assert_migrated(sender, method)
@@ -232,11 +223,10 @@ def train_in_an_unusual_loop(run: Trained, iterations: int) -> Trained:
 
 
 def check_unusual_loops() -> None:
-    expected = train_in_an_unusual_loop(boost(theirs(tp_size=2), None, sgd), ITERATIONS)
+    expected = train_in_an_unusual_loop(reference_run(tp_size=2), ITERATIONS)
     for sender in (0, 1):
         for method in methods_for(sender):
-            with scripted(slow(sender)):
-                run = boost(ours(migrate(method), tp_size=2), None, sgd)
+            run = migrating_run(method, slow(sender), tp_size=2)
             train_in_an_unusual_loop(run, ITERATIONS)
             assert run.plugin.balancer.plan.migrate[sender] > 0.1, method
             assert_equal(run, expected, f"{method}, sender {sender}")
@@ -262,10 +252,9 @@ def check_calls_beside_the_boosted_model() -> None:
             run.optimizer.zero_grad()
         return run
 
-    expected = loop(boost(theirs(tp_size=2), None, sgd))
+    expected = loop(reference_run(tp_size=2))
     for method in METHODS:
-        with scripted(slow(1)):
-            run = boost(ours(migrate(method), tp_size=2), None, sgd)
+        run = migrating_run(method, slow(1), tp_size=2)
         loop(run)
         assert run.plugin.balancer.plan.migrate[1] > 0.1, method
         assert_equal(run, expected, method)
@@ -317,10 +306,9 @@ def train_and_evaluate(run: Trained, seen: list[Tensor]) -> Trained:
 
 def check_evaluation(world: int) -> None:
     expected: list[Tensor] = []
-    plain = train_and_evaluate(boost(theirs(tp_size=world), None, sgd), expected)
+    plain = train_and_evaluate(reference_run(tp_size=world), expected)
     for method in methods_for(1) if world == 2 else ("block",):
-        with scripted(slow(world - 1)):
-            run = boost(ours(migrate(method), tp_size=world), None, sgd)
+        run = migrating_run(method, slow(world - 1), tp_size=world)
         seen: list[Tensor] = []
         train_and_evaluate(run, seen)
         balancer = run.plugin.balancer

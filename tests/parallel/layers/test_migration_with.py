@@ -21,20 +21,21 @@ from timm.layers import set_reentrant_ckpt
 from torch import Tensor, nn
 
 from colossal_hetero.layers import hetero_layers
-from tests.parallel.layers.migration_runs import (
+from tests.support.checkpoints import load_checkpoint, save_checkpoint
+from tests.support.harness import run_ranks
+from tests.support.language import gpt2, train_gpt2
+from tests.support.migration_runs import (
     IN_FORCE,
     ITERATIONS,
     METHODS,
     Watch,
     assert_equal,
     methods_for,
-    migrate,
+    migrating_run,
+    reference_run,
     slow,
 )
-from tests.parallel.layers.test_checkpoints import load, save
-from tests.parallel.layers.test_families import _allow_cpu
-from tests.support.harness import run_ranks
-from tests.support.language import gpt2, train_gpt2
+from tests.support.model_families import allow_cpu
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import (
     Trained,
@@ -42,10 +43,7 @@ from tests.support.training import (
     batch,
     boost,
     loss_of,
-    ours,
-    scripted,
     sgd,
-    theirs,
     tiny_vit,
     train,
 )
@@ -137,11 +135,10 @@ def run_case(case: Case, method: str | None, what: str = "") -> Trained:
     """Train with Colossal-AI's plugin or, if a ``method`` is given, with our plugin and the straggler."""
     with seeded():
         if method is None:
-            run = train(boost(theirs(**case.options), case.model(), sgd), ITERATIONS, case.accumulation)
+            run = train(reference_run(case.model(), **case.options), ITERATIONS, case.accumulation)
             run.model._force_wait_all_gather()
             return run
-        with scripted(slow(case.sender)):
-            run = boost(ours(migrate(method), **case.options), case.model(), sgd)
+        run = migrating_run(method, slow(case.sender), case.model(), **case.options)
         watch = Watch(run)
         train(run, ITERATIONS, case.accumulation, each=watch)
         run.model._force_wait_all_gather()
@@ -174,15 +171,14 @@ def test_migration_is_exact_with_each_feature_of_the_plugin(world: int) -> None:
 
 def check_tied_weights() -> None:
     """The embedding and the head of a language model share a weight, which is in no block."""
-    _allow_cpu()
+    allow_cpu()
 
     def make() -> nn.Module:
         return gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
     colossalai = HybridParallelPlugin(tp_size=2, pp_size=1, precision="fp32")
     expected = train_gpt2(boost(colossalai, make(), sgd), 2 * ITERATIONS)
-    with scripted(slow(1)):
-        run = boost(ours(migrate("block"), tp_size=2), make(), sgd)
+    run = migrating_run("block", slow(1), make(), tp_size=2)
     watch = Watch(run)
     train_gpt2(run, 2 * ITERATIONS, watch)
     watch.assert_migrated(1, "tied weights")
@@ -226,7 +222,7 @@ def check_half() -> None:
         whole = {key: value for key, value in case.options.items() if key not in of_half} | dict(precision="fp32")
         key = (tuple(sorted(whole.items())), case.model, case.accumulation)
         if key not in in_fp32:
-            start = boost(theirs(**whole), case.model()).parameters
+            start = reference_run(case.model(), **whole).parameters
             exact = run_case(Case(whole, case.model, case.accumulation), None).parameters
             in_fp32[key] = exact, {name: exact[name] - start[name] for name in exact}
         return in_fp32[key]
@@ -257,17 +253,16 @@ def test_migration_in_half_precision_is_as_close_to_fp32_as_training_without_it(
 def check_checkpoints(folder: Path, options: dict[str, Any], sharded: bool) -> None:
     sender = dist.get_world_size() - 1
     for method in methods_for(int(sharded)):
-        with scripted(slow(sender)):
-            run = boost(ours(migrate(method), **options), None, sgd)
+        run = migrating_run(method, slow(sender), **options)
         watch = Watch(run)
         train(run, 4, each=watch)
         if sender in dist.get_process_group_ranks(run.plugin.tp_group):
             watch.assert_migrated(1, method)
         saved = run.parameters
-        save(run, folder / method, sharded)
+        save_checkpoint(run, folder / method, sharded)
 
         # Colossal-AI's plugin loads the checkpoint into a model that starts from other weights.
-        plain = load(boost(theirs(**options), tiny_vit(seed=5), sgd), folder / method, sharded)
+        plain = load_checkpoint(reference_run(tiny_vit(seed=5), **options), folder / method, sharded)
         assert_same_parameters(plain.parameters, saved, f"{method}, Colossal-AI's plugin with our checkpoint")
         train(plain, 3)
         # Saving changes nothing: our run continues to migrate in the same way.
@@ -278,15 +273,15 @@ def check_checkpoints(folder: Path, options: dict[str, Any], sharded: bool) -> N
         # Our run loads the checkpoint while its plan applies, in the middle of an iteration.
         if run.plugin.pp_size == 1:
             loss_of(run.model(batch(77)[0]), batch(77)[1])
-        load(run, folder / method, sharded)
+        load_checkpoint(run, folder / method, sharded)
         assert_same_parameters(run.parameters, saved, f"{method}, loaded while migrating")
         run.losses.clear()
         train(run, 3, each=watch)
         assert_equal(run, plain, f"{method}, after loading while migrating")
 
         # While it migrates, our run also loads a checkpoint of Colossal-AI's plugin.
-        save(plain, folder / f"{method}, theirs", sharded)
-        load(run, folder / f"{method}, theirs", sharded)
+        save_checkpoint(plain, folder / f"{method}, theirs", sharded)
+        load_checkpoint(run, folder / f"{method}, theirs", sharded)
         run.losses.clear()
         plain.losses.clear()
         assert_equal(train(run, 2, each=watch), train(plain, 2), f"{method}, with Colossal-AI's checkpoint")

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers import block_rules, hetero_layers
-from tests.parallel.layers.migration_runs import assert_equal
 from tests.support.harness import run_ranks
 from tests.support.language_models import MODELS, gpt2, plan_of, train_on_tokens
+from tests.support.migration_runs import assert_equal
 from tests.support.training import Trained, assert_same_parameters, boost, ours, sgd, theirs
 
 CASES = (("gpt2", "split_gather"), ("llama", "split_gather"), ("llama", "ring"))

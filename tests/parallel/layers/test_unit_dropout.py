@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from colossalai.shardformer.layer.utils import Randomizer
 from timm.layers import set_reentrant_ckpt
 from torch import nn
 
@@ -22,12 +20,12 @@ from colossal_hetero.layers.block import Block, _has_dropout, attach_blocks
 from colossal_hetero.layers.block_rules import rule_for
 from colossal_hetero.layers.dropout.unit_dropout import UnitDropout, UnitRange
 from colossal_hetero.layers.transport import Transport
-from tests.parallel.layers.migration_runs import ITERATIONS, Watch, assert_equal, migrate, slow
-from tests.parallel.layers.test_families import BUILDERS, SHARDING_OPTIONS, _allow_cpu, _loss_of
 from tests.support.harness import run_ranks
 from tests.support.language import gpt2, train_gpt2
+from tests.support.migration_runs import ITERATIONS, Watch, assert_equal, migrate, seeded_migrating_run, slow
+from tests.support.model_families import BUILDERS, SHARDING_OPTIONS, allow_cpu, family_loss
 from tests.support.sharding import _assert_loss_and_gradients, _loss_and_gradients, own_share, randomize, shard
-from tests.support.training import Trained, boost, no_straggler, ours, scripted, sgd, tiny_vit, train
+from tests.support.training import no_straggler, tiny_vit, train
 
 STEPS = 20
 
@@ -50,27 +48,18 @@ def checkpointed_vit(reentrant: bool | None) -> nn.Module:
     return model
 
 
-def seeded(make: Callable[[], nn.Module], slowdown: Callable[[int, int], float]) -> Trained:
-    """Boost the model; all runs on a rank use the same random numbers."""
-    Randomizer._INDEX = 0
-    model = make()
-    torch.manual_seed(11)
-    with scripted(slowdown):
-        return boost(ours(migrate("block"), tp_size=dist.get_world_size()), model, sgd)
-
-
 def each_rank_slow_in_turn(rank: int, iteration: int) -> float:
     return 4.0 if iteration * dist.get_world_size() // STEPS == rank else 1.0
 
 
 def check_plans() -> None:
-    _allow_cpu()
+    allow_cpu()
     ranks = dist.get_world_size()
     # On more ranks a small model is enough: that masks are in the right places does not depend on the model.
     models = [(gpt2, train_gpt2), (vit_with_dropout, train)] if ranks == 2 else [(shallow_gpt2, train_gpt2)]
     for make, loop in models:
-        expected = loop(seeded(make, no_straggler), STEPS)
-        run = seeded(make, each_rank_slow_in_turn)
+        expected = loop(seeded_migrating_run(make, no_straggler), STEPS)
+        run = seeded_migrating_run(make, each_rank_slow_in_turn)
         watch = Watch(run)
         loop(run, STEPS, each=watch)
         senders = {rank for plan in watch.plans for rank, share in enumerate(plan.migrate) if share > 0.1}
@@ -87,9 +76,9 @@ def test_training_with_dropout_in_blocks_does_not_depend_on_the_plan(world: int)
 
 
 def check_checkpointing() -> None:
-    expected = train(seeded(lambda: checkpointed_vit(None), no_straggler), ITERATIONS, accumulation=2)
+    expected = train(seeded_migrating_run(lambda: checkpointed_vit(None), no_straggler), ITERATIONS, accumulation=2)
     for reentrant, sender in ((False, 0), (True, 1)):
-        run = seeded(lambda reentrant=reentrant: checkpointed_vit(reentrant), slow(sender))
+        run = seeded_migrating_run(lambda reentrant=reentrant: checkpointed_vit(reentrant), slow(sender))
         watch = Watch(run)
         train(run, ITERATIONS, accumulation=2, each=watch)
         watch.assert_migrated(sender, f"{reentrant=}")
@@ -101,7 +90,7 @@ def test_a_pass_that_checkpointing_repeats_drops_the_same() -> None:
 
 
 def check_unknown_kernel() -> None:
-    _allow_cpu()
+    allow_cpu()
     with (
         pytest.warns(UserWarning, match=r"2 attention modules .*h\.0\.attn.* kernel")
         if dist.get_rank() == 0
@@ -152,7 +141,7 @@ def _draw_as_the_ranks(model: nn.Module, blocks: list[Block]) -> int:
 
 def check_families() -> dict[str, Any]:
     results: dict[str, Any] = {}
-    _allow_cpu()
+    allow_cpu()
     for name in DROPOUTS:
         try:
             torch.manual_seed(0)
@@ -162,7 +151,7 @@ def check_families() -> dict[str, Any]:
             sharded = shard(model, **SHARDING_OPTIONS.get(name, {}))
             blocks = attach_blocks(sharded)
             results[name] = _draw_as_the_ranks(reference, blocks)
-            loss, gradients = _loss_and_gradients(reference, _loss_of(inputs))
+            loss, gradients = _loss_and_gradients(reference, family_loss(inputs))
             shares = {
                 name: own_share(parameter, gradients[name])
                 for name, parameter in sharded.named_parameters()
@@ -176,7 +165,7 @@ def check_families() -> dict[str, Any]:
                 applier.begin_pass()
 
             plans = [partial(follow, shares) for shares in ((0.0, 0.0), (0.5, 0.0), (0.0, 0.5))]
-            _assert_loss_and_gradients(sharded, _loss_of(inputs), plans, loss, shares)
+            _assert_loss_and_gradients(sharded, family_loss(inputs), plans, loss, shares)
         except Exception:
             results[name] = traceback.format_exc()
     return results

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from colossal_hetero.cli import batches, main
+from colossal_hetero.cli import batches
 from colossal_hetero.planner.batches.allocation import ACCUMULATIONS, METHODS
 from colossal_hetero.planner.batches.batch_profile import save_profile
+from tests.support import command_line
 from tests.support.paths import REPOSITORY
 from tests.unit.planner.batches.test_batch_profile import device, profile
 
@@ -26,7 +27,7 @@ FULL_LINKS = [
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["batches", *map(str, arguments)])
+    return command_line.run("batches", *arguments)
 
 
 @pytest.fixture
@@ -37,13 +38,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def failure(*arguments: object) -> str:
-    """Return the error message of a call that must fail: one line, without a traceback."""
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    assert isinstance(result.exception, SystemExit) and "Traceback" not in result.output
-    (line,) = (line for line in result.output.splitlines() if line.startswith("Error: "))
-    assert result.output.rstrip().endswith(line)
-    return line
+    return command_line.failure("batches", *arguments)
 
 
 def test_the_table_shows_the_share_of_each_device_and_the_other_methods() -> None:

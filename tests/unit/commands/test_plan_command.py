@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from colossal_hetero.cli import main
 from colossal_hetero.commands.plan import plan as plan_command
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.plans.plan import load_plan, save_plan
@@ -28,6 +26,8 @@ from colossal_hetero.planner.profile.layer_profile import (
 from colossal_hetero.planner.report.plan_table import one_line
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.stages.split_methods import METHODS
+from tests.support.command_line import failure, run
+from tests.support.layer_profiles import layer_times
 from tests.unit.planner.plans.test_plan import plan, replica, stage
 from tests.unit.planner.report.test_plan_table import unequal
 
@@ -53,13 +53,8 @@ LAYERS = 8
 
 
 def times(device: str, micro_batch: int, seconds: float) -> LayerTimes:
-    return LayerTimes(
-        device=device,
-        micro_batch=micro_batch,
-        forward_seconds=(seconds * micro_batch,) * LAYERS,
-        backward_seconds=(2 * seconds * micro_batch,) * LAYERS,
-        update_seconds=(1e-4,) * LAYERS,
-    )
+    forward_seconds = (seconds * micro_batch,) * LAYERS
+    return layer_times(device, forward_seconds, micro_batch=micro_batch, update_seconds=(1e-4,) * LAYERS)
 
 
 def profile(**changes: Any) -> ModelProfile:
@@ -86,24 +81,10 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return cluster, layers
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [*map(str, arguments)])
-
-
 def output(*arguments: object) -> str:
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     return result.output
-
-
-def failure(*arguments: object) -> str:
-    """Return the error message of a call that must fail: one line, without a traceback."""
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    assert isinstance(result.exception, SystemExit) and "Traceback" not in result.output
-    (line,) = (line for line in result.output.splitlines() if line.startswith("Error: "))
-    assert result.output.rstrip().endswith(line)
-    return line
 
 
 def test_a_plan_is_printed_and_written(files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from colossal_hetero.pipeline_parallel.drift import DriftReport, PassSeconds, compare
 from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
+from tests.support.layer_profiles import layer_times
 from tests.support.planning import make_plan
 
 
@@ -119,18 +120,10 @@ def profile(
     """Blocks with these forward times and twice as long backward times; embedding and head take no time."""
     count = len(seconds) + 2
     output_bytes = output_bytes or (10,) * len(seconds)
-    times = (0.0, *seconds, 0.0)
+    updates = (0.0, *(update_seconds,) * len(seconds), 0.0)
     return ModelProfile(
         name="by hand",
-        times=(
-            LayerTimes(
-                device="cpu",
-                micro_batch=2,
-                forward_seconds=times,
-                backward_seconds=tuple(2 * each for each in times),
-                update_seconds=(0.0, *(update_seconds,) * len(seconds), 0.0),
-            ),
-        ),
+        times=(layer_times("cpu", (0.0, *seconds, 0.0), micro_batch=2, update_seconds=updates),),
         sizes=(
             LayerSizes(
                 parameter_bytes=(100,) * count, activation_bytes=(10,) * count, output_bytes=(10, *output_bytes, 0)

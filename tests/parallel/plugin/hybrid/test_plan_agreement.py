@@ -13,10 +13,11 @@ from colossal_hetero import PlanConfig
 from colossal_hetero.planner.cluster.cluster_file import save_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, save_model_profile
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile, save_model_profile
 from colossal_hetero.plugin.hybrid import plan_agreement
 from tests.parallel.plugin.hybrid.test_planned_run import train_alone, train_planned
 from tests.support.harness import run_ranks
+from tests.support.layer_profiles import layer_times
 from tests.support.planning import RecordingConsole, planned
 from tests.support.training import boost, sgd, tiny_vit
 
@@ -38,16 +39,7 @@ def profile(megabytes: int = 40) -> ModelProfile:
     If a block has 40 MB of parameters, summing gradients over replicas takes long, so a pipeline is the best plan.
     """
     layers = BLOCKS + 2
-    times = tuple(
-        LayerTimes(
-            device="cpu",
-            micro_batch=size,
-            forward_seconds=(0.0, *(1e-3 * size,) * BLOCKS, 0.0),
-            backward_seconds=(0.0, *(2e-3 * size,) * BLOCKS, 0.0),
-            update_seconds=(0.0,) * layers,
-        )
-        for size in (1, 2)
-    )
+    times = tuple(layer_times("cpu", (0.0, *(1e-3 * size,) * BLOCKS, 0.0), micro_batch=size) for size in (1, 2))
     sizes = LayerSizes(
         parameter_bytes=(0, *(megabytes * 10**6,) * BLOCKS, 0),
         activation_bytes=(1000,) * layers,

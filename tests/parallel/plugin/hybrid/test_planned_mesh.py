@@ -18,8 +18,8 @@ from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
 from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.plugin.hybrid.plan_agreement import as_launched
 from colossal_hetero.plugin.hybrid.planned_mesh import PlannedMesh
-from tests.parallel.layers.test_checkpoints import load, save
 from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, train_alone, train_planned
+from tests.support.checkpoints import load_checkpoint, save_checkpoint
 from tests.support.harness import run_ranks
 from tests.support.planning import boosted, make_plan, planned
 from tests.support.training import assert_same_parameters, boost, scripted, sgd, tiny_vit
@@ -114,13 +114,13 @@ def check_round_trip(plan: Plan, folder: Path, sharded: bool, options: dict[str,
     run = boosted(plan, **options)
     train_planned(run, 2)
     saved = run.parameters
-    save(run, folder, sharded)
-    again = load(boosted(plan, seed=5, **options), folder, sharded)
+    save_checkpoint(run, folder, sharded)
+    again = load_checkpoint(boosted(plan, seed=5, **options), folder, sharded)
     assert_same_parameters(again.parameters, saved, "loaded")
     # A plan with ranks in ascending order loads the checkpoint too. Sums over two replicas do not depend on the order.
     layers = plan.layers_per_stage
     other = make_plan([[[0], [1]], [[2], [3]]], layers, MICRO_BATCH, MICRO_BATCHES)
-    elsewhere = load(boosted(other, seed=6, **options), folder, sharded)
+    elsewhere = load_checkpoint(boosted(other, seed=6, **options), folder, sharded)
     losses = train_planned(again, 3, first=2)
     assert losses == train_planned(elsewhere, 3, first=2)
     if "precision" in options:
@@ -128,7 +128,7 @@ def check_round_trip(plan: Plan, folder: Path, sharded: bool, options: dict[str,
     assert losses == train_planned(run, 3, first=2)
     assert_same_parameters(again.parameters, run.parameters, "training continued")
     other = make_plan([[[0], [1]], [[2], [3]]], layers[::-1], MICRO_BATCH, MICRO_BATCHES)
-    elsewhere = load(boosted(other, seed=7, **options), folder, sharded)
+    elsewhere = load_checkpoint(boosted(other, seed=7, **options), folder, sharded)
     assert train_planned(elsewhere, 3, first=2) == pytest.approx(losses, rel=1e-5)
 
 

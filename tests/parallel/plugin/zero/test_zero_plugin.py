@@ -72,6 +72,15 @@ def sizes_by_rank(division: list[list[int]], samples: int) -> list[list[int]]:
     return result
 
 
+def boosted(plugin: HeteroZeroPlugin, optimizer_name: str) -> Any:
+    """Model, optimizer, criterion, loader and learning-rate schedule, as ``Booster.boost`` returns them."""
+    loader = plugin.prepare_dataloader(Numbered(), shuffle=True, seed=11)
+    model = make_model()
+    optimizer = make_optimizer(model, optimizer_name)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader, schedule)
+
+
 def train(
     stage: int,
     global_batch_size: int,
@@ -82,13 +91,7 @@ def train(
 ) -> dict[str, Any]:
     """Train as a script does. Returns the samples of this rank, and the final parameters and learning rate."""
     plugin = HeteroZeroPlugin(stage, global_batch_size, max_micro_batch=8, **(options or {}))
-    loader = plugin.prepare_dataloader(Numbered(), shuffle=True, seed=11)
-    model = make_model()
-    optimizer = make_optimizer(model, optimizer_name)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    model, optimizer, criterion, loader, schedule = Booster(plugin=plugin).boost(
-        model, optimizer, nn.CrossEntropyLoss(), loader, schedule
-    )
+    model, optimizer, criterion, loader, schedule = boosted(plugin, optimizer_name)
     loader.divide_by(lambda samples: sizes_by_rank(division, samples))
     batches: list[list[int]] = []
     for epoch in range(EPOCHS):
@@ -267,13 +270,7 @@ def leave_early_at_each_stage() -> list[dict[str, Any]]:
 def leave_early(stage: int) -> dict[str, Any]:
     """Leave an epoch in the middle of a global batch, then train. The incomplete global batch must have no effect."""
     plugin = HeteroZeroPlugin(stage, 8, max_micro_batch=8)
-    loader = plugin.prepare_dataloader(Numbered(), shuffle=True, seed=11)
-    model = make_model()
-    optimizer = make_optimizer(model, "sgd")
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    model, optimizer, criterion, loader, schedule = Booster(plugin=plugin).boost(
-        model, optimizer, nn.CrossEntropyLoss(), loader, schedule
-    )
+    model, optimizer, criterion, loader, schedule = boosted(plugin, "sgd")
     loader.divide_by(lambda samples: sizes_by_rank([[3, 2], [1, 2]], samples))
     for inputs, targets in loader:
         optimizer.backward(criterion(model(inputs), targets))

@@ -1,4 +1,4 @@
-"""What balancing costs: fits, the model's functions, and what is learnt while training."""
+"""What balancing costs: fits, the model's functions, and what is learned while training."""
 
 from __future__ import annotations
 

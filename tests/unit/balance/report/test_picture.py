@@ -13,6 +13,7 @@ from PIL import Image
 
 from colossal_hetero.balance.report.picture import COLORS, check_matplotlib, plot_timelines
 from colossal_hetero.balance.report.timeline import KIND_NAMES, IterationTimeline, Segment
+from tests.support.figures import saved_figures
 
 SLOW = (Segment("matmul", 0.0, 0.2), Segment("communication", 0.2, 0.25))
 FAST = (Segment("matmul", 0.0, 0.05), Segment("waiting", 0.05, 0.2), Segment("communication", 0.2, 0.25))
@@ -23,15 +24,7 @@ AFTER = IterationTimeline(16, (SLOW[:1], SLOW[:1]))
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that are saved."""
-    figures: list[Figure] = []
-    save = Figure.savefig
-
-    def remember(self: Figure, *args: object, **options: object) -> None:
-        figures.append(self)
-        save(self, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", remember)
-    return figures
+    return saved_figures(monkeypatch)
 
 
 @pytest.mark.parametrize("ending", ["png", "pdf", "svg", "PNG"])

@@ -20,6 +20,7 @@ from colossal_hetero.planner.batches.batch_profile import (
     state_bytes,
 )
 from colossal_hetero.planner.cluster.link import MeasuredLink
+from tests.support.changed_files import error_after, put
 
 GIB = 2**30
 MODEL = ModelIdentity(
@@ -61,14 +62,7 @@ def broken(tmp_path: Path) -> Callable[[Callable[[Any], None]], str]:
     def message(change: Callable[[Any], None]) -> str:
         path = tmp_path / "broken.json"
         save_profile(profile(), path)
-        content = json.loads(path.read_text())
-        change(content)
-        path.write_text(json.dumps(content))
-        with pytest.raises(ValueError) as error:
-            load_profile(path)
-        text = str(error.value)
-        assert text.startswith(str(path)) and "\n" not in text
-        return text
+        return error_after(change, path, load_profile)
 
     return message
 
@@ -204,15 +198,6 @@ def test_points_are_sorted_and_frozen() -> None:
     assert [point.batch for point in sorted_.points] == [1, 4] and sorted_.measured_batch == 4
     with pytest.raises(ValidationError):
         sorted_.max_batch = 3
-
-
-def put(*place: Any, value: Any) -> Callable[[Any], None]:
-    def change(content: Any) -> None:
-        for part in place[:-1]:
-            content = content[part]
-        content[place[-1]] = value
-
-    return change
 
 
 @pytest.mark.parametrize(

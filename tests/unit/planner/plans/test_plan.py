@@ -17,6 +17,7 @@ from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.plans.plan import Plan, Replica, StagePlan, load_plan, save_plan
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+from tests.support.changed_files import error_after, put
 
 GIB = 2**30
 
@@ -135,15 +136,6 @@ def test_a_file_is_short(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["units"] == {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
 
 
-def set_to(*place: Any, value: Any) -> Callable[[Any], None]:
-    def change(content: Any) -> None:
-        for part in place[:-1]:
-            content = content[part]
-        content[place[-1]] = value
-
-    return change
-
-
 def without(name: str) -> Callable[[Any], None]:
     return lambda content: content.pop(name)
 
@@ -156,40 +148,34 @@ FIRST = ("replicas", 0, "stages", 0)
     [
         (without("schema"), 'is not a plan: it has no "schema"'),
         (without("replicas"), 'is not a plan: it has no "replicas"; `colossal-hetero plan --out` writes one'),
-        (set_to("schema", value=2), "has schema 2, this version reads schema 1; plan again"),
-        (set_to("schema", value=True), "has schema True"),
-        (set_to("replica", value=[]), "replica is not a field; did you mean replicas?"),
+        (put("schema", value=2), "has schema 2, this version reads schema 1; plan again"),
+        (put("schema", value=True), "has schema True"),
+        (put("replica", value=[]), "replica is not a field; did you mean replicas?"),
         (without("global_batch"), "global_batch is missing"),
-        (set_to("replicas", value=[]), "replicas is []: must not be empty"),
-        (set_to(*FIRST, "blocks", value=[0, 0]), "replicas[0].stages[0].blocks: [0, 0) has no block"),
-        (set_to(*FIRST, "blocks", value=[1, 4]), "replicas[0]: stage 0 has blocks [1, 4), but the first stage starts"),
-        (set_to(*FIRST, "blocks", value=[0, 3]), "stage 1 has blocks [4, 6), but stage 0 ends at 3; every block"),
-        (set_to(*FIRST, "blocks", value=[0, 5]), "but stage 0 ends at 5"),
-        (set_to("blocks", value=7), "replicas[0] hold blocks 0 to 5, but the model has 7 blocks; the last stage must"),
-        (set_to("blocks", value=5), "must end at 5"),
-        (set_to(*FIRST, "ranks", value=[1]), "rank 1 is in replicas[0].stages[0] and in replicas[0].stages[1]"),
-        (set_to("replicas", 1, "stages", 1, "ranks", value=[0]), "rank 0 is in replicas[0].stages[0] and in replicas"),
-        (set_to(*FIRST, "ranks", value=[8, 9]), "replicas[0].stages[0] has 2 ranks (8, 9), but tensor_parallel=1"),
-        (set_to(*FIRST, "ranks", value=[-1]), "ranks[0] is -1: must be at least 0"),
-        (set_to("tensor_parallel", value=2), "has 1 rank (0), but tensor_parallel=2"),
-        (set_to("global_batch", value=33), "global_batch=33, but 8 + 8 micro-batches of 2 are 32 samples; change"),
-        (set_to("replicas", 0, "micro_batches", value=9), "9 + 8 micro-batches of 2 are 34 samples"),
-        (set_to(*FIRST, "forward_seconds", value=-1), "forward_seconds is -1: must be at least 0"),
-        (set_to("iteration_seconds", value=0), "iteration_seconds is 0: must be above 0"),
-        (set_to("schedule", value="interleaved"), "schedule"),
-        (set_to("units", "seconds", value="ms"), "seconds is in 'ms', but is read in 's'"),
+        (put("replicas", value=[]), "replicas is []: must not be empty"),
+        (put(*FIRST, "blocks", value=[0, 0]), "replicas[0].stages[0].blocks: [0, 0) has no block"),
+        (put(*FIRST, "blocks", value=[1, 4]), "replicas[0]: stage 0 has blocks [1, 4), but the first stage starts"),
+        (put(*FIRST, "blocks", value=[0, 3]), "stage 1 has blocks [4, 6), but stage 0 ends at 3; every block"),
+        (put(*FIRST, "blocks", value=[0, 5]), "but stage 0 ends at 5"),
+        (put("blocks", value=7), "replicas[0] hold blocks 0 to 5, but the model has 7 blocks; the last stage must"),
+        (put("blocks", value=5), "must end at 5"),
+        (put(*FIRST, "ranks", value=[1]), "rank 1 is in replicas[0].stages[0] and in replicas[0].stages[1]"),
+        (put("replicas", 1, "stages", 1, "ranks", value=[0]), "rank 0 is in replicas[0].stages[0] and in replicas"),
+        (put(*FIRST, "ranks", value=[8, 9]), "replicas[0].stages[0] has 2 ranks (8, 9), but tensor_parallel=1"),
+        (put(*FIRST, "ranks", value=[-1]), "ranks[0] is -1: must be at least 0"),
+        (put("tensor_parallel", value=2), "has 1 rank (0), but tensor_parallel=2"),
+        (put("global_batch", value=33), "global_batch=33, but 8 + 8 micro-batches of 2 are 32 samples; change"),
+        (put("replicas", 0, "micro_batches", value=9), "9 + 8 micro-batches of 2 are 34 samples"),
+        (put(*FIRST, "forward_seconds", value=-1), "forward_seconds is -1: must be at least 0"),
+        (put("iteration_seconds", value=0), "iteration_seconds is 0: must be above 0"),
+        (put("schedule", value="interleaved"), "schedule"),
+        (put("units", "seconds", value="ms"), "seconds is in 'ms', but is read in 's'"),
     ],
 )
 def test_error_messages_name_the_field(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
     path = tmp_path / "plan.json"
     save_plan(plan(), path)
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    with pytest.raises(ValueError) as error:
-        load_plan(path)
-    message = str(error.value)
-    assert message.startswith(str(path)) and words in message and "\n" not in message
+    assert words in error_after(change, path, load_plan)
 
 
 def test_a_rank_twice_in_a_group() -> None:

@@ -11,8 +11,9 @@ from colossal_hetero.planner.plans.launch_order import compare_with_launch_order
 from colossal_hetero.planner.plans.predict import predict_plan
 from colossal_hetero.planner.plans.simulate import simulate_plan, slowed
 from colossal_hetero.planner.profile.as_profiled import as_profiled
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
+from tests.support.layer_profiles import layer_times
 
 MB = 10**6
 
@@ -21,17 +22,6 @@ def profile(blocks: int = 6, **changes) -> ModelProfile:
     """Layers on "fast" devices, and on "slow" devices that take three times as long, with tensor-parallel degrees 1 and
     2 and micro-batches of 1 and 2."""
     layers = blocks + 2
-
-    def times(device: str, degree: int, micro_batch: int, seconds: float) -> LayerTimes:
-        row = (seconds * micro_batch / degree,) * layers
-        return LayerTimes(
-            device=device,
-            tensor_parallel=degree,
-            micro_batch=micro_batch,
-            forward_seconds=row,
-            backward_seconds=tuple(2 * value for value in row),
-            update_seconds=(0.0,) * layers,
-        )
 
     sizes = tuple(
         LayerSizes(
@@ -43,7 +33,7 @@ def profile(blocks: int = 6, **changes) -> ModelProfile:
         for degree in (1, 2)
     )
     rows = [
-        times(device, degree, micro_batch, seconds)
+        layer_times(device, (seconds * micro_batch / degree,) * layers, micro_batch=micro_batch, tensor_parallel=degree)
         for device, seconds in (("fast", 0.01), ("slow", 0.03))
         for degree in (1, 2)
         for micro_batch in (1, 2)
@@ -89,6 +79,20 @@ def test_a_pipeline_costs_what_the_formula_says():
     first = plan.replicas[0].stages[0]
     assert first.memory_overhead_bytes == pytest.approx(2 * 2 * MB)
     assert first.memory_bytes == pytest.approx(2 * (4 * 8 * MB + 2 * 2 * MB) + 2 * 2 * MB)
+
+
+def test_without_a_pipeline_gradients_are_also_in_buckets():
+    """A device has all 8 layers: 4 × 8 MB of state each, and 1 MB of activations and twice that in a backward pass."""
+    topology = machines("fast", devices_per_node=2)
+    for ranks in ([[[0]]], [[[0]], [[1]]]):
+        plan = predict_plan(topology, profile(), ranks, micro_batch=1, global_batch=2)
+        stage = plan.replicas[0].stages[0]
+        assert stage.memory_bytes == pytest.approx(8 * (4 * 8 * MB + MB) + 2 * MB + 8 * 8 * MB)
+        assert stage.memory_overhead_bytes == pytest.approx(2 * MB + 8 * 8 * MB)
+    # In half precision, parameters and buckets have two bytes, and gradients are summed in single precision.
+    half = profile(precision="bf16", state_factor=9.0, gradient_factor=2.0)
+    plan = predict_plan(topology, half, [[[0]], [[1]]], micro_batch=1, global_batch=2)
+    assert plan.replicas[0].stages[0].memory_overhead_bytes == pytest.approx(2 * MB + 8 * 8 * MB)
 
 
 def test_the_schedule_takes_time_in_predictions_and_plans():

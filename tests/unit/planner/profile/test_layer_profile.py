@@ -22,6 +22,7 @@ from colossal_hetero.planner.profile.layer_profile import (
     load_model_profile,
     save_model_profile,
 )
+from tests.support.changed_files import error_after, put
 
 
 def times(device: str = "fast", micro_batch: int = 1, factor: float = 1.0, **fields: Any) -> dict[str, Any]:
@@ -107,7 +108,9 @@ def test_measured_temporaries_are_used() -> None:
     mine = profile(times=[times(**each)], sizes=[sizes(**part, temporary_bytes=[90, 10, 40, 20, 35])], rank_devices=[])
     costs = mine.costs("fast", 1, 1)
     assert costs.temporary_bytes == 40 and costs.activation_bytes.tolist() == [3, 3, 6]
-    assert costs.memory_for_blocks(100) == 60 and costs.memory_for_blocks(30) == 0
+    assert costs.memory_for_blocks(100, 2) == 60 and costs.memory_for_blocks(30, 2) == 0
+    # A single stage also has buckets, which are as large as the parameters.
+    assert costs.memory_for_blocks(100, 1) == 60 - sum(part["parameter_bytes"])
 
 
 def test_the_same_arguments_give_the_same_costs() -> None:
@@ -206,15 +209,6 @@ def test_many_blocks_are_composed_of_powers_of_two() -> None:
         LayerTimes.model_validate(times(block_runs=runs[2:])).composed_seconds(3)
 
 
-def put(*place: Any, value: Any) -> Callable[[Any], None]:
-    def change(content: Any) -> None:
-        for part in place[:-1]:
-            content = content[part]
-        content[place[-1]] = value
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -263,13 +257,7 @@ def put(*place: Any, value: Any) -> Callable[[Any], None]:
 def test_error_messages_name_the_field(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
     path = tmp_path / "broken.json"
     save_model_profile(profile(), path)
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    with pytest.raises(ValueError) as error:
-        load_model_profile(path)
-    text = str(error.value)
-    assert text.startswith(str(path)) and "\n" not in text
+    text = error_after(change, path, load_model_profile)
     assert re.search(words, text), text
 
 

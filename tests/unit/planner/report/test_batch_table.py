@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from colossal_hetero.io.text import spans
@@ -16,6 +15,7 @@ from colossal_hetero.planner.batches.comparison import compare
 from colossal_hetero.planner.cluster.link import MeasuredLink
 from colossal_hetero.planner.report.batch_picture import plot_report, timelines
 from colossal_hetero.planner.report.batch_table import as_json, device_lines, render
+from tests.support.figures import saved_figures
 from tests.unit.planner.batches.test_batch_profile import GIB, device, profile
 
 PAIRS = [(a, b) for a in range(4) for b in range(a)]
@@ -144,14 +144,7 @@ def test_long_timelines_are_cut_at_the_same_time_on_all_ranks(accumulation: str)
 
 
 def test_the_picture_has_a_curve_per_kind_and_a_row_per_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures: list[Figure] = []
-    save = Figure.savefig
-
-    def remember(self: Figure, *args: object, **options: object) -> None:
-        figures.append(self)
-        save(self, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", remember)
+    figures = saved_figures(monkeypatch)
     report = compare(profile(links=[]), 37)
     path = tmp_path / "batches.svg"
     plot_report(report, path)

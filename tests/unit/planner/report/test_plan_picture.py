@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.plans.simulate import simulate_plan, slowed
 from colossal_hetero.planner.report.plan_picture import MAX_LANES, lanes, plot_plan, windows
+from tests.support.figures import saved_figures
 from tests.unit.planner.plans.test_plan import plan, replica, stage
 from tests.unit.planner.report.test_plan_table import large, unequal
 
@@ -97,15 +98,7 @@ def test_long_iterations_have_two_windows() -> None:
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that were saved."""
-    made: list[Figure] = []
-    save = Figure.savefig
-
-    def remember(self: Figure, *args: object, **options: object) -> None:
-        made.append(self)
-        save(self, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", remember)
-    return made
+    return saved_figures(monkeypatch)
 
 
 def test_the_picture_has_a_row_per_stage_and_a_number_per_micro_batch(tmp_path: Path, figures: list[Figure]) -> None:

@@ -18,10 +18,11 @@ from colossal_hetero.planner.plans.launch_order import compare_with_launch_order
 from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.plans.predict import predict_plan
 from colossal_hetero.planner.plans.runnable import enough_micro_batches, why_not_runnable
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
+from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.search.draft import divide_micro_batches
 from colossal_hetero.planner.search.make_plans import _reason, make_plans
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+from tests.support.layer_profiles import layer_times, small_sizes
 from tests.support.random_examples import examples
 
 FAST_LINK, SLOW_LINK = Channel("NVLink", 300e9, 1e-5), Channel("RoCE", 25e9, 2e-5)
@@ -47,7 +48,7 @@ def profile(
     micro_batches: tuple[int, ...] = (1, 2),
     seed: int = 0,
 ) -> ModelProfile:
-    """Each block has 6 bytes of state and keeps 4 bytes per sample; the head takes half as long as a block."""
+    """Each block has 2 bytes of parameters and 6 of state, and keeps 4 per sample; the head takes half as long."""
     random = np.random.default_rng(seed)
     times = []
     for (name, each), degree, size in itertools.product(
@@ -55,28 +56,9 @@ def profile(
     ):
         work = each * (0.2 + 0.8 * size) / degree**0.8
         forward = [0.0, *(work * random.uniform(0.9, 1.1, blocks)), 0.5 * work]
-        backward = [2 * one for one in forward]
-        times.append(
-            LayerTimes(
-                device=name,
-                tensor_parallel=degree,
-                micro_batch=size,
-                forward_seconds=tuple(forward),
-                backward_seconds=tuple(backward),
-                update_seconds=(0.0,) * (blocks + 2),
-            )
-        )
-    sizes = [
-        LayerSizes(
-            tensor_parallel=degree,
-            parameter_bytes=(0, *(12 // degree,) * blocks, 0),
-            activation_bytes=(0, *(4 // degree,) * blocks, 0),
-            output_bytes=(10**9,) * (blocks + 2),
-            temporary_bytes=(0,) * (blocks + 2),
-        )
-        for degree in degrees
-    ]
-    return ModelProfile(name="small", state_factor=0.5, gradient_factor=1e9, times=tuple(times), sizes=tuple(sizes))
+        times.append(layer_times(name, forward, micro_batch=size, tensor_parallel=degree))
+    sizes = small_sizes(blocks, degrees, 10**9)
+    return ModelProfile(name="small", state_factor=3.0, gradient_factor=6e9, times=tuple(times), sizes=sizes)
 
 
 def check(plan: Plan, topology: Topology, model: ModelProfile, global_batch: int) -> None:
@@ -93,9 +75,11 @@ def check(plan: Plan, topology: Topology, model: ModelProfile, global_batch: int
             assert {topology.devices[rank].kind.name for rank in stage.ranks} == {stage.device}
             assert {topology.nodes[topology.devices[rank].node].name for rank in stage.ranks} == {stage.node}
             # A block has 6 bytes of state and keeps 4 bytes per sample of each micro-batch in flight; see profile().
+            # Without a pipeline, buckets hold a further copy of the gradients of its 2 bytes of parameters.
             count = stage.blocks[1] - stage.blocks[0]
             flight = min(replica.micro_batches, len(replica.stages) - number)
-            held = count * (6 + 4 * plan.micro_batch * flight) / plan.tensor_parallel
+            buckets = 2 if len(replica.stages) == 1 else 0
+            held = count * (6 + buckets + 4 * plan.micro_batch * flight) / plan.tensor_parallel
             assert stage.memory_bytes == pytest.approx(held)
             assert held <= topology.devices[stage.ranks[0]].kind.memory_bytes
     slowest = max(replica.pipeline_seconds for replica in plan.replicas)
@@ -160,7 +144,6 @@ def exhaustive(topology: Topology, model: ModelProfile, global_batch: int) -> fl
         total, rest = divmod(global_batch, size)
         if rest:
             continue
-        slots = {name: Slot(name, model.costs(name, degree, size), memory[name]) for name in counts}
         available = [name for name, count in counts.items() for _ in range(count // degree)]
         for replicas in range(1, len(available) + 1):
             if total % replicas:
@@ -169,6 +152,8 @@ def exhaustive(topology: Topology, model: ModelProfile, global_batch: int) -> fl
                 if not enough_micro_batches(stages, total // replicas):
                     continue
                 rows = set(itertools.permutations(available, replicas * stages))
+                buckets = 2 * model.blocks // degree if stages == 1 else 0
+                slots = {name: Slot(name, model.costs(name, degree, size), memory[name] - buckets) for name in counts}
                 layouts = {tuple(sorted(row[at : at + stages] for at in range(0, len(row), stages))) for row in rows}
                 for inner in itertools.combinations(range(1, model.blocks), stages - 1):
                     cut = Split(tuple(range(stages)), (0, *inner, model.blocks))
@@ -377,6 +362,20 @@ def test_error_messages(changes: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {"global_batch": 24, **changes}
     with pytest.raises(ValueError, match=message):
         make_plans(CLUSTERS[1], profile(), **arguments)  # type: ignore[arg-type]
+
+
+def test_buckets_of_gradients_need_memory_without_a_pipeline() -> None:
+    """A block has 6 bytes of state and 4 of activations; in buckets there are 2 more, unless there is a pipeline."""
+    model = profile(4, {"fast": 1.0}, degrees=(1,), micro_batches=(1,)).model_copy(update={"gradient_factor": 1.0})
+    stages = {}
+    for memory in (40, 48):
+        topology = cluster({"fast": 2}, memory={"fast": memory}, inside=Channel("PCIe", 2e9))
+        plan = make_plans(topology, model, global_batch=8)[0].plan
+        check(plan, topology, model, 8)
+        stages[memory] = len(plan.replicas[0].stages)
+    assert stages == {40: 2, 48: 1}
+    with pytest.raises(ValueError, match=r"in a plan of one stage .* 8e-09 GB for a copy of the gradients in buckets"):
+        make_plans(cluster({"fast": 1}, memory={"fast": 40}), model, global_batch=8)
 
 
 def test_kind_without_times() -> None:

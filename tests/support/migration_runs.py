@@ -7,19 +7,20 @@ iteration on.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from colossalai.shardformer.layer.utils import Randomizer
+from torch import Tensor, nn
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.decide.plan import BalancePlan
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import (
-    SlowdownScript,
-    Trained,
-)
+from tests.support.training import SlowdownScript, Trained, boost, ours, scripted, sgd, theirs
 
 METHODS = ("block", "broadcast-reduce", "scatter-gather")
 ITERATIONS = 4
@@ -43,6 +44,31 @@ def migrate(method: str, **choices: Any) -> BalanceConfig:
 def slow(*ranks: int) -> SlowdownScript:
     """The products of these global ranks take four times as long. With two ranks, 0.6 of the work of one migrates."""
     return lambda rank, iteration: 4.0 if rank in ranks else 1.0
+
+
+def migrating_run(method: str, slowdown: SlowdownScript, model: nn.Module | None = None, **options: Any) -> Trained:
+    """A model boosted by our plugin, whose ranks seem to be as slow as ``slowdown`` says.
+
+    Args:
+        model: None: a tiny vision transformer.
+        options: of the plugin.
+    """
+    with scripted(slowdown):
+        return boost(ours(migrate(method), **options), model, sgd)
+
+
+def seeded_migrating_run(make: Callable[[], nn.Module], slowdown: SlowdownScript) -> Trained:
+    """Like :func:`migrating_run` in block form, with all ranks in one tensor-parallel group. All runs on a rank draw
+    the same random numbers in training."""
+    Randomizer._INDEX = 0
+    model = make()
+    torch.manual_seed(11)
+    return migrating_run("block", slowdown, model, tp_size=dist.get_world_size())
+
+
+def reference_run(model: nn.Module | None = None, **options: Any) -> Trained:
+    """The same model and options with Colossal-AI's own plugin."""
+    return boost(theirs(**options), model, sgd)
 
 
 @dataclass

@@ -1,0 +1,173 @@
+"""Pipelines that are cut alike: all ways to form them, each with a lower bound on its time.
+
+Every combination of tensor-parallel degree, micro-batch, number of pipelines and composition of a pipeline is a row.
+All rows get a lower bound at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plans.runnable import enough_micro_batches
+from .lower_bounds import PipelineBounds
+from .placement import SlotPool
+from .tp_groups import compositions, divisors
+
+__all__ = ["EqualRows", "Shape", "mixed_shapes", "shapes"]
+
+
+class Shape(NamedTuple):
+    """A number of pipelines of so many stages each, ordered by the lower bound."""
+
+    seconds: float
+    """Lower bound on the time of an iteration."""
+    pool: int
+    """Number of the pool that the slots are from."""
+    pipelines: int
+    stages: int
+
+
+class EqualRows:
+    """The rows of some pools. A row is a number; see :meth:`row`."""
+
+    def __init__(
+        self,
+        pools: Sequence[SlotPool],
+        bounds: Sequence[PipelineBounds],
+        stages: Sequence[int] | None,
+        *,
+        runnable: bool,
+    ) -> None:
+        """Makes the rows and their lower bounds.
+
+        Args:
+            pools: The slots for each tensor-parallel degree and micro-batch.
+            bounds: By pool.
+            stages: Numbers of stages that are allowed; None for all.
+            runnable: Whether only rows with enough micro-batches for their stages get a finite bound.
+        """
+        self.pools = pools
+        fastest = max(channel.bytes_per_second for pool in pools for channel in pool.links.channels)
+        numbers, groups, seconds = [], [], []
+        self._counts: list[NDArray[np.int64]] = []
+        self._start = []
+        known: dict[object, NDArray[np.int64]] = {}
+        total = 0
+        for number, (pool, bound) in enumerate(zip(pools, bounds, strict=True)):
+            available = tuple(len(kind.slots) for kind in pool.kinds)
+            # The time of the model decides which kinds are similar. It is nearly in proportion to the micro-batch.
+            alike = (available, tuple(kind.device for kind in pool.kinds), tuple(kind.speed for kind in pool.kinds))
+            if alike not in known:
+                rows = compositions([kind.model_seconds for kind in pool.kinds], available, bound.blocks)
+                known[alike] = rows if stages is None else rows[np.isin(rows.sum(axis=1), stages)]
+            rows = known[alike]
+            # How many pipelines of this composition the slots suffice for.
+            copies_by_kind = np.array(available) // np.maximum(rows, 1)
+            max_copies = np.where(rows > 0, copies_by_kind, 1 << 40).min(axis=1)
+            parts = [(1, rows[:0])]
+            for pipelines in divisors(pool.total_micro_batches):
+                fitting = np.flatnonzero(max_copies >= pipelines)
+                if not len(fitting):
+                    break
+                parts.append((pipelines, rows[fitting]))
+            counts = np.concatenate([rows for _, rows in parts])
+            copies = np.concatenate([np.full(len(rows), count) for count, rows in parts])
+            gradients = float(pool.kinds[0].costs.gradient_bytes.sum())
+            summed = 2 * (copies - 1) / copies * gradients / counts.sum(axis=1) / fastest
+            self._counts.append(counts)
+            self._start.append(total)
+            total += len(counts)
+            numbers.append(np.full(len(counts), number))
+            groups.append(copies)
+            seconds.append(bound.seconds(counts, pool.total_micro_batches // copies) + summed)
+        self._pool_of, self._pipelines = np.concatenate(numbers), np.concatenate(groups)
+        self.seconds = np.concatenate(seconds)
+        """Lower bounds, ``[rows]``."""
+        held = {pool.tensor_parallel for pool, each in zip(pools, seconds, strict=True) if np.isfinite(each).any()}
+        self.too_large = {pool.tensor_parallel for pool in pools} - held
+        """Tensor-parallel degrees with which the devices cannot hold the model."""
+        if runnable:
+            counts_of_stages = np.concatenate([counts.sum(axis=1) for counts in self._counts])
+            totals = np.array([pool.total_micro_batches for pool in pools])[self._pool_of]
+            self.seconds[~enough_micro_batches(counts_of_stages, totals // self._pipelines)] = np.inf
+        self._by_bound = np.argsort(self.seconds, kind="stable")
+
+    def row(self, row: int) -> tuple[SlotPool, tuple[int, ...], int]:
+        """The pool, the slots of a pipeline by kind, and the number of pipelines."""
+        number = int(self._pool_of[row])
+        counts = self._counts[number][row - self._start[number]]
+        return self.pools[number], tuple(counts.tolist()), int(self._pipelines[row])
+
+    def of_kinds(self, allowed: frozenset[str]) -> NDArray[np.int64]:
+        """Rows that use only devices of these kinds, in the order of their bounds."""
+        usable = np.zeros(len(self.seconds), dtype=bool)
+        for number, pool in enumerate(self.pools):
+            others = [place for place, kind in enumerate(pool.kinds) if kind.device not in allowed]
+            usable[self._part(number)] = (self._counts[number][:, others] == 0).all(axis=1)
+        return self._by_bound[usable[self._by_bound]]
+
+    def of_size(self, devices: int) -> NDArray[np.int64]:
+        """Rows that use so many devices, in the order of their bounds."""
+        whole = np.zeros(len(self.seconds), dtype=bool)
+        for number, pool in enumerate(self.pools):
+            part = self._part(number)
+            used = self._counts[number].sum(axis=1) * self._pipelines[part] * pool.tensor_parallel
+            whole[part] = used == devices
+        return self._by_bound[whole[self._by_bound]]
+
+    def _part(self, number: int) -> slice:
+        return slice(self._start[number], self._start[number] + len(self._counts[number]))
+
+
+def shapes(
+    pools: Sequence[SlotPool], bounds: Sequence[PipelineBounds], stages: Sequence[int] | None, *, runnable: bool
+) -> list[Shape]:
+    """All shapes of pipelines whose slots may be of any kinds, in the order of their bounds; arguments as for rows."""
+    found = []
+    for number, (pool, bound) in enumerate(zip(pools, bounds, strict=True)):
+        power = np.repeat(1.0 / bound.work_seconds, [len(kind.slots) for kind in pool.kinds])
+        # By number of slots: the power of the fastest of them.
+        power = np.cumsum(np.sort(power)[::-1])
+        total = pool.total_micro_batches
+        for pipelines in divisors(total):
+            for length in range(1, min(len(power) // pipelines, bound.blocks) + 1):
+                allowed = stages is None or length in stages
+                if allowed and (not runnable or enough_micro_batches(length, total // pipelines)):
+                    seconds = float(total / power[pipelines * length - 1])
+                    found.append(Shape(seconds, number, pipelines, length))
+    return sorted(found)
+
+
+def mixed_shapes(
+    pools: Sequence[SlotPool], bounds: Sequence[PipelineBounds], stages: Sequence[int] | None, *, runnable: bool
+) -> list[Shape]:
+    """Shapes that have slots of several kinds in a stage if the slots are sorted by power and given out stage by stage.
+
+    Arguments as for :class:`EqualRows`. Shapes that do not fit in memory are left out; the others come in the order of
+    their bounds.
+    """
+    found: list[Shape] = []
+    for number, (pool, bound) in enumerate(zip(pools, bounds, strict=True)):
+        kinds = np.repeat(np.arange(len(pool.kinds)), [len(kind.slots) for kind in pool.kinds])
+        for pipelines in divisors(pool.total_micro_batches):
+            if not 1 < pipelines <= len(kinds):
+                continue
+            lengths, counts = [], []
+            for length in range(1, min(len(kinds) // pipelines, bound.blocks) + 1):
+                used = kinds[len(kinds) - pipelines * length :].reshape(length, pipelines)
+                allowed = stages is None or length in stages
+                if runnable:
+                    allowed = allowed and enough_micro_batches(length, pool.total_micro_batches // pipelines)
+                if allowed and (used[:, 0] != used[:, -1]).any():
+                    lengths.append(length)
+                    # The first pipeline has the weakest slot of each stage, so no pipeline is slower.
+                    counts.append(np.bincount(used[:, 0], minlength=len(pool.kinds)))
+            if lengths:
+                micro_batches = np.full(len(lengths), pool.total_micro_batches // pipelines)
+                seconds = bound.seconds(np.array(counts), micro_batches).tolist()
+                found += [Shape(each, number, pipelines, length) for each, length in zip(seconds, lengths, strict=True)]
+    return sorted(shape for shape in found if np.isfinite(shape.seconds))

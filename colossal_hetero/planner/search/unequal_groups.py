@@ -1,0 +1,106 @@
+"""Pipelines that differ: which slots each of them gets.
+
+For each tensor-parallel degree and micro-batch, AutoHet's groups (Eq. 3), with and without idle devices, and pipelines
+of one kind each, with as few stages as memory allows or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from .device_groups import MemberKind, find_grouping
+from .lower_bounds import PipelineBounds
+from .placement import SlotPool
+
+__all__ = ["UnequalGroups"]
+
+MIN_IDLE_GAIN = 1.01
+"""Groups that leave devices idle are tried if their objective (AutoHet, Eq. 3a) is larger by this factor."""
+
+Groups = list[tuple[int, ...]]
+"""Slots by kind of each pipeline, ``[pipelines][kinds]``."""
+
+
+class UnequalGroups:
+    """Groups of the slots of one pool that are of some kinds of devices."""
+
+    def __init__(self, pool: SlotPool, bounds: PipelineBounds, allowed: frozenset[str]) -> None:
+        self.pool = pool
+        self.bounds = bounds
+        self._available = np.array([len(kind.slots) if kind.device in allowed else 0 for kind in pool.kinds])
+
+    @property
+    def expected_seconds(self) -> float:
+        """Estimated seconds of the best plan: as many pipelines as memory allows, idle only while they fill."""
+        memory = float(self._available @ np.array([kind.memory_bytes for kind in self.pool.kinds]))
+        slots, total = int(self._available.sum()), self.pool.total_micro_batches
+        pipelines = min(int(memory / self._model_bytes), total, slots)
+        if pipelines < 1:
+            return np.inf
+        power = float((self._available / self.bounds.work_seconds).sum())
+        return (total + slots - pipelines) / power
+
+    def min_seconds(self, groups: Groups) -> float:
+        """A lower bound on the seconds of these pipelines, reached if all end at the same moment."""
+        power = (np.array(groups) / self.bounds.work_seconds).sum()
+        return float(self.pool.total_micro_batches / power)
+
+    def candidates(self, stages: Sequence[int] | None) -> list[Groups]:
+        """Different groups; ``stages``: numbers of stages that are allowed, None for all."""
+        found = [*self._balanced(), *self._of_one_kind()]
+        distinct: dict[tuple[tuple[int, ...], ...], None] = dict.fromkeys(tuple(sorted(each)) for each in found)
+        return [list(each) for each in distinct if stages is None or {sum(group) for group in each} <= set(stages)]
+
+    def _balanced(self) -> Iterator[Groups]:
+        """AutoHet's groups."""
+        pool, available = self.pool, self._available
+        present = np.flatnonzero(available)
+        kinds = [
+            MemberKind(1.0 / pool.kinds[place].model_seconds, pool.kinds[place].memory_bytes, int(available[place]))
+            for place in present
+        ]
+        reached = 0.0
+        for idle in (False, True) if len(kinds) > 1 else (False,):
+            grouping = find_grouping(
+                kinds,
+                self._model_bytes,
+                lambda groups: max(1.0, pool.total_micro_batches / groups),
+                allow_idle=idle,
+                max_members=self.bounds.blocks,
+                max_groups=pool.total_micro_batches,
+                above=reached * MIN_IDLE_GAIN,
+            )
+            if grouping is not None:
+                reached = grouping.objective
+                whole = np.zeros((len(grouping.groups), len(available)), dtype=np.int64)
+                whole[:, present] = grouping.groups
+                yield [tuple(row) for row in whole.tolist()]
+
+    def _of_one_kind(self) -> Iterator[Groups]:
+        """Pipelines of one kind each: of each kind as many as memory allows, half as many, a quarter, …"""
+        bound, total = self.bounds, self.pool.total_micro_batches
+        available: list[int] = self._available.tolist()
+        unit = np.eye(len(available), dtype=np.int64)
+        max_pipelines = []
+        for kind, count in enumerate(available):
+            lengths = np.arange(1, min(count, bound.blocks) + 1)
+            held = lengths[bound.fits(lengths[:, None] * unit[kind], np.full(len(lengths), total))]
+            max_pipelines.append(count // int(held[0]) if len(held) else 0)
+        share = 1
+        while max(max_pipelines) // share >= 1:
+            groups: Groups = []
+            for kind, (count, limit) in enumerate(zip(available, max_pipelines, strict=True)):
+                pipelines = max(limit // share, 1) if limit else 0
+                for place in range(pipelines):
+                    length = min(count // pipelines + (place < count % pipelines), bound.blocks)
+                    groups.append(tuple((length * unit[kind]).tolist()))
+            yield groups
+            share *= 2
+
+    @property
+    def _model_bytes(self) -> float:
+        """Bytes that the slots of a pipeline hold together at least (AutoHet's MIN_mem)."""
+        costs = self.pool.kinds[0].costs
+        return float(costs.state_bytes.sum() + costs.activation_bytes.sum())
