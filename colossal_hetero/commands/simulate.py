@@ -41,8 +41,8 @@ class Slow(click.ParamType):
     type=click.Choice(["blocking", "overlapped"]),
     default="blocking",
     show_default=True,
-    help="Whether stages of a 1F1B plan wait while they send (blocking, as with NCCL) or continue (overlapped, as with "
-    "Gloo). In other schedules they continue.",
+    help="Whether stages wait while they send (blocking, as with NCCL) or continue (overlapped, as with Gloo). In "
+    "schedules other than 1F1B only messages wait, until the receiver asks for them.",
 )
 @click.option(
     "--cluster",

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...io.text import spans
 from ..schedules.pass_order import PassOrder, interleaved
-from ..schedules.pass_simulation import ChunkTimes, PassTimeline, simulate_passes
+from ..schedules.pass_simulation import ChunkTimes, PassTimeline
 from ..schedules.zero_bubble import zero_bubble_v
 from ..stages.event_simulation import PipelineTimeline, Transfers, simulate_times, with_schedule
 from .plan import Plan, Replica, StagePlan
@@ -50,8 +50,8 @@ def simulate_plan(
         plan: The plan to simulate.
         slow: Factor by which the work of a rank takes longer, e.g. 2 for a rank at half its speed. A tensor-parallel
             group is as slow as its slowest rank.
-        transfers: Model of the transfers of 1F1B, see :mod:`~colossal_hetero.planner.stages.event_simulation`. In the
-            other schedules stages always compute while they send.
+        transfers: Model of the transfers, see :mod:`~colossal_hetero.planner.stages.event_simulation`, and for stages
+            with several chunks :mod:`~colossal_hetero.planner.schedules.pass_simulation`.
 
     Raises:
         ValueError: The plan does not use a slow rank, a factor is not above 0, there are too many micro-batches, or
@@ -64,7 +64,7 @@ def simulate_plan(
         )
     plan = slowed(plan, slow or {})
     if plan.schedule != "1f1b":
-        return PlanSimulation(plan, _chunked_timelines(plan), dict(slow or {}))
+        return PlanSimulation(plan, _chunked_timelines(plan, transfers), dict(slow or {}))
     known: dict[object, PipelineTimeline] = {}
     timelines = []
     for replica in plan.replicas:
@@ -87,18 +87,18 @@ def simulate_plan(
     return PlanSimulation(plan, tuple(timelines), dict(slow or {}))
 
 
-def _chunked_timelines(plan: Plan) -> tuple[PassTimeline, ...]:
+def _chunked_timelines(plan: Plan, transfers: Transfers) -> tuple[PassTimeline, ...]:
     known: dict[object, PassTimeline] = {}
     timelines = []
     for replica in plan.replicas:
         key = tuple(stage.update_seconds for stage in replica.stages), replica.chunks, replica.micro_batches
         if key not in known:
-            known[key] = _simulate_chunks(plan, replica)
+            known[key] = _simulate_chunks(plan, replica, transfers)
         timelines.append(known[key])
     return tuple(timelines)
 
 
-def _simulate_chunks(plan: Plan, replica: Replica) -> PassTimeline:
+def _simulate_chunks(plan: Plan, replica: Replica, transfers: Transfers) -> PassTimeline:
     chunks = [chunk for _, chunk in replica.chunks]
     times = ChunkTimes(
         np.array([chunk.forward_seconds for chunk in chunks]),
@@ -107,8 +107,7 @@ def _simulate_chunks(plan: Plan, replica: Replica) -> PassTimeline:
         np.array([chunk.hop_seconds for chunk in chunks]),
         np.array([stage.update_seconds for stage in replica.stages]),
     )
-    order = chunked_order(plan, replica.micro_batches)
-    return PassTimeline(order, times, simulate_passes(order, times))
+    return PassTimeline.of(chunked_order(plan, replica.micro_batches), times, transfers)
 
 
 def chunked_order(plan: Plan, micro_batches: int) -> PassOrder:
@@ -161,7 +160,7 @@ def _slowed_replica(plan: Plan, replica: Replica, slow: Mapping[int, float]) -> 
     stages = tuple(_slowed_stage(stage, max(slow.get(rank, 1.0) for rank in stage.ranks)) for stage in replica.stages)
     if plan.schedule != "1f1b":
         replica = replica.model_copy(update={"stages": stages})
-        return replica.model_copy(update={"pipeline_seconds": _simulate_chunks(plan, replica).seconds})
+        return replica.model_copy(update={"pipeline_seconds": _simulate_chunks(plan, replica, "blocking").seconds})
     times = [stage.micro_batch_seconds for stage in stages]
     seconds = sum(times) + (replica.micro_batches - 1) * max(times) + max(stage.update_seconds for stage in stages)
     return replica.model_copy(update={"stages": stages, "pipeline_seconds": seconds})

@@ -55,6 +55,8 @@ class PassOrder:
     """By chunk, in the order of the model."""
     passes: tuple[tuple[Pass, ...], ...]
     """By stage: its passes, one after the other."""
+    receives_late: bool = False
+    """Whether a stage asks for the input of a pass only when it has run the pass of that kind before."""
 
     @property
     def stages(self) -> int:
@@ -172,7 +174,7 @@ def interleaved(stages: int, chunks_per_stage: int, micro_batches: int) -> PassO
         backward = [stage + (chunks_per_stage - 1 - place) * stages for place in places]
         warm_up = min(2 * (stages - stage - 1) + (chunks_per_stage - 1) * stages, total)
         orders.append(_alternating(forward, backward, warm_up))
-    return PassOrder(stages_of_chunks("interleaved", stages, chunks_per_stage), tuple(orders))
+    return PassOrder(stages_of_chunks("interleaved", stages, chunks_per_stage), tuple(orders), receives_late=True)
 
 
 def _alternating(forward: list[int], backward: list[int], warm_up: int) -> tuple[Pass, ...]:

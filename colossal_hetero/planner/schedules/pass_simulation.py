@@ -3,7 +3,13 @@
 A stage runs its passes one after the other. A pass starts when the stage is free and what it needs has arrived.
 Messages are sent while stages compute, as in Colossal-AI's interleaved and zero-bubble schedules: the sender goes on at
 once, and the receiver waits until the message is there. Messages from one stage to another go one after the other; the
-other direction is a channel of its own.
+other direction is a channel of its own. There are two models of when a message leaves:
+
+``blocking``
+    When the receiver has asked for it, as with NCCL. The interleaved schedule asks for the input of a forward when the
+    forward before it has ended, and so for backwards; the zero-bubble schedule asks early.
+``overlapped``
+    At once, as with Gloo and this package's corrections, because sends are buffered.
 
 All times can be given for several divisions of the model at once, ``[chunks, divisions]``: the order of the passes is
 the same, so they are simulated together.
@@ -18,7 +24,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ..stages.event_simulation import Event, StageShare
+from ..stages.event_simulation import Event, StageShare, Transfers
 from .pass_order import Pass, PassOrder
 
 __all__ = ["WEIGHT_SHARE", "ChunkTimes", "PassTimeline", "simulate_passes"]
@@ -50,8 +56,18 @@ class PassTimeline:
     order: PassOrder
     times: ChunkTimes
     """``[chunks]``."""
+    transfers: Transfers
     stage_seconds: NDArray[np.float64]
     """Time from the start of the iteration until each stage has finished its last pass, ``[stages]``."""
+
+    @classmethod
+    def of(cls, order: PassOrder, times: ChunkTimes, transfers: Transfers = "blocking") -> PassTimeline:
+        """The simulated iteration.
+
+        Raises:
+            ValueError: The order cannot be run.
+        """
+        return cls(order, times, transfers, simulate_passes(order, times, transfers))
 
     @property
     def seconds(self) -> float:
@@ -75,26 +91,27 @@ class PassTimeline:
             place = self.order.stage_of_chunk[: each.chunk].count(stage)
             by_stage[stage].append(Event(each.kind, each.micro_batch, float(start[0]), float(stop[0]), place))
 
-        _run(self.order, self.times, record)
+        _run(self.order, self.times, self.transfers, record)
         for events, end, update in zip(by_stage, self.stage_seconds, self.times.update_seconds, strict=True):
             if update > 0:
                 events.append(Event("update", 0, float(end), float(end + update)))
         return tuple(tuple(events) for events in by_stage)
 
 
-def simulate_passes(order: PassOrder, times: ChunkTimes) -> NDArray[np.float64]:
+def simulate_passes(order: PassOrder, times: ChunkTimes, transfers: Transfers = "blocking") -> NDArray[np.float64]:
     """When each stage has finished its last pass, in seconds: ``[stages]``, or ``[stages, divisions]``.
 
     Raises:
         ValueError: The order cannot be run.
     """
-    ends = _run(order, times)
+    ends = _run(order, times, transfers)
     return ends if times.forward_seconds.ndim == 2 else ends[:, 0]
 
 
 def _run(
     order: PassOrder,
     times: ChunkTimes,
+    transfers: Transfers,
     record: Callable[[Pass, NDArray[np.float64], NDArray[np.float64]], None] | None = None,
 ) -> NDArray[np.float64]:
     """``[stages, divisions]``; ``record`` is called with the start and the stop of every pass, each ``[divisions]``."""
@@ -112,25 +129,33 @@ def _run(
     hops, stage_of, last = columns(times.hop_seconds), order.stage_of_chunk, order.chunks - 1
     zero = np.zeros(weight.shape[1])
     free = [zero] * order.stages
+    asked: dict[tuple[int, str], NDArray[np.float64]] = {}
     channel_free: dict[tuple[int, int], NDArray[np.float64]] = {}
-    arrival: dict[Pass, NDArray[np.float64]] = {}
+    inputs: dict[Pass, NDArray[np.float64]] = {}
+    """By pass: when its input has arrived, or when it was ready if it is still to be sent."""
+    waits = transfers == "blocking" and order.receives_late
+
+    def arrival(ready: NDArray[np.float64], chunk: int, to_chunk: int) -> NDArray[np.float64]:
+        channel = stage_of[chunk], stage_of[to_chunk]
+        if channel[0] == channel[1]:
+            return ready
+        begin = np.maximum(ready, channel_free.get(channel, zero))
+        channel_free[channel] = begin + hops[min(chunk, to_chunk)]
+        return channel_free[channel]
+
     for each in order.sequence:
         kind, chunk, _ = each
-        stage = stage_of[chunk]
+        stage, step = stage_of[chunk], {"forward": 1, "backward": -1, "weight": 0}[kind]
         start = free[stage]
-        if each in arrival:
-            start = np.maximum(start, arrival.pop(each))
+        if each in inputs:
+            there = inputs.pop(each)
+            if waits:
+                there = arrival(np.maximum(there, asked.get((stage, kind), zero)), chunk - step, chunk)
+            start = np.maximum(start, there)
         stop = start + duration[kind][chunk]
-        free[stage] = stop
+        free[stage] = asked[stage, kind] = stop
         if record is not None:
             record(each, start, stop)
-        step = {"forward": 1, "backward": -1, "weight": 0}[kind]
-        if step == 0 or not 0 <= chunk + step <= last:
-            continue
-        to = stage_of[chunk + step]
-        if to != stage:
-            begin = np.maximum(stop, channel_free.get((stage, to), zero))
-            stop = begin + hops[min(chunk, chunk + step)]
-            channel_free[stage, to] = stop
-        arrival[each._replace(chunk=chunk + step)] = stop
+        if step and 0 <= chunk + step <= last:
+            inputs[each._replace(chunk=chunk + step)] = stop if waits else arrival(stop, chunk, chunk + step)
     return np.array(free)

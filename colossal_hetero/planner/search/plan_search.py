@@ -110,9 +110,7 @@ class PlanSearch:
 
     def found(self) -> list[Draft]:
         """All candidates that were built and may be returned, best first."""
-        return sorted(
-            (draft for draft in self.drafts.values() if self._allowed(draft)), key=lambda draft: draft.seconds
-        )
+        return sorted((draft for draft in self.drafts.values() if self._allowed(draft)), key=lambda draft: draft.seconds)
 
     def _allowed(self, draft: Draft) -> bool:
         return not self.all_devices or draft.devices == len(self.topology.devices)

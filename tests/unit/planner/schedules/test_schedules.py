@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def test_passes_of_1f1b_take_as_long_as_in_the_simulation_of_1f1b(
     times = ChunkTimes(forward, backward, np.zeros(stages), np.append(hops, 0.0), update)
     order = one_forward_one_backward(stages, micro_batches)
     expected = simulate_times(forward, backward, hops, micro_batches, update_seconds=update, transfers="overlapped")
-    made = PassTimeline(order, times, simulate_passes(order, times))
+    made = PassTimeline.of(order, times)
     assert made.stage_seconds == pytest.approx(expected.stage_seconds, rel=1e-9)
     assert made.seconds == pytest.approx(expected.seconds, rel=1e-9)
     for found, wanted in zip(made.events, expected.events, strict=True):
@@ -76,7 +77,7 @@ def test_equal_passes_of_the_zero_bubble_schedule_wait_only_at_the_ends(stages: 
     ends = simulate_passes(order, equal_chunks(order, 1.0, 2.0))
     # Every stage works for 6 seconds per micro-batch; the last stage gets its first input after p − 1.
     assert ends.max() == pytest.approx(6.0 * micro_batches + stages - 1)
-    timeline = PassTimeline(order, equal_chunks(order, 1.0, 2.0), ends)
+    timeline = PassTimeline.of(order, equal_chunks(order, 1.0, 2.0))
     assert sum(event.kind == "weight" for event in timeline.events[0]) == 2 * micro_batches
     assert {event.chunk for event in timeline.events[0]} == {0, 1}
 
@@ -88,6 +89,10 @@ def test_messages_in_one_direction_go_one_after_the_other() -> None:
     )
     times = ChunkTimes(np.ones(2), np.ones(2), np.zeros(2), np.array([3.0, 0.0]), np.zeros(2))
     assert simulate_passes(order, times).tolist() == [2.0, 1.0 + 3.0 + 3.0 + 1.0]
+    # With NCCL the second message leaves only after the first forward of the receiver, if that asks for it then.
+    late = replace(order, receives_late=True)
+    assert simulate_passes(late, times).tolist() == [2.0, 1.0 + 3.0 + 1.0 + 3.0 + 1.0]
+    assert simulate_passes(late, times, "overlapped").tolist() == [2.0, 8.0]
 
 
 def test_every_pass_runs_once_whatever_the_times() -> None:
