@@ -114,7 +114,7 @@ class _Lines:
     chunks: int
     """Per stage."""
     rows: tuple[ChunkedPipeline, ...]
-    """By replica; with the order of the smallest number of micro-batches."""
+    """By replica; their orders say which stage has which chunk, and have no passes."""
 
     @classmethod
     def of(

@@ -57,6 +57,7 @@ class PassTimeline:
     times: ChunkTimes
     """``[chunks]``."""
     transfers: Transfers
+    """Model of when messages leave."""
     stage_seconds: NDArray[np.float64]
     """Time from the start of the iteration until each stage has finished its last pass, ``[stages]``."""
 

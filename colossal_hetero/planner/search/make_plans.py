@@ -187,7 +187,9 @@ def _pipelines_to_divide(search: PlanSearch) -> list[Candidate]:
     """
     world = len(search.topology.devices)
     max_slots = max(pool.slots for pool in search.pools)
-    numbers = [number for number in range(2, max_slots + 1) if search.stages is None or number in search.stages]
+    blocks = len(search.pools[0].kinds[0].costs.forward_seconds)
+    max_stages = min(max_slots, blocks // 2)
+    numbers = [number for number in range(2, max_stages + 1) if search.stages is None or number in search.stages]
     drafts = search.found()
     if max_slots > MAX_GROUPS:
         builder = DraftBuilder(search.topology, "exact")

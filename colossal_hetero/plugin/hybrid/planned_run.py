@@ -147,8 +147,8 @@ def training_sizes_kept(schedule: object) -> Iterator[None]:
     The schedule keeps the number of micro-batches of what it evaluates for training, and asserts that all batches are
     as large as the last one.
     """
-    count = "num_microbatch" if isinstance(schedule, InterleavedSchedule) else "num_microbatches"
-    sizes = (count, "microbatch_size", "batch_size", "last_batch_size")
+    number = "num_microbatch" if isinstance(schedule, InterleavedSchedule) else "num_microbatches"
+    sizes = (number, "microbatch_size", "batch_size", "last_batch_size")
     shapes = ("send_tensor_metadata", "send_grad_metadata", "tensor_metadata_recv", "grad_metadata_recv")
     before = {name: getattr(schedule, name) for name in (*sizes, "enable_metadata_cache", *shapes)}
     try:
