@@ -13,7 +13,7 @@ from ..plans.plan import Plan
 from ..plans.predict import StageGroup, finished_plan, finished_replica
 from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
-from ..stages.event_simulation import simulate_times
+from ..stages.event_simulation import simulate_cost
 from ..stages.fixed_order import split_in_order
 from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
 from ..stages.split_methods import split
@@ -339,12 +339,7 @@ class DraftBuilder:
 def simulated_seconds(draft: Draft) -> float:
     """Time of an iteration of ``draft`` in the event simulation."""
     alike = {(cost, count) for cost, count in zip(draft.costs, draft.micro_batches, strict=True)}
-    ends = [
-        simulate_times(
-            cost.forward_seconds, cost.backward_seconds, cost.hop_seconds, count, update_seconds=cost.update_seconds
-        ).seconds
-        for cost, count in alike
-    ]
+    ends = [simulate_cost(cost, count).seconds for cost, count in alike]
     return max(ends) + draft.synchronization_seconds
 
 

@@ -8,8 +8,8 @@ nodes one after the other miss good plans there, by up to a half in random clust
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from random import Random
 
 from ..stages.all_cuts import all_bounds
 from .draft import Draft, DraftBuilder
@@ -20,6 +20,8 @@ __all__ = ["Exchanges"]
 
 LEAST_GAIN = 1e-9
 """Share of the time by which an exchange must be faster, so that rounding is not taken for a gain."""
+
+RANDOM_EXCHANGES = 3
 
 
 class Exchanges:
@@ -33,19 +35,13 @@ class Exchanges:
         self._node_of = {place: builder.node(pool, place) for place in places}
 
     def start(self, pipelines: int, stages: int) -> Draft | None:
-        """The fastest of a few ways to give out the slots; None if none fits in memory.
-
-        The slots are sorted: those with the fastest network first, or the fastest, or those in the largest nodes. Then
-        either one pipeline after the other gets its slots, or one stage of all pipelines after the other.
-        """
-        best = None
-        for slots in self._sorted():
-            used = slots[: pipelines * stages]
-            together = tuple(tuple(sorted(used[first * stages : (first + 1) * stages])) for first in range(pipelines))
-            apart = tuple(tuple(used[first::pipelines]) for first in range(pipelines))
-            for rows in (together, apart):
-                found = self.placed.best(rows, best.seconds if best else float("inf"))
-                best = found or best
+        """The fastest of some ways to give out the slots; None if none fits in memory."""
+        best, seen = None, set()
+        for rows in self._arrangements(pipelines, stages):
+            look = self.placed.look(rows)
+            if look not in seen:
+                seen.add(look)
+                best = self.placed.best(rows, best.seconds if best else float("inf")) or best
         return best
 
     def improved(self, draft: Draft, most: int) -> Draft:
@@ -79,6 +75,23 @@ class Exchanges:
             best = again if isinstance(again, Draft) and again.seconds < best.seconds else best
         return best
 
+    def restarted(self, draft: Draft, times: int, most: int) -> Draft:
+        """``draft``, or the best of what :meth:`improved` finds after a few random exchanges, so many ``times``.
+
+        No single exchange makes a result of :meth:`improved` faster, but several together can.
+        """
+        best, slots, random = draft, sorted(self._node_of), Random(0)
+        for _ in range(times):
+            rows = [list(row) for row in best.rows]
+            for _ in range(RANDOM_EXCHANGES):
+                one, other = random.choice(random.choice(rows)), random.choice(slots)
+                swap = {one: other, other: one}
+                rows = [[swap.get(place, place) for place in row] for row in rows]
+            changed = self.placed.best(tuple(map(tuple, rows)), float("inf"))
+            if changed is not None:
+                best = min(best, self.improved(changed, most), key=lambda each: each.seconds)
+        return best
+
     def _with_best_cuts(self, draft: Draft, rows: Rows) -> Draft | None:
         return self.placed.best(rows, draft.seconds * (1 - LEAST_GAIN))
 
@@ -86,18 +99,55 @@ class Exchanges:
         found = self.builder.build_cut(self.pool, rows, [cut.bounds for cut in draft.splits], draft.micro_batches)
         return found if isinstance(found, Draft) and found.seconds < draft.seconds * (1 - LEAST_GAIN) else None
 
-    def _sorted(self) -> Iterator[list[Place]]:
-        """The slots by different properties, the best ones first. Slots of a node stay together where they are equal."""
-        node_of, slots_on = self._node_of, Counter(self._node_of.values())
+    def _arrangements(self, pipelines: int, stages: int) -> Iterator[Rows]:
+        """Ways to give out the slots, of all nodes and of those with better networks only.
+
+        Either one pipeline after the other gets its slots, or one stage of all pipelines after the other; within each
+        pipeline, the slots come in this order or in the opposite one.
+        """
+        number = pipelines * stages
         nodes = self.builder.topology.nodes
-        network = {node: max((nic.bytes_per_second for nic in nodes[node].nics), default=0.0) for node in slots_on}
+        network = {
+            node: max((nic.bytes_per_second for nic in nodes[node].nics), default=0.0)
+            for node in set(self._node_of.values())
+        }
+        for least in sorted(set(network.values())):
+            places = [place for place, node in self._node_of.items() if network[node] >= least]
+            if len(places) < number:
+                break
+            places.sort(key=lambda place: (self._work(place), self._node_of[place]))
+            by_memory = sorted(places, key=lambda place: -self.pool.kinds[place[0]].memory_bytes)
+            whole = (places, by_memory)
+            for slots in (*whole, *self._neighboring(places, stages)):
+                together = [slots[first * stages : (first + 1) * stages] for first in range(pipelines)]
+                yield from (tuple(map(tuple, together)), tuple(tuple(row[::-1]) for row in together))
+            for slots in (*whole, *self._neighboring(places, pipelines)):
+                apart = [slots[first:number:pipelines] for first in range(pipelines)]
+                yield from (tuple(map(tuple, apart)), tuple(tuple(row[::-1]) for row in apart))
 
-        def work(place: Place) -> float:
-            return self.pool.kinds[place[0]].model_seconds
+    def _neighboring(self, places: Sequence[Place], size: int) -> Iterator[list[Place]]:
+        """The places in groups of ``size`` that are each in one node, or in nodes with equal network cards.
 
-        yield sorted(node_of, key=lambda place: (-network[node_of[place]], node_of[place], work(place)))
-        yield sorted(node_of, key=lambda place: (work(place), -network[node_of[place]], node_of[place]))
-        yield sorted(node_of, key=lambda place: (-slots_on[node_of[place]], node_of[place], work(place)))
+        Once with the fastest groups first, and once with the fastest group of each node first. Places that are left
+        over come last.
+        """
+        nodes = self.builder.topology.nodes
+        for near in (lambda node: node, lambda node: nodes[node].nics):
+            together: dict[object, list[Place]] = {}
+            for place in places:
+                together.setdefault(near(self._node_of[place]), []).append(place)
+            groups, rest = [], []
+            for number, slots in enumerate(together.values()):
+                for turn in range(len(slots) // size):
+                    group = slots[turn * size : (turn + 1) * size]
+                    groups.append((turn, sum(map(self._work, group)), number, group))
+                rest += slots[len(slots) // size * size :]
+            for ordered in (sorted(groups, key=lambda each: each[1:3]), sorted(groups, key=lambda each: each[:3])):
+                yield [*(place for *_, group in ordered for place in group), *sorted(rest, key=self._work)]
+
+    def _work(self, place: Place) -> float:
+        """Seconds that a slot needs for the whole model."""
+        return self.pool.kinds[place[0]].model_seconds
 
     def _neighbors(self, draft: Draft) -> Iterator[Rows]:
         """The slots after each exchange of two slots, those of the slowest pipeline first."""

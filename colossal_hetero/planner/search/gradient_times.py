@@ -25,6 +25,7 @@ class GradientTimes:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
+        self._node_of = [device.node for device in topology.devices]
         self._rings: dict[object, float] = {}
         self._of_size: dict[object, tuple[float, ...]] = {}
 
@@ -54,7 +55,7 @@ class GradientTimes:
         if len(set(bounds)) == 1:
             return self._of_equal_cuts(groups, bounds[0], gradient_bytes)
         width = len(groups[0][0])
-        node_of = [device.node for device in self.topology.devices]
+        node_of = self._node_of
         slots_on = Counter(node_of[ranks[0]] for pipeline in groups for ranks in pipeline)
         cuts = cut_points(bounds)
         total = np.concatenate([[0.0], np.cumsum(gradient_bytes)])
@@ -81,8 +82,8 @@ class GradientTimes:
         sizes = [float(gradient_bytes[start:stop].sum()) for start, stop in itertools.pairwise(bounds)]
         if min(sizes) <= 0:
             return max(concurrent_seconds(self.topology, rings, [sizes[stage] for stage in stage_of]))
-        # If all rings sum something, the time of each depends on its own size only.
-        same = tuple(rings)
+        # If all rings sum something, the time of each depends on its own size only, and on the nodes of all rings.
+        same = tuple(tuple(sorted(self._node_of[rank] for rank in ring)) for ring in rings)
         for size in sizes:
             if (same, size) not in self._of_size:
                 self._of_size[same, size] = concurrent_seconds(self.topology, rings, [size] * len(rings))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster.topology import Channel
-from ..stages.all_cuts import CutTimes, all_bounds, cut_times
+from ..stages.all_cuts import AllCuts, CutTimes, all_bounds
 from ..stages.pipeline import Slot
 from .draft import Draft, DraftBuilder
 from .placement import Place, SlotPool
@@ -35,6 +35,7 @@ class PlacedPipelines:
         self.builder = builder
         self.pool = pool
         self.blocks = len(pool.kinds[0].costs.forward_seconds)
+        self._cuts: dict[int, AllCuts] = {}
         self._cut_times: dict[object, CutTimes] = {}
         on_node: dict[int, list[int]] = {}
         for kind, each in enumerate(pool.kinds):
@@ -133,21 +134,17 @@ class PlacedPipelines:
             key = tuple(kind for kind, _ in row), tuple(hops)
             if key not in self._cut_times:
                 slots: list[Slot] = [self.builder.slot(self.pool, (kind,), len(row)) for kind, _ in row]
-                self._cut_times[key] = cut_times(slots, hops, bounds)
+                cuts = self._cuts.setdefault(len(row), AllCuts(bounds))
+                self._cut_times[key] = cuts.times(slots, hops)
             times.append(self._cut_times[key])
         return times
 
     def _hops(self, rows: Rows) -> Iterator[list[Channel] | None]:
         """By pipeline, the channels between neighbors; None where there is no link."""
-        pool, width = self.pool, self.pool.tensor_parallel
-        nodes = [np.array([self.builder.node(pool, place) for place in row]) for row in rows]
-        load = pool.links.load(nodes, width)
-        ends = np.cumsum([len(row) - 1 for row in nodes])
-        before, behind = (np.concatenate([row[part] for row in nodes]) for part in (slice(0, -1), slice(1, None)))
-        # One call for the hops of all pipelines, because most of its time does not depend on how many they are.
-        numbers = pool.links.shared(before, behind, load, width) if ends[-1] else before
-        for part in np.split(numbers, ends[:-1]):
-            yield None if (part < 0).any() else [pool.links.channels[number] for number in part.tolist()]
+        channels = self.pool.links.channels
+        nodes = [[self.builder.node(self.pool, place) for place in row] for row in rows]
+        for numbers in self.pool.links.hops(nodes, self.pool.tensor_parallel):
+            yield None if -1 in numbers else [channels[number] for number in numbers]
 
     def _summing(self, rows: Rows, bounds: Sequence[NDArray[np.int64]]) -> float:
         try:

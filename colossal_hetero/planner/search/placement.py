@@ -7,9 +7,10 @@ than data parallelism does (:func:`place_together`). Kinds with less computing p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +83,7 @@ class NodeLinks:
         )
         self._inside = len(kinds_of_channel)
         self._limited: dict[tuple[int, float], int] = {}
+        self._hops: dict[object, int] = {}
 
     def numbers(self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64]) -> NDArray[np.int64]:
         """Channel numbers between nodes, element by element; -1 where there is no link."""
@@ -128,6 +130,47 @@ class NodeLinks:
         new = [self._limited_number(int(number), each) for number, each in distinct.T.tolist()]
         numbers[limited] = np.array(new, dtype=np.int64)[place.reshape(-1)]
         return numbers
+
+    def hops(self, pipelines: Sequence[Sequence[int]], width: int) -> list[list[int]]:
+        """The numbers of the channels between neighboring stages, as from :meth:`load` and :meth:`shared`.
+
+        It is made for many calls with few stages: what was computed once is looked up.
+
+        Args:
+            pipelines: The node of each stage, ``[pipelines][stages]``.
+            width: The tensor-parallel degree.
+
+        Returns:
+            ``[pipelines][stages − 1]``; −1 where there is no link.
+        """
+        load: Counter[tuple[int, int]] = Counter()
+        hops = []
+        for nodes in pipelines:
+            kind_before = -1
+            for a, b in pairwise(nodes):
+                kind = self._inside if a == b else self._network(a, b)
+                if kind != kind_before:
+                    load[kind, a] += width
+                load[kind, b] += width
+                hops.append((a, b, kind))
+                kind_before = kind
+        numbers = iter([self._shared_number(a, b, kind, load, width) for a, b, kind in hops])
+        return [list(islice(numbers, len(nodes) - 1)) for nodes in pipelines]
+
+    def _network(self, node_a: int, node_b: int) -> int:
+        """The kind of channel between two nodes."""
+        key = node_a, node_b
+        if key not in self._hops:
+            self._hops[key] = int(self._kind_of[self.numbers(np.array(node_a), np.array(node_b))])
+        return self._hops[key]
+
+    def _shared_number(self, a: int, b: int, kind: int, load: Mapping[tuple[int, int], int], width: int) -> int:
+        key = a, b, load[kind, a], load[kind, b], width
+        if key not in self._hops:
+            loads = np.zeros(self._node_rate.shape, dtype=np.int64)
+            loads[kind, [a, b]] = load[kind, a], load[kind, b]
+            self._hops[key] = int(self.shared(np.array([a]), np.array([b]), loads, width)[0])
+        return self._hops[key]
 
     def _limited_number(self, number: int, share: float) -> int:
         key = number, share

@@ -20,7 +20,7 @@ from .unequal_groups import UnequalGroups
 
 __all__ = ["PlanSearch"]
 
-MAX_TRIED = 48
+MAX_TRIED = 16
 """Candidates that are tried per set of device kinds, in the order of their lower bounds."""
 MAX_REORDERED = 5
 """Candidates for which many orders of stages are tried: so many of the fastest, and of those with the lowest bounds."""
@@ -32,6 +32,10 @@ STARTED_DEVICES, EXCHANGED_DEVICES, MAX_EXCHANGED = 640, 192, 12
 """Shapes for which other slots are started with, and for which slots are exchanged: so many devices together."""
 EXCHANGES, MIN_EXCHANGES, MAX_EXCHANGES = 6400, 32, 400
 """Exchanges of slots that are tried per shape: EXCHANGES by the number of devices, within these limits."""
+RESTARTED = 4
+"""Shapes for which exchanges are started again from random changes."""
+RESTARTS, MAX_RESTARTS = 128, 8
+"""How often: RESTARTS by the number of devices, at most MAX_RESTARTS."""
 MAX_OF_PART = 3
 """Best plans of each part of the cluster that are taken over."""
 
@@ -110,7 +114,9 @@ class PlanSearch:
 
     def found(self) -> list[Draft]:
         """All candidates that were built and may be returned, best first."""
-        return sorted((draft for draft in self.drafts.values() if self._allowed(draft)), key=lambda draft: draft.seconds)
+        return sorted(
+            (draft for draft in self.drafts.values() if self._allowed(draft)), key=lambda draft: draft.seconds
+        )
 
     def _allowed(self, draft: Draft) -> bool:
         return not self.all_devices or draft.devices == len(self.topology.devices)
@@ -254,7 +260,14 @@ class PlanSearch:
         by_time = sorted((shape for shape in best if shape in worth), key=lambda shape: best[shape].seconds)
         for shape in by_time[: min(max(EXCHANGED_DEVICES // devices, 1), MAX_EXCHANGED)]:
             if worth[shape] < self.best_seconds:
-                self._add(("exchanged", *shape), exchanges[shape[0]].improved(best[shape], most))
+                best[shape] = exchanges[shape[0]].improved(best[shape], most)
+                self._add(("exchanged", *shape), best[shape])
+        for shape in sorted(by_time, key=lambda shape: best[shape].seconds)[:RESTARTED]:
+            if worth[shape] < self.best_seconds:
+                restarted = exchanges[shape[0]].restarted(
+                    best[shape], min(RESTARTS // devices, MAX_RESTARTS), most // 2
+                )
+                self._add(("restarted", *shape), restarted)
 
     def _devices(self, shape: Shape) -> int:
         return shape.pipelines * shape.stages * self.pools[shape.pool].tensor_parallel

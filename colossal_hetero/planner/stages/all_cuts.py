@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from ..cluster.topology import Channel
 from .pipeline import Slot
 
-__all__ = ["MAX_CUTS", "CutTimes", "all_bounds", "cut_times"]
+__all__ = ["MAX_CUTS", "AllCuts", "CutTimes", "all_bounds"]
 
 MAX_CUTS = 5_000
 """If there are more ways to cut the model, they are not all tried."""
@@ -43,6 +44,15 @@ class CutTimes:
         return np.where(self.max_micro_batches >= micro_batches, seconds, np.inf)
 
 
+class _StageTimes(NamedTuple):
+    """Of one stage for each way to cut the model, ``[cuts]``."""
+
+    seconds: NDArray[np.float64]
+    """Per micro-batch, without transfers."""
+    update_seconds: NDArray[np.float64]
+    max_micro_batches: NDArray[np.int64]
+
+
 @functools.lru_cache(maxsize=256)
 def all_bounds(blocks: int, stages: int) -> NDArray[np.int64] | None:
     """Every way to cut ``blocks`` blocks into stages, ``[cuts, stages + 1]``; None if there are too many or none."""
@@ -54,33 +64,55 @@ def all_bounds(blocks: int, stages: int) -> NDArray[np.int64] | None:
     return np.concatenate([np.zeros_like(ends), inner, ends], axis=1)
 
 
-def cut_times(slots: Sequence[Slot], hops: Sequence[Channel], bounds: NDArray[np.int64]) -> CutTimes:
-    """Times of the pipeline of these slots, in the order of the stages.
+class AllCuts:
+    """Every way to cut a model over a number of stages. What depends on one stage only is computed once."""
 
-    Args:
-        slots: By stage.
-        hops: The channels between neighbors, ``[stages − 1]``.
-        bounds: ``[cuts, stages + 1]``.
-    """
-    stages = len(slots)
-    total = np.zeros(len(bounds))
-    longest, update = np.zeros(len(bounds)), np.zeros(len(bounds))
-    most = np.full(len(bounds), _NO_LIMIT)
-    before = np.zeros(len(bounds))
-    for stage, slot in enumerate(slots):
-        start, stop = bounds[:, stage], bounds[:, stage + 1]
-        sums = slot.costs.cumulative
-        after = slot.costs.hop_seconds(hops[stage])[stop] if stage + 1 < stages else np.zeros(len(bounds))
-        seconds = sums.forward_seconds[stop] - sums.forward_seconds[start]
-        seconds = seconds + sums.backward_seconds[stop] - sums.backward_seconds[start] + before + after
-        total += seconds
-        longest = np.maximum(longest, seconds)
-        update = np.maximum(update, sums.update_seconds[stop] - sums.update_seconds[start])
-        state = sums.state_bytes[stop] - sums.state_bytes[start]
-        activation = sums.activation_bytes[stop] - sums.activation_bytes[start]
-        for in_flight in range(1, stages - stage + 1):
-            # Up to the last number, this is the number of micro-batches; with more of them no more are in flight.
-            too_much = state + in_flight * activation > slot.memory_bytes
-            most = np.where(too_much, np.minimum(most, in_flight - 1), most)
-        before = after
-    return CutTimes(total + update, longest, most)
+    def __init__(self, bounds: NDArray[np.int64]) -> None:
+        """``bounds`` are those of :func:`all_bounds`, ``[cuts, stages + 1]``."""
+        self.bounds = bounds
+        self._stages: dict[object, _StageTimes] = {}
+        self._hops: dict[object, NDArray[np.float64]] = {}
+
+    def times(self, slots: Sequence[Slot], hops: Sequence[Channel]) -> CutTimes:
+        """Times of the pipeline of these slots, in the order of the stages.
+
+        Args:
+            slots: By stage.
+            hops: The channels between neighbors, ``[stages − 1]``.
+        """
+        stages = [self._stage(stage, slot) for stage, slot in enumerate(slots)]
+        sent = [self._hop(stage, slot, hop) for stage, (slot, hop) in enumerate(zip(slots[:-1], hops, strict=True))]
+        total = longest = np.zeros(len(self.bounds))
+        for stage, times in enumerate(stages):
+            seconds = times.seconds
+            for hop in sent[max(stage - 1, 0) : stage + 1]:
+                seconds = seconds + hop
+            total = total + seconds
+            longest = np.maximum(longest, seconds)
+        update = functools.reduce(np.maximum, [times.update_seconds for times in stages])
+        most = functools.reduce(np.minimum, [times.max_micro_batches for times in stages])
+        return CutTimes(total + update, longest, most)
+
+    def _stage(self, stage: int, slot: Slot) -> _StageTimes:
+        key = stage, slot.kind
+        if key not in self._stages:
+            stages = self.bounds.shape[1] - 1
+            start, stop = self.bounds[:, stage], self.bounds[:, stage + 1]
+            sums = slot.costs.cumulative
+            work = sums.forward_seconds + sums.backward_seconds
+            schedule = slot.costs.schedule_seconds * ((stage > 0) + (stage + 1 < stages))
+            state, activation = (each[stop] - each[start] for each in (sums.state_bytes, sums.activation_bytes))
+            most = np.full(len(self.bounds), _NO_LIMIT)
+            for in_flight in range(1, stages - stage + 1):
+                # Up to the last number, this is the number of micro-batches; with more of them no more are in flight.
+                too_much = state + in_flight * activation > slot.memory_bytes
+                most = np.where(too_much, np.minimum(most, in_flight - 1), most)
+            update = sums.update_seconds[stop] - sums.update_seconds[start]
+            self._stages[key] = _StageTimes(work[stop] - work[start] + schedule, update, most)
+        return self._stages[key]
+
+    def _hop(self, stage: int, slot: Slot, channel: Channel) -> NDArray[np.float64]:
+        key = stage, slot.costs, channel
+        if key not in self._hops:
+            self._hops[key] = slot.costs.hop_seconds(channel)[self.bounds[:, stage + 1]]
+        return self._hops[key]

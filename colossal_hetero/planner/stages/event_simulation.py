@@ -32,7 +32,16 @@ from numpy.typing import NDArray
 
 from .pipeline import Pipeline, PipelineCost, Split, evaluate
 
-__all__ = ["Event", "PipelineTimeline", "StageShare", "Transfers", "simulate", "simulate_times", "with_schedule"]
+__all__ = [
+    "Event",
+    "PipelineTimeline",
+    "StageShare",
+    "Transfers",
+    "simulate",
+    "simulate_cost",
+    "simulate_times",
+    "with_schedule",
+]
 
 Transfers = Literal["blocking", "overlapped"]
 Kind = Literal["forward", "backward", "weight", "transfer", "update"]
@@ -131,7 +140,7 @@ def simulate(pipeline: Pipeline, split: Split, transfers: Transfers = "blocking"
     Raises:
         ValueError: There is no micro-batch, or ``transfers`` is unknown.
     """
-    return _of_cost(evaluate(pipeline, split), pipeline.micro_batches, transfers)
+    return simulate_cost(evaluate(pipeline, split), pipeline.micro_batches, transfers)
 
 
 def simulate_times(
@@ -179,7 +188,8 @@ def with_schedule(pass_seconds: Iterable[float], schedule_seconds: Iterable[floa
     return tuple(seconds + schedule / 2 for seconds, schedule in zip(pass_seconds, schedule_seconds, strict=True))
 
 
-def _of_cost(cost: PipelineCost, micro_batches: int, transfers: Transfers) -> PipelineTimeline:
+def simulate_cost(cost: PipelineCost, micro_batches: int, transfers: Transfers = "blocking") -> PipelineTimeline:
+    """Simulate an iteration of a pipeline whose stages have these costs."""
     return simulate_times(
         with_schedule(cost.forward_seconds, cost.schedule_seconds),
         with_schedule(cost.backward_seconds, cost.schedule_seconds),

@@ -111,8 +111,10 @@ def test_the_search_shares_as_the_prediction_does(case: tuple[Topology, list[tup
     links = NodeLinks(topology, 1e6)
     nodes = [np.array([topology.devices[device].node for device in pipeline]) for pipeline in pipelines]
     load = links.load(nodes, width)
-    for row, channels in zip(nodes, expected, strict=True):
+    looked_up = links.hops([row.tolist() for row in nodes], width)
+    for row, channels, same in zip(nodes, expected, looked_up, strict=True):
         numbers = links.shared(row[:-1], row[1:], load, width)
+        assert numbers.tolist() == same
         for number, channel in zip(numbers.tolist(), channels, strict=True):
             found = links.channels[number]
             assert (found.kind, found.latency_seconds) == (channel.kind, channel.latency_seconds)

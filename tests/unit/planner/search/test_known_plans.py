@@ -111,3 +111,13 @@ def test_simulated_is_no_slower_in_the_simulation_than_other_methods(seed: int) 
         except ValueError:
             continue  # no such plan fits in memory
     assert not methods or methods["simulated"] <= min(methods.values()) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", [3, 4, 7])
+def test_plans_are_chosen_by_the_time_of_their_simulation(seed: int) -> None:
+    topology, model, global_batch = large_problem(seed)
+    times = [each.model_copy(update={"schedule_seconds": 0.5}) for each in model.times]
+    model = model.model_copy(update={"times": tuple(times)})
+    found = make_plans(topology, model, global_batch=global_batch, method="simulated", keep=8)
+    seconds = [simulate_plan(each.plan).seconds for each in found]
+    assert seconds == sorted(seconds)
