@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..planner.profile.layer_profile import ModelProfile
 
 __all__ = [
-    *("Numbers", "check_outputs", "errors_on_one_line", "make_console", "micro_batch_option"),
+    *("Choices", "Numbers", "check_outputs", "errors_on_one_line", "make_console", "micro_batch_option"),
     *("profile_out_option", "show_profile", "warn_old_option"),
 ]
 
@@ -39,6 +39,23 @@ class Numbers(click.ParamType):
         if numbers[0] < 1:
             self.fail(f"{value!r}: {numbers[0]} is below 1", param, ctx)
         return numbers
+
+
+class Choices(click.ParamType):
+    """Names from a fixed list, separated by commas, or ``all`` of them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.name = f"{'|'.join(self.names)}|all,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """The names in the order of the list, each once."""
+        if isinstance(value, tuple):
+            return value
+        chosen = set(str(value).split(","))
+        for name in sorted(chosen - {*self.names, "all"}):
+            self.fail(f"{name!r} is not one of {', '.join(self.names)}, all", param, ctx)
+        return tuple(name for name in self.names if name in chosen or "all" in chosen)
 
 
 micro_batch_option = click.option(

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .common import Numbers, check_outputs, errors_on_one_line, make_console, warn_old_option
+from .common import Choices, Numbers, check_outputs, errors_on_one_line, make_console, warn_old_option
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..planner.schedules.pass_order import Schedule
 
 __all__ = ["plan"]
 
@@ -43,6 +44,21 @@ STATUS_AFTER_SECONDS = 1.0
     help="How the layers of a pipeline are split into stages.",
 )
 @click.option(
+    "--schedule",
+    "schedules",
+    type=Choices(["1f1b", "interleaved", "zbv"]),
+    default="1f1b",
+    show_default=True,
+    help="Schedules of pipelines to try, separated by commas; zbv is the zero-bubble schedule.",
+)
+@click.option(
+    "--model-chunks",
+    type=Numbers(),
+    default="2",
+    show_default=True,
+    help="Numbers of chunks per stage to try with --schedule interleaved.",
+)
+@click.option(
     "--unequal", is_flag=True, help="Also plans whose replicas have unequal stages. Such plans cannot be run yet."
 )
 @click.option("--runnable", is_flag=True, hidden=True)
@@ -67,6 +83,8 @@ def plan(
     micro_batch: tuple[int, ...] | None,
     tp: tuple[int, ...] | None,
     method: str,
+    schedules: tuple[Schedule, ...],
+    model_chunks: tuple[int, ...],
     unequal: bool,
     runnable: bool,
     symmetric: bool,
@@ -108,6 +126,8 @@ def plan(
                 global_batch=global_batch,
                 micro_batches=micro_batch,
                 tensor_parallel=tp,
+                schedules=schedules,
+                model_chunks=model_chunks,
                 method=method,
                 runnable=not unequal,
                 keep=top,

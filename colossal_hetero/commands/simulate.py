@@ -41,7 +41,8 @@ class Slow(click.ParamType):
     type=click.Choice(["blocking", "overlapped"]),
     default="blocking",
     show_default=True,
-    help="Whether stages wait while they send (blocking, as with NCCL) or continue (overlapped, as with Gloo).",
+    help="Whether stages wait while they send (blocking, as with NCCL) or continue (overlapped, as with Gloo). In "
+    "schedules other than 1F1B only messages wait, until the receiver asks for them.",
 )
 @click.option(
     "--cluster",
@@ -72,8 +73,9 @@ def simulate(
 ) -> None:
     """Simulate one iteration of PLAN, a JSON file that `colossal-hetero plan` wrote, event by event.
 
-    Prints how long each stage is busy and idle, and compares the simulated iteration with the closed form. With --slow,
-    it also compares with the iteration without slow ranks, and with the best plan for the slow ranks.
+    Prints how long each stage is busy and idle, and compares the simulated iteration of a 1F1B plan with the closed
+    form. With --slow, it also compares with the iteration without slow ranks, and with the best plan for the slow
+    ranks.
     """
     from ..planner.plans.plan import load_plan, save_plan
     from ..planner.plans.simulate import simulate_plan

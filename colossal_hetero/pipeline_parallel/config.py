@@ -10,6 +10,7 @@ from pathlib import Path
 from ..planner.cluster.group_networks import Adapter
 from ..planner.cluster.topology import Topology
 from ..planner.profile.layer_profile import ModelProfile
+from ..planner.schedules.pass_order import Schedule
 
 __all__ = ["PlanConfig"]
 
@@ -40,9 +41,16 @@ class PlanConfig:
     method: str = "exact"
     """How layers are divided into stages; a name in ``colossal_hetero.planner.stages.split_methods.METHODS``."""
 
+    schedules: Sequence[Schedule] = ("1f1b",)
+    """Schedules of pipelines to try: ``1f1b``, ``interleaved``, ``zbv`` (Colossal-AI's ``pp_style``)."""
+
+    model_chunks: Sequence[int] = (2,)
+    """Numbers of chunks per stage to try with the schedule ``interleaved``."""
+
     drift_threshold: float = 0.2
     """A stage is reported at the end of an epoch if its time per micro-batch differs from the plan by more than this
-    share (0.2 = 20 %). With ``inf`` stages are neither timed nor reported."""
+    share (0.2 = 20 %). With ``inf`` stages are neither timed nor reported, and so it is in a schedule other than
+    1F1B."""
 
     def __post_init__(self) -> None:
         for name, kinds in (("cluster", (str, Path, Topology)), ("profile", (str, Path, ModelProfile))):

@@ -27,15 +27,25 @@ RULES: dict[str, set[str]] = {
     "planner/profile": {"io", "planner/cluster"},
     "planner/batches": {"io", "planner/cluster"},
     "planner/stages": {"planner/cluster", "planner/profile"},
+    "planner/schedules": {"io", "planner/cluster", "planner/profile", "planner/stages"},
     "planner/layout": {"planner/cluster"},
-    "planner/plans": {"io", "planner/cluster", "planner/profile", "planner/stages", "planner/layout"},
-    "planner/search": {"io", "planner/cluster", "planner/profile", "planner/stages", "planner/layout", "planner/plans"},
+    "planner/plans": {
+        *("io", "planner/cluster", "planner/profile", "planner/stages", "planner/schedules", "planner/layout"),
+    },
+    "planner/chunks": {
+        *("io", "planner/cluster", "planner/profile", "planner/stages", "planner/schedules", "planner/plans"),
+    },
+    "planner/search": {
+        *("io", "planner/cluster", "planner/profile", "planner/stages", "planner/schedules", "planner/layout"),
+        *("planner/plans", "planner/chunks"),
+    },
     "planner/report": {
         "io",
         "planner/cluster",
         "planner/profile",
         "planner/batches",
         "planner/stages",
+        "planner/schedules",
         "planner/layout",
         "planner/plans",
     },

@@ -16,8 +16,10 @@ def compare_with_launch_order(topology: Topology, profile: ModelProfile, plan: P
 
     Returns:
         One line of text for the plan's notes. None if there is nothing to compare: the plan is in that order and has
-        equal stages, leaves devices idle, or its replicas are not alike.
+        equal stages, leaves devices idle, its replicas are not alike, or its schedule is not 1F1B.
     """
+    if plan.schedule != "1f1b":
+        return None
     degrees = (plan.tensor_parallel, len(plan.layers_per_stage), len(plan.replicas))
     if not plan.symmetric or plan.world_size != len(topology.devices):
         return None

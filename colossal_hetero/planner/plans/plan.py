@@ -9,16 +9,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from ...io.json_files import check_units, write_json
 from ...io.quantities import Amount, NonNegative, PositiveCount, PositiveSeconds, Seconds
 from ...io.schema import FilePart, load_json_file
 from ...io.text import count
+from ..schedules.pass_order import Schedule, stages_of_chunks
+from ..schedules.zero_bubble import GraphSeconds
 
-__all__ = ["SCHEMA", "Plan", "Replica", "StagePlan", "load_plan", "save_plan"]
+__all__ = ["SCHEMA", "ChunkPlan", "Plan", "Replica", "StagePlan", "load_plan", "save_plan"]
 
 SCHEMA = 1
 """Version of the file's fields."""
@@ -28,11 +37,43 @@ UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
 Name = Annotated[str, Field(min_length=1)]
 
 
-class StagePlan(FilePart):
-    """A stage of a pipeline: consecutive blocks on one tensor-parallel group."""
+BlockRange = tuple[NonNegative, NonNegative]
+"""``[a, b)``: block numbers; embedding and head go with the first and the last block."""
 
-    blocks: tuple[NonNegative, NonNegative]
-    """``[a, b)``: block numbers; embedding and head go with the first and the last block."""
+
+def _at_least_one(blocks: tuple[int, int], part: str) -> tuple[int, int]:
+    if blocks[0] >= blocks[1]:
+        raise ValueError(f"[{blocks[0]}, {blocks[1]}) has no block; a {part} [a, b) needs at least one, so a < b")
+    return blocks
+
+
+class ChunkPlan(FilePart):
+    """Consecutive blocks of a stage that holds several such chunks."""
+
+    blocks: BlockRange
+    forward_seconds: Seconds
+    """Per micro-batch."""
+    backward_seconds: Seconds
+    """Per micro-batch: the whole backward pass."""
+    schedule_seconds: Seconds = 0.0
+    """Per micro-batch: what the schedule itself takes, beyond its passes and transfers."""
+    hop_seconds: Seconds = 0.0
+    """Of a micro-batch over the cut behind the chunk, one way; 0 behind the last one and inside a stage."""
+
+    @field_validator("blocks")
+    @classmethod
+    def _some_blocks(cls, blocks: tuple[int, int]) -> tuple[int, int]:
+        return _at_least_one(blocks, "chunk")
+
+
+class StagePlan(FilePart):
+    """A stage of a pipeline: blocks on one tensor-parallel group, consecutive ones or several chunks of them."""
+
+    blocks: BlockRange = Field(default=cast(Any, None))
+    """``[a, b)``. Of a stage with chunks: from its first to its last block, with blocks of other stages between them;
+    files leave this out."""
+    chunks: tuple[ChunkPlan, ...] = ()
+    """In the order of the model; empty in a 1F1B plan, whose stages hold one chunk."""
     device: Name
     """Kind of device."""
     ranks: Annotated[tuple[NonNegative, ...], Field(min_length=1)]
@@ -45,7 +86,8 @@ class StagePlan(FilePart):
     backward_seconds: Seconds
     """Per micro-batch."""
     transfer_seconds: Seconds
-    """Per micro-batch in steady state: one way over the cut before the stage and one way over the cut behind it."""
+    """Per micro-batch in steady state: one way over the cut before the stage and one way over the cut behind it; of a
+    stage with chunks, over all cuts of its chunks."""
     schedule_seconds: Seconds = 0.0
     """Per micro-batch: what the schedule itself takes, beyond its passes and transfers."""
     update_seconds: Seconds
@@ -61,21 +103,44 @@ class StagePlan(FilePart):
     @field_validator("blocks")
     @classmethod
     def _some_blocks(cls, blocks: tuple[int, int]) -> tuple[int, int]:
-        if blocks[0] >= blocks[1]:
-            raise ValueError(f"[{blocks[0]}, {blocks[1]}) has no block; a stage [a, b) needs at least one, so a < b")
-        return blocks
+        return _at_least_one(blocks, "stage")
+
+    @model_validator(mode="after")
+    def _range_of_the_chunks(self) -> StagePlan:
+        if "blocks" not in self.model_fields_set:
+            if not self.chunks:
+                raise ValueError("blocks is missing; a stage has blocks [a, b), or chunks of them")
+            ranges = [chunk.blocks for chunk in self.chunks]
+            # The model is frozen, and this completes it.
+            object.__setattr__(self, "blocks", (min(a for a, _ in ranges), max(b for _, b in ranges)))
+        return self
+
+    @model_serializer(mode="wrap")
+    def _one_of_both(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = write(self)
+        content.pop("blocks" if self.chunks else "chunks", None)
+        return content
+
+    @property
+    def block_ranges(self) -> tuple[tuple[int, int], ...]:
+        """``[a, b)`` of each chunk, in the order of the model; of a stage without chunks its only one."""
+        return tuple(chunk.blocks for chunk in self.chunks) or (self.blocks,)
 
     @property
     def micro_batch_seconds(self) -> float:
-        """Time that the stage is occupied per micro-batch in steady state."""
-        return self.forward_seconds + self.backward_seconds + self.transfer_seconds + self.schedule_seconds
+        """Time that the stage is occupied per micro-batch in steady state.
+
+        Stages with chunks send while they compute.
+        """
+        transfer = 0.0 if self.chunks else self.transfer_seconds
+        return self.forward_seconds + self.backward_seconds + transfer + self.schedule_seconds
 
 
 class Replica(FilePart):
     """One pipeline that holds the whole model; replicas are data-parallel."""
 
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
-    """In the order of the blocks."""
+    """In the order of the blocks; if they have chunks, of their first chunks."""
     micro_batches: PositiveCount
     """K, per iteration."""
     pipeline_seconds: Seconds
@@ -83,6 +148,8 @@ class Replica(FilePart):
 
     @model_validator(mode="after")
     def _one_after_the_other(self) -> Replica:
+        if any(stage.chunks for stage in self.stages):
+            return self._chunks_one_after_the_other()
         start = 0
         for index, stage in enumerate(self.stages):
             if stage.blocks[0] != start:
@@ -94,9 +161,36 @@ class Replica(FilePart):
             start = stage.blocks[1]
         return self
 
+    def _chunks_one_after_the_other(self) -> Replica:
+        numbers = [len(stage.chunks) for stage in self.stages]
+        if len(set(numbers)) > 1:
+            raise ValueError(
+                f"the stages have {', '.join(map(str, numbers))} chunks; all stages of a replica have equally many"
+            )
+        start, before = 0, "the first chunk starts at 0"
+        for stage, chunk in self.chunks:
+            if chunk.blocks[0] != start:
+                raise ValueError(
+                    f"stage {stage} has a chunk of blocks [{chunk.blocks[0]}, {chunk.blocks[1]}), but {before}; every "
+                    f"block belongs to one chunk, so one must start at {start}"
+                )
+            start, before = chunk.blocks[1], f"the chunk before it, in stage {stage}, ends at {chunk.blocks[1]}"
+        return self
+
+    @property
+    def chunks(self) -> tuple[tuple[int, ChunkPlan], ...]:
+        """Every chunk with the number of its stage, in the order of the model; empty in a 1F1B plan."""
+        placed = [(number, chunk) for number, stage in enumerate(self.stages) for chunk in stage.chunks]
+        return tuple(sorted(placed, key=lambda each: each[1].blocks))
+
     @property
     def hop_seconds(self) -> tuple[float, ...]:
-        """Seconds of a micro-batch over each cut, one way; computed from ``transfer_seconds``, which has both cuts."""
+        """Seconds of a micro-batch over each cut, one way.
+
+        Of stages without chunks they are computed from ``transfer_seconds``, which has both cuts.
+        """
+        if self.chunks:
+            return tuple(chunk.hop_seconds for _, chunk in self.chunks[:-1])
         hops: list[float] = []
         for stage in self.stages[:-1]:
             hops.append(max(stage.transfer_seconds - (hops[-1] if hops else 0.0), 0.0))
@@ -128,7 +222,10 @@ class Plan(FilePart):
     """How many blocks the model has."""
     method: str
     """Method by which the layers were split into stages."""
-    schedule: Literal["1f1b"] = "1f1b"
+    schedule: Schedule = "1f1b"
+    """Colossal-AI's ``pp_style``."""
+    order_seconds: GraphSeconds | None = None
+    """With the schedule ``zbv``: the times from which Colossal-AI orders the passes of all stages."""
     tensor_parallel: PositiveCount
     """Ranks per stage and replica."""
     micro_batch: PositiveCount
@@ -154,11 +251,19 @@ class Plan(FilePart):
         check_units(units, UNITS)
         return units
 
+    @model_serializer(mode="wrap")
+    def _without_other_schedules(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = write(self)
+        if self.order_seconds is None:
+            content.pop("order_seconds", None)
+        return content
+
     @model_validator(mode="after")
     def _whole(self) -> Plan:
+        self._check_schedule()
         seen: dict[int, str] = {}
         for number, replica in enumerate(self.replicas):
-            end = replica.stages[-1].blocks[1]
+            end = max(stage.blocks[1] for stage in replica.stages)
             if end != self.blocks:
                 raise ValueError(
                     f"the stages of replicas[{number}] hold blocks 0 to {end - 1}, but the model has {self.blocks} "
@@ -181,6 +286,36 @@ class Plan(FilePart):
                     seen[rank] = place
         self._check_samples()
         return self
+
+    def _check_schedule(self) -> None:
+        for number, replica in enumerate(self.replicas):
+            place, chunks = f"replicas[{number}]", len(replica.stages[0].chunks)
+            if self.schedule == "1f1b" and chunks:
+                raise ValueError(
+                    f"schedule='1f1b', but the stages of {place} have chunks; with them the schedule is 'interleaved' "
+                    "or 'zbv'"
+                )
+            if self.schedule == "1f1b":
+                continue
+            if chunks < 2 or (self.schedule == "zbv" and chunks != 2):
+                needed = "2 chunks" if self.schedule == "zbv" else "at least 2 chunks"
+                raise ValueError(
+                    f"schedule={self.schedule!r}, but the stages of {place} have {count(chunks, 'chunk')}; each needs "
+                    f"{needed}"
+                )
+            found = tuple(stage for stage, _ in replica.chunks)
+            needed_order = stages_of_chunks(self.schedule, len(replica.stages), chunks)
+            if found != needed_order:
+                raise ValueError(
+                    f"in the order of the model, the chunks of {place} are in the stages {', '.join(map(str, found))}; "
+                    f"the schedule {self.schedule!r} needs {', '.join(map(str, needed_order))}"
+                )
+        if (self.order_seconds is None) == (self.schedule == "zbv"):
+            raise ValueError(
+                "schedule='zbv' needs order_seconds, from which Colossal-AI orders the passes; plan again"
+                if self.schedule == "zbv"
+                else f"order_seconds belong to schedule='zbv' only, not to {self.schedule!r}; leave them out"
+            )
 
     def _check_samples(self) -> None:
         counts = [replica.micro_batches for replica in self.replicas]
@@ -205,7 +340,9 @@ class Plan(FilePart):
     @property
     def symmetric(self) -> bool:
         """Whether all replicas cut the model alike and run equally many micro-batches."""
-        shapes = {(replica.micro_batches, tuple(stage.blocks for stage in replica.stages)) for replica in self.replicas}
+        shapes = {
+            (replica.micro_batches, tuple(stage.block_ranges for stage in replica.stages)) for replica in self.replicas
+        }
         return len(shapes) == 1
 
     @property
@@ -226,8 +363,19 @@ class Plan(FilePart):
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Blocks per stage of the first replica: Colossal-AI's ``num_layers_per_stage``."""
-        return tuple(b - a for a, b in (stage.blocks for stage in self.replicas[0].stages))
+        """Blocks per stage of the first replica."""
+        return tuple(sum(b - a for a, b in stage.block_ranges) for stage in self.replicas[0].stages)
+
+    @property
+    def chunks_per_stage(self) -> int:
+        """Colossal-AI's ``num_model_chunks``; 1 in a 1F1B plan."""
+        return len(self.replicas[0].stages[0].block_ranges)
+
+    @property
+    def layers_per_chunk(self) -> tuple[int, ...]:
+        """Blocks per chunk of the first replica, in the order of the model: ``num_layers_per_stage`` of the plugin."""
+        ranges = sorted(each for stage in self.replicas[0].stages for each in stage.block_ranges)
+        return tuple(b - a for a, b in ranges)
 
 
 def load_plan(path: Path | str) -> Plan:
@@ -236,8 +384,8 @@ def load_plan(path: Path | str) -> Plan:
     Raises:
         ValueError: There is no such file, it is not JSON, has another schema version, or has fields that are wrong,
             missing or unknown (all of them are named); or the plan is not consistent: a block belongs to no stage or to
-            two stages, a rank is in two places, a group has another size than ``tensor_parallel``, or the
-            micro-batches do not make up the global batch.
+            two stages, the chunks are not in the stages where the schedule needs them, a rank is in two places, a group
+            has another size than ``tensor_parallel``, or the micro-batches do not make up the global batch.
     """
     return load_json_file(path, Plan, kind="plan", schema=SCHEMA, remedy="plan again", other_kind=_other_kind)
 

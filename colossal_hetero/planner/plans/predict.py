@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ..cluster.all_reduce import concurrent_seconds
 from ..cluster.shared_hops import hop_channels
 from ..cluster.topology import Channel, Topology
 from ..profile.layer_profile import ModelProfile
+from ..schedules.pass_order import Schedule
+from ..schedules.zero_bubble import GraphSeconds
 from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
 from ..stages.split_methods import split
 from .plan import Plan, Replica, StagePlan
 
-__all__ = ["StageGroup", "finished_plan", "finished_replica", "predict_plan"]
+__all__ = [
+    *("StageGroup", "equal_micro_batches", "finished_plan", "finished_replica", "hop_lanes", "predict_plan"),
+    *("stage_slots", "summing_seconds"),
+]
 
 StageGroup = tuple[tuple[int, ...], str, float]
 """The tensor-parallel group that runs a stage: ranks, kind of device, and bytes of memory that each device has for the
@@ -50,15 +56,9 @@ def predict_plan(
             devices cannot reach each other.
     """
     replicas, stages, degree = len(ranks), len(ranks[0]), len(ranks[0][0])
-    micro_batches, left = divmod(global_batch, micro_batch * replicas)
-    if left or not micro_batches:
-        raise ValueError(
-            f"a global batch of {global_batch} samples cannot be divided into micro-batches of {micro_batch} for "
-            f"{replicas} replicas; use a multiple of {micro_batch * replicas}"
-        )
-    lanes = [[group[place] for group in groups] for groups in ranks for place in range(degree)]
+    micro_batches = equal_micro_batches(global_batch, micro_batch, replicas)
     # The members of a tensor-parallel group are in one node, so their hops are alike.
-    hops = hop_channels(topology, lanes)[::degree]
+    hops = hop_channels(topology, hop_lanes(ranks))[::degree]
     pipelines = [
         _pipeline(topology, profile, groups, degree, micro_batch, micro_batches, channels)
         for groups, channels in zip(ranks, hops, strict=True)
@@ -83,8 +83,32 @@ def predict_plan(
             (tuple(group), slot.name, slot.memory_bytes) for group, slot in zip(groups, pipeline.slots, strict=True)
         ]
         written.append(finished_replica(topology, members, cut.bounds, evaluate(pipeline, cut), micro_batches))
-    synchronization = _synchronization(topology, pipelines[0], ranks, bounds)
+    gradient_bytes = [
+        float(slot.costs.gradient_bytes[start:stop].sum())
+        for slot, (start, stop) in zip(pipelines[0].slots, pairwise(bounds), strict=True)
+    ]
+    synchronization = summing_seconds(topology, ranks, gradient_bytes)
     return finished_plan(profile, written, method, degree, micro_batch, synchronization, notes)
+
+
+def equal_micro_batches(global_batch: int, micro_batch: int, replicas: int) -> int:
+    """How many micro-batches each replica runs.
+
+    Raises:
+        ValueError: The global batch cannot be divided.
+    """
+    micro_batches, left = divmod(global_batch, micro_batch * replicas)
+    if left or not micro_batches:
+        raise ValueError(
+            f"a global batch of {global_batch} samples cannot be divided into micro-batches of {micro_batch} for "
+            f"{replicas} replicas; use a multiple of {micro_batch * replicas}"
+        )
+    return micro_batches
+
+
+def hop_lanes(ranks: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    """The ranks that send to each other from stage to stage: a lane per replica and place in the group."""
+    return [[group[place] for group in groups] for groups in ranks for place in range(len(groups[0]))]
 
 
 def finished_replica(
@@ -127,6 +151,8 @@ def finished_plan(
     micro_batch: int,
     synchronization_seconds: float,
     notes: Sequence[str] = (),
+    schedule: Schedule = "1f1b",
+    order_seconds: GraphSeconds | None = None,
 ) -> Plan:
     """The plan of these replicas. Its iteration takes as long as the slowest pipeline and the synchronization."""
     return Plan(
@@ -134,6 +160,8 @@ def finished_plan(
         precision=profile.precision,
         blocks=profile.blocks,
         method=method,
+        schedule=schedule,
+        order_seconds=order_seconds,
         tensor_parallel=tensor_parallel,
         micro_batch=micro_batch,
         global_batch=micro_batch * sum(replica.micro_batches for replica in replicas),
@@ -154,6 +182,22 @@ def _pipeline(
     hops: Sequence[Channel],
 ) -> Pipeline:
     """The pipeline of these groups in this order; ``hops`` are the channels between neighbors."""
+    slots = stage_slots(topology, profile, groups, degree, micro_batch)
+    channels = [[topology.channel(one[0], other[0]) for other in groups] for one in groups]
+    for stage, channel in enumerate(hops):
+        channels[stage][stage + 1] = channels[stage + 1][stage] = channel
+    return Pipeline(slots, tuple(tuple(row) for row in channels), micro_batches)
+
+
+def stage_slots(
+    topology: Topology, profile: ModelProfile, groups: Sequence[Sequence[int]], degree: int, micro_batch: int
+) -> tuple[Slot, ...]:
+    """The slot of each stage, by the ranks of its tensor-parallel group.
+
+    Raises:
+        ValueError: A group has another size than ``degree`` or devices of several kinds, or the profile lacks a kind,
+            degree or micro-batch.
+    """
     slots = []
     for group in groups:
         devices = [topology.devices[rank] for rank in group]
@@ -166,20 +210,21 @@ def _pipeline(
         speed = min(device.speed for device in devices)
         costs = profile.costs(kinds[0], degree, micro_batch, speed)
         slots.append(Slot(kinds[0], costs, costs.memory_for_blocks(devices[0].kind.usable_bytes, len(groups))))
-    channels = [[topology.channel(one[0], other[0]) for other in groups] for one in groups]
-    for stage, channel in enumerate(hops):
-        channels[stage][stage + 1] = channels[stage + 1][stage] = channel
-    return Pipeline(tuple(slots), tuple(tuple(row) for row in channels), micro_batches)
+    return tuple(slots)
 
 
-def _synchronization(
-    topology: Topology, pipeline: Pipeline, ranks: Sequence[Sequence[Sequence[int]]], bounds: Sequence[int]
+def summing_seconds(
+    topology: Topology, ranks: Sequence[Sequence[Sequence[int]]], gradient_bytes: Sequence[float]
 ) -> float:
-    """Seconds until all stages have summed their gradients over the replicas, all at the same time."""
+    """Seconds until all stages have summed their gradients over the replicas, all at the same time.
+
+    Args:
+        ranks: ``[replicas][stages][tensor parallel]``.
+        gradient_bytes: By stage, per device.
+    """
     groups, sizes = [], []
-    for stage in range(len(bounds) - 1):
-        gradient_bytes = float(pipeline.slots[stage].costs.gradient_bytes[bounds[stage] : bounds[stage + 1]].sum())
+    for stage, size in enumerate(gradient_bytes):
         for place in range(len(ranks[0][stage])):
             groups.append([replica[stage][place] for replica in ranks])
-            sizes.append(gradient_bytes)
+            sizes.append(size)
     return max(concurrent_seconds(topology, groups, sizes))

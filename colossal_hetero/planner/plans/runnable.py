@@ -1,7 +1,7 @@
 """Which plans can be run: the one rule that the search, the command, the reports and the plugin go by.
 
-Colossal-AI has one process mesh, ``(replicas, stages, tensor parallel)``, so all replicas have the same stages, and its
-1F1B schedule needs at least one micro-batch per stage.
+Colossal-AI has one process mesh, ``(replicas, stages, tensor parallel)``, so all replicas have the same stages. Its
+1F1B schedule needs at least one micro-batch per stage, and its other schedules a multiple of the number of stages.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...io.text import count, spans
+from ..schedules.pass_order import why_not_schedulable
 from .plan import Plan
 
 __all__ = ["enough_micro_batches", "why_not_runnable"]
@@ -56,10 +57,11 @@ def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
             "gradients of equal stages only; plan again without --unequal"
         )
     stages, micro_batches = len(plan.layers_per_stage), plan.replicas[0].micro_batches
-    if not enough_micro_batches(stages, micro_batches):
+    problem = why_not_schedulable(plan.schedule, stages, micro_batches)
+    if problem is not None:
         return (
-            f"the plan has {count(micro_batches, 'micro-batch')} for {stages} stages, but Colossal-AI's 1F1B schedule "
-            "needs at least one per stage; plan with smaller micro-batches or a larger global batch"
+            f"the plan has {count(micro_batches, 'micro-batch')} for {count(stages, 'stage')}, but {problem}; plan "
+            "with smaller micro-batches or a larger global batch"
         )
     return None
 
@@ -68,7 +70,7 @@ def _shapes(plan: Plan) -> str:
     """The different kinds of replicas, e.g. "replica 0 has 4 + 2 layers and 2 micro-batches; replica 1 …"."""
     shapes: dict[tuple[tuple[int, ...], int], int] = {}
     for number, replica in enumerate(plan.replicas):
-        layers = tuple(stop - start for start, stop in (stage.blocks for stage in replica.stages))
+        layers = tuple(sum(stop - start for start, stop in stage.block_ranges) for stage in replica.stages)
         shapes.setdefault((layers, replica.micro_batches), number)
     shown = []
     for (layers, micro_batches), number in list(shapes.items())[:MAX_REPLICAS_SHOWN]:

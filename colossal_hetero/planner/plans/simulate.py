@@ -7,14 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from ...io.text import spans
+from ..schedules.pass_order import PassOrder, interleaved
+from ..schedules.pass_simulation import ChunkTimes, PassTimeline
+from ..schedules.zero_bubble import zero_bubble_v
 from ..stages.event_simulation import PipelineTimeline, Transfers, simulate_times, with_schedule
 from .plan import Plan, Replica, StagePlan
 
-__all__ = ["PlanSimulation", "simulate_plan", "slowed"]
+__all__ = ["MAX_PASSES", "PlanSimulation", "chunked_order", "simulate_plan", "slowed"]
 
 MAX_MICRO_BATCHES = 1_000_000
 """Maximum number of micro-batches of a replica: simulating them takes about 15 seconds on one core."""
+MAX_PASSES = 200_000
+"""Maximum number of passes of a pipeline whose stages hold several chunks; they are simulated one by one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +30,7 @@ class PlanSimulation:
 
     plan: Plan
     """The plan with the stage times that were simulated, so that its prediction can be compared with the simulation."""
-    timelines: tuple[PipelineTimeline, ...]
+    timelines: tuple[PipelineTimeline | PassTimeline, ...]
     """Timeline of each replica; replicas with the same times share one object."""
     slow: Mapping[int, float] = field(default_factory=dict)
     """Factor by which the work of each slow rank takes longer."""
@@ -43,10 +50,12 @@ def simulate_plan(
         plan: The plan to simulate.
         slow: Factor by which the work of a rank takes longer, e.g. 2 for a rank at half its speed. A tensor-parallel
             group is as slow as its slowest rank.
-        transfers: Model of the transfers, see :mod:`~colossal_hetero.planner.stages.event_simulation`.
+        transfers: Model of the transfers, see :mod:`~colossal_hetero.planner.stages.event_simulation`, and for stages
+            with several chunks :mod:`~colossal_hetero.planner.schedules.pass_simulation`.
 
     Raises:
-        ValueError: The plan does not use a slow rank, a factor is not above 0, or there are too many micro-batches.
+        ValueError: The plan does not use a slow rank, a factor is not above 0, there are too many micro-batches, or
+            Colossal-AI's schedule cannot run their number.
     """
     micro_batches = max(replica.micro_batches for replica in plan.replicas)
     if micro_batches > MAX_MICRO_BATCHES:
@@ -54,6 +63,8 @@ def simulate_plan(
             f"{micro_batches:,} micro-batches are too many to simulate; at most {MAX_MICRO_BATCHES:,} are allowed"
         )
     plan = slowed(plan, slow or {})
+    if plan.schedule != "1f1b":
+        return PlanSimulation(plan, _chunked_timelines(plan, transfers), dict(slow or {}))
     known: dict[object, PipelineTimeline] = {}
     timelines = []
     for replica in plan.replicas:
@@ -76,8 +87,48 @@ def simulate_plan(
     return PlanSimulation(plan, tuple(timelines), dict(slow or {}))
 
 
+def _chunked_timelines(plan: Plan, transfers: Transfers) -> tuple[PassTimeline, ...]:
+    known: dict[object, PassTimeline] = {}
+    timelines = []
+    for replica in plan.replicas:
+        key = tuple(stage.update_seconds for stage in replica.stages), replica.chunks, replica.micro_batches
+        if key not in known:
+            known[key] = _simulate_chunks(plan, replica, transfers)
+        timelines.append(known[key])
+    return tuple(timelines)
+
+
+def _simulate_chunks(plan: Plan, replica: Replica, transfers: Transfers) -> PassTimeline:
+    chunks = [chunk for _, chunk in replica.chunks]
+    times = ChunkTimes(
+        np.array([chunk.forward_seconds for chunk in chunks]),
+        np.array([chunk.backward_seconds for chunk in chunks]),
+        np.array([chunk.schedule_seconds for chunk in chunks]),
+        np.array([chunk.hop_seconds for chunk in chunks]),
+        np.array([stage.update_seconds for stage in replica.stages]),
+    )
+    return PassTimeline.of(chunked_order(plan, replica.micro_batches), times, transfers)
+
+
+def chunked_order(plan: Plan, micro_batches: int) -> PassOrder:
+    """The passes of each stage of a plan whose stages hold several chunks.
+
+    Raises:
+        ValueError: Colossal-AI's schedule cannot run so many micro-batches, or there are too many passes.
+    """
+    stages, chunks = len(plan.layers_per_stage), plan.chunks_per_stage
+    passes = stages * chunks * micro_batches * (2 if plan.order_seconds is None else 3)
+    if passes > MAX_PASSES:
+        raise ValueError(f"{passes:,} passes are too many to simulate; at most {MAX_PASSES:,} are allowed")
+    if plan.order_seconds is not None:
+        return zero_bubble_v(stages, micro_batches, plan.order_seconds)
+    return interleaved(stages, chunks, micro_batches)
+
+
 def slowed(plan: Plan, slow: Mapping[int, float]) -> Plan:
-    """The plan with the times that the closed form predicts if the work of some ranks takes longer by these factors.
+    """The plan with the predicted times if the work of some ranks takes longer by these factors.
+
+    Stages keep the order of their passes.
 
     Raises:
         ValueError: The plan does not use a slow rank, or a factor is not above 0.
@@ -92,7 +143,7 @@ def slowed(plan: Plan, slow: Mapping[int, float]) -> Plan:
             )
     if not slow:
         return plan
-    replicas = tuple(_slowed_replica(replica, slow) for replica in plan.replicas)
+    replicas = tuple(_slowed_replica(plan, replica, slow) for replica in plan.replicas)
     longest = max(replica.pipeline_seconds for replica in replicas)
     return plan.model_copy(
         update={
@@ -103,15 +154,22 @@ def slowed(plan: Plan, slow: Mapping[int, float]) -> Plan:
     )
 
 
-def _slowed_replica(replica: Replica, slow: Mapping[int, float]) -> Replica:
+def _slowed_replica(plan: Plan, replica: Replica, slow: Mapping[int, float]) -> Replica:
     if not any(rank in slow for stage in replica.stages for rank in stage.ranks):
         return replica
     stages = tuple(_slowed_stage(stage, max(slow.get(rank, 1.0) for rank in stage.ranks)) for stage in replica.stages)
+    if plan.schedule != "1f1b":
+        replica = replica.model_copy(update={"stages": stages})
+        return replica.model_copy(update={"pipeline_seconds": _simulate_chunks(plan, replica, "blocking").seconds})
     times = [stage.micro_batch_seconds for stage in stages]
     seconds = sum(times) + (replica.micro_batches - 1) * max(times) + max(stage.update_seconds for stage in stages)
     return replica.model_copy(update={"stages": stages, "pipeline_seconds": seconds})
 
 
 def _slowed_stage(stage: StagePlan, factor: float) -> StagePlan:
-    names = ("forward_seconds", "backward_seconds", "schedule_seconds", "update_seconds")
-    return stage.model_copy(update={name: getattr(stage, name) * factor for name in names})
+    work = ("forward_seconds", "backward_seconds", "schedule_seconds")
+    chunks = tuple(
+        chunk.model_copy(update={name: getattr(chunk, name) * factor for name in work}) for chunk in stage.chunks
+    )
+    seconds = {name: getattr(stage, name) * factor for name in (*work, "update_seconds")}
+    return stage.model_copy(update={**seconds, "chunks": chunks})

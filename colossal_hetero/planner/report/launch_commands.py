@@ -45,10 +45,18 @@ def training_call(plan: Plan, path: str = "plan.json") -> str:
         f"{count(micro_batches, 'micro-batch')} of {plan.micro_batch}",
     ]
     lines.append("# train with booster.execute_pipeline(...), which divides them")
+    if plan.schedule == "zbv":
+        lines.append("# the first stage has the loss; batches cannot be evaluated in this schedule")
     return "\n".join([*lines, "", *_colossal_call(plan, stages)])
 
 
 def _colossal_call(plan: Plan, stages: int) -> list[str]:
+    if plan.schedule != "1f1b" and len(set(plan.layers_per_chunk)) > 1:
+        return ["# Colossal-AI's own HybridParallelPlugin cannot run this plan: it has no unequal chunks"]
+    if plan.schedule == "zbv":
+        return [
+            "# Colossal-AI's own HybridParallelPlugin needs scheduler_nodes, which the plugin above makes from the plan"
+        ]
     order = colossal_order(plan)
     if order is None:
         place, wanted, given = _first_difference(plan)
@@ -58,7 +66,10 @@ def _colossal_call(plan: Plan, stages: int) -> list[str]:
         ]
     arguments = [f"tp_size={plan.tensor_parallel}", f"pp_size={stages}"]
     if stages > 1:
-        arguments.append(f"num_layers_per_stage={_python_list(plan.layers_per_stage)}")
+        if plan.schedule == "1f1b":
+            arguments.append(f"num_layers_per_stage={_python_list(plan.layers_per_stage)}")
+        else:
+            arguments.append(f'pp_style="{plan.schedule}", num_model_chunks={plan.chunks_per_stage}')
         arguments.append(f"microbatch_size={plan.micro_batch}")
     if order == "stages outside":
         arguments.append("dp_outside=False")

@@ -27,19 +27,27 @@ beginning, and half as many at its end."""
 MAX_NUMBERS = 1500
 """Largest number of micro-batch numbers in the picture."""
 
-GREEN = "#009E73"
+GREEN, PURPLE = "#009E73", "#CC79A7"
 """From the palette of Okabe and Ito, like the other colors."""
+
+CHUNK_HATCHES = ("", "///", "\\\\\\", "xxx")
+"""By the number of a chunk in its stage; further chunks begin again."""
+CHUNK_NAMES = ("first", "second", "third", "fourth")
 
 KINDS = {
     "forward": ("forward", BLUE, "#FFFFFF"),
     "backward": ("backward", LIGHT_BLUE, "#000000"),
+    "weight": ("gradients of weights", PURPLE, "#FFFFFF"),
     "transfer": ("transfer", ORANGE, "#000000"),
     "update": ("optimizer step", GRAY, "#000000"),
     "synchronization": ("gradient synchronization", GREEN, "#FFFFFF"),
 }
 """For each kind of bar: its name in the legend, its color, and the color of the number in it."""
 
-BarKind = Literal["forward", "backward", "transfer", "update", "synchronization"]
+BarKind = Literal["forward", "backward", "weight", "transfer", "update", "synchronization"]
+
+
+PASSES: tuple[BarKind, ...] = ("forward", "backward", "weight")
 
 
 class StageBar(NamedTuple):
@@ -50,6 +58,8 @@ class StageBar(NamedTuple):
     """Number of the micro-batch, from 0; 0 for update and synchronization."""
     start: float
     stop: float
+    chunk: int = 0
+    """Which of the stage's chunks, if it has several."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +89,9 @@ def lanes(simulation: PlanSimulation) -> list[Lane]:
                 bars = [bar for bar in bars if bar.kind != "update"]
                 bars.append(StageBar("synchronization", 0, end - update - plan.synchronization_seconds, end - update))
                 bars += [StageBar("update", 0, end - update, end)] if update > 0 else []
-            first, last = stage.blocks[0], stage.blocks[1] - 1
-            layers = f"layer {first}" if first == last else f"layers {first}-{last}"
+            ranges = [f"{a}-{b - 1}" if b - a > 1 else str(a) for a, b in stage.block_ranges]
+            one = len(ranges) == 1 and ranges[0].isdigit()
+            layers = f"layer{'' if one else 's'} {' + '.join(ranges)}"
             stage_ranks = sorted(rank for replica in group.replicas for rank in replica.stages[index].ranks)
             ranks = f"{'rank' if len(stage_ranks) == 1 else 'ranks'} {short_ranks(stage_ranks)}"
             rows.append(Lane(group.numbers, index, f"{stage.device}, {ranks}\n{layers}", tuple(bars)))
@@ -111,8 +122,8 @@ def plot_plan(
     """Draw one iteration as a timeline for each stage.
 
     Bars are forward and backward passes with the number of their micro-batch, transfers, optimizer steps and gradient
-    synchronization; white is waiting. Replicas that are alike are drawn once. If the iteration is long, only its
-    beginning and its end are drawn.
+    synchronization; white is waiting. The second chunk of a stage, and further ones, are hatched. Replicas that are
+    alike are drawn once. If the iteration is long, only its beginning and its end are drawn.
 
     Args:
         plan: The plan.
@@ -162,16 +173,20 @@ def _places(shown: Sequence[Lane]) -> list[float]:
 def _draw(axis: Any, shown: Sequence[Lane], places: Sequence[float], window: tuple[float, float], scale: float) -> None:
     start, stop = window
     for lane, place in zip(shown, places, strict=True):
-        for kind, (_, color, _) in KINDS.items():
+        chunks = sorted({bar.chunk for bar in lane.bars})
+        for (kind, (_, color, _)), chunk in itertools.product(KINDS.items(), chunks):
             intervals = [
                 (bar.start * scale, (bar.stop - bar.start) * scale)
                 for bar in lane.bars
-                if bar.kind == kind and bar.stop > start and bar.start < stop
+                if bar.kind == kind and bar.chunk == chunk and bar.stop > start and bar.start < stop
             ]
             if intervals:
                 # White edges separate micro-batches; short bars have none, because an edge would hide them.
-                width = 0.4 if kind in ("forward", "backward") else 0.0
-                axis.broken_barh(intervals, (place - 0.4, 0.8), facecolor=color, edgecolor="#FFFFFF", linewidth=width)
+                width = 0.4 if kind in PASSES else 0.0
+                hatch = CHUNK_HATCHES[chunk % len(CHUNK_HATCHES)]
+                axis.broken_barh(
+                    intervals, (place - 0.4, 0.8), facecolor=color, edgecolor="#FFFFFF", linewidth=width, hatch=hatch
+                )
     axis.set_xlim(start * scale, stop * scale)
     axis.set_ylim(places[-1] + 0.6, -0.9 if len({lane.replicas for lane in shown}) > 1 else -0.8)
     for side in ("top", "right"):
@@ -224,9 +239,10 @@ def _title(made: PlanSimulation, shown: int, stages: int) -> str:
     unit, (simulated, closed) = times([made.seconds, plan.iteration_seconds])
     rows = "" if shown == stages else f"; {shown} of {stages} stages"
     slow = "".join(f", rank {rank} slowed {factor:g} ×" for rank, factor in sorted(made.slow.items()))
+    by_formula = f", {closed} {unit} by the closed form" if plan.schedule == "1f1b" else ""
     return (
         textwrap.fill(f"{plan.model}: {layout(plan)}", 150)
-        + f"\niteration time: {simulated} {unit} by simulation, {closed} {unit} by the closed form{slow}{rows}"
+        + f"\niteration time: {simulated} {unit} by simulation{by_formula}{slow}{rows}"
     )
 
 
@@ -235,6 +251,9 @@ def _legend(figure: Any, shown: Sequence[Lane]) -> None:
 
     used = {bar.kind for lane in shown for bar in lane.bars}
     handles = [Patch(facecolor=color, label=name) for kind, (name, color, _) in KINDS.items() if kind in used]
+    for chunk in range(1, min(1 + max(bar.chunk for lane in shown for bar in lane.bars), len(CHUNK_HATCHES))):
+        label = f"{CHUNK_NAMES[chunk]} chunk of a stage"
+        handles.append(Patch(facecolor=BLUE, edgecolor="#FFFFFF", hatch=CHUNK_HATCHES[chunk], label=label))
     handles.append(Patch(facecolor="#FFFFFF", edgecolor="#888888", label="waiting"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
 
@@ -257,7 +276,7 @@ def _number(
                 text = str(bar.micro_batch)
                 inside = bar.start >= start and bar.stop <= stop
                 room = (bar.stop - bar.start) * points
-                if bar.kind not in ("forward", "backward") or not inside or room < 5 * len(text) + 1:
+                if bar.kind not in PASSES or not inside or room < 5 * len(text) + 1:
                     continue
                 if numbers >= MAX_NUMBERS:
                     return

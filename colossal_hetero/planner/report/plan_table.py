@@ -21,6 +21,7 @@ __all__ = [
     "Row",
     "layout",
     "one_line",
+    "ranges_in_words",
     "render",
     "replica_groups",
     "rows",
@@ -66,7 +67,7 @@ def _shown(stage: StagePlan) -> tuple[object, ...]:
     numbers = (stage.forward_seconds, stage.backward_seconds, stage.transfer_seconds, stage.schedule_seconds)
     return (
         stage.device,
-        stage.blocks,
+        stage.block_ranges,
         *(
             f"{number:.3g}"
             for number in (*numbers, stage.update_seconds, stage.memory_bytes, stage.memory_available_bytes)
@@ -85,7 +86,7 @@ def one_line(plan: Plan) -> str:
 
 
 def layout(plan: Plan) -> str:
-    """:func:`one_line` without the predicted times."""
+    """:func:`one_line` without the predicted times; a schedule other than 1F1B is named at the end."""
     shapes: dict[tuple[str, int], int] = {}
     for replica in plan.replicas:
         shape = (_pipeline(replica), replica.micro_batches)
@@ -100,24 +101,42 @@ def layout(plan: Plan) -> str:
         parts.append("…")
     replicas = f"dp {parts[0]}" if len(shapes) == 1 else f"dp {len(plan.replicas)} = {' + '.join(parts)}"
     steps = f" × {counts.pop()}" if alike else ""
-    return f"tp {plan.tensor_parallel} · {replicas} · micro-batch {plan.micro_batch}{steps}"
+    schedule = "" if plan.schedule == "1f1b" else f" · {plan.schedule}"
+    return f"tp {plan.tensor_parallel} · {replicas} · micro-batch {plan.micro_batch}{steps}{schedule}"
 
 
 def _pipeline(replica: Replica) -> str:
-    """``pp [A100-40 0-15 | V100-16 16-23]``; "4 × T4 0-7" are four stages of one kind that hold two layers each."""
+    """``pp [A100-40 0-15 | V100-16 16-23]``; "4 × T4 0-7" are four stages of one kind that hold two layers each.
+
+    The chunks of a stage are joined by "+": ``[A100-40 0-7 + 16-19 | V100-16 8-15 + 20-23]``.
+    """
     parts = []
     for (device, _), run in itertools.groupby(replica.stages, key=lambda stage: (stage.device, _layers(stage))):
         stages = list(run)
-        start, stop = stages[0].blocks[0], stages[-1].blocks[1]
-        layers = str(start) if stop - start == 1 else f"{start}-{stop - 1}"
+        layers = " + ".join(
+            str(start) if stop - start == 1 else f"{start}-{stop - 1}" for start, stop in _joined(stages)
+        )
         parts.append(f"{f'{len(stages)} × ' if len(stages) > 1 else ''}{device} {layers}")
     if len(parts) > MAX_PARTS:
         parts = [*parts[: MAX_PARTS - 2], "…", parts[-1]]
     return f"pp [{' | '.join(parts)}]"
 
 
-def _layers(stage: StagePlan) -> int:
-    return stage.blocks[1] - stage.blocks[0]
+def _layers(stage: StagePlan) -> tuple[int, ...]:
+    """Of each chunk."""
+    return tuple(stop - start for start, stop in stage.block_ranges)
+
+
+def _joined(stages: Sequence[StagePlan]) -> tuple[tuple[int, int], ...]:
+    """``[a, b)`` of each chunk of a stage, or of all blocks of several stages, each run of consecutive blocks once."""
+    if len(stages) == 1:
+        return stages[0].block_ranges
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(each for stage in stages for each in stage.block_ranges):
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return tuple(joined)
 
 
 @dataclass(frozen=True)
@@ -135,8 +154,8 @@ class Row:
     nodes: tuple[str, ...]
     ranks: tuple[int, ...]
     """Of all these stages and replicas, ascending."""
-    blocks: tuple[int, int]
-    """``[a, b)``: all blocks of these stages."""
+    block_ranges: tuple[tuple[int, int], ...]
+    """``[a, b)``: all blocks of these stages, in one range, or in several if stages hold several chunks."""
     memory_bytes: tuple[float, float]
     """Per device: the smallest and the largest of these stages."""
     available_bytes: float
@@ -176,10 +195,12 @@ def rows(plan: Plan) -> list[Row]:
                     device=members[0].device,
                     nodes=tuple(dict.fromkeys(stage.node for stage in every)),
                     ranks=tuple(sorted(rank for stage in every for rank in stage.ranks)),
-                    blocks=(members[0].blocks[0], members[-1].blocks[1]),
+                    block_ranges=_joined(members),
                     memory_bytes=(min(memory), max(memory)),
                     available_bytes=min(stage.memory_available_bytes for stage in every),
-                    compute_seconds=max(stage.micro_batch_seconds - stage.transfer_seconds for stage in members),
+                    compute_seconds=max(
+                        stage.forward_seconds + stage.backward_seconds + stage.schedule_seconds for stage in members
+                    ),
                     transfer_seconds=max(stage.transfer_seconds for stage in members),
                     bubble_shares=(min(shares), max(shares)),
                 )
@@ -204,11 +225,14 @@ def render(plans: Sequence[RankedPlan]) -> RenderableType:
 def _title(plan: Plan) -> Text:
     counts = sorted({replica.micro_batches for replica in plan.replicas})
     steps = count(counts[0], "micro-batch") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} micro-batches"
+    schedule = (
+        "" if plan.schedule == "1f1b" else f", schedule {plan.schedule} with {plan.chunks_per_stage} chunks per stage"
+    )
     return Text.assemble(
         (plan.model, "bold"),
         f", {plan.precision}: {count(plan.blocks, 'layer')} on {count(plan.world_size, 'device')}, a global batch of "
         f"{count(plan.global_batch, 'sample')} as {count(len(plan.replicas), 'replica')} × {steps} of "
-        f"{plan.micro_batch}; method {plan.method}, tensor parallel {plan.tensor_parallel}",
+        f"{plan.micro_batch}; method {plan.method}, tensor parallel {plan.tensor_parallel}{schedule}",
     )
 
 
@@ -246,7 +270,7 @@ def _stages(plan: Plan) -> Table:
             _kind(line),
             _nodes(line.nodes),
             short_ranks(line.ranks),
-            f"[{line.blocks[0]}, {line.blocks[1]})",
+            ranges_in_words(line.block_ranges),
             f"{_range([each / size for each in line.memory_bytes])} of {line.available_bytes / size:.1f}",
             compute[index],
             transfer[index],
@@ -254,6 +278,11 @@ def _stages(plan: Plan) -> Table:
         ]
         table.add_row(*(Text(cell) for cell in cells))
     return table
+
+
+def ranges_in_words(ranges: Sequence[tuple[int, int]]) -> str:
+    """``[0, 4), [8, 12)``."""
+    return ", ".join(f"[{start}, {stop})" for start, stop in ranges)
 
 
 def _kind(row: Row) -> str:

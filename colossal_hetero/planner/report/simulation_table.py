@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ...io.text import aligned, count, times
 from ..plans.simulate import PlanSimulation
-from .plan_table import layout, replica_groups, short_ranks
+from .plan_table import layout, ranges_in_words, replica_groups, short_ranks
 
 __all__ = ["render_replanning", "render_simulation"]
 
@@ -18,7 +18,7 @@ MAX_ROWS = 64
 
 
 def render_simulation(simulation: PlanSimulation, without: PlanSimulation | None = None) -> RenderableType:
-    """A row for each stage, and the iteration time by simulation and by the closed form.
+    """A row for each stage, and the iteration time by simulation and, for 1F1B, by the closed form.
 
     Replicas that are alike share their rows.
 
@@ -80,7 +80,7 @@ def _stages(simulation: PlanSimulation) -> Table:
         ranks = sorted(rank for replica in group.replicas for rank in replica.stages[index].ranks)
         number = f" (×{len(group.numbers)})" if len(group.numbers) > 1 else ""
         cells = [f"{short_ranks(group.numbers)}{number}" if index == 0 else ""] if many else []
-        cells += [str(index), stage.device, short_ranks(ranks), f"[{stage.blocks[0]}, {stage.blocks[1]})"]
+        cells += [str(index), stage.device, short_ranks(ranks), ranges_in_words(stage.block_ranges)]
         cells += [column[row] for column in texts[: 4 if many else 3]]
         cells.append(f"{100 * columns[2][row] / whole:.0f}")
         table.add_row(*(Text(cell) for cell in cells))
@@ -94,10 +94,11 @@ def _totals(simulation: PlanSimulation, without: PlanSimulation | None) -> list[
     unit, (simulated, closed) = times([simulation.seconds, plan.iteration_seconds])
     off = plan.iteration_seconds / simulation.seconds - 1
     (speed,) = aligned([plan.global_batch / simulation.seconds])
-    lines = [
-        f"iteration time by event simulation: {simulated} {unit} ({speed} samples/s); "
-        f"by the closed form: {closed} {unit} ({off:+.1%})"
-    ]
+    line = f"iteration time by event simulation: {simulated} {unit} ({speed} samples/s)"
+    if plan.schedule == "1f1b":
+        lines = [f"{line}; by the closed form: {closed} {unit} ({off:+.1%})"]
+    else:
+        lines = [f"{line}; stages compute while they send, as Colossal-AI's schedule {plan.schedule} does"]
     if without is not None:
         unit, (before,) = times([without.seconds])
         ratio = simulation.seconds / without.seconds

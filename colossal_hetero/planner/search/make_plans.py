@@ -6,6 +6,7 @@ order of a lower bound on their time, until the rest cannot be better.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -15,12 +16,16 @@ from typing import Any
 import numpy as np
 
 from ...io.text import count, duration
+from ..chunks.arrangements import MAX_GROUPS, all_arrangements
+from ..chunks.chunked_plans import DIVISION_METHODS, Candidate, ChunkedPlans
+from ..chunks.ranking import merged_by_time, ranked_by_time
 from ..cluster.topology import Topology
 from ..plans.launch_order import compare_with_launch_order
 from ..plans.plan import Plan
 from ..plans.ranked_plan import RankedPlan
 from ..profile.as_profiled import as_profiled
 from ..profile.layer_profile import ModelProfile
+from ..schedules.pass_order import CHUNKED, SCHEDULES, Schedule
 from ..stages.rules import uniform_bounds
 from ..stages.split_methods import METHODS
 from .draft import Draft, DraftBuilder, simulated_seconds, write_plan
@@ -33,6 +38,10 @@ __all__ = ["make_plans"]
 
 SIMULATED = 8
 """Plans of the method ``simulated``, and of ``exact``, that are simulated to find the best one."""
+MAX_DEVICES = 16
+"""Up to so many, each degree and micro-batch has a search of its own for pipelines to divide over chunks."""
+MAX_NUMBERS_OF_STAGES = 8
+"""Numbers of stages for which pipelines to divide over chunks are searched, the smallest ones."""
 MAX_SAMPLES = 10**9
 """In a global batch: its divisors are looked for one by one."""
 ROUNDING = 1e-9
@@ -47,6 +56,8 @@ def make_plans(
     micro_batches: Sequence[int] | None = None,
     tensor_parallel: Sequence[int] | None = None,
     stages: Sequence[int] | None = None,
+    schedules: Sequence[Schedule] = ("1f1b",),
+    model_chunks: Sequence[int] = (2,),
     method: str = "exact",
     runnable: bool = True,
     all_devices: bool = False,
@@ -64,6 +75,9 @@ def make_plans(
         micro_batches: Sizes to try, in samples. None: all sizes in the profile that divide the global batch.
         tensor_parallel: Degrees to try. None: all degrees in the profile.
         stages: Numbers of stages to try. None: all.
+        schedules: Schedules of pipelines to try, ``1f1b``, ``interleaved`` or ``zbv``: Colossal-AI's ``pp_style``.
+            Plans without a pipeline belong to ``1f1b``.
+        model_chunks: Numbers of chunks per stage to try with ``interleaved``, each at least 2.
         method: How the layers of a pipeline are split into stages, one of
             :data:`~colossal_hetero.planner.stages.split_methods.METHODS`.
         runnable: Only plans that the plugin can run, see :mod:`~colossal_hetero.planner.plans.runnable`. False: also
@@ -89,6 +103,7 @@ def make_plans(
                 f"stages={number}: {profile.name} has {profile.blocks} blocks and each stage holds at least one; "
                 f"use 1 to {profile.blocks} stages"
             )
+    _check_schedules(schedules, model_chunks, method)
     sizes = _micro_batches(profile, global_batch, micro_batches)
     pools = _pools(topology, profile, global_batch, sizes, _degrees(topology, profile, tensor_parallel))
 
@@ -107,7 +122,17 @@ def make_plans(
         drafts = sorted([*search.run(max(keep, SIMULATED)), *others], key=seconds_of)[:keep]
     else:
         drafts = search.run(keep, uniform_drafts if method == "exact" else ())
-    if not drafts:
+    chunked: list[RankedPlan] = []
+    if set(schedules) != {"1f1b"}:
+        with_chunks = [each for each in schedules if each != "1f1b"]
+        makes = ChunkedPlans(topology, profile, with_chunks, model_chunks, global_batch=global_batch, method=method)
+        pipelines = _pipelines_to_divide(search)
+        chunked = ranked_by_time(makes.plans(pipelines), keep)
+        if not chunked and "1f1b" not in schedules:
+            raise ValueError(_why_no_chunks(schedules, makes))
+    if "1f1b" not in schedules:
+        drafts = []
+    if not drafts and not chunked:
         raise ValueError(_why_nothing(topology, profile, search))
     ranked = [
         RankedPlan(
@@ -116,13 +141,16 @@ def make_plans(
         )
         for draft in drafts
     ]
+    if chunked:
+        ranked = merged_by_time(ranked, chunked, keep)
     changes: dict[str, Any] = {"cluster": cluster_file, "profile": profile_file}
     best = ranked[0].plan
     if compare:
         notes = list(best.notes)
         if method != "uniform":
             # A plan in the list can have uniform stages in an order that the method "uniform" does not try.
-            seconds = [each.plan.iteration_seconds for each in ranked if _has_uniform_stages(each.plan)]
+            one_chunk = [each.plan for each in ranked if each.plan.schedule == "1f1b"]
+            seconds = [plan.iteration_seconds for plan in one_chunk if _has_uniform_stages(plan)]
             seconds += [draft.seconds for draft in uniform_drafts]
             if uniform and not seconds:
                 notes.append(f"no plan with uniform stages: {_why_nothing(topology, profile, uniform)}")
@@ -131,6 +159,60 @@ def make_plans(
         best = best.model_copy(update={"notes": (*notes, launch_order) if launch_order else tuple(notes)})
     plans = [best, *(each.plan for each in ranked[1:])]
     return [RankedPlan(plan.model_copy(update=changes), each.reason) for plan, each in zip(plans, ranked, strict=True)]
+
+
+def _check_schedules(schedules: Sequence[Schedule], model_chunks: Sequence[int], method: str) -> None:
+    for schedule in schedules:
+        if schedule not in SCHEDULES:
+            raise ValueError(f"unknown schedule {schedule!r}: valid are {', '.join(SCHEDULES)}")
+        if schedule in CHUNKED and method not in DIVISION_METHODS:
+            raise ValueError(
+                f"the method {method!r} splits pipelines of the schedule 1f1b only; for {schedule} use "
+                f"{', '.join(DIVISION_METHODS)}"
+            )
+    if not schedules:
+        raise ValueError(f"no schedule to try; give at least one of {', '.join(SCHEDULES)}")
+    for chunks in model_chunks:
+        if chunks < 2:
+            raise ValueError(f"model_chunks={chunks}: the interleaved schedule needs at least 2 chunks per stage")
+    if not model_chunks:
+        raise ValueError("model_chunks is empty; give at least one number of chunks per stage, such as 2")
+
+
+def _pipelines_to_divide(search: PlanSearch) -> list[Candidate]:
+    """Pipelines that are alike, whose blocks can be divided over chunks: all of a few slots, else the best of 1F1B.
+
+    Args:
+        search: Has been run.
+    """
+    world = len(search.topology.devices)
+    max_slots = max(pool.slots for pool in search.pools)
+    blocks = len(search.pools[0].kinds[0].costs.forward_seconds)
+    max_stages = min(max_slots, blocks // 2)
+    numbers = [number for number in range(2, max_stages + 1) if search.stages is None or number in search.stages]
+    drafts = search.found()
+    if max_slots > MAX_GROUPS:
+        builder = DraftBuilder(search.topology, "exact")
+        parts = [[pool] for pool in search.pools] if world <= MAX_DEVICES else [search.pools]
+        for number, pools in itertools.product(numbers[:MAX_NUMBERS_OF_STAGES], parts):
+            part = PlanSearch(search.topology, pools, builder, [number], runnable=True, all_devices=search.all_devices)
+            part.run(1)
+            drafts += part.found()
+    candidates: list[Candidate] = []
+    for draft in sorted(drafts, key=lambda each: each.seconds):
+        if len({cut.bounds for cut in draft.splits}) == 1 and len(set(draft.micro_batches)) == 1:
+            slots = [tuple(draft.pool.kinds[kind].slots[slot] for kind, slot in row) for row in draft.rows]
+            candidates.append((tuple(slots), draft.pool.micro_batch))
+    for pool in search.pools:
+        if pool.slots <= MAX_GROUPS:
+            groups = [ranks for kind in pool.kinds for ranks in kind.slots]
+            candidates += [(ranks, pool.micro_batch) for ranks in all_arrangements(groups)]
+    devices = world if search.all_devices else 0
+    return [
+        (ranks, size)
+        for ranks, size in candidates
+        if len(ranks[0]) in numbers and len(ranks) * len(ranks[0]) * len(ranks[0][0]) >= devices
+    ]
 
 
 def _has_uniform_stages(plan: Plan) -> bool:
@@ -256,6 +338,16 @@ def _parts(draft: Draft) -> tuple[float, float, float]:
 
 def _slowest(draft: Draft) -> int:
     return int(np.argmax([cost.seconds for cost in draft.costs]))
+
+
+def _why_no_chunks(schedules: Sequence[Schedule], makes: ChunkedPlans) -> str:
+    """Why there is no plan of these schedules, and what to change."""
+    reasons = "; ".join(f"{schedule}: {problem}" for schedule, problem in makes.problems.items())
+    return f"no plan of the schedule {' or '.join(schedules)} is possible: " + (
+        reasons
+        or "no pipeline of at least 2 stages has a number of micro-batches that is a multiple of its number of stages, "
+        "and blocks for every chunk; use another global batch, or also the schedule 1f1b"
+    )
 
 
 def _why_nothing(topology: Topology, profile: ModelProfile, search: PlanSearch) -> str:

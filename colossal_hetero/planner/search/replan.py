@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..chunks.predict_chunked import predict_chunked_plan
 from ..cluster.topology import Topology
 from ..plans.plan import Plan
 from ..plans.predict import predict_plan
@@ -48,7 +50,8 @@ def replan(
     Args:
         topology: Machines for which the plan was made.
         profile: Profile from which the plan was made.
-        plan: The present plan. If it can be run, the best one can be run too.
+        plan: The present plan. If it can be run, the best one can be run too. The best one has the same schedule or
+            1F1B.
         slow: Factor by which the work of a device takes longer, by rank.
         transfers: Model of the transfers, see :mod:`~colossal_hetero.planner.stages.event_simulation`.
 
@@ -75,21 +78,15 @@ def replan(
     topology = dataclasses.replace(topology, devices=slower)
     if plan.symmetric:
         names = {"cluster": plan.cluster, "profile": plan.profile, "notes": plan.notes}
-        before = predict_plan(
-            topology,
-            profile,
-            plan.rank_order,
-            micro_batch=plan.micro_batch,
-            global_batch=plan.global_batch,
-            bounds=(0, *(stage.blocks[1] for stage in plan.replicas[0].stages)),
-            method=plan.method,
-        ).model_copy(update=names)
+        before = _predicted_again(topology, profile, plan).model_copy(update=names)
     present = simulate_plan(before, transfers=transfers)
     try:
         found = make_plans(
             topology,
             profile,
             global_batch=plan.global_batch,
+            schedules=tuple(dict.fromkeys(("1f1b", plan.schedule))),
+            model_chunks=(max(plan.chunks_per_stage, 2),),
             runnable=why_not_runnable(plan) is None,
             keep=TRIED,
             cluster_file=plan.cluster,
@@ -102,6 +99,33 @@ def replan(
     best = min(others, key=lambda each: each.seconds)
     # Other times of the same plan are rounding.
     return Replanned(present, best if best.seconds < present.seconds * (1 - 1e-9) else present)
+
+
+def _predicted_again(topology: Topology, profile: ModelProfile, plan: Plan) -> Plan:
+    """The same ranks, blocks and order of passes on ``topology``."""
+    bounds = (0, *itertools.accumulate(plan.layers_per_chunk))
+    if plan.schedule == "1f1b":
+        return predict_plan(
+            topology,
+            profile,
+            plan.rank_order,
+            micro_batch=plan.micro_batch,
+            global_batch=plan.global_batch,
+            bounds=bounds,
+            method=plan.method,
+        )
+    return predict_chunked_plan(
+        topology,
+        profile,
+        plan.rank_order,
+        schedule=plan.schedule,
+        chunks=plan.chunks_per_stage,
+        micro_batch=plan.micro_batch,
+        global_batch=plan.global_batch,
+        bounds=bounds,
+        order_seconds=plan.order_seconds,
+        method=plan.method,
+    )
 
 
 def _groups(plan: Plan) -> list[tuple[int, ...]]:

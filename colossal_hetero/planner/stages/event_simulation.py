@@ -44,19 +44,22 @@ __all__ = [
 ]
 
 Transfers = Literal["blocking", "overlapped"]
-Kind = Literal["forward", "backward", "transfer", "update"]
+Kind = Literal["forward", "backward", "weight", "transfer", "update"]
 
 
 class Event(NamedTuple):
     """One thing that a stage does without interruption."""
 
     kind: Kind
+    """``weight``: a pass for the gradients of weights only, in schedules that have such passes."""
     micro_batch: int
     """Number of the micro-batch. For an exchange: of the forward message. For the update: 0."""
     start: float
     """Seconds since the start of the iteration."""
     stop: float
     """Seconds since the start of the iteration."""
+    chunk: int = 0
+    """Which of the stage's chunks, if it has several."""
 
 
 class StageShare(NamedTuple):

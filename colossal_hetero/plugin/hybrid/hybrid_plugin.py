@@ -14,6 +14,7 @@ import torch.distributed as dist
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.pipeline.schedule import ZeroBubbleVPipeScheduler
 from colossalai.shardformer.policies.base_policy import Policy
 from torch import nn
 from torch.optim import Optimizer
@@ -64,8 +65,8 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
             one), or "auto", which makes a plan from ``planning``. All replicas must have the same stages. All ranks use
             rank 0's plan, so only rank 0 needs the files. A replica's batch is all its micro-batches in the plan. At
-            the end of each epoch, pipeline stages whose times differ from the plan are reported. One training loop fits
-            every plan (:meth:`execute_pipeline`).
+            the end of each epoch, pipeline stages whose times differ from the plan are reported, if the schedule is
+            1F1B. One training loop fits every plan (:meth:`execute_pipeline`).
         planning: what to plan from, over which networks ranks communicate, and how much stage times may differ.
 
     Raises:
@@ -147,8 +148,8 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
 
     @property
     def drift(self) -> DriftReport | None:
-        """The last epoch's stage times against the plan; None before the first epoch ends, without a pipeline, and
-        without a plan.
+        """The last epoch's stage times against the plan; None before the first epoch ends, without a pipeline, without
+        a plan, and in a schedule other than 1F1B.
 
         An epoch has as many iterations as the dataloader given to ``booster.boost`` has batches, or 100 if that is
         unknown.
@@ -210,13 +211,21 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         divided), and every rank has the loss.
 
         Raises:
-            ValueError: the batch has another size than the plan, or without a pipeline cannot be divided.
+            ValueError: the batch has another size than the plan, or without a pipeline cannot be divided; or gradients
+                are switched off, and the schedule cannot evaluate the batch.
         """
         if torch.is_grad_enabled() and self._planned is not None and self.batches is None:
             data_iter = self._planned.checked_batches(data_iter)
         if self.scheduler is None:
             return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
         if not torch.is_grad_enabled():
+            if isinstance(self.scheduler, ZeroBubbleVPipeScheduler):
+                raise ValueError(
+                    "Colossal-AI's zero-bubble schedule cannot evaluate; save the model, and evaluate it with another "
+                    "schedule"
+                )
+            if self._planned is not None:
+                data_iter = self._planned.batches_to_evaluate(data_iter)
             # Without gradients there is nothing to synchronize, and the gradients of weights that stages share may be
             # None since the last step.
             with model.no_sync(), nullcontext() if self._planned is None else training_sizes_kept(self.scheduler):

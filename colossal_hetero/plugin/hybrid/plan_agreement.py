@@ -109,6 +109,8 @@ def _make(
         micro_batches=planning.micro_batch_sizes,
         tensor_parallel=None if tp_size is None else [tp_size],
         stages=None if pp_size is None else [pp_size],
+        schedules=planning.schedules,
+        model_chunks=planning.model_chunks,
         method=planning.method,
         runnable=True,
         all_devices=True,

@@ -17,6 +17,7 @@ from ...profiling.layers.model_layers import find_block_row
 from .unequal_chunks import check_one_row
 
 __all__ = [
+    "batches_to_evaluate",
     "check_batch_size",
     "check_global_batch",
     "check_lora",
@@ -98,10 +99,34 @@ def check_batch_size(plan: Plan, batch_size: int | None) -> None:
 def checked_batches(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
     """The same ``batches`` of a replica; raises ``ValueError`` when one does not have the size that the plan has."""
     for batch in batches:
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-        if tensors:
-            _check_size(plan, len(tensors[0]), valid_batch_sizes(plan)[:1])
+        samples = _samples(batch)
+        if samples is not None:
+            _check_size(plan, samples, valid_batch_sizes(plan)[:1])
         yield batch
+
+
+def batches_to_evaluate(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
+    """The same ``batches`` of a replica; raises ``ValueError`` when the interleaved schedule cannot evaluate one.
+
+    It takes the micro-batches of a batch in groups, one for each stage, and mixes up those of a smaller group.
+    """
+    for batch in batches:
+        samples, stages = _samples(batch), len(plan.layers_per_stage)
+        if plan.schedule == "interleaved" and samples is not None:
+            micro_batches = -(-samples // plan.micro_batch)
+            if micro_batches % stages:
+                raise ValueError(
+                    f"a batch of {count(samples, 'sample')} is {count(micro_batches, 'micro-batch')} of "
+                    f"{plan.micro_batch}, but the interleaved schedule needs a multiple of {stages}, the number of "
+                    f"stages; evaluate a multiple of {stages * plan.micro_batch} samples"
+                )
+        yield batch
+
+
+def _samples(batch: Any) -> int | None:
+    """How many samples a batch has; None without tensors."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return len(tensors[0]) if tensors else None
 
 
 def _check_size(plan: Plan, batch_size: int | None, valid: tuple[int, ...]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.interface import ModelWrapper
+from colossalai.pipeline.schedule import InterleavedSchedule
 
 from ...data_parallel.config import BatchConfig
 from ...pipeline_parallel.config import PlanConfig
@@ -19,6 +20,7 @@ from ..part import PluginPart, TrainingObjects
 from .drift_watch import DriftWatch
 from .plan_agreement import agree_on_plan, as_launched
 from .plan_checks import (
+    batches_to_evaluate,
     check_batch_size,
     check_global_batch,
     check_model,
@@ -109,8 +111,8 @@ class PlannedRun(PluginPart):
         return objects
 
     def attach(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
-        """Time the passes of the pipeline's stages; see ``PluginPart.attach``."""
-        if plugin.scheduler is None or self._planning.drift_threshold == math.inf:
+        """Time the passes of the stages of a 1F1B pipeline; see ``PluginPart.attach``."""
+        if plugin.scheduler is None or self.plan.schedule != "1f1b" or self._planning.drift_threshold == math.inf:
             return
         if self._watch is None:
             self._watch = DriftWatch(
@@ -128,6 +130,10 @@ class PlannedRun(PluginPart):
         """See :func:`~.plan_checks.checked_batches`."""
         return checked_batches(batches, self.plan)
 
+    def batches_to_evaluate(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """See :func:`~.plan_checks.batches_to_evaluate`."""
+        return batches_to_evaluate(batches, self.plan)
+
     def after_passes(self) -> None:
         """The forward and backward passes of an iteration have ended."""
         if self._watch is not None:
@@ -136,12 +142,13 @@ class PlannedRun(PluginPart):
 
 @contextmanager
 def training_sizes_kept(schedule: object) -> Iterator[None]:
-    """Let a 1F1B schedule evaluate batches of another size, and train on as before.
+    """Let a 1F1B or interleaved schedule evaluate batches of another size, and train on as before.
 
     The schedule keeps the number of micro-batches of what it evaluates for training, and asserts that all batches are
     as large as the last one.
     """
-    sizes = ("num_microbatches", "microbatch_size", "batch_size", "last_batch_size")
+    number = "num_microbatch" if isinstance(schedule, InterleavedSchedule) else "num_microbatches"
+    sizes = (number, "microbatch_size", "batch_size", "last_batch_size")
     shapes = ("send_tensor_metadata", "send_grad_metadata", "tensor_metadata_recv", "grad_metadata_recv")
     before = {name: getattr(schedule, name) for name in (*sizes, "enable_metadata_cache", *shapes)}
     try:

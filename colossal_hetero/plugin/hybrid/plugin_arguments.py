@@ -11,6 +11,7 @@ from colossalai.booster.plugin import HybridParallelPlugin
 
 from ...data_parallel.config import BatchConfig
 from ...planner.plans.plan import Plan
+from ...planner.schedules.zero_bubble import zero_bubble_nodes
 
 __all__ = ["arguments_by_name", "arguments_from_plan", "check_uneven_batches", "check_world_size"]
 
@@ -41,12 +42,12 @@ def arguments_from_plan(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     pp_size, micro_batches = len(plan.layers_per_stage), plan.replicas[0].micro_batches
     follows: dict[str, Any] = dict(tp_size=plan.tensor_parallel, pp_size=pp_size)
-    only_pipelines = dict(
-        pp_style="1f1b",
-        num_layers_per_stage=list(plan.layers_per_stage),
+    only_pipelines: dict[str, Any] = dict(
+        pp_style=plan.schedule,
+        num_layers_per_stage=list(plan.layers_per_chunk),
         microbatch_size=plan.micro_batch,
         num_microbatches=micro_batches,
-        num_model_chunks=1,
+        num_model_chunks=plan.chunks_per_stage,
     )
     for name, planned in (follows | only_pipelines | {"sp_size": 1}).items():
         value = given.get(name)
@@ -54,6 +55,10 @@ def arguments_from_plan(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
             value = list(value)
         if value is not None and value != planned:
             raise ValueError(f"{name}={value!r} contradicts the plan, which has {planned!r}; leave it out")
+    if given.get("scheduler_nodes") is not None:
+        raise ValueError("scheduler_nodes follow from the plan; leave them out")
+    if plan.order_seconds is not None:
+        only_pipelines["scheduler_nodes"] = zero_bubble_nodes(pp_size, micro_batches, plan.order_seconds)
     return {**given, **follows, **(only_pipelines if pp_size > 1 else {})}
 
 

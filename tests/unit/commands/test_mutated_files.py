@@ -22,6 +22,7 @@ from tests.support.random_examples import examples
 from tests.unit.commands.test_plan_command import CLUSTER
 from tests.unit.commands.test_plan_command import profile as layer_profile
 from tests.unit.planner.batches.test_batch_profile import profile as batch_profile
+from tests.unit.planner.plans.test_chunked_plan import chunked
 from tests.unit.planner.report.test_plan_table import unequal
 
 ABSURD = (
@@ -54,12 +55,13 @@ def changed(content: Any, path: tuple[Any, ...], value: Any) -> Any:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("files")
-    paths = {name: folder / f"{name}.json" for name in ("profile", "plan", "batches")} | {
+    paths = {name: folder / f"{name}.json" for name in ("profile", "plan", "chunks", "batches")} | {
         "cluster": folder / "cluster.toml"
     }
     paths["cluster"].write_text(CLUSTER)
     save_model_profile(layer_profile(), paths["profile"])
     save_plan(unequal(), paths["plan"])
+    save_plan(chunked("zbv"), paths["chunks"])
     save_profile(batch_profile(), paths["batches"])
     return paths
 
@@ -71,6 +73,7 @@ def run(name: str, path: Path, files: dict[str, Path]) -> None:
         "cluster": ["plan", given["cluster"], given["profile"], "--global-batch", "16"],
         "profile": ["plan", given["cluster"], given["profile"], "--global-batch", "16"],
         "plan": ["simulate", given["plan"]],
+        "chunks": ["simulate", given["chunks"]],
         "batches": ["batches", given["batches"], "--global-batch", "64"],
     }[name]
     result = CliRunner().invoke(main, [str(each) for each in command])
@@ -87,7 +90,7 @@ def as_text(content: Any, path: Path) -> str:
     return tomlkit.dumps(content) if path.suffix == ".toml" else json.dumps(content)
 
 
-@pytest.mark.parametrize("name", ["cluster", "profile", "plan", "batches"])
+@pytest.mark.parametrize("name", ["cluster", "profile", "plan", "chunks", "batches"])
 @examples(ordinary=60, thorough=1000)
 @given(st.data())
 def test_absurd_values_give_no_traceback(name: str, files: dict[str, Path], data: st.DataObject) -> None:

@@ -261,6 +261,41 @@ def test_the_memory_reserve_is_not_planned_with(files: tuple[Path, Path], tmp_pa
     assert "V100-16 has a memory reserve of 16 GB and 16 GB of memory" in message
 
 
+def test_plans_of_other_schedules_are_printed_and_simulated(files: tuple[Path, Path], tmp_path: Path) -> None:
+    out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    options = ("--global-batch", 4, "--out", out)
+    text = output("plan", *files, *options, "--schedule", "interleaved", "--model-chunks", "2,3", "--plot", picture)
+    made = load_plan(out)
+    assert made.schedule == "interleaved" and one_line(made) in text
+    assert f"schedule interleaved with {made.chunks_per_stage} chunks per stage" in " ".join(text.split())
+    start, stop = made.replicas[0].stages[0].block_ranges[1]
+    assert f", [{start}, {stop})" in text
+    simulated = output("simulate", out, "--plot", tmp_path / "simulated.png")
+    assert "as Colossal-AI's schedule interleaved does" in simulated and "closed form" not in simulated
+    assert picture.stat().st_size > 10_000 and (tmp_path / "simulated.png").stat().st_size > 10_000
+    # The best over several schedules is the best of each of them.
+    seconds = {}
+    for schedules in ("1f1b", "interleaved", "zbv", "all", "zbv,1f1b"):
+        output("plan", *files, *options, "--schedule", schedules)
+        seconds[schedules] = load_plan(out).iteration_seconds
+    assert seconds["all"] == min(seconds.values()) and seconds["zbv,1f1b"] == min(seconds["zbv"], seconds["1f1b"])
+    slow = output("simulate", out, "--slow", "0:3")
+    assert "planned again for these ranks" in slow
+
+
+def test_wrong_schedules_are_reported_in_one_line(files: tuple[Path, Path]) -> None:
+    options = (*files, "--global-batch", 8)
+    assert "'gpipe' is not one of 1f1b, interleaved, zbv, all" in failure("plan", *options, "--schedule", "gpipe")
+    words = failure("plan", *options, "--schedule", "interleaved", "--model-chunks", 1)
+    assert "model_chunks=1: the interleaved schedule needs at least 2 chunks per stage" in words
+    words = failure("plan", *options, "--schedule", "zbv", "--method", "holmes")
+    assert "the method 'holmes' splits pipelines of the schedule 1f1b only; for zbv use exact" in words
+    words = failure("plan", *files, "--global-batch", 1, "--schedule", "zbv")
+    assert "no plan of the schedule zbv is possible: " in words and "multiple of its number of stages" in words
+    words = failure("plan", *options, "--schedule", "interleaved", "--model-chunks", 4)
+    assert "need at least 8; use fewer stages or chunks" in words or "blocks for every chunk" in words
+
+
 def test_the_simulated_time_is_printed_with_the_closed_form(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     save_plan(unequal(), path)
@@ -342,7 +377,9 @@ def test_unneeded_packages_are_not_imported(files: tuple[Path, Path], tmp_path: 
         "import sys\n"
         "from colossal_hetero.cli import main\n"
         "assert not {'numpy', 'scipy', 'pydantic', 'rich'} & set(sys.modules), 'the planner is imported too early'\n"
-        f"main(['plan', {cluster!r}, {layers!r}, '--global-batch', '8', '--out', {out!r}], standalone_mode=False)\n"
+        f"arguments = ['plan', {cluster!r}, {layers!r}, '--global-batch', '8', '--out', {out!r}]\n"
+        "main(arguments, standalone_mode=False)\n"
+        "main([*arguments, '--schedule', 'zbv'], standalone_mode=False)\n"
         f"main(['simulate', {out!r}], standalone_mode=False)\n"
         "print([name for name in ('torch', 'colossalai', 'timm', 'matplotlib') if name in sys.modules])\n"
     )
@@ -355,7 +392,20 @@ def test_unneeded_packages_are_not_imported(files: tuple[Path, Path], tmp_path: 
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("plan", ["--global-batch", "--micro-batch", "--tp", "--method", "--unequal", "--out", "--plot", "--top"]),
+        (
+            "plan",
+            [
+                "--global-batch",
+                "--micro-batch",
+                "--tp",
+                "--method",
+                "--schedule",
+                "--unequal",
+                "--out",
+                "--plot",
+                "--top",
+            ],
+        ),
         ("simulate", ["--slow", "--transfers", "--cluster", "--profile", "--out", "--plot"]),
     ],
 )

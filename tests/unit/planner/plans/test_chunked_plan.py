@@ -1,0 +1,118 @@
+"""Plans whose stages hold several chunks: their file, and what is wrong with one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colossal_hetero.planner.plans.plan import ChunkPlan, Plan, StagePlan, load_plan, save_plan
+from colossal_hetero.planner.plans.runnable import why_not_runnable
+from colossal_hetero.planner.schedules.zero_bubble import GraphSeconds
+from tests.unit.planner.plans.test_plan import plan, replica, stage
+
+GRAPH = GraphSeconds(forward=0.01, input_gradient=0.01, weight_gradient=0.01, transfer=0.0)
+RANGES = {"interleaved": ([(0, 2), (3, 5)], [(2, 3), (5, 6)]), "zbv": ([(0, 2), (5, 6)], [(2, 3), (3, 5)])}
+
+
+def chunked_stage(rank: int, ranges: list[tuple[int, int]]) -> StagePlan:
+    chunks = tuple(
+        ChunkPlan(blocks=(a, b), forward_seconds=0.01 * (b - a), backward_seconds=0.02 * (b - a), hop_seconds=0.002)
+        for a, b in ranges
+    )
+    made = stage(0, 1, (rank,), chunks=chunks)
+    return StagePlan(**{name: getattr(made, name) for name in made.model_fields_set - {"blocks"}})
+
+
+def chunked(schedule: str = "interleaved", micro_batches: int = 8) -> Plan:
+    stages = [chunked_stage(rank, ranges) for rank, ranges in enumerate(RANGES[schedule])]
+    return plan(
+        replica(*stages, micro_batches=micro_batches),
+        blocks=6,
+        schedule=schedule,
+        order_seconds=GRAPH if schedule == "zbv" else None,
+    )
+
+
+@pytest.mark.parametrize("schedule", RANGES)
+def test_a_saved_plan_with_chunks_loads_unchanged(tmp_path: Path, schedule: str) -> None:
+    made = chunked(schedule)
+    save_plan(made, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == made
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert "blocks" not in content["replicas"][0]["stages"][0]
+    assert made.layers_per_chunk == (2, 1, 2, 1) and made.layers_per_stage == ((4, 2) if schedule != "zbv" else (3, 3))
+    assert made.replicas[0].hop_seconds == (0.002, 0.002, 0.002)
+    assert (made.chunks_per_stage, made.symmetric) == (2, True)
+
+
+def test_1f1b_plans_are_written_without_chunks(tmp_path: Path) -> None:
+    save_plan(plan(), tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert content["schedule"] == "1f1b" and "order_seconds" not in content
+    assert all("chunks" not in each and "blocks" in each for each in content["replicas"][0]["stages"])
+
+
+def change(*place: Any, value: Any) -> Callable[[Any], None]:
+    def changed(content: Any) -> None:
+        for key in place[:-1]:
+            content = content[key]
+        content[place[-1]] = value
+
+    return changed
+
+
+CHUNKS = ("replicas", 0, "stages", 1, "chunks")
+
+
+@pytest.mark.parametrize(
+    "schedule, changed, words",
+    [
+        ("interleaved", change(*CHUNKS, 0, "blocks", value=[2, 4]), "but the chunk before it, in stage 1, ends at 4"),
+        ("interleaved", change(*CHUNKS, 1, "blocks", value=[6, 6]), "[6, 6) has no block; a chunk [a, b) needs"),
+        ("interleaved", change(*CHUNKS, 1, "blocks", value="all"), "chunks[1].blocks"),
+        (
+            "interleaved",
+            change("schedule", value="zbv"),
+            "in the stages 0, 1, 0, 1; the schedule 'zbv' needs 0, 1, 1, 0",
+        ),
+        ("zbv", change("schedule", value="interleaved"), "in the stages 0, 1, 1, 0; the schedule 'interleaved' needs"),
+        ("interleaved", change("schedule", value="1f1b"), "have chunks; with them the schedule is 'interleaved' or"),
+        ("zbv", change("order_seconds", value=None), "schedule='zbv' needs order_seconds"),
+        (
+            "interleaved",
+            change("order_seconds", value=GRAPH.model_dump()),
+            "order_seconds belong to schedule='zbv' only",
+        ),
+        ("interleaved", change("blocks", value=7), "hold blocks 0 to 5, but the model has 7"),
+        ("interleaved", change("schedule", value="gpipe"), "schedule"),
+    ],
+)
+def test_errors_of_plans_with_chunks(tmp_path: Path, schedule: str, changed: Callable[[Any], None], words: str) -> None:
+    save_plan(chunked(schedule), tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    changed(content)
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError) as error:
+        load_plan(tmp_path / "plan.json")
+    assert words in str(error.value)
+
+
+def test_stages_need_equally_many_chunks(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"have 2, 1 chunks; all stages of a replica have equally many"):
+        replica(chunked_stage(0, [(0, 2), (3, 6)]), chunked_stage(1, [(2, 3)]))
+    with pytest.raises(
+        ValueError,
+        match=r"schedule='interleaved', but the stages of replicas\[0\] have 0 chunks; each needs at least 2",
+    ):
+        plan(schedule="interleaved")
+
+
+@pytest.mark.parametrize("schedule", RANGES)
+def test_numbers_of_micro_batches_that_colossalai_runs(schedule: str) -> None:
+    assert why_not_runnable(chunked(schedule)) is None
+    problem = why_not_runnable(chunked(schedule, micro_batches=7))
+    assert problem is not None and "7 micro-batches for 2 stages" in problem and "multiple" in problem

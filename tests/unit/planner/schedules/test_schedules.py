@@ -1,0 +1,183 @@
+"""Orders of passes, their simulation and memory, and the division of blocks, against formulas and enumeration."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossal_hetero.planner.cluster.topology import Channel
+from colossal_hetero.planner.profile.layer_costs import LayerCosts
+from colossal_hetero.planner.schedules.chunk_division import divide_blocks
+from colossal_hetero.planner.schedules.chunked_pipeline import ChunkedPipeline
+from colossal_hetero.planner.schedules.in_flight import most_in_flight
+from colossal_hetero.planner.schedules.pass_order import (
+    Pass,
+    PassOrder,
+    interleaved,
+    one_forward_one_backward,
+)
+from colossal_hetero.planner.schedules.pass_simulation import ChunkTimes, PassTimeline, simulate_passes
+from colossal_hetero.planner.schedules.zero_bubble import GraphSeconds, zero_bubble_v
+from colossal_hetero.planner.stages.event_simulation import simulate_times
+from colossal_hetero.planner.stages.pipeline import Slot
+from tests.support.random_examples import examples
+
+UNIT = GraphSeconds(forward=1.0, input_gradient=1.0, weight_gradient=1.0, transfer=0.0)
+
+
+def equal_chunks(order: PassOrder, forward: float, backward: float) -> ChunkTimes:
+    ones, zeros = np.ones(order.chunks), np.zeros(order.chunks)
+    return ChunkTimes(forward * ones, backward * ones, zeros, zeros, np.zeros(order.stages))
+
+
+# Times -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.data(), st.integers(1, 6), st.integers(1, 12))
+@examples(ordinary=50, thorough=1000)
+def test_passes_of_1f1b_take_as_long_as_in_the_simulation_of_1f1b(
+    data: st.DataObject, stages: int, micro_batches: int
+) -> None:
+    def draw(low: float, high: float, number: int) -> np.ndarray:
+        return np.array(data.draw(st.lists(st.floats(low, high), min_size=number, max_size=number)))
+
+    # No message takes longer than a pass, so that messages never wait for each other.
+    forward, backward, update = draw(1.0, 5.0, stages), draw(1.0, 5.0, stages), draw(0.0, 1.0, stages)
+    hops = draw(0.0, 1.0, stages - 1)
+    times = ChunkTimes(forward, backward, np.zeros(stages), np.append(hops, 0.0), update)
+    order = one_forward_one_backward(stages, micro_batches)
+    expected = simulate_times(forward, backward, hops, micro_batches, update_seconds=update, transfers="overlapped")
+    made = PassTimeline.of(order, times)
+    assert made.stage_seconds == pytest.approx(expected.stage_seconds, rel=1e-9)
+    assert made.seconds == pytest.approx(expected.seconds, rel=1e-9)
+    for found, wanted in zip(made.events, expected.events, strict=True):
+        assert [event[:2] for event in found] == [event[:2] for event in wanted]
+        assert [event[2:4] for event in found] == [pytest.approx(event[2:4], rel=1e-9) for event in wanted]
+
+
+@pytest.mark.parametrize("stages, chunks, micro_batches", [(2, 2, 4), (3, 2, 6), (4, 3, 8), (4, 2, 4)])
+def test_equal_chunks_have_the_known_bubble_of_the_interleaved_schedule(
+    stages: int, chunks: int, micro_batches: int
+) -> None:
+    # Narayanan et al. 2021, section 2.2.2: the bubble is (p − 1)(f + b) with the times of one chunk.
+    order = interleaved(stages, chunks, micro_batches)
+    ends = simulate_passes(order, equal_chunks(order, 1.0, 2.0))
+    assert ends.max() == pytest.approx(3.0 * (micro_batches * chunks + stages - 1))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 6])
+def test_equal_passes_of_the_zero_bubble_schedule_wait_only_at_the_ends(stages: int) -> None:
+    micro_batches = 2 * stages
+    order = zero_bubble_v(stages, micro_batches, UNIT)
+    ends = simulate_passes(order, equal_chunks(order, 1.0, 2.0))
+    # Every stage works for 6 seconds per micro-batch; the last stage gets its first input after p − 1.
+    assert ends.max() == pytest.approx(6.0 * micro_batches + stages - 1)
+    timeline = PassTimeline.of(order, equal_chunks(order, 1.0, 2.0))
+    assert sum(event.kind == "weight" for event in timeline.events[0]) == 2 * micro_batches
+    assert {event.chunk for event in timeline.events[0]} == {0, 1}
+
+
+def test_messages_in_one_direction_go_one_after_the_other() -> None:
+    # Two forwards of 1 s each, and messages of 3 s: the second message starts when the first is there.
+    order = PassOrder(
+        (0, 1), ((Pass("forward", 0, 0), Pass("forward", 0, 1)), tuple(Pass("forward", 1, n) for n in (0, 1)))
+    )
+    times = ChunkTimes(np.ones(2), np.ones(2), np.zeros(2), np.array([3.0, 0.0]), np.zeros(2))
+    assert simulate_passes(order, times).tolist() == [2.0, 1.0 + 3.0 + 3.0 + 1.0]
+    # With NCCL the second message leaves only after the first forward of the receiver, if that asks for it then.
+    late = replace(order, receives_late=True)
+    assert simulate_passes(late, times).tolist() == [2.0, 1.0 + 3.0 + 1.0 + 3.0 + 1.0]
+    assert simulate_passes(late, times, "overlapped").tolist() == [2.0, 8.0]
+
+
+def test_every_pass_runs_once_whatever_the_times() -> None:
+    for stages, multiple in itertools.product((2, 3, 4, 5), (1, 2, 5)):
+        for ratio in ((1, 2, 2, 0), (1, 0.3, 0.3, 2), (5, 1, 1, 0.1), (1, 1, 1, 0)):
+            names = ("forward", "input_gradient", "weight_gradient", "transfer")
+            order = zero_bubble_v(stages, stages * multiple, GraphSeconds(**dict(zip(names, ratio, strict=True))))
+            assert len(set(order.sequence)) == len(order.sequence) == 3 * 2 * stages * stages * multiple
+
+
+@pytest.mark.parametrize("make", [lambda: interleaved(3, 2, 4), lambda: zero_bubble_v(3, 4, UNIT)])
+def test_micro_batches_that_colossalai_does_not_run_are_refused(make) -> None:
+    with pytest.raises(ValueError, match=r"4 micro-batches for 3 stages: .* multiple of the number of stages"):
+        make()
+
+
+# Memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_activations_that_are_held_at_the_same_time() -> None:
+    for stages, micro_batches in itertools.product((1, 2, 4), (1, 3, 8)):
+        held = most_in_flight(one_forward_one_backward(stages, micro_batches))
+        assert [rows.tolist() for rows in held] == [
+            [[min(micro_batches, stages - s) if chunk == s else 0 for chunk in range(stages)]] for s in range(stages)
+        ]
+    for stages, chunks, multiple in itertools.product((2, 3, 4), (2, 3), (1, 2, 4)):
+        total = stages * multiple * chunks
+        for stage, rows in enumerate(most_in_flight(interleaved(stages, chunks, stages * multiple))):
+            # The warm-up's forwards, and one more.
+            assert rows.sum(axis=1).max() == min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, total)
+    for stages in (2, 3, 4):
+        held = most_in_flight(zero_bubble_v(stages, 4 * stages, UNIT))
+        # Colossal-AI's limit: as many as the first stage holds under 1F1B, in halves.
+        assert max(rows.sum(axis=1).max() for rows in held) <= 2 * stages
+
+
+# Division --------------------------------------------------------------------------------------------------------
+
+
+def costs(draw: st.DrawFn, blocks: int) -> LayerCosts:
+    speed = draw(st.floats(0.3, 3.0))
+    scale = np.array(draw(st.lists(st.floats(0.5, 2.0), min_size=blocks, max_size=blocks)))
+    return LayerCosts(
+        forward_seconds=speed * scale,
+        backward_seconds=2 * speed * scale,
+        update_seconds=0.1 * speed * scale,
+        state_bytes=scale,
+        gradient_bytes=scale,
+        activation_bytes=0.5 * np.ones(blocks),
+        output_bytes=np.ones(blocks),
+        schedule_seconds=draw(st.sampled_from([0.0, 0.1])),
+    )
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> ChunkedPipeline:
+    stages, blocks = draw(st.integers(2, 3)), draw(st.integers(6, 9))
+    micro_batches = stages * draw(st.integers(1, 2))
+    hop = Channel("link", draw(st.sampled_from([1.0, 5.0, np.inf])))
+    is_zero_bubble = draw(st.booleans())
+    order = zero_bubble_v(stages, micro_batches, UNIT) if is_zero_bubble else interleaved(stages, 2, micro_batches)
+    stage_of = order.stage_of_chunk
+    limit = draw(st.sampled_from([np.inf, 14.0]))
+    return ChunkedPipeline(
+        tuple(Slot(f"slot {stage}", costs(draw, blocks), limit) for stage in range(stages)),
+        tuple(hop if a != b else None for a, b in itertools.pairwise(stage_of)),
+        order,
+    )
+
+
+@given(pipelines())
+@examples(ordinary=25, thorough=500)
+def test_the_division_is_the_best_of_all(pipeline: ChunkedPipeline) -> None:
+    chunks, blocks = pipeline.order.chunks, pipeline.blocks
+    best = np.inf
+    for inner in itertools.combinations(range(1, blocks), chunks - 1):
+        bounds = np.array([[0, *inner, blocks]])
+        if (pipeline.memory_bytes(bounds)[:, 0] <= [slot.memory_bytes for slot in pipeline.slots]).all():
+            best = min(best, float(pipeline.seconds(bounds)[0]))
+    found = divide_blocks([pipeline])
+    assert (found is None) == np.isinf(best)
+    if found is not None:
+        assert found.seconds == pytest.approx(best, rel=1e-9)
+    # With more blocks than can all be compared, blocks are moved: close to the best here, if memory does not matter.
+    moved = divide_blocks([pipeline], max_compared=0)
+    assert moved is None or moved.seconds >= best * (1 - 1e-9)
+    if all(np.isinf(slot.memory_bytes) for slot in pipeline.slots):
+        assert moved is not None and moved.seconds <= 1.05 * best
