@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import print_table
+from colossal_hetero.planner.candidates.draft import Draft, DraftBuilder
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
-from colossal_hetero.planner.search.device_groups import MemberKind, effective_power, find_grouping
-from colossal_hetero.planner.search.draft import Draft, DraftBuilder
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.search.placement import NodeLinks, SlotPool
-from colossal_hetero.planner.search.tp_groups import slot_kinds
+from colossal_hetero.planner.slots.device_groups import MemberKind, effective_power, find_grouping
+from colossal_hetero.planner.slots.placement import NodeLinks, SlotPool
+from colossal_hetero.planner.slots.tp_groups import slot_kinds
 
 NAMES = ("A100-80", "H800", "H20")
 CLUSTERS = {16: (8, 4, 4), 24: (8, 8, 8), 32: (16, 8, 8), 64: (24, 24, 16), 256: (88, 88, 80), 1024: (344, 344, 336)}

@@ -35,9 +35,13 @@ RULES: dict[str, set[str]] = {
     "planner/chunks": {
         *("io", "planner/cluster", "planner/profile", "planner/stages", "planner/schedules", "planner/plans"),
     },
+    "planner/slots": {"planner/cluster", "planner/profile"},
+    "planner/candidates": {
+        *("planner/cluster", "planner/profile", "planner/stages", "planner/plans", "planner/slots"),
+    },
     "planner/search": {
         *("io", "planner/cluster", "planner/profile", "planner/stages", "planner/schedules", "planner/layout"),
-        *("planner/plans", "planner/chunks"),
+        *("planner/plans", "planner/chunks", "planner/slots", "planner/candidates"),
     },
     "planner/report": {
         "io",

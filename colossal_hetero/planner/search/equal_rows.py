@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plans.runnable import enough_micro_batches
+from ..slots.placement import SlotPool
+from ..slots.tp_groups import compositions, divisors
 from .lower_bounds import PipelineBounds
-from .placement import SlotPool
-from .tp_groups import compositions, divisors
 
 __all__ = ["EqualRows", "Shape", "mixed_shapes", "shapes"]
 

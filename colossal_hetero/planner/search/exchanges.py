@@ -11,10 +11,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from random import Random
 
+from ..candidates.draft import Draft, DraftBuilder
+from ..candidates.placed_pipelines import PlacedPipelines, Rows
+from ..slots.placement import Place, SlotPool
 from ..stages.all_cuts import all_bounds
-from .draft import Draft, DraftBuilder
-from .placed_pipelines import PlacedPipelines, Rows
-from .placement import Place, SlotPool
 
 __all__ = ["Exchanges"]
 

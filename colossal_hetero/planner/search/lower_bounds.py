@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .tp_groups import SlotKind
+from ..slots.tp_groups import SlotKind
 
 __all__ = ["PipelineBounds"]
 

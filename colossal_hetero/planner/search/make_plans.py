@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...io.text import count, duration
+from ..candidates.draft import Draft, DraftBuilder, simulated_seconds, write_plan
 from ..chunks.arrangements import MAX_GROUPS, all_arrangements
 from ..chunks.chunked_plans import DIVISION_METHODS, Candidate, ChunkedPlans
 from ..chunks.ranking import merged_by_time, ranked_by_time
@@ -26,12 +27,11 @@ from ..plans.ranked_plan import RankedPlan
 from ..profile.as_profiled import as_profiled
 from ..profile.layer_profile import ModelProfile
 from ..schedules.pass_order import CHUNKED, SCHEDULES, Schedule
+from ..slots.placement import NodeLinks, SlotPool
+from ..slots.tp_groups import divisors, slot_kinds, tensor_parallel_degrees
 from ..stages.rules import uniform_bounds
 from ..stages.split_methods import METHODS
-from .draft import Draft, DraftBuilder, simulated_seconds, write_plan
-from .placement import NodeLinks, SlotPool
 from .plan_search import PlanSearch
-from .tp_groups import divisors, slot_kinds, tensor_parallel_degrees
 
 __all__ = ["make_plans"]
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..candidates.draft import Draft, DraftBuilder
 from ..cluster.topology import Topology
-from .draft import Draft, DraftBuilder
+from ..slots.placement import SlotPool
+from ..slots.restricted_pools import places_in, restricted_pools
 from .equal_rows import EqualRows, Shape, mixed_shapes, shapes
 from .exchanges import Exchanges
 from .few_slots import FewSlots
 from .lower_bounds import PipelineBounds
-from .placement import SlotPool
-from .restricted_pools import places_in, restricted_pools
 from .unequal_groups import UnequalGroups
 
 __all__ = ["PlanSearch"]

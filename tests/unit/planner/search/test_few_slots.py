@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.search.placement import place_together
-from colossal_hetero.planner.search.tp_groups import slot_kinds
+from colossal_hetero.planner.slots.placement import place_together
+from colossal_hetero.planner.slots.tp_groups import slot_kinds
 from tests.support.every_plan import EveryPlan
 from tests.support.random_clusters import small_problem
 from tests.support.random_examples import IS_THOROUGH

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from colossal_hetero.planner.candidates.gradient_times import GradientTimes
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.search.gradient_times import GradientTimes
 
 
 @pytest.mark.parametrize("shared", [math.inf, 8e9])

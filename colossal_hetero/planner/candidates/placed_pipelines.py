@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster.topology import Channel
+from ..slots.placement import Place, SlotPool
 from ..stages.all_cuts import AllCuts, CutTimes, all_bounds
 from ..stages.pipeline import Slot
 from .draft import Draft, DraftBuilder
-from .placement import Place, SlotPool
 
 __all__ = ["PlacedPipelines", "Rows"]
 

@@ -13,12 +13,12 @@ from ..plans.plan import Plan
 from ..plans.predict import StageGroup, finished_plan, finished_replica
 from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
+from ..slots.placement import Place, SlotPool, place, place_together
 from ..stages.event_simulation import simulate_cost
 from ..stages.fixed_order import split_in_order
 from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
 from ..stages.split_methods import split
 from .gradient_times import GradientTimes
-from .placement import Place, SlotPool, place, place_together
 
 __all__ = ["Draft", "DraftBuilder", "divide_micro_batches", "simulated_seconds", "write_plan"]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..cluster.all_reduce import concurrent_seconds, synchronization_seconds
 from ..cluster.topology import Topology
-from .tp_groups import cut_points
+from ..slots.tp_groups import cut_points
 
 __all__ = ["GradientTimes"]
 
