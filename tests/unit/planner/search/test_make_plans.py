@@ -20,7 +20,8 @@ from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.plans.predict import predict_plan
 from colossal_hetero.planner.plans.runnable import enough_micro_batches, why_not_runnable
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.search.make_plans import _reason, make_plans
+from colossal_hetero.planner.search.explanations import reason
+from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from tests.support.layer_profiles import layer_times, small_sizes
 from tests.support.random_examples import examples
@@ -432,8 +433,8 @@ def test_the_reason_why_a_plan_is_slower_has_useful_digits() -> None:
     assert best.seconds - 10 * 0.1 < 0  # filling a pipeline of one stage takes less than nothing, from rounding
     search: Any = SimpleNamespace(drafts={})
     seconds = attrgetter("seconds")
-    assert _reason(priced((0.25,), 4), best, search, seconds) == "0.0 % slower"
-    filled = _reason(priced((0.25, 0.25), 4, fill=0.25e-3), best, search, seconds)
+    assert reason(priced((0.25,), 4), best, search, seconds) == "0.0 % slower"
+    filled = reason(priced((0.25, 0.25), 4, fill=0.25e-3), best, search, seconds)
     assert filled == "0.0 % slower: filling a pipeline of 2 stages takes 250.0 µs"
-    synchronized = _reason(priced((0.25,), 4, synchronization=1.5e-2), best, search, seconds)
+    synchronized = reason(priced((0.25,), 4, synchronization=1.5e-2), best, search, seconds)
     assert synchronized == "1.5 % slower: synchronizing gradients takes 15.00 ms"
