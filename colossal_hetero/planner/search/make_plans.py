@@ -31,7 +31,7 @@ __all__ = ["make_plans"]
 
 
 SIMULATED = 8
-"""Plans of the method ``simulated``, and of ``exact``, that are simulated to find the best one."""
+"""Plans of the method ``simulated``, and of each of some others, that are simulated to find the best one."""
 
 
 def make_plans(
@@ -104,8 +104,10 @@ def make_plans(
     if method == "simulated":
         # The search compares plans by the closed form, and other plans can be faster in the simulation.
         seconds_of = simulated_seconds
-        others = search_by("exact").run(SIMULATED)
-        drafts = sorted([*search.run(max(keep, SIMULATED)), *others], key=seconds_of)[:keep]
+        drafts = search.run(max(keep, SIMULATED))
+        for other in ("exact", "uniform", "autohet"):
+            drafts += search_by(other).run(SIMULATED)
+        drafts = sorted(drafts, key=seconds_of)[:keep]
     else:
         drafts = search.run(keep, uniform_drafts if method == "exact" else ())
     chunked: list[RankedPlan] = []

@@ -128,7 +128,7 @@ def check_refused() -> None:
     # Without the slow rank a plan would be faster, but every rank that was started must have a place in it.
     speeds = PlanConfig(cluster=cluster((1.0, 0.01)), profile=profile(), global_batch_size=GLOBAL_BATCH)
     assert auto_plan(speeds).world_size == 2
-    single = PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile(), global_batch_size=1)
+    single = PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile(20), global_batch_size=1)
     with pytest.raises(ValueError, match="no plan uses all 2 devices; the fastest plan uses 1"):
         planned("auto", planning=single, pp_size=1)
 

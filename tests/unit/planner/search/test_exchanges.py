@@ -46,7 +46,7 @@ def test_exchanges_find_nearly_the_best_of_all_arrangements(pipelines: int, stag
         if best == np.inf or start is None:
             assert best == np.inf or len(slots) < DEVICES
             continue
-        found = exchanges.restarted(exchanges.improved(start, 200), 4, 100)
+        found = exchanges.restarted(exchanges.improved(start, 400), 8, 200)
         assert found.seconds <= start.seconds
         factors.append(found.seconds / best)
     assert len(factors) >= 4
