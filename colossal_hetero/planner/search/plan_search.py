@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,14 +29,14 @@ MAX_REORDERED_DEVICES = 96
 """Devices of all these candidates together: in small clusters more candidates than MAX_REORDERED are taken."""
 MAX_MIXED = 16
 """Candidates that are tried whose pipelines are cut alike on devices that are not alike."""
-STARTED_DEVICES, EXCHANGED_DEVICES, MAX_EXCHANGED = 640, 192, 12
-"""Shapes for which other slots are started with, and for which slots are exchanged: so many devices together."""
-EXCHANGES, MIN_EXCHANGES, MAX_EXCHANGES = 6400, 32, 400
-"""Exchanges of slots that are tried per shape: EXCHANGES by the number of devices, within these limits."""
-RESTARTED = 4
-"""Shapes for which exchanges are started again from random changes."""
-RESTARTS, MAX_RESTARTS = 128, 8
-"""How often: RESTARTS by the number of devices, at most MAX_RESTARTS."""
+STARTED, EXCHANGED, RESTARTED = 640, 192, 64
+"""Shapes with other starts, with exchanges of slots, and with restarts of these, times devices: fewer in large
+clusters. All these numbers are for clusters of at least MANY_TYPES different types of slots."""
+EXCHANGES, RESTARTS = 6400, 128
+"""Exchanges and restarts per shape, times devices."""
+MAX_EXCHANGED, MAX_RESTARTED, MAX_EXCHANGES, MAX_RESTARTS = 12, 4, 400, 8
+MANY_TYPES = 6
+"""With fewer types less is tried, and nothing with one, because exchanges of slots of one type change little."""
 MAX_OF_PART = 3
 """Best plans of each part of the cluster that are taken over."""
 
@@ -241,6 +242,13 @@ class PlanSearch:
     def _exchange(self) -> None:
         """Try other slots for the best plan of each shape."""
         devices = len(self.topology.devices)
+        effort = min((self._types_of_slots() - 1) / (MANY_TYPES - 1), 1.0) ** 2
+        if not effort:
+            return
+
+        def number(times_devices: int, most: int) -> int:
+            return math.ceil(effort * min(max(times_devices // devices, 1), most))
+
         exchanges = {pool: Exchanges(self.builder, pool) for pool in self.pools}
         best: dict[tuple[SlotPool, int, int], Draft] = {}
         for draft in self.found():
@@ -251,23 +259,37 @@ class PlanSearch:
             for shape in shapes(self.pools, self.bounds, self.stages, runnable=self.runnable)
             if shape.seconds < self.best_seconds and (not self.all_devices or self._devices(shape) == devices)
         }
-        for shape in list(worth)[: max(STARTED_DEVICES // devices, 1)]:
+        for shape in list(worth)[: number(STARTED, STARTED)]:
             pool, pipelines, stages = shape
             found = exchanges[pool].start(pipelines, stages)
             if found is not None and (shape not in best or found.seconds < best[shape].seconds):
                 best[shape] = found
-        most = min(max(EXCHANGES // devices, MIN_EXCHANGES), MAX_EXCHANGES)
+        most = number(EXCHANGES, MAX_EXCHANGES)
         by_time = sorted((shape for shape in best if shape in worth), key=lambda shape: best[shape].seconds)
-        for shape in by_time[: min(max(EXCHANGED_DEVICES // devices, 1), MAX_EXCHANGED)]:
+        by_time = by_time[: number(EXCHANGED, MAX_EXCHANGED)]
+        for shape in by_time:
             if worth[shape] < self.best_seconds:
                 best[shape] = exchanges[shape[0]].improved(best[shape], most)
                 self._add(("exchanged", *shape), best[shape])
-        for shape in sorted(by_time, key=lambda shape: best[shape].seconds)[:RESTARTED]:
+        by_time.sort(key=lambda shape: best[shape].seconds)
+        for shape in by_time[: number(RESTARTED, MAX_RESTARTED)]:
             if worth[shape] < self.best_seconds:
-                restarted = exchanges[shape[0]].restarted(
-                    best[shape], min(RESTARTS // devices, MAX_RESTARTS), most // 2
-                )
-                self._add(("restarted", *shape), restarted)
+                times = number(RESTARTS, MAX_RESTARTS)
+                self._add(("restarted", *shape), exchanges[shape[0]].restarted(best[shape], times, most // 2))
+
+    def _types_of_slots(self) -> int:
+        """How many different slots there are: of different kinds, or in nodes with different links."""
+        node_kind = self.pools[0].links.node_kind
+        return max(
+            len(
+                {
+                    (kind, int(node_kind[self.topology.devices[ranks[0]].node]))
+                    for kind, each in enumerate(pool.kinds)
+                    for ranks in each.slots
+                }
+            )
+            for pool in self.pools
+        )
 
     def _devices(self, shape: Shape) -> int:
         return shape.pipelines * shape.stages * self.pools[shape.pool].tensor_parallel
