@@ -30,13 +30,13 @@ MAX_REORDERED_DEVICES = 96
 MAX_MIXED = 16
 """Candidates that are tried whose pipelines are cut alike on devices that are not alike."""
 STARTED, EXCHANGED, RESTARTED = 640, 192, 64
-"""Shapes with other starts, with exchanges of slots, and with restarts of these, times devices: fewer in large
-clusters. All these numbers are for clusters of at least MANY_TYPES different types of slots."""
+"""Shapes with other starts, with exchanges of slots, and with restarts of these, times devices."""
 EXCHANGES, RESTARTS = 6400, 128
 """Exchanges and restarts per shape, times devices."""
 MAX_EXCHANGED, MAX_RESTARTED, MAX_EXCHANGES, MAX_RESTARTS = 12, 4, 400, 8
-MANY_TYPES = 6
-"""With fewer types less is tried, and nothing with one, because exchanges of slots of one type change little."""
+MANY_TYPES, FEW_DEVICES = 6, 12
+"""All these numbers are for clusters with that many different types of slots, or with few devices. With more devices of
+fewer types less is tried, because most exchanges change nothing."""
 MAX_OF_PART = 3
 """Best plans of each part of the cluster that are taken over."""
 
@@ -242,9 +242,10 @@ class PlanSearch:
     def _exchange(self) -> None:
         """Try other slots for the best plan of each shape."""
         devices = len(self.topology.devices)
-        effort = min((self._types_of_slots() - 1) / (MANY_TYPES - 1), 1.0) ** 2
-        if not effort:
+        types = self._types_of_slots()
+        if types == 1:
             return
+        effort = 1.0 if devices <= FEW_DEVICES else min((types - 1) / (MANY_TYPES - 1), 1.0) ** 2
 
         def number(times_devices: int, most: int) -> int:
             return math.ceil(effort * min(max(times_devices // devices, 1), most))
@@ -278,18 +279,15 @@ class PlanSearch:
                 self._add(("restarted", *shape), exchanges[shape[0]].restarted(best[shape], times, most // 2))
 
     def _types_of_slots(self) -> int:
-        """How many different slots there are: of different kinds, or in nodes with different links."""
-        node_kind = self.pools[0].links.node_kind
-        return max(
-            len(
-                {
-                    (kind, int(node_kind[self.topology.devices[ranks[0]].node]))
-                    for kind, each in enumerate(pool.kinds)
-                    for ranks in each.slots
-                }
-            )
-            for pool in self.pools
-        )
+        """How many different slots there are: of different kinds, or in nodes with different links or sizes."""
+        nodes, node_kind = self.topology.nodes, self.pools[0].links.node_kind
+        types = set()
+        for pool in self.pools:
+            for kind in pool.kinds:
+                for ranks in kind.slots:
+                    node = self.topology.devices[ranks[0]].node
+                    types.add((kind.device, kind.speed, int(node_kind[node]), len(nodes[node].devices)))
+        return len(types)
 
     def _devices(self, shape: Shape) -> int:
         return shape.pipelines * shape.stages * self.pools[shape.pool].tensor_parallel
