@@ -1,4 +1,4 @@
-"""Better slots for pipelines that are cut alike: several ways to give out the slots, then exchanges of two slots.
+"""Better slots for pipelines that are cut alike, found by exchanging two slots at a time.
 
 In a cluster whose nodes differ, many small decisions matter together: which of two equal devices has the faster
 network, which slow device a pipeline can bear, which stages share a network card. Rules that look at kinds, memory and
@@ -8,20 +8,21 @@ nodes one after the other miss good plans there, by up to a half in random clust
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from random import Random
 
 from ..candidates.draft import Draft, DraftBuilder
 from ..candidates.placed_pipelines import PlacedPipelines, Rows
 from ..slots.placement import Place, SlotPool
 from ..stages.all_cuts import all_bounds
+from .starting_rows import starting_rows
 
 __all__ = ["Exchanges"]
 
 LEAST_GAIN = 1e-9
 """Share of the time by which an exchange must be faster, so that rounding is not taken for a gain."""
-
 RANDOM_EXCHANGES = 3
+"""Random exchanges before a restart."""
 
 
 class Exchanges:
@@ -37,7 +38,7 @@ class Exchanges:
     def start(self, pipelines: int, stages: int) -> Draft | None:
         """The fastest of some ways to give out the slots; None if none fits in memory."""
         best, seen = None, set()
-        for rows in self._arrangements(pipelines, stages):
+        for rows in starting_rows(self.builder.topology, self.pool, pipelines, stages):
             look = self.placed.look(rows)
             if look not in seen:
                 seen.add(look)
@@ -98,61 +99,6 @@ class Exchanges:
     def _with_same_cuts(self, draft: Draft, rows: Rows) -> Draft | None:
         found = self.builder.build_cut(self.pool, rows, [cut.bounds for cut in draft.splits], draft.micro_batches)
         return found if isinstance(found, Draft) and found.seconds < draft.seconds * (1 - LEAST_GAIN) else None
-
-    def _arrangements(self, pipelines: int, stages: int) -> Iterator[Rows]:
-        """Ways to give out the slots, of all nodes and of those with better networks only.
-
-        Either one pipeline after the other gets its slots, or one stage of all pipelines after the other; within each
-        pipeline, the slots come in this order or in the opposite one.
-        """
-        number = pipelines * stages
-        nodes = self.builder.topology.nodes
-        network = {
-            node: max((nic.bytes_per_second for nic in nodes[node].nics), default=0.0)
-            for node in set(self._node_of.values())
-        }
-        for least in sorted(set(network.values())):
-            places = [place for place, node in self._node_of.items() if network[node] >= least]
-            if len(places) < number:
-                break
-            places.sort(key=lambda place: (self._work(place), self._node_of[place]))
-            by_memory = sorted(places, key=lambda place: -self.pool.kinds[place[0]].memory_bytes)
-            whole = (places, by_memory)
-            for slots in (*whole, *self._neighboring(places, stages)):
-                together = [slots[first * stages : (first + 1) * stages] for first in range(pipelines)]
-                yield from (tuple(map(tuple, together)), tuple(tuple(row[::-1]) for row in together))
-            for slots in (*whole, *self._neighboring(places, pipelines)):
-                apart = [slots[first:number:pipelines] for first in range(pipelines)]
-                yield from (tuple(map(tuple, apart)), tuple(tuple(row[::-1]) for row in apart))
-
-    def _neighboring(self, places: Sequence[Place], size: int) -> Iterator[list[Place]]:
-        """The places in groups of ``size`` that are each in one node, or in nodes with equal network cards.
-
-        First come the fastest groups, or the fastest group of each node, or all groups of the largest node. Places that
-        are left over come last.
-        """
-        nodes = self.builder.topology.nodes
-        for near in (lambda node: node, lambda node: nodes[node].nics):
-            together: dict[object, list[Place]] = {}
-            for place in places:
-                together.setdefault(near(self._node_of[place]), []).append(place)
-            largest_first = sorted(together.values(), key=lambda slots: (-len(slots), sum(map(self._work, slots))))
-            groups, rest = [], []
-            for number, slots in enumerate(largest_first):
-                for turn in range(len(slots) // size):
-                    group = slots[turn * size : (turn + 1) * size]
-                    groups.append((turn, sum(map(self._work, group)), number, group))
-                rest += slots[len(slots) // size * size :]
-            for ordered in (
-                sorted(groups, key=lambda each: each[1:3]),
-                sorted(groups, key=lambda each: each[:3]),
-                sorted(groups, key=lambda each: (each[2], each[0])),
-            ):
-                yield [*(place for *_, group in ordered for place in group), *sorted(rest, key=self._work)]
-
-    def _work(self, place: Place) -> float:
-        """Seconds that a slot needs for the whole model."""
-        return self.pool.kinds[place[0]].model_seconds
 
     def _neighbors(self, draft: Draft) -> Iterator[Rows]:
         """The slots after each exchange of two slots, those of the slowest pipeline first."""
