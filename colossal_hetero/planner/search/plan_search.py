@@ -245,7 +245,7 @@ class PlanSearch:
         types = self._types_of_slots()
         if types == 1:
             return
-        effort = 1.0 if devices <= FEW_DEVICES else min((types - 1) / (MANY_TYPES - 1), 1.0) ** 2
+        effort = 1.0 if devices <= FEW_DEVICES else min(max(types - 1, 2) / (MANY_TYPES - 1), 1.0) ** 2
 
         def number(times_devices: int, most: int) -> int:
             return math.ceil(effort * min(max(times_devices // devices, 1), most))
