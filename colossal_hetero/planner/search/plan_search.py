@@ -29,7 +29,7 @@ MAX_REORDERED_DEVICES = 96
 """Devices of all these candidates together: in small clusters more candidates than MAX_REORDERED are taken."""
 MAX_MIXED = 16
 """Candidates that are tried whose pipelines are cut alike on devices that are not alike."""
-STARTED, EXCHANGED, RESTARTED = 640, 192, 64
+STARTED, EXCHANGED, RESTARTED = 1600, 192, 64
 """Shapes with other starts, with exchanges of slots, and with restarts of these, times devices."""
 EXCHANGES, RESTARTS = 6400, 128
 """Exchanges and restarts per shape, times devices."""
