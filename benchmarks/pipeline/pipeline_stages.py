@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from statistics import median
 
@@ -98,6 +99,16 @@ class Trained:
         return median(self.seconds)
 
 
+def train_in_turns(runs: Sequence[Trained], rounds: int, block: int) -> None:
+    """Train all ``runs`` so many ``rounds``, each time an iteration that is not timed and then ``block`` timed ones."""
+    for run in runs:
+        run.iterate()
+    for _ in range(rounds):
+        for run in runs:
+            run.iterate()
+            run.seconds.extend(run.iterate() for _ in range(block))
+
+
 def loss(outputs: torch.Tensor, batch: list[torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(outputs, batch[1])
 
@@ -151,12 +162,7 @@ def compare(quota: float, hidden: int, arguments: argparse.Namespace) -> list[fl
         for order in orders
         for first in range(1, arguments.blocks)
     ]
-    for variant in variants:
-        variant.iterate()
-    for _ in range(arguments.rounds):
-        for variant in variants:
-            variant.iterate()
-            variant.seconds.extend(variant.iterate() for _ in range(arguments.block))
+    train_in_turns(variants, arguments.rounds, arguments.block)
     rows = []
     for variant in variants:
         formula, simulated = variant.plan.iteration_seconds, simulate_plan(variant.plan).seconds

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.common import print_table, start_ranks
-from benchmarks.pipeline.pipeline_stages import Trained, build_model, make_batch
+from benchmarks.pipeline.pipeline_stages import Trained, build_model, make_batch, train_in_turns
 from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.profile.as_profiled import as_profiled
 from colossal_hetero.planner.schedules.pass_order import SCHEDULES
@@ -58,12 +58,7 @@ def compare(quota: float, global_batch: int, arguments: argparse.Namespace) -> l
             keep=1,
         )[0].plan
         runs.append(Trained(plan, arguments.hidden, arguments))
-    for run in runs:
-        run.iterate()
-    for _ in range(arguments.rounds):
-        for run in runs:
-            run.iterate()
-            run.seconds.extend(run.iterate() for _ in range(arguments.block))
+    train_in_turns(runs, arguments.rounds, arguments.block)
     rows = []
     for number, run in enumerate(runs):
         predicted, measured = run.plan.iteration_seconds, run.median_seconds
