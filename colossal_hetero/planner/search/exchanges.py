@@ -45,15 +45,16 @@ class Exchanges:
                 best = self.placed.best(rows, best.seconds if best else float("inf")) or best
         return best
 
-    def improved(self, draft: Draft, most: int) -> Draft:
+    def improved(self, draft: Draft, most: int, seen: set[object] | None = None) -> Draft:
         """``draft``, or a faster one with other slots or other cuts.
 
         Args:
             draft: Of pipelines that are cut alike.
             most: Exchanges that are tried at most.
+            seen: Results of exchanges that are not tried; those that are tried are added.
         """
         best, left = draft, most
-        seen: set[object] = set()
+        seen = set() if seen is None else seen
         # If there are too many cuts to try them all, the cuts stay the same during exchanges.
         bounds = draft.splits[0].bounds
         fixed = not self.builder.chooses_cuts or all_bounds(bounds[-1], len(bounds) - 1) is None
@@ -82,6 +83,7 @@ class Exchanges:
         No single exchange makes a result of :meth:`improved` faster, but several together can.
         """
         best, slots, random = draft, sorted(self._node_of), Random(0)
+        seen: set[object] = set()
         for _ in range(times):
             rows = [list(row) for row in best.rows]
             for _ in range(RANDOM_EXCHANGES):
@@ -90,7 +92,7 @@ class Exchanges:
                 rows = [[swap.get(place, place) for place in row] for row in rows]
             changed = self.placed.best(tuple(map(tuple, rows)), float("inf"))
             if changed is not None:
-                best = min(best, self.improved(changed, most), key=lambda each: each.seconds)
+                best = min(best, self.improved(changed, most, seen), key=lambda each: each.seconds)
         return best
 
     def _with_best_cuts(self, draft: Draft, rows: Rows) -> Draft | None:

@@ -29,11 +29,11 @@ MAX_REORDERED_DEVICES = 96
 """Devices of all these candidates together: in small clusters more candidates than MAX_REORDERED are taken."""
 MAX_MIXED = 16
 """Candidates that are tried whose pipelines are cut alike on devices that are not alike."""
-STARTED, EXCHANGED, RESTARTED = 1600, 192, 64
+STARTED, EXCHANGED, RESTARTED = 1600, 192, 144
 """Shapes with other starts, with exchanges of slots, and with restarts of these, times devices."""
-EXCHANGES, RESTARTS = 6400, 128
+EXCHANGES, RESTARTS = 6400, 192
 """Exchanges and restarts per shape, times devices."""
-MAX_EXCHANGED, MAX_RESTARTED, MAX_EXCHANGES, MAX_RESTARTS = 12, 4, 400, 8
+MAX_EXCHANGED, MAX_RESTARTED, MAX_EXCHANGES, MAX_RESTARTS = 12, 12, 400, 16
 MANY_TYPES, FEW_DEVICES = 6, 12
 """All these numbers are for clusters with that many different types of slots, or with few devices. With more devices of
 fewer types less is tried, because most exchanges change nothing."""
@@ -247,7 +247,7 @@ class PlanSearch:
             return
         effort = 1.0 if devices <= FEW_DEVICES else min(max(types - 1, 2) / (MANY_TYPES - 1), 1.0) ** 2
 
-        def number(times_devices: int, most: int) -> int:
+        def number(times_devices: int, most: int, effort: float = effort) -> int:
             return math.ceil(effort * min(max(times_devices // devices, 1), most))
 
         exchanges = {pool: Exchanges(self.builder, pool) for pool in self.pools}
@@ -273,9 +273,9 @@ class PlanSearch:
                 best[shape] = exchanges[shape[0]].improved(best[shape], most)
                 self._add(("exchanged", *shape), best[shape])
         by_time.sort(key=lambda shape: best[shape].seconds)
-        for shape in by_time[: number(RESTARTED, MAX_RESTARTED)]:
+        for shape in by_time[: number(RESTARTED, MAX_RESTARTED, effort**2)]:
             if worth[shape] < self.best_seconds:
-                times = number(RESTARTS, MAX_RESTARTS)
+                times = number(RESTARTS, MAX_RESTARTS, effort**2)
                 self._add(("restarted", *shape), exchanges[shape[0]].restarted(best[shape], times, most // 2))
 
     def _types_of_slots(self) -> int:
