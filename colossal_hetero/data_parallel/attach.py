@@ -22,6 +22,8 @@ from .accumulation import GradientAccumulation
 from .batch_balancer import BatchBalancer
 from .config import BatchConfig
 from .loader import HeteroDataLoader
+from .loss_weights import weight_function
+from .training_loop.total_weight import CountedTotal, SampleTotal, TotalWeight
 
 __all__ = ["BatchSetup", "attach_batches", "profile_for"]
 
@@ -117,20 +119,26 @@ def attach_batches(
     optimizer: OptimizerWrapper,
     loader: HeteroDataLoader,
     lr_scheduler: LRScheduler | None,
-) -> BatchBalancer:
+) -> tuple[BatchBalancer, GradientAccumulation]:
     """Divide the loader's batches, and replace the methods that the training loop calls by ones for uneven batches.
 
     Returns:
-        What divides the batches again when the speed of a rank changes.
+        What divides the batches again when the speed of a rank changes, and what accumulates their gradients.
     """
+    replicas = max(setup.replica_of) + 1
+    total: TotalWeight = SampleTotal(replicas)
+    weight_of = weight_function(setup.config.weight_by)
+    if weight_of is not None:
+        loader.weigh_by(weight_of)
+        total = CountedTotal(replicas, model, equal_steps=setup.config.accumulation == "shared")
     timer = ForwardTimer(model, lambda: 1 if loader.current is None else max(1, loader.current.samples))
     balancer = BatchBalancer(setup.config, profile, setup.stage, loader, timer, setup.replica_of)
     accumulation = GradientAccumulation(
         loader,
-        max(setup.replica_of) + 1,
         setup.synchronize,
+        total,
         max_norm=setup.max_norm,
         on_step=balancer.on_step,
     )
     accumulation.attach(model, optimizer, lr_scheduler)
-    return balancer
+    return balancer, accumulation

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..planner.batches.allocation import ACCUMULATIONS, accumulation_named
 from ..profiling.training_step import TrainingStep, default_training_step
 
-__all__ = ["METHODS", "BatchConfig"]
+__all__ = ["METHODS", "WEIGHTS", "BatchConfig"]
 
+WEIGHTS = ("samples", "tokens", "next_tokens")
+"""What a loss can be a mean over, by name."""
 METHODS = ("exact", "uniform", "flops")
 """Methods to divide a global batch that training supports; the planner has more."""
 
@@ -49,6 +53,12 @@ class BatchConfig:
     training_step: TrainingStep = default_training_step
     """``(model, criterion, batch) -> mean loss``: the forward pass of the training loop, used for measuring."""
 
+    weight_by: str | Callable[[Any], Any] | None = None
+    """What the loss is a mean over, so that the losses of unequal micro-batches get the right weights. ``samples``;
+    ``tokens``: the labels that are not -100; ``next_tokens``: these without the first of each sequence, which causal
+    language models do not predict; or a function ``batch -> number`` of a batch of the loader, such as
+    ``lambda batch: batch["mask"].sum()``. None: found before training by comparing losses."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "accumulation", accumulation_named(self.accumulation, stacklevel=4))
         for name in ("global_batch_size", "max_micro_batch", "check_every"):
@@ -65,5 +75,9 @@ class BatchConfig:
         ):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
+        if not (self.weight_by is None or callable(self.weight_by) or self.weight_by in WEIGHTS):
+            raise ValueError(
+                f"weight_by={self.weight_by!r} is not one of {', '.join(WEIGHTS)}, nor a function of a batch"
+            )
         if not self.reallocate_above > 0 or math.isnan(self.reallocate_above):
             raise ValueError(f"reallocate_above={self.reallocate_above} must be above 0; inf switches it off")

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset
 
+from ..data_parallel.accumulation import GradientAccumulation
 from ..data_parallel.attach import BatchSetup, attach_batches, profile_for
 from ..data_parallel.batch_balancer import BatchBalancer
 from ..data_parallel.config import BatchConfig
-from ..data_parallel.loader import HeteroDataLoader, make_loader
+from ..data_parallel.loader import HeteroDataLoader, check_same_order, make_loader
 from ..profiling.batches.rank_profiler import describe
 from .part import PluginPart, TrainingObjects
 
@@ -38,6 +39,8 @@ class UnevenBatches(PluginPart):
     def __init__(self, config: BatchConfig) -> None:
         self.balancer: BatchBalancer | None = None
         """Divides the batches of the objects that were configured last; None before that."""
+        self.accumulation: GradientAccumulation | None = None
+        """Accumulates the gradients of the objects that were configured last; None before that."""
         self._config = config
         self._even_loaders: dict[int, tuple[DataLoader, dict[str, Any]]] = {}
         """Colossal-AI's loaders that were made here, by ``id``, each with the arguments it was made with."""
@@ -92,6 +95,7 @@ class UnevenBatches(PluginPart):
         if objects.optimizer is None:
             return objects
         loader = self._loader_to_train_with(plugin, objects.dataloader)
+        check_same_order(loader)
         self._description = describe(objects.model)
         return objects._replace(dataloader=loader)
 
@@ -104,7 +108,7 @@ class UnevenBatches(PluginPart):
 
     def attach(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
         """Divide the batches and accumulate their gradients; see ``PluginPart.attach``."""
-        self.balancer = attach_batches(
+        self.balancer, self.accumulation = attach_batches(
             self._setup, self._profile, objects.model, objects.optimizer, objects.dataloader, objects.lr_scheduler
         )
 

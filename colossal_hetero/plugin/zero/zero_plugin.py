@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class HeteroZeroPlugin(DPPluginBase):
         global_batch_size: samples per optimizer step, over all ranks.
         precision: ``fp32``, ``bf16`` or, below stage 3, ``fp16``.
         max_norm: clip gradients to this 2-norm; 0 for no clipping.
-        method, accumulation, profile, max_micro_batch, reallocate_above, check_every, training_step: see
+        method, accumulation, profile, max_micro_batch, reallocate_above, check_every, training_step, weight_by: see
             :class:`~colossal_hetero.data_parallel.config.BatchConfig`.
         options: further arguments of the stage's plugin; with ``"auto"``, of the plugins of all stages that have them.
 
@@ -65,6 +66,7 @@ class HeteroZeroPlugin(DPPluginBase):
         reallocate_above: float = 0.1,
         check_every: int | None = None,
         training_step: Callable | None = None,
+        weight_by: str | Callable | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -77,6 +79,7 @@ class HeteroZeroPlugin(DPPluginBase):
             max_micro_batch=max_micro_batch,
             reallocate_above=reallocate_above,
             check_every=check_every,
+            weight_by=weight_by,
             **chosen,
         )
         if not max_norm >= 0:
@@ -156,10 +159,17 @@ class HeteroZeroPlugin(DPPluginBase):
     # Answers of the stage's plugin -------------------------------------------------------------------------------
 
     def support_no_sync(self) -> bool:
-        return False
+        return True
 
-    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper) -> Iterator[None]:
-        raise RuntimeError("no_sync is not available: the plugin itself accumulates the gradients of a global batch")
+    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper) -> AbstractContextManager[None]:
+        """In the block, gradients are not summed over ranks in stages 0 and 1; a step needs a later backward pass.
+
+        Stages 2 and 3 keep gradients in shards, and sum them in every backward pass; the result is the same.
+        """
+        accumulation = self._uneven_batches.accumulation
+        if accumulation is None:
+            raise RuntimeError("no_sync is for training: call booster.boost with an optimizer before it")
+        return accumulation.no_sync() if self.stage in (0, 1) else nullcontext()
 
     def support_lora(self) -> bool:
         return self._inner.support_lora()

@@ -335,8 +335,9 @@ def train_with_a_plain_loader_at(stage: int) -> None:
         )
     (warning,) = (each for each in caught if "batch_size=4 is not used" in str(each.message))
     assert warning.filename == __file__  # the warning names the user's line
-    with pytest.raises(RuntimeError, match="is not from the loader"):
-        model(next(iter(DataLoader(Numbered(), 4)))[0])
+    inputs, targets = next(iter(DataLoader(Numbered(), 4)))
+    with pytest.raises(RuntimeError, match="no forward pass with a batch of the loader"):
+        optimizer.backward(criterion(model(inputs), targets))
     for inputs, targets in loader:
         optimizer.backward(criterion(model(inputs), targets))
         optimizer.step()
