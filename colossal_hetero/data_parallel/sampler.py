@@ -21,7 +21,7 @@ __all__ = ["Division", "GlobalBatchSampler", "MicroBatch"]
 
 Division = Callable[[int], Sequence[Sequence[int]]]
 """From the number of samples of a global batch to the micro-batch sizes of each rank, which sum to that number. If a
-size is 0, the rank runs a placeholder sample of weight zero in that micro-step. It must return the same on all ranks.
+size is 0, the rank runs placeholder samples of weight zero in that micro-step. It must return the same on all ranks.
 """
 
 
@@ -30,7 +30,7 @@ class MicroBatch:
     """Position and size of one micro-batch of this rank."""
 
     samples: int
-    """Number of samples; 0 means that the batch is one placeholder sample of weight zero."""
+    """Number of samples; 0 means that the batch has only placeholder samples, of weight zero."""
 
     global_samples: int
     """Number of samples of its global batch, over all ranks."""
@@ -109,6 +109,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
             self._rest = 0
         self.global_batches: int = full + (self._rest > 0)
         """Number of global batches, i.e. optimizer steps, in an epoch."""
+
+        self.placeholders = 1
+        """Number of samples of weight zero in a micro-batch without samples: the fewest that the model trains with."""
 
         self.record: deque[MicroBatch] | None = None
         """If a loader sets it, every micro-batch that is drawn is appended; drawing may run ahead of what the loader
@@ -235,7 +238,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 micro_batch = MicroBatch(size, samples, global_batch, is_last=step == len(part.sizes) - 1)
                 if self.record is not None:
                     self.record.append(micro_batch)
-                yield micro_batch, indices[done : done + size] if size else self._indices(first, 1)
+                yield micro_batch, indices[done : done + size] if size else self._indices(first, self.placeholders)
                 if iteration != self._iterations:
                     raise RuntimeError(
                         "another iteration over this sampler has begun; use a sampler for each of two simultaneous "
