@@ -67,7 +67,7 @@ RULES: dict[str, set[str]] = {
     "profiling": {"accelerator"},
     "profiling/batches": {"accelerator", "processes", "planner/*", "profiling"},
     "profiling/layers": {"accelerator", "layers", "processes", "planner/*", "profiling", "profiling/batches"},
-    "data_parallel": {"accelerator", "planner/*", "profiling", "profiling/*"},
+    "data_parallel": {"io", "accelerator", "processes", "planner/*", "profiling", "profiling/*"},
     "pipeline_parallel": {"io", "planner/*", "profiling", "profiling/*"},
     "probe": {"processes", "planner/cluster", "profiling"},
     "plugin": {"accelerator", "data_parallel", "profiling/batches"},
