@@ -42,7 +42,7 @@ from colossal_hetero.profiling.training_step import TrialRun, default_training_s
 from colossalai.interface import OptimizerWrapper
 
 CPU = torch.device("cpu")
-ITERATIONS = 3
+ITERATIONS = 2
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ IMAGE = (torch.zeros(3, 32, 32), torch.tensor(0))
 SMALL = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
 CASES = {
     "GPT-2": Case(
-        partial(language_model, "GPT2", n_layer=2, n_embd=64, n_head=2, vocab_size=50_257), words(16), (300, 600)
+        partial(language_model, "GPT2", n_layer=2, n_embd=64, n_head=2, vocab_size=50_257), words(16), (400, 800)
     ),
-    "Llama": Case(partial(language_model, "Llama", **SMALL, vocab_size=32_000), words(32), (300, 600)),
-    "BERT": Case(partial(language_model, "Bert", **SMALL, vocab_size=30_522), words(32), (300, 600)),
+    "Llama": Case(partial(language_model, "Llama", **SMALL, vocab_size=32_000), words(32), (400, 800)),
+    "BERT": Case(partial(language_model, "Bert", **SMALL, vocab_size=30_522), words(32), (400, 800)),
     "T5": Case(
         partial(
             language_model,
@@ -88,7 +88,7 @@ CASES = {
             decoder_start_token_id=0,
         ),
         words(24),
-        (300, 600),
+        (400, 800),
     ),
     "ViT": Case(
         partial(
@@ -120,11 +120,9 @@ CASES = {
         (40, 100),
     ),
     "MLP": Case(
-        lambda: nn.Sequential(
-            nn.Flatten(), nn.Linear(3072, 1024), nn.BatchNorm1d(1024), nn.ReLU(), nn.Linear(1024, 10_000)
-        ),
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10_000)),
         IMAGE,
-        (150, 250),
+        (30, 50),
     ),
 }
 EXACT = {

@@ -58,7 +58,7 @@ for most of a tenth of a second each time."""
 STEADY_SPREAD = 1.25
 """Largest ratio of the longest to the shortest run, without the first one, of runs that take about equally long."""
 
-RESERVE = 0.05
+RESERVE = 0.03
 """Share of the memory left for micro-batches that is kept free; see [Note: reserve]."""
 
 STRAIGHT = 0.03
