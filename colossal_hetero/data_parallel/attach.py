@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..accelerator import get_accelerator
-from ..planner.batches.batch_profile import BatchProfile, load_profile, save_profile
-from ..profiling.batches.device_profiler import device_name
+from ..planner.batches.batch_profile import BatchProfile
+from ..processes.every_rank import on_every_rank
 from ..profiling.batches.forward_timer import ForwardTimer
+from ..profiling.batches.loss_check import check_loss
 from ..profiling.batches.rank_profiler import ModelDescription, profile_ranks
+from ..profiling.batches.speed_check import change_of
+from ..profiling.preserved_state import inner_optimizer, preserved_state
 from ..profiling.training_step import TrialRun
 from .accumulation import GradientAccumulation
 from .batch_balancer import BatchBalancer
 from .config import BatchConfig
 from .loader import HeteroDataLoader
 from .loss_weights import weight_function
+from .saved_profile import CachedProfile, ProfileFile, context_of, print_on_rank_0
 from .training_loop.total_weight import CountedTotal, SampleTotal, TotalWeight
 
 __all__ = ["BatchSetup", "attach_batches", "profile_for"]
@@ -45,33 +46,6 @@ class BatchSetup:
     """Gradients are clipped to this norm before the step; 0 if there is no clipping or the optimizer does it."""
 
 
-def _existing_profile(setup: BatchSetup, description: ModelDescription) -> BatchProfile | None:
-    """The user's profile file, checked against devices and model; None if it does not exist yet. Every rank calls it.
-
-    Raises:
-        ValueError: on every rank, if the file is not a profile, or belongs to other devices or another model.
-    """
-    path = setup.config.profile
-    found: list[Any] = [None] * dist.get_world_size()
-    device = device_name(get_accelerator().get_current_device())
-    dist.all_gather_object(found, (path is not None and Path(path).exists(), device))
-    if path is None or not any(exists for exists, _ in found):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ValueError(
-                f"profile={str(path)!r} cannot be written: {Path(path).absolute().parent} is not a directory"
-            )
-        return None
-    missing = [rank for rank, (exists, _) in enumerate(found) if not exists]
-    if missing:
-        raise ValueError(f"profile={str(path)!r} does not exist on ranks {missing}; copy it to their machines")
-    profile = load_profile(path)
-    devices = [""] * (max(setup.replica_of) + 1)
-    for (_, device), replica in zip(found, setup.replica_of, strict=True):
-        devices[replica] = f"{devices[replica]} + {device}" if devices[replica] else device
-    profile.check_fits(devices, description.digest, stage=setup.stage, precision=setup.precision)
-    return profile
-
-
 def profile_for(
     setup: BatchSetup,
     description: ModelDescription,
@@ -80,11 +54,14 @@ def profile_for(
     criterion: Callable | None,
     loader: HeteroDataLoader,
 ) -> BatchProfile:
-    """The profile in the user's file, or a new one; a new one is written to that file.
+    """The profile in the user's file, or of an earlier run, or a new one, which is written to that file.
+
+    Every rank calls it. The user's loss is checked first in any case.
 
     Raises:
-        ValueError: the file is not a profile, or belongs to other devices or another model; or the model has layers
-            with collectives, which would never end if the ranks ran different numbers of micro-batches.
+        ValueError: the file is not a profile, or belongs to other devices or another model, or cannot be written; the
+            loss is no finite mean; the model needs larger micro-batches than are allowed; or it has layers with
+            collectives, which would never end if the ranks ran different numbers of micro-batches.
         RuntimeError: measuring failed.
     """
     config = setup.config
@@ -93,22 +70,78 @@ def profile_for(
             'with accumulation="per_rank" the ranks run different numbers of micro-batches, but SyncBatchNorm (stage 0 '
             'converts BatchNorm to it) waits for all ranks in each micro-batch; use accumulation="shared"'
         )
-    profile = _existing_profile(setup, description)
-    if profile is not None:
-        return profile
-    profile = profile_ranks(
-        model,
+    cap = min(config.global_batch_size, config.max_micro_batch or config.global_batch_size)
+    trial = TrialRun(model, optimizer, criterion, config.training_step, loader)
+    file, cached = None, None
+    if config.profile is not None:
+        file = ProfileFile(config.profile)
+        profile = file.read(setup.replica_of, description, setup.stage, setup.precision, cap)
+        if profile is None:
+            file.check_writable()
+        check_loss(trial)
+    else:
+        check_loss(trial)
+        cached = _cached_profile(setup, description, trial, criterion, cap)
+        profile = _still_right(setup, cached, trial)
+    if profile is None:
+        profile = profile_ranks(
+            model,
+            optimizer,
+            trial,
+            description,
+            stage=setup.stage,
+            precision=setup.precision,
+            cap=cap,
+            synchronize=setup.synchronize,
+            replica_of=setup.replica_of,
+        )
+        for place in (file, cached):
+            if place is not None:
+                place.write(profile)
+    smallest = max(kind.min_batch for kind in profile.kinds)
+    if cap < smallest:
+        raise ValueError(
+            f"the model trains with micro-batches of at least {smallest} samples, but max_micro_batch={cap}; allow more"
+        )
+    return profile
+
+
+def _cached_profile(
+    setup: BatchSetup, description: ModelDescription, trial: TrialRun, criterion: Callable | None, cap: int
+) -> CachedProfile:
+    """The place of this run's profile among those of other runs."""
+    step, optimizer = setup.config.training_step, inner_optimizer(trial.optimizer)
+    with preserved_state(trial.model, trial.optimizer):
+        samples = trial.batch([0])
+    context = context_of(
+        trial.model,
         optimizer,
-        TrialRun(model, optimizer, criterion, config.training_step, loader),
+        samples,
         description,
         stage=setup.stage,
         precision=setup.precision,
-        cap=min(config.global_batch_size, config.max_micro_batch or config.global_batch_size),
-        synchronize=setup.synchronize,
-        replica_of=setup.replica_of,
+        cap=cap,
+        replica_of=list(setup.replica_of),
+        training_step=f"{step.__module__}.{getattr(step, '__qualname__', type(step).__qualname__)}",
+        criterion=criterion if criterion is None else getattr(criterion, "__qualname__", repr(criterion)),
     )
-    if config.profile is not None and dist.get_rank() == 0:
-        save_profile(profile, config.profile)
+    return CachedProfile(setup.config.profile_cache, context)
+
+
+def _still_right(setup: BatchSetup, cached: CachedProfile, trial: TrialRun) -> BatchProfile | None:
+    """The profile of an earlier run, if every rank's memory and speed are still as measured. Every rank calls it."""
+    profile = cached.read()
+    if profile is None:
+        return None
+    device = profile.kinds[profile.ranks[setup.replica_of[dist.get_rank()]]]
+    changes = on_every_rank(
+        lambda: change_of(device, trial, setup.synchronize, setup.stage), "checking an earlier profile"
+    )
+    changed = [f"rank {rank}: {words}" for rank, words in enumerate(changes) if words is not None]
+    if changed:
+        print_on_rank_0(f"the profile of an earlier run is not right any more ({'; '.join(changed)}); measuring again")
+        return None
+    print_on_rank_0(f"memory and speed of each device are those of an earlier run ({cached.path})")
     return profile
 
 
@@ -131,6 +164,7 @@ def attach_batches(
     if weight_of is not None:
         loader.weigh_by(weight_of)
         total = CountedTotal(replicas, model, equal_steps=setup.config.accumulation == "shared")
+    loader.set_placeholders(max(kind.min_batch for kind in profile.kinds))
     timer = ForwardTimer(model, lambda: 1 if loader.current is None else max(1, loader.current.samples))
     balancer = BatchBalancer(setup.config, profile, setup.stage, loader, timer, setup.replica_of)
     accumulation = GradientAccumulation(

@@ -40,6 +40,11 @@ class BatchConfig:
     """Path of a profile file. If the file exists, it is used instead of measuring; otherwise it is written after
     measuring."""
 
+    profile_cache: str | Path | None = None
+    """The folder in which profiles are kept for the next run with the same model, data and devices; not used with
+    ``profile``. None means ``$XDG_CACHE_HOME/colossal_hetero`` or ``~/.cache/colossal_hetero``; "" means not to keep
+    them."""
+
     max_micro_batch: int | None = None
     """Largest micro-batch, in samples, that a rank runs or tries. None: only memory sets the limit."""
 

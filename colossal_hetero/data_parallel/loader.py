@@ -123,6 +123,10 @@ class HeteroDataLoader(DataLoader[Any]):
         """See :attr:`GlobalBatchSampler.drawn_global_batch`."""
         return self._global_sampler.drawn_global_batch
 
+    def set_placeholders(self, samples: int) -> None:
+        """Set how many samples of weight zero a micro-batch without samples has."""
+        self._global_sampler.placeholders = samples
+
     def divide_by(self, division: Division, *, from_global_batch: int = 0) -> None:
         """See :meth:`GlobalBatchSampler.divide_by`."""
         self._global_sampler.divide_by(division, from_global_batch=from_global_batch)

@@ -27,7 +27,7 @@ __all__ = ["Division", "GlobalBatchSampler"]
 
 Division = Callable[[int], Sequence[Sequence[int]]]
 """From the number of samples of a global batch to the micro-batch sizes of each rank, which sum to that number. If a
-size is 0, the rank runs a placeholder sample of weight zero in that micro-step. It must return the same on all ranks.
+size is 0, the rank runs placeholder samples of weight zero in that micro-step. It must return the same on all ranks.
 """
 
 
@@ -103,6 +103,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
             self._rest = 0
         self.global_batches: int = full + (self._rest > 0)
         """Number of global batches, i.e. optimizer steps, in an epoch."""
+
+        self.placeholders = 1
+        """Number of samples of weight zero in a micro-batch without samples: the fewest that the model trains with."""
 
         self.record: deque[MicroBatch] | None = None
         """If a loader sets it, every micro-batch that is drawn is appended; drawing may run ahead of what the loader
@@ -247,7 +250,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 micro_batch = MicroBatch(size, samples, global_batch, step, is_last=step == len(part.sizes) - 1)
                 if self.record is not None:
                     self.record.append(micro_batch)
-                yield micro_batch, indices[done : done + size] if size else self._indices(first, 1)
+                yield micro_batch, indices[done : done + size] if size else self._indices(first, self.placeholders)
                 if iteration != self._iterations:
                     raise RuntimeError(
                         "another iteration over this sampler has begun; use a sampler for each of two simultaneous "

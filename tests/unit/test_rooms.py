@@ -68,7 +68,9 @@ RULES: dict[str, set[str]] = {
     "profiling/batches": {"accelerator", "processes", "planner/*", "profiling"},
     "profiling/layers": {"accelerator", "layers", "processes", "planner/*", "profiling", "profiling/batches"},
     "data_parallel/training_loop": {"accelerator", "profiling"},
-    "data_parallel": {"accelerator", "planner/*", "profiling", "profiling/*", "data_parallel/training_loop"},
+    "data_parallel": {
+        *("io", "accelerator", "processes", "planner/*", "profiling", "profiling/*", "data_parallel/training_loop"),
+    },
     "pipeline_parallel": {"io", "planner/*", "profiling", "profiling/*"},
     "probe": {"processes", "planner/cluster", "profiling"},
     "plugin": {"accelerator", "data_parallel", "profiling/batches"},

@@ -12,7 +12,7 @@ class MicroBatch:
     """Position and size of one micro-batch of this rank."""
 
     samples: int
-    """Number of samples; 0 means that the batch is one placeholder sample of weight zero."""
+    """Number of samples; 0 means that the batch has only placeholder samples, of weight zero."""
 
     global_samples: int
     """Number of samples of its global batch, over all ranks."""

@@ -10,7 +10,8 @@ stage:
   m samples over all ranks and a last one with the remainder,
   ``wall = full·(max_i seconds_i[b_i] + comm) + (max_i seconds_i[r_i] + comm)``.
 
-If a rank has no samples in a micro-step, it runs one sample of weight zero, which takes the time of one sample.
+If a rank has no samples in a micro-step, it runs one sample of weight zero (``min_batch`` samples, if the model cannot
+train with fewer), which takes the time of one sample.
 """
 
 from __future__ import annotations
@@ -182,8 +183,8 @@ def evaluate(
     """The allocation with the given shares, its times read from the curves.
 
     Raises:
-        ValueError: a micro-batch is larger than its rank holds, or in stages 2 and 3 the ranks have different numbers
-            of micro-steps.
+        ValueError: a micro-batch is larger than its rank holds or smaller than the model trains with, or in stages 2
+            and 3 the ranks have different numbers of micro-steps.
     """
     known: dict[tuple[int, Runs], float] = {}
     for rank, (curve, share) in enumerate(zip(curves, shares, strict=True)):
@@ -192,6 +193,12 @@ def evaluate(
         if share.micro_batch > curve.max_batch:
             raise ValueError(
                 f"rank {rank} holds at most {curve.max_batch} samples, not a micro-batch of {share.micro_batch}"
+            )
+        smallest = min((size for size, _ in share.runs if size > 0), default=curve.min_batch)
+        if smallest < curve.min_batch:
+            raise ValueError(
+                f"rank {rank} has a micro-batch of {smallest}, but the model trains with at least {curve.min_batch} "
+                "samples; use method='exact', or another global batch size"
             )
         known[id(curve), share.runs] = math.fsum(count * float(curve.seconds[size]) for size, count in share.runs)
     busy = tuple(known[id(curve), share.runs] for curve, share in zip(curves, shares, strict=True))
@@ -247,6 +254,18 @@ def _check(
             f"accumulation='per_rank' is not possible with stage={stage}: in stages 2 and 3 the ranks synchronize at "
             "every micro-step, so all must run the same number of micro-steps; use accumulation='shared', or stage 0 "
             "or 1"
+        )
+    min_batch = max(curve.min_batch for curve in curves)
+    if global_batch_size < min_batch:
+        raise ValueError(
+            f"a global batch of {global_batch_size} cannot be run, because the model trains with at least {min_batch} "
+            "samples (it has a batch normalization); use drop_last=True if it is the last one of an epoch, or another "
+            "global batch size"
+        )
+    if accumulation == "per_rank" and min_batch > 1:
+        raise ValueError(
+            f"accumulation='per_rank' is not possible with a model that trains with at least {min_batch} samples (it "
+            "has a batch normalization), because a rank's last micro-batch may be smaller; use accumulation='shared'"
         )
     if not (communication_seconds >= 0 and math.isfinite(communication_seconds)):
         raise ValueError(f"communication_seconds={communication_seconds} must be finite and at least 0")

@@ -19,9 +19,13 @@ from ...processes.every_rank import on_every_rank
 from ..aborted_step import abort_step
 from ..local_collectives import local_collectives
 from ..preserved_state import preserved_state
+from ..progress_display import ProgressDisplay
 from ..training_step import TrialRun
-from .device_profiler import BatchProgress, optimizer_state_bytes, peak_flops, profile_device
+from .device_profiler import peak_flops, profile_device
 from .forward_timer import ForwardTimer
+from .optimizer_state import optimizer_state_bytes
+from .progress import BatchProgress
+from .smallest_batch import smallest_batch
 
 __all__ = ["ModelDescription", "describe", "profile_ranks"]
 
@@ -99,11 +103,17 @@ def profile_ranks(
         seconds = trial(samples)
         return seconds, sum(forward for _, forward in watch.take())
 
+    def find_smallest() -> int:
+        """The fewest samples that this rank can train with. Errors of the training step show here, without others."""
+        synchronize(stage != 0)
+        with local_collectives(model):
+            return smallest_batch(run, cap, lambda: abort_step(model, optimizer))
+
     def communicate_first() -> None:
         """Let libraries allocate the memory that they keep for communication: connections, threads, final buckets."""
         synchronize(True)
         for _ in range(FIRST_STEPS):
-            run(1)
+            run(smallest)
 
     def measure() -> tuple[DeviceProfile, int]:
         to_come = optimizer_state_bytes(optimizer)
@@ -117,6 +127,7 @@ def profile_ranks(
                 cap,
                 state_bytes_to_come=to_come,
                 device=here,
+                smallest=smallest,
                 on_progress=tell,
                 abort=lambda: abort_step(model, optimizer),
                 flops=peak_flops(here),
@@ -124,20 +135,21 @@ def profile_ranks(
         return device, to_come
 
     def synchronization_seconds() -> float:
-        """How much longer a step of one sample takes with communication. It includes waiting for other ranks."""
+        """How much longer a step of few samples takes with communication. It includes waiting for other ranks."""
         local, synchronized = [], []
         for _ in range(SYNCHRONIZATIONS + 1):
             synchronize(stage != 0)
             with local_collectives(model):
-                local.append(run(1)[0])
+                local.append(run(smallest)[0])
             synchronize(True)
             dist.barrier()
-            synchronized.append(run(1)[0])
+            synchronized.append(run(smallest)[0])
         return statistics.median(synchronized[1:]) - statistics.median(local[1:])
 
     watch = ForwardTimer(model, lambda: size)
     try:
         with preserved_state(model, optimizer), _progress() as tell:
+            smallest = max(on_every_rank(find_smallest, "a first training step"))
             communicate_first()
             measured = on_every_rank(measure, "measuring batches")
             devices = [device for device, _ in measured]
@@ -178,6 +190,7 @@ def _slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
             "sample_bytes": max(device.sample_bytes for device in devices),
             "max_batch": min(device.max_batch for device in devices),
             "memory_bound": any(device.memory_bound for device in devices),
+            "min_batch": max(device.min_batch for device in devices),
             "points": tuple(
                 max((points[batch] for points in times), key=lambda point: point.seconds) for batch in common
             ),
@@ -202,12 +215,10 @@ def _identity(description: ModelDescription, stage: int, precision: str, state_b
 
 @contextmanager
 def _progress() -> Iterator[Callable[[BatchProgress], None]]:
-    """Show on rank 0 what is being measured; yields the function to call with the progress."""
+    """Show on rank 0 what it measures, and how long it still takes; yields the function to call with the progress."""
     if dist.get_rank() != 0:
         yield lambda progress: None
         return
-    with Console(stderr=True).status("measuring memory and speed of each device") as status:
-        yield lambda progress: status.update(
-            f"measuring memory and speed of each device: {progress.action}, {progress.batch} samples, "
-            f"pass {progress.runs + 1}"
-        )
+    console = Console(stderr=True)
+    with console.status("measuring memory and speed of each device") as status:
+        yield ProgressDisplay(console, status)

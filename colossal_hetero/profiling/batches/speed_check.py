@@ -1,0 +1,71 @@
+"""Check, in a fraction of a second, whether a profile of an earlier run still describes this device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ...accelerator import get_accelerator
+from ...planner.batches.batch_profile import DeviceProfile
+from ..aborted_step import abort_step
+from ..local_collectives import local_collectives
+from ..memory import is_out_of_memory, memory_limit, recover
+from ..preserved_state import preserved_state
+from ..training_step import TrialRun
+from .device_profiler import STEADY_SECONDS
+
+__all__ = ["MAX_CHANGE", "change_of", "size_to_check"]
+
+MAX_CHANGE = 1.2
+"""Largest factor between a time now and in the profile, in both directions, with which the profile is still used."""
+
+MAX_RUNS = 30
+"""Largest number of passes of the check."""
+
+
+def size_to_check(device: DeviceProfile) -> int:
+    """The largest timed size of which some passes take no longer than the check; else the smallest timed size."""
+    short = [point.batch for point in device.points if point.seconds <= STEADY_SECONDS / 2]
+    return max(short, default=device.points[0].batch)
+
+
+def change_of(device: DeviceProfile, trial: TrialRun, synchronize: Callable[[bool], None], stage: int) -> str | None:
+    """What differs from ``device``, the profile of this rank's device, in words; None if it is still right.
+
+    The passes run without communication, and leave no trace. ``synchronize`` is that of
+    :func:`.rank_profiler.profile_ranks`.
+    """
+    limit = memory_limit(get_accelerator().get_current_device())
+    needed = device.state_bytes + device.max_batch * device.sample_bytes
+    if limit.bytes < needed:
+        return f"{limit.bytes / 2**30:.2f} GiB of memory can be used, but {needed / 2**30:.2f} GiB are needed"
+    batch = size_to_check(device)
+    expected = next(point.seconds for point in device.points if point.batch == batch)
+    try:
+        with preserved_state(trial.model, trial.optimizer):
+            synchronize(stage != 0)
+            with local_collectives(trial.model):
+                seconds = _seconds(trial, batch)
+            trial.optimizer.zero_grad()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        recover(error)
+        abort_step(trial.model, trial.optimizer)
+        return f"a micro-batch of {batch} samples runs out of memory"
+    finally:
+        trial.release()
+        synchronize(True)
+    if 1 / MAX_CHANGE <= seconds / expected <= MAX_CHANGE:
+        return None
+    return f"a micro-batch of {batch} samples takes {seconds:.3g} s, but took {expected:.3g} s"
+
+
+def _seconds(trial: TrialRun, batch: int) -> float:
+    """Mean time of passes, repeated as long as it takes to see a throttled device stop."""
+    trial(batch)  # prepares libraries
+    times: list[float] = []
+    begin = time.perf_counter()
+    while not times or (time.perf_counter() - begin < STEADY_SECONDS and len(times) < MAX_RUNS):
+        times.append(trial(batch))
+    return sum(times) / len(times)
