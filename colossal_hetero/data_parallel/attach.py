@@ -15,12 +15,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..accelerator import get_accelerator
 from ..planner.batches.batch_profile import BatchProfile, load_profile, save_profile
 from ..profiling.batches.device_profiler import device_name
-from ..profiling.batches.forward_timer import ForwardTimer
 from ..profiling.batches.rank_profiler import ModelDescription, profile_ranks
 from ..profiling.training_step import TrialRun
 from .accumulation import GradientAccumulation
-from .batch_balancer import BatchBalancer
+from .batch_balancer import BatchBalancer, GlobalBatchTimer, divider_of
+from .busy_timer import BusyTimer
 from .config import BatchConfig
+from .forward_only_timer import ForwardOnlyTimer, forward_curve
 from .loader import HeteroDataLoader
 
 __all__ = ["BatchSetup", "attach_batches", "profile_for"]
@@ -123,7 +124,7 @@ def attach_batches(
     Returns:
         What divides the batches again when the speed of a rank changes.
     """
-    timer = ForwardTimer(model, lambda: 1 if loader.current is None else max(1, loader.current.samples))
+    timer = _timer(setup, profile, model, optimizer, loader)
     balancer = BatchBalancer(setup.config, profile, setup.stage, loader, timer, setup.replica_of)
     accumulation = GradientAccumulation(
         loader,
@@ -134,3 +135,24 @@ def attach_batches(
     )
     accumulation.attach(model, optimizer, lr_scheduler)
     return balancer
+
+
+def _timer(
+    setup: BatchSetup,
+    profile: BatchProfile,
+    model: ModelWrapper,
+    optimizer: OptimizerWrapper,
+    loader: HeteroDataLoader,
+) -> GlobalBatchTimer:
+    """What times this rank's global batches. It must be attached before gradients are accumulated, so that it sees the
+    optimizer's steps only."""
+    if setup.stage == 3 and get_accelerator().name != "cpu":
+        replica = setup.replica_of[dist.get_rank()]
+        whole = divider_of(setup.config, profile, setup.stage).curves[replica]
+        forward = forward_curve(profile.kinds[profile.ranks[replica]], whole.max_batch)
+        if forward is not None:
+            return ForwardOnlyTimer(model, loader, whole, forward)
+    timer = BusyTimer(setup.replica_of)
+    timer.attach(optimizer)
+    loader.load_timer = timer
+    return timer

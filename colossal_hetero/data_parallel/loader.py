@@ -6,7 +6,7 @@ import functools
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from .sampler import Division, GlobalBatchSampler, MicroBatch
 
 __all__ = ["HeteroDataLoader", "make_loader"]
+
+
+class LoadTimer(Protocol):
+    """Is told when the training loop waits for data."""
+
+    def before_batch(self) -> None: ...
+
+    def after_batch(self, samples: int | None) -> None:
+        """``samples`` is None if there is no other micro-batch, or if loading it failed."""
 
 
 class HeteroDataLoader(DataLoader[Any]):
@@ -42,6 +51,9 @@ class HeteroDataLoader(DataLoader[Any]):
         object.__setattr__(self, "sampler", batch_sampler)
         self._global_sampler = batch_sampler
         self._iteration = 0
+
+        self.load_timer: LoadTimer | None = None
+        """Is told when the loop waits for the next micro-batch."""
 
         self.current: MicroBatch | None = None
         """The micro-batch returned last; None between ``iter()`` and the first micro-batch."""
@@ -156,8 +168,13 @@ class _Iteration:
                 "this iteration over the data loader is no longer valid: another one began, a state was loaded or a "
                 "batch failed; begin a new iteration, and use a second loader to read the data for another purpose"
             )
+        timer = loader.load_timer
+        if timer is not None:
+            timer.before_batch()
+        micro_batch: MicroBatch | None = None
         try:
             batch = next(self._batches)
+            micro_batch = self._record.popleft()
         except StopIteration:
             loader._global_sampler.end_epoch()
             raise
@@ -165,7 +182,10 @@ class _Iteration:
             # Continuing with the next batch would put this rank one micro-step ahead of the others.
             loader._reset()
             raise
-        loader._set_current(self._record.popleft())
+        finally:
+            if timer is not None:
+                timer.after_batch(None if micro_batch is None else micro_batch.samples)
+        loader._set_current(micro_batch)
         return batch
 
     def __len__(self) -> int:

@@ -62,7 +62,7 @@ class HeteroZeroPlugin(DPPluginBase):
         accumulation: str = "shared",
         profile: str | Path | None = None,
         max_micro_batch: int | None = None,
-        reallocate_above: float = 0.1,
+        reallocate_above: float = 0.02,
         check_every: int | None = None,
         training_step: Callable | None = None,
         **options: Any,
