@@ -10,17 +10,19 @@ from colossalai.interface import ModelWrapper, OptimizerWrapper
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..accelerator import get_accelerator
 from ..planner.batches.batch_profile import BatchProfile
 from ..processes.every_rank import on_every_rank
-from ..profiling.batches.forward_timer import ForwardTimer
 from ..profiling.batches.loss_check import check_loss
 from ..profiling.batches.rank_profiler import ModelDescription, profile_ranks
 from ..profiling.batches.speed_check import change_of
 from ..profiling.preserved_state import inner_optimizer, preserved_state
 from ..profiling.training_step import TrialRun
 from .accumulation import GradientAccumulation
-from .batch_balancer import BatchBalancer
+from .batch_balancer import BatchBalancer, GlobalBatchTimer, divider_of
+from .busy_timer import BusyTimer
 from .config import BatchConfig
+from .forward_only_timer import ForwardOnlyTimer, forward_curve
 from .loader import HeteroDataLoader
 from .loss_weights import weight_function
 from .saved_profile import CachedProfile, ProfileFile, context_of, print_on_rank_0
@@ -165,7 +167,7 @@ def attach_batches(
         loader.weigh_by(weight_of)
         total = CountedTotal(replicas, model, equal_steps=setup.config.accumulation == "shared")
     loader.set_placeholders(max(kind.min_batch for kind in profile.kinds))
-    timer = ForwardTimer(model, lambda: 1 if loader.current is None else max(1, loader.current.samples))
+    timer = _timer(setup, profile, model, optimizer, loader)
     balancer = BatchBalancer(setup.config, profile, setup.stage, loader, timer, setup.replica_of)
     accumulation = GradientAccumulation(
         loader,
@@ -176,3 +178,25 @@ def attach_batches(
     )
     accumulation.attach(model, optimizer, lr_scheduler)
     return balancer, accumulation
+
+
+
+def _timer(
+    setup: BatchSetup,
+    profile: BatchProfile,
+    model: ModelWrapper,
+    optimizer: OptimizerWrapper,
+    loader: HeteroDataLoader,
+) -> GlobalBatchTimer:
+    """What times this rank's global batches. It must be attached before gradients are accumulated, so that it sees the
+    optimizer's steps only."""
+    if setup.stage == 3 and get_accelerator().name != "cpu":
+        replica = setup.replica_of[dist.get_rank()]
+        whole = divider_of(setup.config, profile, setup.stage).curves[replica]
+        forward = forward_curve(profile.kinds[profile.ranks[replica]], whole.max_batch)
+        if forward is not None:
+            return ForwardOnlyTimer(model, loader, whole, forward)
+    timer = BusyTimer(setup.replica_of)
+    timer.attach(optimizer)
+    loader.load_timer = timer
+    return timer

@@ -48,12 +48,14 @@ class BatchConfig:
     max_micro_batch: int | None = None
     """Largest micro-batch, in samples, that a rank runs or tries. None: only memory sets the limit."""
 
-    reallocate_above: float = 0.1
-    """If a rank's speed changes by more than this share (0.1 = 10 %), global batches are divided again; ``inf``:
-    never."""
+    reallocate_above: float = 0.02
+    """Global batches are divided again if that is predicted to make them faster by more than this share (0.02 = 2 %),
+    and by more than the noise of the measured times; ``inf``: never."""
 
     check_every: int | None = None
-    """Number of global batches between two checks of the ranks' speed. None: at the end of each epoch."""
+    """Number of global batches between two checks of the ranks' speed. None: at the end of each epoch. With fewer than
+    five, a check may have to wait for the next one, because the first two global batches of a division do not count and
+    a speed is computed from three."""
 
     training_step: TrainingStep = default_training_step
     """``(model, criterion, batch) -> mean loss``: the forward pass of the training loop, used for measuring."""

@@ -8,7 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,15 @@ from .training_loop.sums import sum_over_ranks
 from .training_loop.tagged_tensor import tagged
 
 __all__ = ["HeteroDataLoader", "check_same_order", "make_loader"]
+
+
+class LoadTimer(Protocol):
+    """Is told when the training loop waits for data."""
+
+    def before_batch(self) -> None: ...
+
+    def after_batch(self, samples: int | None) -> None:
+        """``samples`` is None if there is no other micro-batch, or if loading it failed."""
 
 
 class HeteroDataLoader(DataLoader[Any]):
@@ -53,6 +62,9 @@ class HeteroDataLoader(DataLoader[Any]):
         self._progress: Progress | None = None
         self._weight_of: Callable[[Any], Any] | None = None
         self._sums: dict[str, tuple[float, float]] = {}
+
+        self.load_timer: LoadTimer | None = None
+        """Is told when the loop waits for the next micro-batch."""
 
     @property
     def current(self) -> MicroBatch | None:
@@ -238,8 +250,13 @@ class _Iteration:
                 "this iteration over the data loader is no longer valid: another one began, a state was loaded or a "
                 "batch failed; begin a new iteration, and use a second loader to read the data for another purpose"
             )
+        timer = loader.load_timer
+        if timer is not None:
+            timer.before_batch()
+        micro_batch: MicroBatch | None = None
         try:
             batch = next(self._batches)
+            micro_batch = self._record.popleft()
         except StopIteration:
             loader._global_sampler.end_epoch()
             raise
@@ -247,7 +264,11 @@ class _Iteration:
             # Continuing with the next batch would put this rank one micro-step ahead of the others.
             loader._reset()
             raise
-        return loader._draw(self._record.popleft(), batch)
+        finally:
+            if timer is not None:
+                timer.after_batch(None if micro_batch is None else micro_batch.samples)
+        assert micro_batch is not None
+        return loader._draw(micro_batch, batch)
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -91,6 +91,8 @@ class DeviceProfile(FilePart):
     sample and channel."""
     points: tuple[TimedBatch, ...]
     """Measured times, by ascending batch."""
+    step_seconds: Seconds | None = None
+    """Time of the optimizer's step at the profile's stage, without collectives; None if it was not measured."""
     flops: Flops | None = None
     """Nominal or measured FLOP/s, for method ``flops``."""
     protocols: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = ("gloo",)
@@ -197,6 +199,16 @@ class BatchProfile(FilePart):
         """FLOP/s by rank; None if they are unknown for any rank."""
         values = [self.kinds[kind].flops for kind in self.ranks]
         known = [value for value in values if value is not None]
+        return known if len(known) == len(values) else None
+
+    def step_seconds(self, stage: int | None = None) -> list[float] | None:
+        """Time of the optimizer's step by rank at ``stage``; None if it is unknown for any rank.
+
+        In stage 0 every rank steps with all parameters, in the other stages with its part of them.
+        """
+        parts = [len(self.ranks) if each else 1 for each in (self._checked(stage), self.stage)]
+        values = [self.kinds[kind].step_seconds for kind in self.ranks]
+        known = [value * parts[1] / parts[0] for value in values if value is not None]
         return known if len(known) == len(values) else None
 
     def communication(self, stage: int | None = None) -> float:

@@ -48,6 +48,8 @@ TOLERANCE = 1e-10
 # - stages 2 and 3: in one micro-step h(n) = s(n). Let F(m) be the time of a micro-step of m samples over all ranks. One
 #   sort gives F(m) for all m, and the best m minimizes ⌊N/m⌋·(F(m) + comm) + (F(N mod m) + comm).
 #
+# A rank's fixed time per global batch is added to h_i in the first two problems, for n = 0 too.
+#
 # [Note: smallest micro-batch]
 # With a smallest micro-batch of b₀ samples (time_curve), the times up to b₀ are equal, also for a rank without samples.
 # A rank runs no samples or, in G micro-steps, at least G·b₀, split evenly. If N ≥ R·G·b₀ for R ranks, every rank can
@@ -65,32 +67,44 @@ TOLERANCE = 1e-10
 class CurveKinds:
     """Ranks grouped by curve, in an order that does not depend on the order of the ranks; times in ticks."""
 
-    def __init__(self, curves: Sequence[Curve], samples: int, communication_seconds: float = 0.0) -> None:
-        by_object: dict[int, list[int]] = {}
-        for rank, curve in enumerate(curves):
-            by_object.setdefault(id(curve), []).append(rank)
-        by_value: dict[tuple[int, bytes], list[int]] = {}
-        for ranks in by_object.values():
+    def __init__(
+        self,
+        curves: Sequence[Curve],
+        samples: int,
+        communication_seconds: float = 0.0,
+        fixed_seconds: Sequence[float] | None = None,
+    ) -> None:
+        fixed = [0.0] * len(curves) if fixed_seconds is None else fixed_seconds
+        by_object: dict[tuple[int, float], list[int]] = {}
+        for rank, (curve, seconds) in enumerate(zip(curves, fixed, strict=True)):
+            by_object.setdefault((id(curve), seconds), []).append(rank)
+        by_value: dict[tuple[int, bytes, float], list[int]] = {}
+        for (_, fixed_of_kind), ranks in by_object.items():
             held = curves[ranks[0]].seconds[: samples + 1]
-            by_value.setdefault((len(held), held.tobytes()), []).extend(ranks)
+            by_value.setdefault((len(held), held.tobytes(), fixed_of_kind), []).extend(ranks)
         keys = sorted(by_value)
         self.ranks = [sorted(by_value[key]) for key in keys]
         self.counts = np.array([len(ranks) for ranks in self.ranks])
-        seconds = [np.frombuffer(key[1]) for key in keys]
+        times_by_kind = [np.frombuffer(key[1]) for key in keys]
         self.min_batch = max(curve.min_batch for curve in curves)
         """Samples of the smallest micro-batch; see [Note: smallest micro-batch]."""
         self.max_steps = math.ceil(samples / len(curves)) if self.min_batch == 1 else samples // self.min_batch
         """Largest number of micro-steps that is of use. Without a smallest micro-batch, micro-steps with one sample on
         every rank are always possible, and the best division needs no more."""
-        longest = max(float(times[1 if self.min_batch == 1 else -1]) for times in seconds)
-        bound = self.max_steps * (longest + communication_seconds)
+        longest = max(float(times[1 if self.min_batch == 1 else -1]) for times in times_by_kind)
+        bound = self.max_steps * (longest + communication_seconds) + max(fixed)
         tick = math.ldexp(1.0, math.frexp(bound)[1] - 51)
-        self.times = [np.maximum(np.rint(times / tick), 1.0) for times in seconds]
+        self.times = [np.maximum(np.rint(times / tick), 1.0) for times in times_by_kind]
         """By kind, ``[min(max_batch, samples) + 1]``: ticks of a micro-batch, by its samples."""
         self.first = float(max(times[self.min_batch] for times in self.times))
         """Ticks of the shortest micro-step, with at most ``min_batch`` samples on every rank."""
-        self.enough = self.max_steps * (
-            self.first if self.min_batch == 1 else 2.0 * max(times[-1] for times in self.times)
+        self.fixed = np.rint(np.array([key[2] for key in keys]) / tick)
+        """By kind: ticks per global batch that do not depend on its micro-batches."""
+        longest_step = 2.0 * max(times[-1] for times in self.times)
+        self.enough = float(
+            self.least(np.array([self.max_steps]))[0]
+            if self.min_batch == 1
+            else self.max_steps * longest_step + self.fixed.max()
         )
         """Ticks in which all samples can be run, if they can be run at all."""
         self.communication = float(np.rint(communication_seconds / tick))
@@ -117,6 +131,11 @@ class CurveKinds:
         counts = self.counts[order]
         before = np.cumsum(counts, axis=0) - counts
         return np.asarray((np.take_along_axis(room, order, axis=0) * np.clip(used - before, 0, counts)).sum(axis=0))
+
+    def least(self, steps: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Ticks of ``steps`` micro-steps with at most one sample on every rank, and of the fixed time."""
+        one = np.array([times[1] for times in self.times])
+        return np.asarray((self.fixed[:, None] + one[:, None] * steps).max(axis=0))
 
     def distribute(self, minimum: _PerKind, maximum: _PerKind, samples: int) -> NDArray[np.int64]:
         """Each rank's part of ``samples``, within ``minimum..maximum`` of its kind, with the least sum of squares."""
@@ -204,9 +223,12 @@ def split_per_rank(samples: int, size: int) -> Runs:
     return tuple((b, count) for b, count in ((size, full), (rest, 1)) if count and b) or ((0, 1),)
 
 
-def exact_shared(curves: Sequence[Curve], samples: int) -> list[Runs]:
-    """Each rank's runs in stages 0 and 1, where all ranks run the same number of micro-steps."""
-    kinds = CurveKinds(curves, samples)
+def exact_shared(curves: Sequence[Curve], samples: int, fixed_seconds: Sequence[float] | None = None) -> list[Runs]:
+    """Each rank's runs in stages 0 and 1, where all ranks run the same number of micro-steps.
+
+    ``fixed_seconds``, by rank, is added to a rank's time per global batch.
+    """
+    kinds = CurveKinds(curves, samples, fixed_seconds=fixed_seconds)
 
     # Ticks by kind and micro-batch, infinite if it does not fit: ``[kinds, largest + 2]``.
     table = np.full((len(kinds.times), kinds.largest.max() + 2), np.inf)
@@ -214,14 +236,17 @@ def exact_shared(curves: Sequence[Curve], samples: int) -> list[Runs]:
         row[: len(times)] = times
 
     def capacity(ticks: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Samples that one rank of each kind runs in ``ticks`` ≥ ``steps·first``: ``[kinds, len(steps)]``."""
-        limits = np.floor(ticks / steps)
+        """Samples that one rank of each kind runs in ``ticks`` ≥ ``least(steps)``: ``[kinds, len(steps)]``."""
+        free = ticks - kinds.fixed[:, None]
+        limits = np.floor(free / steps)
         if 0 < len(steps) < len(table):
-            whole = np.stack([(table[:, 1:] <= limit).sum(axis=1) for limit in limits], axis=1)
+            whole = np.stack([(table[:, 1:] <= column[:, None]).sum(axis=1) for column in limits.T], axis=1)
         else:
-            whole = np.stack([np.searchsorted(times[1:], limits, side="right") for times in kinds.times])
+            whole = np.stack(
+                [np.searchsorted(times[1:], row, side="right") for times, row in zip(kinds.times, limits, strict=True)]
+            )
         time = np.take_along_axis(table, whole, axis=1)
-        extra = np.floor((ticks - steps * time) / (np.take_along_axis(table, whole + 1, axis=1) - time))
+        extra = np.floor((free - steps * time) / (np.take_along_axis(table, whole + 1, axis=1) - time))
         return np.asarray(np.minimum(steps * whole + extra, samples))
 
     def total(ticks: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -229,18 +254,21 @@ def exact_shared(curves: Sequence[Curve], samples: int) -> list[Runs]:
 
     def min_ticks(steps: float, enough: float) -> float:
         """Least time in which all samples can be run in ``steps`` micro-steps; ``enough`` is long enough."""
-        low, high, one = steps * kinds.first - 1.0, enough, np.array([steps])
+        one = np.array([steps])
+        low, high = float(kinds.least(one)[0]) - 1.0, enough
         while high - low > 1.0:
             middle = math.floor((low + high) / 2)
             low, high = (low, middle) if total(middle, one)[0] >= samples else (middle, high)
         return high
 
     fewest = float(math.ceil(samples / int(kinds.counts @ kinds.largest)))
+    every = np.arange(fewest, kinds.max_steps + 1)
+    shortest = kinds.least(every)
     wall = kinds.enough
-    candidates = np.arange(fewest, kinds.max_steps + 1)
+    candidates = every
     while True:
         target = min(wall - 1.0, math.floor(wall * (1.0 - TOLERANCE)))
-        candidates = candidates[candidates * kinds.first <= target]
+        candidates = candidates[kinds.least(candidates) <= target]
         room = total(target, candidates)
         candidates, room = candidates[room >= samples], room[room >= samples]
         if len(candidates) == 0:
@@ -251,12 +279,12 @@ def exact_shared(curves: Sequence[Curve], samples: int) -> list[Runs]:
         raise _no_division(samples, kinds.min_batch)
     # Among equal wall times, take the fewest micro-steps.
     enough = math.ceil(wall * (1.0 + TOLERANCE))
-    candidates = np.arange(fewest, min(kinds.max_steps, enough // kinds.first) + 1)
+    candidates = every[shortest <= enough]
     steps = float(candidates[total(enough, candidates) >= samples][0])
     wall = min_ticks(steps, enough)
     parts = kinds.distribute_within(
         wall,
-        steps * kinds.first,
+        float(kinds.least(np.array([steps]))[0]),
         lambda ticks: capacity(ticks, np.array([steps]))[:, 0].astype(int),
         samples,
         int(steps) * kinds.min_batch,
@@ -265,21 +293,25 @@ def exact_shared(curves: Sequence[Curve], samples: int) -> list[Runs]:
     return kinds.by_rank(splits, parts)
 
 
-def exact_per_rank(curves: Sequence[Curve], samples: int) -> list[Runs]:
-    """Each rank's runs in stages 0 and 1, where every rank has its own number of micro-steps."""
-    kinds = CurveKinds(curves, samples)
+def exact_per_rank(curves: Sequence[Curve], samples: int, fixed_seconds: Sequence[float] | None = None) -> list[Runs]:
+    """Each rank's runs in stages 0 and 1, where every rank has its own number of micro-steps.
+
+    ``fixed_seconds``, by rank, is added to a rank's time per global batch.
+    """
+    kinds = CurveKinds(curves, samples, fixed_seconds=fixed_seconds)
 
     def capacities(kind: int, ticks: float, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
         """Samples that a rank of ``kind`` runs in ``ticks``, by the size of its full micro-batches."""
-        times = kinds.times[kind]
-        full = np.floor(ticks / times[sizes])
-        rest = np.searchsorted(times[1:], ticks - full * times[sizes], side="right")
+        times, free = kinds.times[kind], ticks - kinds.fixed[kind]
+        full = np.floor(free / times[sizes])
+        rest = np.searchsorted(times[1:], free - full * times[sizes], side="right")
         return np.asarray(np.minimum(full * sizes + rest, samples))
 
     # Bisection on the time, until the interval is as small as rounding. `high` is long enough for all samples, `low` is
     # not. A size remains a candidate as long as it runs at least as many samples in `high` as the best size in `low`.
     sizes = [np.arange(1, len(times)) for times in kinds.times]
-    low, high = kinds.first - 1.0, kinds.max_steps * kinds.first
+    least, high = (float(kinds.least(np.array([steps]))[0]) for steps in (1, kinds.max_steps))
+    low = least - 1.0
     best = [0.0] * len(sizes)
     at_high = [capacities(kind, high, each) for kind, each in enumerate(sizes)]
     while high - low > max(1.0, 0.01 * TOLERANCE * high):
@@ -297,7 +329,7 @@ def exact_per_rank(curves: Sequence[Curve], samples: int) -> list[Runs]:
     every = [np.arange(1, len(times)) for times in kinds.times]
     parts = kinds.distribute_within(
         high,
-        kinds.first,
+        least,
         lambda ticks: [int(capacities(kind, ticks, each).max()) for kind, each in enumerate(every)],
         samples,
     )

@@ -64,7 +64,7 @@ class HeteroZeroPlugin(DPPluginBase):
         profile: str | Path | None = None,
         profile_cache: str | Path | None = None,
         max_micro_batch: int | None = None,
-        reallocate_above: float = 0.1,
+        reallocate_above: float = 0.02,
         check_every: int | None = None,
         training_step: Callable | None = None,
         weight_by: str | Callable | None = None,

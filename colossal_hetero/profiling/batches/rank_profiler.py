@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,11 @@ FIRST_STEPS = 2
 """Number of steps after which DDP's buckets have their final order."""
 
 SYNCHRONIZATIONS = 3
-"""Number of synchronizations that are timed."""
+"""Least number of synchronizations that are timed."""
+MAX_SYNCHRONIZATIONS = 30
+SYNCHRONIZED_SECONDS = 0.5
+"""Synchronizations are repeated for about so long. A device under a CPU quota is not stopped in a short one, but it is
+in training, where it also computes."""
 
 
 @dataclass(frozen=True)
@@ -136,15 +141,25 @@ def profile_ranks(
 
     def synchronization_seconds() -> float:
         """How much longer a step of few samples takes with communication. It includes waiting for other ranks."""
-        local, synchronized = [], []
-        for _ in range(SYNCHRONIZATIONS + 1):
+
+        def both() -> tuple[float, float]:
             synchronize(stage != 0)
             with local_collectives(model):
-                local.append(run(smallest)[0])
+                local = run(smallest)[0]
             synchronize(True)
             dist.barrier()
-            synchronized.append(run(smallest)[0])
-        return statistics.median(synchronized[1:]) - statistics.median(local[1:])
+            return local, run(smallest)[0]
+
+        both()
+        timed = [both() for _ in range(SYNCHRONIZATIONS)]
+        # All ranks must agree on the number of synchronizations.
+        everyone: list[float] = [0.0] * dist.get_world_size()
+        dist.all_gather_object(everyone, statistics.median(sum(pair) for pair in timed))
+        wanted = math.ceil(SYNCHRONIZED_SECONDS / max(everyone))
+        timed += [both() for _ in range(min(wanted, MAX_SYNCHRONIZATIONS) - SYNCHRONIZATIONS)]
+        # Means without the longest one: a device that is stopped now and then is not stopped in each synchronization.
+        local, synchronized = (sorted(times)[:-1] for times in zip(*timed, strict=True))
+        return statistics.fmean(synchronized) - statistics.fmean(local)
 
     watch = ForwardTimer(model, lambda: size)
     try:
