@@ -120,8 +120,7 @@ class DeviceProfile(FilePart):
         if max_batch == 0:
             return Curve(np.ones(1))  # the device never runs
         try:
-            longest = max(self.measured_batch, max_batch)
-            return Curve.through({point.batch: point.seconds for point in self.points}, longest).limited(max_batch)
+            return Curve.through({point.batch: point.seconds for point in self.points}, max_batch)
         except ValueError as error:
             raise ValueError(f"device {self.device}: {error}") from None
 
