@@ -180,7 +180,6 @@ def attach_batches(
     return balancer, accumulation
 
 
-
 def _timer(
     setup: BatchSetup,
     profile: BatchProfile,

@@ -75,7 +75,7 @@ RULES: dict[str, set[str]] = {
     "probe": {"processes", "planner/cluster", "profiling"},
     "plugin": {"accelerator", "data_parallel", "profiling/batches"},
     "plugin/hybrid": {
-        *("io", "accelerator", "layers", "planner/*", "balance", "balance/*"),
+        *("io", "processes", "accelerator", "layers", "planner/*", "balance", "balance/*"),
         *("profiling", "profiling/*", "data_parallel", "pipeline_parallel", "plugin"),
     },
     "plugin/zero": {

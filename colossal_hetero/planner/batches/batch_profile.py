@@ -127,9 +127,8 @@ class DeviceProfile(FilePart):
         if max_batch < self.min_batch:
             return Curve(np.ones(1), self.min_batch)  # the device never runs
         try:
-            longest = max(self.measured_batch, max_batch)
             points = {point.batch: point.seconds for point in self.points}
-            return Curve.through(points, longest, self.min_batch).limited(max_batch)
+            return Curve.through(points, max_batch, self.min_batch)
         except ValueError as error:
             raise ValueError(f"device {self.device}: {error}") from None
 

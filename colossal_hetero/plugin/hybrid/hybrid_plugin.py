@@ -29,6 +29,7 @@ from ...data_parallel.config import BatchConfig
 from ...pipeline_parallel.config import PlanConfig
 from ...pipeline_parallel.drift import DriftReport
 from ...planner.plans.plan import Plan
+from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch_ranks
 from ..part import PluginPart, TrainingObjects
 from ..uneven_batches import UnevenBatches
 from .layer_balancing import LayerBalancing
@@ -176,6 +177,7 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         """See ``Plugin.configure``; called by ``Booster.boost``."""
         objects = TrainingObjects(model, optimizer, criterion, dataloader, lr_scheduler)
+        watch_ranks()
         for part in self._parts:
             objects = part.before_configure(self, objects)
         with self._balancing.hetero_layers(self, objects.model), unequal_layer_counts():
@@ -185,6 +187,7 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
                 part.measure(self, objects)
             for part in self._parts:
                 part.attach(self, objects)
+            name_ended_ranks(objects.model, objects.optimizer)
         return objects
 
     def prepare_dataloader(
@@ -228,9 +231,14 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
                 data_iter = self._planned.batches_to_evaluate(data_iter)
             # Without gradients there is nothing to synchronize, and the gradients of weights that stages share may be
             # None since the last step.
-            with model.no_sync(), nullcontext() if self._planned is None else training_sizes_kept(self.scheduler):
+            with (
+                naming_ended_ranks(),
+                model.no_sync(),
+                nullcontext() if self._planned is None else training_sizes_kept(self.scheduler),
+            ):
                 return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
-        result = super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+        with naming_ended_ranks():
+            result = super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
         if self._planned is not None:
             self._planned.after_passes()
         return result

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
 from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import OptimizerWrapper
@@ -20,9 +22,11 @@ from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
 from ...planner.batches.allocation import Allocation
+from ...processes.ended_ranks import name_ended_ranks, watch_ranks
 from ..part import TrainingObjects
 from ..uneven_batches import UnevenBatches
 from .lowest_zero_stage import configure_lowest_stage
+from .parameter_names import ParameterFacts, check_owned, name_groups, parameter_facts
 from .zero_checkpoints import StageCheckpointIO
 from .zero_stages import PRECISIONS, STAGES, Configured, options_by_stage, plugin_of_stage, synchronizer
 
@@ -90,6 +94,7 @@ class HeteroZeroPlugin(DPPluginBase):
         self.precision = precision
         self.max_norm = max_norm
         self._checkpoint_io: tuple[DPPluginBase, CheckpointIO] | None = None
+        self._facts: WeakKeyDictionary[OptimizerWrapper, dict[str, ParameterFacts]] = WeakKeyDictionary()
         self._uneven_batches = UnevenBatches(self.batches)
         self._stages = stages_to_try(stage, precision, self.batches.accumulation)
         self._options = options_by_stage(self._stages, options)
@@ -127,11 +132,17 @@ class HeteroZeroPlugin(DPPluginBase):
             return self._inner.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         objects = TrainingObjects(model, optimizer, criterion, dataloader, lr_scheduler)
         objects = self._uneven_batches.before_configure(self, objects)
+        watch_ranks()
+        facts = parameter_facts(model, optimizer)
+        check_owned(model, optimizer, self._stages)
         self.stage, self._inner, objects = configure_lowest_stage(
             self._stages, self.precision, self._plugin_of, self.batches.training_step, objects
         )
+        name_groups(objects.optimizer, facts)
+        self._facts[objects.optimizer] = {each.name: each for each in facts.values()}
         self._uneven_batches.measure(self, objects)
         self._uneven_batches.attach(self, objects)
+        name_ended_ranks(objects.model, objects.optimizer)
         return objects
 
     def prepare_dataloader(
@@ -174,10 +185,11 @@ class HeteroZeroPlugin(DPPluginBase):
         return accumulation.no_sync() if self.stage in (0, 1) else nullcontext()
 
     def support_lora(self) -> bool:
-        return self._inner.support_lora()
+        return True
 
     def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        return self._inner.enable_lora(model, *args, **kwargs)
+        """See ``TorchDDPPlugin.enable_lora``; adapters are the same at every stage."""
+        return TorchDDPPlugin().enable_lora(model, *args, **kwargs)
 
     def control_precision(self) -> bool:
         return True
@@ -195,7 +207,7 @@ class HeteroZeroPlugin(DPPluginBase):
         return True
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        return StageCheckpointIO(self._checkpoint_io_of_stage)
+        return StageCheckpointIO(self._checkpoint_io_of_stage, self._facts)
 
     def _checkpoint_io_of_stage(self) -> CheckpointIO:
         if self._checkpoint_io is None or self._checkpoint_io[0] is not self._inner:
