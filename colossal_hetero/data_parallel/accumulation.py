@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..profiling.preserved_state import inner_optimizer
 from .loader import HeteroDataLoader
 from .training_loop.micro_batch import MicroBatch
-from .training_loop.progress import Progress
+from .training_loop.progress import LoopProgress
 from .training_loop.schedules import schedules_of, step_with_optimizer
 from .training_loop.tagged_tensor import micro_batches_of, untagged
 from .training_loop.total_weight import TotalWeight
@@ -68,7 +68,7 @@ class GradientAccumulation:
         self._rates: list[Any] = []
         self._may_synchronize = self._is_synchronized = True
         self._knows_schedules = False
-        self.progress = Progress()
+        self.progress = LoopProgress()
 
     @property
     def within_global_batch(self) -> bool:

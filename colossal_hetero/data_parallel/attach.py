@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from colossalai.interface import ModelWrapper, OptimizerWrapper
@@ -24,7 +25,7 @@ from .busy_timer import BusyTimer
 from .config import BatchConfig
 from .forward_only_timer import ForwardOnlyTimer, forward_curve
 from .loader import HeteroDataLoader
-from .loss_weights import weight_function
+from .loss_weights import WORDS, found_weight, refuse_ignored, weight_function
 from .saved_profile import CachedProfile, ProfileFile, context_of, print_on_rank_0
 from .training_loop.total_weight import CountedTotal, SampleTotal, TotalWeight
 
@@ -152,6 +153,7 @@ def attach_batches(
     profile: BatchProfile,
     model: ModelWrapper,
     optimizer: OptimizerWrapper,
+    criterion: Callable | None,
     loader: HeteroDataLoader,
     lr_scheduler: LRScheduler | None,
 ) -> tuple[BatchBalancer, GradientAccumulation]:
@@ -160,12 +162,7 @@ def attach_batches(
     Returns:
         What divides the batches again when the speed of a rank changes, and what accumulates their gradients.
     """
-    replicas = max(setup.replica_of) + 1
-    total: TotalWeight = SampleTotal(replicas)
-    weight_of = weight_function(setup.config.weight_by)
-    if weight_of is not None:
-        loader.weigh_by(weight_of)
-        total = CountedTotal(replicas, model, equal_steps=setup.config.accumulation == "shared")
+    total = _total_weight(setup, model, TrialRun(model, optimizer, criterion, setup.config.training_step, loader))
     loader.set_placeholders(max(kind.min_batch for kind in profile.kinds))
     timer = _timer(setup, profile, model, optimizer, loader)
     balancer = BatchBalancer(setup.config, profile, setup.stage, loader, timer, setup.replica_of)
@@ -178,6 +175,23 @@ def attach_batches(
     )
     accumulation.attach(model, optimizer, lr_scheduler)
     return balancer, accumulation
+
+
+def _total_weight(setup: BatchSetup, model: ModelWrapper, trial: TrialRun) -> TotalWeight:
+    """What weighs the losses, as the user wants or as found out. The trial's loader gets what it needs for that."""
+    loader: Any = trial.loader
+    weight_by = setup.config.weight_by
+    if weight_by is None:
+        weight_by = found_weight(trial)
+        print_on_rank_0(f"losses are weighted {WORDS[weight_by]}")
+        if weight_by == "samples":
+            loader.check_by(refuse_ignored)
+    replicas = max(setup.replica_of) + 1
+    weight_of = weight_function(weight_by)
+    if weight_of is None:
+        return SampleTotal(replicas)
+    loader.weigh_by(weight_of)
+    return CountedTotal(replicas, model, equal_steps=setup.config.accumulation == "shared")
 
 
 def _timer(

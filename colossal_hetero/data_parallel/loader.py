@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from .sampler import Division, GlobalBatchSampler
 from .training_loop.micro_batch import MicroBatch
-from .training_loop.progress import Progress
+from .training_loop.progress import LoopProgress
 from .training_loop.sums import sum_over_ranks
 from .training_loop.tagged_tensor import tagged
 
@@ -59,8 +59,9 @@ class HeteroDataLoader(DataLoader[Any]):
         self._global_sampler = batch_sampler
         self._iteration = 0
         self._drawn: MicroBatch | None = None
-        self._progress: Progress | None = None
+        self._progress: LoopProgress | None = None
         self._weight_of: Callable[[Any], Any] | None = None
+        self._check: Callable[[Any], None] = lambda batch: None
         self._sums: dict[str, tuple[float, float]] = {}
 
         self.load_timer: LoadTimer | None = None
@@ -117,13 +118,17 @@ class HeteroDataLoader(DataLoader[Any]):
         total, count = sum_over_ranks(*self._sums.pop(name))
         return total / count if count else math.nan
 
-    def follow(self, progress: Progress) -> None:
+    def follow(self, progress: LoopProgress) -> None:
         """Report every batch that is drawn to ``progress``, which knows what the training loop does with it."""
         self._progress = progress
 
     def weigh_by(self, weight_of: Callable[[Any], Any]) -> None:
         """Give every micro-batch the weight that ``weight_of`` returns for its batch: a finite number of at least 0."""
         self._weight_of = weight_of
+
+    def check_by(self, check: Callable[[Any], None]) -> None:
+        """Call ``check`` with every batch that is drawn; it raises an error if the batch cannot be trained with."""
+        self._check = check
 
     @property
     def global_batches(self) -> int:
@@ -214,6 +219,7 @@ class HeteroDataLoader(DataLoader[Any]):
 
     def _draw(self, micro_batch: MicroBatch, batch: Any) -> Any:
         """``batch`` with tensors that know their micro-batch."""
+        self._check(batch)
         if self._weight_of is not None:
             micro_batch = replace(micro_batch, weight=self._weight(batch) if micro_batch.samples else 0.0)
         self._drawn = micro_batch

@@ -109,7 +109,13 @@ class UnevenBatches(PluginPart):
     def attach(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
         """Divide the batches and accumulate their gradients; see ``PluginPart.attach``."""
         self.balancer, self.accumulation = attach_batches(
-            self._setup, self._profile, objects.model, objects.optimizer, objects.dataloader, objects.lr_scheduler
+            self._setup,
+            self._profile,
+            objects.model,
+            objects.optimizer,
+            objects.criterion,
+            objects.dataloader,
+            objects.lr_scheduler,
         )
 
     def _loader_to_train_with(self, plugin: ReplicaPlugin, dataloader: DataLoader | None) -> HeteroDataLoader:

@@ -106,8 +106,12 @@ class TrialRun:
 
     def loss(self, indices: Sequence[int]) -> Tensor:
         """The loss of the samples at these indices of the dataset, without gradients, in the model's present mode."""
+        return self.loss_of(self.batch(indices))
+
+    def loss_of(self, batch: Any) -> Tensor:
+        """As :meth:`loss`, of a batch on the device."""
         with torch.no_grad():
-            return self.training_step(self.model, self.criterion, self.batch(indices))
+            return self.training_step(self.model, self.criterion, batch)
 
     def release(self) -> None:
         """Release the outputs that are kept for the next trial."""

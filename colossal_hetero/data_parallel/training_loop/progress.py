@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from .micro_batch import MicroBatch
 
-__all__ = ["Progress"]
+__all__ = ["LoopProgress"]
 
 REMEDY = "pass every batch of the loader forward once and call booster.backward(loss, optimizer)"
 
 
-class Progress:
+class LoopProgress:
     """The position of a training loop on this rank.
 
     Methods that end with an error leave the position as it was.

@@ -9,7 +9,7 @@ from colossalai.interface import OptimizerWrapper
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...profiling.preserved_state import inner_optimizer
-from .progress import Progress
+from .progress import LoopProgress
 
 __all__ = ["schedules_of", "step_with_optimizer"]
 
@@ -24,7 +24,7 @@ def schedules_of(optimizer: OptimizerWrapper) -> list[LRScheduler]:
     return [each for each in gc.get_objects() if issubclass(type(each), LRScheduler) and _is_of(each, inner)]
 
 
-def step_with_optimizer(schedule: LRScheduler, progress: Progress) -> None:
+def step_with_optimizer(schedule: LRScheduler, progress: LoopProgress) -> None:
     """Let ``schedule.step()`` do nothing while a global batch is incomplete. A second call has no effect.
 
     The class of the schedule is replaced rather than its method, because its attributes are saved in checkpoints.

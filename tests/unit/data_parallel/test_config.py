@@ -20,6 +20,8 @@ from colossal_hetero import BatchConfig
         ({"check_every": 0}, ValueError, "check_every=0 must be at least 1"),
         ({"method": "fastest"}, ValueError, "method='fastest' is not one of exact, uniform, flops"),
         ({"accumulation": "mine"}, ValueError, "accumulation='mine' is not one of shared, per_rank"),
+        ({"weight_by": "words"}, ValueError, "weight_by='words' is not one of samples, tokens, next_tokens"),
+        ({"weight_by": 3}, ValueError, "weight_by=3 is not one of"),
         ({"reallocate_above": 0}, ValueError, "reallocate_above=0 must be above 0"),
         ({"reallocate_above": float("nan")}, ValueError, "reallocate_above=nan must be above 0"),
     ],

@@ -7,19 +7,19 @@ from collections.abc import Callable
 import pytest
 
 from colossal_hetero.data_parallel.training_loop.micro_batch import MicroBatch
-from colossal_hetero.data_parallel.training_loop.progress import Progress
+from colossal_hetero.data_parallel.training_loop.progress import LoopProgress
 
 
 def global_batch(index: int, parts: int) -> list[MicroBatch]:
     return [MicroBatch(1, parts, index, step, step == parts - 1) for step in range(parts)]
 
 
-def draw(progress: Progress, *micro_batches: MicroBatch) -> None:
+def draw(progress: LoopProgress, *micro_batches: MicroBatch) -> None:
     for each in micro_batches:
         progress.draw(each)
 
 
-def train(progress: Progress, micro_batch: MicroBatch, step: bool = True) -> bool:
+def train(progress: LoopProgress, micro_batch: MicroBatch, step: bool = True) -> bool:
     """A usual iteration with a batch whose tensors show nothing. Returns whether the optimizer steps."""
     progress.draw(micro_batch)
     assert progress.forward([]) is micro_batch and progress.backward([]) is micro_batch
@@ -30,13 +30,13 @@ def train(progress: Progress, micro_batch: MicroBatch, step: bool = True) -> boo
 
 
 def test_the_usual_loop_steps_once_per_global_batch() -> None:
-    progress = Progress()
+    progress = LoopProgress()
     steps = [train(progress, each) for index in range(2) for each in global_batch(index, 3)]
     assert steps == [False, False, True] * 2 and not progress.must_drop
 
 
 def test_a_batch_that_is_drawn_ahead_is_not_taken_for_the_current_one() -> None:
-    progress, (one, two, three) = Progress(), global_batch(0, 3)
+    progress, (one, two, three) = LoopProgress(), global_batch(0, 3)
     draw(progress, one, two)
     assert progress.current is one
     assert progress.forward([one]) is one and progress.backward([]) is one and not progress.step()
@@ -48,7 +48,7 @@ def test_a_batch_that_is_drawn_ahead_is_not_taken_for_the_current_one() -> None:
 
 
 def test_several_forward_and_backward_passes_of_a_batch() -> None:
-    progress, (one, two) = Progress(), global_batch(0, 2)
+    progress, (one, two) = LoopProgress(), global_batch(0, 2)
     progress.draw(one)
     for _ in range(2):
         assert progress.forward([]) is one
@@ -60,7 +60,7 @@ def test_several_forward_and_backward_passes_of_a_batch() -> None:
 
 
 def test_losses_show_which_of_several_forward_passes_they_belong_to() -> None:
-    progress, (one, two) = Progress(), global_batch(0, 2)
+    progress, (one, two) = LoopProgress(), global_batch(0, 2)
     draw(progress, one, two)
     progress.forward([one])
     progress.forward([two])
@@ -68,7 +68,7 @@ def test_losses_show_which_of_several_forward_passes_they_belong_to() -> None:
 
 
 def test_an_epoch_that_is_left_in_a_global_batch_drops_its_gradients() -> None:
-    progress, parts = Progress(), global_batch(0, 3)
+    progress, parts = LoopProgress(), global_batch(0, 3)
     train(progress, parts[0])
     progress.begin()
     assert progress.must_drop
@@ -78,14 +78,14 @@ def test_an_epoch_that_is_left_in_a_global_batch_drops_its_gradients() -> None:
 
 
 def test_whole_global_batches_may_be_accumulated() -> None:
-    progress = Progress()
+    progress = LoopProgress()
     for index in range(3):
         assert train(progress, *global_batch(index, 1), step=index == 2) == (index == 2)
         assert not progress.is_within_global_batch
 
 
 def test_a_loop_that_asks_for_the_last_micro_batch_may_step_there_only() -> None:
-    progress = Progress()
+    progress = LoopProgress()
     for index in range(4):
         for each in global_batch(index, 2):
             progress.draw(each)
@@ -97,7 +97,7 @@ def test_a_loop_that_asks_for_the_last_micro_batch_may_step_there_only() -> None
 
 
 def test_a_batch_that_is_a_whole_global_batch_can_be_trained_with_again() -> None:
-    progress, (one,) = Progress(), global_batch(0, 1)
+    progress, (one,) = LoopProgress(), global_batch(0, 1)
     assert train(progress, one)
     for _ in range(2):
         assert progress.forward([one]) is one and progress.backward([]) is one and progress.step()
@@ -105,28 +105,28 @@ def test_a_batch_that_is_a_whole_global_batch_can_be_trained_with_again() -> Non
 
 
 def test_passes_without_a_batch_of_the_loader_change_nothing() -> None:
-    progress, (one,) = Progress(), global_batch(0, 1)
+    progress, (one,) = LoopProgress(), global_batch(0, 1)
     assert progress.forward([]) is None
     assert train(progress, one)
     assert progress.forward([]) is None
     assert train(progress, *global_batch(1, 1))
 
 
-def own_accumulation(progress: Progress) -> None:
+def own_accumulation(progress: LoopProgress) -> None:
     one, two = global_batch(0, 2)
     train(progress, one, step=False)
     progress.draw(two)
     progress.forward([])
 
 
-def plain_backward(progress: Progress) -> None:
+def plain_backward(progress: LoopProgress) -> None:
     (one,) = global_batch(0, 1)
     progress.draw(one)
     progress.forward([])
     progress.step()
 
 
-def plain_backward_later(progress: Progress) -> None:
+def plain_backward_later(progress: LoopProgress) -> None:
     one, two = global_batch(0, 2)
     train(progress, one)
     progress.draw(two)
@@ -134,33 +134,33 @@ def plain_backward_later(progress: Progress) -> None:
     progress.step()
 
 
-def no_backward(progress: Progress) -> None:
+def no_backward(progress: LoopProgress) -> None:
     progress.step()
 
 
-def no_forward(progress: Progress) -> None:
+def no_forward(progress: LoopProgress) -> None:
     progress.draw(*global_batch(0, 1))
     progress.backward([])
 
 
-def left_out(progress: Progress) -> None:
+def left_out(progress: LoopProgress) -> None:
     one, two = global_batch(0, 2)
     draw(progress, one, two)
     progress.forward([two])
 
 
-def unknown_of_two(progress: Progress) -> None:
+def unknown_of_two(progress: LoopProgress) -> None:
     draw(progress, *global_batch(0, 2))
     progress.forward([])
 
 
-def joined_inputs(progress: Progress) -> None:
+def joined_inputs(progress: LoopProgress) -> None:
     parts = global_batch(0, 2)
     draw(progress, *parts)
     progress.forward(parts)
 
 
-def joined_losses(progress: Progress) -> None:
+def joined_losses(progress: LoopProgress) -> None:
     parts = global_batch(0, 2)
     draw(progress, *parts)
     for each in parts:
@@ -168,7 +168,7 @@ def joined_losses(progress: Progress) -> None:
     progress.backward(parts)
 
 
-def unknown_loss(progress: Progress) -> None:
+def unknown_loss(progress: LoopProgress) -> None:
     parts = global_batch(0, 2)
     draw(progress, *parts)
     for each in parts:
@@ -176,13 +176,13 @@ def unknown_loss(progress: Progress) -> None:
     progress.backward([])
 
 
-def a_part_again(progress: Progress) -> None:
+def a_part_again(progress: LoopProgress) -> None:
     one, _ = global_batch(0, 2)
     train(progress, one)
     progress.forward([one])
 
 
-def an_old_part(progress: Progress) -> None:
+def an_old_part(progress: LoopProgress) -> None:
     one, two = global_batch(0, 2)
     train(progress, one)
     train(progress, two)
@@ -206,13 +206,13 @@ def an_old_part(progress: Progress) -> None:
         (an_old_part, r"micro-batch 1 of global batch 0 was drawn in an earlier"),
     ],
 )
-def test_what_would_train_to_other_weights_is_refused(loop: Callable[[Progress], None], words: str) -> None:
+def test_what_would_train_to_other_weights_is_refused(loop: Callable[[LoopProgress], None], words: str) -> None:
     with pytest.raises(RuntimeError, match=words):
-        loop(Progress())
+        loop(LoopProgress())
 
 
 def test_whole_global_batches_may_be_skipped() -> None:
-    progress = Progress()
+    progress = LoopProgress()
     parts = [each for index in range(3) for each in global_batch(index, 2)]
     draw(progress, *parts[:5])
     assert progress.forward([parts[4]]) is parts[4]
