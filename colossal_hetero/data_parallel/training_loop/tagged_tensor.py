@@ -111,4 +111,4 @@ def _leaves(values: Any) -> Iterator[Any]:
 
 
 def _is_changeable(leaf: Any) -> bool:
-    return is_dataclass(leaf) and not isinstance(leaf, type) and not leaf.__dataclass_params__.frozen
+    return is_dataclass(leaf) and not isinstance(leaf, type) and not type(leaf).__dataclass_params__.frozen  # type: ignore[attr-defined]

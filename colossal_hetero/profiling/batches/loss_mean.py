@@ -64,8 +64,9 @@ def mean_of_samples(one: float, other: float, both: float) -> LossMean:
 def labels_of(batch: Any) -> Tensor | None:
     """The integer labels ``[samples, tokens]`` of a mapping under the key ``labels``; None if there are none."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    is_tokens = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() == 2
-    return labels if is_tokens and labels.shape[1] > 1 else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 2:
+        return None
+    return labels if labels.shape[1] > 1 else None
 
 
 def loss_mean(trial: TrialRun) -> LossMean:
