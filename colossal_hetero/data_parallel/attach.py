@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 from colossalai.interface import ModelWrapper, OptimizerWrapper
@@ -22,6 +23,7 @@ from .accumulation import GradientAccumulation
 from .batch_balancer import BatchBalancer
 from .config import BatchConfig
 from .loader import HeteroDataLoader
+from .out_of_memory import OutOfMemoryGuard
 from .saved_profile import CachedProfile, ProfileFile, context_of, print_on_rank_0
 
 __all__ = ["BatchSetup", "attach_batches", "profile_for"]
@@ -51,10 +53,11 @@ def profile_for(
     optimizer: OptimizerWrapper,
     criterion: Callable | None,
     loader: HeteroDataLoader,
-) -> BatchProfile:
+) -> tuple[BatchProfile, Path | None]:
     """The profile in the user's file, or of an earlier run, or a new one, which is written to that file.
 
-    Every rank calls it. The user's loss is checked first in any case.
+    Every rank calls it. The user's loss is checked first in any case. Also returns the path at which the profile is
+    kept; None if it is not kept.
 
     Raises:
         ValueError: the file is not a profile, or belongs to other devices or another model, or cannot be written; the
@@ -101,7 +104,7 @@ def profile_for(
         raise ValueError(
             f"the model trains with micro-batches of at least {smallest} samples, but max_micro_batch={cap}; allow more"
         )
-    return profile
+    return profile, cached.path if cached is not None else Path(config.profile) if config.profile is not None else None
 
 
 def _cached_profile(
@@ -150,8 +153,11 @@ def attach_batches(
     optimizer: OptimizerWrapper,
     loader: HeteroDataLoader,
     lr_scheduler: LRScheduler | None,
+    profile_path: Path | None = None,
 ) -> BatchBalancer:
     """Divide the loader's batches, and replace the methods that the training loop calls by ones for uneven batches.
+
+    ``profile_path`` is where the profile is kept; it is changed if a rank runs out of memory.
 
     Returns:
         What divides the batches again when the speed of a rank changes.
@@ -167,4 +173,11 @@ def attach_batches(
         on_step=balancer.on_step,
     )
     accumulation.attach(model, optimizer, lr_scheduler)
+    replica = setup.replica_of[dist.get_rank()]
+    communicates = (
+        setup.stage == 3
+        or list(setup.replica_of).count(replica) > 1
+        or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    )
+    OutOfMemoryGuard(loader, replica, profile_path, may_repeat=not communicates).attach(model, optimizer)
     return balancer

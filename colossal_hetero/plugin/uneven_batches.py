@@ -98,14 +98,20 @@ class UnevenBatches(PluginPart):
     def measure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
         """Measure the replicas, or read the profile that the user named; see ``PluginPart.measure``."""
         self._setup = plugin.batch_setup(objects)
-        self._profile = profile_for(
+        self._profile, self._profile_path = profile_for(
             self._setup, self._description, objects.model, objects.optimizer, objects.criterion, objects.dataloader
         )
 
     def attach(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
         """Divide the batches and accumulate their gradients; see ``PluginPart.attach``."""
         self.balancer = attach_batches(
-            self._setup, self._profile, objects.model, objects.optimizer, objects.dataloader, objects.lr_scheduler
+            self._setup,
+            self._profile,
+            objects.model,
+            objects.optimizer,
+            objects.dataloader,
+            objects.lr_scheduler,
+            self._profile_path,
         )
 
     def _loader_to_train_with(self, plugin: ReplicaPlugin, dataloader: DataLoader | None) -> HeteroDataLoader:
