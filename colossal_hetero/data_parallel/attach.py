@@ -25,6 +25,7 @@ from .config import BatchConfig
 from .loader import HeteroDataLoader
 from .out_of_memory import OutOfMemoryGuard
 from .saved_profile import CachedProfile, ProfileFile, context_of, print_on_rank_0
+from .sync_batch_norm import SampleWeightedBatchNorm
 
 __all__ = ["BatchSetup", "attach_batches", "profile_for"]
 
@@ -177,7 +178,7 @@ def attach_batches(
     communicates = (
         setup.stage == 3
         or list(setup.replica_of).count(replica) > 1
-        or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+        or any(isinstance(module, nn.SyncBatchNorm | SampleWeightedBatchNorm) for module in model.modules())
     )
     OutOfMemoryGuard(loader, replica, profile_path, may_repeat=not communicates).attach(model, optimizer)
     return balancer

@@ -44,6 +44,10 @@ class BatchConfig:
     max_micro_batch: int | None = None
     """Largest micro-batch, in samples, that a rank runs or tries. None: only memory sets the limit."""
 
+    sync_batchnorm: bool = False
+    """Whether batch normalization uses the samples of all ranks in the same micro-step, each with the same weight. It
+    needs ``accumulation="shared"`` and replicas of one rank."""
+
     reallocate_above: float = 0.1
     """If a rank's speed changes by more than this share (0.1 = 10 %), global batches are divided again; ``inf``:
     never."""
@@ -70,5 +74,10 @@ class BatchConfig:
         ):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
+        if self.sync_batchnorm and self.accumulation == "per_rank":
+            raise ValueError(
+                'sync_batchnorm=True waits for all ranks in each micro-batch, but with accumulation="per_rank" they '
+                'run different numbers of them; use accumulation="shared"'
+            )
         if not self.reallocate_above > 0 or math.isnan(self.reallocate_above):
             raise ValueError(f"reallocate_above={self.reallocate_above} must be above 0; inf switches it off")

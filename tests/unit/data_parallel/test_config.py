@@ -20,6 +20,7 @@ from colossal_hetero import BatchConfig
         ({"check_every": 0}, ValueError, "check_every=0 must be at least 1"),
         ({"method": "fastest"}, ValueError, "method='fastest' is not one of exact, uniform, flops"),
         ({"accumulation": "mine"}, ValueError, "accumulation='mine' is not one of shared, per_rank"),
+        ({"sync_batchnorm": True, "accumulation": "per_rank"}, ValueError, "sync_batchnorm=True waits for all ranks"),
         ({"reallocate_above": 0}, ValueError, "reallocate_above=0 must be above 0"),
         ({"reallocate_above": float("nan")}, ValueError, "reallocate_above=nan must be above 0"),
     ],
