@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -25,8 +26,10 @@ from .busy_timer import BusyTimer
 from .config import BatchConfig
 from .forward_only_timer import ForwardOnlyTimer, forward_curve
 from .loader import HeteroDataLoader
-from .loss_weights import WORDS, found_weight, refuse_ignored, weight_function
+from .out_of_memory import OutOfMemoryGuard
 from .saved_profile import CachedProfile, ProfileFile, context_of, print_on_rank_0
+from .training_loop.loss_weights import WORDS, found_weight, refuse_ignored, weight_function
+from .training_loop.sync_batch_norm import SampleWeightedBatchNorm
 from .training_loop.total_weight import CountedTotal, SampleTotal, TotalWeight
 
 __all__ = ["BatchSetup", "attach_batches", "profile_for"]
@@ -56,10 +59,11 @@ def profile_for(
     optimizer: OptimizerWrapper,
     criterion: Callable | None,
     loader: HeteroDataLoader,
-) -> BatchProfile:
+) -> tuple[BatchProfile, Path | None]:
     """The profile in the user's file, or of an earlier run, or a new one, which is written to that file.
 
-    Every rank calls it. The user's loss is checked first in any case.
+    Every rank calls it. The user's loss is checked first in any case. Also returns the path at which the profile is
+    kept; None if it is not kept.
 
     Raises:
         ValueError: the file is not a profile, or belongs to other devices or another model, or cannot be written; the
@@ -106,7 +110,7 @@ def profile_for(
         raise ValueError(
             f"the model trains with micro-batches of at least {smallest} samples, but max_micro_batch={cap}; allow more"
         )
-    return profile
+    return profile, cached.path if cached is not None else Path(config.profile) if config.profile is not None else None
 
 
 def _cached_profile(
@@ -156,8 +160,11 @@ def attach_batches(
     criterion: Callable | None,
     loader: HeteroDataLoader,
     lr_scheduler: LRScheduler | None,
+    profile_path: Path | None = None,
 ) -> tuple[BatchBalancer, GradientAccumulation]:
     """Divide the loader's batches, and replace the methods that the training loop calls by ones for uneven batches.
+
+    ``profile_path`` is where the profile is kept; it is changed if a rank runs out of memory.
 
     Returns:
         What divides the batches again when the speed of a rank changes, and what accumulates their gradients.
@@ -174,6 +181,13 @@ def attach_batches(
         on_step=balancer.on_step,
     )
     accumulation.attach(model, optimizer, lr_scheduler)
+    replica = setup.replica_of[dist.get_rank()]
+    communicates = (
+        setup.stage == 3
+        or list(setup.replica_of).count(replica) > 1
+        or any(isinstance(module, nn.SyncBatchNorm | SampleWeightedBatchNorm) for module in model.modules())
+    )
+    OutOfMemoryGuard(loader, replica, profile_path, may_repeat=not communicates).attach(model, optimizer)
     return balancer, accumulation
 
 

@@ -48,6 +48,10 @@ class BatchConfig:
     max_micro_batch: int | None = None
     """Largest micro-batch, in samples, that a rank runs or tries. None: only memory sets the limit."""
 
+    sync_batchnorm: bool = False
+    """Whether batch normalization uses the samples of all ranks in the same micro-step, each with the same weight. It
+    needs ``accumulation="shared"`` and replicas of one rank."""
+
     reallocate_above: float = 0.02
     """Global batches are divided again if that is predicted to make them faster by more than this share (0.02 = 2 %),
     and by more than the noise of the measured times; ``inf``: never."""
@@ -85,6 +89,11 @@ class BatchConfig:
         if not (self.weight_by is None or callable(self.weight_by) or self.weight_by in WEIGHTS):
             raise ValueError(
                 f"weight_by={self.weight_by!r} is not one of {', '.join(WEIGHTS)}, nor a function of a batch"
+            )
+        if self.sync_batchnorm and self.accumulation == "per_rank":
+            raise ValueError(
+                'sync_batchnorm=True waits for all ranks in each micro-batch, but with accumulation="per_rank" they '
+                'run different numbers of them; use accumulation="shared"'
             )
         if not self.reallocate_above > 0 or math.isnan(self.reallocate_above):
             raise ValueError(f"reallocate_above={self.reallocate_above} must be above 0; inf switches it off")

@@ -67,7 +67,7 @@ RULES: dict[str, set[str]] = {
     "profiling": {"accelerator"},
     "profiling/batches": {"accelerator", "processes", "planner/*", "profiling"},
     "profiling/layers": {"accelerator", "layers", "processes", "planner/*", "profiling", "profiling/batches"},
-    "data_parallel/training_loop": {"accelerator", "profiling"},
+    "data_parallel/training_loop": {"accelerator", "profiling", "profiling/*"},
     "data_parallel": {
         *("io", "accelerator", "processes", "planner/*", "profiling", "profiling/*", "data_parallel/training_loop"),
     },

@@ -47,8 +47,8 @@ class HeteroZeroPlugin(DPPluginBase):
         global_batch_size: samples per optimizer step, over all ranks.
         precision: ``fp32``, ``bf16`` or, below stage 3, ``fp16``.
         max_norm: clip gradients to this 2-norm; 0 for no clipping.
-        method, accumulation, profile, profile_cache, max_micro_batch, reallocate_above, check_every, training_step,
-            weight_by: see :class:`~colossal_hetero.data_parallel.config.BatchConfig`.
+        method, accumulation, profile, profile_cache, max_micro_batch, sync_batchnorm, reallocate_above, check_every,
+            training_step, weight_by: see :class:`~colossal_hetero.data_parallel.config.BatchConfig`.
         options: further arguments of the stage's plugin; with ``"auto"``, of the plugins of all stages that have them.
 
     Raises:
@@ -68,6 +68,7 @@ class HeteroZeroPlugin(DPPluginBase):
         profile: str | Path | None = None,
         profile_cache: str | Path | None = None,
         max_micro_batch: int | None = None,
+        sync_batchnorm: bool = False,
         reallocate_above: float = 0.02,
         check_every: int | None = None,
         training_step: Callable | None = None,
@@ -83,6 +84,7 @@ class HeteroZeroPlugin(DPPluginBase):
             profile=profile,
             profile_cache=profile_cache,
             max_micro_batch=max_micro_batch,
+            sync_batchnorm=sync_batchnorm,
             reallocate_above=reallocate_above,
             check_every=check_every,
             weight_by=weight_by,

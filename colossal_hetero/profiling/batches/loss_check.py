@@ -143,7 +143,7 @@ def _set_mode(model: nn.Module, mode: Mode) -> None:
     """Set evaluation mode, or training mode without dropout and with the running statistics of normalization."""
     model.train(mode == "training")
     for module in model.modules():
-        if isinstance(module, (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)):
+        if isinstance(module, (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)):
             module.eval()
 
 

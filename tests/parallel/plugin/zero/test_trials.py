@@ -194,6 +194,56 @@ def test_batch_normalization_of_single_values_trains_with_two_samples_or_more(di
             )
 
 
+class Convolutions(nn.Module):
+    """Batch normalization of ``[N, C, L]`` and of ``[N, C]``, with and without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(
+            nn.Conv1d(1, 5, 3), nn.BatchNorm1d(5), nn.GELU(), nn.Flatten(), nn.Linear(25, 7),
+            nn.BatchNorm1d(7, affine=False, momentum=None), nn.Linear(7, 3),
+        )  # fmt: skip
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs[:, None, :7])
+
+
+def train_synchronized(division: list[list[int]]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    trained = []
+    for kind in PLUGINS:
+        model = Convolutions()
+        _, boosted_model, optimizer, criterion, loader = boosted(kind, model, drop_last=True, sync_batchnorm=True)
+        loader.divide_by(lambda samples: division)
+        for inputs, targets in loader:
+            optimizer.backward(criterion(boosted_model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        buffers = [value.detach().clone().float() for value in boosted_model.buffers()]
+        trained.append((torch.cat(full_parameters(boosted_model)), buffers))
+    return trained
+
+
+@pytest.mark.parametrize("division", [[[5], [3]], [[0], [8]], [[7], [1]], [[4], [0], [4]]])
+def test_synchronized_batch_normalization_equals_that_of_one_process(division: list[list[int]]) -> None:
+    """Also the running statistics, and if a rank has a single sample or none."""
+    data, model = Numbered(), Convolutions()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for begin in range(0, SAMPLES - SAMPLES % 8, 8):
+        inputs, targets = zip(*(data[index] for index in range(begin, begin + 8)), strict=True)
+        cross_entropy(model(torch.stack(inputs)), torch.stack(targets)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = torch.cat([value.detach().flatten() for value in model.parameters()])
+    for results in run_ranks(len(division), train_synchronized, division):
+        for kind, (actual, buffers) in zip(PLUGINS, results, strict=True):
+            torch.testing.assert_close(
+                actual[: len(expected)], expected, rtol=1e-4, atol=1e-5, msg=lambda text, kind=kind: f"{kind}: {text}"
+            )
+            for buffer, wanted in zip(buffers, model.buffers(), strict=True):
+                torch.testing.assert_close(buffer, wanted.float(), rtol=1e-4, atol=1e-5)
+
+
 def refuse_single_samples(folder: str) -> None:
     path = f"{folder}/profile.json"
     with pytest.raises(RuntimeError, match="batch normalization needs more than one value per channel"):

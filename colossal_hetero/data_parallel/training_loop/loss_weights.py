@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..profiling.batches.loss_mean import IGNORED, labels_of, loss_mean
-from ..profiling.training_step import TrialRun
+from ...profiling.batches.loss_mean import IGNORED, labels_of, loss_mean
+from ...profiling.training_step import TrialRun
 
 __all__ = ["WORDS", "found_weight", "refuse_ignored", "weight_function"]
 
