@@ -56,7 +56,7 @@ class Run(Turns):
         loader = self._loader
         loader.redivide(lambda whole: [[count] for count in samples], loader.drawn_global_batch)
 
-    def seconds(self, iterations: int) -> float:
+    def mean_seconds(self, iterations: int) -> float:
         """Mean time of an iteration, the same on all ranks."""
         dist.barrier()
         start = time.perf_counter()
@@ -98,8 +98,8 @@ def best_fixed(run: Run, suggested: float, arguments: argparse.Namespace) -> tup
     found = []
     for count in counts:
         run.divide([arguments.batch - count, count])
-        run.seconds(3)
-        found.append((run.seconds(arguments.fixed_iterations), count))
+        run.mean_seconds(3)
+        found.append((run.mean_seconds(arguments.fixed_iterations), count))
     best = [min(found)]
     dist.broadcast_object_list(best)
     return best[0]
@@ -121,7 +121,7 @@ def measure(quota: float, stage: int, arguments: argparse.Namespace) -> list[tup
     def train(phase: str, best: float, best_count: int) -> None:
         for check in range(arguments.checks):
             division = run.division
-            seconds = run.seconds(every)
+            seconds = run.mean_seconds(every)
             rows.append((f"{quota:g}", str(stage), phase, str(check), division, seconds, seconds / best))
         late = fmean(row[5] for row in rows[-arguments.checks + 3 :])
         rows.append((f"{quota:g}", str(stage), phase, "3 and later", "", late, late / best))

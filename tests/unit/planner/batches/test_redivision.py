@@ -114,13 +114,15 @@ def test_a_wrong_profile_is_corrected(slow: int, error: float) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize(("noise", "limit"), [(0.01, 1.0), (0.03, 1.03), (0.1, 1.12)])
-def test_noise_changes_nothing(count: int, noise: float, limit: float) -> None:
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.1])
+def test_noise_changes_little(count: int, noise: float) -> None:
+    """In a hundred checks, chance leads to at most one change, unless single iterations differ by a tenth."""
     for seed in SEEDS:
         simulation = Simulation(replicas(count, 0.3 * count / 96), 96, noise=noise, seed=seed)
         simulation.train(500)
-        assert max(slowness(simulation, 0, 500)) <= limit, seed
-        assert len(simulation.changes) <= (10 if noise > 0.03 else 1), (seed, simulation.changes)
+        slow_by = slowness(simulation, 0, 500)
+        assert sum(slow_by) / len(slow_by) <= 1.03, seed
+        assert noise > 0.03 or (len(simulation.changes) <= 1 and max(slow_by) <= 1.03), (seed, simulation.changes)
 
 
 def test_a_spike_changes_nothing() -> None:
