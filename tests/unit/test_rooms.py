@@ -73,7 +73,7 @@ RULES: dict[str, set[str]] = {
     },
     "pipeline_parallel": {"io", "planner/*", "profiling", "profiling/*"},
     "probe": {"processes", "planner/cluster", "profiling"},
-    "plugin": {"accelerator", "planner/batches", "data_parallel", "profiling/batches"},
+    "plugin": {"accelerator", "planner/batches", "data_parallel", "data_parallel/training_loop", "profiling/batches"},
     "plugin/hybrid": {
         *("io", "processes", "accelerator", "layers", "planner/*", "balance", "balance/*"),
         *("profiling", "profiling/*", "data_parallel", "pipeline_parallel", "plugin"),

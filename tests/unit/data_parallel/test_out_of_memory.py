@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from colossal_hetero.data_parallel import out_of_memory
-from colossal_hetero.data_parallel.training_loop import activation_store
 from colossal_hetero.data_parallel.out_of_memory import OutOfMemoryGuard, with_smaller_batch
+from colossal_hetero.data_parallel.training_loop import activation_store
 from colossal_hetero.data_parallel.training_loop.activation_store import stored_outside
 from tests.unit.planner.batches.test_batch_profile import profile
 
