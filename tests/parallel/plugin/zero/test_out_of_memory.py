@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from colossal_hetero.data_parallel.training_loop import activation_store, out_of_memory
+from colossal_hetero.data_parallel import out_of_memory
+from colossal_hetero.data_parallel.training_loop import activation_store
 from tests.parallel.plugin.zero.test_trials import boosted
 from tests.parallel.plugin.zero.test_zero_plugin import SAMPLES, Numbered, full_parameters, make_model, sizes_by_rank
 from tests.support.harness import answer, run_ranks, start_ranks
