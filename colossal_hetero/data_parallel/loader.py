@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from ..accelerator import get_accelerator
 from .sampler import Division, GlobalBatchSampler
 from .training_loop.micro_batch import MicroBatch
 from .training_loop.progress import LoopProgress
-from .training_loop.sums import sum_over_ranks
-from .training_loop.tagged_tensor import tagged
+from .training_loop.tagged_tensor import tagged, untagged
 
 __all__ = ["HeteroDataLoader", "check_same_order", "make_loader"]
 
@@ -62,7 +62,7 @@ class HeteroDataLoader(DataLoader[Any]):
         self._progress: LoopProgress | None = None
         self._weight_of: Callable[[Any], Any] | None = None
         self._check: Callable[[Any], None] = lambda batch: None
-        self._sums: dict[str, tuple[float, float]] = {}
+        self._sums: dict[str, torch.Tensor] = {}
 
         self.load_timer: LoadTimer | None = None
         """Is told when the loop waits for the next micro-batch."""
@@ -110,12 +110,17 @@ class HeteroDataLoader(DataLoader[Any]):
         if current is None:
             raise RuntimeError("loader.mean() needs a batch of the loader; call it after the forward pass of a batch")
         weight = float(current.samples if current.weight is None else current.weight)
-        values, weights = self._sums.get(name, (0.0, 0.0)) if current.step else (0.0, 0.0)
-        # A rank without samples has a placeholder, whose loss may not be a number.
-        self._sums[name] = values + (weight * float(value) if weight else 0.0), weights + weight
+        if current.step == 0 or name not in self._sums:
+            self._sums[name] = torch.zeros(2, dtype=torch.float64, device=get_accelerator().get_current_device())
+        sums = self._sums[name]
+        if weight:  # the loss of placeholder samples may not be a number
+            own = torch.as_tensor(untagged(value), device=sums.device).detach().double().reshape(())
+            sums += weight * torch.stack([own, torch.ones_like(own)])
         if not current.is_last:
             return None
-        total, count = sum_over_ranks(*self._sums.pop(name))
+        del self._sums[name]
+        dist.all_reduce(sums)
+        total, count = sums.tolist()
         return total / count if count else math.nan
 
     def follow(self, progress: LoopProgress) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...accelerator import get_accelerator
 from ...profiling.aborted_step import find_zero_optimizer
 from .micro_batch import MicroBatch
-from .sums import sum_over_ranks
 
 __all__ = ["CountedTotal", "SampleTotal", "TotalWeight"]
 
@@ -117,9 +118,10 @@ class CountedTotal:
         self._uncorrected += weight
 
     def _sum_over_replicas(self, *values: float) -> list[float]:
+        sums = torch.tensor(values, dtype=torch.float64, device=get_accelerator().get_current_device())
+        dist.all_reduce(sums)
         # All ranks of a replica have the same values.
-        ranks_of_replica = dist.get_world_size() / self._ranks
-        return [value / ranks_of_replica for value in sum_over_ranks(*values)]
+        return (sums * self._ranks / dist.get_world_size()).tolist()
 
 
 def _gradients(model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
