@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.common import print_table
 from colossal_hetero.profiling.aborted_step import abort_step
 from colossal_hetero.profiling.batches.device_profiler import Timing, profile_device
-from colossal_hetero.profiling.batches.optimizer_state import optimizer_state_bytes
+from colossal_hetero.profiling.batches.optimizer_state import optimizer_state_bytes, step_temporary_bytes
 from colossal_hetero.profiling.batches.progress import BatchProgress
 from colossal_hetero.profiling.batches.smallest_batch import smallest_batch
 from colossal_hetero.profiling.memory import is_out_of_memory, recover
@@ -42,7 +42,9 @@ from colossal_hetero.profiling.training_step import TrialRun, default_training_s
 from colossalai.interface import OptimizerWrapper
 
 CPU = torch.device("cpu")
-ITERATIONS = 2
+ITERATIONS = 3
+ACCUMULATED = 2
+"""Micro-batches per optimizer step, as in a global batch that is divided."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,10 @@ IMAGE = (torch.zeros(3, 32, 32), torch.tensor(0))
 SMALL = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
 CASES = {
     "GPT-2": Case(
-        partial(language_model, "GPT2", n_layer=2, n_embd=64, n_head=2, vocab_size=50_257), words(16), (400, 800)
+        partial(language_model, "GPT2", n_layer=2, n_embd=64, n_head=2, vocab_size=50_257), words(16), (400,)
     ),
-    "Llama": Case(partial(language_model, "Llama", **SMALL, vocab_size=32_000), words(32), (400, 800)),
-    "BERT": Case(partial(language_model, "Bert", **SMALL, vocab_size=30_522), words(32), (400, 800)),
+    "Llama": Case(partial(language_model, "Llama", **SMALL, vocab_size=32_000), words(32), (400,)),
+    "BERT": Case(partial(language_model, "Bert", **SMALL, vocab_size=30_522), words(32), (400,)),
     "T5": Case(
         partial(
             language_model,
@@ -88,7 +90,7 @@ CASES = {
             decoder_start_token_id=0,
         ),
         words(24),
-        (400, 800),
+        (400,),
     ),
     "ViT": Case(
         partial(
@@ -122,7 +124,7 @@ CASES = {
     "MLP": Case(
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10_000)),
         IMAGE,
-        (30, 50),
+        (40, 60),
     ),
 }
 EXACT = {
@@ -147,9 +149,12 @@ class Repeated(Dataset):
 
 
 def train(trial: TrialRun, batch: int) -> None:
-    """Train like a usual loop, whose names keep the outputs and the loss of an iteration during the next one."""
+    """Train like a usual loop, whose names keep the outputs and the loss of an iteration during the next one.
+
+    Gradients are accumulated, as those of the micro-batches of a global batch.
+    """
     model, optimizer = trial.model, trial.optimizer
-    for _ in range(ITERATIONS):
+    for iteration in range(1, ITERATIONS + 1):
         inputs: Any = trial.batch(range(batch))
         if isinstance(inputs, dict):
             outputs = model(**inputs)
@@ -158,8 +163,10 @@ def train(trial: TrialRun, batch: int) -> None:
             outputs = model(inputs[0])
             loss = F.cross_entropy(outputs, inputs[1])
         optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        if iteration % ACCUMULATED == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.zero_grad()
 
 
 def every_size(trial: TrialRun) -> int:
@@ -187,6 +194,7 @@ def profile(trial: TrialRun) -> dict[str, Any]:
         return Timing(seconds, seconds / 3)
 
     model, optimizer = trial.model, trial.optimizer
+    trial.step_bytes = step_temporary_bytes(optimizer)
     start = time.perf_counter()
     with preserved_state(model, optimizer):
         abort = partial(abort_step, model, optimizer)

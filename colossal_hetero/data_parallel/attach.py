@@ -17,7 +17,7 @@ from ..planner.batches.batch_profile import BatchProfile
 from ..processes.every_rank import on_every_rank
 from ..profiling.batches.loss_check import check_loss
 from ..profiling.batches.rank_profiler import ModelDescription, profile_ranks
-from ..profiling.batches.speed_check import change_of
+from ..profiling.batches.speed_check import changes, speed_now
 from ..profiling.preserved_state import inner_optimizer, preserved_state
 from ..profiling.training_step import TrialRun
 from .accumulation import GradientAccumulation
@@ -141,12 +141,12 @@ def _still_right(setup: BatchSetup, cached: CachedProfile, trial: TrialRun) -> B
     if profile is None:
         return None
     device = profile.kinds[profile.ranks[setup.replica_of[dist.get_rank()]]]
-    changes = on_every_rank(
-        lambda: change_of(device, trial, setup.synchronize, setup.stage), "checking an earlier profile"
+    ranks = on_every_rank(
+        lambda: speed_now(device, trial, setup.synchronize, setup.stage), "checking an earlier profile"
     )
-    changed = [f"rank {rank}: {words}" for rank, words in enumerate(changes) if words is not None]
-    if changed:
-        print_on_rank_0(f"the profile of an earlier run is not right any more ({'; '.join(changed)}); measuring again")
+    changed = changes(ranks, setup.replica_of)
+    if changed is not None:
+        print_on_rank_0(f"the profile of an earlier run is not right any more ({changed}); measuring again")
         return None
     print_on_rank_0(f"memory and speed of each device are those of an earlier run ({cached.path})")
     return profile

@@ -112,11 +112,22 @@ class ProfileFile:
             raise ValueError(f"profile={str(self._path)!r} cannot be written: {error}") from None
 
     def write(self, profile: BatchProfile) -> None:
-        """Write the profile on rank 0. Links that a user added to an older file are kept."""
-        if dist.get_rank() == 0:
+        """Write the profile on rank 0. Links that a user added to an older file are kept. Every rank calls it.
+
+        Raises:
+            ValueError: on every rank, if the file cannot be written.
+        """
+
+        def store() -> None:
+            links = profile.links
             with suppress(ValueError):
-                profile = profile.model_copy(update={"links": load_profile(self._path).links})
-            save_profile(profile, self._path)
+                links = load_profile(self._path).links
+            try:
+                save_profile(profile.model_copy(update={"links": links}), self._path)
+            except OSError as error:
+                raise ValueError(f"profile={str(self._path)!r} cannot be written: {error.strerror}") from error
+
+        _by_rank_0(store)
 
 
 class CachedProfile:

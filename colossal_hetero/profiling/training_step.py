@@ -67,16 +67,21 @@ class TrialRun:
     # The names of a loop are bound again only after the next forward pass. So the outputs of a micro-batch exist during
     # its own backward pass and during the next forward pass. A trial therefore keeps its outputs and its loss until the
     # forward pass of the next trial is over. If the next trial is larger, its loop would keep more than that. The
-    # difference, by the bytes per sample of the outputs that were seen last, is reserved during the forward pass.
+    # difference, by the bytes per sample of the outputs that were seen last, is reserved during the forward pass. The
+    # outputs also exist during the optimizer's step. So after the first backward pass of each size, the temporary
+    # memory of a step is allocated for a moment.
 
     model: nn.Module
     optimizer: OptimizerWrapper
     criterion: Callable | None
     training_step: TrainingStep
     loader: DataLoader
+    step_bytes: int = 0
+    """Temporary memory of the optimizer's step."""
 
     def __post_init__(self) -> None:
         self._samples: list[Any] = []
+        self._stepped: set[int] = set()
         self._kept: list[Any] = []
         self._kept_bytes = 0
         self._sample_bytes = 0.0
@@ -97,6 +102,9 @@ class TrialRun:
                 self.optimizer.backward(outputs[-1])
                 get_accelerator().synchronize()
                 seconds = time.perf_counter() - begin
+            if samples not in self._stepped:
+                with reserved_memory(self.step_bytes, device):
+                    self._stepped.add(samples)
         except BaseException:
             self._keep([])
             raise

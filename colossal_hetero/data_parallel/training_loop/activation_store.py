@@ -46,7 +46,8 @@ def _on_host(tensor: Tensor) -> Callable[[], Tensor]:
 def _in_file(tensor: Tensor) -> Callable[[], Tensor]:
     """Write ``tensor`` to a temporary file, which is removed with the graph; the function that reads it again."""
     # Elements are written in the order of the memory, so that the copy has the same strides.
-    order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride()[dim])
+    strides: tuple[int, ...] = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
     dense = tensor.detach().permute(order).contiguous()
     shape, dtype = dense.shape, dense.dtype
     back = [order.index(dim) for dim in range(tensor.ndim)]

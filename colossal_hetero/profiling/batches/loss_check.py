@@ -8,9 +8,9 @@ holds the same sample twice: a mean stays the same, a sum doubles.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -117,7 +117,7 @@ def _losses(trial: TrialRun, mode: Mode, communicate: bool = False) -> Losses:
 
     They are of the first sample with a finite loss, or the last one that is tried.
     """
-    with preserved_state(trial.model, trial.optimizer):
+    with preserved_state(trial.model, trial.optimizer), _uncompiled(trial.model):
         _set_mode(trial.model, mode)
         for index in range(SAMPLES):
             if communicate:
@@ -137,6 +137,26 @@ def _of_sample(trial: TrialRun, index: int) -> Losses:
         abort_step(trial.model, trial.optimizer)
         raise
     return (first, again), twice
+
+
+@contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """In the block, compiled modules run as written: compiling them for evaluation would take long."""
+    compiled: list[Any] = [module for module in model.modules() if hasattr(module, "_orig_mod")]
+    forwards = [module.forward for module in compiled]
+    modules: list[Any] = list(model.modules())
+    in_place = [(module, module._compiled_call_impl) for module in modules if module._compiled_call_impl is not None]
+    try:
+        for module in compiled:
+            module.forward = module._orig_mod.__call__
+        for module, _ in in_place:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, forward in zip(compiled, forwards, strict=True):
+            module.forward = forward
+        for module, call in in_place:
+            module._compiled_call_impl = call
 
 
 def _set_mode(model: nn.Module, mode: Mode) -> None:

@@ -1,4 +1,4 @@
-"""The memory that an optimizer allocates in its first step."""
+"""The memory that an optimizer allocates: its state, in the first step, and temporary memory in each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..preserved_state import inner_optimizer
 from colossalai.interface import OptimizerWrapper
 from colossalai.interface.optimizer import DistributedOptim
 
-__all__ = ["optimizer_state_bytes"]
+__all__ = ["optimizer_state_bytes", "step_temporary_bytes"]
 
 DISTRIBUTED_STATE_BYTES = 8
 """Largest state, in bytes per parameter, of Colossal-AI's distributed optimizers (Lamb, CAME, Adafactor, GaLore), which
@@ -28,9 +28,9 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -
 
     They are measured with a copy of the optimizer object, which takes a real step with zero gradients for one parameter
     of each shape, stride, dtype and device in a group. The optimizer itself, its parameters and their gradients do not
-    change. Temporary memory of a step is not counted, because activations are already released then. Colossal-AI's
-    distributed optimizers know only their own shards and communicate in a step, so for them the largest possible state
-    is counted instead.
+    change. Temporary memory of a step is not counted (:func:`step_temporary_bytes`). Colossal-AI's distributed
+    optimizers know only their own shards and communicate in a step, so for them the largest possible state is counted
+    instead.
     """
     inner = inner_optimizer(optimizer)
     total = 0
@@ -47,6 +47,22 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -
                 measured[kind] = _state_after_a_step(inner, group, parameter)
             total += measured[kind]
     return total
+
+
+def step_temporary_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> int:
+    """About the bytes that a step needs for a moment.
+
+    torch's optimizers compute the denominator of one parameter at a time, in two tensors of its size, while that of the
+    parameter before still exists. On a GPU they compute those of all parameters of a group together (``foreach``),
+    unless the step is fused.
+    """
+    most = 0
+    for group in inner_optimizer(optimizer).param_groups:
+        sizes = [each.numel() * each.element_size() for each in group["params"]]
+        on_gpu = any(each.device.type == "cuda" for each in group["params"])
+        together = on_gpu and group.get("foreach") is not False and not group.get("fused")
+        most = max(most, sum(sizes) if together else 0, 3 * max(sizes, default=0))
+    return most
 
 
 def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int:

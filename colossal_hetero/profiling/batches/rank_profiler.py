@@ -24,7 +24,7 @@ from ..progress_display import ProgressDisplay
 from ..training_step import TrialRun
 from .device_profiler import peak_flops, profile_device
 from .forward_timer import ForwardTimer
-from .optimizer_state import optimizer_state_bytes
+from .optimizer_state import optimizer_state_bytes, step_temporary_bytes
 from .progress import BatchProgress
 from .smallest_batch import smallest_batch
 
@@ -122,6 +122,7 @@ def profile_ranks(
 
     def measure() -> tuple[DeviceProfile, int]:
         to_come = optimizer_state_bytes(optimizer)
+        trial.step_bytes = step_temporary_bytes(optimizer)
         # Fill buckets and shards as in training. In stage 0 this is not possible, because DDP fills its buckets in C++
         # and communicates at once.
         synchronize(stage != 0)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from colossal_hetero.profiling.batches.device_profiler import Timing, peak_flops, profile_device
-from colossal_hetero.profiling.batches.optimizer_state import optimizer_state_bytes
+from colossal_hetero.profiling.batches.optimizer_state import optimizer_state_bytes, step_temporary_bytes
 from colossal_hetero.profiling.preserved_state import preserved_state
 
 CPU = torch.device("cpu")
@@ -127,6 +127,11 @@ def test_optimizer_state_bytes_before_the_first_step(make: Callable[[list[Any]],
     state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     assert expected == sum(value.nbytes for value in state) - had
     assert optimizer_state_bytes(optimizer) == 0
+
+
+def test_the_temporary_memory_of_a_step() -> None:
+    model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 3))
+    assert step_temporary_bytes(torch.optim.AdamW(model.parameters())) == 3 * 200 * 4
 
 
 def profile(seconds: Callable[[int, int], float], largest: int, cap: int, **arguments: Any) -> tuple[Any, list[int]]:

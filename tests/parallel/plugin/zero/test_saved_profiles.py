@@ -13,6 +13,7 @@ import torch
 
 from colossal_hetero.data_parallel import attach
 from colossal_hetero.profiling.batches import speed_check
+from colossal_hetero.profiling.batches.speed_check import SpeedNow, changes
 from tests.parallel.plugin.zero.test_trials import Normalized, boosted
 from tests.parallel.plugin.zero.test_zero_plugin import make_model
 from tests.support.harness import run_ranks
@@ -80,6 +81,7 @@ def use_the_folder(folder: str) -> None:
     with (
         patch.object(attach, "profile_ranks", Counted()) as measured,
         patch.object(speed_check, "MAX_CHANGE", 1e9),
+        patch.object(speed_check, "MAX_DIFFERENCE", 1e9),
     ):
         for kind in (0, 1, 2, 3, "hybrid"):
             before = measured.times
@@ -132,3 +134,15 @@ def test_the_check_of_an_earlier_profile() -> None:
     points = [{"batch": batch, "seconds": 0.03 * batch} for batch in (1, 2, 4, 8)]
     assert speed_check.size_to_check(device(points=points, max_batch=8)) == 2
     assert speed_check.size_to_check(device(points=points[2:], max_batch=8)) == 4
+
+    def now(*factors: float) -> list[Any]:
+        return [SpeedNow(2, 0.1 * factor, 0.1) for factor in factors]
+
+    apart, together = (0, 1), (0, 0)
+    for factors in ((1.0, 1.05), (1.2, 1.2), (0.85, 0.9)):
+        assert changes(now(*factors), apart) is None
+    for factors in ((1.3, 1.3), (0.7, 0.7)):
+        assert changes(now(*factors), apart) is not None
+    assert "rank 1: a micro-batch of 2 takes 0.113 s, but took 0.1 s" in (changes(now(1.0, 1.13), apart) or "")
+    assert changes(now(0.5, 1.0), together) is None  # the other rank of the replica is the slow one
+    assert changes([*now(1.0), "no memory"], apart) == "rank 1: no memory"

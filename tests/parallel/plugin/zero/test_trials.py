@@ -153,6 +153,27 @@ def test_losses_that_are_no_mean_are_refused_on_every_rank(tmp_path: Path) -> No
     run_ranks(2, refuse_losses, str(tmp_path))
 
 
+def count_compilations() -> None:
+    for in_place in (False, True):
+        modes: list[bool] = []
+        model = make_model()
+
+        def backend(graph: Any, inputs: Any, modes: list[bool] = modes) -> Any:
+            modes.append(torch.is_grad_enabled())
+            return graph.forward
+
+        if in_place:
+            model.compile(backend=backend)
+        else:
+            model = torch.compile(model, backend=backend)  # type: ignore[assignment]
+        boosted(1, model)
+        assert modes and all(modes), in_place  # the check of the loss, without gradients, compiles nothing
+
+
+def test_the_check_of_the_loss_does_not_compile() -> None:
+    run_ranks(1, count_compilations)
+
+
 def train_normalized(division: list[list[int]]) -> list[torch.Tensor]:
     trained = []
     for kind in ZERO:  # on a CPU the hybrid plugin cannot train models with batch normalization
