@@ -51,6 +51,7 @@ def sent_directly(reduce_scatter_tensor: Callable[..., Any]) -> Callable[..., An
         async_op: bool = False,
     ) -> dist.Work | None:
         group = group or dist.group.WORLD
+        assert group is not None
         is_simple = op == dist.ReduceOp.SUM and not async_op and output.is_contiguous() and input.is_contiguous()
         ranks = [] if dist.get_rank(group) < 0 else dist.get_process_group_ranks(group)
         fits = input.numel() == output.numel() * len(ranks) and output.dtype == input.dtype

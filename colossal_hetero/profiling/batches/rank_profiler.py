@@ -23,6 +23,7 @@ from ..preserved_state import preserved_state
 from ..training_step import TrialRun
 from .device_profiler import BatchProgress, optimizer_state_bytes, peak_flops, profile_device
 from .forward_timer import ForwardTimer
+from .optimizer_step import optimizer_step_seconds
 
 __all__ = ["ModelDescription", "describe", "profile_ranks"]
 
@@ -126,7 +127,7 @@ def profile_ranks(
                 abort=lambda: abort_step(model, optimizer),
                 flops=peak_flops(here),
             )
-        return device, to_come
+        return device.model_copy(update={"step_seconds": optimizer_step_seconds(optimizer)}), to_come
 
     def synchronization_seconds() -> float:
         """How much longer a step of one sample takes with communication. It includes waiting for other ranks."""
@@ -184,6 +185,7 @@ def _slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
     if len(devices) == 1:
         return first
     times = [{point.batch: point for point in device.points} for device in devices]
+    steps = [device.step_seconds for device in devices if device.step_seconds is not None]
     common = sorted(set.intersection(*(set(points) for points in times)))
     return first.model_copy(
         update={
@@ -193,6 +195,7 @@ def _slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
             "sample_bytes": max(device.sample_bytes for device in devices),
             "max_batch": min(device.max_batch for device in devices),
             "memory_bound": any(device.memory_bound for device in devices),
+            "step_seconds": max(steps) if len(steps) == len(devices) else None,
             "points": tuple(
                 max((points[batch] for points in times), key=lambda point: point.seconds) for batch in common
             ),
