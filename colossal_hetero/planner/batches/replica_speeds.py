@@ -34,7 +34,7 @@ class Speed(NamedTuple):
 
     def towards(self, other: Speed, share: float) -> Speed:
         """The speed between this one (``share`` 0) and ``other`` (1)."""
-        factor = math.exp((1.0 - share) * math.log(self.factor) + share * math.log(other.factor))
+        factor = (1.0 - share) * self.factor + share * other.factor
         return Speed(factor, (1.0 - share) * self.data_seconds + share * other.data_seconds)
 
 
