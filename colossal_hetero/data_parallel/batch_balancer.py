@@ -17,8 +17,9 @@ from rich.console import Console
 
 from ..planner.batches.allocation import Allocation
 from ..planner.batches.batch_profile import BatchProfile
-from ..planner.batches.redivision import GlobalBatchTime, Redivision
+from ..planner.batches.redivision import Redivision
 from ..planner.batches.replica_speeds import BatchDivider
+from ..planner.batches.replica_times import GlobalBatchTime
 from .batch_messages import changes_in_words, division_in_words, slow_data_in_words
 from .busy_timer import TimedGlobalBatch
 from .config import BatchConfig

@@ -27,34 +27,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
-from statistics import fmean, stdev
-from typing import NamedTuple
 
 from .allocation import Allocation, Share
 from .replica_speeds import BatchDivider, Speed
+from .replica_times import (
+    MIN_ITERATIONS,
+    GlobalBatchTime,
+    SpeedEstimate,
+    against_others,
+    are_enough,
+    change_point,
+    changes_between,
+    estimated_speeds,
+)
 
-__all__ = ["GlobalBatchTime", "Redivision"]
-
-MIN_ITERATIONS = 3
-"""Smallest number of global batches from which speeds are computed."""
-
-MIN_SECONDS = 0.5
-"""Smallest total time of these global batches. It holds several periods of a CPU quota, which are 0.1 s long."""
+__all__ = ["Redivision"]
 
 WINDOW = 256
 """Largest number of global batches from which speeds are computed."""
-
-MANY = 4
-"""Number of global batches from which the longest ones are left out: a single delay is not a change of speed."""
-LEFT_OUT = 0.1
-"""Share of the global batches that is left out, but at least one."""
-
-ASSUMED_NOISE = 0.03
-"""Least relative standard deviation of a replica's time while fewer than :data:`FEW` global batches are known."""
-FEW = 8
-UNCERTAINTY = 1.5
-"""By how much the standard deviation of n < :data:`FEW` values is raised, times n."""
 
 CERTAIN = 3.0
 """How many standard errors a gain must have."""
@@ -85,32 +75,6 @@ MAX_DOUBLINGS = 6
 
 REFINEMENTS = 6
 """Number of bisections between an optimistic speed and a remembered one."""
-
-
-class GlobalBatchTime(NamedTuple):
-    """What a replica took for its part of one global batch, without waiting for other replicas."""
-
-    expected_seconds: float
-    """What the time curve says for its micro-batches."""
-    samples: int
-    """Samples that it loaded, including placeholders."""
-    work_seconds: float
-    """Forward and backward passes, and everything else outside of loading data."""
-    data_seconds: float
-    """Waiting for data."""
-
-    @property
-    def ratio(self) -> float:
-        """Measured / expected time."""
-        return (self.work_seconds + self.data_seconds) / self.expected_seconds
-
-
-class _SpeedEstimate(NamedTuple):
-    """A replica's speed in the present division."""
-
-    speed: Speed
-    error: float
-    """Relative standard error."""
 
 
 class Redivision:
@@ -155,12 +119,12 @@ class Redivision:
         for pending, new in zip(self._pending, times, strict=True):
             pending.extend(new[self._skip :])
         self._skip = max(0, self._skip - len(times[0]))
-        if not _are_enough(self._pending):
+        if not are_enough(self._pending):
             return False
         self._take_in()
-        if not _are_enough(self._window):
+        if not are_enough(self._window):
             return False
-        estimates = _estimates(self._window)
+        estimates = estimated_speeds(self._window)
         self._judge_last_step(estimates)
         speeds = self._decide(estimates)
         self._faster = [False] * len(self._faster)
@@ -180,17 +144,17 @@ class Redivision:
         if len(earlier[0]) < MIN_ITERATIONS:
             return
         limits = [
-            max(MIN_CHANGE, CHANGED * math.hypot(before.error, after.error))
-            for before, after in zip(_estimates(earlier), _estimates(new), strict=True)
+            max(MIN_CHANGE, CHANGED * math.sqrt(before.error**2 + after.error**2))
+            for before, after in zip(estimated_speeds(earlier), estimated_speeds(new), strict=True)
         ]
-        relative = _against_others(_changes(earlier, new))
+        relative = against_others(changes_between(earlier, new))
         if all(abs(change) <= limit for change, limit in zip(relative, limits, strict=True)):
             return
         most = max(range(len(relative)), key=lambda replica: abs(relative[replica]))
-        place = _change_point(self._window, most)
+        place = change_point(self._window, most)
         before = [of_replica[:place] for of_replica in self._window]
         self._window = [of_replica[place:] for of_replica in self._window]
-        for replica, (change, limit) in enumerate(zip(_changes(before, self._window), limits, strict=True)):
+        for replica, (change, limit) in enumerate(zip(changes_between(before, self._window), limits, strict=True)):
             self._faster[replica] |= change < -max(limit, MIN_GROWTH)
 
     def _seconds(self, speed: Speed, replica: int, share: Share | None = None) -> float:
@@ -198,7 +162,7 @@ class Redivision:
         sizes = (share or self.allocation.shares[replica]).sizes
         return speed.seconds(self._divider.expected_seconds(replica, sizes), sum(max(size, 1) for size in sizes))
 
-    def _expect(self, allocation: Allocation, estimates: Sequence[_SpeedEstimate]) -> None:
+    def _expect(self, allocation: Allocation, estimates: Sequence[SpeedEstimate]) -> None:
         """Note for each replica with an optimistic speed that gets more samples the time above which this is wrong."""
         self._limits = {}
         for replica, (estimate, old, new) in enumerate(
@@ -209,7 +173,7 @@ class Redivision:
                 times = (self._seconds(speed, replica, new) for speed in (estimate.speed, remembered))
                 self._limits[replica] = math.sqrt(math.prod(times))
 
-    def _judge_last_step(self, estimates: Sequence[_SpeedEstimate]) -> None:
+    def _judge_last_step(self, estimates: Sequence[SpeedEstimate]) -> None:
         """Learn whether the replicas that got more samples in the last step were as fast as they looked."""
         self._distrusted = [max(0, checks - 1) for checks in self._distrusted]
         for replica, limit in self._limits.items():
@@ -220,7 +184,7 @@ class Redivision:
                 self._wrong_steps[replica] = 0
         self._limits = {}
 
-    def _decide(self, estimates: Sequence[_SpeedEstimate]) -> tuple[Speed, ...] | None:
+    def _decide(self, estimates: Sequence[SpeedEstimate]) -> tuple[Speed, ...] | None:
         """The speeds to divide by from now on; None to keep the division."""
         cautious = self._cautious(estimates)
         measured = tuple(
@@ -257,7 +221,7 @@ class Redivision:
     def _shares(self, speeds: Sequence[Speed]) -> Sequence[Share]:
         return self._divider.divide(speeds, self._samples).shares
 
-    def _cautious(self, estimates: Sequence[_SpeedEstimate]) -> tuple[Speed, ...]:
+    def _cautious(self, estimates: Sequence[SpeedEstimate]) -> tuple[Speed, ...]:
         """Each replica's measured speed, or the remembered one if that is slower and may still be right.
 
         See [Note: times of replicas that wait].
@@ -288,68 +252,3 @@ class Redivision:
 
 def _between(measured: Sequence[Speed], cautious: Sequence[Speed], share: float) -> tuple[Speed, ...]:
     return tuple(one.towards(other, share) for one, other in zip(measured, cautious, strict=True))
-
-
-def _changes(before: Sequence[Sequence[GlobalBatchTime]], after: Sequence[Sequence[GlobalBatchTime]]) -> list[float]:
-    """By replica, the logarithm of how much longer it takes after a change than before."""
-    return [math.log(_whole(new) / _whole(old)) for old, new in zip(before, after, strict=True)]
-
-
-def _change_point(times: Sequence[Sequence[GlobalBatchTime]], replica: int) -> int:
-    """The first global batch after the change of a replica's speed: where the sum of differences from the mean is most
-    extreme."""
-    ratios = [_against_others([each.ratio for each in iteration])[replica] for iteration in zip(*times, strict=True)]
-    mean = fmean(ratios)
-    sums = list(accumulate(ratio - mean for ratio in ratios))[:-1]
-    return 1 + max(range(len(sums)), key=lambda index: abs(sums[index]))
-
-
-def _against_others(changes: Sequence[float]) -> list[float]:
-    """Each replica's change less the mean change of the others, which is common to all replicas."""
-    if len(changes) == 1:
-        return [0.0]
-    total = math.fsum(changes)
-    return [change - (total - change) / (len(changes) - 1) for change in changes]
-
-
-def _are_enough(times: Sequence[Sequence[GlobalBatchTime]]) -> bool:
-    longest = max(math.fsum(each.work_seconds + each.data_seconds for each in of_replica) for of_replica in times)
-    return len(times[0]) >= MIN_ITERATIONS and longest >= MIN_SECONDS
-
-
-def _kept(times: Sequence[GlobalBatchTime]) -> Sequence[GlobalBatchTime]:
-    """The times without the longest ones, if there are many."""
-    longest = sorted(range(len(times)), key=lambda index: times[index].ratio)[len(times) - _left_out(len(times)) :]
-    return [time for index, time in enumerate(times) if index not in longest]
-
-
-def _left_out(count: int) -> int:
-    return max(1, math.floor(LEFT_OUT * count)) if count >= MANY else 0
-
-
-def _whole(times: Sequence[GlobalBatchTime]) -> float:
-    """Measured / expected time. It is a ratio of sums, since a throttled device is slow in some iterations only."""
-    kept = _kept(times)
-    measured = math.fsum(each.work_seconds + each.data_seconds for each in kept)
-    return measured / math.fsum(each.expected_seconds for each in kept)
-
-
-def _estimates(times: Sequence[Sequence[GlobalBatchTime]]) -> list[_SpeedEstimate]:
-    """The speed of each replica. What an iteration takes longer on all replicas is no noise."""
-    means = [_whole(of_replica) for of_replica in times]
-    common = [
-        fmean(each.ratio / mean for each, mean in zip(iteration, means, strict=True))
-        for iteration in zip(*times, strict=True)
-    ]
-    found = []
-    for of_replica, mean in zip(times, means, strict=True):
-        kept = _kept(of_replica)
-        work = math.fsum(each.work_seconds for each in kept) / math.fsum(each.expected_seconds for each in kept)
-        data = math.fsum(each.data_seconds for each in kept) / sum(each.samples for each in kept)
-        ratios = sorted(each.ratio / (mean * factor) for each, factor in zip(of_replica, common, strict=True))
-        deviation = stdev(ratios[: len(ratios) - _left_out(len(ratios))])
-        if len(ratios) < FEW:
-            # A few values rarely show how much they scatter, in particular without the longest one.
-            deviation = max((1.0 + UNCERTAINTY / len(ratios)) * deviation, ASSUMED_NOISE)
-        found.append(_SpeedEstimate(Speed(work, data), deviation / math.sqrt(len(kept))))
-    return found

@@ -34,7 +34,7 @@ class Speed(NamedTuple):
 
     def towards(self, other: Speed, share: float) -> Speed:
         """The speed between this one (``share`` 0) and ``other`` (1)."""
-        factor = math.exp((1.0 - share) * math.log(self.factor) + share * math.log(other.factor))
+        factor = (1.0 - share) * self.factor + share * other.factor
         return Speed(factor, (1.0 - share) * self.data_seconds + share * other.data_seconds)
 
 
@@ -84,9 +84,11 @@ class BatchDivider:
     def expected_seconds(self, replica: int, sizes: Sequence[int]) -> float:
         """What the time curve says for a global batch with these micro-batches, until the replica waits for others.
 
-        In stage 0 the optimizer's step is a part of it.
+        In stage 0 the optimizer's step is a part of it. A division of the user's may have micro-batches that are larger
+        than those that the curve has; they take as long per sample as its largest one.
         """
-        compute = math.fsum(float(self.curves[replica].seconds[size]) for size in sizes)
+        seconds, most = self.curves[replica].seconds, max(self.curves[replica].max_batch, 1)
+        compute = math.fsum(float(seconds[min(size, most)]) * max(size / most, 1.0) for size in sizes)
         has_step = self.stage == 0 and self.step_seconds is not None and len(sizes) > 0
         return compute + self.step_seconds[replica] if has_step and self.step_seconds is not None else compute
 

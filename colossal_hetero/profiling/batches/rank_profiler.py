@@ -25,6 +25,7 @@ from ..training_step import TrialRun
 from .device_profiler import peak_flops, profile_device
 from .forward_timer import ForwardTimer
 from .optimizer_state import optimizer_state_bytes, step_temporary_bytes
+from .optimizer_step import optimizer_step_seconds
 from .progress import BatchProgress
 from .smallest_batch import smallest_batch
 
@@ -138,7 +139,7 @@ def profile_ranks(
                 abort=lambda: abort_step(model, optimizer),
                 flops=peak_flops(here),
             )
-        return device, to_come
+        return device.model_copy(update={"step_seconds": optimizer_step_seconds(optimizer)}), to_come
 
     def synchronization_seconds() -> float:
         """How much longer a step of few samples takes with communication. It includes waiting for other ranks."""
@@ -197,6 +198,7 @@ def _slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
     if len(devices) == 1:
         return first
     times = [{point.batch: point for point in device.points} for device in devices]
+    steps = [device.step_seconds for device in devices if device.step_seconds is not None]
     common = sorted(set.intersection(*(set(points) for points in times)))
     return first.model_copy(
         update={
@@ -207,6 +209,7 @@ def _slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
             "max_batch": min(device.max_batch for device in devices),
             "memory_bound": any(device.memory_bound for device in devices),
             "min_batch": max(device.min_batch for device in devices),
+            "step_seconds": max(steps) if len(steps) == len(devices) else None,
             "points": tuple(
                 max((points[batch] for points in times), key=lambda point: point.seconds) for batch in common
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -380,3 +381,12 @@ def test_bad_datasets_and_options() -> None:
         make_loader(Numbers(10), 4, 0, 1, in_order=False)
     with pytest.raises(ValueError, match="fewer than global_batch_size"):
         make_loader(Numbers(3), 4, 0, 1)
+
+
+def test_the_load_timer_is_told_of_each_batch_and_of_the_end() -> None:
+    loader = make_loader(Numbers(5), 4, 0, 1)
+    loader.divide_by(lambda samples: [[samples - 1, 1]])
+    told: list[int | str | None] = []
+    loader.load_timer = SimpleNamespace(before_batch=lambda: told.append("before"), after_batch=told.append)
+    assert [len(batch) for batch in loader] == [3, 1, 1, 1]
+    assert told == ["before", 3, "before", 1, "before", 0, "before", 1, "before", None]
