@@ -150,8 +150,9 @@ def _names_without_adapters(model: ModelWrapper) -> Iterator[None]:
             state[short(name)] = state.pop(name)
 
     def lengthen(module: Any, state: dict[str, Any], *_: Any) -> None:
-        names = [plain_name(name) for name in shard.module.state_dict()]
-        for name in names:
+        parameters = shard.module.named_parameters(remove_duplicate=False)
+        buffers = shard.module.named_buffers(remove_duplicate=False)
+        for name in [plain_name(name) for name, _ in (*parameters, *buffers)]:
             if short(name) in state:
                 state[name] = state.pop(short(name))
 

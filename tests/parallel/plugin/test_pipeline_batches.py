@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +16,7 @@ from torch.utils.data import Dataset
 
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.plugin import pipeline_batches
-from tests.support.harness import run_ranks
+from tests.support.harness import answer, run_ranks, start_ranks
 from tests.support.training import CLASSES, tiny_vit
 
 SAMPLES, GLOBAL_BATCH, MICRO_BATCH = 40, 16, 2
@@ -180,3 +182,24 @@ def misuse() -> None:
 
 def test_what_cannot_be_divided_is_refused() -> None:
     run_ranks(RANKS, misuse)
+
+
+def train_until_killed(victim: int) -> None:
+    _, booster, model, optimizer, loader = boosted()
+    batches = iter(loader)
+    for step in range(3):
+        if step == 1 and torch.distributed.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_all_stages_of_all_pipelines_name_a_rank_that_was_killed(victim: int) -> None:
+    with start_ranks(RANKS, train_until_killed, victim) as ranks:
+        ranks[victim][0].join(60)
+        for rank in set(range(RANKS)) - {victim}:
+            assert ranks[rank][1].poll(30), f"rank {rank} waits for rank {victim}"
+            succeeded, words = answer(ranks[rank][1])
+            assert not succeeded and f": rank {victim} has ended, and " in words, f"rank {rank}: {words}"

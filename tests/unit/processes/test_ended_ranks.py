@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -130,6 +133,23 @@ def test_other_messages_are_ignored(three: list[RankWatch], message: bytes) -> N
 def test_lost_connections_are_told_from_other_errors() -> None:
     assert all(map(is_lost_connection, (GLOO, NCCL, WATCHDOG, ABORTED, RESET)))
     assert not is_lost_connection("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_a_worker_does_not_answer_for_a_rank_that_has_ended(
+    three: list[RankWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data loader forks its workers, which hold the open files of the rank and end some seconds after it."""
+    monkeypatch.setattr(ended_ranks, "_watch", three[1])
+    worker = os.fork()
+    if worker == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        three[1].close()
+        assert three[0].ended() == [1]
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
 
 
 class FakeOptimizer:

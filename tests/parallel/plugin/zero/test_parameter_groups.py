@@ -13,7 +13,9 @@ import torch
 from colossalai.booster import Booster
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import default_collate
+from transformers.models.bert.modeling_bert import BertLayer
 
 from colossal_hetero import HeteroZeroPlugin
 from tests.parallel.plugin.zero.test_training_scripts import Sentences, boosted, make_transformer
@@ -48,12 +50,15 @@ def steps_of(model: Any, optimizer: Any, booster: Booster, loader: Any) -> None:
         optimizer.zero_grad()
 
 
-def train_lora(stage: int | str, all_parameters: bool, max_norm: float, folder: str) -> list[torch.Tensor]:
+def train_lora(
+    stage: int | str, all_parameters: bool, max_norm: float, in_layers: bool, folder: str
+) -> list[torch.Tensor]:
     """Train an epoch, save, train, load, train again. Returns the parameters after each of both trainings.
 
     Both must be equal, because the second one begins with what the first one began with.
     """
-    plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH, max_norm=max_norm)
+    options = {"auto_wrap_policy": ModuleWrapPolicy({BertLayer})} if in_layers else {}
+    plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH, max_norm=max_norm, **options)
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(Sentences())
     model = make_lora(booster)
@@ -89,10 +94,11 @@ def train_lora_alone(epochs: int, max_norm: float) -> nn.Module:
     return model
 
 
-LORA_CASES: list[tuple[int | str, bool, float]] = [
-    *((stage, False, 0.0) for stage in (0, 1, 2, 3)),
-    *((3, True, MAX_NORM), (0, True, MAX_NORM), ("auto", False, 0.0)),
+LORA_CASES: list[tuple[int | str, bool, float, bool]] = [
+    *((stage, False, 0.0, False) for stage in (0, 1, 2, 3)),
+    *((3, True, MAX_NORM, False), (3, True, MAX_NORM, True), (0, True, MAX_NORM, False), ("auto", False, 0.0, False)),
 ]
+"""Stage, whether the optimizer has the frozen parameters, the norm to clip to, and whether FSDP wraps each layer."""
 
 
 def train_each_lora(folder: str) -> list[list[torch.Tensor]]:
@@ -104,7 +110,11 @@ def test_adapters_are_trained_as_in_one_process(ranks: int, tmp_path: Path) -> N
     for number in range(len(LORA_CASES)):
         (tmp_path / str(number)).mkdir()
     results = run_ranks(ranks, train_each_lora, str(tmp_path), timeout_seconds=300)
-    for number, (stage, _, max_norm) in enumerate(LORA_CASES):
+    # A model that was saved at one stage can be loaded at any other: names and shapes are the same.
+    weights = [torch.load(tmp_path / str(number) / "model.pt", weights_only=True) for number in range(len(LORA_CASES))]
+    shapes = [{name: value.shape for name, value in each.items()} for each in weights]
+    assert all(each == shapes[0] for each in shapes)
+    for number, (stage, _, max_norm, _) in enumerate(LORA_CASES):
         models = [train_lora_alone(epochs, max_norm) for epochs in (1, 2)]
         once, twice = (torch.cat([value.detach().flatten() for value in model.parameters()]) for model in models)
         for found in (result[number] for result in results):
