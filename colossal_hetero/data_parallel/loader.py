@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from ..accelerator import get_accelerator
+from ..processes.ended_ranks import naming_ended_ranks
 from .sampler import Division, GlobalBatchSampler
 from .training_loop.micro_batch import MicroBatch
 from .training_loop.progress import LoopProgress
@@ -119,7 +120,8 @@ class HeteroDataLoader(DataLoader[Any]):
         if not current.is_last:
             return None
         del self._sums[name]
-        dist.all_reduce(sums)
+        with naming_ended_ranks():
+            dist.all_reduce(sums)
         total, count = sums.tolist()
         return total / count if count else math.nan
 
