@@ -73,10 +73,10 @@ IMAGE = (torch.zeros(3, 32, 32), torch.tensor(0))
 SMALL = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
 CASES = {
     "GPT-2": Case(
-        partial(language_model, "GPT2", n_layer=2, n_embd=64, n_head=2, vocab_size=50_257), words(16), (400,)
+        partial(language_model, "GPT2", n_layer=2, n_embd=64, n_head=2, vocab_size=50_257), words(16), (300,)
     ),
-    "Llama": Case(partial(language_model, "Llama", **SMALL, vocab_size=32_000), words(32), (400,)),
-    "BERT": Case(partial(language_model, "Bert", **SMALL, vocab_size=30_522), words(32), (400,)),
+    "Llama": Case(partial(language_model, "Llama", **SMALL, vocab_size=32_000), words(32), (300,)),
+    "BERT": Case(partial(language_model, "Bert", **SMALL, vocab_size=30_522), words(32), (300,)),
     "T5": Case(
         partial(
             language_model,
@@ -90,7 +90,7 @@ CASES = {
             decoder_start_token_id=0,
         ),
         words(24),
-        (400,),
+        (300,),
     ),
     "ViT": Case(
         partial(
@@ -104,7 +104,7 @@ CASES = {
             global_pool="avg",
         ),
         IMAGE,
-        (65, 150),
+        (60,),
     ),
     "convolutions": Case(
         lambda: nn.Sequential(
@@ -119,12 +119,12 @@ CASES = {
             nn.Linear(16, 10),
         ),
         IMAGE,
-        (40, 100),
+        (60,),
     ),
     "MLP": Case(
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10_000)),
         IMAGE,
-        (40, 60),
+        (60,),
     ),
 }
 EXACT = {
