@@ -1,6 +1,6 @@
 """Divide global batches over ranks by their measured speed, and divide them again when a speed changes.
 
-What is decided from the measured times is in :mod:`..planner.batches.redivision`, how they are measured in
+What is decided from the measured times is in :mod:`..planner.redivision.closed_loop`, how they are measured in
 :mod:`.busy_timer`. Here they are exchanged, and decisions are carried out.
 """
 
@@ -17,9 +17,9 @@ from rich.console import Console
 
 from ..planner.batches.allocation import Allocation
 from ..planner.batches.batch_profile import BatchProfile
-from ..planner.batches.redivision import Redivision
-from ..planner.batches.replica_speeds import BatchDivider
-from ..planner.batches.replica_times import GlobalBatchTime
+from ..planner.redivision.closed_loop import Redivision
+from ..planner.redivision.replica_speeds import BatchDivider
+from ..planner.redivision.replica_times import GlobalBatchTime
 from .batch_messages import changes_in_words, division_in_words, slow_data_in_words
 from .busy_timer import TimedGlobalBatch
 from .config import BatchConfig

@@ -26,6 +26,7 @@ RULES: dict[str, set[str]] = {
     "planner/cluster": {"io"},
     "planner/profile": {"io", "planner/cluster"},
     "planner/batches": {"io", "planner/cluster"},
+    "planner/redivision": {"planner/batches"},
     "planner/stages": {"planner/cluster", "planner/profile"},
     "planner/schedules": {"io", "planner/cluster", "planner/profile", "planner/stages"},
     "planner/layout": {"planner/cluster"},

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .allocation import Allocation, Share, allocate, evaluate
-from .time_curve import Curve
+from ..batches.allocation import Allocation, Share, allocate, evaluate
+from ..batches.time_curve import Curve
 
 __all__ = ["BatchDivider", "Speed"]
 

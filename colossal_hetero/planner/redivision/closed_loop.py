@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .allocation import Allocation, Share
+from ..batches.allocation import Allocation, Share
 from .replica_speeds import BatchDivider, Speed
 from .replica_times import (
     MIN_ITERATIONS,
