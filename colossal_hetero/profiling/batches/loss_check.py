@@ -21,7 +21,7 @@ from ..memory import is_out_of_memory, recover
 from ..preserved_state import preserved_state
 from ..training_step import TrialRun
 
-__all__ = ["LossKind", "check_loss", "kind_of_loss"]
+__all__ = ["LossKind", "check_loss", "kind_of_loss", "uncompiled"]
 
 LossKind = Literal["mean", "sum", "not finite", "unknown"]
 """``unknown``: neither a mean nor a sum, or too random to tell."""
@@ -117,7 +117,7 @@ def _losses(trial: TrialRun, mode: Mode, communicate: bool = False) -> Losses:
 
     They are of the first sample with a finite loss, or the last one that is tried.
     """
-    with preserved_state(trial.model, trial.optimizer), _uncompiled(trial.model):
+    with preserved_state(trial.model, trial.optimizer), uncompiled(trial.model):
         _set_mode(trial.model, mode)
         for index in range(SAMPLES):
             if communicate:
@@ -140,7 +140,7 @@ def _of_sample(trial: TrialRun, index: int) -> Losses:
 
 
 @contextmanager
-def _uncompiled(model: nn.Module) -> Iterator[None]:
+def uncompiled(model: nn.Module) -> Iterator[None]:
     """In the block, compiled modules run as written: compiling them for evaluation would take long."""
     compiled: list[Any] = [module for module in model.modules() if hasattr(module, "_orig_mod")]
     forwards = [module.forward for module in compiled]

@@ -18,6 +18,7 @@ from ...processes.every_rank import on_every_rank
 from ..aborted_step import abort_step
 from ..preserved_state import preserved_state
 from ..training_step import TrialRun
+from .loss_check import uncompiled
 
 __all__ = ["IGNORED", "LossMean", "labels_of", "loss_mean", "mean_of_labels", "mean_of_samples"]
 
@@ -84,7 +85,7 @@ def loss_mean(trial: TrialRun) -> LossMean:
 
 
 def _in_evaluation_mode(trial: TrialRun) -> LossMean:
-    with preserved_state(trial.model, trial.optimizer):
+    with preserved_state(trial.model, trial.optimizer), uncompiled(trial.model):
         trial.model.eval()
         try:
             return _found(trial)
