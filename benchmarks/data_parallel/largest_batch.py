@@ -1,8 +1,9 @@
 """Limit the address space, and compare the largest micro-batch that profiling finds with the true one.
 
-Each row needs two processes with the same limit. One trains an iteration and then tries every size, 1, 2, 3, …, until
+Each row needs two processes with the same limit. One trains, as a usual loop does, with every size, 1, 2, 3, …, until
 one runs out of memory; this gives the true size. The other profiles before the first iteration, as the plugin does, and
-then trains three iterations with the size that it found.
+then trains iterations with the size that it found. The outputs of an iteration exist until those of the next one are
+there, as the names of a loop keep them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,36 +26,105 @@ import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.common import print_table
 from colossal_hetero.profiling.aborted_step import abort_step
-from colossal_hetero.profiling.batches.device_profiler import (
-    BatchProgress,
-    Timing,
-    optimizer_state_bytes,
-    profile_device,
-)
+from colossal_hetero.profiling.batches.device_profiler import Timing, profile_device
+from colossal_hetero.profiling.batches.optimizer_state import optimizer_state_bytes, step_temporary_bytes
+from colossal_hetero.profiling.batches.progress import BatchProgress
+from colossal_hetero.profiling.batches.smallest_batch import smallest_batch
 from colossal_hetero.profiling.memory import is_out_of_memory, recover
 from colossal_hetero.profiling.preserved_state import preserved_state
+from colossal_hetero.profiling.training_step import TrialRun, default_training_step
+
+# isort: split
+from colossalai.interface import OptimizerWrapper
 
 CPU = torch.device("cpu")
-MODELS = {
-    "ViT": partial(
-        VisionTransformer,
-        embed_dim=192,
-        depth=4,
-        num_heads=3,
-        patch_size=4,
-        img_size=32,
-        num_classes=10,
-        global_pool="avg",
+ITERATIONS = 3
+ACCUMULATED = 2
+"""Micro-batches per optimizer step, as in a global batch that is divided."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its samples."""
+
+    make: Callable[[], nn.Module]
+    sample: dict[str, torch.Tensor] | tuple[torch.Tensor, torch.Tensor]
+    rooms: tuple[float, ...]
+    """Free memory before the first pass, in MB."""
+
+
+def language_model(name: str, **sizes: Any) -> nn.Module:
+    import transformers
+
+    kind = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "Bert": "BertForMaskedLM"}.get(name)
+    model = getattr(transformers, kind or f"{name}ForConditionalGeneration")
+    return model(getattr(transformers, f"{name}Config")(**sizes))
+
+
+def words(length: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.ones(length, dtype=torch.long), "labels": torch.ones(length, dtype=torch.long)}
+
+
+IMAGE = (torch.zeros(3, 32, 32), torch.tensor(0))
+SMALL = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
+CASES = {
+    "GPT-2": Case(
+        partial(language_model, "GPT2", n_layer=2, n_embd=64, n_head=2, vocab_size=50_257), words(16), (300,)
     ),
-    "convolutions": lambda: nn.Sequential(
-        *(layer for i in range(4) for layer in (nn.Conv2d(3 if i == 0 else 16, 16, 3, padding=1), nn.BatchNorm2d(16))),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(16, 10),
+    "Llama": Case(partial(language_model, "Llama", **SMALL, vocab_size=32_000), words(32), (300,)),
+    "BERT": Case(partial(language_model, "Bert", **SMALL, vocab_size=30_522), words(32), (300,)),
+    "T5": Case(
+        partial(
+            language_model,
+            "T5",
+            d_model=64,
+            d_kv=32,
+            d_ff=128,
+            num_layers=2,
+            num_heads=2,
+            vocab_size=32_128,
+            decoder_start_token_id=0,
+        ),
+        words(24),
+        (300,),
+    ),
+    "ViT": Case(
+        partial(
+            VisionTransformer,
+            embed_dim=192,
+            depth=4,
+            num_heads=3,
+            patch_size=4,
+            img_size=32,
+            num_classes=10,
+            global_pool="avg",
+        ),
+        IMAGE,
+        (60,),
+    ),
+    "convolutions": Case(
+        lambda: nn.Sequential(
+            *(
+                layer
+                for i in range(4)
+                for layer in (nn.Conv2d(3 if i == 0 else 16, 16, 3, padding=1), nn.BatchNorm2d(16))
+            ),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(16, 10),
+        ),
+        IMAGE,
+        (60,),
+    ),
+    "MLP": Case(
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10_000)),
+        IMAGE,
+        (60,),
     ),
 }
 EXACT = {
@@ -63,20 +135,45 @@ EXACT = {
 """With these settings, glibc returns freed memory to the system at once."""
 
 
-def step(model: nn.Module, batch: int) -> Timing:
-    start = time.perf_counter()
-    loss = F.cross_entropy(model(torch.zeros(batch, 3, 32, 32)), torch.zeros(batch, dtype=torch.long))
-    forward = time.perf_counter() - start
-    loss.backward()
-    return Timing(time.perf_counter() - start, forward)
+class Repeated(Dataset):
+    """A data set of equal samples."""
+
+    def __init__(self, sample: Any) -> None:
+        self._sample = sample
+
+    def __len__(self) -> int:
+        return 1 << 16
+
+    def __getitem__(self, index: int) -> Any:
+        return self._sample
 
 
-def every_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    step(model, 1)
-    optimizer.step()
-    for batch in range(1, sys.maxsize):
+def train(trial: TrialRun, batch: int) -> None:
+    """Train like a usual loop, whose names keep the outputs and the loss of an iteration during the next one.
+
+    Gradients are accumulated, as those of the micro-batches of a global batch.
+    """
+    model, optimizer = trial.model, trial.optimizer
+    for iteration in range(1, ITERATIONS + 1):
+        inputs: Any = trial.batch(range(batch))
+        if isinstance(inputs, dict):
+            outputs = model(**inputs)
+            loss = outputs.loss
+        else:
+            outputs = model(inputs[0])
+            loss = F.cross_entropy(outputs, inputs[1])
+        optimizer.backward(loss)
+        if iteration % ACCUMULATED == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.zero_grad()
+
+
+def every_size(trial: TrialRun) -> int:
+    train(trial, 2)
+    for batch in range(2, sys.maxsize):
         try:
-            step(model, batch)
+            train(trial, batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -85,49 +182,58 @@ def every_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     raise AssertionError("no limit")
 
 
-def profile(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def profile(trial: TrialRun) -> dict[str, Any]:
     searched: list[int] = []
 
     def count(progress: BatchProgress) -> None:
         if progress.action == "searching":
             searched.append(progress.batch)
 
+    def run(batch: int) -> Timing:
+        seconds = trial(batch)
+        return Timing(seconds, seconds / 3)
+
+    model, optimizer = trial.model, trial.optimizer
+    trial.step_bytes = step_temporary_bytes(optimizer)
     start = time.perf_counter()
     with preserved_state(model, optimizer):
+        abort = partial(abort_step, model, optimizer)
         found = profile_device(
-            partial(step, model),
+            run,
             1 << 16,
             state_bytes_to_come=optimizer_state_bytes(optimizer),
             device=CPU,
+            smallest=smallest_batch(trial, 1 << 16, abort),
             on_progress=count,
-            abort=partial(abort_step, model, optimizer),
+            abort=abort,
         ).max_batch
+    trial.release()
     seconds = time.perf_counter() - start
     trains = "yes"
     try:
-        for _ in range(3):
-            optimizer.zero_grad()
-            step(model, max(found, 1))
-            optimizer.step()
+        train(trial, max(found, 1))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         trains = "no"
-    # The first pass with one sample is a warm-up; it is also reported as a trial, but not counted.
+    # The first pass with the smallest size is a warm-up; it is also reported as a trial, but not counted.
     return {"found": found, "trials": max(len(searched) - 1, 1), "seconds": seconds, "trains": trains}
 
 
-def alone(model_name: str, room: int, way: str) -> None:
+def alone(name: str, room: int, way: str) -> None:
     """Print what ``way`` finds if this process, which must be a new one, may map ``room`` bytes more than now."""
     torch.manual_seed(1)
     torch.set_num_threads(1)
     if way.endswith("exactly"):
         torch.backends.mkldnn.set_flags(False)
-    model = MODELS[model_name]()
-    optimizer = torch.optim.AdamW(model.parameters())
+    case = CASES[name]
+    model = case.make().train()
+    optimizer = OptimizerWrapper(torch.optim.AdamW(model.parameters()))
+    loader = DataLoader(Repeated(case.sample))
+    trial = TrialRun(model, optimizer, F.cross_entropy, default_training_step, loader)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, hard))
-    answer = every_size(model, optimizer) if way.startswith("every size") else profile(model, optimizer)
+    answer = every_size(trial) if way.startswith("every size") else profile(trial)
     print(json.dumps(answer))
 
 
@@ -144,10 +250,9 @@ def main() -> None:
         "--rooms",
         type=float,
         nargs="+",
-        default=[40, 65, 100, 150, 210],
-        help="free memory before the first pass, in MB",
+        help="free memory before the first pass, in MB; by default each model has its own",
     )
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--caches", choices=["off", "default"], default="off", help="caches of glibc and oneDNN")
     parser.add_argument("--alone", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -156,19 +261,31 @@ def main() -> None:
         return alone(name, int(room), way)
     rows = []
     for name in arguments.models:
-        for room in arguments.rooms:
+        for room in arguments.rooms or CASES[name].rooms:
             bytes_ = str(int(room * 1e6))
             true = in_process(arguments.caches, name, bytes_, "every size")
             found = in_process(arguments.caches, name, bytes_, "profile")
             bound = f"{2 * math.log2(true) + 4:.1f}" if true else "1"
-            cells = (found["found"], found["trials"], bound, found["seconds"], found["trains"])
+            share = f"{found['found'] / true:.2f}" if true else "-"
+            cells = (found["found"], share, found["trials"], bound, found["seconds"], found["trains"])
             rows.append((name, f"{room:g}", true, *cells))
     print_table(
         f"The largest micro-batch in a limited address space, caches {arguments.caches}",
-        ("model", "free memory [MB]", "true", "found", "trials", "bound", "profiling [s]", "then trains"),
+        (
+            "model",
+            "free memory [MB]",
+            "true",
+            "found",
+            "found / true",
+            "trials",
+            "bound",
+            "profiling [s]",
+            "then trains",
+        ),
         rows,
         [
             "Gradients, optimizer state, activations and what libraries map at their first use need this memory.",
+            "The loop keeps its outputs. Aim: it trains with the size that was found, at least 0.9 of the true one.",
             "The bound of the number of trials is 2·log2(true) + 4.",
             "caches off: glibc returns freed memory, and oneDNN, which keeps megabytes for each size, is not used.",
         ],

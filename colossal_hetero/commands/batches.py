@@ -43,6 +43,11 @@ class _Accumulation(click.Choice):
     show_default=True,
     help="Rule that divides the global batch.",
 )
+@click.option(
+    "--cluster",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Cluster file of the same ranks, as colossal-hetero probe writes it; method adapt uses its links.",
+)
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the division to this JSON file.")
 @click.option(
     "--plot",
@@ -55,6 +60,7 @@ def batches(
     stage: int | None,
     accumulation: str,
     method: str,
+    cluster: Path | None,
     out: Path | None,
     plot: Path | None,
 ) -> None:
@@ -63,12 +69,17 @@ def batches(
     Prints each device's samples, compute time and waiting time, and compares the methods.
     """
     from ..planner.batches.batch_profile import load_profile
+    from ..planner.batches.cluster_links import with_cluster_links
     from ..planner.batches.comparison import compare
+    from ..planner.cluster.cluster_file import load_cluster
     from ..planner.report.batch_table import render, save_report
 
     with errors_on_one_line():
         check_outputs(out, picture=plot)
-        report = compare(load_profile(profile), global_batch, stage=stage, accumulation=accumulation, method=method)
+        loaded = load_profile(profile)
+        if cluster is not None:
+            loaded = with_cluster_links(loaded, load_cluster(cluster))
+        report = compare(loaded, global_batch, stage=stage, accumulation=accumulation, method=method)
         if out is not None:
             save_report(report, out)
         if plot is not None:

@@ -1,8 +1,10 @@
-"""Collectives of Colossal-AI's sequence parallelism that Gloo does not have."""
+"""Reduce-scatter over Gloo: with lists, which Gloo does not have, and with less work than Gloo's own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,10 @@ from colossalai.shardformer.layer import _operation
 
 from .module_proxy import ModuleProxy
 
-__all__ = ["patch", "reduce_scatter"]
+__all__ = ["patch", "reduce_scatter", "sent_directly"]
+
+TAG = 7083
+"""Tag of the messages, so that they are not mistaken for others between the same ranks."""
 
 
 def reduce_scatter(
@@ -28,6 +33,51 @@ def reduce_scatter(
     return dist.reduce_scatter_tensor(output.view(-1), inputs, op, group, async_op)
 
 
+def sent_directly(reduce_scatter_tensor: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.reduce_scatter_tensor``, in which every rank sends the others their parts and adds its own.
+
+    Gloo's implementation sums all parts on all ranks. That sends twice as much and takes more than twice the CPU time,
+    which matters on a rank that has little of it: FSDP (stage 3) and ZeRO stage 2 sum the gradients of every
+    micro-batch. The parts are added in the order of the ranks. Other backends, other operations than a sum, and calls
+    that do not wait use the given function.
+    """
+
+    @functools.wraps(reduce_scatter_tensor)
+    def run(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        group = group or dist.group.WORLD
+        assert group is not None
+        is_simple = op == dist.ReduceOp.SUM and not async_op and output.is_contiguous() and input.is_contiguous()
+        ranks = [] if dist.get_rank(group) < 0 else dist.get_process_group_ranks(group)
+        fits = input.numel() == output.numel() * len(ranks) and output.dtype == input.dtype
+        if not (is_simple and fits and len(ranks) > 1 and dist.get_backend(group) == "gloo") or input.is_cuda:
+            return reduce_scatter_tensor(output, input, op, group, async_op)
+        own = ranks.index(dist.get_rank())
+        parts = list(input.detach().view(-1).split(output.numel()))
+        received = [parts[own] if index == own else torch.empty_like(parts[own]) for index in range(len(ranks))]
+        pending = []
+        for index, rank in enumerate(ranks):
+            if index != own:
+                pending.append(dist.isend(parts[index], rank, group, TAG))
+                pending.append(dist.irecv(received[index], rank, group, TAG))
+        for message in pending:
+            if message is not None:
+                message.wait()
+        total = received[0].clone() if own == 0 else received[0]
+        for part in received[1:]:
+            total += part
+        output.detach().view(-1).copy_(total)
+        return None
+
+    return run
+
+
 def patch() -> None:
-    """Let sequence parallelism (``split_gather`` and ``ring``) use reduce-scatter over Gloo."""
+    """Let sequence parallelism (``split_gather`` and ``ring``) and sharded gradients use these functions over Gloo."""
+    dist.reduce_scatter_tensor = sent_directly(dist.reduce_scatter_tensor)
     _operation.dist = ModuleProxy(dist, reduce_scatter=reduce_scatter)

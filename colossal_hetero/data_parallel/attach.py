@@ -13,15 +13,24 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..accelerator import get_accelerator
-from ..planner.batches.batch_profile import BatchProfile, load_profile, save_profile
-from ..profiling.batches.device_profiler import device_name
-from ..profiling.batches.forward_timer import ForwardTimer
+from ..planner.batches.batch_profile import BatchProfile
+from ..processes.every_rank import on_every_rank
+from ..profiling.batches.loss_check import check_loss
 from ..profiling.batches.rank_profiler import ModelDescription, profile_ranks
+from ..profiling.batches.speed_check import changes, speed_now
+from ..profiling.preserved_state import inner_optimizer, preserved_state
 from ..profiling.training_step import TrialRun
 from .accumulation import GradientAccumulation
-from .batch_balancer import BatchBalancer
+from .batch_balancer import BatchBalancer, GlobalBatchTimer, divider_of
+from .busy_timer import BusyTimer
 from .config import BatchConfig
+from .forward_only_timer import ForwardOnlyTimer, forward_curve
 from .loader import HeteroDataLoader
+from .out_of_memory import OutOfMemoryGuard
+from .saved_profile import CachedProfile, ProfileFile, context_of, print_on_rank_0
+from .training_loop.loss_weights import WORDS, found_weight, refuse_ignored, weight_function
+from .training_loop.sync_batch_norm import SampleWeightedBatchNorm
+from .training_loop.total_weight import CountedTotal, SampleTotal, TotalWeight
 
 __all__ = ["BatchSetup", "attach_batches", "profile_for"]
 
@@ -43,33 +52,6 @@ class BatchSetup:
     """Gradients are clipped to this norm before the step; 0 if there is no clipping or the optimizer does it."""
 
 
-def _existing_profile(setup: BatchSetup, description: ModelDescription) -> BatchProfile | None:
-    """The user's profile file, checked against devices and model; None if it does not exist yet. Every rank calls it.
-
-    Raises:
-        ValueError: on every rank, if the file is not a profile, or belongs to other devices or another model.
-    """
-    path = setup.config.profile
-    found: list[Any] = [None] * dist.get_world_size()
-    device = device_name(get_accelerator().get_current_device())
-    dist.all_gather_object(found, (path is not None and Path(path).exists(), device))
-    if path is None or not any(exists for exists, _ in found):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ValueError(
-                f"profile={str(path)!r} cannot be written: {Path(path).absolute().parent} is not a directory"
-            )
-        return None
-    missing = [rank for rank, (exists, _) in enumerate(found) if not exists]
-    if missing:
-        raise ValueError(f"profile={str(path)!r} does not exist on ranks {missing}; copy it to their machines")
-    profile = load_profile(path)
-    devices = [""] * (max(setup.replica_of) + 1)
-    for (_, device), replica in zip(found, setup.replica_of, strict=True):
-        devices[replica] = f"{devices[replica]} + {device}" if devices[replica] else device
-    profile.check_fits(devices, description.digest, stage=setup.stage, precision=setup.precision)
-    return profile
-
-
 def profile_for(
     setup: BatchSetup,
     description: ModelDescription,
@@ -77,12 +59,16 @@ def profile_for(
     optimizer: OptimizerWrapper,
     criterion: Callable | None,
     loader: HeteroDataLoader,
-) -> BatchProfile:
-    """The profile in the user's file, or a new one; a new one is written to that file.
+) -> tuple[BatchProfile, Path | None]:
+    """The profile in the user's file, or of an earlier run, or a new one, which is written to that file.
+
+    Every rank calls it. The user's loss is checked first in any case. Also returns the path at which the profile is
+    kept; None if it is not kept.
 
     Raises:
-        ValueError: the file is not a profile, or belongs to other devices or another model; or the model has layers
-            with collectives, which would never end if the ranks ran different numbers of micro-batches.
+        ValueError: the file is not a profile, or belongs to other devices or another model, or cannot be written; the
+            loss is no finite mean; the model needs larger micro-batches than are allowed; or it has layers with
+            collectives, which would never end if the ranks ran different numbers of micro-batches.
         RuntimeError: measuring failed.
     """
     config = setup.config
@@ -91,22 +77,78 @@ def profile_for(
             'with accumulation="per_rank" the ranks run different numbers of micro-batches, but SyncBatchNorm (stage 0 '
             'converts BatchNorm to it) waits for all ranks in each micro-batch; use accumulation="shared"'
         )
-    profile = _existing_profile(setup, description)
-    if profile is not None:
-        return profile
-    profile = profile_ranks(
-        model,
+    cap = min(config.global_batch_size, config.max_micro_batch or config.global_batch_size)
+    trial = TrialRun(model, optimizer, criterion, config.training_step, loader)
+    file, cached = None, None
+    if config.profile is not None:
+        file = ProfileFile(config.profile)
+        profile = file.read(setup.replica_of, description, setup.stage, setup.precision, cap)
+        if profile is None:
+            file.check_writable()
+        check_loss(trial)
+    else:
+        check_loss(trial)
+        cached = _cached_profile(setup, description, trial, criterion, cap)
+        profile = _still_right(setup, cached, trial)
+    if profile is None:
+        profile = profile_ranks(
+            model,
+            optimizer,
+            trial,
+            description,
+            stage=setup.stage,
+            precision=setup.precision,
+            cap=cap,
+            synchronize=setup.synchronize,
+            replica_of=setup.replica_of,
+        )
+        for place in (file, cached):
+            if place is not None:
+                place.write(profile)
+    smallest = max(kind.min_batch for kind in profile.kinds)
+    if cap < smallest:
+        raise ValueError(
+            f"the model trains with micro-batches of at least {smallest} samples, but max_micro_batch={cap}; allow more"
+        )
+    return profile, cached.path if cached is not None else Path(config.profile) if config.profile is not None else None
+
+
+def _cached_profile(
+    setup: BatchSetup, description: ModelDescription, trial: TrialRun, criterion: Callable | None, cap: int
+) -> CachedProfile:
+    """The place of this run's profile among those of other runs."""
+    step, optimizer = setup.config.training_step, inner_optimizer(trial.optimizer)
+    with preserved_state(trial.model, trial.optimizer):
+        samples = trial.batch([0])
+    context = context_of(
+        trial.model,
         optimizer,
-        TrialRun(model, optimizer, criterion, config.training_step, loader),
+        samples,
         description,
         stage=setup.stage,
         precision=setup.precision,
-        cap=min(config.global_batch_size, config.max_micro_batch or config.global_batch_size),
-        synchronize=setup.synchronize,
-        replica_of=setup.replica_of,
+        cap=cap,
+        replica_of=list(setup.replica_of),
+        training_step=f"{step.__module__}.{getattr(step, '__qualname__', type(step).__qualname__)}",
+        criterion=criterion if criterion is None else getattr(criterion, "__qualname__", repr(criterion)),
     )
-    if config.profile is not None and dist.get_rank() == 0:
-        save_profile(profile, config.profile)
+    return CachedProfile(setup.config.profile_cache, context)
+
+
+def _still_right(setup: BatchSetup, cached: CachedProfile, trial: TrialRun) -> BatchProfile | None:
+    """The profile of an earlier run, if every rank's memory and speed are still as measured. Every rank calls it."""
+    profile = cached.read()
+    if profile is None:
+        return None
+    device = profile.kinds[profile.ranks[setup.replica_of[dist.get_rank()]]]
+    ranks = on_every_rank(
+        lambda: speed_now(device, trial, setup.synchronize, setup.stage), "checking an earlier profile"
+    )
+    changed = changes(ranks, setup.replica_of)
+    if changed is not None:
+        print_on_rank_0(f"the profile of an earlier run is not right any more ({changed}); measuring again")
+        return None
+    print_on_rank_0(f"memory and speed of each device are those of an earlier run ({cached.path})")
     return profile
 
 
@@ -115,22 +157,73 @@ def attach_batches(
     profile: BatchProfile,
     model: ModelWrapper,
     optimizer: OptimizerWrapper,
+    criterion: Callable | None,
     loader: HeteroDataLoader,
     lr_scheduler: LRScheduler | None,
-) -> BatchBalancer:
+    profile_path: Path | None = None,
+) -> tuple[BatchBalancer, GradientAccumulation]:
     """Divide the loader's batches, and replace the methods that the training loop calls by ones for uneven batches.
 
+    ``profile_path`` is where the profile is kept; it is changed if a rank runs out of memory.
+
     Returns:
-        What divides the batches again when the speed of a rank changes.
+        What divides the batches again when the speed of a rank changes, and what accumulates their gradients.
     """
-    timer = ForwardTimer(model, lambda: 1 if loader.current is None else max(1, loader.current.samples))
+    total = _total_weight(setup, model, TrialRun(model, optimizer, criterion, setup.config.training_step, loader))
+    loader.set_placeholders(max(kind.min_batch for kind in profile.kinds))
+    timer = _timer(setup, profile, model, optimizer, loader)
     balancer = BatchBalancer(setup.config, profile, setup.stage, loader, timer, setup.replica_of)
     accumulation = GradientAccumulation(
         loader,
-        max(setup.replica_of) + 1,
         setup.synchronize,
+        total,
         max_norm=setup.max_norm,
         on_step=balancer.on_step,
     )
     accumulation.attach(model, optimizer, lr_scheduler)
-    return balancer
+    replica = setup.replica_of[dist.get_rank()]
+    communicates = (
+        setup.stage == 3
+        or list(setup.replica_of).count(replica) > 1
+        or any(isinstance(module, nn.SyncBatchNorm | SampleWeightedBatchNorm) for module in model.modules())
+    )
+    OutOfMemoryGuard(loader, replica, profile_path, may_repeat=not communicates).attach(model, optimizer)
+    return balancer, accumulation
+
+
+def _total_weight(setup: BatchSetup, model: ModelWrapper, trial: TrialRun) -> TotalWeight:
+    """What weighs the losses, as the user wants or as found out. The trial's loader gets what it needs for that."""
+    loader: Any = trial.loader
+    weight_by = setup.config.weight_by
+    if weight_by is None:
+        weight_by = found_weight(trial)
+        print_on_rank_0(f"losses are weighted {WORDS[weight_by]}")
+        if weight_by == "samples":
+            loader.check_by(refuse_ignored)
+    replicas = max(setup.replica_of) + 1
+    weight_of = weight_function(weight_by)
+    if weight_of is None:
+        return SampleTotal(replicas)
+    loader.weigh_by(weight_of)
+    return CountedTotal(replicas, model, equal_steps=setup.config.accumulation == "shared")
+
+
+def _timer(
+    setup: BatchSetup,
+    profile: BatchProfile,
+    model: ModelWrapper,
+    optimizer: OptimizerWrapper,
+    loader: HeteroDataLoader,
+) -> GlobalBatchTimer:
+    """What times this rank's global batches. It must be attached before gradients are accumulated, so that it sees the
+    optimizer's steps only."""
+    if setup.stage == 3 and get_accelerator().name != "cpu":
+        replica = setup.replica_of[dist.get_rank()]
+        whole = divider_of(setup.config, profile, setup.stage).curves[replica]
+        forward = forward_curve(profile.kinds[profile.ranks[replica]], whole.max_batch)
+        if forward is not None:
+            return ForwardOnlyTimer(model, loader, whole, forward)
+    timer = BusyTimer(setup.replica_of)
+    timer.attach(optimizer)
+    loader.load_timer = timer
+    return timer

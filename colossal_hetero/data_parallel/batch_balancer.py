@@ -1,50 +1,58 @@
-"""Divide global batches over ranks by their measured speed, and divide them again when a speed changes."""
+"""Divide global batches over ranks by their measured speed, and divide them again when a speed changes.
+
+What is decided from the measured times is in :mod:`..planner.redivision.closed_loop`, how they are measured in
+:mod:`.busy_timer`. Here they are exchanged, and decisions are carried out.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from statistics import fmean
+from typing import Any, Protocol
 
-import numpy as np
 import torch.distributed as dist
 from rich.console import Console
-from scipy.optimize import isotonic_regression
 
-from ..planner.batches.allocation import Allocation, allocate
-from ..planner.batches.batch_profile import BatchProfile, DeviceProfile
-from ..planner.batches.time_curve import Curve
-from ..profiling.batches.forward_timer import MAX_PASSES, ForwardTimer
+from ..planner.batches.allocation import Allocation
+from ..planner.batches.batch_profile import BatchProfile
+from ..planner.redivision.closed_loop import Redivision
+from ..planner.redivision.replica_speeds import BatchDivider
+from ..planner.redivision.replica_times import GlobalBatchTime
+from .batch_messages import changes_in_words, division_in_words, slow_data_in_words
+from .busy_timer import TimedGlobalBatch
 from .config import BatchConfig
 from .loader import HeteroDataLoader
 
-__all__ = ["BatchBalancer", "damped", "in_words", "slowdown"]
+__all__ = ["BatchBalancer", "GlobalBatchTimer"]
 
-MIN_PASSES = 3
-"""Smallest number of forward passes from which a rank's speed is computed; fewer are noise."""
-MIN_SECONDS = 0.5
-"""Smallest total time of these passes."""
+FIRST_GLOBAL_BATCHES = 2
+"""Global batches at the start and after a new division that are not judged. They allocate memory for their sizes, a
+device under a CPU quota has saved up time, and a prefetcher may still hold a batch of the former division."""
 
-MAX_FIRST_DEVIATION = 0.25
-"""Largest relative difference between the ranks' first slowdowns that counts as a difference between training and
-measuring. It becomes the reference for later slowdowns; a larger one counts as a change of speed. For example, a rank
-under a CPU quota saves quota while it waits for others, so its forward passes, which come right after, are faster than
-measured."""
+SLOW_DATA = 0.2
+"""Share of its own time that a rank waits for data, from which on it is named."""
+
+
+class GlobalBatchTimer(Protocol):
+    """Times a rank's global batches."""
+
+    def take(self) -> list[TimedGlobalBatch]:
+        """The global batches that were finished since the last call."""
 
 
 class BatchBalancer:
     """Adapts the division of a loader's global batches to the speed of the ranks.
 
-    Every rank computes the same allocation, because the profile and the exchanged slowdowns are the same on all ranks.
+    Every rank computes the same allocation, because the profile and the exchanged times are the same on all ranks.
 
     Args:
         config: the user's settings.
         profile: profile of all ranks.
         stage: stage of ZeRO.
         loader: this rank's loader.
-        timer: timer of this rank's forward passes.
+        timer: times this rank's global batches.
         replica_of: index of the model replica that each rank belongs to, by rank; without model parallelism, the rank.
     """
 
@@ -54,7 +62,7 @@ class BatchBalancer:
         profile: BatchProfile,
         stage: int,
         loader: HeteroDataLoader,
-        timer: ForwardTimer,
+        timer: GlobalBatchTimer,
         replica_of: Sequence[int],
     ) -> None:
         self._config = config
@@ -63,28 +71,28 @@ class BatchBalancer:
         self._loader = loader
         self._timer = timer
         self._replica_of = replica_of
-        replica = replica_of[dist.get_rank()]
-        largest = min(config.global_batch_size, config.max_micro_batch or config.global_batch_size)
-        self._curves = profile.curves(stage, largest)
-        self._forward = _forward_curve(profile.kinds[profile.ranks[replica]], self._curves[replica].max_batch)
+        self._divider = divider_of(config, profile, stage)
+        self._redivision = Redivision(self._divider, config.global_batch_size, config.reallocate_above)
+        self._redivision.skip(FIRST_GLOBAL_BATCHES)
         self._since_check = 0
-        self._reference: list[float] | None = None
-        self._last_moves = [1.0] * len(self._curves)
-        self._passes: deque[tuple[int, float]] = deque(maxlen=MAX_PASSES)
-        self.slowdowns: tuple[float, ...] = (1.0,) * len(self._curves)
-        """Slowdown of each replica relative to the profile, at the time of the last division."""
+        self._named: set[int] = set()
         self.reallocations = 0
         """How often global batches were divided again since the start."""
         self._divide()
         _print_on_rank_0(
-            f"{in_words(self.allocation, profile.devices)}; {self.allocation.wall_seconds:.3g} s predicted, "
+            f"{division_in_words(self.allocation, profile.devices)}; {self.allocation.wall_seconds:.3g} s predicted, "
             f"{self.allocation.samples_per_second:.3g} samples/s"
         )
 
     @property
     def allocation(self) -> Allocation:
         """The current division of a full global batch; it holds from the next global batch that is not drawn yet."""
-        return self._allocate(self._config.global_batch_size)
+        return self._redivision.allocation
+
+    @property
+    def slowdowns(self) -> tuple[float, ...]:
+        """Slowdown of each replica's passes relative to the profile, at the time of the last division."""
+        return tuple(speed.factor for speed in self._redivision.speeds)
 
     def on_step(self) -> None:
         """Count an optimizer step, and check the speeds if a check is due. Every rank calls it after every step."""
@@ -101,124 +109,100 @@ class BatchBalancer:
             self._check()
 
     def _check(self) -> None:
-        self._passes.extend(self._timer.take())
-        measured = None if self._forward is None else slowdown(self._passes, self._forward)
-        if measured is not None:
-            self._passes.clear()
+        replica = self._replica_of[dist.get_rank()]
+        current = -1 if self._loader.current is None else self._loader.current.global_batch
         everyone: list[Any] = [None] * dist.get_world_size()
+        measured = [self._against_profile(replica, each) for each in self._timer.take()]
         dist.all_gather_object(everyone, (measured, self._loader.drawn_global_batch))
-        now = list(self.slowdowns)
-        for replica in range(len(now)):
-            found = [each for (each, _), index in zip(everyone, self._replica_of, strict=True) if index == replica]
-            # If a rank has too few passes, its replica keeps its slowdown.
-            if None not in found:
-                now[replica] = max(found) / (1.0 if self._reference is None else self._reference[replica])
-        if self._reference is None and None not in [each for each, _ in everyone]:
-            is_small = max(now) / min(now) - 1 <= MAX_FIRST_DEVIATION
-            self._reference = now if is_small else [1.0] * len(now)
-            if is_small:
-                return
-        # An equal slowdown of all ranks does not change the best division, so only differences count.
-        moves = [new / old for new, old in zip(now, self.slowdowns, strict=True)]
-        if max(moves) / min(moves) - 1 <= self._config.reallocate_above:
+        by_rank = _complete([times for times, _ in everyone])
+        if not by_rank[0]:
             return
-        before = self.allocation
-        now = [damped(*each) for each in zip(self.slowdowns, now, self._last_moves, strict=True)]
-        self._last_moves = moves
-        self.slowdowns = tuple(now)
-        self._divide(drawn_global_batch=max(drawn for _, drawn in everyone))
+        self._name_slow_data(by_rank)
+        before, speeds_before = self.allocation, self._redivision.speeds
+        if not self._redivision.observe(_by_replica(by_rank, self._replica_of)):
+            return
+        drawn = max(drawn for _, drawn in everyone)
+        self._redivision.skip(drawn - current + FIRST_GLOBAL_BATCHES)
+        self._divide(drawn_global_batch=drawn)
         self.reallocations += 1
-        self._report(moves, before)
+        moves = []
+        for rank, (share, old, new) in enumerate(
+            zip(before.shares, speeds_before, self._redivision.speeds, strict=True)
+        ):
+            part = self._divider.expected_seconds(rank, share.sizes), share.samples
+            moves.append(new.seconds(*part) / old.seconds(*part))
+        words = changes_in_words(before, self.allocation, moves, self._profile.devices)
+        if words is not None:
+            _print_on_rank_0(words)
+
+    def _against_profile(self, replica: int, timed: TimedGlobalBatch) -> GlobalBatchTime:
+        """The time of a global batch beside what the profile says. In stage 0 the step is a part of the time that other
+        ranks wait for; see [Note: what a rank waits for]."""
+        expected = self._divider.expected_seconds(replica, timed.sizes)
+        work = timed.work_seconds + (timed.step_seconds if self._stage == 0 else 0.0)
+        return GlobalBatchTime(expected, sum(max(size, 1) for size in timed.sizes), work, timed.data_seconds)
+
+    def _name_slow_data(self, by_rank: Sequence[Sequence[GlobalBatchTime]]) -> None:
+        """Say once which ranks wait long for their data, and again if one does after a while in which it did not."""
+        for rank, times in enumerate(by_rank):
+            data = fmean(each.data_seconds for each in times)
+            share = data / (data + fmean(each.work_seconds for each in times))
+            if share > SLOW_DATA and rank not in self._named:
+                self._named.add(rank)
+                _print_on_rank_0(slow_data_in_words(rank, data, self._loader.num_workers))
+            elif share < SLOW_DATA / 2:
+                self._named.discard(rank)
 
     def _divide(self, drawn_global_batch: int = -1) -> None:
-        curves = [curve.scaled(factor) for curve, factor in zip(self._curves, self.slowdowns, strict=True)]
+        speeds = self._redivision.speeds
 
         # The loader keeps this division for global batches that it has drawn, so it must not depend on later changes of
         # self.
         @lru_cache(maxsize=8)
-        def allocate_now(samples: int) -> Allocation:
-            return allocate(
-                curves,
-                samples,
-                self._stage,
-                method=self._config.method,
-                accumulation=self._config.accumulation,
-                communication_seconds=self._profile.communication(self._stage),
-                flops=self._profile.flops,
-            )
-
         def division(samples: int) -> Sequence[Sequence[int]]:
-            return [share.sizes for share in allocate_now(samples).shares]
+            return [share.sizes for share in self._divider.divide(speeds, samples).shares]
 
-        self._allocate = allocate_now
         self._loader.redivide(division, drawn_global_batch)
 
-    def _report(self, moves: Sequence[float], before: Allocation) -> None:
-        changes = [
-            f"rank {rank} ({self._profile.devices[rank]}) takes {move:.2f} times as long as before: "
-            f"{old.samples} → {new.samples} samples"
-            for rank, (move, old, new) in enumerate(zip(moves, before.shares, self.allocation.shares, strict=True))
-            if old.samples != new.samples
-        ]
-        if changes:
-            _print_on_rank_0(f"global batches of {before.global_batch_size} are divided again: {'; '.join(changes)}")
+
+def divider_of(config: BatchConfig, profile: BatchProfile, stage: int) -> BatchDivider:
+    """What divides global batches by ``profile`` at ``stage``.
+
+    Raises:
+        ValueError: a device holds no sample at that stage, or no curve fits its points.
+    """
+    largest = min(config.global_batch_size, config.max_micro_batch or config.global_batch_size)
+    return BatchDivider(
+        profile.curves(stage, largest),
+        stage,
+        method=config.method,
+        accumulation=config.accumulation,
+        communication_seconds=profile.communication(stage),
+        flops=profile.flops,
+        step_seconds=profile.step_seconds(stage),
+    )
+
+
+def _complete(by_rank: Sequence[Sequence[GlobalBatchTime]]) -> list[list[GlobalBatchTime]]:
+    """The latest global batches that all ranks have timed and for which all have drawn samples, by rank."""
+    count = min(len(times) for times in by_rank)
+    latest = zip(*(times[len(times) - count :] for times in by_rank), strict=True)
+    complete = [each for each in latest if all(time.expected_seconds > 0 for time in each)]
+    return [[each[rank] for each in complete] for rank in range(len(by_rank))]
+
+
+def _by_replica(by_rank: Sequence[Sequence[GlobalBatchTime]], replica_of: Sequence[int]) -> list[list[GlobalBatchTime]]:
+    """The times of replicas: in each global batch those of the slowest of its ranks."""
+    replicas = [
+        [times for times, index in zip(by_rank, replica_of, strict=True) if index == replica]
+        for replica in range(max(replica_of) + 1)
+    ]
+    return [
+        [max(each, key=lambda time: time.work_seconds + time.data_seconds) for each in zip(*ranks, strict=True)]
+        for ranks in replicas
+    ]
 
 
 def _print_on_rank_0(message: str) -> None:
     if dist.get_rank() == 0:
         Console(stderr=True).print(message, soft_wrap=True, highlight=False)
-
-
-def damped(before: float, now: float, last_move: float) -> float:
-    """The slowdown to divide by, from the measured one (``now``) and the last one that was used (``before``).
-
-    ``last_move`` is the factor that led to ``before``. If the direction turns, only half of the change is applied,
-    because the measured slowdown depends a little on the batch, and the division would oscillate.
-    """
-    turns_back = (now / before - 1) * (last_move - 1) < 0
-    return math.sqrt(before * now) if turns_back else now
-
-
-def in_words(allocation: Allocation, devices: Sequence[str]) -> str:
-    """Each rank's samples of a global batch, in words; consecutive ranks with the same device and part are grouped."""
-    groups: list[tuple[int, int]] = []
-    for rank, (share, device) in enumerate(zip(allocation.shares, devices, strict=True)):
-        if groups and (share, device) == (allocation.shares[groups[-1][0]], devices[groups[-1][0]]):
-            groups[-1] = groups[-1][0], rank
-        else:
-            groups.append((rank, rank))
-    parts = []
-    for first, last in groups:
-        share = allocation.shares[first]
-        names = f"rank {first}" if first == last else f"ranks {first}-{last}"
-        steps = "" if share.steps == 1 else f" in {share.steps} micro-batches of at most {share.micro_batch}"
-        parts.append(f"{names} ({devices[first]}) {share.samples}{steps}")
-    return f"of each global batch of {allocation.global_batch_size}: {'; '.join(parts)}"
-
-
-def slowdown(passes: Collection[tuple[int, float]], expected: Curve) -> float | None:
-    """Ratio of the measured to the expected time of forward passes; None if they are too few or too short.
-
-    It is a ratio of sums, because a device that is throttled for part of each second is slow in some passes only. The
-    longest pass is left out, because a single delay (a compilation, the first use of a memory page) is not a change of
-    speed.
-
-    Args:
-        passes: ``(samples, seconds)`` of each pass.
-        expected: expected seconds of a forward pass, by its samples.
-    """
-    if len(passes) < MIN_PASSES or sum(seconds for _, seconds in passes) < MIN_SECONDS:
-        return None
-    longest = int(np.argmax([seconds for _, seconds in passes]))
-    kept = [each for index, each in enumerate(passes) if index != longest]
-    return sum(seconds for _, seconds in kept) / sum(float(expected.seconds[samples]) for samples, _ in kept)
-
-
-def _forward_curve(device: DeviceProfile, max_batch: int) -> Curve | None:
-    """Seconds of a forward pass by its samples; None if the profile has too few forward times to compare speeds."""
-    points = {point.batch: point.forward_seconds for point in device.points if point.forward_seconds is not None}
-    if len(points) < min(2, max_batch):
-        return None
-    # The times of short passes are noisy; make them non-decreasing.
-    seconds = isotonic_regression([points[batch] for batch in sorted(points)]).x
-    return Curve.through(dict(zip(sorted(points), seconds, strict=True)), max(max_batch, *points)).limited(max_batch)

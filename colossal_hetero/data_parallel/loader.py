@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from .sampler import Division, GlobalBatchSampler, MicroBatch
+from ..accelerator import get_accelerator
+from ..processes.ended_ranks import naming_ended_ranks
+from .sampler import Division, GlobalBatchSampler
+from .training_loop.micro_batch import MicroBatch
+from .training_loop.progress import LoopProgress
+from .training_loop.tagged_tensor import tagged, untagged
 
-__all__ = ["HeteroDataLoader", "make_loader"]
+__all__ = ["HeteroDataLoader", "check_same_order", "make_loader"]
+
+
+class LoadTimer(Protocol):
+    """Is told when the training loop waits for data."""
+
+    def before_batch(self) -> None: ...
+
+    def after_batch(self, samples: int | None) -> None:
+        """``samples`` is None if there is no other micro-batch, or if loading it failed."""
 
 
 class HeteroDataLoader(DataLoader[Any]):
@@ -42,13 +59,83 @@ class HeteroDataLoader(DataLoader[Any]):
         object.__setattr__(self, "sampler", batch_sampler)
         self._global_sampler = batch_sampler
         self._iteration = 0
+        self._drawn: MicroBatch | None = None
+        self._progress: LoopProgress | None = None
+        self._weight_of: Callable[[Any], Any] | None = None
+        self._check: Callable[[Any], None] = lambda batch: None
+        self._sums: dict[str, torch.Tensor] = {}
 
-        self.current: MicroBatch | None = None
-        """The micro-batch returned last; None between ``iter()`` and the first micro-batch."""
+        self.load_timer: LoadTimer | None = None
+        """Is told when the loop waits for the next micro-batch."""
 
-        self.micro_step: int = -1
-        """Index of :attr:`current` in its global batch, on this rank; -1 if there is none. If it is 0 after an
-        unfinished global batch, that global batch was left, and its accumulated gradients must be dropped."""
+    @property
+    def current(self) -> MicroBatch | None:
+        """The micro-batch that the training loop works on; None between ``iter()`` and the first micro-batch.
+
+        It is the one returned last, or, if the loop takes batches ahead, that of the latest forward pass.
+        """
+        return self._drawn if self._progress is None else self._progress.current
+
+    @property
+    def is_last(self) -> bool:
+        """Whether :attr:`current` is this rank's last micro-batch of its global batch, after which the optimizer steps.
+
+        It is False before the first micro-batch.
+        """
+        if self._progress is not None:
+            return self._progress.is_last()
+        return self._drawn is not None and self._drawn.is_last
+
+    @property
+    def micro_step(self) -> int:
+        """Index of :attr:`current` in its global batch, on this rank; -1 if there is none."""
+        return -1 if self.current is None else self.current.step
+
+    def mean(self, value: Any, name: str = "loss") -> float | None:
+        """The mean of a value over the global batch and all ranks, such as of the loss for a log.
+
+        Call it on every rank for every micro-batch, after its forward pass, with the mean over that micro-batch. The
+        last call of a global batch adds up the values of all ranks, each with the weight of its loss.
+
+        Args:
+            value: a number or a tensor with one element, the mean over the samples of :attr:`current`.
+            name: what the value is, if there are several values.
+
+        Returns:
+            the mean at the last micro-batch of a global batch, None before.
+
+        Raises:
+            RuntimeError: no batch was drawn yet.
+        """
+        current = self.current
+        if current is None:
+            raise RuntimeError("loader.mean() needs a batch of the loader; call it after the forward pass of a batch")
+        weight = float(current.samples if current.weight is None else current.weight)
+        if current.step == 0 or name not in self._sums:
+            self._sums[name] = torch.zeros(2, dtype=torch.float64, device=get_accelerator().get_current_device())
+        sums = self._sums[name]
+        if weight:  # the loss of placeholder samples may not be a number
+            own = torch.as_tensor(untagged(value), device=sums.device).detach().double().reshape(())
+            sums += weight * torch.stack([own, torch.ones_like(own)])
+        if not current.is_last:
+            return None
+        del self._sums[name]
+        with naming_ended_ranks():
+            dist.all_reduce(sums)
+        total, count = sums.tolist()
+        return total / count if count else math.nan
+
+    def follow(self, progress: LoopProgress) -> None:
+        """Report every batch that is drawn to ``progress``, which knows what the training loop does with it."""
+        self._progress = progress
+
+    def weigh_by(self, weight_of: Callable[[Any], Any]) -> None:
+        """Give every micro-batch the weight that ``weight_of`` returns for its batch: a finite number of at least 0."""
+        self._weight_of = weight_of
+
+    def check_by(self, check: Callable[[Any], None]) -> None:
+        """Call ``check`` with every batch that is drawn; it raises an error if the batch cannot be trained with."""
+        self._check = check
 
     @property
     def global_batches(self) -> int:
@@ -59,6 +146,10 @@ class HeteroDataLoader(DataLoader[Any]):
     def drawn_global_batch(self) -> int:
         """See :attr:`GlobalBatchSampler.drawn_global_batch`."""
         return self._global_sampler.drawn_global_batch
+
+    def set_placeholders(self, samples: int) -> None:
+        """Set how many samples of weight zero a micro-batch without samples has."""
+        self._global_sampler.placeholders = samples
 
     def divide_by(self, division: Division, *, from_global_batch: int = 0) -> None:
         """See :meth:`GlobalBatchSampler.divide_by`."""
@@ -127,12 +218,28 @@ class HeteroDataLoader(DataLoader[Any]):
         return _Iteration(self, super().__iter__(), record, self._iteration)
 
     def _reset(self) -> None:
-        self.current, self.micro_step = None, -1
+        self._drawn = None
         self._iteration += 1
+        self._sums.clear()
+        if self._progress is not None:
+            self._progress.begin()
 
-    def _set_current(self, micro_batch: MicroBatch) -> None:
-        follows = self.current is not None and not self.current.is_last
-        self.current, self.micro_step = micro_batch, self.micro_step + 1 if follows else 0
+    def _draw(self, micro_batch: MicroBatch, batch: Any) -> Any:
+        """``batch`` with tensors that know their micro-batch."""
+        self._check(batch)
+        if self._weight_of is not None:
+            micro_batch = replace(micro_batch, weight=self._weight(batch) if micro_batch.samples else 0.0)
+        self._drawn = micro_batch
+        if self._progress is not None:
+            self._progress.draw(micro_batch)
+        return tagged(batch, micro_batch)
+
+    def _weight(self, batch: Any) -> float:
+        assert self._weight_of is not None
+        weight = float(self._weight_of(batch))
+        if not (weight >= 0 and math.isfinite(weight)):
+            raise ValueError(f"weight_by gave {weight} for a batch; it must be a finite number of at least 0")
+        return weight
 
 
 class _Iteration:
@@ -156,8 +263,13 @@ class _Iteration:
                 "this iteration over the data loader is no longer valid: another one began, a state was loaded or a "
                 "batch failed; begin a new iteration, and use a second loader to read the data for another purpose"
             )
+        timer = loader.load_timer
+        if timer is not None:
+            timer.before_batch()
+        micro_batch: MicroBatch | None = None
         try:
             batch = next(self._batches)
+            micro_batch = self._record.popleft()
         except StopIteration:
             loader._global_sampler.end_epoch()
             raise
@@ -165,8 +277,11 @@ class _Iteration:
             # Continuing with the next batch would put this rank one micro-step ahead of the others.
             loader._reset()
             raise
-        loader._set_current(self._record.popleft())
-        return batch
+        finally:
+            if timer is not None:
+                timer.after_batch(None if micro_batch is None else micro_batch.samples)
+        assert micro_batch is not None
+        return loader._draw(micro_batch, batch)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -181,6 +296,7 @@ def make_loader(
     shuffle: bool = False,
     seed: int = 1024,
     drop_last: bool = False,
+    sampler: Sampler[int] | None = None,
     pin_memory: bool = False,
     num_workers: int = 0,
     **kwargs: Any,
@@ -196,13 +312,16 @@ def make_loader(
         seed: seed of the order and, without a ``worker_init_fn``, of Python, NumPy and torch in the workers, as in
             Colossal-AI's ``prepare_dataloader``.
         drop_last: leave out the last global batch if it is smaller than the others.
+        sampler: gives the indices of an epoch, the same on all ranks; see ``order`` of
+            :class:`.sampler.GlobalBatchSampler`. An epoch then has as many samples as the sampler.
         pin_memory, num_workers, kwargs: arguments of ``DataLoader``.
 
     Raises:
-        TypeError: the dataset has no length, or ``batch_size``, ``sampler`` or ``batch_sampler`` is passed.
-        ValueError: see :class:`.sampler.GlobalBatchSampler`.
+        TypeError: the dataset has no length, or ``batch_size`` or ``batch_sampler`` is passed.
+        ValueError: there are both a sampler and ``shuffle``, the sampler divides the data over ranks itself; or see
+            :class:`.sampler.GlobalBatchSampler`.
     """
-    for name in ("batch_size", "sampler", "batch_sampler"):
+    for name in ("batch_size", "batch_sampler"):
         if kwargs.get(name) is not None:
             raise TypeError(
                 f"{name} cannot be given, because the plugin divides every {global_batch_size} samples "
@@ -210,18 +329,37 @@ def make_loader(
             )
         kwargs.pop(name, None)
     _check_dataset(dataset)
-    sampler = GlobalBatchSampler(
-        len(dataset),  # type: ignore[arg-type]
+    if sampler is not None:
+        _check_sampler(sampler, shuffle)
+    batch_sampler = GlobalBatchSampler(
+        len(dataset if sampler is None else sampler),  # type: ignore[arg-type]
         global_batch_size,
         rank,
         world_size,
         shuffle=shuffle,
         seed=seed,
         drop_last=drop_last,
+        order=sampler,
     )
     if kwargs.get("worker_init_fn") is None:
         kwargs["worker_init_fn"] = functools.partial(_seed_worker, seed)
-    return HeteroDataLoader(dataset, sampler, pin_memory=pin_memory, num_workers=num_workers, **kwargs)
+    return HeteroDataLoader(dataset, batch_sampler, pin_memory=pin_memory, num_workers=num_workers, **kwargs)
+
+
+def check_same_order(loader: HeteroDataLoader) -> None:
+    """Check that all ranks draw the samples in the same order. Every rank calls it.
+
+    Raises:
+        ValueError: on every rank, if a rank has another order of the first epoch, or another number of samples.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, loader._global_sampler.identity())
+    others = [rank for rank, found in enumerate(everyone) if found != everyone[0]]
+    if others:
+        raise ValueError(
+            f"ranks {', '.join(map(str, others))} draw other samples than rank 0: all ranks need the same dataset, and "
+            "a sampler with the indices of all ranks, which draws random numbers from torch, NumPy or Python only"
+        )
 
 
 def _seed_worker(seed: int, worker: int) -> None:
@@ -238,3 +376,16 @@ def _check_dataset(dataset: Dataset[Any]) -> None:
         )
     if not hasattr(dataset, "__len__"):
         raise TypeError(f"{name} has no length, so it cannot be divided over the ranks; add a __len__ method")
+
+
+def _check_sampler(sampler: Sampler[int], shuffle: bool) -> None:
+    name = type(sampler).__name__
+    if shuffle:
+        raise ValueError(f"shuffle=True cannot be combined with {name}, which sets the order; leave one of them out")
+    if isinstance(sampler, DistributedSampler):
+        raise ValueError(
+            f"{name} gives each rank its own indices, but here the plugin divides the samples over the ranks; leave it "
+            "out (shuffle=True gives the same order), or pass a sampler with the indices of all ranks"
+        )
+    if not hasattr(sampler, "__len__"):
+        raise TypeError(f"{name} has no length, so the global batches of an epoch cannot be counted; add __len__")

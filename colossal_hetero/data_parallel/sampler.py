@@ -8,38 +8,27 @@ or on another number of ranks, therefore never changes which samples form a glob
 
 from __future__ import annotations
 
+import hashlib
 import operator
+import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-__all__ = ["Division", "GlobalBatchSampler", "MicroBatch"]
+from .training_loop.micro_batch import MicroBatch
+
+__all__ = ["Division", "GlobalBatchSampler"]
 
 Division = Callable[[int], Sequence[Sequence[int]]]
 """From the number of samples of a global batch to the micro-batch sizes of each rank, which sum to that number. If a
-size is 0, the rank runs a placeholder sample of weight zero in that micro-step. It must return the same on all ranks.
+size is 0, the rank runs placeholder samples of weight zero in that micro-step. It must return the same on all ranks.
 """
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Position and size of one micro-batch of this rank."""
-
-    samples: int
-    """Number of samples; 0 means that the batch is one placeholder sample of weight zero."""
-
-    global_samples: int
-    """Number of samples of its global batch, over all ranks."""
-
-    global_batch: int
-    """Index of its global batch in the epoch."""
-
-    is_last: bool
-    """Whether it is this rank's last micro-batch of its global batch."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +52,16 @@ class GlobalBatchSampler(Sampler[list[int]]):
     left before a global batch was done does not count, so looking at a first batch changes nothing.
 
     Args:
-        dataset_size: number of samples in the dataset.
+        dataset_size: number of samples of an epoch: of the dataset or, if there is an ``order``, of that.
         global_batch_size: samples of a global batch over all ranks, G, at most ``dataset_size``.
         rank: this rank among the data-parallel ranks.
         world_size: number of data-parallel ranks.
         shuffle: whether each epoch has a new order; otherwise it is the order of the dataset.
         seed: seed of the order, the same on all ranks.
         drop_last: leave out the last global batch if it is smaller than the others.
+        order: a sampler that gives the indices of an epoch, such as ``WeightedRandomSampler``. For each epoch torch,
+            NumPy, Python and the sampler's ``generator`` are seeded with ``seed`` plus the epoch, so that all ranks
+            draw the same indices, also if training is resumed.
 
     Raises:
         ValueError: a size is below 1, the dataset is smaller than one global batch, or the rank is not below
@@ -86,6 +78,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         shuffle: bool,
         seed: int,
         drop_last: bool = False,
+        order: Sampler[int] | None = None,
     ) -> None:
         super().__init__()
         if global_batch_size < 1:
@@ -104,11 +97,15 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
+        self._sampler = order
         full, self._rest = divmod(dataset_size, global_batch_size)
         if drop_last:
             self._rest = 0
         self.global_batches: int = full + (self._rest > 0)
         """Number of global batches, i.e. optimizer steps, in an epoch."""
+
+        self.placeholders = 1
+        """Number of samples of weight zero in a micro-batch without samples: the fewest that the model trains with."""
 
         self.record: deque[MicroBatch] | None = None
         """If a loader sets it, every micro-batch that is drawn is appended; drawing may run ahead of what the loader
@@ -191,16 +188,34 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """Begin an iteration, from which the next ``iter()`` draws; without this call, ``iter()`` begins one itself. An
         older iteration raises when it draws."""
         epoch, start = self._next_start()
+        order = self.order_of(epoch)
         self._parts = self._next_parts()
         self._epoch, self._start, self._done, self._drawn = epoch, start, start, start - 1
         self._over, self._next_epoch, self._resumed = False, None, False
-        self._order = None
-        if self.shuffle:
-            generator = torch.Generator()
-            generator.manual_seed(self.seed + self._epoch)
-            self._order = torch.randperm(self.dataset_size, generator=generator)
+        self._order = order
         self._begun = True
         self._iterations += 1
+
+    def order_of(self, epoch: int) -> torch.Tensor | None:
+        """The indices of the dataset in the order of that epoch, ``[dataset_size]``; None if it is that of the dataset.
+
+        Raises:
+            ValueError: the sampler that was given as ``order`` has more or fewer indices than ``dataset_size``.
+        """
+        if self._sampler is not None:
+            with _seeded(self.seed + epoch, getattr(self._sampler, "generator", None)):
+                order = torch.tensor(list(self._sampler), dtype=torch.int64)
+            if len(order) != self.dataset_size:
+                raise ValueError(
+                    f"{type(self._sampler).__name__} gave {len(order)} indices for epoch {epoch}, but its length is "
+                    f"{self.dataset_size}; it must give as many in every epoch"
+                )
+            return order
+        if not self.shuffle:
+            return None
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + epoch)
+        return torch.randperm(self.dataset_size, generator=generator)
 
     def end_epoch(self) -> None:
         """Mark the whole epoch as done."""
@@ -232,10 +247,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
             indices = self._indices(first + part.offset, sum(part.sizes))
             done = 0
             for step, size in enumerate(part.sizes):
-                micro_batch = MicroBatch(size, samples, global_batch, is_last=step == len(part.sizes) - 1)
+                micro_batch = MicroBatch(size, samples, global_batch, step, is_last=step == len(part.sizes) - 1)
                 if self.record is not None:
                     self.record.append(micro_batch)
-                yield micro_batch, indices[done : done + size] if size else self._indices(first, 1)
+                yield micro_batch, indices[done : done + size] if size else self._indices(first, self.placeholders)
                 if iteration != self._iterations:
                     raise RuntimeError(
                         "another iteration over this sampler has begun; use a sampler for each of two simultaneous "
@@ -272,7 +287,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """The position in the epoch, counted in finished global batches; the same on all ranks. It does not depend on
         the number of ranks or the division, so it can be loaded with others."""
         epoch, done = (self._epoch, self._done) if self._next_epoch is None else self._next_start()
-        return {"epoch": epoch, "global_batches_done": done, **self._identity()}
+        return {"epoch": epoch, "global_batches_done": done, **self.identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration resume after the finished global batches of ``state``; a running one becomes invalid.
@@ -281,12 +296,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
             ValueError: entries of the state are missing or not possible, or the state was saved with another dataset
                 size, global batch size, seed, ``shuffle`` or ``drop_last``.
         """
-        missing = [key for key in ("epoch", "global_batches_done", *self._identity()) if key not in state]
+        missing = [key for key in ("epoch", "global_batches_done", *self.identity()) if key not in state]
         if missing:
             raise ValueError(f"not a data-loader state: missing {', '.join(missing)}")
         others = [
             f"{key} was {state[key]}, now it is {value}"
-            for key, value in self._identity().items()
+            for key, value in self.identity().items()
             if state[key] != value
         ]
         if others:
@@ -306,10 +321,16 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._next_epoch, self._resumed, self._begun = None, True, False
         self._iterations += 1
 
-    def _identity(self) -> dict[str, Any]:
-        """The arguments that determine which samples form a global batch."""
+    def identity(self) -> dict[str, Any]:
+        """What determines which samples form a global batch; the same on all ranks. With a sampler of the user's it
+        holds a hash of the first epoch's order."""
         names = ("dataset_size", "global_batch_size", "shuffle", "seed", "drop_last")
-        return {name: getattr(self, name) for name in names}
+        identity = {name: getattr(self, name) for name in names}
+        if self._sampler is not None:
+            order = self.order_of(0)
+            assert order is not None
+            identity["order"] = hashlib.sha256(order.numpy().tobytes()).hexdigest()[:16]
+        return identity
 
     def _counts(self) -> bool:
         """Whether at least one global batch of the latest iteration is done."""
@@ -359,3 +380,20 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if sum(totals) != samples:
             raise ValueError(f"the division has {sum(totals)} samples, but the global batch has {samples}")
         return _RankSlice(sum(totals[: self.rank]), shares[self.rank])
+
+
+@contextmanager
+def _seeded(seed: int, generator: Any) -> Iterator[None]:
+    """In the block, torch, NumPy and Python draw random numbers from ``seed``, and so does a ``torch.Generator``."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

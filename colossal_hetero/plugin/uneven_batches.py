@@ -6,12 +6,16 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from ..data_parallel.accumulation import GradientAccumulation
 from ..data_parallel.attach import BatchSetup, attach_batches, profile_for
 from ..data_parallel.batch_balancer import BatchBalancer
 from ..data_parallel.config import BatchConfig
-from ..data_parallel.loader import HeteroDataLoader, make_loader
+from ..data_parallel.loader import HeteroDataLoader, check_same_order, make_loader
+from ..data_parallel.training_loop.sync_batch_norm import synchronize_batch_norm
 from ..profiling.batches.rank_profiler import describe
 from .part import PluginPart, TrainingObjects
 
@@ -38,6 +42,8 @@ class UnevenBatches(PluginPart):
     def __init__(self, config: BatchConfig) -> None:
         self.balancer: BatchBalancer | None = None
         """Divides the batches of the objects that were configured last; None before that."""
+        self.accumulation: GradientAccumulation | None = None
+        """Accumulates the gradients of the objects that were configured last; None before that."""
         self._config = config
         self._even_loaders: dict[int, tuple[DataLoader, dict[str, Any]]] = {}
         """Colossal-AI's loaders that were made here, by ``id``, each with the arguments it was made with."""
@@ -87,26 +93,45 @@ class UnevenBatches(PluginPart):
         """The same objects with a data loader of uneven batches; see ``PluginPart.before_configure``.
 
         Raises:
-            ValueError: the plugin did not make the data loader.
+            ValueError: the plugin did not make the data loader, or batch normalization cannot be synchronized.
         """
         if objects.optimizer is None:
             return objects
         loader = self._loader_to_train_with(plugin, objects.dataloader)
+        check_same_order(loader)
         self._description = describe(objects.model)
-        return objects._replace(dataloader=loader)
+        return objects._replace(dataloader=loader, model=self._synchronized(plugin, objects.model, loader))
 
     def measure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
         """Measure the replicas, or read the profile that the user named; see ``PluginPart.measure``."""
         self._setup = plugin.batch_setup(objects)
-        self._profile = profile_for(
+        self._profile, self._profile_path = profile_for(
             self._setup, self._description, objects.model, objects.optimizer, objects.criterion, objects.dataloader
         )
 
     def attach(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
         """Divide the batches and accumulate their gradients; see ``PluginPart.attach``."""
-        self.balancer = attach_batches(
-            self._setup, self._profile, objects.model, objects.optimizer, objects.dataloader, objects.lr_scheduler
+        self.balancer, self.accumulation = attach_batches(
+            self._setup,
+            self._profile,
+            objects.model,
+            objects.optimizer,
+            objects.criterion,
+            objects.dataloader,
+            objects.lr_scheduler,
+            self._profile_path,
         )
+
+    def _synchronized(self, plugin: ReplicaPlugin, model: nn.Module, loader: HeteroDataLoader) -> nn.Module:
+        """``model``, with synchronized batch normalization if the user wants it."""
+        if not self._config.sync_batchnorm:
+            return model
+        if plugin.replica()[1] != dist.get_world_size():
+            raise ValueError(
+                f"sync_batchnorm=True needs replicas of one rank, but {dist.get_world_size()} ranks hold "
+                f"{plugin.replica()[1]} replicas; use tp_size=1"
+            )
+        return synchronize_batch_norm(model, lambda: None if loader.current is None else loader.current.samples)
 
     def _loader_to_train_with(self, plugin: ReplicaPlugin, dataloader: DataLoader | None) -> HeteroDataLoader:
         """``dataloader`` if it has uneven batches, otherwise a loader of the same data that has."""

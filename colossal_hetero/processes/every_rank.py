@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from .ended_ranks import naming_ended_ranks
+
 __all__ = ["destroy_groups", "on_every_rank"]
 
 SETTLE_SECONDS = 0.2
@@ -21,7 +23,8 @@ def on_every_rank(function: Callable[[], T], purpose: str) -> list[T]:
 
     Raises:
         RuntimeError: on every rank, if ``function`` raised on any rank, so that no rank waits for another. The message
-            begins with ``purpose`` and names the ranks and their errors.
+            begins with ``purpose`` and names the ranks and their errors. If the process of a rank has ended, the
+            message names that rank.
     """
     failure: Exception | None = None
     outcome: tuple[Any, str | None]
@@ -30,7 +33,8 @@ def on_every_rank(function: Callable[[], T], purpose: str) -> list[T]:
     except Exception as error:
         failure, outcome = error, (None, f"{type(error).__name__}: {error}")
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, outcome)
+    with naming_ended_ranks():
+        dist.all_gather_object(everyone, outcome)
     failures = [f"rank {rank}: {words}" for rank, (_, words) in enumerate(everyone) if words is not None]
     if failures:
         raise RuntimeError(f"{purpose} failed on {'; '.join(failures)}") from failure

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from colossalai.interface import OptimizerWrapper
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from ..accelerator import get_accelerator
+from .memory import reserved_memory
 
 __all__ = ["TrainingStep", "TrialRun", "default_training_step"]
 
@@ -52,39 +55,130 @@ def default_training_step(model: nn.Module, criterion: Callable | None, batch: A
 class TrialRun:
     """Runs trial micro-batches of any size, without drawing from the loader.
 
-    The samples are the first ones of the dataset, repeated if the micro-batch is larger than the dataset.
+    The samples are the first ones of the dataset, repeated if the micro-batch is larger than the dataset. Passes run in
+    training mode, because a model that was just loaded is often in evaluation mode. The block in which trials run must
+    restore the modes (:func:`.preserved_state.preserved_state`).
+
+    A trial needs as much memory as the usual training loop, which binds ``outputs = model(...)`` and ``loss`` to names
+    (see [Note: kept outputs]).
     """
+
+    # [Note: kept outputs]
+    # The names of a loop are bound again only after the next forward pass. So the outputs of a micro-batch exist during
+    # its own backward pass and during the next forward pass. A trial therefore keeps its outputs and its loss until the
+    # forward pass of the next trial is over. If the next trial is larger, its loop would keep more than that. The
+    # difference, by the bytes per sample of the outputs that were seen last, is reserved during the forward pass. The
+    # outputs also exist during the optimizer's step. So after the first backward pass of each size, the temporary
+    # memory of a step is allocated for a moment.
 
     model: nn.Module
     optimizer: OptimizerWrapper
     criterion: Callable | None
     training_step: TrainingStep
     loader: DataLoader
+    step_bytes: int = 0
+    """Temporary memory of the optimizer's step."""
 
     def __post_init__(self) -> None:
         self._samples: list[Any] = []
+        self._stepped: set[int] = set()
+        self._kept: list[Any] = []
+        self._kept_bytes = 0
+        self._sample_bytes = 0.0
 
     def __call__(self, samples: int) -> float:
         """Run forward and backward of a micro-batch; the seconds that they take, without loading the samples."""
         device = get_accelerator().get_current_device()
-        batch = tree_map(lambda part: _to(part, device), self.loader.collate_fn(self._first(samples)))
-        get_accelerator().synchronize()
-        begin = time.perf_counter()
-        loss = self.training_step(self.model, self.criterion, batch)
-        self.optimizer.backward(loss)
-        get_accelerator().synchronize()
-        return time.perf_counter() - begin
+        self.model.train()
+        batch = self.batch(range(samples))
+        missing = math.ceil(self._sample_bytes * samples) - self._kept_bytes
+        try:
+            with self._recorded_outputs() as outputs:
+                with reserved_memory(missing, device):
+                    get_accelerator().synchronize()
+                    begin = time.perf_counter()
+                    outputs.append(self.training_step(self.model, self.criterion, batch))
+                self._keep(outputs)
+                self.optimizer.backward(outputs[-1])
+                get_accelerator().synchronize()
+                seconds = time.perf_counter() - begin
+            if samples not in self._stepped:
+                with reserved_memory(self.step_bytes, device):
+                    self._stepped.add(samples)
+        except BaseException:
+            self._keep([])
+            raise
+        self._kept_bytes = _tensor_bytes(outputs, device)
+        self._sample_bytes = self._kept_bytes / samples
+        return seconds
 
-    def _first(self, samples: int) -> Any:
+    def loss(self, indices: Sequence[int]) -> Tensor:
+        """The loss of the samples at these indices of the dataset, without gradients, in the model's present mode."""
+        return self.loss_of(self.batch(indices))
+
+    def loss_of(self, batch: Any) -> Tensor:
+        """As :meth:`loss`, of a batch on the device."""
+        with torch.no_grad():
+            return self.training_step(self.model, self.criterion, batch)
+
+    def release(self) -> None:
+        """Release the outputs that are kept for the next trial."""
+        self._keep([])
+
+    def _keep(self, outputs: list[Any]) -> None:
+        self._kept, self._kept_bytes = outputs, 0
+
+    @contextmanager
+    def _recorded_outputs(self) -> Iterator[list[Any]]:
+        """A list of everything that the model returns in the block, as the names of a training loop keep it."""
+        outputs: list[Any] = []
+        handle = self.model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+        try:
+            yield outputs
+        finally:
+            handle.remove()
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        """The samples at these indices, counted on from the start at the end of the dataset, as a loop gets them."""
+        device = get_accelerator().get_current_device()
+        return tree_map(lambda part: _to(part, device), self.loader.collate_fn(self._drawn(indices)))
+
+    def _drawn(self, indices: Sequence[int]) -> Any:
         """The samples as a ``DataLoader`` passes them to its ``collate_fn``."""
         dataset: Any = self.loader.dataset
         length = len(dataset)
         if getattr(dataset, "__getitems__", None):
-            return dataset.__getitems__([index % length for index in range(samples)])
-        while len(self._samples) < min(samples, length):
+            return dataset.__getitems__([index % length for index in indices])
+        while len(self._samples) < min(max(indices) + 1, length):
             self._samples.append(dataset[len(self._samples)])
-        return [self._samples[index % length] for index in range(samples)]
+        return [self._samples[index % length] for index in indices]
 
 
 def _to(part: Any, device: torch.device) -> Any:
     return part.to(device) if isinstance(part, torch.Tensor) else part
+
+
+def _tensor_bytes(values: Any, device: torch.device) -> int:
+    """Bytes on ``device`` of all tensors in ``values``: in containers, and in attributes of objects such as outputs.
+
+    Tensors that share memory count once, and parameters do not count.
+    """
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+    waiting = [values]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if value.device == device and value.layout == torch.strided and not isinstance(value, nn.Parameter):
+                storage = value.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, Mapping):
+            waiting.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            waiting.extend(value)
+        elif not isinstance(value, (nn.Module, type)):
+            waiting.extend(vars(value).values() if hasattr(value, "__dict__") else ())
+    return sum(storages.values())

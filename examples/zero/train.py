@@ -124,7 +124,7 @@ def train(
             model.train()
             loader.set_epoch(epoch)
             train_images.set_epoch(epoch)
-            losses = torch.zeros(loader.global_batches, device=device)
+            losses: list[float] = []
             last = time.perf_counter()
             for batch, labels in loader:  # micro-batches; the plugin makes global batches of them
                 loss = criterion(model(batch.to(device)), labels.to(device))
@@ -133,15 +133,13 @@ def train(
                 schedule.step()
                 optimizer.zero_grad()
 
-                current = loader.current  # this rank's part of the global batch
-                losses[current.global_batch] += loss.detach().float() * current.samples / current.global_samples
-                if current.is_last:
-                    get_accelerator().synchronize()
+                mean = loader.mean(loss)  # over the global batch and all ranks, at its last micro-batch
+                if mean is not None:
+                    losses.append(mean)
                     last, seconds = time.perf_counter(), time.perf_counter() - last
                     report.iteration(seconds)
-            dist.all_reduce(losses)
             shares = " + ".join(str(share.samples) for share in training.allocation.shares)
-            report.epoch(epoch, losses.tolist(), evaluate(model, test_images), f"  images by rank {shares}")
+            report.epoch(epoch, losses, evaluate(model, test_images), f"  images by rank {shares}")
     training.reallocations = plugin.batch_balancer.reallocations
 
 

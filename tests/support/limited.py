@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from colossal_hetero.profiling.aborted_step import abort_step
-from colossal_hetero.profiling.batches.device_profiler import optimizer_state_bytes, profile_device
+from colossal_hetero.profiling.batches.device_profiler import profile_device
+from colossal_hetero.profiling.batches.optimizer_state import optimizer_state_bytes
 from colossal_hetero.profiling.memory import is_out_of_memory, recover, reserved_memory
 from colossal_hetero.profiling.preserved_state import preserved_state
 
@@ -134,7 +135,9 @@ def main(
         if not profile.max_batch:
             resource.setrlimit(resource.RLIMIT_AS, limits)  # without this, training would run out of memory
         else:
-            with preserved_state(model, optimizer), reserved_memory(to_come + optimizer_state_bytes(optimizer), DEVICE):
+            reserve = resource.getrlimit(resource.RLIMIT_AS)[0] - profile.memory_bytes
+            held = to_come + optimizer_state_bytes(optimizer) + reserve
+            with preserved_state(model, optimizer), reserved_memory(held, DEVICE):
                 step(model, 1)
                 result["every_size"] = every_size(model, cap)
     result["after"] = digest(model, optimizer)

@@ -12,6 +12,7 @@ import colossal_hetero.plugin.hybrid.hybrid_plugin  # noqa: F401
 import tests.support.planning
 import tests.support.sharding
 import tests.support.training  # noqa: F401
+from colossal_hetero.data_parallel import saved_profile
 from colossal_hetero.profiling.batches import device_profiler
 
 # isort: split
@@ -23,6 +24,9 @@ from colossalai.tensor.d_tensor.api import layout_converter
 assert device_profiler.MIN_SECONDS > 0 and device_profiler.PEAK_SECONDS > 0.01
 device_profiler.MIN_SECONDS = 0.0
 device_profiler.PEAK_SECONDS = 0.01
+
+# A test must not use what an earlier one measured. Tests of profiles that are kept name a folder.
+saved_profile.default_folder = lambda: ""
 
 # Colossal-AI copies the device mesh with the layout of each parameter that it shards. A mesh never changes, so one is
 # enough for all. The copies take a third of the time of Booster.boost.

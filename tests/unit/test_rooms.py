@@ -26,6 +26,7 @@ RULES: dict[str, set[str]] = {
     "planner/cluster": {"io"},
     "planner/profile": {"io", "planner/cluster"},
     "planner/batches": {"io", "planner/cluster"},
+    "planner/redivision": {"planner/batches"},
     "planner/stages": {"planner/cluster", "planner/profile"},
     "planner/schedules": {"io", "planner/cluster", "planner/profile", "planner/stages"},
     "planner/layout": {"planner/cluster"},
@@ -67,12 +68,15 @@ RULES: dict[str, set[str]] = {
     "profiling": {"accelerator"},
     "profiling/batches": {"accelerator", "processes", "planner/*", "profiling"},
     "profiling/layers": {"accelerator", "layers", "processes", "planner/*", "profiling", "profiling/batches"},
-    "data_parallel": {"accelerator", "planner/*", "profiling", "profiling/*"},
+    "data_parallel/training_loop": {"accelerator", "profiling", "profiling/*"},
+    "data_parallel": {
+        *("io", "accelerator", "processes", "planner/*", "profiling", "profiling/*", "data_parallel/training_loop"),
+    },
     "pipeline_parallel": {"io", "planner/*", "profiling", "profiling/*"},
     "probe": {"processes", "planner/cluster", "profiling"},
-    "plugin": {"accelerator", "data_parallel", "profiling/batches"},
+    "plugin": {"accelerator", "planner/batches", "data_parallel", "data_parallel/training_loop", "profiling/batches"},
     "plugin/hybrid": {
-        *("io", "accelerator", "layers", "planner/*", "balance", "balance/*"),
+        *("io", "processes", "accelerator", "layers", "planner/*", "balance", "balance/*"),
         *("profiling", "profiling/*", "data_parallel", "pipeline_parallel", "plugin"),
     },
     "plugin/zero": {

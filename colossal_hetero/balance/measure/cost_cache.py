@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,18 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ...io.atomic import replacing
+from ...io.cache_folder import default_folder
 from ..decide.costs import Costs
 
 __all__ = ["CostCache", "default_folder"]
 
 SCHEMA = 1
 """The version of the file format; costs in files of another version are measured again."""
-
-
-def default_folder() -> Path:
-    """``$XDG_CACHE_HOME/colossal_hetero``, or ``~/.cache/colossal_hetero``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "colossal_hetero"
 
 
 class CostCache:

@@ -10,7 +10,12 @@ stage:
   m samples over all ranks and a last one with the remainder,
   ``wall = full·(max_i seconds_i[b_i] + comm) + (max_i seconds_i[r_i] + comm)``.
 
-If a rank has no samples in a micro-step, it runs one sample of weight zero, which takes the time of one sample.
+A rank may also need a fixed time per global batch, the step of its optimizer. In stage 0 no collective follows the
+step, so it is a part of ``busy_i``. In stages 1 to 3 the ranks then synchronize the parameters, so the wall time grows
+by the longest step, whatever the division.
+
+If a rank has no samples in a micro-step, it runs one sample of weight zero (``min_batch`` samples, if the model cannot
+train with fewer), which takes the time of one sample.
 """
 
 from __future__ import annotations
@@ -96,7 +101,7 @@ class Allocation:
     shares: tuple[Share, ...]
     """Each rank's part, by rank."""
     busy_seconds: tuple[float, ...]
-    """Each rank's compute time per global batch, by rank."""
+    """Each rank's compute time per global batch, with its optimizer's step, by rank."""
     communication_seconds: float
     """Communication time per global batch."""
     wall_seconds: float
@@ -127,6 +132,7 @@ def allocate(
     accumulation: str = "shared",
     communication_seconds: float = 0.0,
     flops: Sequence[float] | None = None,
+    step_seconds: Sequence[float] | None = None,
 ) -> Allocation:
     """Divide a global batch over the ranks.
 
@@ -145,28 +151,31 @@ def allocate(
         communication_seconds: time of one synchronization, which happens once per global batch in stages 0 and 1 and
             once per micro-step in stages 2 and 3.
         flops: FLOP/s by rank, for method ``flops``.
+        step_seconds: time of the optimizer's step by rank; None: not counted.
 
     Raises:
         ValueError: a rank holds no sample, a batch is below 1, a choice is unknown, ``per_rank`` is combined with stage
-            2 or 3, or ``flops`` is missing or not one positive number per rank.
+            2 or 3, ``flops`` is missing or not one positive number per rank, or ``step_seconds`` is not one time per
+            rank.
     """
     accumulation = accumulation_named(accumulation)
-    _check(curves, global_batch_size, stage, method, accumulation, communication_seconds, flops)
+    _check(curves, global_batch_size, stage, method, accumulation, communication_seconds, flops, step_seconds)
     global_batch_size = int(global_batch_size)
     synchronized = stage >= 2
+    fixed_seconds = step_seconds if stage == 0 else None
     if method == "exact":
         if synchronized:
             runs = exact_search.exact_synchronized(curves, global_batch_size, communication_seconds)
         elif accumulation == "per_rank":
-            runs = exact_search.exact_per_rank(curves, global_batch_size)
+            runs = exact_search.exact_per_rank(curves, global_batch_size, fixed_seconds)
         else:
-            runs = exact_search.exact_shared(curves, global_batch_size)
+            runs = exact_search.exact_shared(curves, global_batch_size, fixed_seconds)
     else:
         kind = "synchronized" if synchronized else accumulation
         runs = proportional.METHODS[method](curves, global_batch_size, kind, flops)
     return evaluate(
         curves, [Share(each) for each in runs], stage, method=method, accumulation=accumulation,
-        communication_seconds=communication_seconds,
+        communication_seconds=communication_seconds, step_seconds=step_seconds,
     )  # fmt: skip
 
 
@@ -178,12 +187,13 @@ def evaluate(
     method: str,
     accumulation: str = "shared",
     communication_seconds: float = 0.0,
+    step_seconds: Sequence[float] | None = None,
 ) -> Allocation:
     """The allocation with the given shares, its times read from the curves.
 
     Raises:
-        ValueError: a micro-batch is larger than its rank holds, or in stages 2 and 3 the ranks have different numbers
-            of micro-steps.
+        ValueError: a micro-batch is larger than its rank holds or smaller than the model trains with, or in stages 2
+            and 3 the ranks have different numbers of micro-steps.
     """
     known: dict[tuple[int, Runs], float] = {}
     for rank, (curve, share) in enumerate(zip(curves, shares, strict=True)):
@@ -193,10 +203,20 @@ def evaluate(
             raise ValueError(
                 f"rank {rank} holds at most {curve.max_batch} samples, not a micro-batch of {share.micro_batch}"
             )
+        smallest = min((size for size, _ in share.runs if size > 0), default=curve.min_batch)
+        if smallest < curve.min_batch:
+            raise ValueError(
+                f"rank {rank} has a micro-batch of {smallest}, but the model trains with at least {curve.min_batch} "
+                "samples; use method='exact', or another global batch size"
+            )
         known[id(curve), share.runs] = math.fsum(count * float(curve.seconds[size]) for size, count in share.runs)
-    busy = tuple(known[id(curve), share.runs] for curve, share in zip(curves, shares, strict=True))
-    if stage < 2:
+    compute_by_rank = [known[id(curve), share.runs] for curve, share in zip(curves, shares, strict=True)]
+    steps = [0.0] * len(curves) if step_seconds is None else step_seconds
+    busy = tuple(compute + step for compute, step in zip(compute_by_rank, steps, strict=True))
+    if stage == 0:
         communication, compute = communication_seconds, max(busy)
+    elif stage == 1:
+        communication, compute = communication_seconds, max(compute_by_rank) + max(steps)
     else:
         # Over kinds of device instead of ranks, because there are few different runs.
         different = {(id(curve), share.runs): curve for curve, share in zip(curves, shares, strict=True) if share.runs}
@@ -210,7 +230,7 @@ def evaluate(
             max(float(curve.seconds[runs[step][0]]) for (_, runs), curve in different.items())
             for step in range(len(repeats))
         ]
-        compute = math.fsum(count * seconds for count, seconds in zip(repeats, longest, strict=True))
+        compute = math.fsum(count * seconds for count, seconds in zip(repeats, longest, strict=True)) + max(steps)
         communication = sum(repeats) * communication_seconds
     return Allocation(
         method=method,
@@ -232,6 +252,7 @@ def _check(
     accumulation: str,
     communication_seconds: float,
     flops: Sequence[float] | None,
+    step_seconds: Sequence[float] | None,
 ) -> None:
     if len(curves) == 0:
         raise ValueError("no curves: give one per rank")
@@ -248,8 +269,26 @@ def _check(
             "every micro-step, so all must run the same number of micro-steps; use accumulation='shared', or stage 0 "
             "or 1"
         )
+    min_batch = max(curve.min_batch for curve in curves)
+    if global_batch_size < min_batch:
+        raise ValueError(
+            f"a global batch of {global_batch_size} cannot be run, because the model trains with at least {min_batch} "
+            "samples (it has a batch normalization); use drop_last=True if it is the last one of an epoch, or another "
+            "global batch size"
+        )
+    if accumulation == "per_rank" and min_batch > 1:
+        raise ValueError(
+            f"accumulation='per_rank' is not possible with a model that trains with at least {min_batch} samples (it "
+            "has a batch normalization), because a rank's last micro-batch may be smaller; use accumulation='shared'"
+        )
     if not (communication_seconds >= 0 and math.isfinite(communication_seconds)):
         raise ValueError(f"communication_seconds={communication_seconds} must be finite and at least 0")
+    if step_seconds is not None:
+        if len(step_seconds) != len(curves):
+            raise ValueError(f"step_seconds has {len(step_seconds)} values for {len(curves)} ranks: give one per rank")
+        for rank, seconds in enumerate(step_seconds):
+            if not (seconds >= 0 and math.isfinite(seconds)):
+                raise ValueError(f"step_seconds[{rank}]={seconds} must be finite and at least 0")
     for rank, curve in enumerate(curves):
         if curve.max_batch < 1:
             raise ValueError(

@@ -75,17 +75,24 @@ class DeviceProfile(FilePart):
     host: str = ""
     """Name of the host that was measured."""
     memory_bytes: Annotated[ByteCount, Field(ge=1)]
-    """Memory that the process may use."""
+    """Memory that the process may use for training, without the reserve that is kept free."""
     state_bytes: ByteCount
     """Memory used before a micro-batch runs: parameters, gradients and optimizer state at the profile's stage."""
     sample_bytes: ByteCount
     """Additional memory per sample of a micro-batch."""
     max_batch: NonNegative
-    """Largest micro-batch that ran; 0 if not even one sample fits. May be lowered by hand."""
+    """Largest micro-batch that ran; 0 if not even ``min_batch`` samples fit. May be lowered by hand."""
     memory_bound: bool
-    """True if one more sample ran out of memory; False if the search ended at the global batch size."""
+    """True if one more sample ran out of memory; False if the search ended at ``searched_batch``."""
+    searched_batch: PositiveCount | None = None
+    """Largest micro-batch that the search was allowed to try; None if unknown, as in files of older versions."""
+    min_batch: PositiveCount = 1
+    """Samples of the smallest micro-batch that the model trains with: 2 if a batch normalization has one value per
+    sample and channel."""
     points: tuple[TimedBatch, ...]
     """Measured times, by ascending batch."""
+    step_seconds: Seconds | None = None
+    """Time of the optimizer's step at the profile's stage, without collectives; None if it was not measured."""
     flops: Flops | None = None
     """Nominal or measured FLOP/s, for method ``flops``."""
     protocols: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = ("gloo",)
@@ -117,11 +124,11 @@ class DeviceProfile(FilePart):
         Raises:
             ValueError: no curve fits the points; the message names the device, the points and the remedy.
         """
-        if max_batch == 0:
-            return Curve(np.ones(1))  # the device never runs
+        if max_batch < self.min_batch:
+            return Curve(np.ones(1), self.min_batch)  # the device never runs
         try:
-            longest = max(self.measured_batch, max_batch)
-            return Curve.through({point.batch: point.seconds for point in self.points}, longest).limited(max_batch)
+            points = {point.batch: point.seconds for point in self.points}
+            return Curve.through(points, max_batch, self.min_batch)
         except ValueError as error:
             raise ValueError(f"device {self.device}: {error}") from None
 
@@ -193,6 +200,16 @@ class BatchProfile(FilePart):
         known = [value for value in values if value is not None]
         return known if len(known) == len(values) else None
 
+    def step_seconds(self, stage: int | None = None) -> list[float] | None:
+        """Time of the optimizer's step by rank at ``stage``; None if it is unknown for any rank.
+
+        In stage 0 every rank steps with all parameters, in the other stages with its part of them.
+        """
+        parts = [len(self.ranks) if each else 1 for each in (self._checked(stage), self.stage)]
+        values = [self.kinds[kind].step_seconds for kind in self.ranks]
+        known = [value * parts[1] / parts[0] for value in values if value is not None]
+        return known if len(known) == len(values) else None
+
     def communication(self, stage: int | None = None) -> float:
         """Seconds of one synchronization at ``stage``; if another stage was measured, scaled by :data:`PASSES`."""
         stage = self._checked(stage)
@@ -255,13 +272,13 @@ class BatchProfile(FilePart):
             allow_empty: if a device holds no sample, return a curve with ``max_batch == 0`` instead of raising.
 
         Raises:
-            ValueError: a device holds no sample at that stage, or no curve fits its points.
+            ValueError: a device holds no micro-batch at that stage, or no curve fits its points.
         """
         stage = self._checked(stage)
         used = set(self.ranks)
         batches = self.kind_max_batches(stage, largest, sharing_ranks)
         for kind in sorted(used):
-            if batches[kind] < 1 and not allow_empty:
+            if batches[kind] < self.kinds[kind].min_batch and not allow_empty:
                 raise ValueError(self._does_not_fit(kind, stage))
         curves = {kind: self.kinds[kind].curve(batches[kind]) for kind in sorted(used)}
         return [curves[kind] for kind in self.ranks]
@@ -310,11 +327,12 @@ class BatchProfile(FilePart):
         better = [
             other
             for other in range(stage + 1, len(PASSES))
-            if all(batch > 0 for index, batch in enumerate(self.kind_max_batches(other)) if index in used)
+            if all(n >= device.min_batch for index, n in enumerate(self.kind_max_batches(other)) if index in used)
         ]
-        remedy = f"at stage {better[0]} one sample fits" if better else "at higher stages no sample fits either"
+        few, fit = ("one sample", "fits") if device.min_batch == 1 else (f"{device.min_batch} samples", "fit")
+        remedy = f"at stage {better[0]} {few} {fit}" if better else "at higher stages no sample fits either"
         return (
-            f"{'ranks' if len(ranks) > 1 else 'rank'} {spans(ranks)} ({device.device}) cannot hold one sample at stage "
+            f"{'ranks' if len(ranks) > 1 else 'rank'} {spans(ranks)} ({device.device}) cannot hold {few} at stage "
             f"{stage}: of {device.memory_bytes / 2**30:.2f} GiB, the state takes "
             f"{self.state_bytes(stage)[kind] / 2**30:.2f} GiB and a sample {device.sample_bytes / 2**30:.2f} GiB; "
             f"{remedy}; otherwise leave that device out"

@@ -11,7 +11,13 @@ from .device_dropping import AdaptPlan, adapt
 from .ring_order import common_protocol, link_seconds, longest_edge
 from .time_curve import Curve
 
-__all__ = ["BatchComparison", "MethodResult", "compare"]
+__all__ = ["MAX_GLOBAL_BATCH", "BatchComparison", "MethodResult", "compare"]
+
+MAX_GLOBAL_BATCH = 2**20
+"""Largest global batch, in samples, that is divided here. The exact search needs memory in proportion to it: about 60
+bytes per sample."""
+MAX_SIZES = 2**22
+"""Largest number of micro-batch sizes, over all kinds of device, whose times are computed."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ def compare(
 
     Args:
         profile: profile of the devices and the model.
-        global_batch_size: samples per optimizer step over all ranks, at least 1.
+        global_batch_size: samples per optimizer step over all ranks, 1 to :data:`MAX_GLOBAL_BATCH`.
         stage: stage of ZeRO; None is the profile's. For another one, memory and communication are predicted.
         method: one of ``METHODS``. If the profile has no links, ``adapt`` drops no devices and divides in proportion to
             throughput.
@@ -62,8 +68,10 @@ def compare(
 
     Raises:
         ValueError: as :func:`.allocation.allocate` and :func:`.device_dropping.adapt`; a device holds no sample at that
-            stage (``adapt`` with links drops it), or no curve fits its points.
+            stage (``adapt`` with links drops it), no curve fits its points, or the global batch or the number of
+            sizes of micro-batches is too large to compute with.
     """
+    _check_sizes(profile, global_batch_size, stage)
     accumulation = accumulation_named(accumulation)
     problem = _BatchProblem(profile, global_batch_size, profile.stage if stage is None else stage, method)
     plan: AdaptPlan | None = None
@@ -88,6 +96,21 @@ def compare(
         results.append(problem.attempt("adapt", accumulation))
     curves = problem.curves if plan is None else problem.curves_for_count(len(plan.ring))
     return BatchComparison(profile, tuple(curves), chosen, tuple(results), plan)
+
+
+def _check_sizes(profile: BatchProfile, global_batch_size: int, stage: int | None) -> None:
+    """Raise ``ValueError`` if dividing this global batch would take gigabytes of memory."""
+    if global_batch_size > MAX_GLOBAL_BATCH:
+        raise ValueError(
+            f"a global batch of {global_batch_size:,} samples is too large to be divided; give at most "
+            f"{MAX_GLOBAL_BATCH:,} samples"
+        )
+    sizes = sum(profile.kind_max_batches(stage, global_batch_size)[kind] for kind in set(profile.ranks))
+    if sizes > MAX_SIZES:
+        raise ValueError(
+            f"the devices of the profile hold micro-batches of {sizes:,} sizes in total, more than {MAX_SIZES:,}; give "
+            f"a smaller global batch, at most {MAX_SIZES // len(set(profile.ranks)):,} samples"
+        )
 
 
 class _BatchProblem:

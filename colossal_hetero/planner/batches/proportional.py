@@ -38,6 +38,7 @@ def _in_proportion(curves: Sequence[Curve], samples: int, kind: str, weights: ND
     of one size and a last one with the remainder.
     """
     largest = np.array([curve.max_batch for curve in curves])
+    min_batch = max(curve.min_batch for curve in curves)
     if kind == "synchronized":
         # Each rank gets at least its proportion rounded down, which limits the samples of a micro-step.
         bound = ((largest + 1) * (weights.sum() / weights)).min()
@@ -46,14 +47,43 @@ def _in_proportion(curves: Sequence[Curve], samples: int, kind: str, weights: ND
             full, left = divmod(samples, size)
             parts = [(largest_remainders(weights, size), full)]
             parts += [(largest_remainders(weights, left), 1)] if left else []
-            if all((step <= largest).all() for step, _ in parts):
+            if min_batch > 1:
+                parts = [(_without_small_parts(step, min_batch), count) for step, count in parts]
+            if size <= min_batch or all((step <= largest).all() and step.sum() >= min_batch for step, _ in parts):
                 return [tuple((int(step[rank]), count) for step, count in parts) for rank in range(len(curves))]
             size -= 1
     by_rank = largest_remainders(weights, samples)
     steps = int(np.ceil(by_rank / largest).max())
     if kind == "shared":
+        if min_batch > 1:
+            by_rank = _without_small_parts(by_rank, steps * min_batch)
+            if (by_rank > steps * largest).any():
+                raise ValueError(
+                    f"{samples} samples cannot be divided in proportion, because the model trains with at least "
+                    f"{min_batch} samples; use method='exact', or another global batch size"
+                )
         return [split_evenly(int(count), steps) for count in by_rank]
     return [split_per_rank(int(count), max(math.ceil(count / steps), 1)) for count in by_rank]
+
+
+def _without_small_parts(parts: NDArray[np.int64], floor: int) -> NDArray[np.int64]:
+    """``parts`` with the same sum and, as far as the sum permits, each either 0 or at least ``floor``.
+
+    Small parts grow at the cost of the largest ones. If there are too few samples for all, the smallest parts become 0.
+    """
+    if parts.min() >= floor or parts.sum() < floor:
+        return parts
+    parts = parts.copy()
+    used = np.argsort(-parts, kind="stable")[: int(parts.sum()) // floor]
+    total, kept = int(parts.sum()), parts[used]
+    parts[:] = 0
+    kept = np.maximum(kept, floor)
+    for _ in range(int(kept.sum()) - total):
+        kept[kept.argmax()] -= 1
+    for _ in range(total - int(kept.sum())):
+        kept[kept.argmin()] += 1
+    parts[used] = kept
+    return parts
 
 
 def _uniform(curves: Sequence[Curve], samples: int, kind: str, flops: Sequence[float] | None) -> list[Runs]:

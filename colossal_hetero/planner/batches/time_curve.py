@@ -24,9 +24,11 @@ class Curve:
     """Seconds that one device takes for one micro-batch, by its number of samples."""
 
     seconds: NDArray[np.float64]
-    """``[max_batch + 1]``, positive and non-decreasing. ``seconds[0] == seconds[1]``, because a rank without samples
-    runs one sample of weight zero, so that it takes part in all collectives. If the length is 1, the device cannot hold
-    a sample."""
+    """``[max_batch + 1]``, positive and non-decreasing. A rank without samples runs ``min_batch`` samples of weight
+    zero, so that it takes part in all collectives; therefore the times up to ``min_batch`` are equal. If the length is
+    1, the device cannot hold ``min_batch`` samples."""
+    min_batch: int = 1
+    """Samples of the smallest micro-batch that the model trains with. No micro-batch has fewer samples, except 0."""
 
     def __post_init__(self) -> None:
         seconds = np.array(self.seconds, dtype=np.float64)
@@ -40,46 +42,56 @@ class Curve:
                 f"seconds decreases from {seconds[batch]:g} at batch {batch} to {seconds[batch + 1]:g} at batch "
                 f"{batch + 1}; make it non-decreasing, or use Curve.through, which smooths noise"
             )
-        if len(seconds) > 1 and seconds[0] != seconds[1]:
+        if self.min_batch < 1 or 1 < len(seconds) <= self.min_batch:
             raise ValueError(
-                f"seconds[0]={seconds[0]:g} must equal seconds[1]={seconds[1]:g}, because a rank without samples runs "
-                "one sample of weight zero; use Curve.from_seconds, which takes the times of batches 1, 2, 3, …"
+                f"min_batch={self.min_batch} must be at least 1 and at most the largest batch, {len(seconds) - 1}"
+            )
+        if len(seconds) > 1 and seconds[0] != seconds[self.min_batch]:
+            raise ValueError(
+                f"seconds[0]={seconds[0]:g} must equal seconds[{self.min_batch}]={seconds[self.min_batch]:g}, because "
+                "a rank without samples runs so many samples of weight zero; use Curve.from_seconds, which takes the "
+                "times of batches 1, 2, 3, …"
             )
         seconds.setflags(write=False)
         object.__setattr__(self, "seconds", seconds)
 
     @classmethod
-    def from_seconds(cls, seconds: Sequence[float] | NDArray[np.float64]) -> Curve:
-        """The curve with the given times of batches 1, 2, 3, …, ``[max_batch]`` seconds."""
+    def from_seconds(cls, seconds: Sequence[float] | NDArray[np.float64], min_batch: int = 1) -> Curve:
+        """The curve with the given times of batches 1, 2, 3, …, ``[max_batch]`` seconds.
+
+        Batches below ``min_batch`` get its time.
+        """
         times = np.asarray(seconds, dtype=np.float64)
-        return cls(np.concatenate([times[:1], times]))
+        first = times[min_batch - 1 : min_batch]
+        return cls(np.concatenate([np.repeat(first, min_batch), times[min_batch - 1 :]]), min_batch)
 
     @classmethod
-    def through(cls, points: Mapping[int, float], max_batch: int) -> Curve:
+    def through(cls, points: Mapping[int, float], max_batch: int, min_batch: int = 1) -> Curve:
         """The curve through measured ``points``, seconds by batch, up to ``max_batch``.
 
         Between two points it is a natural cubic spline, limited to the times of these two points, because a spline may
         overshoot. Above the last point it is a straight line, with the slope of the spline there but at least the mean
         slope. Below the first point it is a straight line too, but never faster per sample than that point. If a larger
         batch is faster than a smaller one by at most ``MAX_DIP``, that is noise, and both get a time in between
-        (isotonic regression).
+        (isotonic regression). Batches below ``min_batch`` get its time.
 
         Raises:
-            ValueError: there are fewer than two points (one is enough for ``max_batch=1`` if it is batch 1); a batch is
-                below 1; a time is not finite and positive; a larger batch is faster by more than ``MAX_DIP``; or
-                ``max_batch`` is below 1.
+            ValueError: there are fewer than two points (one is enough if it is at ``min_batch`` and ``max_batch``, for
+                example 1); a batch is below 1; a time is not finite and positive; a larger batch is faster by more than
+                ``MAX_DIP``; or ``max_batch`` is below ``min_batch``.
         """
-        if max_batch < 1:
-            raise ValueError(f"max_batch={max_batch}: the device cannot hold one sample, so there is no curve")
+        if max_batch < min_batch:
+            few = "one sample" if min_batch == 1 else f"{min_batch} samples"
+            raise ValueError(f"max_batch={max_batch}: the device cannot hold {few}, so there is no curve")
         # Imported here, because these imports take most of the time that importing this module would take.
         from scipy.interpolate import CubicSpline
         from scipy.optimize import isotonic_regression
 
-        _check_points(points, max_batch)
+        _check_points(points, min_batch, max_batch)
         batches = np.array(sorted(points), dtype=np.float64)
         times = np.array([points[int(batch)] for batch in batches], dtype=np.float64)
         if len(batches) == 1:
-            return cls.from_seconds(times)
+            return cls.from_seconds(np.repeat(times, min_batch), min_batch)
         highest = np.maximum.accumulate(times)
         if (times < (1.0 - MAX_DIP) * highest).any():
             late = int(np.argmax(times < (1.0 - MAX_DIP) * highest))
@@ -99,24 +111,26 @@ class Curve:
         slope = max(float(spline(batches[0], 1)), 0.0)
         below = np.maximum(times[0] + slope * (sizes - batches[0]), times[0] * sizes / batches[0])
         seconds = np.where(sizes < batches[0], below, seconds)
-        return cls.from_seconds(np.maximum.accumulate(seconds))
+        return cls.from_seconds(np.maximum.accumulate(seconds), min_batch)
 
     @property
     def max_batch(self) -> int:
-        """Samples of the largest micro-batch that the device holds; 0 if it cannot hold one sample."""
+        """Samples of the largest micro-batch that the device holds; 0 if it cannot hold ``min_batch`` samples."""
         return len(self.seconds) - 1
 
     def scaled(self, factor: float) -> Curve:
         """The curve of a device that takes ``factor`` times as long."""
         if not (factor > 0 and math.isfinite(factor)):
             raise ValueError(f"factor={factor} must be finite and positive; 2 means twice the time")
-        return Curve(self.seconds * factor)
+        return Curve(self.seconds * factor, self.min_batch)
 
     def limited(self, max_batch: int) -> Curve:
-        """The curve up to ``max_batch``, or the curve itself if it is shorter."""
+        """The curve up to ``max_batch``, or the curve itself if it is shorter. Below ``min_batch`` nothing is left."""
         if max_batch < 0:
             raise ValueError(f"max_batch={max_batch} must be at least 0")
-        return self if max_batch >= self.max_batch else Curve(self.seconds[: max_batch + 1])
+        if max_batch >= self.max_batch:
+            return self
+        return Curve(self.seconds[: max_batch + 1 if max_batch >= self.min_batch else 1], self.min_batch)
 
     def speed(self, batch: int) -> float:
         """Samples per second in micro-batches of ``batch`` samples."""
@@ -135,7 +149,7 @@ class Curve:
         return self.speed(self.peak_batch)
 
 
-def _check_points(points: Mapping[int, float], max_batch: int) -> None:
+def _check_points(points: Mapping[int, float], min_batch: int, max_batch: int) -> None:
     for batch, seconds in points.items():
         if batch < 1 or batch != int(batch):
             raise ValueError(f"batch {batch} (with {seconds} s) must be a whole number of samples, at least 1")
@@ -143,7 +157,7 @@ def _check_points(points: Mapping[int, float], max_batch: int) -> None:
             raise ValueError(f"batch {batch} has time {seconds} s, which must be finite and positive; measure it again")
     if not points:
         raise ValueError("no measured point; measure at least two batch sizes")
-    if len(points) == 1 and not (max_batch == 1 and 1 in points):
+    if len(points) == 1 and not (max_batch == min_batch and min_batch in points):
         ((batch, seconds),) = points.items()
         raise ValueError(
             f"a single measured point (batch {batch}: {seconds:g} s) gives no slope; measure a second batch size"

@@ -29,7 +29,9 @@ from ...data_parallel.config import BatchConfig
 from ...pipeline_parallel.config import PlanConfig
 from ...pipeline_parallel.drift import DriftReport
 from ...planner.plans.plan import Plan
+from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch_ranks
 from ..part import PluginPart, TrainingObjects
+from ..pipeline_batches import PipelineBatches, check_pipeline_batches
 from ..uneven_batches import UnevenBatches
 from .layer_balancing import LayerBalancing
 from .one_stage import OneStageSchedule
@@ -60,8 +62,8 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         pp_size: pipeline stages; may be left out with a plan.
         balance: what to do about slow ranks within a tensor-parallel group; the default only measures.
         batches: how to divide global batches over replicas that are not equally fast (data parallelism). The default
-            divides them evenly, as Colossal-AI does. It cannot be combined with a pipeline, which divides its batch
-            itself.
+            divides them evenly, as Colossal-AI does. With a pipeline (1F1B, and ``microbatch_size``), each replica
+            gets a number of micro-batches that fits its speed.
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
             one), or "auto", which makes a plan from ``planning``. All replicas must have the same stages. All ranks use
             rank 0's plan, so only rank 0 needs the files. A replica's batch is all its micro-batches in the plan. At
@@ -104,7 +106,7 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         arguments = arguments_by_name(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
         self._planned = None if plan is None else PlannedRun(plan, self.planning, tp_size, pp_size, batches)
         self._balancing = LayerBalancing(self.balance)
-        self._uneven_batches = None if batches is None else UnevenBatches(batches)
+        self._uneven_batches = None if batches is None else self._make_uneven_batches(batches, arguments)
         # In the order in which they attach, each around the parts before it. The plan's clock times only the passes.
         # Balancing ends an iteration when the optimizer steps; uneven batches, around it, step once per global batch.
         parts = (self._planned, self._balancing, self._uneven_batches)
@@ -127,6 +129,13 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
             self._planned.check_plugin(self)
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
+
+    def _make_uneven_batches(self, batches: BatchConfig, arguments: Mapping[str, Any]) -> UnevenBatches:
+        pp_size = len(self._planned.plan.layers_per_stage) if self._planned is not None else arguments["pp_size"]
+        if pp_size <= 1:
+            return UnevenBatches(batches)
+        check_pipeline_batches(batches, {**arguments, "pp_size": pp_size}, self._planned is not None)
+        return PipelineBatches(batches, arguments["microbatch_size"])
 
     def _micro_batches(self, arguments: Mapping[str, Any]) -> tuple[int | None, int | None]:
         """``num_microbatches`` and ``microbatch_size`` of a model that is not cut into stages."""
@@ -163,8 +172,14 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
 
     @property
     def batch_balancer(self) -> BatchBalancer | None:
-        """Divides the global batches; None before ``booster.boost``, and without ``batches``."""
+        """Divides the global batches; None before ``booster.boost``, without ``batches``, and with a pipeline."""
         return None if self._uneven_batches is None else self._uneven_batches.balancer
+
+    @property
+    def replica_micro_batches(self) -> tuple[int, ...]:
+        """Micro-batches of a global batch that each pipeline runs, by replica; () without ``batches``, without a
+        pipeline and before ``booster.boost``."""
+        return self._uneven_batches.micro_batches if isinstance(self._uneven_batches, PipelineBatches) else ()
 
     def configure(
         self,
@@ -176,6 +191,7 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         """See ``Plugin.configure``; called by ``Booster.boost``."""
         objects = TrainingObjects(model, optimizer, criterion, dataloader, lr_scheduler)
+        watch_ranks()
         for part in self._parts:
             objects = part.before_configure(self, objects)
         with self._balancing.hetero_layers(self, objects.model), unequal_layer_counts():
@@ -185,6 +201,7 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
                 part.measure(self, objects)
             for part in self._parts:
                 part.attach(self, objects)
+            name_ended_ranks(objects.model, objects.optimizer)
         return objects
 
     def prepare_dataloader(
@@ -228,9 +245,21 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
                 data_iter = self._planned.batches_to_evaluate(data_iter)
             # Without gradients there is nothing to synchronize, and the gradients of weights that stages share may be
             # None since the last step.
-            with model.no_sync(), nullcontext() if self._planned is None else training_sizes_kept(self.scheduler):
+            with (
+                naming_ended_ranks(),
+                model.no_sync(),
+                nullcontext() if self._planned is None else training_sizes_kept(self.scheduler),
+            ):
                 return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
-        result = super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+
+        def execute(criterion: Callable) -> dict:
+            return super(HeteroHybridParallelPlugin, self).execute_pipeline(
+                data_iter, model, criterion, *args, **kwargs
+            )
+
+        with naming_ended_ranks():
+            uneven = self._uneven_batches
+            result = uneven.run(execute, criterion) if isinstance(uneven, PipelineBatches) else execute(criterion)
         if self._planned is not None:
             self._planned.after_passes()
         return result

@@ -77,11 +77,6 @@ def check_world_size(tp_size: int, pp_size: int) -> None:
 
 def check_uneven_batches(batches: BatchConfig, plugin: HybridParallelPlugin) -> None:
     """Raise ValueError if global batches cannot be divided unevenly with the plugin's other arguments."""
-    if plugin.pp_size > 1:
-        raise ValueError(
-            f"batches cannot be combined with pp_size={plugin.pp_size}: a pipeline cuts its batch into micro-batches "
-            "itself; use pp_size=1, or leave batches out"
-        )
     if plugin.sp_size > 1:
         raise ValueError(
             f"batches cannot be combined with sp_size={plugin.sp_size}: gradients are averaged over parts of sequences "

@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from ...accelerator import get_accelerator
 from ...processes.every_rank import on_every_rank
 from ...profiling.aborted_step import abort_step, find_zero_optimizer
-from ...profiling.batches.device_profiler import device_name, optimizer_state_bytes
+from ...profiling.batches.device_profiler import device_name
+from ...profiling.batches.optimizer_state import optimizer_state_bytes
+from ...profiling.batches.smallest_batch import smallest_batch
 from ...profiling.local_collectives import local_collectives
 from ...profiling.memory import is_out_of_memory, memory_limit, recover, reserved_memory, used_bytes
 from ...profiling.preserved_state import preserved_state
@@ -85,13 +87,14 @@ def _try_stage(
     def run_one_sample() -> None:
         boosted, wrapped, criterion, loader, _ = configured[0]
         trial = TrialRun(boosted, wrapped, criterion, training_step, loader)
+        cap = loader.sampler.global_batch_size
         # In its second step DDP allocates new buckets while the old ones still exist.
         to_come = optimizer_state_bytes(wrapped) + (model_bytes if stage == 0 else 0)
         with preserved_state(boosted, wrapped), local_collectives(boosted):
             try:
                 with reserved_memory(to_come, here):
-                    trial(1)  # allocates the gradients
-                    trial(1)
+                    # The first pass allocates the gradients.
+                    trial(smallest_batch(trial, cap, lambda: abort_step(boosted, wrapped)))
             except Exception:
                 abort_step(boosted, wrapped)
                 raise

@@ -5,43 +5,67 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from colossalai.booster.plugin import torch_fsdp_plugin
 from colossalai.booster.plugin.torch_fsdp_plugin import TorchFSDPCheckpointIO
 from colossalai.checkpoint_io import CheckpointIO
-from colossalai.interface import ModelWrapper
-from torch.distributed.fsdp import FullStateDictConfig
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+from peft import PeftModel
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType, _optim_utils
 
 from ...accelerator import get_accelerator
+from ...processes.ended_ranks import naming_ended_ranks
+from .optimizer_checkpoints import load_optimizer
+from .parameter_names import ParameterFacts, plain_name
 
 __all__ = ["ShardedCheckpointIO", "StageCheckpointIO"]
 
 
 def _of_stage(name: str) -> Callable[..., Any]:
     def method(self: StageCheckpointIO, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._of_stage(), name)(*args, **kwargs)
+        with naming_ended_ranks():
+            return getattr(self._of_stage(), name)(*args, **kwargs)
 
     method.__name__ = name
     return method
 
 
 class StageCheckpointIO(CheckpointIO):
-    """Forwards each call to the checkpoint IO of the present stage.
+    """Forwards each call to the checkpoint IO of the present stage; loads optimizers from checkpoints of any stage.
 
     ``Booster`` gets the checkpoint IO in its constructor, but ``stage="auto"`` is decided later, in ``boost``.
 
     Args:
         of_stage: returns the checkpoint IO of the present stage. It must be the same object as long as the stage does
             not change, because it keeps what is being written in the background.
+        facts: the parameters of each boosted optimizer, by name.
     """
 
-    def __init__(self, of_stage: Callable[[], CheckpointIO]) -> None:
+    def __init__(
+        self,
+        of_stage: Callable[[], CheckpointIO],
+        facts: WeakKeyDictionary[OptimizerWrapper, dict[str, ParameterFacts]],
+    ) -> None:
         super().__init__()
         self._of_stage = of_stage
+        self._facts = facts
+
+    def load_optimizer(self, optimizer: OptimizerWrapper, checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        """See :func:`.optimizer_checkpoints.load_optimizer`; called by ``Booster``.
+
+        Raises:
+            ValueError: the plugin has not boosted this optimizer.
+        """
+        if optimizer not in self._facts:
+            raise ValueError(
+                "the optimizer to load into is not one that booster.boost returned; boost it first, then load"
+            )
+        with naming_ended_ranks():
+            load_optimizer(self._of_stage(), optimizer, self._facts[optimizer], str(checkpoint), *args, **kwargs)
 
     load_model = _of_stage("load_model")
     save_model = _of_stage("save_model")
-    load_optimizer = _of_stage("load_optimizer")
     save_optimizer = _of_stage("save_optimizer")
     load_lr_scheduler = _of_stage("load_lr_scheduler")
     save_lr_scheduler = _of_stage("save_lr_scheduler")
@@ -58,15 +82,88 @@ class StageCheckpointIO(CheckpointIO):
 
 
 class ShardedCheckpointIO(TorchFSDPCheckpointIO):
-    """FSDP's checkpoint IO. On a CPU it does not offload gathered parameters: that would free the only copy."""
+    """FSDP's checkpoint IO, with adapters (LoRA).
+
+    On a CPU it does not offload gathered parameters and states: that would free or overwrite the only copy.
+    """
 
     def save_unsharded_model(self, model: ModelWrapper, *args: Any, **kwargs: Any) -> None:
-        with _without_offload():
+        with _without_offload(), _names_without_adapters(model):
             super().save_unsharded_model(model, *args, **kwargs)
 
     def save_sharded_model(self, model: ModelWrapper, *args: Any, **kwargs: Any) -> None:
-        with _without_offload():
+        with _without_offload(), _names_without_adapters(model):
             super().save_sharded_model(model, *args, **kwargs)
+
+    def save_unsharded_optimizer(self, optimizer: OptimizerWrapper, *args: Any, **kwargs: Any) -> None:
+        with _states_copied():
+            super().save_unsharded_optimizer(optimizer, *args, **kwargs)
+
+    def save_sharded_optimizer(self, optimizer: OptimizerWrapper, *args: Any, **kwargs: Any) -> None:
+        with _states_copied():
+            super().save_sharded_optimizer(optimizer, *args, **kwargs)
+
+    def load_unsharded_model(self, model: ModelWrapper, *args: Any, **kwargs: Any) -> None:
+        with _names_without_adapters(model):
+            super().load_unsharded_model(model, *args, **kwargs)
+
+    def load_sharded_model(self, model: ModelWrapper, *args: Any, **kwargs: Any) -> None:
+        with _names_without_adapters(model):
+            super().load_sharded_model(model, *args, **kwargs)
+
+    def save_lora_as_pretrained(
+        self, model: ModelWrapper, checkpoint: str, use_safetensors: bool = False, state_dict: dict | None = None
+    ) -> None:
+        """Save the adapters and their configuration in the folder ``checkpoint``. Every rank calls it.
+
+        Raises:
+            ValueError: the model has no adapters.
+        """
+        shard = model.unwrap()
+        if not isinstance(shard.module, PeftModel):
+            raise ValueError("the model has no adapters to save; call booster.enable_lora before booster.boost")
+        if state_dict is None:
+            config = FullStateDictConfig(offload_to_cpu=get_accelerator().name != "cpu", rank0_only=True)
+            with FullyShardedDataParallel.state_dict_type(shard, StateDictType.FULL_STATE_DICT, config):
+                state_dict = shard.state_dict()
+        if self.coordinator.is_master():
+            shard.module.save_pretrained(checkpoint, safe_serialization=use_safetensors, state_dict=state_dict)
+
+
+@contextmanager
+def _names_without_adapters(model: ModelWrapper) -> Iterator[None]:
+    """In the block, a model with adapters saves and loads weights by the names that stages 0 to 2 use.
+
+    These are the names in the model without adapters: ``head.weight`` instead of
+    ``base_model.model.head.base_layer.weight``.
+    """
+    shard = model.unwrap()
+    if not isinstance(shard.module, PeftModel):
+        yield
+        return
+
+    def short(name: str) -> str:
+        return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+    def shorten(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in list(state):
+            state[short(name)] = state.pop(name)
+
+    def lengthen(module: Any, state: dict[str, Any], *_: Any) -> None:
+        parameters = shard.module.named_parameters(remove_duplicate=False)
+        buffers = shard.module.named_buffers(remove_duplicate=False)
+        for name in [plain_name(name) for name, _ in (*parameters, *buffers)]:
+            if short(name) in state:
+                state[name] = state.pop(short(name))
+
+    saving = shard._register_state_dict_hook(shorten)
+    loading = shard.register_load_state_dict_pre_hook(lengthen)
+    shard._load_state_dict_pre_hooks.move_to_end(loading.id, last=False)  # FSDP's own hook expects its own names
+    try:
+        yield
+    finally:
+        saving.remove()
+        loading.remove()
 
 
 @contextmanager
@@ -83,3 +180,27 @@ def _without_offload() -> Iterator[None]:
         yield
     finally:
         torch_fsdp_plugin.FullStateDictConfig = FullStateDictConfig
+
+
+@contextmanager
+def _states_copied() -> Iterator[None]:
+    """In the block, FSDP copies every gathered state of parameters that it has kept as they are.
+
+    FSDP gathers one state after the other in the same buffer, and takes each out of it by moving it to the CPU. On a
+    CPU nothing moves, and all states of a parameter would be the one that was gathered last.
+    """
+    if get_accelerator().name != "cpu":
+        yield
+        return
+    original = _optim_utils._unflatten_orig_param_states
+
+    def copy(
+        fsdp_param_info: Any, output_states: Any, state_name: str, shard_state: bool, to_save: bool, cpu_offload: bool
+    ) -> None:
+        original(fsdp_param_info, output_states, state_name, shard_state, to_save, cpu_offload=False)
+
+    _optim_utils._unflatten_orig_param_states = copy
+    try:
+        yield
+    finally:
+        _optim_utils._unflatten_orig_param_states = original

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
 from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import OptimizerWrapper
@@ -19,9 +22,11 @@ from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
 from ...planner.batches.allocation import Allocation
+from ...processes.ended_ranks import name_ended_ranks, watch_ranks
 from ..part import TrainingObjects
 from ..uneven_batches import UnevenBatches
 from .lowest_zero_stage import configure_lowest_stage
+from .parameter_names import ParameterFacts, check_owned, name_groups, parameter_facts
 from .zero_checkpoints import StageCheckpointIO
 from .zero_stages import PRECISIONS, STAGES, Configured, options_by_stage, plugin_of_stage, synchronizer
 
@@ -42,8 +47,8 @@ class HeteroZeroPlugin(DPPluginBase):
         global_batch_size: samples per optimizer step, over all ranks.
         precision: ``fp32``, ``bf16`` or, below stage 3, ``fp16``.
         max_norm: clip gradients to this 2-norm; 0 for no clipping.
-        method, accumulation, profile, max_micro_batch, reallocate_above, check_every, training_step: see
-            :class:`~colossal_hetero.data_parallel.config.BatchConfig`.
+        method, accumulation, profile, profile_cache, max_micro_batch, sync_batchnorm, reallocate_above, check_every,
+            training_step, weight_by: see :class:`~colossal_hetero.data_parallel.config.BatchConfig`.
         options: further arguments of the stage's plugin; with ``"auto"``, of the plugins of all stages that have them.
 
     Raises:
@@ -61,10 +66,13 @@ class HeteroZeroPlugin(DPPluginBase):
         method: str = "exact",
         accumulation: str = "shared",
         profile: str | Path | None = None,
+        profile_cache: str | Path | None = None,
         max_micro_batch: int | None = None,
-        reallocate_above: float = 0.1,
+        sync_batchnorm: bool = False,
+        reallocate_above: float = 0.02,
         check_every: int | None = None,
         training_step: Callable | None = None,
+        weight_by: str | Callable | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -74,9 +82,12 @@ class HeteroZeroPlugin(DPPluginBase):
             method=method,
             accumulation=accumulation,
             profile=profile,
+            profile_cache=profile_cache,
             max_micro_batch=max_micro_batch,
+            sync_batchnorm=sync_batchnorm,
             reallocate_above=reallocate_above,
             check_every=check_every,
+            weight_by=weight_by,
             **chosen,
         )
         if not max_norm >= 0:
@@ -85,6 +96,7 @@ class HeteroZeroPlugin(DPPluginBase):
         self.precision = precision
         self.max_norm = max_norm
         self._checkpoint_io: tuple[DPPluginBase, CheckpointIO] | None = None
+        self._facts: WeakKeyDictionary[OptimizerWrapper, dict[str, ParameterFacts]] = WeakKeyDictionary()
         self._uneven_batches = UnevenBatches(self.batches)
         self._stages = stages_to_try(stage, precision, self.batches.accumulation)
         self._options = options_by_stage(self._stages, options)
@@ -122,11 +134,17 @@ class HeteroZeroPlugin(DPPluginBase):
             return self._inner.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         objects = TrainingObjects(model, optimizer, criterion, dataloader, lr_scheduler)
         objects = self._uneven_batches.before_configure(self, objects)
+        watch_ranks()
+        facts = parameter_facts(model, optimizer)
+        check_owned(model, optimizer, self._stages)
         self.stage, self._inner, objects = configure_lowest_stage(
             self._stages, self.precision, self._plugin_of, self.batches.training_step, objects
         )
+        name_groups(objects.optimizer, facts)
+        self._facts[objects.optimizer] = {each.name: each for each in facts.values()}
         self._uneven_batches.measure(self, objects)
         self._uneven_batches.attach(self, objects)
+        name_ended_ranks(objects.model, objects.optimizer)
         return objects
 
     def prepare_dataloader(
@@ -156,16 +174,24 @@ class HeteroZeroPlugin(DPPluginBase):
     # Answers of the stage's plugin -------------------------------------------------------------------------------
 
     def support_no_sync(self) -> bool:
-        return False
+        return True
 
-    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper) -> Iterator[None]:
-        raise RuntimeError("no_sync is not available: the plugin itself accumulates the gradients of a global batch")
+    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper) -> AbstractContextManager[None]:
+        """In the block, gradients are not summed over ranks in stages 0 and 1; a step needs a later backward pass.
+
+        Stages 2 and 3 keep gradients in shards, and sum them in every backward pass; the result is the same.
+        """
+        accumulation = self._uneven_batches.accumulation
+        if accumulation is None:
+            raise RuntimeError("no_sync is for training: call booster.boost with an optimizer before it")
+        return accumulation.no_sync() if self.stage in (0, 1) else nullcontext()
 
     def support_lora(self) -> bool:
-        return self._inner.support_lora()
+        return True
 
     def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        return self._inner.enable_lora(model, *args, **kwargs)
+        """See ``TorchDDPPlugin.enable_lora``; adapters are the same at every stage."""
+        return TorchDDPPlugin().enable_lora(model, *args, **kwargs)
 
     def control_precision(self) -> bool:
         return True
@@ -183,7 +209,7 @@ class HeteroZeroPlugin(DPPluginBase):
         return True
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        return StageCheckpointIO(self._checkpoint_io_of_stage)
+        return StageCheckpointIO(self._checkpoint_io_of_stage, self._facts)
 
     def _checkpoint_io_of_stage(self) -> CheckpointIO:
         if self._checkpoint_io is None or self._checkpoint_io[0] is not self._inner:

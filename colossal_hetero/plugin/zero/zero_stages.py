@@ -132,6 +132,17 @@ def _clip_in_step(optimizer: LowLevelZeroOptimizer, max_norm: float, norm_type: 
     optimizer._clip_grad_norm = max_norm
 
 
+def _trains_all_alike(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether the optimizer has one group with all parameters of the model, none of them frozen.
+
+    FSDP then replaces them by flat parameters. Otherwise it must keep them as they are, each with the part of it that
+    this rank holds, which makes the step of the optimizer a little slower.
+    """
+    ours = set(model.parameters())
+    groups = inner_optimizer(optimizer).param_groups
+    return len(groups) == 1 and set(groups[0]["params"]) == ours and all(value.requires_grad for value in ours)
+
+
 class _ShardedParameters(TorchFSDPPlugin):
     """Stage 3: Colossal-AI's FSDP plugin, on any device, with the precision given by its name."""
 
@@ -149,26 +160,23 @@ class _ShardedParameters(TorchFSDPPlugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
         device = get_accelerator().get_current_device()
-        try:
-            sharded = TorchFSDPModel(model, device_id=device, **self.fsdp_kwargs)
-        except ValueError as error:
-            if "uniform `requires_grad`" not in str(error):
-                raise
-            raise ValueError(
-                "some parameters are frozen and some are not; stage 3 flattens them into one, so use stage 0, 1 or 2, "
-                "or an auto_wrap_policy that keeps them in modules of their own"
-            ) from error
+        keeps = optimizer is not None and not _trains_all_alike(model, optimizer)
+        sharded = TorchFSDPModel(model, device_id=device, use_orig_params=keeps, **self.fsdp_kwargs)
         if optimizer is not None and not isinstance(optimizer, FSDPOptimizerWrapper):
-            if len(optimizer.param_groups) > 1:
-                raise ValueError(
-                    f"the optimizer has {len(optimizer.param_groups)} groups of parameters; stage 3 flattens all "
-                    "parameters into one, so use one group, or stage 0, 1 or 2"
-                )
-            # FSDP has replaced the parameters by flat ones, which take over the options of the one group.
-            options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
             optimizer.state.clear()
-            optimizer.param_groups.clear()
-            optimizer.add_param_group({"params": list(sharded.parameters()), **options})
+            if keeps:
+                ours = set(sharded.parameters())
+                if any(value not in ours for group in optimizer.param_groups for value in group["params"]):
+                    raise ValueError(
+                        "FSDP has made new parameters, as it does for those on the meta device, and the optimizer "
+                        "has the old ones; give it one group with all parameters and freeze none, or create the model "
+                        "on a device"
+                    )
+            else:
+                # FSDP has replaced the parameters by flat ones, which take over the options of the one group.
+                options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+                optimizer.param_groups.clear()
+                optimizer.add_param_group({"params": list(sharded.parameters()), **options})
             optimizer = _ShardedOptimizer(optimizer, sharded)
         return sharded, optimizer, criterion, dataloader, lr_scheduler
 

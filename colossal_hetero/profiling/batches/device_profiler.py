@@ -13,6 +13,14 @@ Every rank measures its own device at its own pace, without communication:
 Algorithm 1 predicts the largest batch from the memory of one sample. Here memory is measured with every trial, and the
 prediction only sets which sizes are tried first. The algorithm's loop between two sizes is corrected so that it ends.
 
+[Note: reserve] Training may need more memory than the trials: for longer samples than the first ones, the optimizer's
+step, what else the user's loop keeps, and since memory is fragmented. So the share ``RESERVE`` of the memory that
+micro-batches could use is held while sizes are tried. Only the smallest micro-batch is accepted without a reserve.
+
+[Note: straight curves] Only the largest and the smallest size are always timed. A size in the middle is timed next. If
+the straight line between its neighbors predicts its time, the sizes between them are not timed; otherwise each half is
+treated in the same way.
+
 On a CPU with an address-space limit, oneDNN (convolutions, matrix products in bfloat16) keeps some megabytes for every
 size that it has run. If it runs out of memory while it compiles, it does not compile anything new in that thread
 afterwards. Then only sizes that have run before still run, and the result may be below the true largest batch.
@@ -23,33 +31,38 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...accelerator import get_accelerator
 from ...planner.batches.batch_profile import DeviceProfile, TimedBatch
 from ..memory import is_out_of_memory, memory_limit, peak_bytes, recover, reserved_memory, reset_peak, used_bytes
-from ..preserved_state import inner_optimizer
-from .largest_batch import LargestBatch, largest_batch
+from .largest_batch import largest_batch
+from .progress import Action, BatchProgress, seconds_left
 
-# isort: split
-from colossalai.interface import OptimizerWrapper
-from colossalai.interface.optimizer import DistributedOptim
-
-__all__ = ["BatchProgress", "Timing", "device_name", "optimizer_state_bytes", "peak_flops", "profile_device"]
+__all__ = ["RESERVE", "Timing", "device_name", "peak_flops", "profile_device"]
 
 MIN_SECONDS = 0.5
 """A size is run until this much time has been measured. A device that is throttled for part of each tenth of a second
 is fast in some short passes and slow in others, so that a single short pass does not show its speed."""
 MAX_REPEATS = 30
 """Largest number of runs of a size."""
+STEADY_SECONDS = 0.2
+"""If a size's runs take about equally long, this much time is enough: a throttled device would have been stopped twice,
+for most of a tenth of a second each time."""
+STEADY_SPREAD = 1.25
+"""Largest ratio of the longest to the shortest run, without the first one, of runs that take about equally long."""
+
+RESERVE = 0.03
+"""Share of the memory left for micro-batches that is kept free; see [Note: reserve]."""
+
+STRAIGHT = 0.03
+"""Largest relative error of a time predicted by a straight line; see [Note: straight curves]."""
 
 MANY_RUNS = 4
 """Number of runs from which a mean replaces the median."""
@@ -64,31 +77,12 @@ TOLERATED_DIP = 0.1
 """Largest share by which a size may be slower than a larger one; above it, it gets the time of the larger one."""
 
 
-DISTRIBUTED_STATE_BYTES = 8
-"""Largest state, in bytes per parameter, of Colossal-AI's distributed optimizers (Lamb, CAME, Adafactor, GaLore), which
-keep two moments."""
-
-
 class Timing(NamedTuple):
     """Time of a forward and backward pass."""
 
     seconds: float
     forward_seconds: float
     """The part of ``seconds`` until the loss was computed."""
-
-
-@dataclass(frozen=True)
-class BatchProgress:
-    """Progress of profiling a device."""
-
-    action: Literal["searching", "timing"]
-    """Whether it searches for the largest micro-batch or times known sizes."""
-    batch: int
-    """Samples of the next micro-batch."""
-    largest: int
-    """Samples of the largest micro-batch that has run so far."""
-    runs: int
-    """Number of passes that have run or failed so far."""
 
 
 Run = Callable[[int], tuple[float, float]]
@@ -100,31 +94,34 @@ def profile_device(
     *,
     state_bytes_to_come: int,
     device: torch.device,
+    smallest: int = 1,
     repeats: int = 3,
     on_progress: Callable[[BatchProgress], None] | None = None,
     abort: Callable[[], None] = lambda: None,
     flops: float | None = None,
 ) -> DeviceProfile:
-    """Find the largest micro-batch of at most ``cap`` samples that runs, and time every size on the way.
+    """Find the largest micro-batch of at most ``cap`` samples that runs, and time as many sizes as the curve needs.
 
     Args:
         run: runs forward, loss and backward of a micro-batch of that many samples, synchronizes with the device before
-            and after, and returns its :class:`Timing`. Gradients must stay between runs, as in accumulation.
+            and after, and returns its :class:`Timing`. Gradients must stay between runs, as in accumulation, and so
+            must outputs, as the names in a loop keep them.
         cap: upper limit of the search, such as the global batch size.
         state_bytes_to_come: bytes of the optimizer's state that are not allocated yet; they are reserved meanwhile.
         device: the device that ``run`` uses.
-        repeats: smallest number of runs of every size, including the first one, which also prepares libraries.
+        smallest: the fewest samples that the model trains with.
+        repeats: smallest number of runs of a timed size, including the first one, which also prepares libraries.
         on_progress: called before each run.
         abort: called after a run that ran out of memory; it must make the model ready for the next run.
         flops: nominal or measured FLOP/s, to be stored in the profile.
 
     Returns:
-        The device's profile. If not even one sample fits, ``max_batch`` is 0 and there are no points. If exceeding the
-        memory limit would end the process (see :func:`~colossal_hetero.profiling.memory.memory_limit`), no size is
-        tried that is expected to exceed it, and ``max_batch`` is the largest size below.
+        The device's profile. If not even the smallest micro-batch fits, ``max_batch`` is 0 and there are no points. If
+        exceeding the memory limit would end the process (see :func:`~colossal_hetero.profiling.memory.memory_limit`),
+        no size is tried that is expected to exceed it, and ``max_batch`` is the largest size below.
 
     Raises:
-        ValueError: ``cap`` or ``repeats`` is below 1.
+        ValueError: ``smallest`` or ``repeats`` is below 1, or ``cap`` is below ``smallest``.
         Exception: any error of ``run`` that is not an out-of-memory error.
 
     The function calls no collective. The module's docstring shows the blocks to call it in.
@@ -132,22 +129,25 @@ def profile_device(
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1")
     limit = memory_limit(device)
-    trials = _Trials(run, device, limit.bytes, on_progress, abort)
-    state, sample = used_bytes(device), 0
+    state, sample, largest = used_bytes(device), 0, 0
+    reserve = 0
+    trials = _Trials(run, device, cap, on_progress, abort)
     points: tuple[TimedBatch, ...] = ()
-    search = LargestBatch(0, ((1, False),))
     try:
         with reserved_memory(state_bytes_to_come, device):
             # The first pass also allocates the gradients and everything that libraries allocate at their first use.
-            if trials.attempt(1, keep=False):
+            if trials.attempt(smallest, keep=False):
                 recover()
                 state = trials.base = used_bytes(device)
-                search = largest_batch(trials.attempt, cap, trials.expected, may_exceed_estimate=limit.is_hard)
-                largest = trials.repeat(repeats)
+                reserve = int(RESERVE * max(limit.bytes - state, 0))
+                trials.limit = limit.bytes - reserve
+                # A limit that is not hard is kept by the estimate, so that nothing needs to be held.
+                with trials.held(reserve if limit.is_hard else 0):
+                    largest = trials.find(cap, smallest, repeats, may_exceed_estimate=limit.is_hard)
+                if largest == 0:
+                    largest = trials.find(smallest, smallest, repeats, may_exceed_estimate=limit.is_hard)
                 sample = trials.sample_bytes(largest) if largest else 0
                 points = trials.points()
-                if largest < search.largest:
-                    search = LargestBatch(largest, (*search.tried, (search.largest, False)))
     except Exception as error:
         # Only the reserved memory can be missing here; errors of passes are caught in `attempt`.
         if not is_out_of_memory(error):
@@ -157,11 +157,13 @@ def profile_device(
     return DeviceProfile(
         device=device_name(device),
         host=socket.gethostname(),
-        memory_bytes=limit.bytes,
+        memory_bytes=limit.bytes - reserve,
         state_bytes=state,
         sample_bytes=sample,
-        max_batch=search.largest,
-        memory_bound=search.largest < cap,
+        max_batch=largest,
+        memory_bound=largest < cap,
+        searched_batch=cap,
+        min_batch=smallest,
         points=points,
         flops=flops,
         protocols=("nccl", "gloo") if device.type == "cuda" else ("gloo",),
@@ -175,27 +177,50 @@ class _Trials:
         self,
         run: Run,
         device: torch.device,
-        limit_bytes: int,
+        cap: int,
         on_progress: Callable[[BatchProgress], None] | None,
         abort: Callable[[], None],
     ) -> None:
         self._run = run
         self._device = device
-        self._limit = limit_bytes
+        self._cap = cap
         self._on_progress = on_progress
         self._abort = abort
         self._runs = 0
-        self._failed = False
-        self._action: Literal["searching", "timing"] = "searching"
+        self._failed: int | None = None
+        self._held = 0
+        self._action: Action = "searching"
         self._timings: dict[int, list[Timing]] = {}
+        self._timed: set[int] = set()
         self._peaks: dict[int, int] = {}
         self.base = 0
         """Bytes in use between passes."""
+        self.limit = 0
+        """Bytes that may be in use during a pass."""
+
+    @contextmanager
+    def held(self, size_bytes: int) -> Iterator[None]:
+        """In the block, passes have ``size_bytes`` less memory. Peaks are stored without them."""
+        with reserved_memory(size_bytes, self._device):
+            self._held = size_bytes
+            try:
+                yield
+            finally:
+                self._held = 0
+
+    def find(self, cap: int, smallest: int, repeats: int, *, may_exceed_estimate: bool) -> int:
+        """Find the largest batch that runs, and time sizes; that batch, or 0 if not even ``smallest`` fits."""
+        self._action = "searching"
+        largest_batch(self.attempt, cap, self.expected, smallest=smallest, may_exceed_estimate=may_exceed_estimate)
+        self._action = "timing"
+        return self._time_sizes(repeats)
 
     def attempt(self, batch: int, keep: bool = True) -> bool:
         """Run a batch; whether it fits. ``keep`` says whether its time and memory are stored."""
         if self._on_progress is not None:
-            self._on_progress(BatchProgress(self._action, batch, max(self._timings, default=0), self._runs))
+            known = {size: min(timings).seconds for size, timings in self._timings.items() if timings}
+            left = seconds_left(self._action, batch, known, self._cap, self._failed, STEADY_SECONDS)
+            self._on_progress(BatchProgress(self._action, batch, max(known, default=0), self._runs, left))
         self._runs += 1
         reset_peak(self._device)
         timing = None
@@ -206,21 +231,21 @@ class _Trials:
                 raise
             recover(error)
         if timing is None:
-            self._failed = True
+            self._failed = min(batch, self._failed or batch)
             self._abort()
             recover()
             return False
         if keep:
             self._timings.setdefault(batch, []).append(timing)
             # On a CPU the peak may not be resettable, and is useless after it has reached the limit once.
-            if self._device.type != "cpu" or not self._failed:
-                self._peaks[batch] = max(peak_bytes(self._device), self._peaks.get(batch, 0))
+            if self._device.type != "cpu" or self._failed is None:
+                self._peaks[batch] = max(peak_bytes(self._device) - self._held, self._peaks.get(batch, 0))
         return True
 
     def expected(self) -> int | None:
         """The largest batch expected to fit, from the peak memory of the two largest batches; None if unknown."""
         last, slope = self._line()
-        return max(last + int((self._limit - self._peaks[last]) // slope), 0) if slope > 0 else None
+        return max(last + int((self.limit - self._peaks[last]) // slope), 0) if slope > 0 else None
 
     def sample_bytes(self, batch: int) -> int:
         """Bytes per sample of a micro-batch of ``batch`` samples above :attr:`base`, including constant parts."""
@@ -237,29 +262,52 @@ class _Trials:
         before = max((batch for batch in self._peaks if batch < last), default=0)
         return last, (self._peaks[last] - self._peaks.get(before, self.base)) / (last - before)
 
-    def repeat(self, repeats: int) -> int:
-        """Run each size at least ``repeats`` times, and repeat sizes that look slow by chance; the largest size."""
-        self._action = "timing"
-        for batch in sorted(self._timings):
-            while self._lacks_runs(batch, repeats):
-                # The memory may be fragmented; try again after the failed attempt has released its memory.
-                if self.attempt(batch) or self.attempt(batch):
-                    continue
-                return self._step_down(batch, repeats)
+    def _time_sizes(self, repeats: int) -> int:
+        """Time the sizes that ran, as far as the curve needs them; the largest size that runs reliably."""
+        largest = max(self._timings, default=0)
+        while largest > 0 and not self._time(largest, repeats):
+            largest = self._step_down(largest, repeats)
+        sizes = sorted(self._timings)
+        if sizes and self._time(sizes[0], repeats):
+            self._time_between(sizes, repeats)
         for _ in range(REPEATS_OF_A_DIP):
             for batch in self._dips():
                 before, self._timings[batch] = self._timings[batch], []
-                while self._lacks_runs(batch, repeats):
-                    if not self.attempt(batch):
-                        self._timings[batch] = before
-                        return max(self._timings)
-        return max(self._timings, default=0)
+                if not self._time(batch, repeats):
+                    self._timings[batch] = before
+        return largest
+
+    def _time(self, batch: int, repeats: int) -> bool:
+        """Run a size until its time is known well; whether it fits."""
+        while self._lacks_runs(batch, repeats):
+            # The memory may be fragmented; try again after the failed attempt has released its memory.
+            if not (self.attempt(batch) or self.attempt(batch)):
+                return False
+        self._timed.add(batch)
+        return True
+
+    def _time_between(self, sizes: Sequence[int], repeats: int) -> None:
+        """Time sizes between the first and the last one, which are timed; see [Note: straight curves]."""
+        if len(sizes) < 3:
+            return
+        middle = len(sizes) // 2
+        first, last = self._typical(sizes[0]).seconds, self._typical(sizes[-1]).seconds
+        slope = (last - first) / (sizes[-1] - sizes[0])
+        if not self._time(sizes[middle], repeats):
+            return
+        predicted = first + slope * (sizes[middle] - sizes[0])
+        if abs(self._typical(sizes[middle]).seconds - predicted) > STRAIGHT * predicted:
+            self._time_between(sizes[: middle + 1], repeats)
+            self._time_between(sizes[middle:], repeats)
 
     def _lacks_runs(self, batch: int, repeats: int) -> bool:
-        timings = self._timings[batch]
+        timings = [timing.seconds for timing in self._timings[batch]]
         if len(timings) < repeats:
             return True
-        return len(timings) < MAX_REPEATS and sum(timing.seconds for timing in timings) < MIN_SECONDS
+        if len(timings) >= MAX_REPEATS or sum(timings) >= MIN_SECONDS:
+            return False
+        later = timings[1:] or timings
+        return sum(timings) < STEADY_SECONDS or max(later) > STEADY_SPREAD * min(later)
 
     def _step_down(self, batch: int, repeats: int) -> int:
         """Find a smaller size that runs reliably after ``batch`` did not; drop the times of ``batch`` and larger ones.
@@ -269,19 +317,21 @@ class _Trials:
         """
         for other in [other for other in self._timings if other >= batch]:
             del self._timings[other]
+            self._timed.discard(other)
         reliable = max(self._timings, default=0)
         step = 1
         while batch - step > reliable:
             batch -= step
             step *= 2
             if all(self.attempt(batch) for _ in range(repeats)):
+                self._timed.add(batch)
                 return batch
             self._timings.pop(batch, None)
         return reliable
 
     def _dips(self) -> list[int]:
-        """Sizes that are slower than the next larger one or faster than the next smaller one."""
-        seconds = {batch: self._typical(batch).seconds for batch in sorted(self._timings)}
+        """Timed sizes that are slower than the next larger one or faster than the next smaller one."""
+        seconds = {batch: self._typical(batch).seconds for batch in sorted(self._timed)}
         pairs = [(a, b) for a, b in pairwise(seconds) if seconds[a] > seconds[b]]
         return sorted({batch for pair in pairs for batch in pair})
 
@@ -297,42 +347,18 @@ class _Trials:
         return Timing(fmean(each.seconds for each in kept), fmean(each.forward_seconds for each in kept))
 
     def points(self) -> tuple[TimedBatch, ...]:
-        """Times of all sizes that ran. If a size remains clearly slower than a larger one, it gets the time of that."""
+        """Times of all timed sizes. If a size remains clearly slower than a larger one, it gets the time of that."""
         shortest = Timing(float("inf"), float("inf"))
         points: list[TimedBatch] = []
-        for batch in sorted(self._timings, reverse=True):
+        for batch in sorted(self._timed, reverse=True):
             timing = self._typical(batch)
             if timing.seconds > shortest.seconds * (1 + TOLERATED_DIP):
                 timing = shortest
             shortest = min(shortest, timing)
-            points.append(TimedBatch(batch=batch, seconds=timing.seconds, forward_seconds=timing.forward_seconds))
+            # A training step that never calls the model itself has no forward time.
+            forward = timing.forward_seconds if timing.forward_seconds > 0 else None
+            points.append(TimedBatch(batch=batch, seconds=timing.seconds, forward_seconds=forward))
         return tuple(reversed(points))
-
-
-def optimizer_state_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> int:
-    """Bytes that the optimizer's first step will allocate for state that does not exist yet.
-
-    They are measured with a copy of the optimizer object, which takes a real step with zero gradients for one parameter
-    of each shape, stride, dtype and device in a group. The optimizer itself, its parameters and their gradients do not
-    change. Temporary memory of a step is not counted, because activations are already released then. Colossal-AI's
-    distributed optimizers know only their own shards and communicate in a step, so for them the largest possible state
-    is counted instead.
-    """
-    inner = inner_optimizer(optimizer)
-    total = 0
-    for group in inner.param_groups:
-        measured: dict[tuple[Any, ...], int] = {}
-        for parameter in group["params"]:
-            if parameter.numel() == 0 or _tensor_bytes(inner.state.get(parameter), parameter.device):
-                continue
-            if isinstance(inner, DistributedOptim):
-                total += DISTRIBUTED_STATE_BYTES * parameter.numel()
-                continue
-            kind = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
-            if kind not in measured:
-                measured[kind] = _state_after_a_step(inner, group, parameter)
-            total += measured[kind]
-    return total
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
@@ -347,45 +373,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
         get_accelerator().synchronize()
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
-
-
-def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
-    """Bytes of the optimizer's state of one parameter like ``parameter``."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a learning-rate scheduler replaces it to count the steps
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(twin, hooks, OrderedDict())
-    twin.state = defaultdict(dict)
-    options = {
-        name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
-    }
-    try:
-        stand_in = torch.nn.Parameter(torch.zeros_like(parameter))
-        stand_in.grad = torch.zeros_like(stand_in)
-        twin.param_groups = [{**options, "params": [stand_in]}]
-        twin.step()
-        return _tensor_bytes(twin.state.get(stand_in), parameter.device)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        recover(error)
-    if parameter.numel() == 1:
-        return 0  # with so little memory, no sample will fit either
-    # If there is not enough memory for the whole parameter, measure half of it and scale the result.
-    half = parameter.detach().reshape(-1)[: parameter.numel() // 2]
-    return math.ceil(_state_after_a_step(optimizer, group, half) * parameter.numel() / half.numel())
-
-
-def _tensor_bytes(state: Any, device: torch.device) -> int:
-    """Bytes on ``device`` of all tensors in ``state``, including nested containers."""
-    if isinstance(state, Tensor):
-        return state.numel() * state.element_size() if state.device == device else 0
-    if isinstance(state, dict):
-        return sum(_tensor_bytes(value, device) for value in state.values())
-    if isinstance(state, (list, tuple)):
-        return sum(_tensor_bytes(value, device) for value in state)
-    return 0
 
 
 def device_name(device: torch.device) -> str:

@@ -2,7 +2,7 @@
 
 If a device changes its speed, forward and backward passes change alike. Only forward passes are timed, because in the
 backward pass gradients are summed and fast ranks wait for slow ones. With sharded parameters (stage 3), parameters are
-gathered during the forward pass; these gaps are subtracted.
+gathered during the forward pass, and synchronized batch normalization waits for other ranks; these gaps are subtracted.
 """
 
 from __future__ import annotations
@@ -60,6 +60,13 @@ class ForwardTimer:
         for shard in shards[1:]:
             self._handles.append(shard.register_forward_pre_hook(self._begin_gap))
             self._handles.append(shard.module.register_forward_pre_hook(self._end_gap))
+        for module in inner.modules():
+            # Their forward passes contain collectives, in which fast ranks wait for slow ones.
+            if isinstance(module, nn.SyncBatchNorm) or getattr(module, "waits_for_ranks", False):
+                self._handles.append(module.register_forward_pre_hook(self._begin_gap))
+                self._handles.append(
+                    module.register_forward_hook(lambda module, inputs, _: self._end_gap(module, inputs))
+                )
 
     def take(self) -> list[tuple[int, float]]:
         """``(samples, seconds)`` of the passes since the last call, at most ``MAX_PASSES``; waits for the device."""

@@ -23,15 +23,20 @@ class LargestBatch:
     """The result of a search and its trials."""
 
     largest: int
-    """Samples of the largest batch that ran; 0 if not even one sample fits."""
+    """Samples of the largest batch that ran; 0 if not even the smallest fits."""
     tried: tuple[tuple[int, bool], ...]
     """All trials in order: the batch, and whether it fits."""
 
 
 def largest_batch(
-    fits: Callable[[int], bool], cap: int, estimate: Estimate | None = None, *, may_exceed_estimate: bool = True
+    fits: Callable[[int], bool],
+    cap: int,
+    estimate: Estimate | None = None,
+    *,
+    smallest: int = 1,
+    may_exceed_estimate: bool = True,
 ) -> LargestBatch:
-    """Find the largest batch in 1..``cap`` that fits, in at most ``2·log2(largest) + 4`` trials.
+    """Find the largest batch in ``smallest``..``cap`` that fits, in at most ``2·log2(largest) + 4`` trials.
 
     Args:
         fits: runs a batch of that many samples and returns whether it fits. If a batch fits, smaller ones must too.
@@ -39,14 +44,15 @@ def largest_batch(
         estimate: returns the largest batch expected from the trials so far, or None if unknown; called before each
             trial. It only sets which batches are tried first and does not change the result; a wrong estimate costs two
             trials.
+        smallest: the first batch that is tried, the smallest that can be run at all.
         may_exceed_estimate: False if trying too large a batch would end the process. Then no batch above the estimate
-            is tried, except one sample, and the result is the largest batch that the estimate permits.
+            is tried, except the smallest, and the result is the largest batch that the estimate permits.
 
     Raises:
-        ValueError: ``cap`` is below 1.
+        ValueError: ``smallest`` is below 1, or ``cap`` is below ``smallest``.
     """
-    if cap < 1:
-        raise ValueError(f"cap={cap} must be at least 1 sample")
+    if not 1 <= smallest <= cap:
+        raise ValueError(f"smallest={smallest} and cap={cap} must be at least 1 sample, and cap not below smallest")
     tried: list[tuple[int, bool]] = []
     largest, failed = 0, cap + 1
 
@@ -69,7 +75,7 @@ def largest_batch(
 
     held_back = 0
     while failed > cap and largest < cap:
-        double = min(max(2 * largest, 1), cap)
+        double = min(max(2 * largest, smallest), cap)
         batch = permitted(double)
         # If the estimate grows a little with every trial, the search would take many trials; end it after two trials
         # below double.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +20,14 @@ from ...processes.every_rank import on_every_rank
 from ..aborted_step import abort_step
 from ..local_collectives import local_collectives
 from ..preserved_state import preserved_state
+from ..progress_display import ProgressDisplay
 from ..training_step import TrialRun
-from .device_profiler import BatchProgress, optimizer_state_bytes, peak_flops, profile_device
+from .device_profiler import peak_flops, profile_device
 from .forward_timer import ForwardTimer
+from .optimizer_state import optimizer_state_bytes, step_temporary_bytes
+from .optimizer_step import optimizer_step_seconds
+from .progress import BatchProgress
+from .smallest_batch import smallest_batch
 
 __all__ = ["ModelDescription", "describe", "profile_ranks"]
 
@@ -29,7 +35,11 @@ FIRST_STEPS = 2
 """Number of steps after which DDP's buckets have their final order."""
 
 SYNCHRONIZATIONS = 3
-"""Number of synchronizations that are timed."""
+"""Least number of synchronizations that are timed."""
+MAX_SYNCHRONIZATIONS = 30
+SYNCHRONIZED_SECONDS = 0.5
+"""Synchronizations are repeated for about so long. A device under a CPU quota is not stopped in a short one, but it is
+in training, where it also computes."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +109,21 @@ def profile_ranks(
         seconds = trial(samples)
         return seconds, sum(forward for _, forward in watch.take())
 
+    def find_smallest() -> int:
+        """The fewest samples that this rank can train with. Errors of the training step show here, without others."""
+        synchronize(stage != 0)
+        with local_collectives(model):
+            return smallest_batch(run, cap, lambda: abort_step(model, optimizer))
+
     def communicate_first() -> None:
         """Let libraries allocate the memory that they keep for communication: connections, threads, final buckets."""
         synchronize(True)
         for _ in range(FIRST_STEPS):
-            run(1)
+            run(smallest)
 
     def measure() -> tuple[DeviceProfile, int]:
         to_come = optimizer_state_bytes(optimizer)
+        trial.step_bytes = step_temporary_bytes(optimizer)
         # Fill buckets and shards as in training. In stage 0 this is not possible, because DDP fills its buckets in C++
         # and communicates at once.
         synchronize(stage != 0)
@@ -117,27 +134,39 @@ def profile_ranks(
                 cap,
                 state_bytes_to_come=to_come,
                 device=here,
+                smallest=smallest,
                 on_progress=tell,
                 abort=lambda: abort_step(model, optimizer),
                 flops=peak_flops(here),
             )
-        return device, to_come
+        return device.model_copy(update={"step_seconds": optimizer_step_seconds(optimizer)}), to_come
 
     def synchronization_seconds() -> float:
-        """How much longer a step of one sample takes with communication. It includes waiting for other ranks."""
-        local, synchronized = [], []
-        for _ in range(SYNCHRONIZATIONS + 1):
+        """How much longer a step of few samples takes with communication. It includes waiting for other ranks."""
+
+        def both() -> tuple[float, float]:
             synchronize(stage != 0)
             with local_collectives(model):
-                local.append(run(1)[0])
+                local = run(smallest)[0]
             synchronize(True)
             dist.barrier()
-            synchronized.append(run(1)[0])
-        return statistics.median(synchronized[1:]) - statistics.median(local[1:])
+            return local, run(smallest)[0]
+
+        both()
+        timed = [both() for _ in range(SYNCHRONIZATIONS)]
+        # All ranks must agree on the number of synchronizations.
+        everyone: list[float] = [0.0] * dist.get_world_size()
+        dist.all_gather_object(everyone, statistics.median(sum(pair) for pair in timed))
+        wanted = math.ceil(SYNCHRONIZED_SECONDS / max(everyone))
+        timed += [both() for _ in range(min(wanted, MAX_SYNCHRONIZATIONS) - SYNCHRONIZATIONS)]
+        # Means without the longest one: a device that is stopped now and then is not stopped in each synchronization.
+        local, synchronized = (sorted(times)[:-1] for times in zip(*timed, strict=True))
+        return statistics.fmean(synchronized) - statistics.fmean(local)
 
     watch = ForwardTimer(model, lambda: size)
     try:
         with preserved_state(model, optimizer), _progress() as tell:
+            smallest = max(on_every_rank(find_smallest, "a first training step"))
             communicate_first()
             measured = on_every_rank(measure, "measuring batches")
             devices = [device for device, _ in measured]
@@ -169,6 +198,7 @@ def _slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
     if len(devices) == 1:
         return first
     times = [{point.batch: point for point in device.points} for device in devices]
+    steps = [device.step_seconds for device in devices if device.step_seconds is not None]
     common = sorted(set.intersection(*(set(points) for points in times)))
     return first.model_copy(
         update={
@@ -178,6 +208,8 @@ def _slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
             "sample_bytes": max(device.sample_bytes for device in devices),
             "max_batch": min(device.max_batch for device in devices),
             "memory_bound": any(device.memory_bound for device in devices),
+            "min_batch": max(device.min_batch for device in devices),
+            "step_seconds": max(steps) if len(steps) == len(devices) else None,
             "points": tuple(
                 max((points[batch] for points in times), key=lambda point: point.seconds) for batch in common
             ),
@@ -202,12 +234,10 @@ def _identity(description: ModelDescription, stage: int, precision: str, state_b
 
 @contextmanager
 def _progress() -> Iterator[Callable[[BatchProgress], None]]:
-    """Show on rank 0 what is being measured; yields the function to call with the progress."""
+    """Show on rank 0 what it measures, and how long it still takes; yields the function to call with the progress."""
     if dist.get_rank() != 0:
         yield lambda progress: None
         return
-    with Console(stderr=True).status("measuring memory and speed of each device") as status:
-        yield lambda progress: status.update(
-            f"measuring memory and speed of each device: {progress.action}, {progress.batch} samples, "
-            f"pass {progress.runs + 1}"
-        )
+    console = Console(stderr=True)
+    with console.status("measuring memory and speed of each device") as status:
+        yield ProgressDisplay(console, status)

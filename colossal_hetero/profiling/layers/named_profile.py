@@ -16,11 +16,11 @@ from ...accelerator import get_accelerator
 from ...planner.profile.layer_profile import save_model_profile
 from ...processes.every_rank import destroy_groups
 from ...processes.launch import is_rank, local_gpu
+from ..progress_display import ProgressDisplay
 from .layer_profiler import MIN_SECONDS, MeasuredLayers, profile_layers
 from .merge_degrees import merge_degrees
 from .model_layers import describe_layers
 from .named_models import build_model
-from .progress import ProgressDisplay
 from .sharded_model import check_degrees, own_group, shard
 
 __all__ = ["ProfileRequest", "check_request", "profile_named_model"]

@@ -76,6 +76,39 @@ ROW_LAYERS = {
 }
 
 
+def scatter_each(cases: list[tuple[torch.dtype, list[int] | None]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """By case, what this rank gets of the sum of all ranks' tensors, and the sum itself by ``all_reduce``."""
+    results = []
+    for dtype, ranks in cases:
+        group = None if ranks is None else dist.new_group(ranks)
+        size, own = dist.get_world_size() if ranks is None else len(ranks), dist.get_rank()
+        if ranks is not None and own not in ranks:
+            results.append((torch.zeros(0), torch.zeros(0)))
+            continue
+        values = torch.randn(size * 5, generator=torch.Generator().manual_seed(own)).to(dtype)
+        before, output = values.clone(), torch.empty(5, dtype=dtype)
+        assert dist.reduce_scatter_tensor(output, values, group=group) is None
+        assert torch.equal(values, before)
+        whole = values.double()
+        dist.all_reduce(whole, group=group)
+        results.append((output.double(), whole.view(size, 5)[own if ranks is None else ranks.index(own)]))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reduce_scatter_of_one_tensor(ranks: int) -> None:
+    cases = [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float16, None),
+        (torch.float32, [ranks - 2, ranks - 1]),
+    ]
+    for of_rank in run_ranks(ranks, scatter_each, cases):
+        for (dtype, _), (output, expected) in zip(cases, of_rank, strict=True):
+            tolerance = 1e-6 if dtype == torch.float32 else 0.05
+            torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
+
+
 def build_row_layer(kind: str) -> tuple[list[float], float]:
     """Build a row-parallel layer from its sizes. Returns its bias, and a random number that is drawn afterwards."""
     layer, arguments = ROW_LAYERS[kind]

@@ -156,7 +156,7 @@ def test_options_that_cannot_be_combined_are_refused() -> None:
         (
             {"tp_size": 1, "pp_size": 2, "num_microbatches": 2},
             {"global_batch_size": 4},
-            "pp_size=2: a pipeline cuts",
+            r"pp_size=2\): give microbatch_size",
         ),
         (
             {"tp_size": 1, "pp_size": 1, "zero_stage": 2},

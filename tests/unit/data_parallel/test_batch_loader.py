@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, SequentialSampler, WeightedRandomSampler
 
 from colossal_hetero.data_parallel.loader import HeteroDataLoader, make_loader
 from colossal_hetero.data_parallel.sampler import GlobalBatchSampler
@@ -308,10 +309,63 @@ class Endless(Dataset[int]):
         return index
 
 
-@pytest.mark.parametrize("name, value", [("batch_size", 4), ("sampler", [0]), ("batch_sampler", [[0]])])
+@pytest.mark.parametrize("name, value", [("batch_size", 4), ("batch_sampler", [[0]])])
 def test_arguments_that_choose_samples_are_rejected(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{name} cannot be given.*global_batch_size"):
         make_loader(Numbers(10), 4, 0, 1, **{name: value})
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_a_sampler_sets_the_order_of_all_ranks(own_generator: bool) -> None:
+    def make() -> list[HeteroDataLoader]:
+        generator = torch.Generator() if own_generator else None
+        sampler = WeightedRandomSampler([1.0] * 5 + [4.0] * 5, 23, generator=generator)
+        return loaders(size=10, shuffle=False, sampler=sampler)
+
+    made = make()
+    before = torch.get_rng_state()
+    made[0].sampler.order_of(0)  # type: ignore[union-attr]
+    assert torch.equal(torch.get_rng_state(), before)
+    epochs = [together([train(loader) for loader in made]) for _ in range(2)]
+    assert [len(samples) for samples in epochs[0]] == [9, 9, 5] and epochs[0] != epochs[1]
+    assert sum(sample >= 5 for sample in flat(flat(epochs))) > 23
+    # Resumed in the second epoch, on other ranks that have drawn nothing before.
+    state = {**made[0].state_dict(), "epoch": 1, "global_batches_done": 1}
+    resumed = make()
+    for loader in resumed:
+        loader.load_state_dict(state)
+    assert together([train(loader) for loader in resumed]) == epochs[1][1:]
+
+
+def test_samplers_that_cannot_set_the_order() -> None:
+    data = Numbers(10)
+    with pytest.raises(ValueError, match="shuffle=True cannot be combined with SequentialSampler"):
+        make_loader(data, 4, 0, 1, sampler=SequentialSampler(data), shuffle=True)
+    with pytest.raises(ValueError, match="DistributedSampler gives each rank its own indices"):
+        make_loader(data, 4, 0, 1, sampler=DistributedSampler(data, 2, 0))
+    with pytest.raises(TypeError, match="generator has no length"):
+        make_loader(data, 4, 0, 1, sampler=(index for index in range(10)))
+
+    class Varying(SequentialSampler):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(7))
+
+    loader = make_loader(data, 4, 0, 1, sampler=Varying(data))
+    loader.divide_by(lambda samples: [[samples]])
+    with pytest.raises(ValueError, match="Varying gave 7 indices for epoch 0, but its length is 10"):
+        iter(loader)
+
+
+def test_weights_of_batches() -> None:
+    loader = make_loader(Numbers(6), 3, 0, 1)
+    loader.divide_by(lambda samples: [[2, 1]])
+    loader.weigh_by(lambda batch: batch.sum())
+    weights = [loader.current.weight for _ in loader]  # type: ignore[union-attr]
+    assert weights == [1.0, 2.0, 7.0, 5.0]
+    for value in (-1.0, float("nan"), float("inf")):
+        loader.weigh_by(lambda batch, value=value: value)
+        with pytest.raises(ValueError, match="weight_by gave"):
+            next(iter(loader))
 
 
 def test_bad_datasets_and_options() -> None:
@@ -327,3 +381,12 @@ def test_bad_datasets_and_options() -> None:
         make_loader(Numbers(10), 4, 0, 1, in_order=False)
     with pytest.raises(ValueError, match="fewer than global_batch_size"):
         make_loader(Numbers(3), 4, 0, 1)
+
+
+def test_the_load_timer_is_told_of_each_batch_and_of_the_end() -> None:
+    loader = make_loader(Numbers(5), 4, 0, 1)
+    loader.divide_by(lambda samples: [[samples - 1, 1]])
+    told: list[int | str | None] = []
+    loader.load_timer = SimpleNamespace(before_batch=lambda: told.append("before"), after_batch=told.append)
+    assert [len(batch) for batch in loader] == [3, 1, 1, 1]
+    assert told == ["before", 3, "before", 1, "before", 0, "before", 1, "before", None]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -63,6 +68,85 @@ def test_any_number_of_samples_can_be_run() -> None:
     run(1)
     assert [batch.flatten().tolist() for batch in seen] == [[0, 1], [0, 1, 2, 0, 1, 2, 0], [0]]
     assert model.weight.grad is not None
+
+
+class Outputs:
+    """What a model returns; tensors are in attributes."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = {"hidden": [values * 2], "logits": values * 3}
+
+
+def test_trials_keep_outputs_as_the_names_of_a_loop_do() -> None:
+    """The outputs exist during backward and the next forward pass, in which the memory of larger ones is reserved."""
+    alive: list[weakref.ref] = []
+    seen: dict[str, list[Any]] = {"forward": [], "backward": [], "reserved": []}
+
+    class Net(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> Any:
+            seen["forward"].append(sum(each() is not None for each in alive))
+            outputs = Outputs(super().forward(inputs))
+            alive.append(weakref.ref(outputs.values["logits"]))
+            return outputs
+
+    def backward(loss: torch.Tensor) -> None:
+        loss.backward()
+        seen["backward"].append(sum(each() is not None for each in alive))
+
+    def step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
+        return model(batch[0]).values["logits"].mean()
+
+    @contextmanager
+    def reserved(size_bytes: int, device: torch.device) -> Iterator[None]:
+        seen["reserved"].append(max(size_bytes, 0))
+        yield
+
+    model = Net(1, 5)
+    loader = DataLoader(TensorDataset(torch.arange(3.0).unsqueeze(1)), batch_size=2)
+    run = TrialRun(model, SimpleNamespace(backward=backward), None, step, loader, step_bytes=77)  # type: ignore[arg-type]
+    with patch("colossal_hetero.profiling.training_step.reserved_memory", reserved):
+        for samples in (2, 2, 8, 4):
+            run(samples)
+    assert seen["forward"] == [0, 1, 1, 1] and seen["backward"] == [1, 1, 1, 1]
+    # Two tensors of 5 numbers of 4 bytes per sample, and the loss.
+    of_two, of_eight = 2 * 2 * 5 * 4 + 4, 8 * 2 * 5 * 4 + 4
+    # After the first backward pass of a size, the temporary memory of a step is needed.
+    assert seen["reserved"] == [0, 77, 0, of_two * 4 - of_two, 77, 0, 77]
+    assert run._kept_bytes == 4 * 2 * 5 * 4 + 4 < of_eight
+    run.release()
+    gc.collect()
+    assert not any(each() is not None for each in alive)
+
+
+def test_a_failed_trial_keeps_nothing() -> None:
+    def step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
+        loss = model(batch[0]).mean()
+        if len(batch[0]) > 2:
+            raise MemoryError
+        return loss
+
+    loader = DataLoader(TensorDataset(torch.arange(3.0).unsqueeze(1)), batch_size=2)
+    run = TrialRun(nn.Linear(1, 5), SimpleNamespace(backward=lambda loss: loss.backward()), None, step, loader)  # type: ignore[arg-type]
+    run(2)
+    assert run._kept
+    with pytest.raises(MemoryError):
+        run(3)
+    assert not run._kept
+
+
+def test_trials_run_in_training_mode() -> None:
+    modes: list[bool] = []
+
+    def step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
+        modes.append(model.training and model[0].training)
+        return model(batch[0]).mean()
+
+    loader = DataLoader(TensorDataset(torch.arange(3.0).unsqueeze(1)), batch_size=2)
+    model = nn.Sequential(nn.Linear(1, 1)).eval()
+    run = TrialRun(model, SimpleNamespace(backward=lambda loss: loss.backward()), None, step, loader)  # type: ignore[arg-type]
+    run(2)
+    model.eval()
+    assert modes == [True] and run.loss([0]).shape == () and modes == [True, False]
 
 
 def test_a_data_set_may_return_whole_batches() -> None:

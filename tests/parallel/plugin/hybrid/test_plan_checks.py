@@ -34,7 +34,11 @@ def check_refused(folder: Path) -> None:
             dict(num_layers_per_stage=(3, 1)),
         ),
         (r"pp_style='interleaved' contradicts the plan, which has '1f1b'", plan, dict(pp_style="interleaved")),
-        (r"batches cannot be combined with pp_size=2", plan, dict(batches=BatchConfig(global_batch_size=8))),
+        (
+            r"pp_size=2\): a plan fixes the micro-batches of each pipeline",
+            plan,
+            dict(batches=BatchConfig(global_batch_size=8)),
+        ),
         (r"the plan is for 4 ranks, but 2 were started; start 4", make_plan([[[0, 1], [2, 3]]], (1, 3)), {}),
         (r"uses 1 device and leaves others idle \(rank 1\).*start 1 on ", make_plan([[[0]]], (4,)), {}),
         (r"replicas are not alike \(replica 0 has 4 layers and 4 micro-batches; .*without --unequal", unequal(), {}),

@@ -17,14 +17,6 @@ from colossalai.booster.plugin.torch_fsdp_plugin import TorchFSDPModel
 from torch import nn
 
 from colossal_hetero import HeteroZeroPlugin
-from colossal_hetero.planner.batches.batch_profile import (
-    BatchProfile,
-    DeviceProfile,
-    ModelIdentity,
-    TimedBatch,
-    save_profile,
-)
-from colossal_hetero.profiling.batches.rank_profiler import describe
 from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, make_model, make_optimizer
 from tests.support.harness import run_ranks
 
@@ -156,97 +148,6 @@ def test_a_profile_that_does_not_fit_the_run_is_refused(tmp_path: Path) -> None:
     run_ranks(2, refuse_profiles, str(refused))
     with pytest.raises(RuntimeError, match="of 2 ranks, but there are 3"):
         run_ranks(3, train_a_little, 1, str(path))
-
-
-def profile_of(ranks: int, stage: int, path: Path) -> None:
-    """Write a profile in which each rank takes a second per sample, a quarter of it for the forward pass."""
-    points = tuple(TimedBatch(batch=batch, seconds=batch, forward_seconds=batch / 4) for batch in (1, 2, 4, 8))
-    kind = DeviceProfile(
-        device="cpu",
-        memory_bytes=2**30,
-        state_bytes=2**20,
-        sample_bytes=2**10,
-        max_batch=8,
-        memory_bound=False,
-        points=points,
-    )
-    described = describe(make_model())
-    model = ModelIdentity(
-        name=described.name,
-        parameters=described.parameters,
-        parameter_bytes=0,
-        gradient_bytes=0,
-        optimizer_bytes=0,
-        digest=described.digest,
-    )
-    profile = BatchProfile(
-        stage=stage, precision="fp32", model=model, communication_seconds=0.0, kinds=(kind,), ranks=(0,) * ranks
-    )
-    save_profile(profile, path)
-
-
-def change_speed_each(cases: list[tuple[int, int, str, int | None]]) -> list[dict[str, Any]]:
-    return [change_speed(*case) for case in cases]
-
-
-def change_speed(stage: int, slow: int, path: str, check_every: int | None, bias: float = 1.0) -> dict[str, Any]:
-    """Train eight epochs, in which rank ``slow`` reports to be three times slower from the third to the fifth epoch."""
-    plugin = HeteroZeroPlugin(stage, 8, profile=path, check_every=check_every)
-    model, optimizer, criterion, loader = boost(plugin, make_model(), shuffle=True)
-    assert plugin.batch_balancer is not None
-    slowdown = 1.0
-    plugin.batch_balancer._timer.take = lambda: [(1, slowdown / 4)] * 3
-    seen, samples = [], []
-    for epoch in range(8):
-        is_slow = torch.distributed.get_rank() == slow
-        slowdown = (3.0 if is_slow and 2 <= epoch < 5 else 1.0) * (bias if is_slow else 1.0)
-        ids = []
-        for inputs, targets in loader:
-            ids += inputs[:, 7].long().tolist() if loader.current.samples else []
-            optimizer.backward(criterion(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-        seen.append(ids)
-        samples.append([share.samples for share in plugin.allocation.shares])
-    return {"seen": seen, "samples": samples, "reallocations": plugin.batch_balancer.reallocations}
-
-
-def test_batches_are_divided_again_after_a_change_of_speed(tmp_path: Path) -> None:
-    cases: list[tuple[int, int, str, int | None]] = []
-    for stage in (0, 1, 2, 3):
-        path = tmp_path / f"{stage}.json"
-        profile_of(2, stage, path)
-        cases += [(stage, slow, str(path), check_every) for slow in (0, 1) for check_every in (1, 3)]
-    for case, results in zip(cases, zip(*run_ranks(2, change_speed_each, cases), strict=True), strict=True):
-        slow = case[1]
-        fitted = [6, 6]
-        fitted[slow] = 2
-        for result in results:
-            assert [result["samples"][epoch] for epoch in (1, 4, 7)] == [[4, 4], fitted, [4, 4]], case
-            assert result["reallocations"] >= 2, case
-        for epoch in range(8):
-            seen = results[0]["seen"][epoch] + results[1]["seen"][epoch]
-            assert sorted(seen) == list(range(len(Numbered()))), case
-
-
-@pytest.mark.parametrize("slow", [0, 1])
-def test_a_small_difference_between_training_and_measuring_is_not_a_change(slow: int, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    profile_of(2, 1, path)
-    fitted = [6, 6]
-    fitted[slow] = 2
-    for result in run_ranks(2, change_speed, 1, slow, str(path), None, 1.2):
-        assert [result["samples"][epoch] for epoch in (1, 4, 7)] == [[4, 4], fitted, [4, 4]]
-    # A large difference is treated as a change at the first check.
-    for result in run_ranks(2, change_speed, 1, slow, str(path), None, 3.0):
-        assert result["samples"][1] == fitted
-
-
-def test_three_ranks_with_constant_speed_keep_their_batches(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    profile_of(3, 1, path)
-    for result in run_ranks(3, change_speed, 1, 7, str(path), None):
-        assert result["reallocations"] == 0
 
 
 def fail_on(rank: int) -> None:

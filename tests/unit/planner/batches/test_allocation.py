@@ -26,6 +26,7 @@ seconds_of = st.lists(step, max_size=6).flatmap(
 linear = st.builds(lambda slope, most: [slope * b for b in range(1, most + 1)], st.floats(0.05, 3), st.integers(1, 7))
 curves_of = st.one_of(seconds_of, linear).map(Curve.from_seconds)
 communications = st.one_of(st.just(0.0), st.floats(0.01, 3.0))
+step_times = st.one_of(st.just(0.0), st.sampled_from([0.5, 4.0]), st.floats(0.01, 20.0))
 
 
 @st.composite
@@ -45,7 +46,9 @@ def parts(samples: int, largest: list[int]):
             yield (first, *rest)
 
 
-def least_wall(curves: list[Curve], samples: int, stage: int, accumulation: str, communication: float) -> float:
+def least_wall(
+    curves: list[Curve], samples: int, stage: int, accumulation: str, communication: float, steps: list[float]
+) -> float:
     """The shortest wall time, found by enumeration of all numbers of micro-steps, sizes and divisions."""
     times = [[float(s) for s in curve.seconds] for curve in curves]
     largest = [curve.max_batch for curve in curves]
@@ -61,7 +64,7 @@ def least_wall(curves: list[Curve], samples: int, stage: int, accumulation: str,
             full, rest = divmod(samples, size)
             wall = full * (of_step(size) + communication)
             best = min(best, wall + (of_step(rest) + communication if rest else 0.0))
-        return best
+        return best + max(steps)
 
     def own(t: list[float], n: int) -> float:
         if n == 0:
@@ -74,32 +77,41 @@ def least_wall(curves: list[Curve], samples: int, stage: int, accumulation: str,
 
     def walls(cost):
         costs = [[cost(t, n) for n in range(samples + 1)] for t in times]
+        # In stage 0 no collective separates the optimizer's step from the next forward pass.
+        inside = steps if stage == 0 else [0.0] * len(curves)
         for dealt in parts(samples, [samples] * len(curves)):
-            yield max(costs[rank][n] for rank, n in enumerate(dealt))
+            yield max(costs[rank][n] + inside[rank] for rank, n in enumerate(dealt))
 
+    outside = communication + (0.0 if stage == 0 else max(steps))
     if accumulation == "per_rank":
-        return min(walls(own)) + communication
-    return min(min(walls(lambda t, n, g=steps: even(t, n, g))) for steps in range(1, samples + 2)) + communication
+        return min(walls(own)) + outside
+    return min(min(walls(lambda t, n, g=count: even(t, n, g))) for count in range(1, samples + 2)) + outside
 
 
-def check_sound(allocation: Allocation, curves: list[Curve], samples: int, communication: float) -> None:
+def check_sound(
+    allocation: Allocation, curves: list[Curve], samples: int, communication: float, step: list[float] | None = None
+) -> None:
     """Check that every sample is allocated once, no micro-batch is too large, and the times are those of the curves."""
-    shares = allocation.shares
+    shares, fixed = allocation.shares, step or [0.0] * len(curves)
     assert sum(share.samples for share in shares) == samples == allocation.global_batch_size
-    for curve, share, busy in zip(curves, shares, allocation.busy_seconds, strict=True):
+    for curve, share, busy, own in zip(curves, shares, allocation.busy_seconds, fixed, strict=True):
         assert 0 <= share.micro_batch <= curve.max_batch
         assert all(count > 0 for _, count in share.runs)
         assert share.sizes[-1] == share.last_batch and len(share.sizes) == share.steps
-        assert busy == pytest.approx(sum(curve.seconds[size] for size in share.sizes))
+        assert busy == pytest.approx(sum(curve.seconds[size] for size in share.sizes) + own)
     if allocation.accumulation == "shared":
         assert len({share.steps for share in shares}) == 1
     if allocation.stage < 2:
         assert allocation.communication_seconds == communication
-        compute = max(allocation.busy_seconds)
+        if allocation.stage == 0:
+            compute = max(allocation.busy_seconds)
+        else:
+            alone = (busy - own for busy, own in zip(allocation.busy_seconds, fixed, strict=True))
+            compute = max(alone) + max(fixed)
     else:
         assert allocation.communication_seconds == pytest.approx(allocation.steps * communication)
         steps = zip(*(share.sizes for share in shares), strict=True)
-        compute = sum(max(c.seconds[b] for c, b in zip(curves, dealt, strict=True)) for dealt in steps)
+        compute = sum(max(c.seconds[b] for c, b in zip(curves, dealt, strict=True)) for dealt in steps) + max(fixed)
     assert allocation.wall_seconds == pytest.approx(compute + allocation.communication_seconds)
     assert allocation.samples_per_second == pytest.approx(samples / allocation.wall_seconds)
     assert min(allocation.idle_seconds) >= 0
@@ -107,13 +119,16 @@ def check_sound(allocation: Allocation, curves: list[Curve], samples: int, commu
 
 @pytest.mark.parametrize("stage, accumulation", SETTINGS)
 @examples(ordinary=30, thorough=150)
-@given(clusters(), st.integers(1, 11), communications)
+@given(clusters(), st.integers(1, 11), communications, st.data())
 def test_no_allocation_is_better(
-    stage: int, accumulation: str, curves: list[Curve], samples: int, communication: float
+    stage: int, accumulation: str, curves: list[Curve], samples: int, communication: float, data: st.DataObject
 ) -> None:
-    found = allocate(curves, samples, stage, accumulation=accumulation, communication_seconds=communication)
-    check_sound(found, curves, samples, communication)
-    best = least_wall(curves, samples, stage, accumulation, communication)
+    step = data.draw(st.lists(step_times, min_size=len(curves), max_size=len(curves)))
+    found = allocate(
+        curves, samples, stage, accumulation=accumulation, communication_seconds=communication, step_seconds=step
+    )
+    check_sound(found, curves, samples, communication, step)
+    best = least_wall(curves, samples, stage, accumulation, communication, step)
     assert found.wall_seconds == pytest.approx(best, rel=1e-9)
 
 
@@ -198,6 +213,15 @@ def test_uneven_shares_of_unequal_devices() -> None:
     assert none.wall_seconds == 2.0 and [s.runs for s in none.shares] == [((2, 1),), ((1, 1),)]
 
 
+@pytest.mark.parametrize("accumulation", ["shared", "per_rank"])
+def test_in_stage_0_a_rank_with_a_long_optimizer_step_gets_fewer_samples(accumulation: str) -> None:
+    curve = Curve.from_seconds([1.0 * b for b in range(1, 9)])
+    for stage, expected in ((0, [6, 2]), (1, [4, 4])):
+        found = allocate([curve] * 2, 8, stage, accumulation=accumulation, step_seconds=[1.0, 5.0])
+        assert [share.samples for share in found.shares] == expected
+        assert found.wall_seconds == (7.0 if stage == 0 else 9.0)
+
+
 def test_per_rank_accumulation_uses_the_fastest_batch_size() -> None:
     """Batches of 4 are the fastest per sample."""
     curve = Curve.from_seconds([2, 2, 2, 2, 5, 6])
@@ -249,6 +273,8 @@ CURVE = Curve.from_seconds([1.0, 2.0])
         (([CURVE], 4, 0, {"method": "flops", "flops": [1.0, 2.0]}), "flops has 2 values for 1 ranks"),
         (([CURVE], 4, 0, {"method": "flops", "flops": [0.0]}), r"flops\[0\]=0.0 must be"),
         (([CURVE], 4, 0, {"method": "flops", "flops": [None]}), r"flops\[0\]=None must be"),
+        (([CURVE], 4, 0, {"step_seconds": [1.0, 2.0]}), "step_seconds has 2 values for 1 ranks"),
+        (([CURVE], 4, 0, {"step_seconds": [-1.0]}), r"step_seconds\[0\]=-1.0 must be"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: tuple, message: str) -> None:

@@ -48,6 +48,22 @@ def test_a_curve_goes_through_rising_points() -> None:
     assert np.diff(curve.seconds[13:], 2) == pytest.approx(np.zeros(6), abs=1e-12)
 
 
+def test_below_the_smallest_batch_the_curve_is_level() -> None:
+    points = {2: 1.0, 4: 2.0, 6: 9.0}
+    curve, whole = Curve.through(points, 6, min_batch=2), Curve.through(points, 6)
+    assert curve.seconds.tolist() == [1.0, 1.0, 1.0, *whole.seconds[3:]]
+    assert curve.scaled(2).min_batch == curve.limited(3).min_batch == 2 and curve.peak_batch >= 2
+    assert curve.limited(1).max_batch == 0
+    assert Curve.through({2: 1.0}, 2, min_batch=2).seconds.tolist() == [1.0] * 3
+    assert Curve.from_seconds([1.0, 2.0, 3.0], 3).seconds.tolist() == [3.0] * 4
+    with pytest.raises(ValueError, match="cannot hold 2 samples"):
+        Curve.through(points, 1, min_batch=2)
+    with pytest.raises(ValueError, match="min_batch=4 must be"):
+        Curve([1.0, 1.0, 1.0], 4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"must equal seconds\[2\]=2"):
+        Curve([1.0, 1.0, 2.0], 2)  # type: ignore[arg-type]
+
+
 def test_the_spline_is_the_natural_one() -> None:
     """By hand: the second derivative is 18/8 at 4, and 0 at 2 and 6."""
     curve = Curve.through({2: 1.0, 4: 2.0, 6: 9.0}, 6)

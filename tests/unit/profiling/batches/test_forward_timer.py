@@ -1,4 +1,4 @@
-"""How long a rank's forward passes take, and how much slower than expected that is."""
+"""How long a rank's forward passes take."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from colossal_hetero.data_parallel.batch_balancer import damped, slowdown
-from colossal_hetero.planner.batches.time_curve import Curve
 from colossal_hetero.profiling.batches.forward_timer import ForwardTimer
-
-LINEAR = Curve.from_seconds([1.0, 2.0, 3.0, 4.0])
 
 
 class Sleeper(nn.Module):
@@ -53,23 +49,3 @@ def test_only_training_passes_are_measured() -> None:
     model.seconds = 0.01
     model(torch.ones(3))
     assert watch.take() == []
-
-
-def test_slowdown_is_the_ratio_of_sums_without_the_longest_pass() -> None:
-    assert slowdown([(1, 2.0), (4, 8.0), (2, 4.0)], LINEAR) == pytest.approx(2.0)
-    assert slowdown([(1, 1.0), (4, 400.0), (2, 2.0)], LINEAR) == pytest.approx(1.0)
-    # If a device is throttled for half of the time, slow and fast passes alternate; the mean slowdown is 3.
-    assert slowdown([(1, 1.0), (1, 5.0)] * 50, LINEAR) == pytest.approx(3.0, rel=0.02)
-
-
-def test_too_few_or_too_short_passes_give_no_slowdown() -> None:
-    assert slowdown([], LINEAR) is None
-    assert slowdown([(1, 2.0), (1, 2.0)], LINEAR) is None
-    assert slowdown([(1, 0.01)] * 30, LINEAR) is None
-
-
-def test_if_the_direction_turns_half_of_the_change_is_applied() -> None:
-    assert damped(1.0, 3.0, 1.0) == 3.0
-    assert damped(3.0, 3.5, 3.0) == 3.5
-    assert damped(4.0, 1.0, 4.0) == 2.0
-    assert damped(2.0, 1.0, 0.5) == 1.0

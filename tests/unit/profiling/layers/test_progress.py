@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from colossal_hetero.profiling.layers.progress import LayerProgress, ProgressDisplay, seconds_left
+from colossal_hetero.profiling.layers.progress import LayerProgress, seconds_left
+from colossal_hetero.profiling.progress_display import ProgressDisplay
 
 
 @pytest.mark.parametrize(

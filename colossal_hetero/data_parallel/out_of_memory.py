@@ -1,0 +1,164 @@
+"""What happens if a micro-batch runs out of memory in training, although one of its size ran before training.
+
+[Note: out of memory in training] A micro-batch cannot be made smaller within the user's loop, because the other ranks
+and the loss count on its samples. If the forward pass runs out of memory, it is run again in the same call, and the
+tensors that it saves for backward are kept outside the device's memory (:mod:`.activation_store`). The result is the
+same; later micro-batches of that size are run like this at once. This is possible if forward does not communicate
+(below stage 3, without tensor parallelism and SyncBatchNorm). A backward pass cannot be repeated, because it has
+released parts of its graph and other ranks may already wait in its collectives. Then this rank raises an error that
+says what happened; its end ends the others. In both cases the profile is changed, so that the next run uses smaller
+micro-batches on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+from rich.console import Console
+from torch import nn
+
+from ..accelerator import get_accelerator
+from ..planner.batches.batch_profile import BatchProfile, load_profile, save_profile
+from ..profiling.local_collectives import local_collectives
+from ..profiling.memory import is_out_of_memory, recover
+from .loader import HeteroDataLoader
+from .training_loop.activation_store import stored_outside
+
+__all__ = ["OutOfMemoryGuard", "with_smaller_batch"]
+
+STEP_DOWN = 1 / 8
+"""Share by which the largest micro-batch of the next run is smaller."""
+
+
+def with_smaller_batch(profile: BatchProfile, replica: int, failed: int) -> BatchProfile:
+    """``profile`` with a smaller largest micro-batch of a replica that ran out of memory with ``failed`` samples."""
+    index = profile.ranks[replica]
+    kind = profile.kinds[index]
+    smaller = max(min(kind.max_batch, failed - max(int(failed * STEP_DOWN), 1)), min(kind.min_batch, kind.max_batch))
+    # Other replicas of this kind of device keep their size.
+    changed = kind.model_copy(update={"max_batch": smaller, "memory_bound": True})
+    ranks = list(profile.ranks)
+    ranks[replica] = len(profile.kinds)
+    if profile.ranks.count(index) == 1:
+        kinds = tuple(changed if each == index else old for each, old in enumerate(profile.kinds))
+        return profile.model_copy(update={"kinds": kinds})
+    return profile.model_copy(update={"kinds": (*profile.kinds, changed), "ranks": tuple(ranks)})
+
+
+class OutOfMemoryGuard:
+    """Handles out-of-memory errors of a model in training; see [Note: out of memory in training].
+
+    Args:
+        loader: the loader of the micro-batches.
+        replica: index of this rank's replica of the model.
+        profile: path of the profile file; None if the profile is not kept.
+        may_repeat: whether a forward pass does not communicate.
+    """
+
+    def __init__(self, loader: HeteroDataLoader, replica: int, profile: Path | None, *, may_repeat: bool) -> None:
+        self._loader = loader
+        self._replica = replica
+        self._profile = profile
+        self._may_repeat = may_repeat
+        self._outside_from: int | None = None
+
+    def attach(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
+        """Replace ``forward`` of ``model`` and ``backward`` of ``optimizer``."""
+        model.forward = self._guarded_forward(model, model.forward)
+        optimizer.backward = self._guarded_backward(optimizer.backward)
+
+    def _samples(self) -> int:
+        current = self._loader.current
+        return 0 if current is None else current.samples
+
+    def _guarded_forward(self, model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not (model.training and torch.is_grad_enabled()):
+                return forward(*args, **kwargs)
+            samples = self._samples()
+            if self._outside_from is not None and samples >= self._outside_from:
+                with stored_outside(model):
+                    return forward(*args, **kwargs)
+            random = _random_state()
+            try:
+                return forward(*args, **kwargs)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if not self._may_repeat:
+                    raise self._failure("forward", samples) from error
+                recover(error)
+            _set_random_state(random)
+            self._outside_from = samples
+            self._tell(samples)
+            try:
+                # Buffers were broadcast before the failed pass, and the other ranks do not repeat that.
+                with local_collectives(), stored_outside(model):
+                    return forward(*args, **kwargs)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise self._failure("forward", samples) from error
+
+        return run
+
+    def _guarded_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(backward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return backward(*args, **kwargs)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise self._failure("backward", self._samples()) from error
+
+        return run
+
+    def _tell(self, samples: int) -> None:
+        Console(stderr=True).print(
+            f"rank {dist.get_rank()} ran out of memory in the forward pass of a micro-batch of {samples} samples. The "
+            "pass is repeated with activations outside the device's memory, as will be all of this size; nothing is "
+            f"lost, but they take longer. {self._lower_profile(samples)}",
+            soft_wrap=True,
+            highlight=False,
+            markup=False,
+        )
+
+    def _failure(self, phase: str, samples: int) -> RuntimeError:
+        current = self._loader.current
+        where = "" if current is None else f" of global batch {current.global_batch}"
+        return RuntimeError(
+            f"rank {dist.get_rank()} ran out of memory in the {phase} pass of a micro-batch of {samples} samples{where}"
+            f", and the pass cannot be repeated. {self._lower_profile(samples)} Start again from a checkpoint"
+        )
+
+    def _lower_profile(self, samples: int) -> str:
+        """Change the profile file for the next run; what was done, in words."""
+        smaller = max(samples - max(int(samples * STEP_DOWN), 1), 1)
+        with suppress(ValueError, OSError):
+            if self._profile is not None and self._profile.exists():
+                changed = with_smaller_batch(load_profile(self._profile), self._replica, samples)
+                save_profile(changed, self._profile)
+                largest = changed.kinds[changed.ranks[self._replica]].max_batch
+                return f"The next run gives this rank at most {largest} samples (changed in {self._profile})."
+        return f"For the next run, set max_micro_batch={smaller} or lower max_batch of this rank in the profile."
+
+
+def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
+    accelerator = get_accelerator()
+    return torch.get_rng_state(), None if accelerator.name == "cpu" else accelerator.get_rng_state()
+
+
+def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    host, device = state
+    torch.set_rng_state(host)
+    if device is not None:
+        get_accelerator().set_rng_state(device)

@@ -1,0 +1,237 @@
+"""The profile of an earlier run: in the file that the user named, or in a folder of profiles on this machine.
+
+All ranks use the profile that rank 0 has read, so that all divide alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+
+from ..accelerator import get_accelerator
+from ..io.atomic import check_writable
+from ..io.cache_folder import default_folder
+from ..planner.batches.batch_profile import BatchProfile, load_profile, save_profile
+from ..profiling.batches.device_profiler import device_name
+from ..profiling.batches.rank_profiler import ModelDescription
+
+__all__ = ["CachedProfile", "ProfileFile", "caps_below", "context_of", "device_names"]
+
+T = TypeVar("T")
+
+
+def caps_below(profile: BatchProfile, cap: int) -> tuple[int, bool] | None:
+    """Whether ``profile`` limits micro-batches to less than ``cap`` though memory does not; None if it does not.
+
+    Otherwise the smallest such limit, and whether it comes from the search (then measuring again removes it). If it
+    does not, someone has lowered it, or the file is of a version that did not store where the search ended.
+    """
+    found = []
+    for kind in {profile.kinds[index] for index in set(profile.ranks)}:
+        if not kind.memory_bound and 0 < kind.max_batch < cap:
+            by_search = kind.searched_batch is not None and kind.max_batch >= kind.searched_batch
+            found.append((kind.max_batch, by_search))
+    return min(found) if found else None
+
+
+def device_names(replica_of: Sequence[int]) -> list[str]:
+    """The device of each replica, by replica; names of several ranks are joined. Every rank calls it."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, device_name(get_accelerator().get_current_device()))
+    devices = [""] * (max(replica_of) + 1)
+    for device, replica in zip(everyone, replica_of, strict=True):
+        devices[replica] = f"{devices[replica]} + {device}" if devices[replica] else device
+    return devices
+
+
+class ProfileFile:
+    """The profile file that the user named."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = Path(path)
+
+    def read(
+        self, replica_of: Sequence[int], description: ModelDescription, stage: int, precision: str, cap: int
+    ) -> BatchProfile | None:
+        """The profile, checked against devices and model; None if it does not exist or has to be made again.
+
+        It has to be made again if its search for the largest micro-batch ended below ``cap``. Every rank calls it.
+
+        Raises:
+            ValueError: on every rank, if the file is not a profile, or belongs to other devices or another model, or
+                exists on some ranks only.
+        """
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, self._path.exists())
+        devices = device_names(replica_of)
+        if not any(found):
+            return None
+        missing = [rank for rank, exists in enumerate(found) if not exists]
+        if missing:
+            raise ValueError(
+                f"profile={str(self._path)!r} does not exist on ranks {missing}; copy it to their machines"
+            )
+        profile = _by_rank_0(lambda: load_profile(self._path))
+        profile.check_fits(devices, description.digest, stage=stage, precision=precision)
+        capped = caps_below(profile, cap)
+        if capped is None:
+            return profile
+        largest, by_search = capped
+        if by_search:
+            print_on_rank_0(
+                f"the profile {self._path} was made with micro-batches of at most {largest} samples; it is made again, "
+                f"with at most {cap}"
+            )
+            return None
+        print_on_rank_0(
+            f"the profile {self._path} limits micro-batches to {largest} samples, though memory does not; remove the "
+            "file to measure again"
+        )
+        return profile
+
+    def check_writable(self) -> None:
+        """Check on every rank whether rank 0 can write the file; every rank calls it.
+
+        Raises:
+            ValueError: on every rank, if it cannot.
+        """
+        try:
+            _by_rank_0(lambda: check_writable(self._path))
+        except ValueError as error:
+            raise ValueError(f"profile={str(self._path)!r} cannot be written: {error}") from None
+
+    def write(self, profile: BatchProfile) -> None:
+        """Write the profile on rank 0. Links that a user added to an older file are kept. Every rank calls it.
+
+        Raises:
+            ValueError: on every rank, if the file cannot be written.
+        """
+
+        def store() -> None:
+            links = profile.links
+            with suppress(ValueError):
+                links = load_profile(self._path).links
+            try:
+                save_profile(profile.model_copy(update={"links": links}), self._path)
+            except OSError as error:
+                raise ValueError(f"profile={str(self._path)!r} cannot be written: {error.strerror}") from error
+
+        _by_rank_0(store)
+
+
+class CachedProfile:
+    """A profile in a folder of profiles, by everything that the measurement depends on.
+
+    Args:
+        folder: None is the default folder, and "" means that nothing is kept.
+        context: what the measurement depends on, as JSON values; the same on all ranks.
+    """
+
+    def __init__(self, folder: str | Path | None, context: Mapping[str, Any]) -> None:
+        chosen = default_folder() if folder is None else folder
+        key = hashlib.sha256(json.dumps(context, sort_keys=True).encode()).hexdigest()[:16]
+        self.path: Path | None = Path(chosen) / f"batches-{key}.json" if chosen else None
+        """The file of the profile; None if nothing is kept."""
+
+    def read(self) -> BatchProfile | None:
+        """The profile that rank 0 finds; None if there is no file, or it is damaged or of another version."""
+
+        def load() -> BatchProfile | None:
+            with suppress(ValueError, OSError):
+                return None if self.path is None else load_profile(self.path)
+            return None
+
+        return _by_rank_0(load)
+
+    def write(self, profile: BatchProfile) -> None:
+        """Write the profile on rank 0. If the folder cannot be written to, warn and store nothing."""
+        if self.path is None or dist.get_rank() != 0:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            save_profile(profile, self.path)
+        except OSError as error:
+            warnings.warn(
+                f"the profile of batches cannot be kept in {self.path.parent} ({error}); it is measured again in every "
+                "run. Set profile_cache to a folder that can be written to, or to '' for none",
+                stacklevel=2,
+            )
+
+
+def context_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    samples: Any,
+    description: ModelDescription,
+    **settings: Any,
+) -> dict[str, Any]:
+    """All that the measurement depends on, as JSON values. Every rank calls it, and gets the same.
+
+    Args:
+        model: the boosted model.
+        optimizer: the optimizer inside Colossal-AI's wrappers.
+        samples: a batch of samples, of which the shapes and dtypes count.
+        description: the model before it was boosted.
+        settings: further JSON values, such as the stage.
+    """
+    device = get_accelerator().get_current_device()
+    own = (device_name(device), torch.get_num_threads(), os.cpu_count(), _tensors_in_words(samples))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    recomputes = [
+        name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False) is True
+    ]
+    groups = [
+        {name: repr(value) for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+        for group in optimizer.param_groups
+    ]
+    modules = f"{model!r} {recomputes} {type(optimizer).__name__} {groups}"
+    return {
+        **settings,
+        "model": [description.name, description.digest, hashlib.sha256(modules.encode()).hexdigest()[:16]],
+        "ranks": [list(each) for each in everyone],
+        "torch": torch.__version__,
+        "backend": dist.get_backend(),
+    }
+
+
+def _tensors_in_words(values: Any) -> str:
+    """Shapes and dtypes of all tensors in nested containers, and the types of everything else."""
+    if isinstance(values, torch.Tensor):
+        return f"{list(values.shape)} {values.dtype}"
+    if isinstance(values, Mapping):
+        return f"{{{', '.join(f'{key}: {_tensors_in_words(value)}' for key, value in values.items())}}}"
+    if isinstance(values, (list, tuple)):
+        return f"[{', '.join(map(_tensors_in_words, values))}]"
+    return type(values).__name__
+
+
+def print_on_rank_0(message: str) -> None:
+    """Print a message about measuring for the user."""
+    if dist.get_rank() == 0:
+        Console(stderr=True).print(message, soft_wrap=True, highlight=False, markup=False)
+
+
+def _by_rank_0(function: Callable[[], T]) -> T:
+    """What ``function`` returns on rank 0, on every rank. A ``ValueError`` is raised on every rank."""
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = function()
+        except ValueError as error:
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise ValueError(answer[1])
+    return answer[0]  # type: ignore[no-any-return]

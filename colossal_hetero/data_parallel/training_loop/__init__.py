@@ -1,0 +1,1 @@
+"""What a training loop does with the batches of a loader, and the weight that each loss must have."""

@@ -1,0 +1,218 @@
+"""Which micro-batches of the current global batch a training loop has drawn, passed forward and passed backward.
+
+Gradients are exact only if every micro-batch passes forward and backward, with its own weight, before the optimizer
+steps. Loops differ in when they draw a batch, how often they call forward and backward, and when they step. This module
+follows the loop, finds the micro-batch of every pass, and refuses what would train to other weights. It knows neither
+tensors nor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .micro_batch import MicroBatch
+
+__all__ = ["LoopProgress"]
+
+REMEDY = "pass every batch of the loader forward once and call booster.backward(loss, optimizer)"
+
+
+class LoopProgress:
+    """The position of a training loop on this rank.
+
+    Methods that end with an error leave the position as it was.
+    """
+
+    def __init__(self) -> None:
+        self.current: MicroBatch | None = None
+        """The micro-batch that the loop works on: that of the latest forward pass, or one that was drawn after it. It
+        is not a batch that a prefetcher has drawn ahead."""
+        self.must_drop = False
+        """Whether the loop has left a global batch in the middle, so that its gradients must be dropped before the next
+        forward pass."""
+        self._open: list[MicroBatch] = []  # drawn, no forward pass yet
+        self._passed: list[MicroBatch] = []  # forward pass, no backward pass yet
+        self._done: list[MicroBatch] = []  # backward pass, no optimizer step yet
+        self._step_called = True  # since the latest backward pass
+        self._knows_last = False  # the loop has asked whether this is the last micro-batch
+
+    # What the loop does -----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A new iteration over the loader begins; batches that were drawn but not used are forgotten."""
+        self.must_drop = self.must_drop or self.is_within_global_batch
+        self.current = None
+        self._open.clear()
+        self._passed.clear()
+
+    def draw(self, micro_batch: MicroBatch) -> None:
+        """The loop draws the next batch of the loader."""
+        if not self._open:
+            self.current = micro_batch
+        self._open.append(micro_batch)
+
+    def is_last(self) -> bool:
+        """Whether :attr:`current` is the last of its global batch. A loop that asks knows of global batches."""
+        self._knows_last = True
+        return self.current is not None and self.current.is_last
+
+    def forward(self, sources: Sequence[MicroBatch]) -> MicroBatch | None:
+        """The micro-batch of a forward pass; None if it does not belong to a batch that is to be trained with.
+
+        Args:
+            sources: The micro-batches that the inputs were computed from; empty if that is unknown.
+
+        Raises:
+            RuntimeError: the micro-batch cannot be found, another one was left out, or the loop does not complete
+                global batches.
+        """
+        micro_batch = self._source_of_forward(sources)
+        if micro_batch is None:
+            return None
+        if any(each is micro_batch for each in self._open):
+            self._check_own_accumulation(micro_batch)
+            skipped = self._open[: _index(self._open, micro_batch)]
+            if _has_part(skipped):
+                raise RuntimeError(
+                    f"{_name(skipped[0])} was drawn, but the next forward pass is that of {_name(micro_batch)}: "
+                    f"samples of a global batch would be missing; {REMEDY}, or use loader.load_state_dict() to resume"
+                )
+            if self.must_drop:
+                self.drop()
+            del self._open[: len(skipped) + 1]
+            self._passed.append(micro_batch)
+        elif any(each is micro_batch for each in self._done) and self._step_called:
+            raise RuntimeError(
+                f"{_name(micro_batch)} is passed forward again after optimizer.step(), but it is only a part of its "
+                "global batch, and the optimizer steps after the last part; to train on one batch again and again, "
+                "make global_batch_size small enough for one micro-batch per rank"
+            )
+        elif not any(each is micro_batch for each in (*self._passed, *self._done)):
+            if micro_batch.step or not micro_batch.is_last:
+                raise RuntimeError(
+                    f"{_name(micro_batch)} was drawn in an earlier global batch or iteration, and is a part of a "
+                    f"global batch only; {REMEDY}"
+                )
+            self._passed.append(micro_batch)
+        self.current = micro_batch
+        return micro_batch
+
+    def backward(self, sources: Sequence[MicroBatch]) -> MicroBatch:
+        """The micro-batch of a backward pass.
+
+        Args:
+            sources: The micro-batches that the loss was computed from; empty if that is unknown.
+
+        Raises:
+            RuntimeError: there was no forward pass, or the loss may belong to several micro-batches.
+        """
+        if len(sources) > 1:
+            raise RuntimeError(
+                f"the loss was computed from several batches of the loader ({_names(sources)}), which have different "
+                "weights; call booster.backward() with the loss of one batch at a time"
+            )
+        running = [*self._passed, *self._done]
+        known = [each for each in running if any(each is source for source in sources)]
+        if not running:
+            raise RuntimeError(
+                "there is a backward pass, but before it no forward pass with a batch of the loader; train with the "
+                "batches of the loader that plugin.prepare_dataloader made and that was passed to booster.boost, and "
+                "call the model that booster.boost returned, not a module inside it"
+            )
+        if known:
+            micro_batch = known[0]
+        elif len(self._passed) > 1:
+            raise RuntimeError(
+                f"there were forward passes of several batches ({_names(self._passed)}) and no backward pass, so the "
+                "weight of this loss is unknown; call booster.backward() before the next batch is passed forward"
+            )
+        else:
+            micro_batch = running[0] if self._passed else running[-1]
+        if any(each is micro_batch for each in self._passed):
+            del self._passed[_index(self._passed, micro_batch)]
+            self._done.append(micro_batch)
+        self._step_called = False
+        return micro_batch
+
+    def step(self) -> bool:
+        """Whether a call of ``optimizer.step`` is due: the global batch is complete.
+
+        Raises:
+            RuntimeError: a micro-batch had no backward pass with its weight.
+        """
+        if self._passed or not self._done:
+            missing = f"{_name(self._passed[0])} had no" if self._passed else "there was no"
+            raise RuntimeError(
+                f"optimizer.step() was called, but {missing} backward pass by booster.backward(loss, optimizer) or "
+                "optimizer.backward(loss), which give the loss of each batch its weight; loss.backward() does not"
+            )
+        self._step_called = True
+        return not self.is_within_global_batch
+
+    def finish(self) -> None:
+        """The optimizer has stepped."""
+        self._done.clear()
+        self._knows_last = False
+
+    def drop(self) -> None:
+        """The gradients of all micro-batches so far were dropped."""
+        self.must_drop = False
+        self.finish()
+
+    # Where it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_within_global_batch(self) -> bool:
+        """Whether a global batch is incomplete: some of its micro-batches had a backward pass, and others are left."""
+        return bool(self._done) and not self._done[-1].is_last
+
+    @property
+    def global_batches(self) -> int:
+        """Number of complete global batches whose gradients wait for the optimizer."""
+        return sum(each.is_last for each in self._done)
+
+    def _source_of_forward(self, sources: Sequence[MicroBatch]) -> MicroBatch | None:
+        if len(sources) > 1:
+            raise RuntimeError(
+                f"the inputs of the model were computed from several batches of the loader ({_names(sources)}), which "
+                "have different weights; pass them forward one at a time"
+            )
+        if sources:
+            return sources[0]
+        if len(self._open) > 1:
+            raise RuntimeError(
+                f"{len(self._open)} batches were drawn from the loader ({_names(self._open)}), and the inputs of the "
+                "model do not show which of them they are; draw one batch at a time, or compute the inputs from the "
+                "batch's tensors by torch functions"
+            )
+        running = (*self._open, *self._passed, *self._done[-1:])
+        return running[0] if running else None
+
+    def _check_own_accumulation(self, following: MicroBatch) -> None:
+        """Refuse loops that step after several batches of the loader, unless these are whole global batches."""
+        if not self._done or self._step_called or self._knows_last or self.must_drop:
+            return
+        if any(each.step or not each.is_last for each in (*self._done, following)):
+            raise RuntimeError(
+                f"optimizer.step() was not called after {_name(self._done[-1])}: the loop accumulates gradients over "
+                "several batches by itself, but a batch of the loader is only a part of a global batch here. Call "
+                "optimizer.step() after every batch, without dividing the loss, and set global_batch_size to all "
+                "samples of a step; or step where loader.is_last"
+            )
+
+
+def _index(among: Sequence[MicroBatch], micro_batch: MicroBatch) -> int:
+    return next(index for index, each in enumerate(among) if each is micro_batch)
+
+
+def _has_part(micro_batches: Sequence[MicroBatch]) -> bool:
+    """Whether these consecutive micro-batches contain a global batch only in part."""
+    return bool(micro_batches) and (micro_batches[0].step > 0 or not micro_batches[-1].is_last)
+
+
+def _name(micro_batch: MicroBatch) -> str:
+    return f"micro-batch {micro_batch.step} of global batch {micro_batch.global_batch}"
+
+
+def _names(micro_batches: Sequence[MicroBatch]) -> str:
+    return ", ".join(_name(each) for each in micro_batches)

@@ -1,0 +1,205 @@
+"""Global batches divided over two pipelines of two stages, compared with one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from colossalai.booster import Booster
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
+from colossal_hetero.plugin import pipeline_batches
+from tests.support.harness import answer, run_ranks, start_ranks
+from tests.support.training import CLASSES, tiny_vit
+
+SAMPLES, GLOBAL_BATCH, MICRO_BATCH = 40, 16, 2
+EPOCHS = 2
+RANKS, STAGES = 4, 2
+
+
+class Images(Dataset):
+    def __init__(self) -> None:
+        self.images = torch.randn(SAMPLES, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], index % CLASSES
+
+
+def loss_of(outputs: Tensor, inputs: tuple[Tensor, Tensor]) -> Tensor:
+    return cross_entropy(outputs.float(), inputs[1])
+
+
+def boosted(**options: Any) -> tuple[Any, ...]:
+    """Plugin, booster, model, optimizer and loader."""
+    batches = BatchConfig(global_batch_size=GLOBAL_BATCH, **options.pop("batches", {}))
+    settings = dict(precision="fp32", microbatch_size=MICRO_BATCH, pp_style="1f1b") | options
+    plugin = HeteroHybridParallelPlugin(1, STAGES, batches=batches, **settings)
+    booster = Booster(plugin=plugin)
+    loader = plugin.prepare_dataloader(Images(), shuffle=True, seed=5)
+    model = tiny_vit()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)
+    return plugin, booster, model, optimizer, loader
+
+
+def train(division: list[int] | None, slow: int | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Train with these micro-batches per replica, or with those that follow from times that are set."""
+    plugin, booster, model, optimizer, loader = boosted(**options)
+
+    def seconds(elapsed: float, micro_batches: int, stages: int) -> float:
+        return 3.0 if plugin.replica()[0] == slow else 1.0
+
+    if division is not None:
+        loader.divide_by(
+            lambda samples: [[count * MICRO_BATCH] for count in (division if samples == GLOBAL_BATCH else [2, 2])]
+        )
+    losses, chosen = [], []
+    with patch.object(pipeline_batches, "micro_batch_seconds", seconds):
+        for epoch in range(EPOCHS):
+            loader.set_epoch(epoch)
+            batches = iter(loader)
+            for _ in range(loader.global_batches):
+                loss = booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)["loss"]
+                losses.append(None if loss is None else loss.item() * loader.current.samples)
+                optimizer.step()
+                optimizer.zero_grad()
+                chosen.append(plugin.replica_micro_batches)
+    assert loader.state_dict()["global_batches_done"] == loader.global_batches
+    parameters = {name: value.detach().clone() for name, value in model.unwrap().named_parameters()}
+    return {"parameters": parameters, "losses": losses, "chosen": chosen}
+
+
+def train_each(cases: list[tuple[list[int] | None, int | None, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [train(*case) for case in cases]
+
+
+def train_alone() -> tuple[dict[str, Tensor], list[float]]:
+    """The parameters after training, and the loss of each global batch, summed over its samples."""
+    data, model = Images(), tiny_vit()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for epoch in range(EPOCHS):
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(5 + epoch))
+        for chosen in order.split(GLOBAL_BATCH):
+            loss = cross_entropy(model(data.images[chosen]), chosen % CLASSES)
+            losses.append(loss.item() * len(chosen))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.named_parameters()}, losses
+
+
+def assert_equal_to_one_process(
+    results: list[dict[str, Any]], what: str, rtol: float = 1e-4, atol: float = 1e-6
+) -> None:
+    expected, losses = train_alone()
+    seen: set[str] = set()
+    for rank, result in enumerate(results):
+        assert result["parameters"], what
+        for name, value in result["parameters"].items():
+            torch.testing.assert_close(
+                value.float(),
+                expected[name],
+                rtol=rtol,
+                atol=atol,
+                msg=lambda text, n=name, r=rank: f"{what}, {r}, {n}: {text}",
+            )
+        seen |= result["parameters"].keys()
+    assert seen == expected.keys()
+    # The last stage of each pipeline knows the loss of its samples.
+    last = [result["losses"] for result in results if result["losses"][0] is not None]
+    assert len(last) == RANKS // STAGES
+    assert [sum(each) for each in zip(*last, strict=True)] == pytest.approx(losses, rel=rtol)
+
+
+def test_training_equals_that_of_one_process() -> None:
+    cases: list[Any] = [([5, 3], None, {}), ([2, 6], None, {})]
+    for case, results in zip(cases, zip(*run_ranks(RANKS, train_each, cases), strict=True), strict=True):
+        assert_equal_to_one_process(list(results), str(case))
+
+
+def test_zero_in_half_precision_is_close_to_training_in_fp32() -> None:
+    results = run_ranks(RANKS, train, [6, 2], None, {"zero_stage": 1, "precision": "bf16"})
+    assert_equal_to_one_process(results, "ZeRO", rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_pipeline_gets_fewer_micro_batches(slow: int) -> None:
+    results = run_ranks(RANKS, train_each, [(None, slow, {}), (None, slow, {"batches": {"method": "uniform"}})])
+    by_speed, uniform = zip(*results, strict=True)
+    for result in by_speed:
+        assert result["chosen"][:2] == [(4, 4)] * 2
+        assert result["chosen"][-1] == ((2, 6) if slow == 0 else (6, 2))
+    assert_equal_to_one_process(list(by_speed), "by speed")
+    assert all(result["chosen"] == [(4, 4)] * 6 for result in uniform)
+    assert_equal_to_one_process(list(uniform), "uniform")
+
+
+def misuse() -> None:
+    _, booster, model, optimizer, loader = boosted()
+    batches = iter(loader)
+    booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
+    with pytest.raises(RuntimeError, match="has not stepped since the last execute_pipeline"):
+        booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():  # a batch of another size
+        data = iter([(Images().images[:6], torch.arange(6) % CLASSES)])
+        booster.execute_pipeline(data, model, loss_of, return_loss=True)
+    model.train()
+    booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
+    for options, words in (
+        ({"microbatch_size": 3}, "global_batch_size=16 is not a multiple of microbatch_size=3"),
+        ({"microbatch_size": 0}, "microbatch_size=0 must be at least 1"),
+        ({"num_microbatches": 4}, "num_microbatches differs among pipelines"),
+        ({"pp_style": "interleaved"}, "pp_style='interleaved' runs a fixed number"),
+        ({"batches": {"method": "flops"}}, 'method="flops" is not available'),
+        ({"batches": {"profile": "profile.json"}}, "leave profile out"),
+        ({"microbatch_size": 8}, "2 micro-batches are too few for 2 pipelines of 2 stages"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            boosted(**options)
+    short = HeteroHybridParallelPlugin(
+        1, STAGES, batches=BatchConfig(global_batch_size=12), precision="fp32", microbatch_size=3
+    )
+    with pytest.raises(ValueError, match=r"the last global batch of an epoch has 4 samples.*drop_last=True"):
+        model = tiny_vit()
+        Booster(plugin=short).boost(
+            model, torch.optim.SGD(model.parameters()), nn.CrossEntropyLoss(), short.prepare_dataloader(Images())
+        )
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    run_ranks(RANKS, misuse)
+
+
+def train_until_killed(victim: int) -> None:
+    _, booster, model, optimizer, loader = boosted()
+    batches = iter(loader)
+    for step in range(3):
+        if step == 1 and torch.distributed.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_all_stages_of_all_pipelines_name_a_rank_that_was_killed(victim: int) -> None:
+    with start_ranks(RANKS, train_until_killed, victim) as ranks:
+        ranks[victim][0].join(60)
+        for rank in set(range(RANKS)) - {victim}:
+            assert ranks[rank][1].poll(30), f"rank {rank} waits for rank {victim}"
+            succeeded, words = answer(ranks[rank][1])
+            assert not succeeded and f": rank {victim} has ended, and " in words, f"rank {rank}: {words}"

@@ -1,0 +1,251 @@
+"""A checkpoint saved at one ZeRO stage and loaded at another continues the training as if it had not been interrupted.
+
+The reference is one process that trains on the same global batches without an interruption.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from colossalai.booster import Booster
+from colossalai.interface import OptimizerWrapper
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from colossal_hetero import HeteroZeroPlugin
+from colossal_hetero.profiling.preserved_state import inner_optimizer
+from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, sizes_by_rank
+from tests.support.harness import run_ranks
+
+GLOBAL_BATCH = 8
+STEPS_AFTER = 3
+DIVISION = [[3, 2], [1, 2]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(13), nn.Linear(13, 13)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + torch.tanh(self.linear(self.norm(inputs)))
+
+
+class Tower(nn.Module):
+    """Blocks between layers of the model itself, some with equal shapes: if a checkpoint's parameters are taken in
+    another order, the shapes alone do not show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.mix = nn.Linear(13, 13)
+        self.last = nn.Linear(13, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs[:, :7])
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.last(torch.tanh(self.mix(hidden)))
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"stage {stage}": (stage, {}) for stage in (0, 1, 2, 3)},
+    "stage 3 in blocks": (3, {"auto_wrap_policy": ModuleWrapPolicy({Block})}),
+}
+"""By name: stage, and options of the plugin."""
+
+
+def make_tower(parts: str) -> Tower:
+    torch.manual_seed(3)
+    model = Tower()
+    if parts == "groups":
+        for value in model.first.parameters():
+            value.requires_grad = False
+    return model
+
+
+def make_tower_optimizer(model: nn.Module, kind: str, parts: str) -> torch.optim.Optimizer:
+    """With ``parts="groups"``, two groups, and frozen parameters that are not left out."""
+    values = list(model.parameters())
+    groups: Any = values
+    if parts == "groups":
+        matrices, rest = [v for v in values if v.ndim > 1], [v for v in values if v.ndim <= 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "lr": 0.02}]
+    if kind == "sgd":
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    # A large eps, because a division by numbers near 0 amplifies the rounding errors of another order of sums.
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.05, eps=1e-3)
+
+
+class Run:
+    """A model that was boosted in one layout."""
+
+    def __init__(self, layout: str, kind: str, parts: str, folder: Path) -> None:
+        stage, options = LAYOUTS[layout]
+        profile = folder / f"profile {layout} {parts}.json"  # so that each is measured once
+        plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH, max_micro_batch=8, profile=profile, **options)
+        self.booster = Booster(plugin=plugin)
+        loader = plugin.prepare_dataloader(Numbered())
+        model = make_tower(parts)
+        optimizer = make_tower_optimizer(model, kind, parts)
+        self.model, self.optimizer, self.criterion, self.loader, _ = self.booster.boost(
+            model, optimizer, nn.CrossEntropyLoss(), loader
+        )
+        self.loader.divide_by(lambda samples: sizes_by_rank(DIVISION, samples))
+
+    def train(self, epoch: int, steps: int | None = None) -> None:
+        """``steps`` optimizer steps of an epoch, or all."""
+        self.loader.set_epoch(epoch)
+        done = 0
+        for inputs, targets in self.loader:
+            self.booster.backward(self.criterion(self.model(inputs), targets), self.optimizer)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            done += self.loader.current.is_last
+            if done == steps:
+                return
+
+    def paths(self, folder: Path, sharded: bool) -> tuple[str, str]:
+        suffix = "" if sharded else ".pt"
+        return str(folder / f"model{suffix}"), str(folder / f"optimizer{suffix}")
+
+    def save(self, folder: Path, sharded: bool) -> None:
+        folder.mkdir(exist_ok=True)
+        model, optimizer = self.paths(folder, sharded)
+        self.booster.save_model(self.model, model, shard=sharded)
+        self.booster.save_optimizer(self.optimizer, optimizer, shard=sharded)
+        torch.distributed.barrier()
+
+    def load(self, folder: Path, sharded: bool) -> None:
+        model, optimizer = self.paths(folder, sharded)
+        self.booster.load_model(self.model, model)
+        self.booster.load_optimizer(self.optimizer, optimizer)
+
+    def spoil(self) -> None:
+        """Change all weights, states and options, so that what is not loaded shows."""
+        with torch.no_grad():
+            for group in self.optimizer.param_groups:
+                group["lr"], group["weight_decay"] = 7.0, 3.0
+                for value in group["params"]:
+                    value.add_(1.0)
+            for state in inner_optimizer(self.optimizer).state.values():
+                for entry in state.values():
+                    if isinstance(entry, torch.Tensor):
+                        entry.add_(5.0)
+
+
+def exchange(kind: str, parts: str, folder: str) -> dict[tuple[str, str, bool], torch.Tensor]:
+    """Save in each layout after an epoch, and continue in each layout from each checkpoint.
+
+    Returns the parameters after :data:`STEPS_AFTER` more steps by the layout of saving, that of loading, and whether
+    checkpoints were sharded.
+    """
+    place = Path(folder)
+    runs = {layout: Run(layout, kind, parts, place) for layout in LAYOUTS}
+    for layout, run in runs.items():
+        run.train(0)
+        for sharded in (False, True):
+            run.save(place / layout, sharded)
+    found = {}
+    for target, run in runs.items():
+        for source in LAYOUTS:
+            for sharded in (False, True):
+                run.spoil()
+                run.load(place / source, sharded)
+                run.train(1, STEPS_AFTER)
+                found[source, target, sharded] = torch.cat(full_parameters(run.model))
+    return found
+
+
+def train_alone(kind: str, parts: str) -> torch.Tensor:
+    """The parameters of one process after an epoch and :data:`STEPS_AFTER` steps."""
+    data, model = Numbered(), make_tower(parts)
+    optimizer = make_tower_optimizer(model, kind, parts)
+    starts = list(range(0, len(data), GLOBAL_BATCH))
+    for start in [*starts, *starts[:STEPS_AFTER]]:
+        inputs, targets = zip(
+            *(data[index] for index in range(start, min(start + GLOBAL_BATCH, len(data)))), strict=True
+        )
+        nn.functional.cross_entropy(model(torch.stack(inputs)), torch.stack(targets)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([value.detach().flatten() for value in model.parameters()])
+
+
+@pytest.mark.parametrize("parts", ["one group", "groups"])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_training_continues_at_any_stage(kind: str, parts: str, tmp_path: Path) -> None:
+    expected = train_alone(kind, parts)
+    wrong = {}
+    for rank, found in enumerate(run_ranks(2, exchange, kind, parts, str(tmp_path), timeout_seconds=400)):
+        assert len(found) == 2 * len(LAYOUTS) ** 2
+        for case, parameters in found.items():
+            actual = parameters[: len(expected)]
+            if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-5):
+                wrong[(rank, *case)] = ((actual - expected).abs().max() / expected.abs().max()).item()
+    assert not wrong
+
+
+def load_without_names(folder: str) -> None:
+    """A checkpoint of an older version, without the names of parameters."""
+    place = Path(folder)
+    blocks = Run("stage 3 in blocks", "adamw", "one group", place)
+    blocks.train(0)
+    blocks.save(place, sharded=False)
+    path = blocks.paths(place, False)[1]
+    if torch.distributed.get_rank() == 0:
+        content = torch.load(path, weights_only=False)
+        del content["param_groups"][0]["param_names"]
+        torch.save(content, path)
+    torch.distributed.barrier()
+    expected = [value.clone() for value in state_tensors(blocks)]
+    blocks.spoil()
+    blocks.load(place, sharded=False)
+    for value, wanted in zip(state_tensors(blocks), expected, strict=True):
+        assert torch.equal(value, wanted)
+    for layout in ("stage 0", "stage 1", "stage 3"):
+        run = Run(layout, "adamw", "one group", place)
+        with pytest.raises(
+            RuntimeError, match=r"on ranks? 0.*1.*has shape \(13, 13\), but parameter .* at the stage that"
+        ):
+            run.load(place, sharded=False)
+    frozen = Run("stage 1", "adamw", "groups", place)
+    with pytest.raises(RuntimeError, match="has 1 groups of 14 parameters, this optimizer 2 groups of 4, 8"):
+        frozen.load(place, sharded=False)
+
+
+def state_tensors(run: Run) -> list[torch.Tensor]:
+    inner = inner_optimizer(run.optimizer)
+    states = [inner.state[value] for group in inner.param_groups for value in group["params"]]
+    return [state[key] for state in states for key in sorted(state) if isinstance(state[key], torch.Tensor)]
+
+
+def test_a_checkpoint_without_names_is_loaded_in_its_order_or_refused(tmp_path: Path) -> None:
+    run_ranks(2, load_without_names, str(tmp_path))
+
+
+def load_what_is_no_checkpoint(folder: str) -> None:
+    place = Path(folder)
+    run = Run("stage 0", "sgd", "one group", place)
+    run.save(place, sharded=True)
+    for path, words in (
+        ("none", "no such file"),
+        (".", "has no index file"),
+        ("model", "no file of parameter groups"),
+        ("other.pt", "is not a checkpoint of an optimizer"),
+    ):
+        if torch.distributed.get_rank() == 0:
+            torch.save({"first.weight": torch.zeros(2)}, place / "other.pt")
+        torch.distributed.barrier()
+        with pytest.raises(RuntimeError, match=words):
+            run.booster.load_optimizer(run.optimizer, str(place / path))
+    with pytest.raises(ValueError, match="is not one that booster"):
+        run.booster.load_optimizer(OptimizerWrapper(run.optimizer.optim), str(place / "optimizer"))
+
+
+def test_what_is_no_checkpoint_of_an_optimizer_is_refused_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(2, load_what_is_no_checkpoint, str(tmp_path))

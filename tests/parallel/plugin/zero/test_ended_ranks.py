@@ -1,0 +1,87 @@
+"""A rank is killed in the middle of a step: the others end at once and name it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parallel.plugin.zero.test_training_scripts import boosted
+from tests.support.harness import answer, start_ranks
+from tests.support.random_examples import IS_THOROUGH
+
+RANKS = 3
+STAGES = (0, 1, 3)
+
+
+def kill_this_rank(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_killed(stage: int, victim: int, place: str) -> None:
+    """Train; in its second global batch the rank ``victim`` ends in ``place``."""
+    model, optimizer, criterion, loader = boosted(stage)
+    is_victim = torch.distributed.get_rank() == victim
+    steps = 0
+    for inputs, targets in loader:
+        due = is_victim and steps == 1
+        if due and place == "forward":
+            next(each for each in model.modules() if isinstance(each, nn.LayerNorm)).register_forward_hook(
+                kill_this_rank
+            )
+        outputs = model(inputs)
+        if due and place == "backward":
+            outputs.register_hook(kill_this_rank)
+        optimizer.backward(criterion(outputs, targets))
+        if due and place == "step":
+            kill_this_rank()
+        optimizer.step()
+        steps += loader.current.is_last
+        optimizer.zero_grad()
+
+
+def measure_until_killed(stage: int, victim: int, place: str) -> None:
+    """The rank ``victim`` ends while it measures."""
+    steps = 0
+
+    def step(model: nn.Module, criterion: Callable, batch: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        if torch.distributed.get_rank() == victim and steps == 6:
+            kill_this_rank()
+        return criterion(model(batch[0]), batch[1])
+
+    boosted(stage, training_step=step)
+
+
+def assert_named(run: Callable[..., None], stage: int, victim: int, place: str) -> None:
+    with start_ranks(RANKS, run, stage, victim, place) as ranks:
+        ranks[victim][0].join(60)
+        ended = time.monotonic()
+        for rank in set(range(RANKS)) - {victim}:
+            pipe = ranks[rank][1]
+            assert pipe.poll(30), f"rank {rank} waits for rank {victim}, which was killed in {place}, stage {stage}"
+            succeeded, words = answer(pipe)
+            assert not succeeded
+            assert f": rank {victim} has ended, and " in words, f"stage {stage}, {place}, rank {rank}: {words}"
+    assert time.monotonic() - ended < 30
+
+
+@pytest.mark.parametrize("victim", range(RANKS))
+@pytest.mark.parametrize("place", ["forward", "backward", "step"])
+def test_the_others_name_a_rank_that_was_killed(place: str, victim: int) -> None:
+    # Without `thorough`, each place and each rank with one stage, so that all pairs of a stage and a place come once.
+    first = ("forward", "backward", "step").index(place)
+    for stage in STAGES if IS_THOROUGH else STAGES[(first + victim) % 3 :][:1]:
+        assert_named(train_until_killed, stage, victim, place)
+
+
+@pytest.mark.parametrize("victim", range(RANKS))
+def test_the_others_name_a_rank_that_was_killed_while_it_measured(victim: int) -> None:
+    assert_named(measure_until_killed, STAGES[victim], victim, "measuring")

@@ -1,0 +1,204 @@
+"""Frozen parameters, adapters (LoRA) and an optimizer of some of the parameters only, at every stage.
+
+The reference is one process that trains on the same global batches.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from colossalai.booster import Booster
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.data import default_collate
+from transformers.models.bert.modeling_bert import BertLayer
+
+from colossal_hetero import HeteroZeroPlugin
+from tests.parallel.plugin.zero.test_training_scripts import Sentences, boosted, make_transformer
+from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, make_model, sizes_by_rank
+from tests.support.harness import run_ranks
+
+GLOBAL_BATCH = 8
+DIVISION = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
+MAX_NORM = 0.05
+
+
+def make_lora(booster: Booster | None = None) -> nn.Module:
+    """BERT with adapters of random weights; only they and the classifier are trained."""
+    config = LoraConfig(task_type="SEQ_CLS", r=3, lora_alpha=6, lora_dropout=0.0, init_lora_weights=False)
+    base = make_transformer(frozen=False, recomputes=False)
+    torch.manual_seed(7)
+    if booster is None:
+        return get_peft_model(base, config)
+    return booster.enable_lora(base, lora_config=config)
+
+
+def make_lora_optimizer(model: nn.Module, all_parameters: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        [value for value in model.parameters() if all_parameters or value.requires_grad], lr=0.05, momentum=0.9
+    )
+
+
+def steps_of(model: Any, optimizer: Any, booster: Booster, loader: Any) -> None:
+    for batch in loader:
+        booster.backward(model(**batch).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_lora(
+    stage: int | str, all_parameters: bool, max_norm: float, in_layers: bool, folder: str
+) -> list[torch.Tensor]:
+    """Train an epoch, save, train, load, train again. Returns the parameters after each of both trainings.
+
+    Both must be equal, because the second one begins with what the first one began with.
+    """
+    options = {"auto_wrap_policy": ModuleWrapPolicy({BertLayer})} if in_layers else {}
+    plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH, max_norm=max_norm, **options)
+    booster = Booster(plugin=plugin)
+    loader = plugin.prepare_dataloader(Sentences())
+    model = make_lora(booster)
+    optimizer = make_lora_optimizer(model, all_parameters)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
+    division = DIVISION[torch.distributed.get_world_size()]
+    loader.divide_by(lambda samples: sizes_by_rank(division, samples))
+    steps_of(model, optimizer, booster, loader)
+    booster.save_lora_as_pretrained(model, f"{folder}/adapters")
+    booster.save_model(model, f"{folder}/model.pt")
+    booster.save_optimizer(optimizer, f"{folder}/optimizer", shard=True)
+    torch.distributed.barrier()
+    found = [torch.cat(full_parameters(model))]
+    for _ in range(2):
+        steps_of(model, optimizer, booster, loader)
+        found.append(torch.cat(full_parameters(model)))
+        booster.load_model(model, f"{folder}/model.pt")
+        booster.load_optimizer(optimizer, f"{folder}/optimizer")
+    return found
+
+
+def train_lora_alone(epochs: int, max_norm: float) -> nn.Module:
+    model = make_lora()
+    optimizer = make_lora_optimizer(model, all_parameters=False)
+    data = Sentences()
+    for first in [*range(0, len(data), GLOBAL_BATCH)] * epochs:
+        batch = default_collate([data[index] for index in range(first, min(first + GLOBAL_BATCH, len(data)))])
+        model(**batch).loss.backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+LORA_CASES: list[tuple[int | str, bool, float, bool]] = [
+    *((stage, False, 0.0, False) for stage in (0, 1, 2, 3)),
+    *((3, True, MAX_NORM, False), (3, True, MAX_NORM, True), (0, True, MAX_NORM, False), ("auto", False, 0.0, False)),
+]
+"""Stage, whether the optimizer has the frozen parameters, the norm to clip to, and whether FSDP wraps each layer."""
+
+
+def train_each_lora(folder: str) -> list[list[torch.Tensor]]:
+    return [train_lora(*case, f"{folder}/{number}") for number, case in enumerate(LORA_CASES)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_adapters_are_trained_as_in_one_process(ranks: int, tmp_path: Path) -> None:
+    for number in range(len(LORA_CASES)):
+        (tmp_path / str(number)).mkdir()
+    results = run_ranks(ranks, train_each_lora, str(tmp_path), timeout_seconds=300)
+    # A model that was saved at one stage can be loaded at any other: names and shapes are the same.
+    weights = [torch.load(tmp_path / str(number) / "model.pt", weights_only=True) for number in range(len(LORA_CASES))]
+    shapes = [{name: value.shape for name, value in each.items()} for each in weights]
+    assert all(each == shapes[0] for each in shapes)
+    for number, (stage, _, max_norm, _) in enumerate(LORA_CASES):
+        models = [train_lora_alone(epochs, max_norm) for epochs in (1, 2)]
+        once, twice = (torch.cat([value.detach().flatten() for value in model.parameters()]) for model in models)
+        for found in (result[number] for result in results):
+            for actual, wanted in zip(found, (once, twice, twice), strict=True):
+                torch.testing.assert_close(actual[: len(wanted)], wanted, rtol=1e-4, atol=1e-5, msg=f"stage {stage}")
+        saved = PeftModel.from_pretrained(make_transformer(False, False), str(tmp_path / str(number) / "adapters"))
+        trained = {name: value for name, value in models[0].named_parameters() if value.requires_grad}
+        there = dict(saved.named_parameters())
+        assert trained and trained.keys() <= there.keys()
+        for name, value in trained.items():
+            torch.testing.assert_close(there[name], value, rtol=1e-4, atol=1e-5, msg=f"stage {stage}: {name}")
+
+
+def train_a_part(stage: int) -> torch.Tensor:
+    """Train with an optimizer that has the last layer only, although no parameter is frozen."""
+    model = make_model()
+    last = torch.optim.SGD(model.second.parameters(), lr=0.1, momentum=0.9)
+    plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH)
+    loader = plugin.prepare_dataloader(Numbered())
+    model, optimizer, criterion, loader, _ = Booster(plugin=plugin).boost(model, last, nn.CrossEntropyLoss(), loader)
+    loader.divide_by(lambda samples: sizes_by_rank(DIVISION[2], samples))
+    for inputs, targets in loader:
+        optimizer.backward(criterion(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat(full_parameters(model))
+
+
+def train_parts() -> list[torch.Tensor]:
+    return [train_a_part(stage) for stage in (0, 3)]
+
+
+def test_parameters_that_are_not_in_the_optimizer_stay_as_they_are() -> None:
+    data, model = Numbered(), make_model()
+    optimizer = torch.optim.SGD(model.second.parameters(), lr=0.1, momentum=0.9)
+    for first in range(0, len(data), GLOBAL_BATCH):
+        inputs, targets = default_collate([data[i] for i in range(first, min(first + GLOBAL_BATCH, len(data)))])
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = torch.cat([value.detach().flatten() for value in model.parameters()])
+    for results in run_ranks(2, train_parts):
+        for actual in results:
+            torch.testing.assert_close(actual[: len(wanted)], wanted, rtol=1e-4, atol=1e-6)
+
+
+class Angular(nn.Module):
+    """A criterion with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs * self.scale, targets)
+
+
+def refuse_optimizers() -> None:
+    for stage in (0, 3, "auto"):
+        model, criterion = make_model(), Angular()
+        plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH)
+        optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+        loader = plugin.prepare_dataloader(Numbered())
+        with pytest.raises(ValueError, match="1 of 7 parameters of the optimizer are not in the model"):
+            Booster(plugin=plugin).boost(model, optimizer, criterion, loader)
+    for stage in (0, 1, 3):
+        plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH)
+        booster = Booster(plugin=plugin)
+        base = make_transformer(False, False)
+        optimizer = torch.optim.SGD(base.parameters(), lr=0.1)
+        model = booster.enable_lora(base, lora_config=LoraConfig(task_type="SEQ_CLS", r=2))
+        with pytest.raises(ValueError, match=r"such as .*lora_A.*are not in the optimizer"):
+            booster.boost(model, optimizer, dataloader=plugin.prepare_dataloader(Sentences()))
+
+
+def test_optimizers_that_would_train_something_else_are_refused() -> None:
+    run_ranks(1, refuse_optimizers)
+
+
+def save_without_adapters(folder: str) -> None:
+    model = boosted(3)[0]
+    with pytest.raises(ValueError, match="no adapters to save"):
+        HeteroZeroPlugin(3, GLOBAL_BATCH).get_checkpoint_io().save_lora_as_pretrained(model, folder)
+
+
+def test_a_model_without_adapters_has_none_to_save(tmp_path: Path) -> None:
+    run_ranks(2, save_without_adapters, str(tmp_path))

@@ -1,0 +1,382 @@
+"""Global batches that are divided again in training: what is measured, and what follows from it.
+
+Times are those of a clock that the test moves, so nothing here depends on the speed of the machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.data import Dataset
+
+import colossal_hetero.accelerator
+from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin, HeteroZeroPlugin
+from colossal_hetero.data_parallel import batch_balancer
+from colossal_hetero.data_parallel.busy_timer import BusyTimer, TimedGlobalBatch
+from colossal_hetero.planner.batches.batch_profile import (
+    BatchProfile,
+    DeviceProfile,
+    ModelIdentity,
+    TimedBatch,
+    save_profile,
+)
+from colossal_hetero.profiling import collective_waits
+from colossal_hetero.profiling.batches.rank_profiler import describe
+from tests.parallel.plugin.zero.test_zero_plugin import Net, Numbered, make_model, make_optimizer, sizes_by_rank
+from tests.support.harness import run_ranks
+from tests.support.training import CLASSES, tiny_vit
+
+FORWARD, BACKWARD, DATA, STEP, WAITING = 1.0, 2.0, 0.5, 7.0, 100.0
+"""What a sample, an optimizer step and a collective take, in seconds of the test's clock."""
+
+
+class NumberedImages(Dataset):
+    """Images whose last value is their number."""
+
+    def __len__(self) -> int:
+        return len(Numbered())
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = torch.zeros(3, 8, 8)
+        image[-1, -1, -1] = index
+        return image, index % CLASSES
+
+
+def profile_of(ranks: int, stage: int, path: Path) -> None:
+    """Write a profile in which each rank takes a second per sample, a quarter of it for the forward pass."""
+    points = tuple(TimedBatch(batch=batch, seconds=batch, forward_seconds=batch / 4) for batch in (1, 2, 4, 8))
+    kind = DeviceProfile(
+        device="cpu",
+        memory_bytes=2**30,
+        state_bytes=2**20,
+        sample_bytes=2**10,
+        max_batch=8,
+        memory_bound=False,
+        points=points,
+    )
+    described = describe(make_model())
+    model = ModelIdentity(
+        name=described.name,
+        parameters=described.parameters,
+        parameter_bytes=0,
+        gradient_bytes=0,
+        optimizer_bytes=0,
+        digest=described.digest,
+    )
+    profile = BatchProfile(
+        stage=stage, precision="fp32", model=model, communication_seconds=0.0, kinds=(kind,), ranks=(0,) * ranks
+    )
+    save_profile(profile, path)
+
+
+def boost(plugin: Any, model: nn.Module, data: Dataset) -> tuple[Any, Any, Any, Any]:
+    loader = plugin.prepare_dataloader(data, shuffle=True)
+    model, optimizer, criterion, loader, _ = Booster(plugin=plugin).boost(
+        model, make_optimizer(model, "sgd"), nn.CrossEntropyLoss(), loader
+    )
+    return model, optimizer, criterion, loader
+
+
+# What is measured -------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """The clock of events on a CPU, which only moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class SlowNet(Net):
+    """A model whose passes take time on the clock, and whose sum of gradients does too."""
+
+    clock: Clock | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.clock is None or not self.training:
+            return super().forward(inputs)
+        self.clock.advance(FORWARD * len(inputs))
+        outputs = super().forward(inputs)
+        outputs.register_hook(lambda gradient: self._during_backward(len(inputs)))
+        return outputs
+
+    def _during_backward(self, samples: int) -> None:
+        clock = self.clock
+        assert clock is not None
+        clock.advance(BACKWARD * samples)
+        # DDP waits in a function of the same kind.
+        Variable._execution_engine.queue_callback(lambda: clock.advance(WAITING))
+
+
+class SlowData(Numbered):
+    clock: Clock | None = None
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.clock is not None:
+            self.clock.advance(DATA)
+        return super().__getitem__(index)
+
+
+@contextmanager
+def moved_clock() -> Iterator[Clock]:
+    """In the block, events are timed by the clock, on which every collective takes a while."""
+    clock = Clock()
+    real_time = colossal_hetero.accelerator.time
+    real = {name: getattr(dist, name) for name in collective_waits.COLLECTIVES if hasattr(dist, name)}
+
+    def slow(collective: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(collective)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            clock.advance(WAITING)
+            return collective(*args, **kwargs)
+
+        vars(run).pop("tells_waits", None)
+        return run
+
+    for name, collective in real.items():
+        setattr(dist, name, slow(collective))
+    colossal_hetero.accelerator.time = SimpleNamespace(perf_counter=lambda: clock.now)  # type: ignore[assignment]
+    try:
+        yield clock
+    finally:
+        colossal_hetero.accelerator.time = real_time
+        for name, collective in real.items():
+            setattr(dist, name, collective)
+
+
+def measure_each(cases: list[tuple[int, list[list[int]], str]]) -> list[list[TimedGlobalBatch]]:
+    return [measure(*case) for case in cases]
+
+
+def measure(stage: int, division: list[list[int]], path: str) -> list[TimedGlobalBatch]:
+    """Train an epoch with this division; what the timer of this rank says."""
+    plugin = HeteroZeroPlugin(stage, 8, profile=path, reallocate_above=math.inf)
+    torch.manual_seed(3)
+    data, model = SlowData(), SlowNet()
+    loader = plugin.prepare_dataloader(data, shuffle=True)
+    optimizer = make_optimizer(model, "sgd")
+    with moved_clock() as clock:
+        optimizer.register_step_post_hook(lambda *_: clock.advance(STEP))
+        boosted, optimizer, criterion, loader, _ = Booster(plugin=plugin).boost(
+            model, optimizer, nn.CrossEntropyLoss(), loader
+        )
+        loader.divide_by(lambda samples: sizes_by_rank(division, samples))
+        model.clock = data.clock = clock
+        for inputs, targets in loader:
+            loss = criterion(boosted(inputs), targets)
+            dist.all_reduce(torch.zeros(1))  # as scripts do for their logs
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if loader.current.is_last:
+                clock.advance(1000.0)  # as an evaluation
+        return plugin.batch_balancer._timer.take()
+
+
+@pytest.mark.parametrize("division", [[[5], [3]], [[2, 2, 1], [1, 1, 1]], [[2, 1], [3, 0], [1, 1]]])
+def test_the_timer_tells_work_from_waiting(division: list[list[int]], tmp_path: Path) -> None:
+    cases = []
+    for stage in (0, 1, 2, 3):
+        profile_of(len(division), stage, tmp_path / f"{stage}.json")
+        cases.append((stage, division, str(tmp_path / f"{stage}.json")))
+    for rank, of_rank in enumerate(run_ranks(len(division), measure_each, cases)):
+        for (stage, *_), timed in zip(cases, of_rank, strict=True):
+            sizes = [tuple(sizes_by_rank(division, samples)[rank]) for samples in (8, 8, 8, 5)]
+            assert [each.sizes for each in timed] == sizes, stage
+            for each in timed:
+                samples = sum(max(size, 1) for size in each.sizes)
+                assert each.work_seconds == pytest.approx((FORWARD + BACKWARD) * samples), (stage, each)
+                assert each.data_seconds == pytest.approx(DATA * samples), (stage, each)
+                assert each.step_seconds == pytest.approx(STEP), (stage, each)
+                # The loop's own collective and the end of each backward pass.
+                assert each.waiting_seconds >= 2 * WAITING * len(each.sizes), (stage, each)
+
+
+def collectives_in_replicas() -> tuple[float, float]:
+    """Two collectives in a replica of ranks 0 and 1, and one between replicas: seconds of work and of waiting."""
+    inside, between = dist.new_group([0, 1]), dist.new_group([1, 2])
+    with moved_clock():
+        timer = BusyTimer([0, 0, 1])
+        timer.before_batch()
+        timer.after_batch(1)
+        if dist.get_rank() < 2:
+            dist.all_reduce(torch.zeros(1), group=inside)
+            dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.zeros(1), inside)
+        if dist.get_rank() > 0:
+            dist.all_reduce(torch.zeros(1), dist.ReduceOp.SUM, between, async_op=True).wait()
+        optimizer = SimpleNamespace(backward=None, step=lambda: None)
+        optimizer.backward = lambda loss: None
+        timer.attach(optimizer)
+        optimizer.step()
+        (timed,) = timer.take()
+    return timed.work_seconds, timed.waiting_seconds
+
+
+def test_collectives_inside_a_replica_are_its_work() -> None:
+    assert run_ranks(3, collectives_in_replicas) == [(2 * WAITING, 0.0), (2 * WAITING, WAITING), (0.0, WAITING)]
+
+
+# What follows from it ---------------------------------------------------------------------------------------------
+
+
+def change_speed_each(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [change_speed(**case) for case in cases]
+
+
+def change_speed(
+    stage: int,
+    slow: int,
+    path: str,
+    check_every: int | None,
+    bias: float = 1.0,
+    data_seconds: float = 0.0,
+    is_hybrid: bool = False,
+) -> dict[str, Any]:
+    """Train ten epochs, in which rank ``slow`` is measured to be three times slower from the third to the sixth epoch.
+
+    All the time its passes take ``bias`` times as long as in the profile, and its data ``data_seconds`` per sample.
+    """
+    said: list[str] = []
+    batch_balancer._print_on_rank_0 = said.append  # type: ignore[assignment]
+    data: Any
+    if is_hybrid:
+        settings = BatchConfig(global_batch_size=8, profile=path, check_every=check_every)
+        plugin: Any = HeteroHybridParallelPlugin(1, 1, precision="fp32", zero_stage=stage, batches=settings)
+        model, data = tiny_vit(), NumberedImages()
+    else:
+        plugin = HeteroZeroPlugin(stage, 8, profile=path, check_every=check_every)
+        model, data = make_model(), Numbered()
+    model, optimizer, criterion, loader = boost(plugin, model, data)
+    is_slow, slowdown = dist.get_rank() == slow, 1.0
+    timed: list[TimedGlobalBatch] = []
+
+    def take() -> list[TimedGlobalBatch]:
+        taken = list(timed)
+        timed.clear()
+        return taken
+
+    plugin.batch_balancer._timer.take = take
+    seen, samples = [], []
+    for epoch in range(10):
+        slowdown = (3.0 if is_slow and 2 <= epoch < 6 else 1.0) * (bias if is_slow else 1.0)
+        ids: list[int] = []
+        sizes: list[int] = []
+        for inputs, targets in loader:
+            sizes.append(loader.current.samples)
+            ids += inputs.flatten(1)[:, -1].long().tolist() if loader.current.samples else []
+            optimizer.backward(criterion(model(inputs), targets))
+            if loader.current.is_last:
+                count = sum(max(size, 1) for size in sizes)
+                wait = data_seconds * count if is_slow else 0.0
+                timed.append(TimedGlobalBatch(tuple(sizes), slowdown * count, wait, 50.0, 0.0))
+                sizes = []
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(ids)
+        samples.append([share.samples for share in plugin.batch_balancer.allocation.shares])
+    reallocations = plugin.batch_balancer.reallocations
+    return {"seen": seen, "samples": samples, "reallocations": reallocations, "said": said}
+
+
+def trained(cases: list[dict[str, Any]], ranks: int = 2) -> Iterator[tuple[dict[str, Any], tuple[dict[str, Any], ...]]]:
+    """The cases, each with its results by rank. Asserts that each sample was seen once per epoch."""
+    for case, results in zip(cases, zip(*run_ranks(ranks, change_speed_each, cases), strict=True), strict=True):
+        for epoch in range(10):
+            seen = sorted(each for result in results for each in result["seen"][epoch])
+            assert seen == list(range(len(Numbered()))), case
+        yield case, results
+
+
+def test_batches_are_divided_again_after_a_change_of_speed(tmp_path: Path) -> None:
+    cases: list[dict[str, Any]] = []
+    for stage in (0, 1, 2, 3):
+        path = tmp_path / f"{stage}.json"
+        profile_of(2, stage, path)
+        cases += [
+            {"stage": stage, "slow": slow, "path": str(path), "check_every": check_every}
+            for slow in (0, 1)
+            for check_every in (None, 1, 3)
+        ]
+    for case, results in trained(cases):
+        fitted = [6, 6]
+        fitted[case["slow"]] = 2
+        for result in results:
+            assert [result["samples"][epoch] for epoch in (1, 5, 9)] == [[4, 4], fitted, [4, 4]], case
+            assert result["reallocations"] == 2, case
+
+
+def test_a_wrong_profile_is_corrected(tmp_path: Path) -> None:
+    """With one of eight samples moved, a global batch takes 3.75 s instead of 4, or 5 s instead of 5.36."""
+    profile_of(2, 1, tmp_path / "profile.json")
+    common = {"stage": 1, "path": str(tmp_path / "profile.json"), "check_every": None}
+    cases = [{**common, "slow": slow, "bias": bias} for slow in (0, 1) for bias in (0.75, 1.34)]
+    for case, results in trained(cases):
+        expected = [3, 3]
+        expected[case["slow"]] = 5 if case["bias"] < 1 else 3
+        expected[1 - case["slow"]] = 8 - expected[case["slow"]]
+        for result in results:
+            assert result["samples"][1] == expected, case
+
+
+def test_a_rank_with_slow_data_gets_fewer_samples_and_is_named(tmp_path: Path) -> None:
+    profile_of(2, 1, tmp_path / "profile.json")
+    profile_of(2, 3, tmp_path / "sharded.json")
+    cases = [
+        {"stage": stage, "slow": slow, "path": str(tmp_path / name), "check_every": None, "data_seconds": 2.0}
+        for stage, name in ((1, "profile.json"), (3, "sharded.json"))
+        for slow in (0, 1)
+    ]
+    for case, results in trained(cases):
+        fitted = [6, 6]
+        fitted[case["slow"]] = 2
+        for result in results:
+            assert result["samples"][1] == fitted, case
+            about_data = [words for words in result["said"] if "data" in words]
+            rank = case["slow"]
+            # In the last of the four global batches, one sample is left for rank 1.
+            assert len(about_data) == 1 and f"rank {rank} waits" in about_data[0], case
+            assert "s per global batch for its data: more workers would help (num_workers=0)" in about_data[0]
+
+
+def test_three_ranks(tmp_path: Path) -> None:
+    """A rank that is three times slower gets 1 of 8 samples (3 s), and each other one at most 4."""
+    profile_of(3, 1, tmp_path / "profile.json")
+    cases = [{"stage": 1, "slow": slow, "path": str(tmp_path / "profile.json"), "check_every": 1} for slow in range(4)]
+    for case, results in trained(cases, 3):
+        for result in results:
+            slow = case["slow"]
+            if slow == 3:
+                assert result["reallocations"] == 0
+            else:
+                assert result["samples"][5][slow] == 1 and max(result["samples"][5]) == 4, case
+                assert sorted(result["samples"][9]) == [2, 3, 3], case
+
+
+def test_replicas_of_the_hybrid_plugin(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile_of(2, 0, path)
+    content = json.loads(path.read_text())
+    content["model"]["digest"] = describe(tiny_vit()).digest
+    path.write_text(json.dumps(content))
+    cases = [{"stage": 0, "slow": slow, "path": str(path), "check_every": 1, "is_hybrid": True} for slow in (0, 1)]
+    for case, results in trained(cases):
+        fitted = [6, 6]
+        fitted[case["slow"]] = 2
+        for result in results:
+            assert [result["samples"][epoch] for epoch in (1, 5, 9)] == [[4, 4], fitted, [4, 4]], case

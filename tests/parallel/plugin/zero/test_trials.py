@@ -1,0 +1,282 @@
+"""Measuring before training: models in evaluation mode, with batch normalization, and with losses that are no mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from colossalai.booster import Booster
+from colossalai.shardformer.policies.base_policy import Policy
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin, HeteroZeroPlugin
+from tests.parallel.plugin.zero.test_zero_plugin import (
+    SAMPLES,
+    Numbered,
+    full_parameters,
+    make_model,
+    sizes_by_rank,
+)
+from tests.support.harness import run_ranks
+
+ZERO = (0, 1, 2, 3)
+PLUGINS = (*ZERO, "hybrid")
+
+
+class Unchanged(Policy):
+    """Colossal-AI's hybrid plugin needs a policy for a model; this one changes nothing."""
+
+    def config_sanity_check(self) -> None: ...
+
+    def preprocess(self) -> nn.Module:
+        return self.model
+
+    def module_policy(self) -> dict[Any, Any]:
+        return {}
+
+    def postprocess(self) -> nn.Module:
+        return self.model
+
+
+class Normalized(nn.Module):
+    """A model with a batch normalization of inputs ``[N, C]``, which needs two samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.second = nn.Linear(7, 13), nn.BatchNorm1d(13), nn.Linear(13, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.norm(self.first(inputs[:, :7]))))
+
+
+def boosted(kind: Any, model: nn.Module, samples: int = 8, criterion: Any = None, **options: Any) -> tuple[Any, ...]:
+    """The plugin, and the model, optimizer, criterion and loader that it boosted. ``kind`` is a stage or "hybrid"."""
+    drop_last = options.pop("drop_last", False)
+    if kind == "hybrid":
+        plugin: Any = HeteroHybridParallelPlugin(
+            1,
+            1,
+            batches=BatchConfig(global_batch_size=samples, **options),
+            precision="fp32",
+            custom_policy=Unchanged(),
+        )
+    else:
+        plugin = HeteroZeroPlugin(kind, samples, **options)
+    loader = plugin.prepare_dataloader(Numbered(), drop_last=drop_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return (plugin, *Booster(plugin=plugin).boost(model, optimizer, criterion or nn.CrossEntropyLoss(), loader)[:4])
+
+
+def train_a_model_in_evaluation_mode() -> list[torch.Tensor]:
+    trained = []
+    for kind in PLUGINS:
+        modes: list[bool] = []
+        model = make_model().eval()
+        model.norm.train()  # modes of parts are restored, too
+        handle = model.second.register_forward_hook(lambda module, *_, modes=modes: modes.append(module.training))
+        _, boosted_model, optimizer, criterion, loader = boosted(kind, model)
+        handle.remove()
+        assert any(modes), kind
+        assert [module.training for module in model.modules()] == [False, False, True, False], kind
+        boosted_model.train()
+        loader.divide_by(lambda samples: sizes_by_rank([[5], [3]], samples))
+        for inputs, targets in loader:
+            optimizer.backward(criterion(boosted_model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(torch.cat(full_parameters(boosted_model)))
+    return trained
+
+
+def test_models_in_evaluation_mode_can_be_boosted() -> None:
+    """``from_pretrained`` of transformers returns models in evaluation mode."""
+    batches = [list(range(begin, min(begin + 8, SAMPLES))) for begin in range(0, SAMPLES, 8)]
+    data, model = Numbered(), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batch in batches:
+        inputs, targets = zip(*(data[index] for index in batch), strict=True)
+        cross_entropy(model(torch.stack(inputs)), torch.stack(targets)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = torch.cat([value.detach().flatten() for value in model.parameters()])
+    for results in run_ranks(2, train_a_model_in_evaluation_mode):
+        for kind, actual in zip(PLUGINS, results, strict=True):
+            torch.testing.assert_close(
+                actual[: len(expected)], expected, rtol=1e-4, atol=1e-6, msg=lambda text, kind=kind: f"{kind}: {text}"
+            )
+
+
+def summed(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def without_a_loss_in_evaluation_mode(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
+    if not model.training:
+        raise RuntimeError("losses are computed in training mode only")
+    return summed(model, criterion, batch)
+
+
+def no_number(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
+    return criterion(model(batch[0]), batch[1]) * (float("nan") if torch.distributed.get_rank() == 1 else 1.0)
+
+
+def for_each_sample(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch[0]), batch[1], reduction="none").expand(2)
+
+
+def refuse_losses(folder: str) -> None:
+    cases: list[tuple[Callable, type[Exception], str]] = [
+        (summed, ValueError, "the loss is a sum over the samples"),
+        (without_a_loss_in_evaluation_mode, ValueError, "the loss is a sum over the samples"),
+        (no_number, ValueError, r"rank 1: the loss of each of the first samples is not a finite number \(it is nan"),
+        (for_each_sample, RuntimeError, r"returned a tensor of shape \[2\] instead of a scalar"),
+    ]
+    for kind in PLUGINS:
+        path = f"{folder}/{kind}.json"
+        for step, error, words in cases:
+            if kind != "hybrid" and step is for_each_sample:
+                continue  # the search for a stage fails first
+            with pytest.raises(error, match=words):
+                boosted(kind, make_model(), training_step=step)
+        boosted(kind, make_model(), profile=path)
+        with pytest.raises(ValueError, match="the loss is a sum"):
+            boosted(kind, make_model(), profile=path, training_step=summed)
+
+
+def test_losses_that_are_no_mean_are_refused_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(2, refuse_losses, str(tmp_path))
+
+
+def count_compilations() -> None:
+    for in_place in (False, True):
+        modes: list[bool] = []
+        model = make_model()
+
+        def backend(graph: Any, inputs: Any, modes: list[bool] = modes) -> Any:
+            modes.append(torch.is_grad_enabled())
+            return graph.forward
+
+        if in_place:
+            model.compile(backend=backend)
+        else:
+            model = torch.compile(model, backend=backend)  # type: ignore[assignment]
+        boosted(1, model)
+        assert modes and all(modes), in_place  # the check of the loss, without gradients, compiles nothing
+
+
+def test_the_check_of_the_loss_does_not_compile() -> None:
+    run_ranks(1, count_compilations)
+
+
+def train_normalized(division: list[list[int]]) -> list[torch.Tensor]:
+    trained = []
+    for kind in ZERO:  # on a CPU the hybrid plugin cannot train models with batch normalization
+        plugin, model, optimizer, criterion, loader = boosted(kind, Normalized(), drop_last=True)
+        sizes = [size for share in plugin.batch_balancer.allocation.shares for size in share.sizes]
+        assert sum(sizes) == 8 and 1 not in sizes, (kind, sizes)
+        loader.divide_by(lambda samples: division)
+        for inputs, targets in loader:
+            assert len(inputs) == (loader.current.samples or 2), kind
+            optimizer.backward(criterion(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(torch.cat(full_parameters(model)))
+    return trained
+
+
+def train_normalized_alone(division: list[list[int]]) -> torch.Tensor:
+    """Train one process, which normalizes each micro-batch by itself."""
+    data, model = Numbered(), Normalized()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for begin in range(0, SAMPLES - SAMPLES % 8, 8):
+        done = begin
+        for size in [size for sizes in division for size in sizes if size]:
+            inputs, targets = zip(*(data[index] for index in range(done, done + size)), strict=True)
+            (cross_entropy(model(torch.stack(inputs)), torch.stack(targets)) * size / 8).backward()
+            done += size
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([value.detach().flatten() for value in model.parameters()])
+
+
+@pytest.mark.parametrize("division", [[[5], [3]], [[0], [8]], [[3, 0], [2, 3]], [[4], [0], [4]]])
+def test_batch_normalization_of_single_values_trains_with_two_samples_or_more(division: list[list[int]]) -> None:
+    expected = train_normalized_alone(division)
+    for results in run_ranks(len(division), train_normalized, division):
+        for kind, actual in zip(ZERO, results, strict=True):
+            torch.testing.assert_close(
+                actual[: len(expected)], expected, rtol=1e-4, atol=1e-5, msg=lambda text, kind=kind: f"{kind}: {text}"
+            )
+
+
+class Convolutions(nn.Module):
+    """Batch normalization of ``[N, C, L]`` and of ``[N, C]``, with and without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(
+            nn.Conv1d(1, 5, 3), nn.BatchNorm1d(5), nn.GELU(), nn.Flatten(), nn.Linear(25, 7),
+            nn.BatchNorm1d(7, affine=False, momentum=None), nn.Linear(7, 3),
+        )  # fmt: skip
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs[:, None, :7])
+
+
+def train_synchronized(division: list[list[int]]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    trained = []
+    for kind in PLUGINS:
+        model = Convolutions()
+        _, boosted_model, optimizer, criterion, loader = boosted(kind, model, drop_last=True, sync_batchnorm=True)
+        loader.divide_by(lambda samples: division)
+        for inputs, targets in loader:
+            optimizer.backward(criterion(boosted_model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        buffers = [value.detach().clone().float() for value in boosted_model.buffers()]
+        trained.append((torch.cat(full_parameters(boosted_model)), buffers))
+    return trained
+
+
+@pytest.mark.parametrize("division", [[[5], [3]], [[0], [8]], [[7], [1]], [[4], [0], [4]]])
+def test_synchronized_batch_normalization_equals_that_of_one_process(division: list[list[int]]) -> None:
+    """Also the running statistics, and if a rank has a single sample or none."""
+    data, model = Numbered(), Convolutions()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for begin in range(0, SAMPLES - SAMPLES % 8, 8):
+        inputs, targets = zip(*(data[index] for index in range(begin, begin + 8)), strict=True)
+        cross_entropy(model(torch.stack(inputs)), torch.stack(targets)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = torch.cat([value.detach().flatten() for value in model.parameters()])
+    for results in run_ranks(len(division), train_synchronized, division):
+        for kind, (actual, buffers) in zip(PLUGINS, results, strict=True):
+            torch.testing.assert_close(
+                actual[: len(expected)], expected, rtol=1e-4, atol=1e-5, msg=lambda text, kind=kind: f"{kind}: {text}"
+            )
+            for buffer, wanted in zip(buffers, model.buffers(), strict=True):
+                torch.testing.assert_close(buffer, wanted.float(), rtol=1e-4, atol=1e-5)
+
+
+def refuse_single_samples(folder: str) -> None:
+    path = f"{folder}/profile.json"
+    with pytest.raises(RuntimeError, match="batch normalization needs more than one value per channel"):
+        boosted(1, Normalized(), max_micro_batch=1)
+    with pytest.raises(ValueError, match=r"a global batch of 1 .* use drop_last=True"):
+        boosted(1, Normalized(), samples=7, profile=path)
+    assert json.loads(Path(path).read_text())["kinds"][0]["min_batch"] == 2
+    with pytest.raises(ValueError, match="at least 2 samples, but max_micro_batch=1"):
+        boosted(1, Normalized(), samples=8, profile=path, max_micro_batch=1)
+    with pytest.raises(ValueError, match="accumulation='per_rank' is not possible"):
+        boosted(1, Normalized(), samples=8, drop_last=True, accumulation="per_rank")
+
+
+def test_what_batch_normalization_cannot_do_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, refuse_single_samples, str(tmp_path))

@@ -1,0 +1,162 @@
+"""Data-parallel training on a simulated clock: replicas with quotas, noise and slow data, which wait for each other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from colossal_hetero.planner import Curve
+from colossal_hetero.planner.redivision.closed_loop import Redivision
+from colossal_hetero.planner.redivision.replica_speeds import BatchDivider, Speed
+from colossal_hetero.planner.redivision.replica_times import GlobalBatchTime
+
+__all__ = ["SimulatedReplica", "Simulation"]
+
+SKIPPED = 1
+"""Global batches after a new division that are not judged."""
+
+
+@dataclass
+class SimulatedReplica:
+    """A device that computes, under a limit of its CPU time as the kernel enforces it."""
+
+    sample_seconds: float
+    """CPU time of a sample."""
+    fixed_seconds: float = 0.0
+    """CPU time of a micro-batch, whatever its size."""
+    quota: float = 1.0
+    """CPU seconds per second. In each period the device runs until its share is used up."""
+    data_seconds: float = 0.0
+    """Seconds per sample in which the loop waits for data; they need no CPU time."""
+    period: float = 0.1
+    _used: dict[int, float] = field(default_factory=dict)
+    """CPU time that was used, by period."""
+
+    def busy_until(self, start: float, samples: int, noise: float) -> float:
+        """When a micro-batch of ``samples`` ends that begins to compute at ``start``."""
+        left = (self.fixed_seconds + self.sample_seconds * max(samples, 1)) * noise
+        now = start
+        while left > 1e-12:
+            index = int(now / self.period + 1e-9)
+            end = (index + 1) * self.period
+            free = self.quota * self.period - self._used.get(index, 0.0) if self.quota < 1.0 else end - now
+            runs = max(min(left, free, end - now), 0.0)
+            self._used[index] = self._used.get(index, 0.0) + runs
+            left -= runs
+            now = now + runs if left <= 1e-12 else end
+        self._used = {index: used for index, used in self._used.items() if index >= int(now / self.period) - 1}
+        return now
+
+
+class Simulation:
+    """Training whose global batches are divided by :class:`Redivision`.
+
+    Args:
+        replicas: the devices.
+        global_batch_size: samples of a global batch.
+        profile_errors: what the profile says of a replica's time, divided by the truth at the start.
+        noise: relative standard deviation of a replica's time.
+        check_every: global batches between two checks.
+        seed: of the noise.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[SimulatedReplica],
+        global_batch_size: int,
+        *,
+        profile_errors: Sequence[float] | None = None,
+        noise: float = 0.0,
+        check_every: int = 5,
+        communication_seconds: float = 0.004,
+        seed: int = 0,
+    ) -> None:
+        self.replicas = replicas
+        self._noise = noise
+        self._random = random.Random(seed)
+        self._check_every = check_every
+        self._communication = communication_seconds
+        errors = [1.0] * len(replicas) if profile_errors is None else profile_errors
+        curves = [
+            Curve.from_seconds(
+                [
+                    error * (each.fixed_seconds + each.sample_seconds * n) / each.quota
+                    for n in range(1, global_batch_size + 1)
+                ]
+            )
+            for each, error in zip(replicas, errors, strict=True)
+        ]
+        self.divider = BatchDivider(curves, 1, communication_seconds=communication_seconds)
+        self.loop = Redivision(self.divider, global_batch_size, 0.02)
+        self.global_batch_size = global_batch_size
+        self._now = 0.0
+        self.walls: list[float] = []
+        """Seconds of each iteration."""
+        self.divisions: list[tuple[int, ...]] = []
+        """Samples by replica, of each iteration."""
+        self.changes: list[int] = []
+        """Iterations after which global batches were divided again."""
+
+    def iterate(self, samples: Sequence[int], spikes: Sequence[float] | None = None) -> list[float]:
+        """One iteration with so many samples on each replica; the seconds that each replica needs before it waits."""
+        busy = []
+        for index, (replica, count) in enumerate(zip(self.replicas, samples, strict=True)):
+            noise = max(self._random.gauss(1.0, self._noise), 0.5) * (spikes[index] if spikes else 1.0)
+            data = replica.data_seconds * max(count, 1)
+            busy.append(data + replica.busy_until(self._now + data, count, noise) - (self._now + data))
+        wall = max(busy) + self._communication
+        self._now += wall
+        self.walls.append(wall)
+        self.divisions.append(tuple(samples))
+        return busy
+
+    def train(self, iterations: int, before: Callable[[int], Sequence[float] | None] = lambda iteration: None) -> None:
+        """Train; ``before`` is called with the number of each iteration, and may change replicas and return spikes."""
+        times: list[list[GlobalBatchTime]] = [[] for _ in self.replicas]
+        for iteration in range(iterations):
+            spikes = before(iteration)
+            shares = self.loop.allocation.shares
+            busy = self.iterate([share.samples for share in shares], spikes)
+            for index, (of_replica, share, seconds) in enumerate(zip(times, shares, busy, strict=True)):
+                expected = self.divider.expected_seconds(index, share.sizes)
+                data = self.replicas[index].data_seconds * max(share.samples, 1)
+                of_replica.append(GlobalBatchTime(expected, max(share.samples, 1), seconds - data, data))
+            if (iteration + 1) % self._check_every == 0:
+                if self.loop.observe(times):
+                    self.changes.append(iteration)
+                    self.loop.skip(SKIPPED)
+                times = [[] for _ in self.replicas]
+
+    def true_speeds(self) -> list[Speed]:
+        """The speeds of replicas that never wait, relative to the curves of :attr:`divider`."""
+        return [
+            Speed((each.fixed_seconds + each.sample_seconds) / each.quota / float(curve.seconds[1]), each.data_seconds)
+            for each, curve in zip(self.replicas, self.divider.curves, strict=True)
+        ]
+
+    def best_division(self) -> tuple[int, ...]:
+        """Samples by replica in the best fixed division, if quotas limit the devices all the time."""
+        allocation = self.divider.divide(self.true_speeds(), self.global_batch_size)
+        return tuple(share.samples for share in allocation.shares)
+
+    def mean_wall(self, samples: Sequence[int], iterations: int = 40) -> float:
+        """Mean seconds of an iteration in a fixed division of these devices, without noise."""
+        replicas = [
+            SimulatedReplica(each.sample_seconds, each.fixed_seconds, each.quota, each.data_seconds, each.period)
+            for each in self.replicas
+        ]
+        fixed = Simulation(replicas, self.global_batch_size, communication_seconds=self._communication)
+        for _ in range(iterations):
+            fixed.iterate(samples)
+        return sum(fixed.walls[iterations // 4 :]) / len(fixed.walls[iterations // 4 :])
+
+    def best_wall(self) -> float:
+        """The least :meth:`mean_wall` of all divisions among two replicas, by enumeration."""
+        first, _ = self.replicas
+        assert len(self.replicas) == 2 and first is not None
+        total = self.global_batch_size
+        step = max(1, total // 64)
+        coarse = min(range(0, total + 1, step), key=lambda n: self.mean_wall([n, total - n]))
+        near = range(max(0, coarse - step), min(total, coarse + step) + 1)
+        return min(self.mean_wall([n, total - n]) for n in near)

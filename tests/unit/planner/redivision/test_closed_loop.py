@@ -1,0 +1,219 @@
+"""The closed loop that divides global batches again, on simulated replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from colossal_hetero.planner import Curve
+from colossal_hetero.planner.redivision.closed_loop import Redivision
+from colossal_hetero.planner.redivision.replica_speeds import BatchDivider, Speed
+from colossal_hetero.planner.redivision.replica_times import GlobalBatchTime
+from tests.support.random_examples import IS_THOROUGH
+from tests.support.simulated_replicas import SimulatedReplica, Simulation
+
+CHECK_EVERY = 5
+SEEDS = range(20 if IS_THOROUGH else 4)
+
+
+def replicas(count: int, sample_seconds: float) -> list[SimulatedReplica]:
+    return [SimulatedReplica(sample_seconds) for _ in range(count)]
+
+
+def best_wall(simulation: Simulation) -> float:
+    """What an iteration takes in the best fixed division."""
+    return simulation.mean_wall(simulation.best_division())
+
+
+def slowness(simulation: Simulation, first: int, last: int) -> list[float]:
+    """What iterations take in the divisions of these iterations, relative to the best fixed one
+    for the present devices, without noise."""
+    best, known = best_wall(simulation), dict[tuple[int, ...], float]()
+    for samples in simulation.divisions[first:last]:
+        if samples not in known:
+            known[samples] = simulation.mean_wall(samples) / best
+    return [known[samples] for samples in simulation.divisions[first:last]]
+
+
+def overshoot(simulation: Simulation, first: int, last: int) -> float:
+    """The largest slowness of a division in which a replica got or lost more samples than in the best one."""
+    before, best = simulation.divisions[first - 1], simulation.best_division()
+    largest = 1.0
+    for samples, slow in zip(simulation.divisions[first:last], slowness(simulation, first, last), strict=True):
+        moves = [(new - old, wanted - old) for old, new, wanted in zip(before, samples, best, strict=True)]
+        if any(abs(moved) > abs(wanted) and moved * wanted > 0 for moved, wanted in moves):
+            largest = max(largest, slow)
+    return largest
+
+
+def put_a_quota_on_and_off(
+    count: int, slow: int, quota: float, seconds: float, seed: int, noise: float = 0.02
+) -> list[tuple[list[float], float]]:
+    """Training in which a replica is under a quota for 40 iterations: :func:`slowness` and :func:`overshoot` under the
+    quota and after it.
+
+    The quota comes right after a check, or between two checks.
+    """
+    devices = replicas(count, seconds * count / 192)
+    simulation = Simulation(devices, 192, noise=noise, seed=seed, check_every=CHECK_EVERY)
+    first = 20 + seed % CHECK_EVERY
+
+    def before(iteration: int) -> None:
+        devices[slow].quota = quota if first <= iteration < first + 40 else 1.0
+
+    simulation.train(first + 80, before)
+    results = []
+    for begin, share in ((first, quota), (first + 40, 1.0)):
+        devices[slow].quota = share
+        results.append((slowness(simulation, begin, begin + 40), overshoot(simulation, begin, begin + 40)))
+    return results
+
+
+AFTER = 3 * CHECK_EVERY + 1
+"""Iterations until three checks were made and the third division is used; a check takes place before the first of them
+if the speed changes between two checks."""
+
+
+@pytest.mark.parametrize("quota", [0.5, 0.25])
+@pytest.mark.parametrize(("count", "slow"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_a_quota_that_is_put_on_and_taken_off(count: int, slow: int, quota: float) -> None:
+    for seconds in (0.5, 1.0, 2.0):
+        for seed in SEEDS:
+            for is_over, (slow_by, passed) in enumerate(put_a_quota_on_and_off(count, slow, quota, seconds, seed)):
+                place = seconds, seed, is_over
+                # 3 %, and half a percent of a small step that is being tried.
+                assert max(slow_by[AFTER:]) <= 1.035, (place, slow_by[AFTER:])
+                assert passed <= 1.05, place
+
+
+@pytest.mark.parametrize("quota", [0.5, 0.25])
+def test_iterations_as_short_as_a_few_periods_of_the_quota(quota: float) -> None:
+    """Then saved-up time is a large part of an iteration, and small steps in the wrong direction are tried."""
+    for seconds in (0.1, 0.25):
+        for seed in SEEDS:
+            (slow_by, _), (after, _) = put_a_quota_on_and_off(2, 1, quota, seconds, seed)
+            assert sum(slow_by[AFTER:]) / len(slow_by[AFTER:]) <= 1.2, (seconds, seed, slow_by)
+            assert after[-1] <= 1.03, (seconds, seed)
+
+
+@pytest.mark.parametrize("error", [0.75, 0.85, 1.15, 1.25])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_wrong_profile_is_corrected(slow: int, error: float) -> None:
+    for quota in (1.0, 0.5):
+        for seed in SEEDS:
+            devices = replicas(2, 0.4 * 2 / 192)
+            devices[slow].quota = quota
+            errors = [1.0, 1.0]
+            errors[slow] = error
+            simulation = Simulation(devices, 192, profile_errors=errors, noise=0.02, seed=seed)
+            simulation.train(60)
+            slow_by = slowness(simulation, 0, 60)
+            assert slow_by[0] > 1.04
+            # Under a quota, times of single iterations differ by the time that was saved up before them.
+            assert max(slow_by[AFTER:]) <= (1.03 if quota == 1.0 else 1.08), (seed, quota, slow_by)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.1])
+def test_noise_changes_little(count: int, noise: float) -> None:
+    """In a hundred checks, chance leads to at most one change, unless single iterations differ by a tenth."""
+    for seed in SEEDS:
+        simulation = Simulation(replicas(count, 0.3 * count / 96), 96, noise=noise, seed=seed)
+        simulation.train(500)
+        slow_by = slowness(simulation, 0, 500)
+        assert sum(slow_by) / len(slow_by) <= 1.03, seed
+        assert noise > 0.03 or (len(simulation.changes) <= 1 and max(slow_by) <= 1.03), (seed, simulation.changes)
+
+
+def test_a_spike_changes_nothing() -> None:
+    simulation = Simulation(replicas(2, 0.3 * 2 / 96), 96, noise=0.01)
+    simulation.train(60, lambda iteration: (1.0, 10.0) if iteration in (22, 38) else None)
+    assert simulation.changes == []
+
+
+def test_a_speed_that_drifts_is_followed() -> None:
+    devices = replicas(2, 0.4 * 2 / 192)
+    simulation = Simulation(devices, 192, noise=0.02, seed=3)
+
+    def before(iteration: int) -> None:
+        devices[1].sample_seconds = devices[0].sample_seconds * (1.0 + iteration / 200)
+        if iteration >= 4 * CHECK_EVERY:
+            assert slowness(simulation, iteration - 1, iteration)[0] <= 1.06, iteration
+
+    simulation.train(200, before)
+
+
+def test_slow_data_is_divided_by() -> None:
+    """Loading takes 1.6 times as long as computing on one replica: 24 + 24 samples would take 2.6 times as long as one
+    replica computes, the best division 1.44 times as long."""
+    devices = replicas(2, 0.3 / 24)
+    devices[1].data_seconds = 1.6 * 0.3 / 24
+    simulation = Simulation(devices, 48, noise=0.01)
+    assert [share.samples for share in simulation.loop.allocation.shares] == [24, 24]
+    simulation.train(20)
+    assert slowness(simulation, 19, 20)[0] <= 1.03
+    assert simulation.loop.speeds[1].data_seconds == pytest.approx(devices[1].data_seconds, rel=0.1)
+
+
+def test_a_device_that_saved_up_time_does_not_get_far_too_much_again_and_again() -> None:
+    """An iteration is as long as the period of the quota. A replica that waits is not stopped then, and looks as fast
+    as without a quota."""
+    devices = replicas(2, 0.1 / 24)
+    devices[1].quota = 0.5
+    simulation = Simulation(devices, 48, profile_errors=[1.0, 1.5], noise=0.01)
+    simulation.train(400)
+    late = simulation.walls[100:]
+    assert sum(late) / len(late) <= 1.1 * best_wall(simulation)
+
+
+def test_the_best_division_is_that_of_an_enumeration() -> None:
+    """The reference of the other tests is right: no fixed division is faster in the simulation."""
+    devices = replicas(2, 0.4 * 2 / 96)
+    devices[1].quota = 0.5
+    simulation = Simulation(devices, 96)
+    assert best_wall(simulation) == pytest.approx(simulation.best_wall(), rel=0.03)
+
+
+def loop(ranks: int = 2, min_gain: float = 0.02) -> Redivision:
+    curve = Curve.from_seconds([float(n) for n in range(1, 13)])
+    return Redivision(BatchDivider([curve] * ranks, 1), 12, min_gain)
+
+
+def constant(speeds: Sequence[float], redivision: Redivision, count: int) -> list[list[GlobalBatchTime]]:
+    """Times of global batches without noise."""
+    shares = redivision.allocation.shares
+    return [
+        [GlobalBatchTime(float(share.samples), share.samples, speed * share.samples, 0.0)] * count
+        for speed, share in zip(speeds, shares, strict=True)
+    ]
+
+
+def test_skipped_global_batches_are_not_judged() -> None:
+    redivision = loop()
+    redivision.skip(4)
+    slow, equal = constant([1.0, 5.0], redivision, 4), constant([1.0, 1.0], redivision, 3)
+    assert not redivision.observe([[*first, *then] for first, then in zip(slow, equal, strict=True)])
+    assert redivision.observe(constant([1.0, 2.0], redivision, 3))
+    assert [share.samples for share in redivision.allocation.shares] == [8, 4]
+    assert redivision.speeds == (Speed(1.0), Speed(2.0))
+
+
+def test_few_or_short_global_batches_are_not_judged() -> None:
+    redivision = loop()
+    assert not redivision.observe(constant([1.0, 3.0], redivision, 2))
+    assert redivision.observe(constant([1.0, 3.0], redivision, 1))
+    redivision = loop()
+    assert not redivision.observe(constant([0.001, 0.003], redivision, 10))
+
+
+def test_equal_slowdowns_of_all_replicas_change_nothing() -> None:
+    redivision = loop(3)
+    assert not redivision.observe(constant([2.0, 2.0, 2.0], redivision, 10))
+    assert not redivision.observe(constant([1.0, 1.0, 1.0], redivision, 10))
+
+
+def test_a_gain_must_be_above_the_least_gain() -> None:
+    redivision = loop(min_gain=0.4)
+    assert not redivision.observe(constant([1.0, 1.3], redivision, 10))
+    assert redivision.observe(constant([1.0, 3.0], redivision, 10))

@@ -1,0 +1,40 @@
+"""The fewest samples that a model trains with are found by torch's error message."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from colossal_hetero.profiling.batches.smallest_batch import is_too_few_samples, smallest_batch
+
+
+def normalized(samples: int, per_sample: int = 1) -> torch.Tensor:
+    return nn.BatchNorm1d(3)(torch.randn(samples // per_sample, 3))
+
+
+@pytest.mark.parametrize(("per_sample", "expected"), [(1, 2), (3, 8)])
+def test_the_number_is_doubled_until_a_batch_normalization_runs(per_sample: int, expected: int) -> None:
+    aborted: list[None] = []
+    found = smallest_batch(
+        lambda samples: normalized(max(samples, per_sample), per_sample), 64, lambda: aborted.append(None)
+    )
+    assert found == expected and len(aborted) == expected.bit_length() - 1
+
+
+def test_models_without_batch_normalization_run_one_sample() -> None:
+    assert smallest_batch(lambda samples: nn.Linear(3, 3)(torch.randn(samples, 3)), 1, pytest.fail) == 1
+
+
+def test_more_samples_than_allowed() -> None:
+    with pytest.raises(ValueError, match=r"micro-batches of at least 2 samples.*GroupNorm") as caught:
+        smallest_batch(normalized, 1, lambda: None)
+    assert is_too_few_samples(caught.value)
+
+
+def test_other_errors_are_not_caught() -> None:
+    def fail(samples: int) -> None:
+        raise ValueError("no such label")
+
+    with pytest.raises(ValueError, match="no such label"):
+        smallest_batch(fail, 64, pytest.fail)
