@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from colossal_hetero.planner import Curve, allocate
 from colossal_hetero.planner.batches.allocation import METHODS
 from tests.support.random_examples import examples
-from tests.unit.planner.batches.test_allocation import check_sound, communications
+from tests.unit.planner.batches.test_allocation import check_sound, communications, step_times
 
 Cluster = tuple[list[Curve], int]
 
@@ -42,16 +42,22 @@ def parts(samples: int, largest: list[int], floor: int) -> Iterator[tuple[int, .
             yield (first, *rest)
 
 
-def least_wall(curves: list[Curve], smallest: int, samples: int, stage: int, communication: float) -> float:
+def least_wall(
+    curves: list[Curve], smallest: int, samples: int, stage: int, communication: float, steps_of_optimizer: list[float]
+) -> float:
     """The shortest wall time of all divisions; infinite if there is none."""
     largest = [curve.max_batch for curve in curves]
     best = inf
+    # In stage 0 no collective separates the optimizer's step from the next forward pass.
+    inside = steps_of_optimizer if stage == 0 else [0.0] * len(curves)
+    outside = 0.0 if stage == 0 else max(steps_of_optimizer)
     if stage < 2:
         for steps in range(1, samples + 1):
             for dealt in parts(samples, [steps * most for most in largest], steps * smallest):
                 sizes = [[n // steps + (step < n % steps) for step in range(steps)] for n in dealt]
-                best = min(best, max(sum(c.seconds[b] for b in of) for c, of in zip(curves, sizes, strict=True)))
-        return best + communication
+                busy = (sum(c.seconds[b] for b in of) + own for c, of, own in zip(curves, sizes, inside, strict=True))
+                best = min(best, max(busy))
+        return best + communication + outside
 
     def of_step(count: int) -> float:
         walls = (
@@ -62,21 +68,24 @@ def least_wall(curves: list[Curve], smallest: int, samples: int, stage: int, com
     for size in range(1, samples + 1):
         full, rest = divmod(samples, size)
         best = min(best, full * of_step(size) + (of_step(rest) if rest else 0.0))
-    return best
+    return best + outside
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @examples(ordinary=60, thorough=300)
-@given(clusters(), st.integers(1, 13), communications)
-def test_no_allocation_is_better(stage: int, cluster: Cluster, samples: int, communication: float) -> None:
+@given(clusters(), st.integers(1, 13), communications, st.data())
+def test_no_allocation_is_better(
+    stage: int, cluster: Cluster, samples: int, communication: float, data: st.DataObject
+) -> None:
     curves, smallest = cluster
-    best = least_wall(curves, smallest, samples, stage, communication)
+    step = data.draw(st.lists(step_times, min_size=len(curves), max_size=len(curves)))
+    best = least_wall(curves, smallest, samples, stage, communication, step)
     if best == inf:
         with pytest.raises(ValueError, match=r"drop_last|use another global batch size"):
-            allocate(curves, samples, stage, communication_seconds=communication)
+            allocate(curves, samples, stage, communication_seconds=communication, step_seconds=step)
         return
-    found = allocate(curves, samples, stage, communication_seconds=communication)
-    check_sound(found, curves, samples, communication)
+    found = allocate(curves, samples, stage, communication_seconds=communication, step_seconds=step)
+    check_sound(found, curves, samples, communication, step)
     assert all(size == 0 or size >= smallest for share in found.shares for size in share.sizes)
     assert found.wall_seconds == pytest.approx(best, rel=1e-9)
 
