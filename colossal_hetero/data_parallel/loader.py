@@ -225,13 +225,14 @@ class HeteroDataLoader(DataLoader[Any]):
             self._progress.begin()
 
     def _draw(self, micro_batch: MicroBatch, batch: Any) -> Any:
-        """``batch`` with tensors that know their micro-batch."""
+        """``batch``; if the loop is followed, with tensors that know their micro-batch."""
         self._check(batch)
         if self._weight_of is not None:
             micro_batch = replace(micro_batch, weight=self._weight(batch) if micro_batch.samples else 0.0)
         self._drawn = micro_batch
-        if self._progress is not None:
-            self._progress.draw(micro_batch)
+        if self._progress is None:
+            return batch
+        self._progress.draw(micro_batch)
         return tagged(batch, micro_batch)
 
     def _weight(self, batch: Any) -> float:
