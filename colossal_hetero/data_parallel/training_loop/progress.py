@@ -166,11 +166,6 @@ class LoopProgress:
         """Whether a global batch is incomplete: some of its micro-batches had a backward pass, and others are left."""
         return bool(self._done) and not self._done[-1].is_last
 
-    @property
-    def global_batches(self) -> int:
-        """Number of complete global batches whose gradients wait for the optimizer."""
-        return sum(each.is_last for each in self._done)
-
     def _source_of_forward(self, sources: Sequence[MicroBatch]) -> MicroBatch | None:
         if len(sources) > 1:
             raise RuntimeError(

@@ -16,7 +16,7 @@ from ..preserved_state import inner_optimizer
 from colossalai.interface import OptimizerWrapper
 from colossalai.interface.optimizer import DistributedOptim
 
-__all__ = ["optimizer_state_bytes", "step_temporary_bytes"]
+__all__ = ["optimizer_state_bytes", "step_temporary_bytes", "twin_of"]
 
 DISTRIBUTED_STATE_BYTES = 8
 """Largest state, in bytes per parameter, of Colossal-AI's distributed optimizers (Lamb, CAME, Adafactor, GaLore), which
@@ -65,14 +65,20 @@ def step_temporary_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) ->
     return most
 
 
-def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
-    """Bytes of the optimizer's state of one parameter like ``parameter``."""
+def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy of the optimizer object without state and hooks. Set its ``param_groups`` before it steps."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a learning-rate scheduler replaces it to count the steps
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(twin, hooks, OrderedDict())
     twin.state = defaultdict(dict)
+    return twin
+
+
+def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
+    """Bytes of the optimizer's state of one parameter like ``parameter``."""
+    twin = twin_of(optimizer)
     options = {
         name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
     }

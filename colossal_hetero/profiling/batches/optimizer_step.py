@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, defaultdict
 from statistics import fmean
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from ...accelerator import get_accelerator
 from ..memory import is_out_of_memory, recover
 from ..preserved_state import inner_optimizer
+from .optimizer_state import twin_of
 
 __all__ = ["optimizer_step_seconds"]
 
@@ -36,12 +36,7 @@ def optimizer_step_seconds(optimizer: torch.optim.Optimizer | OptimizerWrapper) 
     if isinstance(inner, DistributedOptim):
         return None
     whole = sum(parameter.numel() for group in inner.param_groups for parameter in group["params"])
-    twin = object.__new__(type(inner))
-    twin.__dict__.update(inner.__dict__)
-    twin.__dict__.pop("step", None)  # a learning-rate scheduler replaces it to count the steps
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(twin, hooks, OrderedDict())
-    twin.state = defaultdict(dict)
+    twin = twin_of(inner)
     seconds: list[float] = []
     stepped = 0
     try:
