@@ -44,7 +44,7 @@ def main() -> None:
         variants = [
             Turns("plain", plain_plugin(stage), make_model(*shape), data, arguments.batch // 2),
             Turns("plain again", plain_plugin(stage), make_model(*shape), data, arguments.batch // 2),
-            # The plugin as users run it, with its check at the end of an epoch. Differences below 10 % change nothing.
+            # The plugin as users run it, with its check at the end of an epoch.
             Turns("fitted", HeteroZeroPlugin(stage, arguments.batch, profile_cache=""), make_model(*shape), data, None),
             # The same plugin with equal parts, whatever it measured.
             Turns(

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ..planner.batches.allocation import Allocation
 from ..planner.batches.batch_profile import BatchProfile
+from ..planner.batches.equal_devices import equal_devices, joint_curves, joint_seconds
 from ..planner.redivision.closed_loop import Redivision
 from ..planner.redivision.replica_speeds import BatchDivider
 from ..planner.redivision.replica_times import GlobalBatchTime
@@ -166,20 +167,22 @@ class BatchBalancer:
 
 
 def divider_of(config: BatchConfig, profile: BatchProfile, stage: int) -> BatchDivider:
-    """What divides global batches by ``profile`` at ``stage``.
+    """What divides global batches by ``profile`` at ``stage``. Equal devices get the mean of their times.
 
     Raises:
         ValueError: a device holds no sample at that stage, or no curve fits its points.
     """
     largest = min(config.global_batch_size, config.max_micro_batch or config.global_batch_size)
+    curves, step_seconds = profile.curves(stage, largest), profile.step_seconds(stage)
+    groups = equal_devices(profile.devices, curves)
     return BatchDivider(
-        profile.curves(stage, largest),
+        joint_curves(curves, groups),
         stage,
         method=config.method,
         accumulation=config.accumulation,
         communication_seconds=profile.communication(stage),
         flops=profile.flops,
-        step_seconds=profile.step_seconds(stage),
+        step_seconds=step_seconds and joint_seconds(step_seconds, groups),
     )
 
 

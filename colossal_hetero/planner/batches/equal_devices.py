@@ -1,0 +1,79 @@
+"""Give devices of one kind one time curve if their measured times differ by no more than measuring explains.
+
+Two equal devices never have equal measured times. If the division followed the difference, one of them would get more
+samples, and the other would wait for it. A device that is slower than its equals by less than :data:`MAX_SPREAD` is
+found while the model trains, where many more passes are timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import numpy as np
+
+from .time_curve import Curve
+
+__all__ = ["MAX_SPREAD", "equal_devices", "joint_curves", "joint_seconds"]
+
+MAX_SPREAD = 0.05
+"""Share by which measured times of equal devices may differ. Repeated measurements on one machine differed by 3 %."""
+
+
+def equal_devices(devices: Sequence[str], curves: Sequence[Curve]) -> list[list[int]]:
+    """Groups of ranks whose devices have the same name and whose times differ by at most :data:`MAX_SPREAD`.
+
+    Times are sums over the sizes of micro-batches that all devices of that name hold. Every rank is in one group.
+
+    Args:
+        devices: names of the devices, by rank.
+        curves: time curves, by rank.
+    """
+    groups: list[list[int]] = []
+    for name in dict.fromkeys(devices):
+        ranks = [rank for rank, device in enumerate(devices) if device == name]
+        common = min(len(curves[rank].seconds) for rank in ranks)
+        total = {rank: float(curves[rank].seconds[:common].sum()) for rank in ranks}
+        fastest = None
+        for rank in sorted(ranks, key=lambda rank: total[rank]):
+            if fastest is None or total[rank] > (1.0 + MAX_SPREAD) * total[fastest]:
+                fastest = rank
+                groups.append([])
+            groups[-1].append(rank)
+    return [sorted(group) for group in groups]
+
+
+def joint_curves(curves: Sequence[Curve], groups: Sequence[Sequence[int]]) -> list[Curve]:
+    """The curves by rank, where each group has the mean of its curves. Each keeps its own largest micro-batch."""
+    joint = list(curves)
+    for group in groups:
+        if len({id(curves[rank]) for rank in group}) == 1:
+            continue
+        mean = _mean([curves[rank] for rank in group])
+        by_length = {size: mean.limited(size) for size in {curves[rank].max_batch for rank in group}}
+        for rank in group:
+            joint[rank] = by_length[curves[rank].max_batch]
+    return joint
+
+
+def joint_seconds(seconds: Sequence[float], groups: Sequence[Sequence[int]]) -> list[float]:
+    """Times by rank, where each group has the mean of its times."""
+    joint = list(seconds)
+    for group in groups:
+        mean = fmean(seconds[rank] for rank in group)
+        for rank in group:
+            joint[rank] = mean
+    return joint
+
+
+def _mean(curves: Sequence[Curve]) -> Curve:
+    """The mean time of each size, over the curves that have it, each brought to the mean level of all."""
+    common = min(len(curve.seconds) for curve in curves)
+    totals = [float(curve.seconds[:common].sum()) for curve in curves]
+    level = fmean(totals)
+    sums = np.zeros(max(len(curve.seconds) for curve in curves))
+    counts = np.zeros(len(sums))
+    for curve, total in zip(curves, totals, strict=True):
+        sums[: len(curve.seconds)] += curve.seconds * (level / total)
+        counts[: len(curve.seconds)] += 1
+    return Curve(np.maximum.accumulate(sums / counts), max(curve.min_batch for curve in curves))
