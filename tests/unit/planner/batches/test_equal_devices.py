@@ -15,10 +15,10 @@ def curve(factor: float, max_batch: int = 64, min_batch: int = 1) -> Curve:
 
 
 def noisy(seed: int, max_batch: int = 64) -> Curve:
-    """A curve through points of which each has an error of up to 2 %."""
+    """A curve through points of which each has an error of up to 4 %."""
     random = np.random.default_rng(seed)
     sizes = (1, 2, 8, 16, 32, 64)
-    return Curve.through({size: (0.2 + 0.1 * size) * random.uniform(0.98, 1.02) for size in sizes}, max_batch)
+    return Curve.through({size: (0.2 + 0.1 * size) * random.uniform(0.96, 1.04) for size in sizes}, max_batch)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -44,7 +44,7 @@ def test_devices_that_differ_by_more_than_noise_keep_their_curves() -> None:
 
 
 def test_a_group_is_never_wider_than_the_spread() -> None:
-    factors = [1.0, 1.04, 1.08, 1.12]
+    factors = [1.0, 1.08, 1.16, 1.24]
     groups = equal_devices(["gpu"] * 4, [curve(factor) for factor in factors])
     assert groups == [[0, 1], [2, 3]]
 
