@@ -31,6 +31,7 @@ from colossal_hetero import HeteroZeroPlugin
 def seconds_of(plugin: DPPluginBase, batch: int | None, shape: tuple[int, int, int]) -> tuple[float, int]:
     """Seconds of ``boost`` on the slowest rank, and the number of the model's parameters."""
     model = make_model(*shape)
+    parameters = sum(value.numel() for value in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
     loader = plugin.prepare_dataloader(digits(), **({} if batch is None else {"batch_size": batch}))
     dist.barrier()
@@ -38,7 +39,7 @@ def seconds_of(plugin: DPPluginBase, batch: int | None, shape: tuple[int, int, i
     Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
     seconds = torch.tensor(time.perf_counter() - begin)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return seconds.item(), sum(value.numel() for value in model.parameters())
+    return seconds.item(), parameters
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from .time_curve import Curve
 __all__ = ["MAX_SPREAD", "equal_devices", "joint_curves", "joint_seconds"]
 
 MAX_SPREAD = 0.1
-"""Share by which measured times of equal devices may differ. On a shared machine, repeated measurements differed by 5 to 12 %."""
+"""Share by which measured times of equal devices may differ. On a shared machine they differed by up to 12 %."""
 
 
 def equal_devices(devices: Sequence[str], curves: Sequence[Curve]) -> list[list[int]]:
