@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install vit zero pipeline language test test-thorough check lint
+.PHONY: help install vit zero pipeline language gpu test test-thorough check lint
 help:
 	@echo "make vit       train the ViT example on two ranks, one of them slowed, balancing on"
 	@echo "make zero      train with ZeRO on two ranks, one of them slowed, with equal and with fitted batches"
 	@echo "make pipeline  train in a pipeline on two ranks, one of them slowed, with equal and with fitted stages"
 	@echo "make language  train a GPT-2 on two ranks, one of them slowed, balancing on"
+	@echo "make gpu       measure everything on a GPU, and write benchmarks/gpu/RESULTS.md"
 	@echo "make test      run all tests (5 to 8 minutes on 2 cores)"
 	@echo "make check     lint and run the unit tests, before a commit (1 to 2 minutes)"
 	@echo "make lint      ruff and mypy"
@@ -32,6 +33,9 @@ pipeline: install
 
 language: install
 	$(BIN)/python examples/language/train.py --balance auto --straggler 1:4
+
+gpu: install
+	$(BIN)/python -m benchmarks.gpu
 
 # Two tests at a time, each with half of the cores. A process that has run its share takes over tests of the other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal

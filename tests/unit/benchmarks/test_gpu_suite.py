@@ -1,0 +1,123 @@
+"""The GPU suite: what is measured again, what a failure leaves behind, and the page. Parts run in tests/parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.part import Case, Machine, Part, Row
+from benchmarks.gpu.report import results_page
+from benchmarks.gpu.store import CaseResult, PartResults, load_results
+from benchmarks.gpu.worker import measure_part
+
+MACHINE = Machine(torch.device("cpu"), gpus=0, is_tiny=True)
+
+
+class Counted:
+    """Measures one number, and counts how often."""
+
+    def __init__(self, value: float = 1.0, error: Exception | None = None) -> None:
+        self.value, self.error, self.calls = value, error, 0
+
+    def __call__(self) -> Sequence[Row]:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        return [(self.value,)]
+
+
+def part(**measures: Counted) -> Part:
+    return Part("p", "About.", ("case", "s"), lambda machine: [Case(name, each) for name, each in measures.items()])
+
+
+def measure(of: Part, path: Path, seconds: float = 60.0, again: bool = False, only: Sequence[str] = ()) -> bool:
+    return measure_part(of, MACHINE, path, seconds, again=again, only=only)
+
+
+def test_a_failed_case_does_not_stop_the_others(tmp_path: Path) -> None:
+    first, second = Counted(error=ValueError("no")), Counted(2.0)
+    assert measure(part(first=first, second=second), tmp_path / "p.json")
+    results = load_results(tmp_path / "p.json")
+    assert results is not None
+    assert (results.cases["first"].status, results.cases["first"].message) == ("failed", "ValueError: no")
+    assert results.cases["second"].rows == [[2.0]]
+
+
+def test_only_missing_cases_are_measured_again(tmp_path: Path) -> None:
+    measures = {"a": Counted(), "b": Counted()}
+    assert measure(part(**measures), tmp_path / "p.json", only=["a"])
+    assert measure(part(**measures), tmp_path / "p.json")
+    assert [each.calls for each in measures.values()] == [1, 1]
+    assert measure(part(**measures), tmp_path / "p.json", again=True)
+    assert [each.calls for each in measures.values()] == [2, 2]
+
+
+def test_no_case_begins_after_the_time_is_over(tmp_path: Path) -> None:
+    assert not measure(part(a=Counted()), tmp_path / "p.json", seconds=-1.0)
+    assert measure(part(a=Counted()), tmp_path / "p.json")
+
+
+def test_a_case_that_ended_the_process_is_not_tried_again(tmp_path: Path) -> None:
+    path, killed = (
+        tmp_path / "p.json",
+        Counted(error=KeyboardInterrupt()),
+    )  # no Exception: as if the process were killed
+    with pytest.raises(KeyboardInterrupt):
+        measure(part(a=killed, b=Counted()), path)
+    assert measure(part(a=killed, b=Counted()), path)
+    results = load_results(path)
+    assert results is not None and killed.calls == 1
+    assert [results.cases[name].status for name in "ab"] == ["started", "done"]
+
+
+def test_results_of_another_machine_are_not_used(tmp_path: Path) -> None:
+    path, case = tmp_path / "p.json", Counted()
+    PartResults(environment={"device": "another"}).finish("a", CaseResult(status="done", rows=[[9.0]]), path)
+    assert measure(part(a=case), path)
+    results = load_results(path)
+    assert results is not None and results.cases["a"].rows == [[1.0]]
+
+
+def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
+    cases = [Case("two GPUs", Counted(), gpus=2), Case("out of memory", Counted(error=MemoryError()))]
+    measure(Part("p", "", ("case", "s"), lambda machine: cases), tmp_path / "p.json")
+    results = load_results(tmp_path / "p.json")
+    assert results is not None
+    assert results.cases["two GPUs"].message == "needs 2 GPUs, and there are 0"
+    assert {result.status for result in results.cases.values()} == {"does not fit"}
+
+
+def test_the_page_shows_every_case() -> None:
+    cases = {
+        "a": CaseResult(status="done", rows=[[1.23456, "x|y"], [2, ""]], date="2026-01-02"),
+        "b": CaseResult(status="failed", message="ValueError: no", date="2026-01-01"),
+    }
+    about = Part("p", "What is measured.", ("case", "s", "note"), lambda machine: [])
+    known = PartResults(environment={"device": "1 × H100", "torch": "2.11"}, cases=cases)
+    page = results_page([about], {"p": known}, {"p": ["a", "b", "c"]})
+    for line in (
+        *("What is measured.", "1 × H100, torch 2.11; 2026-01-01 to 2026-01-02."),
+        *("| case | s | note |", "| a | 1.235 | x\\|y |", "| a | 2 |  |"),
+        *("| b | **failed**: ValueError: no |  |", "| c | not run yet |  |"),
+    ):
+        assert line in page.splitlines()
+    assert "Not run yet: 3 cases." in results_page([about], {}, {"p": ["a", "b", "c"]})
+
+
+def test_without_a_gpu_the_command_says_what_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert command.main([]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--tiny" in line
+
+
+@pytest.mark.parametrize("wrong", [["nothing"], ["--minutes", "0"]])
+def test_wrong_arguments_are_refused_in_a_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(wrong)
+    assert wrong[-1] in capsys.readouterr().err.splitlines()[-1]
