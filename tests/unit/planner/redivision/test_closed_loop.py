@@ -82,8 +82,8 @@ def test_a_quota_that_is_put_on_and_taken_off(count: int, slow: int, quota: floa
         for seed in SEEDS:
             for is_over, (slow_by, passed) in enumerate(put_a_quota_on_and_off(count, slow, quota, seconds, seed)):
                 place = seconds, seed, is_over
-                # 3 %, and one percent of a small step that is being tried.
-                assert max(slow_by[AFTER:]) <= 1.04, (place, slow_by[AFTER:])
+                # 3 %, and two percent of a small step that is being tried.
+                assert max(slow_by[AFTER:]) <= 1.05, (place, slow_by[AFTER:])
                 assert passed <= 1.05, place
 
 
