@@ -251,10 +251,14 @@ class _HeteroColumnParallel(HeteroLinear):
 
     _column_parallel = True
 
-    @torch.compiler.disable
+    @torch.compiler.disable(recursive=False)
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self._passes_through():
             return super().forward(input_)  # type: ignore[misc]
+        return self._balanced_forward(input_)
+
+    @torch.compiler.disable
+    def _balanced_forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         layer: Any = self
         y = self._multiply(input_, None if layer.skip_bias_add else layer.bias, layer.process_group)
         if layer.gather_output:
@@ -278,10 +282,14 @@ class _HeteroRowParallel(HeteroLinear):
 
     _column_parallel = False
 
-    @torch.compiler.disable
+    @torch.compiler.disable(recursive=False)
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self._passes_through():
             return super().forward(input_)  # type: ignore[misc]
+        return self._balanced_forward(input_)
+
+    @torch.compiler.disable
+    def _balanced_forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         layer: Any = self
         if not layer.parallel_input:
             input_ = self._split(input_)
