@@ -24,6 +24,9 @@ RATIOS = (0.25, 0.5, 0.75, 0.9)
 ALLOWANCE = 0.03
 """What a resized layer may take beyond its share of the products, as a share of the dense layer's time."""
 
+CALLS, LAUNCH_SECONDS = 3, 1e-3
+"""Calls in one measurement, and more time than launching the kernels of one takes."""
+
 TILES = (64, 128)
 """Widths of tiles, in columns."""
 
@@ -70,7 +73,7 @@ def speed_rows(shape: LayerShape, device: torch.device, rounds: int) -> list[Row
                     _Way(f"tiles of {tile}", ratio, count * tile, _tiles(x, weight, dy, tile, count, generator))
                 )
     runs = {"dense": _product(x, weight, dy)} | {way.title: way.run for way in ways}
-    seconds = seconds_in_turns(runs, device, rounds=rounds, calls=3)
+    seconds = seconds_in_turns(runs, device, rounds=rounds, calls=CALLS, head_start_seconds=CALLS * LAUNCH_SECONDS)
     dense = seconds["dense"]
     of_dense = f"dense {1e3 * dense:.3f} ms, {shape.flop / dense / 1e12:.0f} TFLOP/s"
     rows: list[Row] = []

@@ -22,7 +22,7 @@ __all__ = ["PART"]
 ABOUT = """
 *Hidden waits.* Training iterations of four blocks of ViT-1B under `torch.cuda.set_sync_debug_mode("warn")`, which
 reports operations and copies that make the host wait for the GPU; the aim is none. Two ranks form a tensor-parallel
-group. A slow rank repeats its products four times; after every eight iterations the other one is slow, so that the
+group. A slow rank repeats its products four times; after every six iterations the other one is slow, so that the
 balancer judges, changes its plan, and reads its clocks. The first iteration, which sets up memory and connections, is
 left out. Ranks that share one GPU send messages through the host; the waits of the transport for that are listed in the
 note and do not count. *In one process*, the layers of four ranks run in turn, and one rank prunes columns with changing
@@ -78,7 +78,7 @@ def cases(machine: Machine) -> Sequence[Case]:
 
 def _waits_of_plugins(machine: Machine, configs: Mapping[str, dict[str, Any] | None]) -> list[Row]:
     shard = VitShard(TINY if machine.is_tiny else FOUR_BLOCKS, 1)
-    sizes = (4, "fp32", 6, 3) if machine.is_tiny else (64, "bf16", 40, 8)
+    sizes = (4, "fp32", 6, 3) if machine.is_tiny else (32, "bf16", 24, 6)
     ranks = run_ranks(machine, 2, waits_of_plugins, configs, shard, *sizes)
     # Only ranks that share a GPU, or the CPU, send messages through the host.
     through_host = machine.gpus < 2
