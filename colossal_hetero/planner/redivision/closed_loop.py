@@ -12,7 +12,8 @@ save up time while it waits. Its time for the present part is then shorter than 
 the time of a replica that waits is an optimistic estimate, and that of a replica for which the others wait is a
 reliable one. The last reliable speed is remembered, and replaced by a better, optimistic one only if
 
-- the replica has become faster in the same division, which only a real change explains; or
+- the replica has become faster in the same division, or with about as many samples as when it was the slowest: only a
+  real change explains that; or
 - it would be the slowest replica now, if the remembered speed were still right; or
 - it looked faster for :data:`PATIENCE` checks, in which no step was possible.
 
@@ -56,6 +57,10 @@ MIN_CHANGE = 0.05
 
 MIN_GROWTH = 0.25
 """Least relative difference by which a replica became so much faster that its former speed is forgotten."""
+
+SIMILAR_LOAD = 0.75
+"""With at least this share of the samples with which a replica was the slowest, it waits too little to look much faster
+than it is."""
 
 SLOWEST = 0.02
 """A replica that waits for at most this share of the time is measured reliably."""
@@ -101,6 +106,8 @@ class Redivision:
         # The last reliable speeds. Passes that were timed for the curves did not wait either.
         self._reliable: list[Speed | None] = [Speed()] * count
         self._is_from_profile = [True] * count
+        # The samples with which these speeds were measured.
+        self._reliable_samples = [math.inf] * count
         self._faster = [False] * count
         self._held_back = [0] * count
         self._wrong_steps = [0] * count
@@ -234,11 +241,14 @@ class Redivision:
             if present >= (1.0 - SLOWEST) * slowest:
                 remembered = estimate.speed
                 self._is_from_profile[replica] = False
+                self._reliable_samples[replica] = self.allocation.shares[replica].samples
             elif remembered is not None:
                 would_be = self._seconds(remembered, replica)
                 margin = max(REFUTED, CERTAIN * estimate.error)
                 is_refuted = would_be <= present or would_be > (1.0 + margin) * slowest
                 is_refuted |= self._is_from_profile[replica] and would_be <= (1.0 + PROFILE_ERROR) * present
+                has_load = self.allocation.shares[replica].samples >= SIMILAR_LOAD * self._reliable_samples[replica]
+                is_refuted |= has_load and present < (1.0 - MIN_GROWTH) * would_be
                 if self._faster[replica] or is_refuted or self._held_back[replica] >= PATIENCE:
                     remembered = None
             if remembered is None or remembered == estimate.speed:

@@ -88,6 +88,29 @@ def test_a_quota_that_is_put_on_and_taken_off(count: int, slow: int, quota: floa
 
 
 @pytest.mark.parametrize("quota", [0.5, 0.25])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_quota_that_is_taken_off_when_batches_are_divided_again(slow: int, quota: float) -> None:
+    """Then no time of the new division was measured under the quota."""
+    for seed in SEEDS:
+        devices = replicas(2, 2.0 / 192)
+        devices[slow].quota = quota
+        simulation = Simulation(devices, 192, noise=0.02, seed=seed, check_every=CHECK_EVERY)
+        lifted: list[int] = []
+
+        def before(iteration: int) -> None:
+            # The other device changes its speed, and the quota ends with the division that follows.
+            devices[1 - slow].sample_seconds = 2.0 / 192 / (1.3 if iteration >= 20 else 1.0)  # noqa: B023
+            if simulation.changes and simulation.changes[-1] >= 20 and not lifted:  # noqa: B023
+                lifted.append(iteration)  # noqa: B023
+                devices[slow].quota = 1.0  # noqa: B023
+
+        simulation.train(80, before)
+        assert lifted
+        slow_by = slowness(simulation, lifted[0], lifted[0] + 2 * AFTER)
+        assert max(slow_by[AFTER:]) <= 1.035, (seed, slow_by)
+
+
+@pytest.mark.parametrize("quota", [0.5, 0.25])
 def test_iterations_as_short_as_a_few_periods_of_the_quota(quota: float) -> None:
     """Then saved-up time is a large part of an iteration, and small steps in the wrong direction are tried."""
     for seconds in (0.1, 0.25):
