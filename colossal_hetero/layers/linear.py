@@ -195,6 +195,10 @@ class HeteroLinear:
         in_ring = self.seq_parallel_mode == "ring" and self.block is None  # type: ignore[attr-defined]
         return in_ring or self.option_obstacle() is not None
 
+    def _is_left_alone(self) -> bool:
+        """Whether the parent's forward runs, and no block has to be told that a pass begins."""
+        return (self.block is None or self.block.before_forward is None) and self._passes_through()
+
     def _multiply(self, x: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
         layer: Any = self
         sequence = self.sequence_parts if self._column_parallel else None
@@ -267,13 +271,15 @@ class _HeteroColumnParallel(HeteroLinear):
 
     @torch.compiler.disable(recursive=False)
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        self._begin_block()
-        if self._passes_through():
+        if self._is_left_alone():
             return super().forward(input_)  # type: ignore[misc]
         return self._balanced_forward(input_)
 
     @torch.compiler.disable
     def _balanced_forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        self._begin_block()
+        if self._passes_through():
+            return super().forward(input_)  # type: ignore[misc]
         layer: Any = self
         y = self._multiply(input_, None if layer.skip_bias_add else layer.bias, layer.process_group)
         if layer.gather_output:
@@ -299,13 +305,15 @@ class _HeteroRowParallel(HeteroLinear):
 
     @torch.compiler.disable(recursive=False)
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        self._begin_block()
-        if self._passes_through():
+        if self._is_left_alone():
             return super().forward(input_)  # type: ignore[misc]
         return self._balanced_forward(input_)
 
     @torch.compiler.disable
     def _balanced_forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        self._begin_block()
+        if self._passes_through():
+            return super().forward(input_)  # type: ignore[misc]
         layer: Any = self
         if not layer.parallel_input:
             input_ = self._split(input_)
