@@ -177,7 +177,8 @@ class _ParallelProduct(torch.autograd.Function):
         # A unit's weights and biases are sent together.
         if ctx.needs_input_grad[1] or (share is not None and ctx.needs_input_grad[2]):
             x_matrix = matrix_view(x.contiguous())
-            dw = _weight_gradient(how, dy_matrix, x_matrix, weight)
+            # A part of a larger weight has no gradient of its own.
+            dw = _weight_gradient(how, dy_matrix, x_matrix, weight.grad if weight.is_leaf else None)
             if lineage is not None:
                 assert dw is not None
                 dw = lineage.restore("weight", backward_pass, dw, layout.columns, ctx.columns)
@@ -197,13 +198,11 @@ class _ParallelProduct(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def _weight_gradient(how: ProductContext, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+def _weight_gradient(how: ProductContext, dy: Tensor, x: Tensor, grad: Tensor | None) -> Tensor | None:
     """dW of what this rank computes; None if it was added to the weight's ``grad``."""
     share = how.share
     if share is not None:
         return run(lambda: share.weight_gradient(how.layout, dy, x), how.slow_down)
-    # A shard in one process is a view of the whole weight; torch warns where it is asked for its gradient.
-    grad = weight.grad if weight.is_leaf else None
     is_plain = how.lineage is None and how.slow_down is None
     if is_plain and grad is not None and how.layout.add_weight_gradient(dy, x, grad):
         return None
