@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ...accelerator import get_accelerator
+from ...gpu_over_gloo import is_gpu_over_gloo
 from ...profiling.preserved_state import inner_optimizer
 from .zero_checkpoints import ShardedCheckpointIO
 
@@ -87,9 +88,10 @@ class _Replicas(TorchDDPPlugin):
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
-        if get_accelerator().name == "cpu":
-            # The parent's method converts BatchNorm to SyncBatchNorm, which runs only on GPUs.
-            model = TorchDDPModel(model, **self.ddp_kwargs)
+        if get_accelerator().name == "cpu" or is_gpu_over_gloo():
+            # The parent's method converts BatchNorm to SyncBatchNorm, which runs only on GPUs, so that in a job with
+            # GPUs and CPUs some ranks would wait for others that do not take part.
+            model = TorchDDPModel(model.to(get_accelerator().get_current_device()), **self.ddp_kwargs)
             if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
                 optimizer = OptimizerWrapper(optimizer)
         else:
@@ -107,6 +109,13 @@ class _Replicas(TorchDDPPlugin):
 
 class _ShardedStates(LowLevelZeroPlugin):
     """Stages 1 and 2: Colossal-AI's ZeRO plugin, whose optimizer supports ``clip_grad_by_norm``."""
+
+    def __init__(self, **options: Any) -> None:
+        if is_gpu_over_gloo():
+            # With overlap, gradients are summed in the order in which the backward pass makes them, without it in that
+            # of the parameters. Ranks with a CPU have no overlap, and all ranks must sum in the same order.
+            options["overlap_communication"] = False
+        super().__init__(**options)
 
     def configure(
         self,
