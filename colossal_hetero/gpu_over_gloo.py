@@ -57,13 +57,16 @@ def is_gpu_over_gloo(group: Group = None) -> bool:
     return "cuda:gloo" in dist.get_backend_config(group)
 
 
-def support_gpus_over_gloo() -> None:
-    """If this process has a GPU and the default group is Gloo's, let all collectives take the GPU's tensors.
+def support_gpus_over_gloo(group: Group = None) -> None:
+    """If this process has a GPU and ``group`` is Gloo's, let all collectives over Gloo take the GPU's tensors.
 
     The functions of ``torch.distributed`` are replaced, and Colossal-AI's pipeline sends its messages as on a CPU.
     Later calls do nothing.
+
+    Args:
+        group: None means the default group.
     """
-    if is_gpu_over_gloo():
+    if is_gpu_over_gloo(group):
         _replace_collectives()
 
 
