@@ -76,8 +76,9 @@ def _replace_collectives() -> None:
     collectives.patch()
     point_to_point.patch()
     for name in OUTPUTS:
-        collective = getattr(dist, name, None) or getattr(distributed_c10d, name)
-        _replace(name, through_host(collective))
+        collective = getattr(dist, name, None) or getattr(distributed_c10d, name, None)
+        if collective is not None:
+            _replace(name, through_host(collective))
     _replace("batch_isend_irecv", batch_through_host(dist.batch_isend_irecv))
 
 
