@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -29,6 +29,7 @@ from colossal_hetero.testing.in_process import InProcessShard, shard_in_process
 GIB = 2**30
 STRAGGLER = 1
 NO_STRAGGLER = "off, no straggler"
+BUSY_SECONDS = 240
 
 
 @dataclass(frozen=True)
@@ -117,16 +118,33 @@ def repeated(machine: Machine, shape: Shape, amount: Amount, slowdown: float) ->
 
 def busy_gpu(machine: Machine, shape: Shape, amount: Amount) -> list[Row]:
     """Another process computes on the GPU of rank 1."""
-    alone = run_ranks(machine, 2, train, shape, amount, {NO_STRAGGLER: {}})[0][0]
-    with _busy_process(f"cuda:{STRAGGLER if machine.gpus > 1 else 0}" if machine.gpus else "cpu"):
-        outcomes = run_ranks(machine, 2, train, shape, amount, {"off": {}, "auto": {}})[0]
-    return [_row(outcome, alone.seconds, outcomes[0].measured_bound) for outcome in [alone, *outcomes]]
+    busy_device = f"cuda:{STRAGGLER if machine.gpus > 1 else 0}" if machine.gpus else "cpu"
+    outcomes = run_ranks(machine, 2, train_disturbed, shape, amount, busy_device)[0]
+    return [_row(outcome, outcomes[0].seconds, outcomes[1].measured_bound) for outcome in outcomes]
+
+
+def train_disturbed(device: torch.device, shape: Shape, amount: Amount, busy_device: str) -> list[Outcome]:
+    """Train alone, then while another process keeps ``busy_device`` busy."""
+    alone = train(device, shape, amount, {NO_STRAGGLER: {}})
+    with _busy_process(busy_device) if dist.get_rank() == 0 else nullcontext():
+        dist.barrier()
+        disturbed = train(device, shape, amount, {"off": {}, "auto": {}})
+        dist.barrier()
+    return alone + disturbed
 
 
 @contextmanager
 def _busy_process(device: str) -> Iterator[None]:
-    lines = f"import torch; a = torch.ones(4096, 4096, device={device!r})\nwhile True: (a @ a).sum().item()"
-    process = subprocess.Popen([sys.executable, "-c", lines])
+    """In the block, a process computes on ``device``. It ends in any case after :data:`BUSY_SECONDS`."""
+    begin, work = "", "pass"
+    if device != "cpu":
+        begin = f"import torch; a = torch.ones(4096, 4096, device={device!r}); (a @ a).sum().item()"
+        work = "(a @ a).sum().item()"
+    lines = ["import time", begin, "print(flush=True)", f"end = time.monotonic() + {BUSY_SECONDS}"]
+    lines.append(f"while time.monotonic() < end: {work}")
+    process = subprocess.Popen([sys.executable, "-c", "\n".join(lines)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
     try:
         yield
     finally:

@@ -205,13 +205,16 @@ def migrated_memory(machine: Machine, shape: Shape) -> list[Row]:
 
 
 def growth(device: torch.device, shape: Shape, changes: int) -> tuple[int, int, int, int]:
-    """Bytes allocated and reserved after a tenth of the changes of plan, and after all."""
+    """Bytes allocated and reserved after about a tenth of the changes of plan, and after all, with the same plan."""
     training = migrating(device, shape)
     settled = (0, 0)
+    plans = (0.0, *SHARES)
+    last = changes - 1
+    first = last - (last - changes // 10) // len(plans) * len(plans)
     for number in range(changes):
-        follow(training, (0.0, *SHARES)[number % (1 + len(SHARES))])
+        follow(training, plans[number % len(plans)])
         training.iterate()
-        if number == changes // 10:
+        if number == first:
             settled = _in_use()
     return (*settled, *_in_use())
 
@@ -250,7 +253,7 @@ def cases(machine: Machine) -> Sequence[Case]:
             for precision in (("fp16", "bf16") if stage < 3 else ("bf16",))
         ]
     shape = shape_for(machine, Shape(width=1024, depth=4, heads=16, image=64, patch=16, batch=16))
-    changes = 4 if machine.is_tiny else 500
+    changes = 8 if machine.is_tiny else 500
     needed = LIMIT_BYTES + GIB
     return [
         *(
