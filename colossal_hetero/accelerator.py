@@ -56,6 +56,11 @@ def quiet_import() -> Iterator[None]:
 # every rank, which take seconds and half a gigabyte each even if nothing is compiled. Start them on demand instead.
 os.environ.setdefault("TORCH_WARM_POOL", "0")
 
+# Migrated work has a communicator of its own. NCCL may deadlock if ranks run operations of two communicators in
+# different orders. They are launched in one order on all ranks; from version 2.26 on, NCCL also keeps that order on the
+# device. Before, CUDA_DEVICE_MAX_CONNECTIONS=1, which Colossal-AI sets, has that effect.
+os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
 with quiet_import():
     import colossalai
     import colossalai.booster.plugin

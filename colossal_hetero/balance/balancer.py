@@ -132,14 +132,28 @@ class Balancer:
     def begin(self) -> None:
         """Call this before a training forward pass; the first one since :meth:`tick` begins an iteration."""
         if not self._running:
+            is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            if is_captured and self.active:
+                raise RuntimeError(
+                    f"balance mode {self.config.mode!r} cannot be used in a CUDA graph, which would repeat the plan of "
+                    "the iteration that was captured; use mode 'off', or train without CUDA graphs"
+                )
             self._running = True
-            self._measure(self.active or self._iteration < ALWAYS_MEASURED or self._timelines.wants(self._iteration))
+            self._measure(not is_captured and self._wants_times())
         self._applier.begin_pass()
 
     @property
     def running_clock(self) -> IterationClock | None:
         """The clock of the iteration that is running, or None if that is not measured."""
         return self._clock if self._running and self._is_measured else None
+
+    def _wants_times(self) -> bool:
+        """Whether to measure the iteration that begins; the same on all ranks of the group."""
+        if self._timelines.wants(self._iteration):
+            return True
+        if not self.active:
+            return self._iteration < ALWAYS_MEASURED
+        return self._speed.is_attentive or self._iteration % self._clock.sample_every == 0
 
     def _measure(self, is_measured: bool) -> None:
         """Let layers mark the clock in this iteration, or not: a mark costs the host some time."""

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Exchange", "Groups", "make_groups"]
+__all__ = ["MIGRATION_CTAS", "Exchange", "Groups", "make_groups"]
+
+MIGRATION_CTAS = 4
+"""Largest number of a GPU's processors (of 132 on an H100) that NCCL uses for migrated work. Messages have a whole
+bucket's products as time to arrive."""
 
 
 class Exchange:
@@ -108,8 +112,18 @@ def make_groups(tp_group: dist.ProcessGroup) -> Groups:
     exchange = migration = None
     for ranks in groups:
         group = dist.new_group(list(ranks), backend="gloo")
-        beside = dist.new_group(list(ranks))
+        beside = dist.new_group(list(ranks), pg_options=_few_processors(dist.get_backend()))
         if list(ranks) == members:
             exchange, migration = Exchange(group), beside
     assert exchange is not None and migration is not None
     return Groups(exchange, world, [list(ranks) for ranks in groups], migration)
+
+
+def _few_processors(backend: str) -> Any:
+    """Options with which NCCL uses few of a GPU's processors, so that products run beside it; None for others."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = 1
+    options.config.max_ctas = MIGRATION_CTAS
+    return options

@@ -95,6 +95,9 @@ class Block:
         self.workload: BlockWorkload | None = None
         self.evaluates = False
         """Whether the workload applies to the current pass although it has no gradients."""
+        self.before_forward: Callable[[bool], None] | None = None
+        """Called before the forward pass of the first layer, also without a workload; takes whether the pass is one of
+        training."""
         self._heads = heads
         self._widths = {width: getattr(heads, width) for width in widths if hasattr(heads, width)}
         self._fetch: Fetch = tuple

@@ -366,7 +366,7 @@ class _MigratedProduct(torch.autograd.Function):
         if wants_weight:
             dw = run(lambda: dy.t() @ own_x, how.slow_down)
             dw = how.at_full_size(dw, "weight", backward_pass, columns)
-            how.mark("matmul")
+            how.mark("matmul" if handle is None else "overlapped")
             for moves in how.migration.by_sender:
                 results = [dw_results.get((move.sender, move.start)) for move in moves]
                 exchange.gather(moves, results, dw if rank == moves[0].sender else None, dw, outputs).wait()

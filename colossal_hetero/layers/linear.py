@@ -8,6 +8,7 @@ which computes the same products in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +55,13 @@ __all__ = [
 
 class LayerBlock(Protocol):
     """What a layer uses of its block; see :class:`~colossal_hetero.layers.block.Block`."""
+
+    before_forward: Callable[[bool], None] | None
+    """Called before the forward pass of the block's first layer."""
+
+    @property
+    def layers(self) -> Sequence[HeteroLinear]:
+        """The layers, in the order in which they run."""
 
     @property
     def workload(self) -> object | None:
@@ -220,6 +228,12 @@ class HeteroLinear:
         )
         return parallel_product(x, layer.weight, bias, how)
 
+    def _begin_block(self) -> None:
+        """Tell the layer's block that its forward pass begins, if this is its first layer."""
+        block = self.block
+        if block is not None and block.before_forward is not None and block.layers[0] is self:
+            block.before_forward(self._is_balanced())
+
     def _is_balanced(self) -> bool:
         """Whether the workload applies to the current forward pass: only if gradients will be computed for it."""
         return self.training and is_recorded()  # type: ignore[attr-defined]
@@ -253,6 +267,7 @@ class _HeteroColumnParallel(HeteroLinear):
 
     @torch.compiler.disable
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        self._begin_block()
         if self._passes_through():
             return super().forward(input_)  # type: ignore[misc]
         layer: Any = self
@@ -280,6 +295,7 @@ class _HeteroRowParallel(HeteroLinear):
 
     @torch.compiler.disable
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        self._begin_block()
         if self._passes_through():
             return super().forward(input_)  # type: ignore[misc]
         layer: Any = self

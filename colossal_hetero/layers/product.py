@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from colossalai.shardformer.layer import _operation
 from torch import Tensor
 
 from .sequence_parallel import SequenceParts
@@ -30,6 +31,10 @@ from .unit_layout import UnitShare
 from .workload import Clock, Lineage, Part, Slowdown, matrix_view
 
 __all__ = ["CONV1D_LAYOUT", "LINEAR_LAYOUT", "ProductContext", "WeightLayout", "parallel_product", "run", "sum_outputs"]
+
+
+FUSED_KERNELS = {torch.float32: "wgrad_gemm_accum_fp32", torch.float16: "wgrad_gemm_accum_fp16"}
+"""Functions of apex that add ``dyᵀ · x`` to a gradient of that type."""
 
 
 class WeightLayout:
@@ -46,6 +51,13 @@ class WeightLayout:
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
         return dy.t().matmul(x)
+
+    def add_weight_gradient(self, dy: Tensor, x: Tensor, grad: Tensor) -> bool:
+        """Add dW to ``grad`` in apex's fused kernel, as Colossal-AI's layers do; False if it is missing."""
+        if not _operation._grad_accum_fusion_available or grad.dtype not in FUSED_KERNELS:
+            return False
+        getattr(_operation.fused_weight_gradient_mlp_cuda, FUSED_KERNELS[grad.dtype])(x, dy, grad)
+        return True
 
     def as_matrix(self, weight: Tensor) -> Tensor:
         """The weight as a view ``[N, L]``."""
@@ -70,6 +82,9 @@ class Conv1DLayout(WeightLayout):
 
     def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
         return x.t().matmul(dy)
+
+    def add_weight_gradient(self, dy: Tensor, x: Tensor, grad: Tensor) -> bool:
+        return False  # The kernel adds a gradient [N, L].
 
     def as_matrix(self, weight: Tensor) -> Tensor:
         return weight.t()
@@ -149,6 +164,8 @@ class _ParallelProduct(torch.autograd.Function):
             backward_pass = lineage.begin_backward()
             dx = lineage.restore("input", backward_pass, dx, -1, ctx.columns)
         handle = None
+        if how.sequence is not None or how.group is not None:
+            how.mark("matmul")
         # CUDA_DEVICE_MAX_CONNECTIONS=1, which Colossal-AI sets, lets the collective start before the next product.
         if how.sequence is not None:
             dx, handle = how.sequence.start_sum(dx)
@@ -160,13 +177,13 @@ class _ParallelProduct(torch.autograd.Function):
         # A unit's weights and biases are sent together.
         if ctx.needs_input_grad[1] or (share is not None and ctx.needs_input_grad[2]):
             x_matrix = matrix_view(x.contiguous())
-            if share is None:
-                dw = run(lambda: layout.weight_gradient(dy_matrix, x_matrix), how.slow_down)
-            else:
-                dw = run(lambda: share.weight_gradient(layout, dy_matrix, x_matrix), how.slow_down)
+            dw = _weight_gradient(how, dy_matrix, x_matrix, weight.grad)
             if lineage is not None:
+                assert dw is not None
                 dw = lineage.restore("weight", backward_pass, dw, layout.columns, ctx.columns)
-        how.mark("matmul")
+            how.mark("matmul" if handle is None else "overlapped")
+        elif handle is None:
+            how.mark("matmul")
         db = None
         if ctx.use_bias:
             db = dy_matrix.sum(dim=0)
@@ -178,6 +195,17 @@ class _ParallelProduct(torch.autograd.Function):
             handle.wait()
             how.mark("communication")
         return dx, dw, db, None
+
+
+def _weight_gradient(how: ProductContext, dy: Tensor, x: Tensor, grad: Tensor | None) -> Tensor | None:
+    """dW of what this rank computes; None if it was added to the weight's ``grad``."""
+    share = how.share
+    if share is not None:
+        return run(lambda: share.weight_gradient(how.layout, dy, x), how.slow_down)
+    is_plain = how.lineage is None and how.slow_down is None
+    if is_plain and grad is not None and how.layout.add_weight_gradient(dy, x, grad):
+        return None
+    return run(lambda: how.layout.weight_gradient(dy, x), how.slow_down)
 
 
 def run(product: Callable[[], Tensor], slow_down: Slowdown | None) -> Tensor:

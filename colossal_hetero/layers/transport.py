@@ -100,8 +100,9 @@ class Transport:
             return Started(Pending(()), Pending(()))
         works = _explaining_failure(lambda: dist.batch_isend_irecv(operations))
         if len(works) != len(operations):
-            # NCCL has one handle for all operations of a batch.
-            return Started(Pending(works), Pending(()))
+            # NCCL has one handle for all operations of a batch. Waiting makes the stream wait, not the host, so that
+            # memory that was sent from is not used again before it has been sent.
+            return Started(Pending(works), Pending(works))
         return Started(Pending(works[: len(receives)]), Pending(works[len(receives) :]))
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:

@@ -30,11 +30,11 @@ __all__ = [
 Imputation = Literal["zero", "average", "same"]
 IMPUTATIONS: tuple[str, ...] = get_args(Imputation)
 
-Part = Literal["matmul", "block", "communication", "migration", "other"]
+Part = Literal["matmul", "overlapped", "block", "communication", "migration", "other"]
 """What a part of an iteration was spent on. ``matmul``: products of the parallel linear layers, with what resizing
-adds; ``block``: operations between the products of a block (activation functions, attention), and copying units that
-migrate; ``communication``: inside a collective; ``migration``: waiting for migrated work; ``other``: any other work of
-the rank."""
+adds; ``overlapped``: such a product that runs beside a collective, which may slow it down; ``block``: operations
+between the products of a block (activation functions, attention), and copying units that migrate; ``communication``:
+inside a collective; ``migration``: waiting for migrated work; ``other``: any other work of the rank."""
 
 Selector = Callable[[Tensor, Tensor, int], Tensor]
 """``select(x, weight, count) -> kept``: which ``count`` contraction columns to keep.

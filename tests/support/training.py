@@ -55,6 +55,7 @@ class ScriptedClock:
 
     MATMUL_SECONDS = 0.8
     OTHER_SECONDS = 0.2
+    sample_every = 1
 
     def __init__(self, slowdown: SlowdownScript) -> None:
         self._slowdown = slowdown

@@ -298,6 +298,11 @@ class GroupSpeed:
         self._expected = [fsum(line.present_seconds for line in lines) for lines in self._lines]
 
     @property
+    def is_attentive(self) -> bool:
+        """Whether every iteration matters now: speeds are not known yet, or a rank's speed may have changed."""
+        return self._expected is None or self._skip > 0 or self._settling or any(self._runs)
+
+    @property
     def uncertainty(self) -> float:
         """Differences of speeds that are smaller than this, relative to the work, may be chance."""
         # The median of n values has 1.25/√n of their standard deviation.

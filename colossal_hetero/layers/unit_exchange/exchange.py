@@ -3,11 +3,12 @@
 Frozen weights are sent again only when they have changed.
 
 The weights of many blocks (a *bucket*) are sent in one message per pair of ranks; a rank waits for the message when the
-first of these blocks is about to compute. At that moment it also starts the messages of the next bucket, so that they
-arrive while this one computes, and no earlier: on a GPU, messages that wait in a queue can hold back products. All
-ranks start their messages in the order of the buckets. The gradients of a layer return in its last backward pass before
-the optimizer step. So code that uses gradients as they appear (data parallelism, ZeRO) finds them complete on the rank
-that owns the units.
+first of these blocks is about to compute. At that moment all ranks also start the messages of the next bucket, so that
+they arrive while this one computes, and no earlier: on a GPU, messages that wait in a queue can hold back products. The
+place in the forward pass where a bucket's messages are started is the same on all ranks, also on those that have no
+part in the bucket before: NCCL demands that all ranks launch operations of two communicators, here the messages and the
+layers' all-reduces, in one order. The gradients of a layer return in its last backward pass before the optimizer step.
+So code that uses gradients as they appear (data parallelism, ZeRO) finds them complete on the rank that owns the units.
 
 Which backward pass is the last one is known where a schedule or ``no_sync`` says so. Where nothing uses gradients
 before the step, a loop need not say it. Then it is assumed to be the pass that was the last one in the iteration
@@ -77,6 +78,8 @@ class UnitExchange:
         self._returning: list[tuple[Started, list[tuple[int, Tensor]]]] = []
         """Gradients that are being sent to their owners, with the tensors that they are sent from."""
         self._in_evaluation = False
+        self._evaluates = False
+        """Whether the current pass is one for evaluation in which units migrate."""
         self._sent_for: Purpose | None = None
         """What the weights that were sent last are used for; None if they have changed since."""
         self._forward_passes = 0
@@ -133,9 +136,14 @@ class UnitExchange:
                 transfer.bucket = buckets[number]
                 transfer.bucket.transfers.append(transfer)
         self._buckets = [buckets[number] for number in sorted(buckets)]
-        for place, (number, bucket) in enumerate(sorted(buckets.items())):
-            bucket.number, bucket.place = number, place
+        first_blocks: dict[int, Block] = {}
+        for block, number in zip(blocks, self._numbers, strict=True):
+            first_blocks.setdefault(number, block)
+        for number, bucket in sorted(buckets.items()):
+            bucket.number = number
             bucket.reserve()
+            if number > 0:
+                first_blocks[number - 1].before_forward = self._starter(number)
         check_backward_memory(self._transfers)
 
     def release(self, blocks: Sequence[Block]) -> None:
@@ -145,6 +153,7 @@ class UnitExchange:
         self._transfers, self._buckets = [], []
         for block in blocks:
             block.assign(None)
+            block.before_forward = None
 
     def begin_pass(self, purpose: Purpose = "training") -> None:
         """Start sending the units' weights, once per iteration. Collective over the group; call it before each forward
@@ -171,6 +180,7 @@ class UnitExchange:
         self._set_evaluates(False)
 
     def _set_evaluates(self, evaluates: bool) -> None:
+        self._evaluates = evaluates
         for transfer in self._transfers:
             transfer.block.evaluates = evaluates
 
@@ -206,11 +216,24 @@ class UnitExchange:
         self._mark("other", None)
         self._wait_for_receivers()
         self._mark("migration", None)
-        self._start_buckets(1)
+        self._start_buckets(0)
 
-    def _start_buckets(self, count: int) -> None:
-        """Start the messages of the first ``count`` buckets, if they have not been started."""
-        for bucket in self._buckets[self._started_buckets : count]:
+    def _starter(self, number: int) -> Callable[[bool], None]:
+        """What a block calls before its forward pass, so that the messages of bucket ``number`` are started."""
+
+        def start(is_training: bool) -> None:
+            if self._sent_for is not None and (is_training or self._evaluates):
+                self._start_buckets(number)
+
+        return start
+
+    def _start_buckets(self, last_number: int) -> None:
+        """Start the messages of this rank's buckets up to ``last_number``, if they have not been started."""
+        while self._started_buckets < len(self._buckets):
+            bucket = self._buckets[self._started_buckets]
+            if bucket.number > last_number:
+                break
+            self._started_buckets += 1
             if bucket.number in self._unchanged:
                 continue
             for other, message in bucket.send_buffers.items():
@@ -218,7 +241,6 @@ class UnitExchange:
             bucket.started = self._transport.exchange(
                 list(bucket.send_buffers.items()), list(bucket.receive_buffers.items())
             )
-        self._started_buckets = max(self._started_buckets, min(count, len(self._buckets)))
 
     def weights_changed(self) -> None:
         """The weights have changed, frozen ones too: those sent before are not used any more."""
@@ -229,7 +251,7 @@ class UnitExchange:
         """Send weights again before the next pass, except frozen ones that have not changed."""
         if self._sent_for is not None:
             # Also those of blocks that did not run: another rank may have started its part of their messages.
-            self._start_buckets(len(self._buckets))
+            self._start_buckets(self._buckets[-1].number)
         for bucket in self._buckets:
             bucket.started.received.wait()
         for transfer in self._transfers:
@@ -312,7 +334,7 @@ class UnitExchange:
             if transfer.bucket is None:
                 return []
             self._send("training")
-            self._start_buckets(transfer.bucket.place + 2)
+            self._start_buckets(transfer.bucket.number)
             self._mark("other", transfer.block.kind)
             transfer.bucket.started.received.wait()
             self._mark("migration", transfer.block.kind)

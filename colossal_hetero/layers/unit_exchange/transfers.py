@@ -93,8 +93,6 @@ class Bucket:
     started: Started = field(default_factory=lambda: Started(Pending(()), Pending(())))
     number: int = 0
     """Its number, which is the same on all ranks."""
-    place: int = 0
-    """Its place among this rank's buckets."""
 
     def reserve(self) -> None:
         """Allocate the buffers."""

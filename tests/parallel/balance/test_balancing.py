@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from colossalai.tensor.d_tensor import is_customized_distributed_tensor, is_distributed_tensor
 
 from colossal_hetero import BalanceConfig
-from colossal_hetero.balance.balancer import ALWAYS_MEASURED
+from colossal_hetero.balance.balancer import ALWAYS_MEASURED, Balancer
 from colossal_hetero.balance.column_selection import NormProduct, RandomColumns
 from colossal_hetero.balance.measure import clock as clocks
 from colossal_hetero.balance.measure.clock import CpuClock
@@ -22,6 +22,7 @@ from colossal_hetero.layers import hetero_layers
 from colossal_hetero.testing import Stragglers, inject_stragglers, stragglers
 from tests.support.harness import run_ranks
 from tests.support.training import (
+    ScriptedClock,
     Trained,
     assert_same_parameters,
     batch,
@@ -246,6 +247,52 @@ def check_sampling() -> None:
 
 def test_mode_off_measures_only_some_iterations() -> None:
     run_ranks(2, check_sampling)
+
+
+EVERY, SLOW_FROM = 5, 42
+
+
+def check_sampled_balancing() -> tuple[list[int], list[tuple[float, ...]]]:
+    """The iterations that were measured with a clock that costs time, and the plans."""
+    measured: list[int] = []
+    stop = ScriptedClock.stop
+
+    def note_and_stop(clock: ScriptedClock, tag: Any) -> None:
+        measured.append(tag[0])
+        stop(clock, tag)
+
+    def slow_down(rank: int, iteration: int) -> float:
+        return SLOWDOWN if rank == 1 and iteration >= SLOW_FROM else 1.0
+
+    with patch.multiple(ScriptedClock, sample_every=EVERY, stop=note_and_stop), scripted(slow_down):
+        run = train(boost(ours(RESIZE, tp_size=2), tiny_vit(depth=1)), 80, same_batch=True)
+    return measured, run.plans
+
+
+def test_a_clock_that_costs_time_measures_few_iterations_while_nothing_changes() -> None:
+    (measured, plans), other = run_ranks(2, check_sampled_balancing)
+    assert (measured, plans) == other
+    settled = [number for number in measured if 15 <= number < SLOW_FROM]
+    assert all(number % EVERY == 0 or number % SAMPLE_EVERY == 0 for number in settled)
+    assert len(settled) < (SLOW_FROM - 15) / 2
+    # When a rank looks slow, every iteration counts, and the plan follows as soon as with a clock that costs nothing.
+    first = next(number for number in measured if number >= SLOW_FROM)
+    assert first - SLOW_FROM < EVERY
+    assert plans[first + SETTLED] == pytest.approx((0.0, RATIO))
+    assert plans[-1] == pytest.approx((0.0, RATIO))
+
+
+def test_balancing_is_refused_in_a_cuda_graph() -> None:
+    balancer = Mock(_running=False, active=True, config=RESIZE)
+    with (
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+    ):
+        with pytest.raises(RuntimeError, match="balance mode 'resize' cannot be used in a CUDA graph"):
+            Balancer.begin(balancer)
+        off = Mock(_running=False, active=False)
+        Balancer.begin(off)  # without events in the graph, which nobody could read
+    off._measure.assert_called_once_with(False)
 
 
 def test_mode_off_and_max_resize_0_never_prune() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from itertools import product
+from random import Random
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -15,6 +16,7 @@ from colossalai.tensor.d_tensor import api
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from colossal_hetero.balance import host_messages
 from colossal_hetero.balance.decide.costs import Traffic, Volume
 from colossal_hetero.balance.decide.divide import Move, divide
 from colossal_hetero.balance.decide.plan import BalancePlan
@@ -132,6 +134,95 @@ def test_the_weights_of_a_block_are_sent_when_the_block_before_starts() -> None:
         wanted = ["post", "attention 0", "post", "mlp 0", "post", "attention 1", "post", "mlp 1"]
         assert events == wanted
         assert difference <= 1e-5
+
+
+def _sums_before_messages() -> list[dict[int, list[int]]]:
+    """For several plans in which ranks have a part in different buckets: for each other rank, how many all-reduces this
+    rank has launched before each message that it exchanges with that rank in a training iteration."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    training = Training(depth=2)
+    exchange, all_reduce = training.transport.exchange, dist.all_reduce
+    sums, before = 0, dict[int, list[int]]()
+
+    def log_and_exchange(sends: Any, receives: Any) -> Any:
+        for other in {other for other, _ in (*sends, *receives)}:
+            before.setdefault(other, []).append(sums)
+        return exchange(sends, receives)
+
+    def log_and_sum(*arguments: Any, **options: Any) -> Any:
+        nonlocal sums
+        sums += 1
+        return all_reduce(*arguments, **options)
+
+    found = []
+    for seed in range(8):
+        random = Random(seed)
+        pairs = [random.sample(range(ranks), 2) for _ in training.blocks]
+        moves = [
+            [Move(sender, receiver, block.units - 1, block.units)]
+            for block, (sender, receiver) in zip(training.blocks, pairs, strict=True)
+        ]
+        kept = [block.units - (sender == rank) for block, (sender, _) in zip(training.blocks, pairs, strict=True)]
+        units = UnitExchange(training.transport, lambda passes: True)
+        with (
+            patch("colossal_hetero.layers.unit_exchange.transfers.MESSAGE_BYTES", 1),
+            patch.object(training.transport, "exchange", log_and_exchange),
+            patch.object(dist, "all_reduce", log_and_sum),
+        ):
+            units.assign(training.blocks, moves, kept, [None] * len(kept))
+            sums, before = 0, {}
+            units.begin_pass()
+            images, labels = batch(0)
+            loss_of(training.model(images), labels).backward()
+            units.finish()
+            units.release(training.blocks)
+        training.optimizer.zero_grad()
+        found.append(before)
+    return found
+
+
+def test_all_ranks_launch_messages_and_sums_in_one_order() -> None:
+    """NCCL demands it of operations of two communicators."""
+    for ranks in (3, 4):
+        of_ranks = run_ranks(ranks, _sums_before_messages)
+        messages = 0
+        for rank, found in enumerate(of_ranks):
+            for plan, before in enumerate(found):
+                for other, sums in before.items():
+                    messages += len(sums)
+                    assert of_ranks[other][plan][rank] == sums, (ranks, plan, rank, other)
+        assert messages > 100
+
+
+class _Handle:
+    """The handle of a batch of messages as NCCL's: one for all of them. Waiting again is allowed."""
+
+    waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def _waits_of_a_common_handle() -> list[int]:
+    transport, other, handle, waits = Transport(dist.new_group()), 1 - dist.get_rank(), _Handle(), []
+    with patch.object(dist, "batch_isend_irecv", lambda operations: [handle]):
+        started = transport.exchange([(other, torch.zeros(1))], [(other, torch.zeros(1))])
+    for pending in (started.received, started.sent):
+        pending.wait()
+        waits.append(handle.waits)
+    return waits
+
+
+def test_memory_that_nccl_sends_from_is_not_used_again_before_it_has_been_sent() -> None:
+    for waits in run_ranks(2, _waits_of_a_common_handle):
+        assert waits == [1, 2]
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_messages_take_few_processors_of_a_gpu() -> None:
+    config = host_messages._few_processors("nccl").config
+    assert (config.min_ctas, config.max_ctas) == (1, host_messages.MIGRATION_CTAS)
+    assert host_messages._few_processors("gloo") is None
 
 
 # AdamW, which amplifies rounding errors of small gradients -----------------------------------------------------------

@@ -260,3 +260,42 @@ def test_a_gpu_clock_tells_kinds_apart_in_the_same_way(device: Device) -> None:
     (times,) = clock.read()
     assert times.kinds == {ATTENTION: pytest.approx((2.5e-3, 0.0)), MLP: pytest.approx((9e-3, 0.375e-3))}
     assert times.migration_seconds == pytest.approx(4e-3)
+
+
+OVERLAPPED: list[tuple[str, float]] = [
+    ("block", 1.0),
+    ("matmul", 3.0),  # dX
+    ("overlapped", 5.0),  # dW, beside the all-reduce of dX
+    ("other", 0.5),  # the bias
+    ("communication", 2.0),
+    ("other", 0.25),
+    ("matmul", 4.0),  # dX of another layer of the kind, whose dW is not wanted
+    ("communication", 2.0),
+]
+
+
+def test_a_product_beside_a_collective_counts_as_measured_on_a_cpu(host: HostSeconds) -> None:
+    clock = CpuClock()
+    clock.start()
+    for part, seconds in OVERLAPPED:
+        host.now += seconds
+        clock.mark(part, MLP)  # type: ignore[arg-type]
+    clock.stop()
+    (times,) = clock.read()
+    assert times.kinds[MLP].movable == 1 + 3 + 5 + 4
+    assert times.matmul_seconds == 3 + 5 + 4
+
+
+def test_on_a_gpu_a_product_beside_a_collective_counts_as_long_as_the_one_before(device: Device) -> None:
+    clock = CudaClock()
+    clock.keep_segments = True
+    clock.start()
+    for part, milliseconds in OVERLAPPED:
+        device.milliseconds += milliseconds
+        clock.mark(part, MLP)  # type: ignore[arg-type]
+    clock.stop()
+    device.catch_up()
+    (times,) = clock.read()
+    assert times.kinds[MLP].movable == pytest.approx((1 + 3 + 3 + 4) * 1e-3)
+    assert times.matmul_seconds == pytest.approx((3 + 5 + 4) * 1e-3)
+    assert "overlapped" not in {segment.kind for segment in times.segments}
