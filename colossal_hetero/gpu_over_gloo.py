@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .cpu import collectives, point_to_point
+from .accelerator import get_accelerator
+from .cpu import collectives, point_to_point, zero
 
 __all__ = ["batch_through_host", "is_gpu_over_gloo", "support_gpus_over_gloo", "through_host"]
 
@@ -52,7 +53,7 @@ OUTPUTS: dict[str, str | None] = {
 
 def is_gpu_over_gloo(group: Group = None) -> bool:
     """Whether this process has a GPU, and ``group`` (default: all ranks) sends its tensors over Gloo."""
-    if not (torch.cuda.is_available() and dist.is_initialized()) or dist.get_rank(group) < 0:
+    if get_accelerator().name != "cuda" or not dist.is_initialized() or dist.get_rank(group) < 0:
         return False
     return "cuda:gloo" in dist.get_backend_config(group)
 
@@ -60,8 +61,8 @@ def is_gpu_over_gloo(group: Group = None) -> bool:
 def support_gpus_over_gloo(group: Group = None) -> None:
     """If this process has a GPU and ``group`` is Gloo's, let all collectives over Gloo take the GPU's tensors.
 
-    The functions of ``torch.distributed`` are replaced, and Colossal-AI's pipeline sends its messages as on a CPU.
-    Later calls do nothing.
+    The functions of ``torch.distributed`` are replaced, and Colossal-AI's pipelines and its ZeRO communicate as on a
+    CPU. Later calls do nothing.
 
     Args:
         group: None means the default group.
@@ -72,9 +73,11 @@ def support_gpus_over_gloo(group: Group = None) -> None:
 
 @cache
 def _replace_collectives() -> None:
-    # Ranks with a CPU have these patches too, and all ranks must send the same messages.
+    # Ranks with a CPU have these patches too, and all ranks must send the same messages. For example, with its own
+    # overlap ZeRO sums gradients in the order in which the backward pass makes them, and without it in another one.
     collectives.patch()
     point_to_point.patch()
+    zero.patch()
     for name in OUTPUTS:
         collective = getattr(dist, name, None) or getattr(distributed_c10d, name, None)
         if collective is not None:

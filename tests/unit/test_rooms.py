@@ -23,7 +23,7 @@ RULES: dict[str, set[str]] = {
     "cpu": set(),
     "corrections": set(),
     "accelerator": {"cpu", "corrections"},
-    "gpu_over_gloo": {"cpu"},
+    "gpu_over_gloo": {"accelerator", "cpu"},
     "planner/cluster": {"io"},
     "planner/profile": {"io", "planner/cluster"},
     "planner/batches": {"io", "planner/cluster"},

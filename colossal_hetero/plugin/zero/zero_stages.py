@@ -110,13 +110,6 @@ class _Replicas(TorchDDPPlugin):
 class _ShardedStates(LowLevelZeroPlugin):
     """Stages 1 and 2: Colossal-AI's ZeRO plugin, whose optimizer supports ``clip_grad_by_norm``."""
 
-    def __init__(self, **options: Any) -> None:
-        if is_gpu_over_gloo():
-            # With overlap, gradients are summed in the order in which the backward pass makes them, without it in that
-            # of the parameters. Ranks with a CPU have no overlap, and all ranks must sum in the same order.
-            options["overlap_communication"] = False
-        super().__init__(**options)
-
     def configure(
         self,
         model: nn.Module,
