@@ -244,7 +244,7 @@ def _train_shards(
 def cases(machine: Machine) -> Sequence[Case]:
     shape = shape_for(machine, Shape(width=512, depth=2, heads=8, image=128, patch=16, batch=32))
     whole = shape_for(machine, Shape(width=2048, depth=4, heads=16, image=224, patch=16, batch=16))
-    amount = Amount(repeats=192, warmup=8, rounds=3, block=3, measures_costs=True)
+    amount = Amount(repeats=192, warmup=12, rounds=2, block=3, measures_costs=True)
     ranks, iterations = 8, 10
     slowdowns: tuple[int, ...] = (2, 4)
     if machine.is_tiny:
