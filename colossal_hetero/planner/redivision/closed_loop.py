@@ -12,8 +12,8 @@ save up time while it waits. Its time for the present part is then shorter than 
 the time of a replica that waits is an optimistic estimate, and that of a replica for which the others wait is a
 reliable one. The last reliable speed is remembered, and replaced by a better, optimistic one only if
 
-- the replica has become faster in the same division, or with about as many samples as when it was the slowest: only a
-  real change explains that; or
+- the replica has become faster in the same division, or with about as many samples as when it was the slowest, or much
+  faster with about as many as before: only a real change explains that; or
 - it would be the slowest replica now, if the remembered speed were still right; or
 - it looked faster for :data:`PATIENCE` checks, in which no step was possible.
 
@@ -59,8 +59,13 @@ MIN_GROWTH = 0.25
 """Least relative difference by which a replica became so much faster that its former speed is forgotten."""
 
 SIMILAR_LOAD = 0.75
-"""With at least this share of the samples with which a replica was the slowest, it waits too little to look much faster
-than it is."""
+"""With at least this share of the samples that it had before, a replica waits little more than before."""
+MIN_LEAP = 0.35
+"""Least relative difference by which a replica with a similar load became so much faster that its former speed is
+forgotten."""
+
+MIN_STEP = 0.005
+"""Least share by which an iteration must be predicted to become shorter by a step that is a part of the best one."""
 
 SLOWEST = 0.02
 """A replica that waits for at most this share of the time is measured reliably."""
@@ -108,6 +113,8 @@ class Redivision:
         self._is_from_profile = [True] * count
         # The samples with which these speeds were measured.
         self._reliable_samples = [math.inf] * count
+        # What was measured before the last step or change of a speed, and with how many samples.
+        self._before: list[tuple[Speed, int] | None] = [None] * count
         self._faster = [False] * count
         self._held_back = [0] * count
         self._wrong_steps = [0] * count
@@ -139,6 +146,7 @@ class Redivision:
             return False
         allocation = self._divider.divide(speeds, self._samples)
         self._expect(allocation, estimates)
+        self._remember(estimates)
         self.speeds, self.allocation = speeds, allocation
         self._window = [[] for _ in self._window]
         return True
@@ -161,6 +169,8 @@ class Redivision:
         place = change_point(self._window, most)
         before = [of_replica[:place] for of_replica in self._window]
         self._window = [of_replica[place:] for of_replica in self._window]
+        if len(before[0]) >= MIN_ITERATIONS:
+            self._remember(estimated_speeds(before))
         for replica, (change, limit) in enumerate(zip(changes_between(before, self._window), limits, strict=True)):
             self._faster[replica] |= change < -max(limit, MIN_GROWTH)
 
@@ -219,7 +229,7 @@ class Redivision:
                 low, high = (low, middle) if is_safe(_between(measured, cautious, middle), limit) else (middle, high)
             chosen = _between(measured, cautious, high)
         gains = now / self._divider.evaluate(measured, self._shares(chosen)).wall_seconds - 1.0
-        if gains <= 0.0 or (chosen != measured and self._shares(chosen) == self.allocation.shares):
+        if gains <= (0.0 if chosen == measured else MIN_STEP):
             for replica, (one, other) in enumerate(zip(measured, cautious, strict=True)):
                 self._held_back[replica] += one != other
             return None
@@ -235,6 +245,7 @@ class Redivision:
         """
         seconds = [self._seconds(estimate.speed, replica) for replica, estimate in enumerate(estimates)]
         slowest = max(seconds)
+        self._note_leaps(seconds)
         cautious = []
         for replica, (estimate, present) in enumerate(zip(estimates, seconds, strict=True)):
             remembered = self._reliable[replica]
@@ -258,6 +269,18 @@ class Redivision:
             self._reliable[replica] = remembered
             cautious.append(estimate.speed if remembered is None else remembered)
         return tuple(cautious)
+
+    def _remember(self, estimates: Sequence[SpeedEstimate]) -> None:
+        """Keep what was measured, for :meth:`_note_leaps`."""
+        shares = self.allocation.shares
+        self._before = [(each.speed, share.samples) for each, share in zip(estimates, shares, strict=True)]
+
+    def _note_leaps(self, seconds: Sequence[float]) -> None:
+        """Notice replicas that have become much faster than before, with about as many samples."""
+        for replica, (present, share) in enumerate(zip(seconds, self.allocation.shares, strict=True)):
+            before = self._before[replica]
+            if before is not None and share.samples >= SIMILAR_LOAD * before[1]:
+                self._faster[replica] |= present < (1.0 - MIN_LEAP) * self._seconds(before[0], replica)
 
 
 def _between(measured: Sequence[Speed], cautious: Sequence[Speed], share: float) -> tuple[Speed, ...]:

@@ -82,8 +82,8 @@ def test_a_quota_that_is_put_on_and_taken_off(count: int, slow: int, quota: floa
         for seed in SEEDS:
             for is_over, (slow_by, passed) in enumerate(put_a_quota_on_and_off(count, slow, quota, seconds, seed)):
                 place = seconds, seed, is_over
-                # 3 %, and half a percent of a small step that is being tried.
-                assert max(slow_by[AFTER:]) <= 1.035, (place, slow_by[AFTER:])
+                # 3 %, and one percent of a small step that is being tried.
+                assert max(slow_by[AFTER:]) <= 1.04, (place, slow_by[AFTER:])
                 assert passed <= 1.05, place
 
 
@@ -140,13 +140,13 @@ def test_a_wrong_profile_is_corrected(slow: int, error: float) -> None:
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("noise", [0.01, 0.03, 0.1])
 def test_noise_changes_little(count: int, noise: float) -> None:
-    """In a hundred checks, chance leads to at most one change, unless single iterations differ by a tenth."""
+    """In a hundred checks, chance leads to at most two small changes, unless single iterations differ by a tenth."""
     for seed in SEEDS:
         simulation = Simulation(replicas(count, 0.3 * count / 96), 96, noise=noise, seed=seed)
         simulation.train(500)
         slow_by = slowness(simulation, 0, 500)
-        assert sum(slow_by) / len(slow_by) <= 1.03, seed
-        assert noise > 0.03 or (len(simulation.changes) <= 1 and max(slow_by) <= 1.03), (seed, simulation.changes)
+        assert sum(slow_by) / len(slow_by) <= (1.03 if noise <= 0.03 else 1.04), seed
+        assert noise > 0.03 or (len(simulation.changes) <= 2 and max(slow_by) <= 1.04), (seed, simulation.changes)
 
 
 def test_a_spike_changes_nothing() -> None:
