@@ -31,7 +31,6 @@ from colossal_hetero.processes.every_rank import destroy_groups
 GIB = 2**30
 MESSAGES = 16
 """Messages that are sent together or one by one."""
-ROUNDS = 10
 IMPLICIT_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
@@ -45,6 +44,11 @@ def library(device: torch.device) -> str:
     if device.type != "cuda" or "cuda:nccl" not in dist.get_backend_config():
         return "Gloo"
     return "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _rounds(device: torch.device) -> int:
+    """How often everything is timed; a CPU only shows that it runs."""
+    return 10 if device.type == "cuda" else 1
 
 
 def _shown(seconds: float, size_bytes: int, is_right: bool, note: str) -> Row:
@@ -71,7 +75,7 @@ def messages(device: torch.device, numel: int) -> list[Row]:
         for mine, other in zip(sent, received, strict=True):
             transport.exchange([(after, mine)], [(before, other)]).wait()
 
-    seconds = seconds_in_turns({"together": together, "one by one": one_by_one}, device, rounds=ROUNDS)
+    seconds = seconds_in_turns({"together": together, "one by one": one_by_one}, device, rounds=_rounds(device))
     is_right = all(bool((each == before).all()) for each in received)
     words = f"{library(device)}, ranks: {size}"
     return [
@@ -93,7 +97,7 @@ def collectives(device: torch.device, numel: int) -> list[Row]:
     def reduce() -> None:
         transport.reduce(total.fill_(1.0), size - 1).wait()
 
-    seconds = seconds_in_turns({"broadcast": broadcast, "reduce": reduce}, device, rounds=ROUNDS)
+    seconds = seconds_in_turns({"broadcast": broadcast, "reduce": reduce}, device, rounds=_rounds(device))
     right = {"broadcast": bool((shared == 7.0).all()), "reduce": rank != size - 1 or bool((total == size).all())}
     words = f"{library(device)}, ranks: {size}"
     return [(name, *_shown(seconds[name], numel * 4, right[name], words)) for name in seconds]
@@ -139,7 +143,7 @@ def two_communicators(device: torch.device, numel: int, implicit_order: str | No
             for tensor, group in zip(tensors, groups, strict=True):
                 dist.all_reduce(tensor.fill_(1.0), group=group)
 
-    seconds = seconds_in_turns({"waited": waited, "in flight": in_flight}, device, rounds=ROUNDS)
+    seconds = seconds_in_turns({"waited": waited, "in flight": in_flight}, device, rounds=_rounds(device))
     waited()
     is_right = all(bool((tensor == dist.get_world_size()).all()) for tensor in tensors)
     return seconds["waited"], seconds["in flight"], is_right, f"{library(device)}, ranks: {dist.get_world_size()}"
