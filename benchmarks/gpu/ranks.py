@@ -17,12 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from colossal_hetero.gpu_over_gloo import support_gpus_over_gloo
+from colossal_hetero.pipeline_parallel.communicators import environment
+
 from .part import Machine
 
 __all__ = ["backend_for", "run_ranks"]
 
-_context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["colossal_hetero.accelerator"])
+_forked = mp.get_context("forkserver")
+_forked.set_forkserver_preload(["colossal_hetero.accelerator"])
 
 
 def backend_for(machine: Machine, world_size: int) -> str:
@@ -58,15 +61,19 @@ def run_ranks(
     """
     devices = devices or tuple(_device_of(machine, rank, world_size) for rank in range(world_size))
     backend = backend or backend_for(machine, world_size)
+    # Forked ranks start quickly, but a process cannot use a GPU if the one that it was forked from has asked for it.
+    context: Any = mp.get_context("spawn") if machine.gpus else _forked
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         processes, receivers = [], []
         try:
             for rank in range(world_size):
-                receiver, sender = _context.Pipe(duplex=False)
+                receiver, sender = context.Pipe(duplex=False)
                 target = (rank, world_size, devices[rank], backend, store, sender, function, arguments)
-                process = _context.Process(target=_run_rank, args=target, daemon=True)
-                process.start()
+                process = context.Process(target=_run_rank, args=target, daemon=True)
+                # On a machine with a GPU, Colossal-AI takes a CPU only in processes that do not see the GPU.
+                with environment({"CUDA_VISIBLE_DEVICES": ""} if devices[rank] == "cpu" else {}):
+                    process.start()
                 sender.close()
                 processes.append(process)
                 receivers.append(receiver)
@@ -111,6 +118,7 @@ def _run_rank(
         dist.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
         )
+        support_gpus_over_gloo()
         result = function(own, *arguments)
         sender.send_bytes(pickle.dumps((True, result)))
         dist.barrier()

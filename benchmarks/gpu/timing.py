@@ -11,8 +11,18 @@ import torch
 __all__ = ["seconds_in_turns"]
 
 
+MAX_CLOCK_RATE = 2e9
+"""Cycles per second that no GPU exceeds by much."""
+
+
 def seconds_in_turns(
-    functions: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int, warmup: int = 3, calls: int = 1
+    functions: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    rounds: int,
+    warmup: int = 3,
+    calls: int = 1,
+    head_start_seconds: float = 0.0,
 ) -> dict[str, float]:
     """Median seconds of a call of each function.
 
@@ -25,6 +35,8 @@ def seconds_in_turns(
         rounds: measurements of each function.
         warmup: calls of each function that are not timed.
         calls: calls in one measurement.
+        head_start_seconds: on a GPU, how long the device sleeps before each measurement begins, while the host already
+            launches. If that takes no longer, launches do not count.
     """
     for function in functions.values():
         for _ in range(warmup):
@@ -32,11 +44,11 @@ def seconds_in_turns(
     spent: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
-            spent[name].append(_seconds(function, device, calls))
+            spent[name].append(_seconds(function, device, calls, head_start_seconds))
     return {name: median(times) for name, times in spent.items()}
 
 
-def _seconds(function: Callable[[], object], device: torch.device, calls: int) -> float:
+def _seconds(function: Callable[[], object], device: torch.device, calls: int, head_start_seconds: float) -> float:
     if device.type != "cuda":
         begin = time.perf_counter()
         for _ in range(calls):
@@ -44,6 +56,8 @@ def _seconds(function: Callable[[], object], device: torch.device, calls: int) -
         return (time.perf_counter() - begin) / calls
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
+    if head_start_seconds > 0:
+        torch.cuda._sleep(int(head_start_seconds * MAX_CLOCK_RATE))
     first.record()
     for _ in range(calls):
         function()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..layers.block import Block
@@ -24,6 +25,7 @@ from .decide.modes import LayerKind
 from .decide.plan import BalancePlan
 from .decide.ratios import layer_ratios
 from .decide.traffic import BlockShape, LayerShape, block_ports, busiest_port, column_traffic
+from .late_numbers import LateNumbers
 
 __all__ = ["Applier", "Pruning", "Shares", "columns_stay"]
 
@@ -96,6 +98,10 @@ class Pruning:
         self._interval = iterations_per_interval
         self._ratio = 0.0
         self._iterations = 0
+        self._candidates = [0.0] * len(targets)
+        """Of each target, the share of columns that ``priority-diff`` may prune."""
+        self._new_candidates: LateNumbers | None = None
+        """The same after the last interval, until the next iteration ends."""
         self.selectors: list[ColumnSelector] = []
         """One selector for each target while the rank prunes, else none."""
 
@@ -107,6 +113,7 @@ class Pruning:
         elif not self.selectors:
             # Counting starts here, so that the first interval has full length.
             self._iterations = 0
+            self._candidates, self._new_candidates = [0.0] * len(self._targets), None
             self.selectors = [
                 make_selector(self._config.priority, target.matrix, self._config.seed + number)
                 for number, target in enumerate(self._targets)
@@ -116,20 +123,28 @@ class Pruning:
         """γ of every target, float64 ``[targets]``."""
         if self._ratio == 0.0 or self._config.priority != "priority-diff":
             return np.full(len(self._targets), self._ratio)
-        threshold = self._interval * self._config.variation_threshold
-        shares = [selector.candidate_share(threshold) for selector in self.selectors]
-        return layer_ratios(self._ratio, shares, [target.cost for target in self._targets], self._config)
+        return layer_ratios(self._ratio, self._candidates, [target.cost for target in self._targets], self._config)
 
     def end_iteration(self) -> bool:
-        """Count an iteration; returns whether ratios may have changed because an interval of priorities has ended."""
+        """Count an iteration; returns whether ratios may have changed.
+
+        They do so one iteration after the end of an interval of priorities. The host does not wait for the device to
+        find the columns that varied little, but reads their numbers when another iteration has ended.
+        """
         if not self.selectors:
             return False
+        may_have_changed = self._new_candidates is not None
+        if self._new_candidates is not None:
+            self._candidates, self._new_candidates = self._new_candidates.read(), None
         self._iterations += 1
-        if self._iterations % self._interval != 0:
-            return False
-        for selector, target in zip(self.selectors, self._targets, strict=True):
-            selector.end_interval(target.matrix)
-        return self._config.priority == "priority-diff"
+        if self._iterations % self._interval == 0:
+            for selector, target in zip(self.selectors, self._targets, strict=True):
+                selector.end_interval(target.matrix)
+            if self._config.priority == "priority-diff":
+                threshold = self._interval * self._config.variation_threshold
+                shares = [selector.candidate_share(threshold) for selector in self.selectors]
+                self._new_candidates = LateNumbers(torch.stack(shares))
+        return may_have_changed
 
 
 @dataclass(frozen=True)

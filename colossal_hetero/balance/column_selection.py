@@ -1,6 +1,7 @@
 """Selectors of the columns that a resized layer keeps (SEMI, Sec. III-B, Algorithm 1), one per layer.
 
-``L`` is the number of the layer's contraction columns. Every selector returns kept columns in ascending order.
+``L`` is the number of the layer's contraction columns. Every selector returns kept columns in ascending order. None of
+them makes the host wait for the device, so they use neither boolean indices nor copies from the host.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ class ColumnSelector(ABC):
     def end_interval(self, weight: Tensor) -> None:  # noqa: B027  (most rules have no history)
         """End an interval of the priority rules (an epoch), after which the weight is ``weight [N, L]``."""
 
-    def candidate_share(self, threshold: float) -> float:
-        """The share of columns that ``priority-diff`` may prune; 0 for rules without variations."""
-        return 0.0
+    def candidate_share(self, threshold: float) -> Tensor:
+        """The share of columns that ``priority-diff`` may prune, a float32 scalar on the device of the weight; 0 for
+        rules without variations."""
+        return torch.zeros(())
 
 
 class RandomColumns(ColumnSelector):
-    """ZERO-Rd: keeps randomly drawn columns, new ones in each iteration."""
+    """ZERO-Rd: keeps randomly drawn columns, new ones in each iteration. They are drawn on ``device``, the weight's."""
 
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
-        drawn = torch.randperm(weight.shape[1], generator=self._generator)[:count]
-        return drawn.sort().values.to(weight.device)
+        drawn = torch.randperm(weight.shape[1], generator=self._generator, device=weight.device)[:count]
+        return drawn.sort().values
 
 
 class NormProduct(ColumnSelector):
@@ -70,15 +72,16 @@ class WeightVariation(ColumnSelector):
         self._before = weight.clone()
         self._variation = torch.full((columns,), torch.inf, device=weight.device)
         self._pruned = torch.zeros(columns, dtype=torch.bool, device=weight.device)
-        generator = torch.Generator().manual_seed(seed)
-        self._tie_breaker = torch.randperm(columns, generator=generator).to(weight.device)
+        generator = torch.Generator(weight.device).manual_seed(seed)
+        self._tie_breaker = torch.randperm(columns, generator=generator, device=weight.device)
 
     def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
-        order = self._tie_breaker[self._variation[self._tie_breaker].argsort(descending=True, stable=True)]
-        # Columns beyond those of ``weight`` are given to another rank; they are not pruned.
-        kept = order[order < weight.shape[1]][:count].sort().values
-        left_out = torch.ones_like(self._pruned)
-        left_out[kept] = False
+        # Columns beyond those of ``weight`` are given to another rank; they are not pruned, and come last here.
+        variation = self._variation.clone()
+        variation[weight.shape[1] :] = -torch.inf
+        order = self._tie_breaker[variation[self._tie_breaker].argsort(descending=True, stable=True)]
+        kept = order[:count].sort().values
+        left_out = torch.ones_like(self._pruned).index_fill_(0, kept, False)
         left_out[weight.shape[1] :] = False
         self._pruned |= left_out
         return kept
@@ -89,8 +92,8 @@ class WeightVariation(ColumnSelector):
         self._pruned.zero_()
         self._before.copy_(weight)
 
-    def candidate_share(self, threshold: float) -> float:
-        return float((self._variation < threshold).float().mean())
+    def candidate_share(self, threshold: float) -> Tensor:
+        return (self._variation < threshold).float().mean()
 
 
 def _squared_norms(matrix: Tensor) -> Tensor:
@@ -105,7 +108,7 @@ def _largest(score: Tensor, count: int) -> Tensor:
 def make_selector(rule: Priority, weight: Tensor, seed: int) -> ColumnSelector:
     """A selector by the named rule for a layer with ``weight [N, L]``."""
     if rule == "random":
-        return RandomColumns(seed)
+        return RandomColumns(seed, weight.device)
     if rule == "norm-product":
         return NormProduct()
     assert rule in ("priority", "priority-diff")

@@ -36,7 +36,10 @@ def _settings(context: click.Context, parameter: click.Parameter, values: tuple[
 
 
 @click.command()
-@click.option("--model", help="timm:NAME (e.g. timm:vit_tiny_patch16_224), hf:gpt2, or hf:FOLDER (with config.json).")
+@click.option(
+    "--model",
+    help="timm:NAME (e.g. timm:vit_tiny_patch16_224), hf:gpt2, hf:FOLDER (with config.json), vit-1b, or vit-3b.",
+)
 @click.option(
     "--set",
     "options",

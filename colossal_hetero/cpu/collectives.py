@@ -55,7 +55,7 @@ def sent_directly(reduce_scatter_tensor: Callable[..., Any]) -> Callable[..., An
         is_simple = op == dist.ReduceOp.SUM and not async_op and output.is_contiguous() and input.is_contiguous()
         ranks = [] if dist.get_rank(group) < 0 else dist.get_process_group_ranks(group)
         fits = input.numel() == output.numel() * len(ranks) and output.dtype == input.dtype
-        if not (is_simple and fits and len(ranks) > 1 and dist.get_backend(group) == "gloo") or input.is_cuda:
+        if not (is_simple and fits and len(ranks) > 1 and input.device.type == "cpu" and _is_gloo(group)):
             return reduce_scatter_tensor(output, input, op, group, async_op)
         own = ranks.index(dist.get_rank())
         parts = list(input.detach().view(-1).split(output.numel()))
@@ -75,6 +75,11 @@ def sent_directly(reduce_scatter_tensor: Callable[..., Any]) -> Callable[..., An
         return None
 
     return run
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` sends tensors of a CPU over Gloo, also if GPUs of the group have another backend."""
+    return "cpu:gloo" in dist.get_backend_config(group)
 
 
 def patch() -> None:

@@ -143,12 +143,15 @@ class Block:
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """``[b, U]``: the units' columns of the row-parallel weight; ``[a, U]``: their rows of the other weights."""
+        """``[b, U]``: the units' columns of the row-parallel weight; ``[a, U]``: their rows of the other weights.
+
+        If an MLP has a single layer before, both are views: a rule may read a sample of them in every iteration.
+        """
         columns = [
             place.view(tensors[0]).movedim(place.unit_dim, -1).reshape(-1, self.units)
             for tensors, (place, *_) in zip(self.parameters, self.places, strict=True)
         ]
-        return columns[-1], torch.cat(columns[:-1])
+        return columns[-1], columns[0] if len(columns) == 2 else torch.cat(columns[:-1])
 
     def assign(
         self,

@@ -195,6 +195,10 @@ class HeteroLinear:
         in_ring = self.seq_parallel_mode == "ring" and self.block is None  # type: ignore[attr-defined]
         return in_ring or self.option_obstacle() is not None
 
+    def _is_left_alone(self) -> bool:
+        """Whether the parent's forward runs, and no block has to be told that a pass begins."""
+        return (self.block is None or self.block.before_forward is None) and self._passes_through()
+
     def _multiply(self, x: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
         layer: Any = self
         sequence = self.sequence_parts if self._column_parallel else None
@@ -265,8 +269,14 @@ class _HeteroColumnParallel(HeteroLinear):
 
     _column_parallel = True
 
-    @torch.compiler.disable
+    @torch.compiler.disable(recursive=False)
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        if self._is_left_alone():
+            return super().forward(input_)  # type: ignore[misc]
+        return self._balanced_forward(input_)
+
+    @torch.compiler.disable
+    def _balanced_forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         self._begin_block()
         if self._passes_through():
             return super().forward(input_)  # type: ignore[misc]
@@ -293,8 +303,14 @@ class _HeteroRowParallel(HeteroLinear):
 
     _column_parallel = False
 
-    @torch.compiler.disable
+    @torch.compiler.disable(recursive=False)
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        if self._is_left_alone():
+            return super().forward(input_)  # type: ignore[misc]
+        return self._balanced_forward(input_)
+
+    @torch.compiler.disable
+    def _balanced_forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         self._begin_block()
         if self._passes_through():
             return super().forward(input_)  # type: ignore[misc]

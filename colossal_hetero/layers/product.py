@@ -177,7 +177,8 @@ class _ParallelProduct(torch.autograd.Function):
         # A unit's weights and biases are sent together.
         if ctx.needs_input_grad[1] or (share is not None and ctx.needs_input_grad[2]):
             x_matrix = matrix_view(x.contiguous())
-            dw = _weight_gradient(how, dy_matrix, x_matrix, weight.grad)
+            # A part of a larger weight has no gradient of its own.
+            dw = _weight_gradient(how, dy_matrix, x_matrix, weight.grad if weight.is_leaf else None)
             if lineage is not None:
                 assert dw is not None
                 dw = lineage.restore("weight", backward_pass, dw, layout.columns, ctx.columns)

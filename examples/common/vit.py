@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from colossal_hetero.planner.profile.vit import VITS
+
 from .flags.parser import IMAGE_SIZE, UsageError
 from .flags.tensor_parallel import Layout, check_model_sizes
 from .flags.vit import VitOptions
@@ -44,7 +46,7 @@ def build_chosen_vit(options: VitOptions, classes: int) -> Any:
     """The model that the ViT example's flags ask for: by sizes, or by the name of a timm model."""
     import timm
 
-    if options.model is None:
+    if options.has_sizes:
         return build_vit(classes, **options.vit_sizes)
     patch = {} if options.patch is None else {"patch_size": options.patch}
     return timm.create_model(options.model, img_size=IMAGE_SIZE, num_classes=classes, pretrained=False, **patch)
@@ -53,7 +55,7 @@ def build_chosen_vit(options: VitOptions, classes: int) -> Any:
 def describe_chosen_vit(options: VitOptions, model: Any) -> str:
     """The model's name or sizes, and its number of parameters."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if options.model is None:
+    if options.has_sizes:
         return describe_vit(parameters, **options.vit_sizes)
     return f"{options.model}: {parameters / 1e6:.1f} M parameters"
 
@@ -64,7 +66,7 @@ def check_model(options: VitOptions, layout: Layout) -> None:
     Raises:
         UsageError: it does not.
     """
-    if options.model is None:
+    if options.has_sizes:
         return
     import timm
     from timm.models.vision_transformer import VisionTransformer
@@ -73,7 +75,10 @@ def check_model(options: VitOptions, layout: Layout) -> None:
     if not timm.is_model(options.model.split(".")[0]):
         known = timm.list_models(module="vision_transformer")
         similar = difflib.get_close_matches(options.model, known, n=3, cutoff=0.3)
-        raise UsageError(f"{name}: timm has no such model; it has for example {', '.join(similar or known[:3])}")
+        others = f"there are also {' and '.join(VITS)}"
+        raise UsageError(
+            f"{name}: timm has no such model; it has for example {', '.join(similar or known[:3])}; {others}"
+        )
     try:
         with torch.device("meta"):
             model = build_chosen_vit(options, classes=2)

@@ -23,6 +23,7 @@ RULES: dict[str, set[str]] = {
     "cpu": set(),
     "corrections": set(),
     "accelerator": {"cpu", "corrections"},
+    "gpu_over_gloo": {"accelerator", "cpu"},
     "planner/cluster": {"io"},
     "planner/profile": {"io", "planner/cluster"},
     "planner/batches": {"io", "planner/cluster"},
@@ -76,10 +77,11 @@ RULES: dict[str, set[str]] = {
     "probe": {"processes", "planner/cluster", "profiling"},
     "plugin": {"accelerator", "planner/batches", "data_parallel", "data_parallel/training_loop", "profiling/batches"},
     "plugin/hybrid": {
-        *("io", "processes", "accelerator", "layers", "planner/*", "balance", "balance/*"),
+        *("io", "processes", "accelerator", "gpu_over_gloo", "layers", "planner/*", "balance", "balance/*"),
         *("profiling", "profiling/*", "data_parallel", "pipeline_parallel", "plugin"),
     },
     "plugin/zero": {
+        "gpu_over_gloo",
         "processes",
         "accelerator",
         "planner/batches",

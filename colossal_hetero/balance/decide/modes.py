@@ -123,7 +123,7 @@ def decide_units(
     shares = BalancePlan(
         nothing, tuple(max(0.0, -share) for share in more), tuple(max(0.0, share) for share in more), note
     )
-    return replace(_in_steps(shares), units=counts)
+    return replace(_in_steps(shares, 0.0), units=counts)
 
 
 def _coarseness(problems: Sequence[KindProblem]) -> str:
@@ -182,7 +182,7 @@ def decide(
         wanted = semi_plan(times, costs, config.max_resize, margin)
     else:
         wanted = optimal_plan(times, costs, config.max_resize, margin)
-    return _worth_changing(times, costs, config, current, _in_steps(wanted))
+    return _worth_changing(times, costs, config, current, _in_steps(wanted, config.max_resize))
 
 
 def _decide_resize(
@@ -230,13 +230,16 @@ def _worth_changing(
     return BalancePlan.idle(len(times), f"balancing would gain too little: {after:.3g} s with, {before:.3g} s without")
 
 
-def _in_steps(plan: BalancePlan) -> BalancePlan:
-    """``plan`` with its shares rounded to multiples of 1/STEPS; as much is taken as is given."""
+def _in_steps(plan: BalancePlan, max_resize: float) -> BalancePlan:
+    """``plan`` with its shares rounded to multiples of 1/STEPS; as much is taken as is given.
+
+    What is pruned is at most ``max_resize`` also after rounding.
+    """
     given = np.floor(np.array(plan.migrate) * STEPS + 0.5)
     taken = np.cumsum(plan.receive)
     if taken[-1] > 0:
         taken = np.floor(taken * (given.sum() / taken[-1]) + 0.5)
-    resized = np.floor(np.array(plan.resize) * STEPS + 0.5)
+    resized = np.minimum(np.floor(np.array(plan.resize) * STEPS + 0.5), np.floor(max_resize * STEPS))
     resize, migrate, receive = (
         tuple((steps / STEPS).tolist()) for steps in (resized, given, np.diff(taken, prepend=0.0))
     )

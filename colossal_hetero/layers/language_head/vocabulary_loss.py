@@ -48,8 +48,10 @@ class VocabularyRows:
     def _columns(self) -> Tensor:
         """For each row of the vocabulary the column of its logit or -1; the last entry is for ignored targets."""
         columns = self.numbers.new_full((self.vocabulary + 1,), -1)
-        own = ~self.are_padding
-        columns[self.numbers[own]] = torch.arange(len(self.numbers), device=columns.device)[own]
+        # Padding goes to the last entry, because leaving it out would make the host wait for a GPU to count the rest.
+        own = torch.arange(len(self.numbers), device=columns.device)
+        columns.scatter_(0, self.numbers.clamp(max=self.vocabulary), own)
+        columns[self.vocabulary :] = -1
         return columns
 
 

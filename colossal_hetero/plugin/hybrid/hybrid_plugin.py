@@ -26,6 +26,7 @@ from ...balance.config import BalanceConfig
 from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
+from ...gpu_over_gloo import support_gpus_over_gloo
 from ...pipeline_parallel.config import PlanConfig
 from ...pipeline_parallel.drift import DriftReport
 from ...planner.plans.plan import Plan
@@ -116,6 +117,7 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
             arguments = self._planned.arguments(arguments)
         check_world_size(arguments["tp_size"], arguments["pp_size"])
         micro_batches = self._micro_batches(arguments)
+        support_gpus_over_gloo()
         arguments, layers_per_chunk = split_off_layers_per_chunk(arguments)
         with nullcontext() if self._planned is None else self._planned.mesh(arguments.get("dp_outside", True)):
             super().__init__(**arguments)

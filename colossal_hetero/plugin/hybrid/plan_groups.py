@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch.distributed as dist
 
+from ...gpu_over_gloo import support_gpus_over_gloo
 from ...pipeline_parallel.communicators import make_group
-from ...planner.cluster.group_networks import Adapter, group_network, process_environment
+from ...planner.cluster.group_networks import Adapter, Network, group_network, process_environment
 from ...planner.cluster.topology import Topology
 from ...planner.plans.plan import Plan
 from .planned_mesh import MakeGroup, ordered_group
 
-__all__ = ["plan_groups", "set_adapter_variables"]
+__all__ = ["plan_groups", "set_adapter_variables", "usable_network"]
 
 
 def plan_groups(plan: Plan, topology: Topology, adapters: Mapping[str, Adapter] | None = None) -> MakeGroup:
@@ -39,20 +39,32 @@ def plan_groups(plan: Plan, topology: Topology, adapters: Mapping[str, Adapter] 
         )
 
     def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-        backend: Any = dist.get_backend()
         try:
             network = group_network(topology, [devices[rank] for rank in ranks])
         except ValueError:
             # The first and the last stage of a pipeline share a group, but may have no link.
             return ordered_group(ranks)
-        if network.backend != backend:
-            # The ranks run on other hardware than in the plan, or the user chose another backend.
-            if backend not in ("gloo", "nccl"):
-                return ordered_group(ranks)
-            network = dataclasses.replace(network, backend=backend, nccl_net=None)
-        return make_group(ranks, network, adapters=adapters, new_group=ordered_group)
+        usable = usable_network(network, dist.get_backend())
+        if usable is None:
+            return ordered_group(ranks)
+        group: dist.ProcessGroup = make_group(ranks, usable, adapters=adapters, new_group=ordered_group)
+        support_gpus_over_gloo(group)
+        return group
 
     return group_of
+
+
+def usable_network(network: Network, backend: str) -> Network | None:
+    """``network`` as ranks can use it whose default group has this ``backend``; None if it is not known how.
+
+    With ``cpu:gloo,cuda:nccl``, GPUs use NCCL among themselves, and Gloo in groups with a CPU. With one backend for all
+    devices, the ranks run on other hardware than in the plan, or the user chose it; then all groups use it.
+    """
+    if backend == network.backend or {"cpu:gloo", "cuda:nccl"} <= set(backend.split(",")):
+        return network
+    if backend in ("gloo", "nccl"):
+        return dataclasses.replace(network, backend=backend, nccl_net=None)  # type: ignore[arg-type]
+    return None
 
 
 def set_adapter_variables(adapters: Mapping[str, Adapter] | None) -> None:

@@ -21,11 +21,14 @@ from torch.utils.data import DataLoader, Dataset
 from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
+from ...gpu_over_gloo import support_gpus_over_gloo
 from ...planner.batches.allocation import Allocation
 from ...processes.ended_ranks import name_ended_ranks, watch_ranks
+from ...processes.every_rank import on_every_rank
 from ..part import TrainingObjects
 from ..uneven_batches import UnevenBatches
 from .lowest_zero_stage import configure_lowest_stage
+from .mixed_devices import device_of_this_rank, stages_for
 from .parameter_names import ParameterFacts, check_owned, name_groups, parameter_facts
 from .zero_checkpoints import StageCheckpointIO
 from .zero_stages import PRECISIONS, STAGES, Configured, options_by_stage, plugin_of_stage, synchronizer
@@ -54,6 +57,8 @@ class HeteroZeroPlugin(DPPluginBase):
     Raises:
         TypeError: the stage's plugin does not have an option.
         ValueError: an argument has an impossible value; the message lists the possible ones.
+
+    Some ranks may have a GPU and others a CPU, at stages 0 to 2 and over Gloo (see ``docs/data-parallel.md``).
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class HeteroZeroPlugin(DPPluginBase):
         **options: Any,
     ) -> None:
         super().__init__()
+        support_gpus_over_gloo()
         chosen = {"training_step": training_step} if training_step is not None else {}
         self.batches: BatchConfig = BatchConfig(
             global_batch_size=global_batch_size,
@@ -135,6 +141,8 @@ class HeteroZeroPlugin(DPPluginBase):
         objects = TrainingObjects(model, optimizer, criterion, dataloader, lr_scheduler)
         objects = self._uneven_batches.before_configure(self, objects)
         watch_ranks()
+        devices = on_every_rank(device_of_this_rank, "asking for the device of each rank")
+        self._stages = stages_for(self._stages, devices)
         facts = parameter_facts(model, optimizer)
         check_owned(model, optimizer, self._stages)
         self.stage, self._inner, objects = configure_lowest_stage(

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ...accelerator import get_accelerator
+from ...gpu_over_gloo import is_gpu_over_gloo
 from ...profiling.preserved_state import inner_optimizer
 from .zero_checkpoints import ShardedCheckpointIO
 
@@ -87,9 +88,10 @@ class _Replicas(TorchDDPPlugin):
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
-        if get_accelerator().name == "cpu":
-            # The parent's method converts BatchNorm to SyncBatchNorm, which runs only on GPUs.
-            model = TorchDDPModel(model, **self.ddp_kwargs)
+        if get_accelerator().name == "cpu" or is_gpu_over_gloo():
+            # The parent's method converts BatchNorm to SyncBatchNorm, which runs only on GPUs, so that in a job with
+            # GPUs and CPUs some ranks would wait for others that do not take part.
+            model = TorchDDPModel(model.to(get_accelerator().get_current_device()), **self.ddp_kwargs)
             if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
                 optimizer = OptimizerWrapper(optimizer)
         else:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ... import accelerator  # noqa: F401  (a quiet import of what transformers needs)
+from ...planner.profile.vit import IMAGE_SIZE, VITS
 
 __all__ = ["NamedModel", "build_model"]
 
@@ -38,11 +39,12 @@ def build_model(
     options: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
 ) -> NamedModel:
-    """Build ``timm:vit_tiny_patch16_224``, ``hf:gpt2`` or ``hf:/folder/with/config.json``.
+    """Build ``timm:vit_tiny_patch16_224``, ``hf:gpt2``, ``hf:/folder/with/config.json`` or ``vit-1b``.
 
     Args:
         name: ``timm:`` and a model of timm; or ``hf:`` and a model type of transformers, built with its default
-            configuration, or a folder with a ``config.json``.
+            configuration, or a folder with a ``config.json``; or one of
+            :data:`~colossal_hetero.planner.profile.vit.VITS`.
         image_size: width and height of images, in pixels; None is the model's default.
         sequence: tokens of a text.
         options: changes of the configuration, e.g. ``{"depth": 6}`` for timm or ``{"n_layer": 6}`` for GPT-2.
@@ -51,11 +53,24 @@ def build_model(
     Raises:
         ValueError: there is no such model, or it cannot be built with these arguments.
     """
+    if name in VITS:
+        options = _timm_options(name) | dict(options or {})
+        return _from_timm("vit_base_patch16_224", image_size or IMAGE_SIZE, sequence, options, torch.device(device))
     library, _, model = name.partition(":")
     builders = {"timm": _from_timm, "hf": _from_transformers}
     if library not in builders or not model:
-        raise ValueError(f"{name!r} is not a model name; write for example timm:vit_tiny_patch16_224 or hf:gpt2")
+        raise ValueError(
+            f"{name!r} is not a model name; write for example timm:vit_tiny_patch16_224 or hf:gpt2, or one of "
+            f"{', '.join(VITS)}"
+        )
     return builders[library](model, image_size, sequence, dict(options or {}), torch.device(device))
+
+
+def _timm_options(name: str) -> dict[str, Any]:
+    """What makes timm's ViT-Base the model ``name`` of :data:`VITS`."""
+    sizes = VITS[name]
+    widths = {"embed_dim": sizes.hidden, "depth": sizes.depth, "num_heads": sizes.heads, "patch_size": sizes.patch}
+    return widths | {"num_classes": CLASSES, "class_token": False, "global_pool": "avg"}
 
 
 def _from_timm(

@@ -31,7 +31,7 @@ class ProfileRequest:
     """The model to profile, the settings, and the output file; see :func:`.layer_profiler.profile_layers`."""
 
     model: str
-    """``timm:NAME`` or ``hf:NAME``."""
+    """See :func:`.named_models.build_model`."""
     out: Path
     """Profile file to write."""
     image_size: int | None = None

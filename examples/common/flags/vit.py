@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from colossal_hetero.planner.profile.vit import VITS
+
 from .parser import (
     IMAGE_SIZE,
     OneLineParser,
@@ -29,12 +31,20 @@ DEFAULT_SHAPE = {"hidden": 384, "depth": 2, "heads": 8, "patch": 8}
 
 
 class VitOptions(TensorParallelOptions):
-    """The command line. ``model`` names a timm model, or the sizes are given; None where a flag was not given."""
+    """The command line. ``model`` names a timm model or stands for sizes, or the sizes are given; None where a flag was
+    not given."""
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether the model is described by sizes, and not by the name of a timm model."""
+        return self.model is None or self.model in VITS
 
     def size(self, name: str) -> int:
-        """``hidden``, ``depth``, ``heads`` or ``patch``, or its default; for models without a timm name."""
+        """``hidden``, ``depth``, ``heads`` or ``patch``, or its default; for models that are described by sizes."""
         value = getattr(self, name)
-        return DEFAULT_SHAPE[name] if value is None else value
+        if value is not None:
+            return value
+        return DEFAULT_SHAPE[name] if self.model is None else getattr(VITS[self.model], name)
 
     @property
     def vit_sizes(self) -> dict[str, int]:
@@ -50,8 +60,12 @@ def _make_parser() -> OneLineParser:
     ranks = add_ranks_flag(parser)
     ranks.add_argument("--pp", type=int, metavar="N", default=1, help="pipeline stages (default 1)")
     add_plugin_flags(ranks)
-    model = parser.add_argument_group("model", "either a timm name or sizes")
-    model.add_argument("--model", metavar="NAME", help="a timm VisionTransformer, for example vit_tiny_patch16_224")
+    model = parser.add_argument_group("model", "either a name or sizes")
+    model.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"a timm VisionTransformer, for example vit_tiny_patch16_224; or SEMI's {' or '.join(VITS)}",
+    )
     for name, what in (("hidden", "embedding width"), ("depth", "blocks"), ("heads", "attention heads")):
         model.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default {DEFAULT_SHAPE[name]})")
     model.add_argument(
@@ -59,7 +73,7 @@ def _make_parser() -> OneLineParser:
         type=int,
         metavar="N",
         help=f"patch size in pixels; images are {IMAGE_SIZE} × {IMAGE_SIZE} (default {DEFAULT_SHAPE['patch']}, or the "
-        "timm model's)",
+        "named model's)",
     )
     add_data_flags(parser)
     training = add_training_flags(parser, epochs=20)
@@ -88,10 +102,11 @@ def check_options(options: VitOptions, world_size: int) -> Layout:
     if options.patch is not None:
         check_patch(options.patch)
     layout = options.layout(world_size, options.pp)
-    if options.model is None:
-        _check_sizes(options, layout)
-    elif given := [f"--{name}" for name in ("hidden", "depth", "heads") if getattr(options, name) is not None]:
+    given = [f"--{name}" for name in ("hidden", "depth", "heads") if getattr(options, name) is not None]
+    if options.model is not None and given:
         raise UsageError(f"{', '.join(given)} cannot be combined with --model {options.model}, which has its own sizes")
+    if options.has_sizes:
+        _check_sizes(options, layout)
     options.check_balancing(layout)
     return layout
 
@@ -100,4 +115,5 @@ def _check_sizes(options: VitOptions, layout: Layout) -> None:
     hidden, heads = options.size("hidden"), options.size("heads")
     if hidden % heads:
         raise UsageError(f"--heads {heads} does not divide --hidden {hidden}; use a divisor of {hidden}")
-    check_model_sizes("this model", {"heads": {heads}, "MLP features": {4 * hidden}}, options.size("depth"), layout)
+    name = options.model or "this model"
+    check_model_sizes(name, {"heads": {heads}, "MLP features": {4 * hidden}}, options.size("depth"), layout)

@@ -84,6 +84,10 @@ def _kept_by_norm() -> list[tuple[list[int], list[int]]]:
     results = []
     for block in training.blocks:
         x, weight = block.matrices
+        if len(block.inputs) == 1 and block.places[0][0].parts == 1:
+            # An MLP: choosing units in every iteration does not copy its weights.
+            for matrix, layer in ((x, block.output), (weight, block.inputs[0])):
+                assert matrix.data_ptr() == layer.weight.data_ptr(), block.name
         if max(len(x), len(weight)) > SAMPLED_ROWS:
             # In a block with so many rows, norms are estimated.
             continue

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from colossal_hetero.layers import hetero_layers
 from tests.support.harness import run_ranks
 from tests.support.migration_runs import ITERATIONS, Watch, assert_equal, seeded_migrating_run, slow
-from tests.support.training import no_straggler, tiny_vit, train
+from tests.support.sharding import shard
+from tests.support.training import batch, no_straggler, tiny_vit, train
 
 
 def check_compiled() -> None:
@@ -29,3 +36,46 @@ def check_compiled() -> None:
 
 def test_migration_is_exact_in_a_compiled_model() -> None:
     run_ranks(2, check_compiled)
+
+
+def check_idle() -> None:
+    plain, compiled = (shard(tiny_vit(depth=1)) for _ in range(2))
+    compiled.blocks[0].attn.compile(backend="eager")
+    compiled.blocks[0].mlp.compile(backend="eager")
+    images, _ = batch()
+    for model in (plain, compiled):
+        model(images).square().sum().backward()
+    for expected, actual in zip(plain.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(actual.grad, expected.grad)
+
+
+def test_idle_layers_of_a_compiled_model_compute_the_same() -> None:
+    run_ranks(2, check_idle)
+
+
+def files_that_run(layer: nn.Module) -> set[str]:
+    """The files of all Python functions that a forward pass of ``layer`` calls."""
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        files.add(frame.f_code.co_filename)
+
+    x = torch.randn(2, layer.in_features)
+    sys.setprofile(note)
+    try:
+        layer(x)
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def check_files() -> None:
+    for layer in hetero_layers(shard(tiny_vit(depth=1))).values():
+        files = files_that_run(layer)
+        assert any(file.endswith("layers/linear.py") for file in files)
+        assert not any(file.endswith("torch/_dynamo/eval_frame.py") for file in files), layer
+
+
+def test_an_idle_layer_does_not_switch_the_compiler_off() -> None:
+    """That would take the host as long as launching a kernel."""
+    run_ranks(1, check_files)

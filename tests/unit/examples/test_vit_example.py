@@ -17,6 +17,7 @@ from PIL import Image
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.report.records import IterationRecord, RankRecord
 from colossal_hetero.balance.report.timeline import IterationTimeline, Segment, Timelines
+from colossal_hetero.profiling.layers.named_models import build_model
 from examples.common.flags.parser import UsageError
 from examples.common.flags.tensor_parallel import Layout
 from examples.common.flags.vit import VitOptions, check_options, parse_options
@@ -82,6 +83,8 @@ def test_tensor_parallel_groups_are_consecutive_ranks():
         ("--lr nan", 2, ["--lr nan", "positive"]),
         ("--pp 2 --batch-size 7", 2, ["--batch-size 7", "--pp 2"]),
         ("--model vit_tiny_patch16_224 --hidden 64", 2, ["--hidden", "--model"]),
+        ("--model vit-1b --depth 2", 2, ["--depth", "--model vit-1b"]),
+        ("--model vit-3b --tp 9", 9, ["--tp 9", "48 heads of vit-3b"]),
         ("--resize-ratio 1", 2, ["--resize-ratio 1", "[0, 1)"]),
         ("--resize-ratio half", 2, ["--resize-ratio half", "auto"]),
         ("--max-resize -0.1", 2, ["--max-resize -0.1", "[0, 1)"]),
@@ -178,6 +181,21 @@ def test_a_timm_model_is_adapted_to_the_image_size():
     chosen = options("--model vit_tiny_patch16_224 --patch 8")
     check_model(chosen, Layout(3, 1, 1, 64, 1))
     assert build_chosen_vit(chosen, classes=5)(torch.zeros(1, 3, 32, 32)).shape == (1, 5)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("vit-1b", 1.2), ("vit-3b", 2.7)])
+def test_the_models_of_semi_have_their_number_of_parameters(name, billions):
+    chosen = options(f"--model {name}")
+    check_options(chosen, 8)
+    with torch.device("meta"):
+        model = build_chosen_vit(chosen, classes=10)
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(billions * 1e9, rel=0.02)
+    assert len(model.pos_embed[0]) == 64
+    # ``colossal-hetero profile --model`` builds the same.
+    profiled = build_model(name, device="meta").model
+    assert {key: value.shape for key, value in profiled.state_dict().items()} == {
+        key: value.shape for key, value in model.state_dict().items()
+    }
 
 
 def test_weights_depend_only_on_the_seed():

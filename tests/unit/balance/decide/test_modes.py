@@ -129,6 +129,16 @@ def test_plans_are_possible_and_do_not_harm(group: list[RankTimes], mode: str, c
     assert predicted_seconds(group, FREE, plan) <= predicted_seconds(group, FREE, BalancePlan.idle(len(group)))
 
 
+@pytest.mark.parametrize("mode", ["semi", "auto"])
+def test_rounding_to_steps_does_not_exceed_the_cap(mode: str) -> None:
+    """0.3 is no multiple of the steps; the next one is above it. Each layer's ratio must stay below the cap."""
+    group = [RankTimes(1.0, 0.9), RankTimes(4.0, 3.9), RankTimes(4.0, 3.9)]
+    config = BalanceConfig(mode=mode, max_resize=0.3, priority="priority-diff")  # type: ignore[arg-type]
+    ratio = max(decide(group, Costs(migrate_fixed_seconds=0.5), config, BalancePlan.idle(3)).resize)
+    assert 0.29999 < ratio <= 0.3
+    assert layer_ratios(ratio, [0.5, 0.1], [1.0, 1.0], config) == pytest.approx([0.3, 0.3], rel=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["migrate", "auto"])
 def test_one_straggler_is_brought_to_the_bound(mode: str) -> None:
     for ranks, slowdown in ((2, 8.0), (2, 1.5), (8, 8.0), (8, 1.5)):

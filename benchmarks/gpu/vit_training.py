@@ -1,0 +1,101 @@
+"""A vision transformer that all ranks of the default process group train as one tensor-parallel group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+
+import colossal_hetero.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
+
+# isort: split
+from colossalai.accelerator import get_accelerator
+from colossalai.booster import Booster
+
+from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
+from colossal_hetero.testing.stragglers import Stragglers, inject_stragglers
+
+from .part import Machine
+
+__all__ = ["Shape", "VitTraining", "shape_for"]
+
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a vision transformer and of its batch."""
+
+    width: int
+    depth: int
+    heads: int
+    image: int
+    patch: int
+    batch: int
+
+    def build(self) -> VisionTransformer:
+        """The model, always with the same weights."""
+        torch.manual_seed(1)
+        return VisionTransformer(
+            img_size=self.image,
+            patch_size=self.patch,
+            embed_dim=self.width,
+            depth=self.depth,
+            num_heads=self.heads,
+            num_classes=CLASSES,
+        )
+
+    def samples(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images and labels of a batch, always the same."""
+        generator = torch.Generator().manual_seed(2)
+        images = torch.randn(self.batch, 3, self.image, self.image, generator=generator)
+        return images.to(device), torch.randint(0, CLASSES, (self.batch,), generator=generator).to(device)
+
+
+def shape_for(machine: Machine, full: Shape) -> Shape:
+    """``full``, or sizes that a CPU runs in a moment."""
+    return Shape(width=32, depth=2, heads=4, image=8, patch=4, batch=4) if machine.is_tiny else full
+
+
+class VitTraining:
+    """Trains the same batch again and again in single precision.
+
+    Args:
+        device: of this rank.
+        shape: sizes of the model and the batch.
+        balance: what the plugin does about slow ranks.
+        slowdowns: by rank, how often it computes each product; ranks that are missing compute it once.
+    """
+
+    def __init__(
+        self, device: torch.device, shape: Shape, balance: BalanceConfig, slowdowns: Mapping[int, float] | None = None
+    ) -> None:
+        model = shape.build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.plugin = HeteroHybridParallelPlugin(
+            tp_size=dist.get_world_size(), pp_size=1, precision="fp32", balance=balance
+        )
+        self._booster = Booster(plugin=self.plugin)
+        self.model, self.optimizer, *_ = self._booster.boost(model, optimizer)
+        if slowdowns:
+            inject_stragglers(self.model, self.optimizer, Stragglers(slowdowns=slowdowns))
+        self.images, self.labels = shape.samples(device)
+        self.losses: list[float] = []
+
+    def iterate(self) -> float:
+        """Train one iteration; its seconds. The loss is added to ``losses``."""
+        get_accelerator().synchronize()
+        begin = time.perf_counter()
+        loss = F.cross_entropy(self.model(self.images), self.labels)
+        self._booster.backward(loss, self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        get_accelerator().synchronize()
+        seconds = time.perf_counter() - begin
+        self.losses.append(loss.item())
+        return seconds
