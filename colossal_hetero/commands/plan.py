@@ -153,7 +153,7 @@ def plan(
                 plot_plan(best, plot)
     console = make_console()
     console.print(render(plans))
-    _print(console, f"{one_line(best)}\n\n{training_call(best, str(out or 'plan.json'))}")
+    _print(console, f"{one_line(best)}\n\n{training_call(best, str(out or 'plan.json'), overlap=overlap)}")
     if out is None:
         _print(console, "\n# --out plan.json writes this plan to that file")
 
