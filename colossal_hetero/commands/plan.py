@@ -61,6 +61,12 @@ STATUS_AFTER_SECONDS = 1.0
 @click.option(
     "--unequal", is_flag=True, help="Also plans whose replicas have unequal stages. Such plans cannot be run yet."
 )
+@click.option(
+    "--overlap",
+    is_flag=True,
+    help="Communication between replicas overlaps with passes: ZeRO stage 1 with overlap_communication and "
+    "overlap_allgather. Only for the schedule 1f1b.",
+)
 @click.option("--runnable", is_flag=True, hidden=True)
 @click.option("--symmetric", is_flag=True, hidden=True)
 @click.option(
@@ -86,6 +92,7 @@ def plan(
     schedules: tuple[Schedule, ...],
     model_chunks: tuple[int, ...],
     unequal: bool,
+    overlap: bool,
     runnable: bool,
     symmetric: bool,
     memory_reserve: float | None,
@@ -132,6 +139,7 @@ def plan(
                 runnable=not unequal,
                 keep=top,
                 compare=True,
+                overlap=overlap,
                 cluster_file=cluster.name,
                 profile_file=profile.name,
             )
@@ -145,7 +153,7 @@ def plan(
                 plot_plan(best, plot)
     console = make_console()
     console.print(render(plans))
-    _print(console, f"{one_line(best)}\n\n{training_call(best, str(out or 'plan.json'))}")
+    _print(console, f"{one_line(best)}\n\n{training_call(best, str(out or 'plan.json'), overlap=overlap)}")
     if out is None:
         _print(console, "\n# --out plan.json writes this plan to that file")
 

@@ -33,13 +33,53 @@ def reduce_scatter(
     return dist.reduce_scatter_tensor(output.view(-1), inputs, op, group, async_op)
 
 
+class _PartsInFlight:
+    """A sum of which every rank gets its part, as the handle of a collective.
+
+    Args:
+        output: this rank's part of the sum.
+        input: all parts of this rank; must not change before :meth:`wait`.
+        ranks: global ranks of the group.
+        group: the ranks that sum.
+    """
+
+    def __init__(
+        self, output: torch.Tensor, input: torch.Tensor, ranks: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
+        self._output = output
+        self._parts = list(input.detach().view(-1).split(output.numel()))
+        self._own = ranks.index(dist.get_rank())
+        self._received = [torch.empty_like(part) for part in self._parts]
+        self._received[self._own] = self._parts[self._own]
+        self._messages: list[dist.Work | None] = []
+        for index, rank in enumerate(ranks):
+            if index != self._own:
+                self._messages.append(dist.isend(self._parts[index], rank, group, TAG))
+                self._messages.append(dist.irecv(self._received[index], rank, group, TAG))
+
+    def is_completed(self) -> bool:
+        return not self._messages
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for the parts of the other ranks, and add them in the order of the ranks."""
+        if self._messages:
+            for message in self._messages:
+                if message is not None:
+                    message.wait()
+            total = self._received[0].clone() if self._own == 0 else self._received[0]
+            for part in self._received[1:]:
+                total += part
+            self._output.detach().view(-1).copy_(total)
+            self._messages, self._parts, self._received = [], [], []
+        return True
+
+
 def sent_directly(reduce_scatter_tensor: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.distributed.reduce_scatter_tensor``, in which every rank sends the others their parts and adds its own.
 
     Gloo's implementation sums all parts on all ranks. That sends twice as much and takes more than twice the CPU time,
-    which matters on a rank that has little of it: FSDP (stage 3) and ZeRO stage 2 sum the gradients of every
-    micro-batch. The parts are added in the order of the ranks. Other backends, other operations than a sum, and calls
-    that do not wait use the given function.
+    which matters on a rank that has little of it: FSDP (stage 3) and ZeRO stages 1 and 2 sum gradients. The parts are
+    added in the order of the ranks. Other backends and other operations than a sum use the given function.
     """
 
     @functools.wraps(reduce_scatter_tensor)
@@ -49,29 +89,18 @@ def sent_directly(reduce_scatter_tensor: Callable[..., Any]) -> Callable[..., An
         op: Any = dist.ReduceOp.SUM,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
-    ) -> dist.Work | None:
+    ) -> Any:
         group = group or dist.group.WORLD
         assert group is not None
-        is_simple = op == dist.ReduceOp.SUM and not async_op and output.is_contiguous() and input.is_contiguous()
+        is_simple = op == dist.ReduceOp.SUM and output.is_contiguous() and input.is_contiguous()
         ranks = [] if dist.get_rank(group) < 0 else dist.get_process_group_ranks(group)
         fits = input.numel() == output.numel() * len(ranks) and output.dtype == input.dtype
         if not (is_simple and fits and len(ranks) > 1 and input.device.type == "cpu" and _is_gloo(group)):
             return reduce_scatter_tensor(output, input, op, group, async_op)
-        own = ranks.index(dist.get_rank())
-        parts = list(input.detach().view(-1).split(output.numel()))
-        received = [parts[own] if index == own else torch.empty_like(parts[own]) for index in range(len(ranks))]
-        pending = []
-        for index, rank in enumerate(ranks):
-            if index != own:
-                pending.append(dist.isend(parts[index], rank, group, TAG))
-                pending.append(dist.irecv(received[index], rank, group, TAG))
-        for message in pending:
-            if message is not None:
-                message.wait()
-        total = received[0].clone() if own == 0 else received[0]
-        for part in received[1:]:
-            total += part
-        output.detach().view(-1).copy_(total)
+        work = _PartsInFlight(output, input, ranks, group)
+        if async_op:
+            return work
+        work.wait()
         return None
 
     return run

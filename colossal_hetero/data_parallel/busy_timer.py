@@ -7,7 +7,8 @@
   the backward pass has not ended, since the sum of gradients is not complete. The fast ranks spend the rest of the
   iteration here. This also holds what the collective itself takes, which does not depend on the division,
 - *step*: the optimizer's step without collectives. In stage 0 no collective follows it, so the next sum of gradients
-  starts later by this time on this rank; it is work. In stages 1 to 3 all ranks synchronize their parameters after it,
+  starts later by this time on this rank; it is work. In stages 1 to 3 all ranks synchronize their parameters after it
+  or in the next forward pass,
 - *work*: everything else between the first ``__next__`` and the optimizer's step: forward pass, loss, backward pass,
   and what the training loop does in between.
 

@@ -76,9 +76,10 @@ RULES: dict[str, set[str]] = {
     "pipeline_parallel": {"io", "planner/*", "profiling", "profiling/*"},
     "probe": {"processes", "planner/cluster", "profiling"},
     "plugin": {"accelerator", "planner/batches", "data_parallel", "data_parallel/training_loop", "profiling/batches"},
+    "plugin/overlap": {"accelerator"},
     "plugin/hybrid": {
         *("io", "processes", "accelerator", "gpu_over_gloo", "layers", "planner/*", "balance", "balance/*"),
-        *("profiling", "profiling/*", "data_parallel", "pipeline_parallel", "plugin"),
+        *("profiling", "profiling/*", "data_parallel", "pipeline_parallel", "plugin", "plugin/overlap"),
     },
     "plugin/zero": {
         "gpu_over_gloo",
@@ -89,6 +90,7 @@ RULES: dict[str, set[str]] = {
         "profiling/*",
         "data_parallel",
         "plugin",
+        "plugin/overlap",
     },
     "testing": {"io", "layers"},
     "commands": {"io", "processes", "planner/*", "probe", "profiling", "profiling/*"},

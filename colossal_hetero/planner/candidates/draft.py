@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster.topology import Channel, Topology
+from ..plans.overlap import exposed_seconds
 from ..plans.plan import Plan
 from ..plans.predict import StageGroup, finished_plan, finished_replica
 from ..profile.layer_costs import LayerCosts
@@ -46,7 +47,7 @@ class Draft:
     costs: list[PipelineCost]
     """By pipeline."""
     synchronization_seconds: float
-    """Of gradients over the pipelines, per iteration."""
+    """Of gradients over the pipelines, per iteration; with overlap only what no pass hides."""
 
     @property
     def rows(self) -> list[list[Place]]:
@@ -110,11 +111,19 @@ def divide_micro_batches(fill: Sequence[float], longest: Sequence[float], micro_
 
 
 class DraftBuilder:
-    """Builds drafts. Results for slots that are alike are computed once and then looked up."""
+    """Builds drafts. Results for slots that are alike are computed once and then looked up.
 
-    def __init__(self, topology: Topology, method: str) -> None:
+    Args:
+        topology: Machines.
+        method: How the layers of a pipeline are split into stages.
+        overlap: Whether communication between pipelines overlaps with passes, see
+            :func:`~colossal_hetero.planner.plans.overlap.exposed_seconds`.
+    """
+
+    def __init__(self, topology: Topology, method: str, *, overlap: bool = False) -> None:
         self.topology = topology
         self.method = method
+        self.overlap = overlap
         self._node_of = [device.node for device in topology.devices]
         self._cluster_of = [node.cluster for node in topology.nodes]
         self._splits: dict[object, Split | str] = {}
@@ -236,6 +245,9 @@ class DraftBuilder:
             synchronization = self.synchronize(pool, _in_order(places, splits), [cut.bounds for cut in splits])
         except ValueError as error:
             return str(error)
+        if self.overlap:
+            passes = [each for cost in costs for each in zip(cost.forward_seconds, cost.backward_seconds, strict=True)]
+            synchronization = exposed_seconds(synchronization, passes)
         groups = [tuple(np.bincount([kind for kind, _ in each], minlength=len(pool.kinds)).tolist()) for each in places]
         return Draft(
             pool, groups, [list(each) for each in places], list(splits), list(counts), list(costs), synchronization

@@ -11,8 +11,16 @@ from .predict import predict_plan
 __all__ = ["compare_with_launch_order"]
 
 
-def compare_with_launch_order(topology: Topology, profile: ModelProfile, plan: Plan) -> str | None:
+def compare_with_launch_order(
+    topology: Topology, profile: ModelProfile, plan: Plan, *, overlap: bool = False
+) -> str | None:
     """What an iteration would take in Colossal-AI's own order of ranks, with equal stages and with the plan's stages.
+
+    Args:
+        topology: Machines.
+        profile: Of the model's layers.
+        plan: What is compared.
+        overlap: As it was planned with, see :func:`~colossal_hetero.planner.plans.predict.predict_plan`.
 
     Returns:
         One line of text for the plan's notes. None if there is nothing to compare: the plan is in that order and has
@@ -29,7 +37,13 @@ def compare_with_launch_order(topology: Topology, profile: ModelProfile, plan: P
     for name, bounds in (("equal stages", None), ("these stages", planned_bounds)):
         try:
             other = predict_plan(
-                topology, profile, ranks, micro_batch=plan.micro_batch, global_batch=plan.global_batch, bounds=bounds
+                topology,
+                profile,
+                ranks,
+                micro_batch=plan.micro_batch,
+                global_batch=plan.global_batch,
+                bounds=bounds,
+                overlap=overlap,
             )
         except ValueError as error:
             return f"with ranks in the order of launch this plan is not possible: {error}"

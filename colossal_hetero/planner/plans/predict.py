@@ -13,6 +13,7 @@ from ..schedules.pass_order import Schedule
 from ..schedules.zero_bubble import GraphSeconds
 from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
 from ..stages.split_methods import split
+from .overlap import exposed_seconds
 from .plan import Plan, Replica, StagePlan
 
 __all__ = [
@@ -35,6 +36,7 @@ def predict_plan(
     bounds: Sequence[int] | None = None,
     method: str = "uniform",
     notes: Sequence[str] = (),
+    overlap: bool = False,
 ) -> Plan:
     """The plan with these ranks in these places, with its predicted times and memory.
 
@@ -49,6 +51,8 @@ def predict_plan(
         method: One of :data:`~colossal_hetero.planner.stages.split_methods.METHODS`. If ``bounds`` are given, it is
             only written into the plan.
         notes: Written into the plan, for its readers.
+        overlap: Whether communication between replicas overlaps with passes, see
+            :func:`~colossal_hetero.planner.plans.overlap.exposed_seconds`.
 
     Raises:
         ValueError: The global batch cannot be divided into these micro-batches, the bounds do not fit the model, a
@@ -88,6 +92,10 @@ def predict_plan(
         for slot, (start, stop) in zip(pipelines[0].slots, pairwise(bounds), strict=True)
     ]
     synchronization = summing_seconds(topology, ranks, gradient_bytes)
+    if overlap:
+        stages_of_all = [stage for replica in written for stage in replica.stages]
+        passes = [(stage.forward_seconds, stage.backward_seconds) for stage in stages_of_all]
+        synchronization = exposed_seconds(synchronization, passes)
     return finished_plan(profile, written, method, degree, micro_batch, synchronization, notes)
 
 

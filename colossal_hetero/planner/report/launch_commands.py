@@ -20,7 +20,7 @@ MAX_NUMBERS = 12
 """Up to so many numbers, a list is written out; longer lists are written as sums of repeated numbers."""
 
 
-def training_call(plan: Plan, path: str = "plan.json") -> str:
+def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False) -> str:
     """The commands that launch the plan, and the Python that makes the plugin for it.
 
     If Colossal-AI's own plugin can run the plan too, the Python for that follows. If the plan cannot be run, the text
@@ -29,6 +29,7 @@ def training_call(plan: Plan, path: str = "plan.json") -> str:
     Args:
         plan: The plan.
         path: Path of the plan's file.
+        overlap: Whether the plan counts on communication that overlaps with passes.
     """
     problem = why_not_runnable(plan)
     if problem is not None:
@@ -36,15 +37,18 @@ def training_call(plan: Plan, path: str = "plan.json") -> str:
     (micro_batches,) = {replica.micro_batches for replica in plan.replicas}
     samples = micro_batches * plan.micro_batch
     stages = len(plan.layers_per_stage)
+    options = ", zero_stage=1, overlap_communication=True, overlap_allgather=True" if overlap else ""
     lines = [
         *launch_lines(plan),
         "",
         "from colossal_hetero import HeteroHybridParallelPlugin",
-        f'plugin = HeteroHybridParallelPlugin(plan="{path}", precision="{plan.precision}")',
+        f'plugin = HeteroHybridParallelPlugin(plan="{path}", precision="{plan.precision}"{options})',
         f"# the data loader of every replica gives {count(samples, 'sample')} per step: "
         f"{count(micro_batches, 'micro-batch')} of {plan.micro_batch}",
     ]
     lines.append("# train with booster.execute_pipeline(...), which divides them")
+    if overlap and plan.precision == "fp32":
+        lines.append("# Colossal-AI refuses zero_stage=1 in fp32: use bf16 or fp16")
     if plan.schedule == "zbv":
         lines.append("# the first stage has the loss; batches cannot be evaluated in this schedule")
     return "\n".join([*lines, "", *_colossal_call(plan, stages)])

@@ -49,6 +49,7 @@ def make_plans(
     all_devices: bool = False,
     keep: int = 5,
     compare: bool = False,
+    overlap: bool = False,
     cluster_file: str = "",
     profile_file: str = "",
 ) -> list[RankedPlan]:
@@ -72,6 +73,9 @@ def make_plans(
         keep: How many plans to return, at most.
         compare: Whether the best plan also says what uniform stages would take (``uniform_seconds``), which takes a
             second search, and what Colossal-AI's own order of ranks would take (``notes``).
+        overlap: Whether communication between replicas overlaps with passes, as with ZeRO stage 1 and Colossal-AI's
+            options ``overlap_communication`` and ``overlap_allgather``; only for ``1f1b``. See
+            :func:`~colossal_hetero.planner.plans.overlap.exposed_seconds`.
         cluster_file: Name of the cluster file, for the plans' ``cluster`` field.
         profile_file: Name of the profile file, for the plans' ``profile`` field.
 
@@ -90,11 +94,13 @@ def make_plans(
                 f"use 1 to {profile.blocks} stages"
             )
     check_schedules(schedules, model_chunks, method)
+    if overlap and set(schedules) != {"1f1b"}:
+        raise ValueError(f"overlap is predicted for the schedule 1f1b only, not for {', '.join(schedules)}")
     sizes = micro_batch_sizes(profile, global_batch, micro_batches)
     pools = slot_pools(topology, profile, global_batch, sizes, degrees_to_try(topology, profile, tensor_parallel))
 
     def search_by(method: str) -> PlanSearch:
-        builder = DraftBuilder(topology, method)
+        builder = DraftBuilder(topology, method, overlap=overlap)
         return PlanSearch(topology, pools, builder, stages, runnable=runnable, all_devices=all_devices)
 
     uniform = search_by("uniform") if compare and method != "uniform" else None
@@ -143,7 +149,7 @@ def make_plans(
             if uniform and not seconds:
                 notes.append(f"no plan with uniform stages: {why_nothing(topology, profile, uniform)}")
             best = best.model_copy(update={"uniform_seconds": min(seconds, default=None)})
-        launch_order = compare_with_launch_order(topology, profile, best)
+        launch_order = compare_with_launch_order(topology, profile, best, overlap=overlap)
         best = best.model_copy(update={"notes": (*notes, launch_order) if launch_order else tuple(notes)})
     plans = [best, *(each.plan for each in ranked[1:])]
     return [RankedPlan(plan.model_copy(update=changes), each.reason) for plan, each in zip(plans, ranked, strict=True)]

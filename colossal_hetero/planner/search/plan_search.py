@@ -313,7 +313,7 @@ class PlanSearch:
         if self.builder.method != "exact":
             return
         uniform = copy.copy(self)
-        uniform.builder = DraftBuilder(self.topology, "uniform")
+        uniform.builder = DraftBuilder(self.topology, "uniform", overlap=self.builder.overlap)
         uniform.drafts, uniform.lower_bounds, uniform.problems = {}, {}, {}
         uniform._look_through()
         for draft in uniform.found()[:1]:

@@ -31,6 +31,7 @@ from ...pipeline_parallel.config import PlanConfig
 from ...pipeline_parallel.drift import DriftReport
 from ...planner.plans.plan import Plan
 from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch_ranks
+from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
 from ..uneven_batches import UnevenBatches
@@ -119,6 +120,7 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         micro_batches = self._micro_batches(arguments)
         support_gpus_over_gloo()
         arguments, layers_per_chunk = split_off_layers_per_chunk(arguments)
+        arguments, self._overlapped = split_off_overlap(arguments)
         with nullcontext() if self._planned is None else self._planned.mesh(arguments.get("dp_outside", True)):
             super().__init__(**arguments)
         # ZeRO stage 2 divides gradients among ranks after every backward pass, so it must sum them every time.
@@ -196,7 +198,7 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         watch_ranks()
         for part in self._parts:
             objects = part.before_configure(self, objects)
-        with self._balancing.hetero_layers(self, objects.model), unequal_layer_counts():
+        with self._balancing.hetero_layers(self, objects.model), unequal_layer_counts(), self._overlapped():
             objects = TrainingObjects(*super().configure(*objects))
         if objects.optimizer is not None:
             for part in self._parts:
@@ -255,9 +257,10 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
                 return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
 
         def execute(criterion: Callable) -> dict:
-            return super(HeteroHybridParallelPlugin, self).execute_pipeline(
-                data_iter, model, criterion, *args, **kwargs
-            )
+            with summing_in_passes(self.scheduler, args[0] if args else kwargs.get("optimizer")):
+                return super(HeteroHybridParallelPlugin, self).execute_pipeline(
+                    data_iter, model, criterion, *args, **kwargs
+                )
 
         with naming_ended_ranks():
             uneven = self._uneven_batches

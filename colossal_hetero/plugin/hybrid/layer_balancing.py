@@ -18,7 +18,7 @@ from ...balance.config import BalanceConfig
 from ...balance.measure.clock import IterationClock, make_clock
 from ...layers.policy import hetero_policy
 from ..part import PluginPart, TrainingObjects
-from .timed_collectives import time_collectives, time_end_of_backward
+from .timed_collectives import time_collectives, time_end_of_backward, time_late_parameters
 
 __all__ = ["LayerBalancing"]
 
@@ -66,6 +66,7 @@ class LayerBalancing(PluginPart):
             _count_waiting_between_passes(plugin.scheduler, optimizer, clock)
         elif plugin.scheduler is None:
             time_end_of_backward(optimizer, lambda: balancer.running_clock)
+        time_late_parameters(optimizer, lambda: balancer.running_clock)
         _complete_gradients_before_use(optimizer, balancer)
         _tick_on_step(optimizer, balancer)
         _drop_gradients_on_zero_grad(optimizer, balancer)

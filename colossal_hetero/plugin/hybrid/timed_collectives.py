@@ -10,13 +10,15 @@ In these collectives a rank waits for slower ones, so their time must not count 
 
 Balanced layers call ``torch.distributed`` themselves and mark the clock with their kind. Messages between two ranks
 (mode ``ring`` of sequence parallelism, ring attention) and ZeRO's reductions and gathers are not timed, except for what
-remains at the end of the backward pass: with overlap they run on another stream, which the clock does not see.
+a rank waits for: the sum of gradients at the end of the backward pass, and parameters that the forward pass needs while
+they are still gathered (:func:`time_late_parameters`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +29,9 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ...balance.measure.clock import IterationClock
+from ..overlap.overlapped_optimizer import OverlappedZeroOptimizer
 
-__all__ = ["time_collectives", "time_end_of_backward"]
+__all__ = ["time_collectives", "time_end_of_backward", "time_late_parameters"]
 
 MODULES: tuple[ModuleType, ...] = (_operation, loss, utils, hybrid_parallel_plugin)
 """Colossal-AI's modules whose collectives are timed. Each has ``torch.distributed`` under the name ``dist``."""
@@ -107,3 +110,22 @@ def time_end_of_backward(optimizer: OptimizerWrapper, clock_now: Callable[[], It
         return result
 
     optimizer.backward = timed_backward
+
+
+def time_late_parameters(optimizer: OptimizerWrapper, clock_now: Callable[[], IterationClock | None]) -> None:
+    """Count as communication what a forward pass waits for parameters that are gathered late.
+
+    ``clock_now`` returns the clock of the iteration that is running, or None if it is not measured.
+    """
+
+    @contextmanager
+    def timed() -> Iterator[None]:
+        clock = clock_now()
+        if clock is not None:
+            clock.mark("other")
+        yield
+        if clock is not None:
+            clock.mark("communication")
+
+    if isinstance(optimizer, OverlappedZeroOptimizer) and optimizer.late_parameters is not None:
+        optimizer.late_parameters.waiting = timed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader
 from ...accelerator import get_accelerator
 from ...gpu_over_gloo import is_gpu_over_gloo
 from ...profiling.preserved_state import inner_optimizer
+from ..overlap.overlapped_optimizer import overlapped_optimizers
 from .zero_checkpoints import ShardedCheckpointIO
 
 __all__ = ["PRECISIONS", "STAGES", "options_by_stage", "plugin_of_stage", "synchronizer"]
@@ -108,7 +110,14 @@ class _Replicas(TorchDDPPlugin):
 
 
 class _ShardedStates(LowLevelZeroPlugin):
-    """Stages 1 and 2: Colossal-AI's ZeRO plugin, whose optimizer supports ``clip_grad_by_norm``."""
+    """Stages 1 and 2: Colossal-AI's ZeRO plugin, whose communication overlaps with computation on every device, and
+    whose optimizer supports ``clip_grad_by_norm``."""
+
+    def __init__(self, *, overlap_allgather: bool = False, **options: Any) -> None:
+        # Groups of groups and 8-bit messages are left to Colossal-AI's optimizer.
+        self._is_overlapped = options.get("extra_dp_size", 1) == 1 and not options.get("fp8_communication", False)
+        self._gathers_late = overlap_allgather and self._is_overlapped
+        super().__init__(overlap_allgather=overlap_allgather and not self._is_overlapped, **options)
 
     def configure(
         self,
@@ -118,7 +127,8 @@ class _ShardedStates(LowLevelZeroPlugin):
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
-        configured = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        with overlapped_optimizers(self._gathers_late) if self._is_overlapped else nullcontext():
+            configured = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         if isinstance(configured[1], LowLevelZeroOptimizer):
             configured[1].clip_grad_by_norm = MethodType(_clip_in_step, configured[1])
         return configured

@@ -261,6 +261,20 @@ def test_the_memory_reserve_is_not_planned_with(files: tuple[Path, Path], tmp_pa
     assert "V100-16 has a memory reserve of 16 GB and 16 GB of memory" in message
 
 
+def test_synchronization_that_passes_hide_is_not_counted(files: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    plain = output("plan", *files, "--global-batch", 16, "--out", out)
+    before = load_plan(out)
+    overlapped = output("plan", *files, "--global-batch", 16, "--overlap", "--out", out)
+    after = load_plan(out)
+    assert before.synchronization_seconds > 0 == after.synchronization_seconds
+    assert after.iteration_seconds < before.iteration_seconds
+    options = "zero_stage=1, overlap_communication=True, overlap_allgather=True"
+    assert options in overlapped and options not in plain
+    message = failure("plan", *files, "--global-batch", 16, "--overlap", "--schedule", "1f1b,zbv")
+    assert "overlap is predicted for the schedule 1f1b only, not for 1f1b, zbv" in message
+
+
 def test_plans_of_other_schedules_are_printed_and_simulated(files: tuple[Path, Path], tmp_path: Path) -> None:
     out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     options = ("--global-batch", 4, "--out", out)

@@ -1,0 +1,193 @@
+"""Parameters that are gathered after the optimizer's step, while the next forward pass computes with earlier ones.
+
+[Note: late parameters] While a parameter is gathered, its class is a subclass, :class:`LateParameter`. Every function
+of torch that gets such a parameter and reads its values first waits for it. Then the parameter has its own class again.
+(torch's uninitialized parameters change their class in the same way.) So it does not matter who reads a parameter: the
+layer that has it, another layer (``MultiheadAttention`` reads the weight of a module inside, language models that of
+the embedding), a checkpoint, an evaluation, a copy of the model, another model that shares the parameter, or a list of
+parameters that was made before. Only a tensor that was made of its memory before, such as ``parameter.data``, does not
+wait.
+
+Kernels of other packages may read the memory of a tensor without a function of torch. Therefore a module also waits for
+the parameters that it has itself before its forward pass. ``torch.compile`` sees neither; do not use it together with
+late parameters.
+
+Source: Holmes (Yang et al. 2023), overlapped distributed optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["LateParameter", "LateParameters", "UpdatedParameter"]
+
+SMALL = 1 << 16
+"""Parameters with fewer elements are gathered together with others."""
+
+_PROPERTIES = ("grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda")
+_METHODS = (
+    *("size", "numel", "nelement", "dim", "ndimension", "stride", "element_size", "is_floating_point", "is_complex"),
+    *("is_contiguous", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+)
+_WITHOUT_VALUES: set[Any] = {
+    *(getattr(getattr(Tensor, name), method) for name in _PROPERTIES for method in ("__get__", "__set__")),
+    *(getattr(Tensor, name) for name in _METHODS),
+    torch.numel,
+    torch.is_floating_point,
+}
+"""Functions that do not read the values of a tensor, such as those of ``zero_grad``."""
+
+
+class LateParameter:
+    """What a parameter is also while it is gathered; see [Note: late parameters]."""
+
+    late_gather: _Gather
+
+    def wait_for_values(self) -> None:
+        """Wait until this rank has the whole parameter. It is no ``LateParameter`` then."""
+        self.late_gather.wait()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _WITHOUT_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, LateParameter):
+                each.wait_for_values()
+        return func(*args, **kwargs)
+
+    # torch's own methods ask for the class of the parameter before they read its values.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.wait_for_values()
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.wait_for_values()
+        return self.__reduce_ex__(protocol)
+
+
+@functools.cache
+def _late(kind: type) -> type:
+    return types.new_class(f"Late{kind.__name__}", (LateParameter, kind))
+
+
+class UpdatedParameter(NamedTuple):
+    """A parameter of the model, of which this rank's optimizer has updated a shard."""
+
+    parameter: Parameter
+    shard: Tensor
+    """``[⌈n/R⌉]`` of n elements on R ranks, in the parameter's type and on its device."""
+    padded: Tensor
+    """``[R · ⌈n/R⌉]``: the parameter's memory, and the padding behind it."""
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the parameter still uses the memory of ``padded``."""
+        return self.padded.dtype == self.shard.dtype and self.padded.data_ptr() == self.parameter.data_ptr()
+
+
+class _Gather:
+    """A collective that gathers parameters: a large one in its memory, several small ones through a buffer."""
+
+    def __init__(
+        self, members: Sequence[UpdatedParameter], group: dist.ProcessGroup, wait_for: Callable[[_Gather], None]
+    ) -> None:
+        self._members = members
+        self._wait_for = wait_for
+        self._ranks = dist.get_world_size(group)
+        self._copies = len(members) > 1 or not members[0].is_in_place
+        if self._copies:
+            self._sent = torch.cat([each.shard.detach().flatten() for each in members])
+            self._received = self._sent.new_empty(self._ranks * self._sent.numel())
+        else:
+            self._sent, self._received = members[0].shard.detach(), members[0].padded
+        self.work = dist.all_gather_into_tensor(self._received, self._sent, group=group, async_op=True)
+        self._classes = [type(each.parameter) for each in members]
+        for each, kind in zip(members, self._classes, strict=True):
+            each.parameter.late_gather = self  # type: ignore[attr-defined]
+            each.parameter.__class__ = _late(kind)
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Wait until the parameters are complete. Called once."""
+        # First of all, so that waiting does not begin again if it fails.
+        for each, kind in zip(self._members, self._classes, strict=True):
+            each.parameter.__class__ = kind
+            del each.parameter.late_gather  # type: ignore[attr-defined]
+        self._wait_for(self)
+        if self._copies:
+            sizes = [each.shard.numel() for each in self._members]
+            parts = self._received.view(self._ranks, -1).split(sizes, dim=1)
+            for each, part in zip(self._members, parts, strict=True):
+                parameter = each.parameter
+                parameter.data.copy_(part.reshape(-1)[: parameter.numel()].view(parameter.shape))
+
+
+class LateParameters:
+    """Gathers parameters after a step; see [Note: late parameters]."""
+
+    def __init__(self) -> None:
+        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Makes a context around each wait, for example to time it."""
+        self._unfinished: dict[_Gather, None] = {}
+        # A thread of Gloo still holds a collective for a moment after it is complete. If nobody else did, that thread
+        # would release the tensors, for which it needs Python's lock. A process group that is destroyed at that moment
+        # holds the lock and waits for the thread. So collectives are kept until the next step.
+        self._kept: list[_Gather] = []
+        self._hook: RemovableHandle | None = None
+
+    def start(self, updated: Iterable[UpdatedParameter], group: dist.ProcessGroup) -> None:
+        """Start to gather parameters, in their order: that in which the next forward pass uses them."""
+        self._kept = []
+        small: list[UpdatedParameter] = []
+        for each in updated:
+            if each.parameter.numel() < SMALL:
+                small.append(each)
+                continue
+            self._start(small, group)
+            self._start([each], group)
+            small = []
+        self._start(small, group)
+
+    def wait(self) -> None:
+        """Wait until all parameters are complete."""
+        for gather in list(self._unfinished):
+            gather.wait()
+
+    def _start(self, members: Sequence[UpdatedParameter], group: dist.ProcessGroup) -> None:
+        if not members:
+            return
+        gather = _Gather(members, group, self._wait_for)
+        self._unfinished[gather] = None
+        self._kept.append(gather)
+        if self._hook is None:
+            self._hook = register_module_forward_pre_hook(_wait_for_own_parameters)
+
+    def _wait_for(self, gather: _Gather) -> None:
+        del self._unfinished[gather]
+        if not self._unfinished and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        with self.waiting():
+            gather.work.wait()
+
+
+def _wait_for_own_parameters(module: nn.Module, _: Any) -> None:
+    for parameter in module._parameters.values():
+        if isinstance(parameter, LateParameter):
+            parameter.wait_for_values()

@@ -1,0 +1,274 @@
+"""ZeRO's optimizer, stages 1 and 2, whose communication overlaps with the passes of the model.
+
+- ``overlap_communication``: the backward pass sums gradients in buckets (:mod:`.gradient_buckets`). Each rank gets the
+  shard of the sums that its optimizer uses, in stage 1 too, where Colossal-AI sums whole gradients on all ranks. That
+  halves the communication.
+- ``overlap_allgather``: the next forward pass gathers the updated parameters (:mod:`.late_parameters`).
+
+Collectives are started with ``async_op=True``, and waited for where their results are needed. NCCL's ``wait`` makes
+the stream wait and not the host. Colossal-AI's optimizer starts collectives on a second stream instead. A CPU has no
+second stream, and on it Gloo makes the host wait; at the end of a backward pass the host waits for the whole device;
+and with a pipeline, nothing waits for the second stream before the step.
+
+Source: Holmes (Yang et al. 2023), overlapped distributed optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from weakref import proxy
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from ...accelerator import get_accelerator
+
+# isort: split
+from colossalai.booster.plugin import hybrid_parallel_plugin, low_level_zero_plugin
+from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelZeroOptimizer
+from colossalai.pipeline.schedule import ZeroBubbleVPipeScheduler
+from colossalai.zero.low_level import LowLevelZeroOptimizer
+
+from .gradient_buckets import GradientBuckets
+from .late_parameters import LateParameters, UpdatedParameter
+
+__all__ = [
+    "OverlappedHybridZeroOptimizer",
+    "OverlappedZeroOptimizer",
+    "overlapped_optimizers",
+    "split_off_overlap",
+    "summing_in_passes",
+]
+
+
+class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
+    """``LowLevelZeroOptimizer`` whose communication overlaps with computation. The ranks form one group.
+
+    Args:
+        overlap_communication: sum gradients in the backward pass.
+        overlap_allgather: gather parameters in the next forward pass.
+        partition_grad: ZeRO stage 2: every backward pass sums its gradients.
+        args, kwargs: see ``LowLevelZeroOptimizer``.
+    """
+
+    _partition_grads: bool
+
+    def __init__(
+        self,
+        *args: Any,
+        overlap_communication: bool = False,
+        overlap_allgather: bool = False,
+        partition_grad: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.late_parameters: LateParameters | None = LateParameters() if overlap_allgather else None
+        """Gathers the parameters; None if the step waits for them."""
+        self._buckets: GradientBuckets | None = None
+        self._reduces_early = overlap_communication
+        self._may_accumulate = overlap_communication and not partition_grad
+        self._passes: Callable[[], int] | None = None
+        self._has_order = False
+        # With shards of gradients the parent calls `_attach_reduction_hook` and uses what the buckets deliver.
+        super().__init__(
+            *args,
+            overlap_communication=False,
+            overlap_allgather=False,
+            partition_grad=partition_grad or overlap_communication,
+            **kwargs,
+        )
+
+    # Gradients ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def reducing_in_last_pass(self, passes: Callable[[], int]) -> Iterator[None]:
+        """In the block, a parameter's gradient is summed when ``passes()`` backward passes have added to it.
+
+        Afterwards, ``_sync_grad`` sums what is left. Within ``no_sync`` too: so a schedule of a pipeline, which runs
+        several micro-batches without synchronization, sums gradients during the last of them.
+        """
+        self._passes = passes
+        try:
+            yield
+        finally:
+            self._passes = None
+
+    def _withheld(self) -> set[int]:
+        """``id`` of parameters whose gradients are changed between the last backward pass and ``_sync_grad``."""
+        return set()
+
+    def _attach_reduction_hook(self) -> None:
+        if not self._reduces_early:
+            super()._attach_reduction_hook()
+            return
+        working = {number: list(group) for number, group in self._working_param_groups.items()}
+        group_of = {id(parameter): number for number, group in working.items() for parameter in group}
+        this = proxy(self)
+
+        def deliver(parameter: Parameter, shard: Tensor) -> None:
+            this._add_grad(shard, 1, group_of[id(parameter)], id(parameter))
+
+        def on_gradient(parameter: Parameter) -> None:
+            if this.require_grad_sync or this._passes is not None:
+                this._buckets.gradient_ready(parameter, 1 if this._passes is None else this._passes())
+
+        parameters = [parameter for group in working.values() for parameter in group]
+        self._buckets = GradientBuckets(
+            parameters, self._group(), self._reduce_bucket_size, self._communication_dtype, deliver, self._withheld()
+        )
+        for parameter in parameters:
+            self.grad_handles.append(parameter.register_post_accumulate_grad_hook(on_gradient))
+
+    def _group(self) -> dist.ProcessGroup:
+        (group,) = self.pg_to_param_list
+        return group
+
+    def _reduce_grad(self, partition_grad: bool) -> None:
+        if self._buckets is None:
+            super()._reduce_grad(partition_grad)
+        else:
+            self._buckets.finish()
+
+    def _sync_grad(self) -> None:
+        if self._buckets is None:
+            super()._sync_grad()
+        else:
+            self._buckets.finish()
+
+    def zero_bucket_stores(self) -> None:
+        super().zero_bucket_stores()
+        if self._buckets is not None:
+            self._buckets.drop()
+
+    @contextmanager
+    def _accumulation_allowed(self) -> Iterator[None]:
+        """In the block, stage 1 may run backward passes without synchronization: whole gradients accumulate.
+
+        The parent refuses that if gradients are sharded.
+        """
+        sharded = self._partition_grads
+        self._partition_grads = sharded and (self.require_grad_sync or not self._may_accumulate)
+        try:
+            yield
+        finally:
+            self._partition_grads = sharded
+
+    def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
+        with self._accumulation_allowed():
+            super().backward(loss, inputs=inputs, retain_graph=retain_graph)
+
+    def backward_by_grad(self, tensor: Tensor, grad: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
+        with self._accumulation_allowed():
+            super().backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
+
+    # Parameters ---------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:
+        if not self.require_grad_sync:
+            return
+        if self._buckets is not None and not self._has_order:
+            self._buckets.agree_on_order()
+            self._has_order = True
+        if self.late_parameters is None:
+            super().step(closure)
+            return
+        self.late_parameters.wait()
+        updated: list[Tensor] = []
+
+        def take(optimizer: Any, args: Any, kwargs: Any) -> None:
+            """Take the shards from the optimizer: the parent gathers those that it finds, and then restores all."""
+            for group in optimizer.param_groups:
+                updated.extend(group["params"])
+                group["params"] = []
+
+        hook = self.optim.register_step_post_hook(take)
+        try:
+            super().step(closure)
+        finally:
+            hook.remove()
+        self.late_parameters.start(self._in_forward_order(updated), self._group())
+
+    def _in_forward_order(self, shards: list[Tensor]) -> list[UpdatedParameter]:
+        device = get_accelerator().get_current_device()
+        found: dict[int, UpdatedParameter] = {}
+        for shard in shards:
+            parameter = self.master_to_working_param[id(shard)]
+            padded = self._working_param_to_padded_working_param[parameter]
+            found[id(parameter)] = UpdatedParameter(parameter, shard.to(device).to(self._dtype), padded)
+        # Backward passes use parameters in the reverse order of forward passes.
+        order = list(found) if self._buckets is None else [id(each) for each in reversed(self._buckets.order)]
+        return [found[key] for key in order if key in found]
+
+    def _force_wait_all_gather(self) -> None:
+        if self.late_parameters is not None:
+            self.late_parameters.wait()
+
+
+class OverlappedHybridZeroOptimizer(HybridParallelZeroOptimizer, OverlappedZeroOptimizer):
+    """``HybridParallelZeroOptimizer`` whose communication overlaps with computation."""
+
+    def _withheld(self) -> set[int]:
+        """Parameters that pipeline stages share: their gradients are summed over the stages first."""
+        if self.stage_manager is None:
+            return set()
+        stage = self.stage_manager.stage
+        return {id(shared[stage]) for shared in self.shared_params if stage in shared}
+
+
+def summing_in_passes(schedule: Any, optimizer: Any) -> AbstractContextManager[None]:
+    """A context in which a pipeline's schedule runs the passes of a batch; they sum gradients where that is possible.
+
+    It is possible with an :class:`OverlappedHybridZeroOptimizer`, except in the zero-bubble schedules, which compute
+    the gradients of weights outside of backward passes; with sequence parallelism, which sums gradients over other
+    ranks before; and if gradients are accumulated over several batches and this is not the last.
+    """
+    if (
+        not isinstance(optimizer, OverlappedHybridZeroOptimizer)
+        or isinstance(schedule, ZeroBubbleVPipeScheduler)
+        or optimizer.model.shard_config.enable_sequence_parallelism
+        or not (optimizer.require_grad_sync and optimizer.model.require_grad_sync)
+    ):
+        return nullcontext()
+    # The attribute has another name in each kind of schedule. It may be set when the passes begin.
+    return optimizer.reducing_in_last_pass(
+        lambda: getattr(schedule, "num_microbatches", None) or schedule.num_microbatch
+    )
+
+
+def split_off_overlap(
+    arguments: Mapping[str, Any],
+) -> tuple[dict[str, Any], Callable[[], AbstractContextManager[None]]]:
+    """What Colossal-AI's hybrid plugin is given of its ``arguments``, and a context in which to configure objects.
+
+    8-bit messages are left to Colossal-AI's own optimizer.
+    """
+    if not arguments.get("zero_stage") or arguments.get("fp8_communication"):
+        return dict(arguments), nullcontext
+    late = bool(arguments.get("overlap_allgather"))
+    return {**arguments, "overlap_allgather": False}, functools.partial(overlapped_optimizers, late)
+
+
+@contextmanager
+def overlapped_optimizers(overlap_allgather: bool) -> Iterator[None]:
+    """In the block, Colossal-AI's plugins make overlapped optimizers.
+
+    Args:
+        overlap_allgather: argument of the optimizers. The plugins must not be given it: they would replace every
+            parameter by one of another class, which waits for its values in functions of torch during all of training.
+    """
+    names = (low_level_zero_plugin, "LowLevelZeroOptimizer"), (hybrid_parallel_plugin, "HybridParallelZeroOptimizer")
+    originals = [getattr(module, name) for module, name in names]
+
+    def make(kind: type[OverlappedZeroOptimizer]) -> Callable[..., OverlappedZeroOptimizer]:
+        return lambda *args, **kwargs: kind(*args, **{**kwargs, "overlap_allgather": overlap_allgather})
+
+    low_level_zero_plugin.LowLevelZeroOptimizer = make(OverlappedZeroOptimizer)
+    hybrid_parallel_plugin.HybridParallelZeroOptimizer = make(OverlappedHybridZeroOptimizer)
+    try:
+        yield
+    finally:
+        for (module, name), original in zip(names, originals, strict=True):
+            setattr(module, name, original)

@@ -1,0 +1,328 @@
+"""Overlapped ZeRO trains to the same weights as ZeRO without overlap, and nobody reads unfinished parameters."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from torch import Tensor, nn
+
+from colossal_hetero import HeteroZeroPlugin
+from colossal_hetero.plugin.overlap import late_parameters
+from colossal_hetero.plugin.overlap.late_parameters import LateParameter
+from colossal_hetero.plugin.overlap.overlapped_optimizer import OverlappedZeroOptimizer
+from tests.parallel.plugin.zero.test_zero_plugin import Numbered, make_optimizer, sizes_by_rank
+from tests.support.harness import run_ranks
+from tests.support.training import boost, ours, sgd, theirs, tiny_vit
+from tests.support.training import train as train_vit
+
+EPOCHS = 7
+"""Of three global batches each, and so of three steps."""
+ON = dict(overlap_communication=True, overlap_allgather=True)
+OFF = dict(overlap_communication=False, overlap_allgather=False)
+BUCKET = 150
+"""Elements of a bucket. The model has some parameters that are larger and some that are smaller."""
+
+
+class Net(nn.Module):
+    """A model with parameters that are unused, frozen, used by another module than their own, or used now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(7))
+        self.first = nn.Linear(7, 14)
+        self.unused = nn.Linear(3, 5)
+        self.attention = nn.MultiheadAttention(14, 2, batch_first=True)
+        self.frozen = nn.Linear(14, 14)
+        self.frozen.requires_grad_(False)
+        self.now_and_then = nn.Parameter(torch.full((13,), 0.1))
+        self.norm = nn.LayerNorm(14)
+        self.second = nn.Linear(14, 7)
+        self.third = nn.Linear(7, 3)
+        self.uses_all = True
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs[:, :7] * self.scale)
+        hidden = hidden + self.attention(hidden[:, None], hidden[:, None], hidden[:, None])[0][:, 0]
+        hidden = self.norm(nn.functional.gelu(self.frozen(hidden)))
+        if self.uses_all:
+            hidden = hidden + self.now_and_then.square().sum()
+        return self.third(self.second(hidden) @ self.first.weight.t()[:, :7])
+
+
+def make_net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+@contextmanager
+def finished_late() -> Iterator[None]:
+    """A rank gets the result of an asynchronous gather when it waits for it, and not before."""
+    gather = dist.all_gather_into_tensor
+
+    class Late:
+        def __init__(self, output: Tensor, result: Tensor, work: Any) -> None:
+            # The tensors are kept as long as the collective, as in `LateParameters`.
+            self.output, self.result, self.work = output, result, work
+
+        def wait(self) -> None:
+            self.work.wait()
+            self.output.copy_(self.result)
+
+    def gather_late(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if not async_op:
+            return gather(output, input, group=group)
+        result = torch.empty_like(output)
+        return Late(output, result, gather(result, input.clone(), group=group, async_op=True))
+
+    with patch.object(dist, "all_gather_into_tensor", gather_late), patch.object(late_parameters, "SMALL", 40):
+        yield
+
+
+def boosted(stage: int, optimizer_name: str, division: list[list[int]], **options: Any) -> tuple[Any, Any, Any, Any]:
+    """Model, optimizer, criterion and loader."""
+    plugin = HeteroZeroPlugin(stage, 11, max_micro_batch=8, reduce_bucket_size_in_m=BUCKET / 2**20, **options)
+    loader = plugin.prepare_dataloader(Numbered(), shuffle=True, seed=11)
+    model = make_net()
+    booster = Booster(plugin=plugin)
+    model, optimizer, criterion, loader, _ = booster.boost(
+        model, make_optimizer(model, optimizer_name), nn.CrossEntropyLoss(), loader
+    )
+    loader.divide_by(lambda samples: sizes_by_rank(division, samples))
+    return model, optimizer, criterion, loader
+
+
+def train(
+    stage: int, optimizer_name: str, division: list[list[int]], options: dict[str, Any], epochs: int = 2
+) -> dict[str, Tensor]:
+    """The parameters after training on uneven micro-batches."""
+    model, optimizer, criterion, loader = boosted(stage, optimizer_name, division, **options)
+    net = model.unwrap()
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)
+        for inputs, targets in loader:
+            # In stage 1, gradients are summed over ranks once per global batch. So every rank may use a parameter in
+            # another micro-batch; here all but rank 0 use it only in the first one.
+            net.uses_all = stage == 2 or dist.get_rank() == 0 or loader.current.step == 0
+            optimizer.backward(criterion(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+
+
+def train_cases(cases: list[dict[str, Any]]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """The parameters of each case with and without overlap."""
+    results = []
+    for case in cases:
+        case = dict(case)
+        options = case.pop("options", {})
+        with finished_late():
+            overlapped = train(**case, options=options | ON)
+        results.append((overlapped, train(**case, options=options | OFF)))
+    return results
+
+
+TWO = [[4, 3], [2, 2]]
+THREE = [[2, 1], [3, 0], [1, 4]]
+CASES: dict[int, list[dict[str, Any]]] = {
+    2: [
+        dict(stage=1, optimizer_name="sgd", division=TWO, epochs=EPOCHS),
+        dict(stage=2, optimizer_name="adamw", division=TWO, options=dict(max_norm=0.2)),
+        dict(stage=1, optimizer_name="adamw", division=[[5], [6]], options=dict(precision="bf16")),
+    ],
+    3: [
+        dict(stage=1, optimizer_name="adamw", division=THREE, options=dict(max_norm=0.2), epochs=EPOCHS),
+        dict(stage=2, optimizer_name="sgd", division=THREE),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_training_equals_that_without_overlap(ranks: int) -> None:
+    for results in run_ranks(ranks, train_cases, CASES[ranks]):
+        for case, (overlapped, plain) in zip(CASES[ranks], results, strict=True):
+            for name, expected in plain.items():
+                if ranks == 2 and "options" not in case:
+                    assert torch.equal(overlapped[name], expected), (case, name)
+                # Three ranks are summed, and norms are computed, in another order.
+                torch.testing.assert_close(
+                    overlapped[name],
+                    expected,
+                    rtol=1e-3,
+                    atol=1e-5,
+                    msg=lambda text, where=f"{case} {name}": f"{where}: {text}",
+                )
+
+
+def started_when() -> tuple[list[str], list[bool], list[bool]]:
+    """What happens in a backward pass, and which weights are late after a step and in the first layer's forward pass.
+
+    The weights are those of the first and the last layer.
+    """
+    model, optimizer, criterion, loader = boosted(1, "sgd", [[5], [6]], **ON)
+    net, events = model.unwrap(), []
+    reduce_scatter = dist.reduce_scatter_tensor
+
+    @functools.wraps(reduce_scatter)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        events.append("sum")
+        return reduce_scatter(*args, **kwargs)
+
+    net.first.weight.register_post_accumulate_grad_hook(lambda _: events.append("first layer"))
+    net.third.weight.register_post_accumulate_grad_hook(lambda _: events.append("last layer"))
+
+    def late() -> list[bool]:
+        return [isinstance(layer.weight, LateParameter) for layer in (net.first, net.third)]
+
+    after_step, in_forward = [], []
+    with patch.object(dist, "reduce_scatter_tensor", recorded), finished_late():
+        for number, (inputs, targets) in enumerate(loader):
+            if number == 1:
+                hook = net.first.register_forward_hook(lambda *_: in_forward.extend(late()))
+            events.clear()
+            optimizer.backward(criterion(model(inputs), targets))
+            if number == 1:
+                hook.remove()
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+            after_step = late()
+    return events, after_step, in_forward
+
+
+def test_communication_starts_in_the_backward_pass_and_ends_in_the_next_forward_pass() -> None:
+    for events, after_step, in_forward in run_ranks(2, started_when):
+        assert events.index("last layer") < events.index("sum") < events.index("first layer")
+        assert events[-1] == "sum"
+        assert after_step == [True, True]
+        assert in_forward == [False, True]
+
+
+READERS = ["state_dict", "evaluation", "shared", "listed", "copied", "pickled", "stepped", "saved", "assigned"]
+
+
+def read_after_step(folder: str) -> dict[str, list[Tensor]]:
+    """By who reads the first layer's weight after a step: what is read, and what is right."""
+    model, optimizer, criterion, loader = boosted(1, "sgd", [[5], [6]], **ON)
+    net = model.unwrap()
+    parameters, names = zip(*((value, name) for name, value in net.named_parameters()), strict=True)
+    second = nn.Linear(7, 14)
+    second.weight, second.bias = net.first.weight, net.first.bias
+    path = Path(folder, "model.pt")
+
+    def read(reader: str, inputs: Tensor) -> Tensor:
+        if reader == "state_dict":
+            return net.state_dict()["first.weight"].clone()
+        if reader == "evaluation":
+            with torch.no_grad():
+                model.eval()(inputs)
+            model.train()
+            return net.first.weight.detach().clone()
+        if reader == "shared":
+            return second(torch.eye(7)).detach().t() - second.bias.detach()[:, None]
+        if reader == "listed":
+            return torch.cat([each.flatten() for each in parameters[names.index("first.weight") :]])[:98].view(14, 7)
+        if reader == "copied":
+            return copy.deepcopy(net).first.weight.detach()
+        if reader == "pickled":
+            buffer = io.BytesIO()
+            torch.save(net.first, buffer)
+            buffer.seek(0)
+            return torch.load(buffer, weights_only=False).weight.detach()
+        if reader == "stepped":
+            type(optimizer).step(optimizer)
+            return net.first.weight.detach().clone()
+        if reader == "saved":
+            Booster(plugin=HeteroZeroPlugin(1, 11)).save_model(model, str(path))
+            dist.barrier()
+            return torch.load(path, weights_only=True)["first.weight"]
+        # The gather does not overwrite what is written.
+        with torch.no_grad():
+            net.first.weight.fill_(2.0)
+        return torch.full((14, 7), 2.0)
+
+    found = {}
+    batches = (batch for epoch in range(EPOCHS) for batch in loader)
+    with finished_late():
+        for reader in READERS:
+            inputs, targets = next(batches)
+            optimizer.backward(criterion(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            assert isinstance(net.first.weight, LateParameter), reader
+            value = read(reader, inputs).detach()
+            # Only rank 0 reads what it saves.
+            assert type(net.first.weight) is nn.Parameter or (reader == "saved" and dist.get_rank() > 0), reader
+            optimizer._force_wait_all_gather()
+            found[reader] = [value, net.first.weight.detach().clone()]
+    return found
+
+
+def test_nobody_reads_unfinished_parameters(tmp_path: Path) -> None:
+    for found in run_ranks(2, read_after_step, str(tmp_path)):
+        for reader in READERS:
+            read, expected = found[reader]
+            torch.testing.assert_close(
+                read, expected, rtol=1e-6, atol=1e-6, msg=lambda text, reader=reader: f"{reader}: {text}"
+            )
+
+
+STEPS = 8
+HYBRID: dict[int, list[tuple[dict[str, Any], int]]] = {
+    2: [(dict(tp_size=1), 2), (dict(tp_size=1, max_norm=0.5), 1)],
+    4: [
+        (dict(tp_size=1, pp_size=2, num_microbatches=2), 1),
+        (dict(tp_size=1, pp_size=2, num_microbatches=2, pp_style="interleaved", num_model_chunks=2), 1),
+        (dict(tp_size=2), 2),
+    ],
+}
+"""By number of ranks: arguments of the hybrid plugin, and batches per step. In each case there are two replicas."""
+
+
+def train_hybrid() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """The parameters of each case with overlap, and with Colossal-AI's plugin.
+
+    Asserts that a pipeline has started to sum gradients before its passes end.
+    """
+    found = []
+    sync_grad, started = OverlappedZeroOptimizer._sync_grad, []
+
+    def recorded(optimizer: OverlappedZeroOptimizer) -> None:
+        started.append(len(optimizer._buckets._launched))
+        sync_grad(optimizer)
+
+    for options, accumulation in HYBRID[dist.get_world_size()]:
+        common = options | dict(precision="bf16", zero_stage=1, zero_bucket_size_in_m=500 / 2**20)
+
+        def trained(plugin: Any, accumulation: int = accumulation) -> dict[str, Tensor]:
+            run = train_vit(boost(plugin, tiny_vit(depth=4), sgd), STEPS, accumulation)
+            # A thread of Gloo needs Python's lock to release the tensors of the last collective. When the plugin goes,
+            # its process groups wait for that thread, with the lock.
+            time.sleep(0.05)
+            return run.parameters
+
+        started.clear()
+        with finished_late(), patch.object(OverlappedZeroOptimizer, "_sync_grad", recorded):
+            overlapped = trained(ours(**common, **ON))
+        assert all(started) and len(started) == (STEPS if "pp_size" in options else 0), (options, started)
+        found.append((overlapped, trained(theirs(**common, **OFF))))
+    return found
+
+
+@pytest.mark.parametrize("ranks", HYBRID)
+def test_the_hybrid_plugin_trains_to_the_weights_of_colossal_ai(ranks: int) -> None:
+    for results in run_ranks(ranks, train_hybrid):
+        for (options, _), (overlapped, plain) in zip(HYBRID[ranks], results, strict=True):
+            for name, expected in plain.items():
+                assert torch.equal(overlapped[name], expected), f"{options}: {name}"
