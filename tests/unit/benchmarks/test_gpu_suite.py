@@ -62,10 +62,8 @@ def test_no_case_begins_after_the_time_is_over(tmp_path: Path) -> None:
 
 
 def test_a_case_that_ended_the_process_is_not_tried_again(tmp_path: Path) -> None:
-    path, killed = (
-        tmp_path / "p.json",
-        Counted(error=KeyboardInterrupt()),
-    )  # no Exception: as if the process were killed
+    path = tmp_path / "p.json"
+    killed = Counted(error=KeyboardInterrupt())  # no Exception: as if the process were killed
     with pytest.raises(KeyboardInterrupt):
         measure(part(a=killed, b=Counted()), path)
     assert measure(part(a=killed, b=Counted()), path)
