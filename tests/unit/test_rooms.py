@@ -92,6 +92,8 @@ RULES: dict[str, set[str]] = {
         "plugin",
         "plugin/overlap",
     },
+    "checkpoint/format": {"io"},
+    "checkpoint": {"io", "checkpoint/format"},
     "testing": {"io", "layers"},
     "commands": {"io", "processes", "planner/*", "probe", "profiling", "profiling/*"},
     "cli": {"commands"},

@@ -1,0 +1,1 @@
+"""Checkpoints layer by layer, which a run with any plan can load."""

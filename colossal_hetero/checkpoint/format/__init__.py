@@ -1,0 +1,1 @@
+"""What a layer checkpoint consists of."""
