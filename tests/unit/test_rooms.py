@@ -20,7 +20,8 @@ MAX_MODULES = 12
 RULES: dict[str, set[str]] = {
     "io": set(),
     "processes": set(),
-    "cpu": set(),
+    "module_proxy": set(),
+    "cpu": {"module_proxy"},
     "corrections": set(),
     "accelerator": {"cpu", "corrections"},
     "gpu_over_gloo": {"accelerator", "cpu"},
@@ -77,9 +78,14 @@ RULES: dict[str, set[str]] = {
     "probe": {"processes", "planner/cluster", "profiling"},
     "plugin": {"accelerator", "planner/batches", "data_parallel", "data_parallel/training_loop", "profiling/batches"},
     "plugin/overlap": {"accelerator"},
+    "plugin/unequal": {
+        *("accelerator", "module_proxy", "planner/batches", "planner/plans", "data_parallel", "plugin"),
+        "plugin/overlap",
+    },
     "plugin/hybrid": {
         *("io", "processes", "accelerator", "gpu_over_gloo", "layers", "planner/*", "balance", "balance/*"),
         *("profiling", "profiling/*", "data_parallel", "pipeline_parallel", "plugin", "plugin/overlap"),
+        "plugin/unequal",
     },
     "plugin/zero": {
         "gpu_over_gloo",

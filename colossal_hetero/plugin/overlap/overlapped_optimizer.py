@@ -164,14 +164,18 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         with self._accumulation_allowed():
             super().backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
+    def _agree_on_order(self) -> None:
+        """At the first step: let gradients enter buckets in the order in which they become ready."""
+        if self._buckets is not None and not self._has_order:
+            self._buckets.agree_on_order()
+            self._has_order = True
+
     # Parameters ---------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
         if not self.require_grad_sync:
             return
-        if self._buckets is not None and not self._has_order:
-            self._buckets.agree_on_order()
-            self._has_order = True
+        self._agree_on_order()
         if self.late_parameters is None:
             super().step(closure)
             return
