@@ -1,7 +1,7 @@
 """Which plans can be run: the one rule that the search, the command, the reports and the plugin go by.
 
-Colossal-AI's 1F1B schedule needs at least one micro-batch per stage, and its other schedules a multiple of the number of
-stages. With 1F1B, replicas may have different stages and batches; in the other schedules all replicas are alike.
+Colossal-AI's 1F1B schedule needs at least one micro-batch per stage, and its other schedules a multiple of the number
+of stages. With 1F1B, replicas may have different stages and batches; in the other schedules all replicas are alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The message that all ranks exchange before the optimizer steps: a step happens on all of them or on none.
 
 [Note: commit] It carries what all must know: the norm of all gradients, whether a gradient is not finite, and which
-parameters got a gradient anywhere. No rank steps before it has the sum over the world. So if any rank has stepped, every
-rank had its complete gradients.
+parameters got a gradient anywhere. No rank steps before it has the sum over the world. So if any rank has stepped,
+every rank had its complete gradients.
 """
 
 from __future__ import annotations

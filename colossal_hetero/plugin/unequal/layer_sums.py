@@ -37,8 +37,8 @@ class LayerSums:
     """Starts the sums of this rank's buckets in their order; see [Note: one order of sums] in ``holders.py``.
 
     Between :meth:`passes` and :meth:`finish`, gradients accumulate on this rank only; sums from before are added
-    afterwards, so that gradients may be summed several times before the optimizer steps. A sum starts as soon as the last
-    backward pass has added to all gradients of its bucket and of the buckets before it; what is left starts in
+    afterwards, so that gradients may be summed several times before the optimizer steps. A sum starts as soon as the
+    last backward pass has added to all gradients of its bucket and of the buckets before it; what is left starts in
     :meth:`finish`, also for parameters that got no gradient.
 
     Args:

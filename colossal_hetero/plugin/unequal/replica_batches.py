@@ -1,7 +1,7 @@
 """Each replica's share of the data, and the weight of its loss, when the plan gives replicas different batches.
 
-The loss of a replica with n of N samples is multiplied by n / N, and gradients are summed over replicas. So they are those
-of the mean over the global batch.
+The loss of a replica with n of N samples is multiplied by n / N, and gradients are summed over replicas. So they are
+those of the mean over the global batch.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class ReplicaBatches:
         if samples != self.samples:
             shares = ", ".join(str(each.micro_batches * self._plan.micro_batch) for each in self._plan.replicas)
             raise ValueError(
-                f"a batch of {samples} samples does not fit the plan: its replicas take {shares} samples of each global "
-                f"batch, and this is replica {self._index}; make the loader with "
+                f"a batch of {samples} samples does not fit the plan: its replicas take {shares} samples of each "
+                f"global batch, and this is replica {self._index}; make the loader with "
                 "plugin.prepare_dataloader(dataset) without a batch_size"
             )

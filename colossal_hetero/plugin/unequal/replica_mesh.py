@@ -1,8 +1,8 @@
 """The process groups of replicas that are not alike, and the mesh that a rank sees: that of its own replica.
 
 Colossal-AI's hybrid plugin has one mesh, in which all replicas have the same stages. Here each rank gets the mesh of
-its replica, ``(1, stages, tensor parallel, 1)``, as if there were no other ranks. All groups of all replicas are made at
-once, by all ranks in the same order, because making a group is collective over the world.
+its replica, ``(1, stages, tensor parallel, 1)``, as if there were no other ranks. All groups of all replicas are made
+at once, by all ranks in the same order, because making a group is collective over the world.
 """
 
 from __future__ import annotations

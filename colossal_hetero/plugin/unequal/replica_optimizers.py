@@ -173,7 +173,7 @@ class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
         self._is_scaled = _use_committed_overflow(self.mixed_precision_mixin, lambda: self._commit.overflow)
 
     def _attach_reduction_hook(self) -> None:
-        deliver, dtype = self._deliver(), self._communication_dtype
+        deliver, dtype = self._deliver_to_stores(), self._communication_dtype
         start = partial(scatter_gradients, deliver=deliver, dtype=dtype)
         self.gradients = ReplicaGradients(self._shared, self.tp_pg, start, sharded=True, early=self._early)
         self._buckets = self.gradients.sums

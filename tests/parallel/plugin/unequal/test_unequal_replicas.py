@@ -56,9 +56,11 @@ def samples(model: str, number: int, size: int, dtype: torch.dtype) -> dict[str,
 
 
 def loss_of(outputs: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """In the type of the outputs; the models' own losses are fp32."""
+    """In the type of the outputs, if it is fp64; the models' own losses are fp32."""
     if isinstance(outputs, Tensor):
         return cross_entropy(outputs, inputs["labels"])
+    if outputs["logits"].dtype == torch.float32:
+        return outputs["loss"]
     return cross_entropy(outputs["logits"].flatten(0, 1), inputs["labels"].flatten())
 
 
@@ -95,7 +97,7 @@ def train_replicas(
     if options.get("zero_stage"):
         plugin = exact_zero(plan, **options)
     else:
-        plugin = HeteroHybridParallelPlugin(plan=plan, precision="fp32", parallel_output=False, **options)
+        plugin = HeteroHybridParallelPlugin(plan=plan, precision="fp32", **options)
     run = boost(plugin, MODELS[model]().to(dtype), lambda module: make_optimizer(module, kind))
     counts = [replica.micro_batches * MICRO_BATCH for replica in plugin.plan.replicas]
     index = plugin.replica()[0]
@@ -125,8 +127,8 @@ def train_replicas(
 
 
 def exact_zero(plan: Plan, **options: Any) -> HeteroHybridParallelPlugin:
-    """A plugin with ZeRO that keeps the model's type; Colossal-AI offers only half precision with it."""
-    plugin = HeteroHybridParallelPlugin(plan=plan, precision="bf16", parallel_output=False, **options)
+    """A plugin with ZeRO in fp32; Colossal-AI offers only half precision with it. Master weights are always fp32."""
+    plugin = HeteroHybridParallelPlugin(plan=plan, precision="bf16", **options)
     plugin.precision = "exact"
     plugin.zero_config["forced_dtype"] = None
     return plugin
@@ -190,6 +192,25 @@ def test_replicas_train_like_one_process(plan: str, model: str) -> None:
     check(plan, model, max_norm=0.5)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "vit"])
-def test_tensor_parallel_replicas_train_like_one_process(model: str) -> None:
-    check("tp2 1+2", model, "adamw", max_norm=0.5)
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("gpt2", torch.float32), ("llama", torch.float32), ("vit", torch.float64)]
+)
+def test_tensor_parallel_replicas_train_like_one_process(model: str, dtype: torch.dtype) -> None:
+    check("tp2 1+2", model, dtype=dtype, max_norm=0.5)
+
+
+@pytest.mark.parametrize(("plan", "model"), [("2+1", "gpt2"), ("1+2+2", "vit")])
+def test_zero_trains_like_one_process(plan: str, model: str) -> None:
+    check(plan, model, dtype=torch.float32, max_norm=0.5, zero_stage=1)
+
+
+def test_zero_sums_at_the_end_too() -> None:
+    check("2+1", "vit", "adamw", dtype=torch.float32, zero_stage=1, overlap_communication=False)
+
+
+def test_adamw_in_fp32() -> None:
+    check("1+2", "llama", "adamw", dtype=torch.float32)
+
+
+def test_gradients_of_several_global_batches_accumulate() -> None:
+    check("2+1", "gpt2", accumulation=2)
