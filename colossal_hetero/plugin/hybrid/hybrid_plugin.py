@@ -34,6 +34,7 @@ from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
+from ..unequal.replica_checkpoints import ReplicaCheckpointIO
 from ..uneven_batches import UnevenBatches
 from .layer_balancing import LayerBalancing
 from .one_stage import OneStageSchedule
@@ -322,7 +323,8 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         """See ``Plugin.get_checkpoint_io``; called by ``Booster``."""
         checkpoint_io = super().get_checkpoint_io()
         if self._unequal is not None:
-            checkpoint_io.dp_rank = self._unequal.index  # only one replica writes
+            groups = self.mixed_dp_group, self.pp_group, self.tp_group, self.sp_group
+            checkpoint_io = ReplicaCheckpointIO(self._unequal.index, *groups, self.zero_stage)
         load_model = checkpoint_io.load_model
 
         @functools.wraps(load_model)
