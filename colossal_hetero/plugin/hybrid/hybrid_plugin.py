@@ -288,16 +288,19 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         """Train on the next batch of this rank's replica, which is not like the others."""
         assert self._unequal is not None and self._planned is not None
         passes = super().execute_pipeline
+        optimizer = args[0] if args else kwargs.get("optimizer")
+        sums = model.require_grad_sync and getattr(optimizer, "require_grad_sync", True)
 
         def execute(batches: Iterator, weighted: Callable) -> dict:
             if self.scheduler is not None:
                 return passes(batches, model, weighted, *args, **kwargs)
             result = self._one_stage.forward_backward_step(model, batches, weighted, *args, **kwargs)
-            if self.zero_stage == 0 and model.require_grad_sync:
+            if self.zero_stage == 0 and sums:
                 model.sync_dp_grads()
             return result
 
-        result = self._unequal.run(self.scheduler or self._one_stage, execute, data_iter, model, criterion)
+        schedule = self.scheduler or self._one_stage
+        result = self._unequal.run(schedule, execute, data_iter, model, criterion, sums)
         self._planned.after_passes()
         return result
 

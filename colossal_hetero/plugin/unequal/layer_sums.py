@@ -52,7 +52,9 @@ class LayerSums:
     ) -> None:
         self.buckets = tuple(buckets)
         self.used: set[int] = set()
-        """``id`` of parameters that got a gradient on this rank, since the owner of the sums emptied the set."""
+        """``id`` of parameters with a gradient of this rank in a sum, since :meth:`drop`."""
+        self.accumulating = False
+        """Whether a block of :meth:`passes` runs."""
         self._start = start
         self._early = early
         self._bucket_of = {id(each): number for number, bucket in enumerate(buckets) for each in bucket.parameters}
@@ -68,17 +70,20 @@ class LayerSums:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_ready, this)))
 
     @contextmanager
-    def passes(self, number: Callable[[], int]) -> Iterator[None]:
-        """A block in which ``number()`` backward passes run, one for each micro-batch; then comes :meth:`finish`."""
+    def passes(self, number: Callable[[], int] | None) -> Iterator[None]:
+        """A block in which ``number()`` backward passes run, one for each micro-batch; then comes :meth:`finish`.
+
+        None: gradients accumulate in the block, and are summed later together with others.
+        """
         for parameter in self._parameters():
             if id(parameter) in self._summed and parameter.grad is not None:
                 self._totals[id(parameter)], parameter.grad = parameter.grad, None
         self._summed = set()
-        self._passes = number
+        self._passes, self.accumulating = number, True
         try:
             yield
         finally:
-            self._passes = None
+            self._passes, self.accumulating = None, False
 
     def gradient_ready(self, parameter: Parameter) -> None:
         """A backward pass has added to ``parameter.grad``."""
@@ -107,6 +112,7 @@ class LayerSums:
         """Forget gradients and sums from before. Sums that have been started end on all ranks."""
         self._end()
         self._totals, self._summed = {}, set()
+        self.used.clear()
 
     def remove(self) -> None:
         """Do not watch the parameters any more."""

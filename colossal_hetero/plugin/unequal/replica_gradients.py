@@ -17,7 +17,7 @@ from .commit import Commit, exchange
 from .holders import HeldParameter, divide_into_buckets
 from .layer_sums import Finish, LayerSums, SharedBucket
 
-__all__ = ["GroupFinder", "ReplicaGradients", "canonical_names", "find_shared_buckets"]
+__all__ = ["NOT_SUMMED", "GroupFinder", "ReplicaGradients", "canonical_names", "find_shared_buckets"]
 
 GroupFinder = Callable[[Iterable[tuple[int, ...]]], Mapping[tuple[int, ...], Any]]
 """Makes process groups of these ranks that do not exist yet, on all ranks in the same order; returns all groups."""
@@ -95,6 +95,13 @@ def find_shared_buckets(
     )
 
 
+NOT_SUMMED = (
+    "the plan's replicas are not alike, and these gradients are not summed over them, because the backward pass ran "
+    "outside booster.execute_pipeline; replace the forward and backward pass by booster.execute_pipeline, which also "
+    "runs replicas without a pipeline"
+)
+
+
 class ReplicaGradients:
     """Sums the gradients of the parameters that this rank holds, and agrees with all ranks on a step.
 
@@ -131,8 +138,13 @@ class ReplicaGradients:
         Args:
             gradient_of: the summed gradient of a parameter, or this rank's shard of it.
             needs_norm: whether norm and overflow are used; otherwise the norm is 0.
+
+        Raises:
+            RuntimeError: there are gradients that were not summed over replicas.
         """
         parameters = [each for bucket in self._parameters.buckets for each in bucket.parameters]
+        if any(each.grad is not None and id(each) not in self.sums.used for each in parameters):
+            raise RuntimeError(NOT_SUMMED)
         squared = torch.zeros((), dtype=torch.float64, device=get_accelerator().get_current_device())
         for parameter in parameters if needs_norm else ():
             gradient = gradient_of(parameter) if id(parameter) in self._counted else None
@@ -141,7 +153,6 @@ class ReplicaGradients:
         used = [False] * self._parameters.total
         for parameter in parameters:
             used[self._parameters.numbers[id(parameter)]] = id(parameter) in self.sums.used
-        self.sums.used.clear()
         return exchange(squared, used)
 
     def unused(self, commit: Commit) -> list[Parameter]:

@@ -25,7 +25,14 @@ from torch.optim import Optimizer
 from ..overlap.overlapped_optimizer import OverlappedHybridZeroOptimizer
 from .commit import Commit
 from .layer_sums import all_reduce_gradients, scatter_gradients
-from .replica_gradients import GroupFinder, ReplicaGradients, SharedParameters, canonical_names, find_shared_buckets
+from .replica_gradients import (
+    NOT_SUMMED,
+    GroupFinder,
+    ReplicaGradients,
+    SharedParameters,
+    canonical_names,
+    find_shared_buckets,
+)
 
 __all__ = ["ReplicaModule", "ReplicaOptimizer", "replica_optimizers"]
 
@@ -58,6 +65,16 @@ class ReplicaOptimizer:
     gradients: ReplicaGradients
     """Sums of the gradients, and the agreement on a step."""
     _commit: Commit
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """See ``OptimizerWrapper.backward``; called by schedules.
+
+        Raises:
+            RuntimeError: it is called outside ``booster.execute_pipeline``.
+        """
+        if not self.gradients.sums.accumulating:
+            raise RuntimeError(NOT_SUMMED)
+        super().backward(*args, **kwargs)  # type: ignore[misc]
 
     def clip_grad_by_norm(self, *args: Any, **kwargs: Any) -> None:
         """Refused: a rank has only a part of the gradients.

@@ -129,8 +129,9 @@ class UnequalReplicas(PluginPart):
         data_iter: Iterator[Any],
         model: Any,
         criterion: Callable,
+        sums: bool,
     ) -> dict:
-        """Run the forward and backward passes of this replica's share of a global batch, and sum the gradients.
+        """Run the forward and backward passes of this replica's share of a global batch.
 
         Args:
             schedule: runs the passes; has ``num_microbatches``, the number of backward passes.
@@ -138,6 +139,7 @@ class UnequalReplicas(PluginPart):
             data_iter: this replica's batches.
             model: the boosted model.
             criterion: the user's: ``(outputs, inputs) -> mean loss``.
+            sums: whether the gradients are summed, or accumulate until a later call.
 
         Returns:
             What ``execute`` returns; ``loss`` is the mean over the samples of this replica.
@@ -146,7 +148,7 @@ class UnequalReplicas(PluginPart):
             # The schedule takes both from the batch, whose size it expects to stay.
             schedule.num_microbatches = schedule.last_batch_size = None
         weighted, mean = self._batches.weighted(criterion)
-        with model.gradients.sums.passes(lambda: schedule.num_microbatches):
+        with model.gradients.sums.passes((lambda: schedule.num_microbatches) if sums else None):
             result = execute(self._batches.checked(data_iter), weighted)
         result["loss"] = mean(result["loss"])
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def train_alone(
 
 
 def train_replicas(
-    plan: Plan, model: str, kind: str, dtype: torch.dtype, options: dict[str, Any], accumulation: int
+    plan: Plan, model: str, kind: str, dtype: torch.dtype, options: dict[str, Any], accumulation: int, no_sync: bool
 ) -> tuple[list[float | None], list[float], dict[str, Tensor], dict[str, Tensor], int]:
     """Losses of this replica, norms, whole parameters and this rank's parts of them, and the replica."""
     if options.get("zero_stage"):
@@ -109,13 +110,15 @@ def train_replicas(
             batch = samples(model, step, plan.global_batch * accumulation, dtype)
             first = part * plan.global_batch
             mine = {name: each[first + start : first + stop] for name, each in batch.items()}
-            result = run.booster.execute_pipeline(
-                iter([mine]),
-                run.model,
-                lambda outputs, inputs: loss_of(outputs, inputs) / accumulation,
-                run.optimizer,
-                return_loss=True,
-            )
+            waits = no_sync and part + 1 < accumulation
+            with run.booster.no_sync(run.model, run.optimizer) if waits else nullcontext():
+                result = run.booster.execute_pipeline(
+                    iter([mine]),
+                    run.model,
+                    lambda outputs, inputs: loss_of(outputs, inputs) / accumulation,
+                    run.optimizer,
+                    return_loss=True,
+                )
             total = None if result["loss"] is None else total + float(result["loss"])
         run.optimizer.step()
         norms.append(run.optimizer.get_grad_norm())
@@ -155,12 +158,13 @@ def check(
     kind: str = "sgd",
     dtype: torch.dtype = torch.float64,
     accumulation: int = 1,
+    no_sync: bool = False,
     **options: Any,
 ) -> None:
     chosen = PLANS[plan]
     max_norm = options.get("max_norm", 0.0)
     losses, norms, expected = train_alone(model, chosen.global_batch * accumulation, kind, max_norm, dtype)
-    results = run_ranks(chosen.world_size, train_replicas, chosen, model, kind, dtype, options, accumulation)
+    results = run_ranks(chosen.world_size, train_replicas, chosen, model, kind, dtype, options, accumulation, no_sync)
     tolerance = dict(rtol=1e-9, atol=1e-9) if dtype == torch.float64 else dict(rtol=1e-5, atol=1e-5)
     weights = [each.micro_batches * MICRO_BATCH / chosen.global_batch for each in chosen.replicas]
     # The first replica is the one with rank 0.
@@ -212,5 +216,7 @@ def test_adamw_in_fp32() -> None:
     check("1+2", "llama", "adamw", dtype=torch.float32)
 
 
-def test_gradients_of_several_global_batches_accumulate() -> None:
-    check("2+1", "gpt2", accumulation=2)
+@pytest.mark.parametrize("no_sync", [False, True])
+@pytest.mark.parametrize("options", [{}, dict(zero_stage=1, dtype=torch.float32)])
+def test_gradients_of_several_global_batches_accumulate(options: dict[str, Any], no_sync: bool) -> None:
+    check("2+1", "gpt2", accumulation=3, no_sync=no_sync, **options)

@@ -404,3 +404,27 @@ def train_on_wrong_batch() -> str:
 def test_batches_of_another_size_are_refused() -> None:
     for message in run_ranks(3, train_on_wrong_batch):
         assert "6, 4 samples of each global batch" in message
+
+
+def backward_outside(zero_stage: int, through_booster: bool) -> str:
+    plugin = exact_zero(PLANS["batches"], zero_stage=1) if zero_stage else plugin_for("batches")
+    run = boost(plugin, vit(), sgd)
+    dist.barrier()
+    inputs, labels = images(0, 2)
+    loss = loss_of(run.model(inputs), labels)
+    try:
+        if through_booster:
+            run.booster.backward(loss, run.optimizer)
+        else:
+            loss.backward()
+            run.optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("through_booster", [True, False])
+def test_backward_passes_of_the_users_own_are_refused(zero_stage: int, through_booster: bool) -> None:
+    for message in run_ranks(2, backward_outside, zero_stage, through_booster):
+        assert "execute_pipeline" in message
