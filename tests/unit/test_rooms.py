@@ -22,7 +22,7 @@ RULES: dict[str, set[str]] = {
     "processes": set(),
     "cpu": set(),
     "corrections": set(),
-    "accelerator": {"cpu", "corrections"},
+    "accelerator": {"cpu", "corrections", "processes"},
     "gpu_over_gloo": {"accelerator", "cpu"},
     "planner/cluster": {"io"},
     "planner/profile": {"io", "planner/cluster"},

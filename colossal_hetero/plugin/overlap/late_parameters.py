@@ -145,15 +145,10 @@ class LateParameters:
         self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Makes a context around each wait, for example to time it."""
         self._unfinished: dict[_Gather, None] = {}
-        # A thread of Gloo still holds a collective for a moment after it is complete. If nobody else did, that thread
-        # would release the tensors, for which it needs Python's lock. A process group that is destroyed at that moment
-        # holds the lock and waits for the thread. So collectives are kept until the next step.
-        self._kept: list[_Gather] = []
         self._hook: RemovableHandle | None = None
 
     def start(self, updated: Iterable[UpdatedParameter], group: dist.ProcessGroup) -> None:
         """Start to gather parameters, in their order: that in which the next forward pass uses them."""
-        self._kept = []
         small: list[UpdatedParameter] = []
         for each in updated:
             if each.parameter.numel() < SMALL:
@@ -174,7 +169,6 @@ class LateParameters:
             return
         gather = _Gather(members, group, self._wait_for)
         self._unfinished[gather] = None
-        self._kept.append(gather)
         if self._hook is None:
             self._hook = register_module_forward_pre_hook(_wait_for_own_parameters)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,7 +72,6 @@ def finished_late() -> Iterator[None]:
 
     class Late:
         def __init__(self, output: Tensor, result: Tensor, work: Any) -> None:
-            # The tensors are kept as long as the collective, as in `LateParameters`.
             self.output, self.result, self.work = output, result, work
 
         def wait(self) -> None:
@@ -306,11 +304,7 @@ def train_hybrid() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         common = options | dict(precision="bf16", zero_stage=1, zero_bucket_size_in_m=500 / 2**20)
 
         def trained(plugin: Any, accumulation: int = accumulation) -> dict[str, Tensor]:
-            run = train_vit(boost(plugin, tiny_vit(depth=4), sgd), STEPS, accumulation)
-            # A thread of Gloo needs Python's lock to release the tensors of the last collective. When the plugin goes,
-            # its process groups wait for that thread, with the lock.
-            time.sleep(0.05)
-            return run.parameters
+            return train_vit(boost(plugin, tiny_vit(depth=4), sgd), STEPS, accumulation).parameters
 
         started.clear()
         with finished_late(), patch.object(OverlappedZeroOptimizer, "_sync_grad", recorded):
