@@ -9,8 +9,10 @@ parameters that was made before. Only a tensor that was made of its memory befor
 wait.
 
 Kernels of other packages may read the memory of a tensor without a function of torch. Therefore a module also waits for
-the parameters that it has itself before its forward pass. ``torch.compile`` sees neither; do not use it together with
-late parameters.
+the parameters that it has itself before its forward pass.
+
+``torch.compile`` would compile a module again after each step, because the classes of its parameters change. So while
+parameters are late, compiled modules are refused.
 
 Source: Holmes (Yang et al. 2023), overlapped distributed optimizer.
 """
@@ -182,6 +184,11 @@ class LateParameters:
 
 
 def _wait_for_own_parameters(module: nn.Module, _: Any) -> None:
+    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+        raise ValueError(
+            f"{type(module).__name__} is compiled, but it has parameters that are still gathered, so that it would be "
+            "compiled again after each step; use one of overlap_allgather=True and torch.compile"
+        )
     for parameter in module._parameters.values():
         if isinstance(parameter, LateParameter):
             parameter.wait_for_values()
