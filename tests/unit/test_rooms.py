@@ -23,7 +23,7 @@ RULES: dict[str, set[str]] = {
     "module_proxy": set(),
     "cpu": {"module_proxy"},
     "corrections": set(),
-    "accelerator": {"cpu", "corrections"},
+    "accelerator": {"cpu", "corrections", "processes"},
     "gpu_over_gloo": {"accelerator", "cpu"},
     "planner/cluster": {"io"},
     "planner/profile": {"io", "planner/cluster"},
