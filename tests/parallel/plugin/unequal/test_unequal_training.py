@@ -150,6 +150,38 @@ def test_a_loader_resumes_in_an_epoch() -> None:
         assert resumed == undisturbed and resumed
 
 
+def train_and_evaluate() -> tuple[list[float], list[float]]:
+    """Losses of training, and of other batches evaluated in between."""
+    run, trained, evaluated = boost(plugin_for(), vit(), sgd), [], []
+    for number in range(3):
+        mine = share(run.plugin)
+        inputs, labels = images(number, GLOBAL_BATCH)
+        trained.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start))
+        with torch.no_grad():
+            result = run.booster.execute_pipeline(
+                iter([images(9, 4)]), run.model, lambda outputs, inputs: loss_of(outputs, inputs[1]), return_loss=True
+            )
+        evaluated.append(of_world(None if result["loss"] is None else float(result["loss"]), 4))
+    return trained, evaluated
+
+
+def test_training_goes_on_after_an_evaluation() -> None:
+    model = vit()
+    optimizer, trained, evaluated = sgd(model), [], []
+    for number in range(3):
+        inputs, labels = images(number, GLOBAL_BATCH)
+        loss = loss_of(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trained.append(loss.item())
+        with torch.no_grad():
+            inputs, labels = images(9, 4)
+            evaluated.append(loss_of(model(inputs), labels).item())
+    for found in run_ranks(3, train_and_evaluate):
+        assert found == (pytest.approx(trained, rel=1e-5), pytest.approx(evaluated, rel=1e-5))
+
+
 def evaluate() -> list[int]:
     plugin = plugin_for()
     loader = plugin.prepare_dataloader(NumberedImages(12), 3)
