@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -33,7 +34,7 @@ def test_a_bucket_ends_at_its_size_and_at_another_type() -> None:
 
 
 def test_ranks_with_other_models_are_named() -> None:
-    with pytest.raises(ValueError, match="rank 3 holds 5 elements .* of b, but rank 1 4"):
+    with pytest.raises(ValueError, match=r"rank 3 holds 5 elements .* of b, but rank 1 4"):
         divide_into_buckets(["a", "b"], {1: held(["b"]), 3: held(["b"], 5)}, 10)
     with pytest.raises(ValueError, match="c are not in the model"):
         divide_into_buckets(["a", "b"], {1: held(["c"])}, 10)
@@ -50,7 +51,7 @@ def test_no_rank_waits_for_a_sum_that_never_starts(sizes: list[int], cuts: list[
     ranks: dict[int, list[HeldParameter]] = {}
     for replica in cuts:
         bounds = sorted({0, len(sizes), *(cut for cut in replica if cut < len(sizes))})
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in pairwise(bounds):
             names = order[start:stop] + (["0"] if stop == len(sizes) and start > 0 else [])  # a tied weight
             ranks[len(ranks)] = [HeldParameter(name, sizes[int(name)], "float32") for name in names]
     buckets = divide_into_buckets(order, ranks, limit)
