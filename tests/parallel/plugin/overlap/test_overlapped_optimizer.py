@@ -24,7 +24,8 @@ from colossal_hetero.plugin.overlap.overlapped_optimizer import OverlappedZeroOp
 from tests.parallel.plugin.hybrid.test_colossalai_on_cpu import zero_bubble
 from tests.parallel.plugin.zero.test_zero_plugin import Numbered, make_optimizer, sizes_by_rank
 from tests.support.harness import run_ranks
-from tests.support.training import boost, ours, sgd, theirs, tiny_vit
+from tests.support.language_models import gpt2, tokens
+from tests.support.training import assert_same_parameters, boost, ours, sgd, theirs, tiny_vit
 from tests.support.training import train as train_vit
 
 EPOCHS = 7
@@ -361,3 +362,39 @@ def test_the_hybrid_plugin_trains_to_the_weights_of_colossal_ai(ranks: int) -> N
         for (options, _), (overlapped, plain) in zip(HYBRID[ranks], results, strict=True):
             for name, expected in plain.items():
                 assert torch.equal(overlapped[name], expected), f"{options}: {name}"
+
+
+SEQUENCE = dict(
+    enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather", make_vocab_size_divisible_by=4
+)
+
+
+def train_with_sequence_parallelism() -> list[dict[str, Tensor]]:
+    """The parameters with overlap, and with Colossal-AI's plugin, of a pipeline with sequence parallelism."""
+    common = dict(
+        tp_size=2,
+        pp_size=2,
+        num_microbatches=2,
+        precision="bf16",
+        zero_stage=1,
+        zero_bucket_size_in_m=500 / 2**20,
+        **SEQUENCE,
+    )
+    found = []
+    for plugin in (ours(**common, **ON), theirs(custom_policy=None, **common, **OFF)):
+        run = boost(plugin, gpt2(), sgd)
+        for step in range(2):
+            ids, labels = (torch.cat([each, each]) for each in tokens(step))
+            batch = dict(input_ids=ids, labels=labels, attention_mask=torch.ones_like(ids))
+            run.booster.execute_pipeline(
+                iter([batch]), run.model, lambda outputs, _: outputs["loss"], run.optimizer, return_loss=True
+            )
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        found.append(run.parameters)
+    return found
+
+
+def test_a_pipeline_with_sequence_parallelism_sums_gradients_after_its_passes() -> None:
+    for overlapped, plain in run_ranks(4, train_with_sequence_parallelism):
+        assert_same_parameters(overlapped, plain, "sequence parallelism")
