@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,10 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin, PlanConfig
-from colossal_hetero.plugin.hybrid import drift_watch
+from colossal_hetero.planner.cluster.group_networks import Adapter
+from colossal_hetero.plugin.hybrid import drift_watch, plan_groups
+from colossal_hetero.plugin.hybrid.planned_mesh import ordered_group
+from tests.parallel.plugin.hybrid.test_plan_groups import two_nodes
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, exact_zero
 from tests.support.harness import run_ranks
-from tests.support.planning import RecordingConsole, make_plan
+from tests.support.planning import RecordingConsole, make_plan, unequal_plan
 from tests.support.training import Trained, boost, loss_of, scripted, sgd, tiny_vit
 
 GLOBAL_BATCH = PLANS["1+2"].global_batch
@@ -382,6 +386,39 @@ def save_and_load(zero_stage: int, sharded: bool, folder: Path) -> tuple[list[fl
 def test_plain_checkpoints_are_loaded_again(zero_stage: int, sharded: bool, tmp_path: Path) -> None:
     for undisturbed, loaded in run_ranks(3, save_and_load, zero_stage, sharded, tmp_path):
         assert loaded == pytest.approx(undisturbed, rel=1e-6)
+
+
+# Networks -----------------------------------------------------------------------------------------------------------
+
+
+def interfaces() -> tuple[dict[tuple[int, ...], str | None], float]:
+    """The network interface of each group, by its ranks, and the loss of a step. Rank 0 is in a node of its own."""
+    made: dict[tuple[int, ...], str | None] = {}
+
+    def recorded(ranks: Any, **options: Any) -> Any:
+        made[tuple(ranks)] = os.environ.get("GLOO_SOCKET_IFNAME")
+        return ordered_group(ranks, **options)
+
+    planning = PlanConfig(cluster=two_nodes(), adapters={"Ethernet": Adapter(interface="lo")})
+    plan = unequal_plan(make_plan([[[0]]], [4], 2, 3), make_plan([[[2], [3]]], [1, 3], 2, 2))
+    with patch.object(plan_groups, "ordered_group", recorded):
+        run = boost(HeteroHybridParallelPlugin(plan=plan, planning=planning, precision="fp32"), vit(), sgd)
+        mine = share(run.plugin)
+        inputs, labels = images(0, GLOBAL_BATCH)
+        loss = of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start)
+    return made, loss
+
+
+def test_layers_are_summed_over_the_networks_of_the_plan() -> None:
+    inputs, labels = images(0, GLOBAL_BATCH)
+    expected = loss_of(vit()(inputs), labels).item()
+    for made, loss in run_ranks(3, interfaces):
+        assert {ranks: name for ranks, name in made.items() if len(ranks) > 1} == {
+            (1, 2): None,  # the pipeline, inside a node
+            (0, 1): "lo",  # the first block
+            (0, 2): "lo",
+        }
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 # What is refused ----------------------------------------------------------------------------------------------------
