@@ -112,15 +112,19 @@ class PlanSearch:
             keep: How many, at most.
             known: Plans of another search of the same pools. The best plan is not slower than these.
         """
+        few = all(each.are_few for each in self._all_of_few())
         self._look_through()
-        if not all(few.are_few for few in self._all_of_few()):
-            if self.unequal:
-                self._try_restricted()
+        if not few:
             self._reorder()
             self._exchange()
-            if self.unequal:
-                self._loosen()
-                self._move()
+        # What comes before does not depend on it, so the best equal replicas are those of a search for equal ones only.
+        if self.unequal:
+            self._look_through_unequal()
+        if self.unequal and not few:
+            self._try_restricted()
+            self._reorder()
+            self._loosen()
+            self._move()
         self._try_all_of_few()
         self._try_uniform()
         for draft in known:
@@ -150,21 +154,29 @@ class PlanSearch:
     # The most promising candidates of all kinds -------------------------------------------------------------
 
     def _look_through(self) -> None:
-        kinds = sorted({kind.device for pool in self.pools for kind in pool.kinds})
+        """Try pipelines that are cut alike."""
+        kinds = self._device_kinds()
         world = len(self.topology.devices)
-        alone = [frozenset([kind]) for kind in kinds]
-        for allowed in dict.fromkeys([frozenset(kinds), *alone]):
+        alone = [frozenset([kind]) for kind in sorted(kinds)]
+        for allowed in dict.fromkeys([kinds, *alone]):
             self._try_rows(self.rows.of_kinds(allowed), self.best_seconds)
-            if self.unequal:
-                self._try_unequal(allowed)
         for one in alone if len(alone) > 2 else ():
-            self._try_rows(self.rows.of_kinds(frozenset(kinds) - one), self.best_seconds)
+            self._try_rows(self.rows.of_kinds(kinds - one), self.best_seconds)
         mixed = mixed_shapes(self.pools, self.bounds, self.stages, runnable=self.runnable)
         self._try_mixed([shape for shape in mixed if shape.seconds < self.best_seconds][:MAX_MIXED])
         if self.runnable:
             # The best plan may leave slow devices idle, but a run may need all of them.
             self._try_rows(self.rows.of_size(world), np.inf)
             self._try_mixed([shape for shape in mixed if self._devices(shape) == world][:1])
+
+    def _look_through_unequal(self) -> None:
+        """Try pipelines that differ."""
+        kinds = self._device_kinds()
+        for allowed in dict.fromkeys([kinds, *(frozenset([kind]) for kind in sorted(kinds))]):
+            self._try_unequal(allowed)
+
+    def _device_kinds(self) -> frozenset[str]:
+        return frozenset(kind.device for pool in self.pools for kind in pool.kinds)
 
     def _try_rows(self, rows: NDArray[np.int64], best: float) -> None:
         """Try rows in the order of their bounds until none can be faster than ``best`` and those tried before."""
@@ -227,6 +239,7 @@ class PlanSearch:
                 below=self.best_seconds,
             )
             part._look_through()
+            part._look_through_unequal()
             for key in sorted(part.drafts, key=lambda key: part.drafts[key].ranking_seconds)[:MAX_OF_PART]:
                 draft = part.drafts[key]
                 pool = pool_of[draft.pool.tensor_parallel, draft.pool.micro_batch]
@@ -359,6 +372,8 @@ class PlanSearch:
         uniform.builder = DraftBuilder(self.topology, "uniform", overlap=self.builder.overlap, runnable=self.runnable)
         uniform.drafts, uniform.lower_bounds, uniform.problems = {}, {}, {}
         uniform._look_through()
+        if self.unequal:
+            uniform._look_through_unequal()
         for draft in uniform.found()[:1]:
             if draft.ranking_seconds < self.best_seconds:
                 self._add("uniform", draft)

@@ -65,6 +65,16 @@ def check_without_each_node(topology: Topology, model: ModelProfile, global_batc
             assert seconds <= part.iteration_seconds * tolerance, f"faster without node {node}"
 
 
+@pytest.mark.parametrize("seed", range(60) if IS_THOROUGH else (10,))
+def test_no_slower_than_a_search_for_equal_replicas_only(seed: int) -> None:
+    topology, model, global_batch = large_problem(seed)
+    equal, free = (best(topology, model, global_batch, unequal=unequal) for unequal in (False, True))
+    if free.symmetric:
+        assert free.iteration_seconds == equal.iteration_seconds
+    else:
+        assert free.iteration_seconds * MIN_UNEQUAL_GAIN < equal.iteration_seconds
+
+
 def test_six_replicas_that_do_not_divide_the_batch() -> None:
     """Found by moving slots between pipelines only: 6 or 5 micro-batches for each."""
     random = np.random.default_rng([7, 57])
