@@ -93,6 +93,7 @@ RULES: dict[str, set[str]] = {
         "plugin/overlap",
     },
     "checkpoint/format": {"io"},
+    "checkpoint/contents": {"accelerator", "profiling", "profiling/layers", "checkpoint/format"},
     "checkpoint": {"io", "checkpoint/format"},
     "testing": {"io", "layers"},
     "commands": {"io", "processes", "planner/*", "probe", "profiling", "profiling/*"},
