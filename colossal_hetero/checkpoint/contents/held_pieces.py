@@ -40,8 +40,17 @@ class HeldTensor(NamedTuple):
     tensor: Tensor
     """The parameter on this rank."""
     division: TensorDivision
+    is_tied: bool
+    """Whether the model has the parameter in several places: several stages of a pipeline may hold it."""
     master: Master | None
     """What the optimizer updates; None if it does not."""
+
+    def shard(self, division: str) -> str:
+        """Name of the shard of the layer that has the parameter's elements of a division.
+
+        A tied parameter has a shard of its own, because a stage may hold it without the rest of the layer.
+        """
+        return f"{division}.tied" if self.is_tied else division
 
     @property
     def parts(self) -> tuple[LocalPart, ...]:
@@ -87,9 +96,8 @@ def pieces_of(model: nn.Module, optimizer: Any, outline: ModelOutline) -> list[T
             if kind == PARAMETER:
                 pieces += pieces_of_memory(held, entry, value.detach())
             else:
-                pieces.append(
-                    scalar_piece(held, entry, as_scalar(value) if kind.startswith(NUMBER) else value.detach())
-                )
+                scalar = as_scalar(value) if kind.startswith(NUMBER) else value.detach()
+                pieces.append(scalar_piece(held, entry, scalar))
     return pieces + buffer_pieces(model, outline)
 
 
@@ -114,6 +122,7 @@ def held_parameters(model: nn.Module, optimizer: Any, outline: ModelOutline) -> 
                 shape=shape,
                 tensor=parameter,
                 division=division_of(parameter, module, shape, name),
+                is_tied=name in outline.tied,
                 master=masters.get(id(parameter)),
             )
 
@@ -134,7 +143,7 @@ def pieces_of_memory(held: HeldTensor, entry: str, memory: Tensor) -> list[Tenso
         else:
             everything = Box((0,) * held.tensor.dim(), tuple(held.tensor.shape))
             data = memory[everything.slices_of(part.local)] if held.tensor.dim() else memory
-        shard = held.division.shard + ("" if master is None else master.shard)
+        shard = held.shard(held.division.shard + ("" if master is None else master.shard))
         pieces.append(TensorPiece(held.layer, f"{entry}.{held.name}", held.shape, part.whole, data, shard))
     return pieces
 
@@ -152,7 +161,7 @@ def _in_slice(memory: Tensor, parameter: Tensor, box: Box, start: int) -> Tensor
 def scalar_piece(held: HeldTensor, entry: str, scalar: Tensor) -> TensorPiece:
     """The piece of an entry of a parameter's state without dimensions. All ranks with the parameter hold the same."""
     ((_, box),) = whole(())
-    return TensorPiece(held.layer, f"{entry}.{held.name}", (), box, scalar, WHOLE)
+    return TensorPiece(held.layer, f"{entry}.{held.name}", (), box, scalar, held.shard(WHOLE))
 
 
 def buffer_pieces(model: nn.Module, outline: ModelOutline) -> list[TensorPiece]:

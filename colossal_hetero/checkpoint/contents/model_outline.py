@@ -27,6 +27,8 @@ class ModelOutline:
     """Layer of each of them, by its name: ``embedding``, ``block-0000`` and so on, ``head``."""
     names: Mapping[str, str]
     """Name of each of them by each of its names: a tied parameter has several, and the first one counts."""
+    tied: frozenset[str]
+    """Names of the parameters that have several."""
     groups: tuple[tuple[str, ...], ...]
     """Names of the parameters in each group of the optimizer; empty without an optimizer."""
     trained: frozenset[str]
@@ -36,8 +38,8 @@ class ModelOutline:
 def outline_of(model: nn.Module, optimizer: Any = None) -> ModelOutline:
     """The outline of a model, and of its optimizer, that no plugin has configured yet.
 
-    Layers are the blocks between which a pipeline cuts the model, and the parts before and after them. A model without
-    one clear row of blocks has a layer for each of its modules.
+    Layers are the blocks between which a pipeline cuts the model, and the parts before and after them. In a model
+    without one clear row of blocks, each element of each list of modules is a layer, and so is every other module.
 
     Raises:
         ValueError: the optimizer has a parameter that is not in the model.
@@ -65,7 +67,8 @@ def outline_of(model: nn.Module, optimizer: Any = None) -> ModelOutline:
             )
         groups.append(tuple(first[id(parameter)] for parameter in group["params"]))
         trained |= {first[id(parameter)] for parameter in group["params"] if parameter.requires_grad}
-    return ModelOutline(shapes, layers, names, tuple(groups), frozenset(trained))
+    tied = frozenset(first for name, first in names.items() if name != first)
+    return ModelOutline(shapes, layers, names, tied, tuple(groups), frozenset(trained))
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -86,7 +89,7 @@ def _layers(model: nn.Module) -> dict[str, str]:
     try:
         row = find_block_row(model).name
     except ValueError:
-        return {name: name.split(".")[0] or FIRST for name in modules}
+        return {name: _numbered_part(name) for name in modules}
     layers: dict[str, str] = {}
     passed = False
     for name in modules:
@@ -96,3 +99,10 @@ def _layers(model: nn.Module) -> dict[str, str]:
         else:
             layers[name] = LAST if passed else FIRST
     return layers
+
+
+def _numbered_part(module: str) -> str:
+    """The name of a module up to its first number, e.g. ``decoder-block-3`` of ``decoder.block.3.layer.0``."""
+    parts = module.split(".")
+    stop = next((place + 1 for place, part in enumerate(parts) if part.isdecimal()), len(parts))
+    return "-".join(parts[:stop]) or FIRST

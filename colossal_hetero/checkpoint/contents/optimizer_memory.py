@@ -1,4 +1,4 @@
-"""Where an optimizer keeps the values that it updates: in the model, in masters of higher precision, in ZeRO's slices."""
+"""Where an optimizer keeps the values that it updates: in the model, in masters, or in ZeRO's slices."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def check_same_model(outline: ModelOutline, saved: Mapping[str, Sequence[int]]) 
     ]
     if differences:
         raise ValueError(
-            f"the checkpoint is of another model: {'; '.join(differences)}. Build the model with the configuration that "
-            "it was saved with, or name another folder"
+            f"the checkpoint is of another model: {'; '.join(differences)}. Build the model with the configuration "
+            "that it was saved with, or name another folder"
         )
 
 
@@ -90,6 +90,7 @@ class Restoring:
         self._numbers: list[tuple[dict[str, Any], str, Tensor]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
         states = None if optimizer is None else inner_optimizer(optimizer).state
+        self._scalar_devices = {} if optimizer is None else _scalar_devices(optimizer)
         if states is not None:
             states.clear()
         for held in held_parameters(model, optimizer, outline):
@@ -122,8 +123,8 @@ class Restoring:
                 state[entry] = 0
                 self.pieces.append(scalar_piece(held, entry, number))
             else:
-                # torch keeps the count of steps on the host.
-                state[entry] = torch.zeros((), dtype=dtype_of(kind))
+                device = self._scalar_devices.get(id(held.master.tensor))
+                state[entry] = torch.zeros((), dtype=dtype_of(kind), device=device)
                 self.pieces.append(scalar_piece(held, entry, state[entry]))
         return state
 
@@ -138,6 +139,16 @@ class Restoring:
         zero = find_zero_optimizer(self._optimizer)
         if zero is not None:
             _gather(zero)
+
+
+def _scalar_devices(optimizer: Any) -> dict[int, torch.device]:
+    """Where torch's optimizers keep the count of steps of each parameter, by its ``id``: on the host, if left out."""
+    return {
+        id(parameter): parameter.device
+        for group in inner_optimizer(optimizer).param_groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+    }
 
 
 def dtype_of(kind: str) -> torch.dtype:

@@ -10,6 +10,7 @@ from colossal_hetero.checkpoint.contents.model_outline import outline_of
 from colossal_hetero.checkpoint.contents.restoring import check_same_model
 from colossal_hetero.checkpoint.contents.training_state import as_bytes, from_bytes, matching_groups
 from tests.support.language_models import gpt2
+from tests.support.model_families import BUILDERS
 from tests.support.training import tiny_vit
 
 
@@ -27,6 +28,13 @@ def test_a_model_without_a_row_of_blocks_has_a_layer_for_each_module() -> None:
     outline = outline_of(model)
     assert set(outline.layers.values()) == {"0", "1"}
     assert outline.shapes["1.num_batches_tracked"] == () and "passing" not in outline.shapes
+
+
+def test_a_model_with_two_rows_of_blocks_has_their_blocks_as_layers() -> None:
+    model, _ = BUILDERS["t5"]()
+    layers = outline_of(model).layers
+    assert layers["encoder.block.1.layer.0.SelfAttention.q.weight"] == "encoder-block-1"
+    assert layers["decoder.final_layer_norm.weight"] == "decoder-final_layer_norm"
 
 
 def test_the_checkpoint_of_another_model_is_refused() -> None:
@@ -47,7 +55,7 @@ def test_groups_are_matched_by_the_names_of_their_parameters() -> None:
     groups = [dict(params=[parameter]) for parameter in model.parameters()]
     outline = outline_of(model, torch.optim.SGD(groups, lr=0.1))
     assert matching_groups(outline, [[name] for name in reversed(names)]) == [3, 2, 1, 0]
-    with pytest.raises(ValueError, match="no state of 1.bias and 0 other parameters"):
+    with pytest.raises(ValueError, match=r"no state of 1.bias and 0 other parameters"):
         matching_groups(outline, [[name] for name in names[:-1]])
     with pytest.raises(ValueError, match="group 1 are in its groups 0, together with others"):
         matching_groups(outline, [names])
