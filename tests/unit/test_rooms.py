@@ -94,9 +94,15 @@ RULES: dict[str, set[str]] = {
     },
     "checkpoint/format": {"io"},
     "checkpoint/contents": {"accelerator", "profiling", "profiling/layers", "checkpoint/format"},
+    "checkpoint/storage": {"checkpoint/format"},
+    "checkpoint/saving": {"io", "checkpoint/format", "checkpoint/storage"},
+    "checkpoint/reading": {"checkpoint/format", "checkpoint/storage"},
     "checkpoint": {"io", "checkpoint/format"},
     "testing": {"io", "layers"},
-    "commands": {"io", "processes", "planner/*", "probe", "profiling", "profiling/*"},
+    "commands": {
+        *("io", "processes", "planner/*", "probe", "profiling", "profiling/*"),
+        *("checkpoint/format", "checkpoint/storage", "checkpoint/reading"),
+    },
     "cli": {"commands"},
 }
 """By room: the rooms that it may import. ``planner/*`` is every room in ``planner/`` except ``planner/published``."""
