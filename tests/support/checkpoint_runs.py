@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from colossal_hetero import HeteroHybridParallelPlugin
+from colossal_hetero import CheckpointConfig, HeteroHybridParallelPlugin
 from colossal_hetero.checkpoint.contents.held_pieces import pieces_of
 from colossal_hetero.checkpoint.contents.model_outline import ModelOutline, outline_of
 from colossal_hetero.checkpoint.contents.optimizer_memory import state_entries
@@ -24,8 +25,8 @@ from tests.support.language_models import VOCABULARY, gpt2, llama
 from tests.support.training import CLASSES, adamw, tiny_vit
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    "gpt2": lambda **options: gpt2(n_layer=4, **options),
-    "llama": lambda **options: llama(num_hidden_layers=4, **options),
+    "gpt2": lambda **options: gpt2(n_layer=4, use_cache=False, **options),
+    "llama": lambda **options: llama(num_hidden_layers=4, use_cache=False, **options),
     "vit": lambda **options: tiny_vit(depth=4, **options),
 }
 """Small models of four blocks, whose sizes are divisible by 2, 3 and 4."""
@@ -66,6 +67,11 @@ def hybrid(**options: Any) -> HeteroHybridParallelPlugin:
     if options.get("pp_size", 1) > 1:
         defaults["num_microbatches"] = options["pp_size"]
     return HeteroHybridParallelPlugin(**(defaults | options))
+
+
+def saving(folder: Path, **options: Any) -> HeteroHybridParallelPlugin:
+    """A plugin that saves into a shared folder."""
+    return hybrid(**options, checkpoints=CheckpointConfig(shared=folder))
 
 
 def samples_of(name: str, number: int) -> dict[str, Tensor]:
@@ -113,11 +119,19 @@ class InMemory:
         return {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
 
 
-def gathered(run: Run) -> InMemory:
-    """What all ranks hold. Every element must be there, and be equal on all ranks that hold it."""
+def gathered(run: Run, everywhere: bool = True) -> InMemory:
+    """What all ranks hold. Every element must be there, and be equal on all ranks that hold it.
+
+    If not ``everywhere``, only rank 0 has the tensors.
+    """
     own = [(piece.key, piece.shape, piece.box, piece.data.clone()) for piece in run.pieces]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (own, state_entries(run.optimizer)))
+    if everywhere:
+        dist.all_gather_object(everyone, (own, state_entries(run.optimizer)))
+    else:
+        first = dist.get_rank() == 0
+        dist.gather_object((own, state_entries(run.optimizer)), everyone if first else None)
+        everyone = everyone if first else []
     tensors: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}
     for key, shape, box, data in (piece for pieces, _ in everyone for piece in pieces):
@@ -129,6 +143,18 @@ def gathered(run: Run) -> InMemory:
         there[place] = True
     assert all(bool(there.all()) for there in filled.values())
     return InMemory(tensors, {entry: kind for _, kinds in everyone for entry, kind in kinds.items()})
+
+
+def different_tensors(found: InMemory, expected: InMemory) -> list[str]:
+    """Keys of the tensors that are not equal bit for bit, or that only one of both has."""
+    keys = sorted(found.tensors.keys() | expected.tensors.keys())
+    return [
+        key
+        for key in keys
+        if key not in found.tensors
+        or key not in expected.tensors
+        or not torch.equal(found.tensors[key], expected.tensors[key])
+    ]
 
 
 def load(run: Run, saved: InMemory) -> None:

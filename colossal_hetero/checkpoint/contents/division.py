@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..format.pieces import Box
+from ..format.box import Box
 
-__all__ = ["LocalPart", "divided", "flat_boxes", "remainder", "sliced", "whole"]
+__all__ = ["LocalPart", "divided", "flat_boxes", "sliced", "whole"]
 
 
 class LocalPart(NamedTuple):
@@ -125,31 +125,3 @@ def moved(box: Box, part: LocalPart) -> Box:
     """Where a box of the local tensor, which lies in ``part``, belongs in the whole tensor."""
     offsets = zip(box.offsets, part.local.offsets, part.whole.offsets, strict=True)
     return Box(tuple(offset - local + there for offset, local, there in offsets), box.sizes)
-
-
-def remainder(box: Box, others: Iterable[Box]) -> tuple[Box, ...]:
-    """Boxes with the elements of ``box`` that none of the other boxes of the same tensor has."""
-    left = [box]
-    for other in others:
-        left = [piece for each in left for piece in _without(each, other)]
-    return tuple(left)
-
-
-def _without(box: Box, other: Box) -> list[Box]:
-    common = box.intersection(other)
-    if common is None:
-        return [box]
-    pieces: list[Box] = []
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    for dim, (offset, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
-        before, after = offset - offsets[dim], offsets[dim] + sizes[dim] - offset - size
-        for start, length in ((offsets[dim], before), (offset + size, after)):
-            if length > 0:
-                pieces.append(
-                    Box(
-                        (*offsets[:dim], start, *offsets[dim + 1 :]),
-                        (*sizes[:dim], length, *sizes[dim + 1 :]),
-                    )
-                )
-        offsets[dim], sizes[dim] = offset, size
-    return pieces

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from colossalai.interface import ModelWrapper
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +19,7 @@ from .tensor_parallel import TensorDivision, division_of
 
 __all__ = [
     "HeldTensor",
+    "agreed_buffers",
     "bare_model",
     "buffer_pieces",
     "held_parameters",
@@ -190,3 +193,18 @@ def _name(module: str, own: str, outline: ModelOutline) -> str:
             "find it in a layer checkpoint; save this model with booster.save_model"
         )
     return outline.names[name]
+
+
+def agreed_buffers(pieces: list[TensorPiece], outline: ModelOutline) -> list[TensorPiece]:
+    """The same pieces, with the buffers of the first rank that has each. Every rank calls it.
+
+    Replicas see other samples, so that their statistics differ. Those of the first one count, as in Colossal-AI's
+    checkpoints; torch's data parallelism copies them to the other replicas before the next forward pass.
+    """
+    parameters = {name for names in outline.groups for name in names}
+    if all(name in parameters for name in outline.shapes):
+        return pieces
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {each.key: each.data.cpu() for each in pieces if each.key.startswith("buffer.")})
+    values = {key: value for found in reversed(everyone) for key, value in found.items()}
+    return [replace(each, data=values[each.key]) if each.key in values else each for each in pieces]

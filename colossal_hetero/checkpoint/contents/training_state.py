@@ -28,11 +28,28 @@ KEPT = ("params", "param_names", "foreach", "fused", "capturable", "differentiab
 
 
 def group_options(optimizer: Any) -> list[dict[str, Any]]:
-    """The options of each group of the optimizer, such as the learning rate."""
+    """The options of each group of the optimizer, such as the learning rate, as JSON can hold them.
+
+    Raises:
+        ValueError: an option is neither a number nor text nor a list of these.
+    """
     return [
-        {name: _plain(value) for name, value in group.items() if name not in KEPT}
+        {name: _option(name, value) for name, value in group.items() if name not in KEPT}
         for group in inner_optimizer(optimizer).param_groups
     ]
+
+
+def _option(name: str, value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_option(name, each) for each in value]
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(
+        f"the option {name} of a parameter group is of type {type(value).__name__}, which a layer checkpoint cannot "
+        "hold; use numbers or text, or save with booster.save_optimizer"
+    )
 
 
 def restore_group_options(
@@ -57,9 +74,9 @@ def restore_group_options(
         for name, value in ({} if source is None else saved_options[source]).items():
             present = group.get(name)
             if isinstance(present, Tensor):  # such as a learning rate of compiled steps
-                present.fill_(float(value))
-            elif name not in KEPT:
-                group[name] = float(value) if isinstance(value, Tensor) else value
+                present.fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(present, tuple) else value
 
 
 def matching_groups(outline: ModelOutline, saved_groups: Sequence[Sequence[str]]) -> list[int | None]:

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-from ..contents.division import remainder
-from ..format.pieces import Box
+from ..format.box import Box, cover
 
-__all__ = ["Bitmap", "Location", "Tier"]
+__all__ = ["Bitmap", "Location", "StorageTier"]
 
 
-class Tier(IntEnum):
+class StorageTier(IntEnum):
     """Where a box is, the fastest first."""
 
     MEMORY = 0
@@ -31,7 +30,7 @@ class Location(NamedTuple):
 
     node: str
     """Empty for the shared folder."""
-    tier: Tier
+    tier: StorageTier
 
 
 class Bitmap:
@@ -43,6 +42,13 @@ class Bitmap:
     def add(self, step: int, layer: str, key: str, box: Box, location: Location) -> None:
         """Note that ``location`` has a box of the tensor ``key``."""
         self._boxes[step, layer, key].setdefault(box, set()).add(location)
+
+    def discard(self, step: int, layer: str, location: Location) -> None:
+        """Note that ``location`` has nothing of a layer any more, for example because its file is damaged."""
+        for (of_step, of_layer, _), boxes in self._boxes.items():
+            if (of_step, of_layer) == (step, layer):
+                for locations in boxes.values():
+                    locations.discard(location)
 
     def locations(self, step: int, layer: str, key: str, box: Box) -> frozenset[Location]:
         """Where exactly this box is; empty if it is nowhere."""
@@ -61,6 +67,6 @@ class Bitmap:
         """Those of the needed boxes, as (layer, key, box), that are not complete anywhere together."""
         found = []
         for layer, key, box in needed:
-            left = remainder(box, (other for other, _ in self.boxes(step, layer, key)))
+            _, left = cover(box, [other for other, locations in self.boxes(step, layer, key) if locations])
             found += [(layer, key, piece) for piece in left]
         return found

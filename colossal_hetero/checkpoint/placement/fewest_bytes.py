@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from ..contents.division import remainder
-from ..format.pieces import Box
+from ..format.box import Box, cover
 
 __all__ = ["Boxes", "Placement", "bytes_to_move", "place_nodes"]
 
@@ -57,7 +56,7 @@ def missing(needed: Sequence[Box], held: Sequence[Box]) -> list[Box]:
     known = list(held)
     found: list[Box] = []
     for box in needed:
-        found += remainder(box, known)
+        found += cover(box, known)[1]
         known.append(box)
     return found
 

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..contents.division import remainder
-from ..format.pieces import Box
-from .bitmap import Bitmap, Location, Tier
+from ..format.box import Box
+from .bitmap import Bitmap, Location, StorageTier
 
 __all__ = ["Fetch", "Need", "choose_sources"]
 
@@ -78,7 +77,7 @@ def choose_sources(
                 chosen[rank].append(Fetch(need.layer, need.key, common, location, size))
                 if distance >= _FROM_PEERS and location.node:
                     given[location.node] += size
-                left += remainder(box, [common])
+                left += box.without(common)
     return chosen
 
 
@@ -86,6 +85,6 @@ _FROM_PEERS = 2
 
 
 def _distance(location: Location, node: str) -> int:
-    if location.tier == Tier.SHARED:
+    if location.tier == StorageTier.SHARED:
         return 4
     return location.tier if location.node == node else _FROM_PEERS + location.tier

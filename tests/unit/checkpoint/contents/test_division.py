@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colossal_hetero.checkpoint.contents.division import LocalPart, divided, flat_boxes, remainder, sliced, whole
+from colossal_hetero.checkpoint.contents.division import LocalPart, divided, flat_boxes, sliced, whole
 from colossal_hetero.checkpoint.format.pieces import Box
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
@@ -77,26 +77,6 @@ def test_zero_slices_of_a_fused_weight(ranks: int, shards: int, columns: int, wi
         for shard in range(shards):
             put(sliced(parts, local.shape, shard * size, (shard + 1) * size), local, found)
     assert torch.equal(found, values)
-
-
-@given(SHAPES, st.data())
-def test_the_remainder_has_what_other_boxes_lack(shape: tuple[int, ...], data: st.DataObject) -> None:
-    def box() -> Box:
-        ranges = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
-        return Box(tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges))
-
-    everything = Box((0,) * len(shape), shape)
-    others = [each for each in (box() for _ in range(data.draw(st.integers(0, 4)))) if each.numel]
-    if not shape and others:
-        return
-    covered = torch.zeros(shape, dtype=torch.int64)
-    for other in others:
-        covered[everything.slices_of(other)] = 1
-    expected = 1 - covered
-    for piece in remainder(everything, others):
-        assert piece.numel
-        expected[everything.slices_of(piece)] -= 1
-    assert not expected.any()
 
 
 def test_a_scalar_is_one_box() -> None:
