@@ -157,6 +157,8 @@ class LayerCheckpoint:
         index, states = self._index(reader, found)
         restoring = Restoring(model, optimizer, outline, index.shapes, index.common["state"])
         received = load_pieces(restoring.pieces, found, index, reader, nodes)
+        for problem in reader.problems:
+            warnings.warn(f"a checkpoint is damaged: {problem}", stacklevel=2)
         restoring.finish()
         same = restore_run(model, optimizer, lr_scheduler, loader, outline, restoring.pieces, states, step=found.step)
         return Start(found.step, index.manifest.epoch, same, reader.bytes_read, reader.check_bytes_read, received)

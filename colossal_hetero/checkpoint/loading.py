@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,10 +52,8 @@ def load_pieces(
     converted = [_as_saved(piece, index) for piece in pieces]
     targets = [target for target, _ in converted]
     received = 0
-    if _others_are_needed(checkpoint, nodes):
+    if _others_are_needed(checkpoint, nodes) or not _load_alone(targets, checkpoint.step, reader, nodes):
         received = _load_with_peers(targets, checkpoint, index, reader, nodes)
-    else:
-        on_every_rank(lambda: reader.load(targets, checkpoint.step), f"loading step {checkpoint.step}")
     for target, piece in converted:
         if target is not piece:
             piece.data.copy_(target.data)
@@ -74,6 +73,25 @@ def _others_are_needed(checkpoint: WholeCheckpoint, nodes: Sequence[str]) -> boo
     files = {copy.node: copy.files for copy in checkpoint.copies if copy.node}
     everything = frozenset().union(*files.values())
     return any(files.get(node, frozenset()) != everything for node in nodes)
+
+
+def _load_alone(pieces: Sequence[TensorPiece], step: int, reader: CheckpointReader, nodes: Sequence[str]) -> bool:
+    """Let each rank read what it needs from its own folders; False on all ranks if files are damaged on one of them.
+
+    Raises:
+        RuntimeError: files are damaged, and there are no other nodes.
+    """
+
+    def load() -> bool:
+        try:
+            reader.load(pieces, step)
+        except CheckpointError:
+            if len(set(nodes)) == 1:
+                raise
+            return False
+        return True
+
+    return all(on_every_rank(load, f"loading the checkpoint of step {step}"))
 
 
 def _load_with_peers(
@@ -103,6 +121,8 @@ def _load_with_peers(
             transfers = transfers_between(fetches, node_of)
             outgoing: dict[Transfer, Tensor] = {}
             failure = _read(fetches[rank], transfers, by_key, index, reader, outgoing, node_of[rank], step)
+            if failure is not None:
+                warnings.warn(f"a checkpoint is damaged: {failure[1]}; other copies are looked for", stacklevel=2)
             failures: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(failures, failure)
             if not any(failures):
