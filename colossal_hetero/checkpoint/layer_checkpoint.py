@@ -19,7 +19,7 @@ from .config import CheckpointConfig
 from .contents.held_pieces import agreed_buffers, pieces_of
 from .contents.model_outline import ModelOutline
 from .contents.restoring import Restoring, wait_for_parameters
-from .contents.run_states import check_loader, restore_run, run_state_of
+from .contents.run_states import check_loader, check_optimizer, restore_run, run_state_of
 from .copies import NodeCopy, SavedIndex, WholeCheckpoint, copies_of, index_of, newest_whole
 from .format.pieces import TensorPiece
 from .format.run_state import RunState
@@ -41,7 +41,6 @@ class Training(NamedTuple):
 
     model: Any
     optimizer: Any
-    """None: only the model is saved or loaded."""
     lr_scheduler: Any
     loader: Any
     """A data loader with a ``state_dict``, or None."""
@@ -155,6 +154,7 @@ class LayerCheckpoint:
             warnings.warn(f"a newer checkpoint is not whole and not loaded: {reason}", stacklevel=2)
         reader = CheckpointReader(self._places(node, found))
         index, states = self._index(reader, found)
+        check_optimizer(optimizer, index.common["optimizer"])
         restoring = Restoring(model, optimizer, outline, index.shapes, index.common["state"])
         received = load_pieces(restoring.pieces, found, index, reader, nodes)
         for problem in reader.problems:

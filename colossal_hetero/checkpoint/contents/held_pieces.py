@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..format.pieces import Box, TensorPiece
 from .division import LocalPart, sliced, whole
-from .model_outline import ModelOutline, persistent_buffers
+from .model_outline import ModelOutline, persistent_buffers, plain_name
 from .optimizer_memory import NUMBER, PARAMETER, Master, as_scalar, check_stage, masters_of, states_of
 from .tensor_parallel import TensorDivision, division_of
 
@@ -79,7 +79,7 @@ def pieces_of(model: nn.Module, optimizer: Any, outline: ModelOutline) -> list[T
 
     Args:
         model: as a plugin has configured it; ZeRO stages 0 to 2.
-        optimizer: its optimizer, or None to leave out the optimizer's state.
+        optimizer: its optimizer.
         outline: of the model before it was configured.
 
     Returns:
@@ -91,7 +91,7 @@ def pieces_of(model: nn.Module, optimizer: Any, outline: ModelOutline) -> list[T
     """
     check_stage(model)
     pieces: list[TensorPiece] = []
-    states = {} if optimizer is None else {id(master): state for master, state in states_of(optimizer)}
+    states = {id(master): state for master, state in states_of(optimizer)}
     for held in held_parameters(model, optimizer, outline):
         memory = held.tensor.detach() if held.master is None else held.master.tensor.detach()
         pieces += pieces_of_memory(held, "param", memory)
@@ -186,7 +186,7 @@ def buffer_pieces(model: nn.Module, outline: ModelOutline) -> list[TensorPiece]:
 
 
 def _name(module: str, own: str, outline: ModelOutline) -> str:
-    name = f"{module}.{own}" if module else own
+    name = plain_name(f"{module}.{own}" if module else own)
     if name not in outline.names:
         raise ValueError(
             f"the model has a tensor {name} that it did not have before booster.boost, so that other plans would not "

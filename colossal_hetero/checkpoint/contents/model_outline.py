@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from ...profiling.layers.model_layers import find_block_row
 from ...profiling.preserved_state import inner_optimizer
 
-__all__ = ["ModelOutline", "outline_of", "persistent_buffers"]
+__all__ = ["ModelOutline", "outline_of", "persistent_buffers", "plain_name"]
 
 FIRST, LAST = "embedding", "head"
 """Layers before and after the blocks."""
@@ -51,7 +52,7 @@ def outline_of(model: nn.Module, optimizer: Any = None) -> ModelOutline:
     first: dict[int, str] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for own_name, tensor in _own_tensors(module):
-            name = f"{module_name}.{own_name}" if module_name else own_name
+            name = plain_name(f"{module_name}.{own_name}" if module_name else own_name)
             names[name] = first.setdefault(id(tensor), name)
             if names[name] == name:
                 shapes[name] = tuple(tensor.shape)
@@ -69,6 +70,11 @@ def outline_of(model: nn.Module, optimizer: Any = None) -> ModelOutline:
         trained |= {first[id(parameter)] for parameter in group["params"] if parameter.requires_grad}
     tied = frozenset(first for name, first in names.items() if name != first)
     return ModelOutline(shapes, layers, names, tied, tuple(groups), frozenset(trained))
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor without the parts that activation checkpointing and ``torch.compile`` insert."""
+    return clean_tensor_name(name).replace("_orig_mod.", "")
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

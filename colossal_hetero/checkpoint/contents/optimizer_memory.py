@@ -68,8 +68,6 @@ def check_stage(model: Any) -> None:
 
 def masters_of(optimizer: Any) -> dict[int, Master]:
     """What the optimizer updates, by the ``id`` of the model's parameter."""
-    if optimizer is None:
-        return {}
     zero = find_zero_optimizer(optimizer)
     if zero is not None:
         stores = zero.pid_to_bucket_store

@@ -64,7 +64,7 @@ class Restoring:
 
     Args:
         model: as a plugin has configured it.
-        optimizer: its optimizer, or None to load only the model.
+        optimizer: its optimizer.
         outline: of the model before it was configured.
         saved: shape of each tensor in the checkpoint, by its key.
         kinds: kind of each entry of the saved optimizer's state; see :func:`.optimizer_memory.state_entries`.
@@ -89,16 +89,15 @@ class Restoring:
         self._optimizer = optimizer
         self._numbers: list[tuple[dict[str, Any], str, Tensor]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
-        states = None if optimizer is None else inner_optimizer(optimizer).state
-        self._scalar_devices = {} if optimizer is None else _scalar_devices(optimizer)
-        if states is not None:
-            states.clear()
+        states = inner_optimizer(optimizer).state
+        self._scalar_devices = _scalar_devices(optimizer)
+        states.clear()
         for held in held_parameters(model, optimizer, outline):
             memory = held.tensor.detach() if held.master is None else held.master.tensor.detach()
             if held.division.is_padded:
                 memory.zero_()
             self.pieces += pieces_of_memory(held, "param", memory)
-            if held.master is None or states is None:
+            if held.master is None:
                 continue
             if held.master.tensor is not held.tensor and not held.master.is_flat:
                 self._copies.append((held.tensor, held.master.tensor))

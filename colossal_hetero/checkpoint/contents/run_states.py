@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ...profiling.preserved_state import inner_optimizer
 from ..format.pieces import TensorPiece
 from ..format.run_state import RunState
 from .model_outline import ModelOutline
@@ -25,7 +26,7 @@ from .training_state import (
     scaler_state,
 )
 
-__all__ = ["check_loader", "place_digest", "restore_run", "run_state_of"]
+__all__ = ["check_loader", "check_optimizer", "place_digest", "restore_run", "run_state_of"]
 
 RANDOM, SCALER, SCHEDULER = "random", "scaler", "scheduler"
 """Names of binary states."""
@@ -44,6 +45,24 @@ def check_loader(loader: Any) -> None:
             "plugin.prepare_dataloader makes with batches=BatchConfig(...), or leave the loader out and save at the "
             "end of an epoch, with the number of the next one"
         )
+
+
+def check_optimizer(optimizer: Any, saved: str) -> None:
+    """Check that a checkpoint has the state of such an optimizer.
+
+    Raises:
+        ValueError: it has that of another one.
+    """
+    if _kind(optimizer) != saved:
+        raise ValueError(
+            f"the checkpoint has the state of {saved}, but this run trains with {_kind(optimizer)}; make the optimizer "
+            "with which it was saved"
+        )
+
+
+def _kind(optimizer: Any) -> str:
+    """The class of the optimizer. Colossal-AI replaces some by classes that know how parameters are divided."""
+    return type(inner_optimizer(optimizer)).__name__.removeprefix("Distributed")
 
 
 def place_digest(pieces: Sequence[TensorPiece]) -> str:
@@ -67,7 +86,7 @@ def run_state_of(
 
     Args:
         model: as a plugin has configured it.
-        optimizer: its optimizer, or None.
+        optimizer: its optimizer.
         lr_scheduler: the learning-rate schedule, or None.
         loader: a data loader with a ``state_dict``, or None.
         outline: of the model before it was configured.
@@ -83,17 +102,17 @@ def run_state_of(
     binary = {RANDOM: as_bytes(random_state_of(model), "the random state")}
     if lr_scheduler is not None:
         binary[SCHEDULER] = as_bytes(lr_scheduler.state_dict(), f"the state of {type(lr_scheduler).__name__}")
-    scaler = None if optimizer is None else scaler_state(optimizer)
+    scaler = scaler_state(optimizer)
     if scaler is not None:
         binary[SCALER] = as_bytes(scaler, "the loss scale")
-    groups = [] if optimizer is None else group_options(optimizer)
+    groups = zip(outline.groups, group_options(optimizer), strict=True)
     return RunState(
         epoch=epoch,
         plan=plan,
-        param_groups=[{"names": list(names), **options} for names, options in zip(outline.groups, groups, strict=True)],
+        param_groups=[{"names": list(names), **options} for names, options in groups],
         common={
-            "optimizer": None if optimizer is None else type(optimizer.unwrap()).__name__,
-            "state": {} if optimizer is None else state_entries(optimizer),
+            "optimizer": _kind(optimizer),
+            "state": state_entries(optimizer),
             "loader": None if loader is None else dict(loader.state_dict()),
         },
         rank={"place": place_digest(pieces)},
@@ -127,11 +146,10 @@ def restore_run(
         ValueError: the optimizer trains other parameters, or in other groups; or the loader has other data.
     """
     first = saved[0]
-    if optimizer is not None:
-        groups: list[Mapping[str, Any]] = list(first.param_groups)
-        options = [{name: value for name, value in group.items() if name != "names"} for group in groups]
-        restore_group_options(optimizer, outline, [group["names"] for group in groups], options)
-        restore_scaler(optimizer, from_bytes(first.binary[SCALER]) if SCALER in first.binary else None)
+    groups: list[Mapping[str, Any]] = list(first.param_groups)
+    options = [{name: value for name, value in group.items() if name != "names"} for group in groups]
+    restore_group_options(optimizer, outline, [group["names"] for group in groups], options)
+    restore_scaler(optimizer, from_bytes(first.binary[SCALER]) if SCALER in first.binary else None)
     if lr_scheduler is not None and SCHEDULER in first.binary:
         lr_scheduler.load_state_dict(from_bytes(first.binary[SCHEDULER]))
     if loader is not None and first.common["loader"] is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
 from torch import Tensor
 
 from ...profiling.aborted_step import find_zero_optimizer
@@ -114,7 +115,7 @@ def scaler_state(optimizer: Any) -> dict[str, Any] | None:
     scaler = _scaler(optimizer)
     if scaler is None:
         return None
-    if isinstance(scaler, torch.amp.GradScaler):
+    if not isinstance(scaler, DynamicGradScaler):
         return dict(scaler.state_dict())
     return {name: _plain(getattr(scaler, name)) for name in _DYNAMIC}
 
@@ -124,7 +125,7 @@ def restore_scaler(optimizer: Any, state: Mapping[str, Any] | None) -> None:
     scaler = _scaler(optimizer)
     if scaler is None or not state:
         return
-    if isinstance(scaler, torch.amp.GradScaler):
+    if not isinstance(scaler, DynamicGradScaler):
         if "scale" in state:
             scaler.load_state_dict(dict(state))
     elif "_scale" in state:

@@ -96,7 +96,7 @@ class CheckpointMethods:
     def save(
         self,
         model: Any,
-        optimizer: Any = None,
+        optimizer: Any,
         lr_scheduler: Any = None,
         dataloader: Any = None,
         *,
@@ -108,8 +108,7 @@ class CheckpointMethods:
         Training goes on as soon as the tensors are copied to the host's memory; they are written meanwhile.
 
         Args:
-            model: as ``booster.boost`` returned it, and so are the others.
-            optimizer: None to save the model only.
+            model, optimizer: as ``booster.boost`` returned them.
             lr_scheduler: None if there is none. Call its ``step`` before.
             dataloader: one that has a ``state_dict``, as loaders for uneven batches have. None: its position is not
                 saved, and a resumed run begins the epoch again.
@@ -129,7 +128,7 @@ class CheckpointMethods:
     def resume(
         self,
         model: Any,
-        optimizer: Any = None,
+        optimizer: Any,
         lr_scheduler: Any = None,
         dataloader: Any = None,
         *,
@@ -142,7 +141,8 @@ class CheckpointMethods:
         folder.
 
         Args:
-            model, optimizer, lr_scheduler, dataloader: as in :meth:`save`. What is None is not loaded.
+            model, optimizer, lr_scheduler, dataloader: as in :meth:`save`. A schedule or a loader that is None is not
+                restored.
             step: load the checkpoint of this step instead of the newest.
 
         Returns:

@@ -84,15 +84,15 @@ class Net(nn.Module):
         return self.second(self.drop(torch.relu(self.norm(self.first(inputs)))))
 
 
-def check_zero(folder: Path, stages: Sequence[int], precision: str) -> list[bool]:
-    """Train two epochs of five global batches, and resume in the middle of the first one."""
+def check_zero(folder: Path, stages: Sequence[int], precision: str, at: int) -> list[bool]:
+    """Train two epochs of five global batches, and resume after the step ``at``."""
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(40, 7, generator=generator), torch.arange(40) % 3)
 
     def start(seed: int, stage: int) -> tuple[Any, ...]:
         Randomizer.reset_index()
         torch.manual_seed(seed)
-        checkpoints = CheckpointConfig(shared=folder, save_every=3)
+        checkpoints = CheckpointConfig(shared=folder, save_every=at)
         plugin = HeteroZeroPlugin(stage, 8, max_micro_batch=8, precision=precision, checkpoints=checkpoints)
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -114,7 +114,8 @@ def check_zero(folder: Path, stages: Sequence[int], precision: str) -> list[bool
                 schedule.step()
                 step += 1
                 losses.append(loss.item())
-                plugin.save(model, optimizer, schedule, loader, step=step, epoch=epoch) if step == 3 else None
+                if step == at:
+                    assert plugin.save(model, optimizer, schedule, loader, step=step, epoch=epoch)
         return losses
 
     undisturbed = start(0, stages[0])
@@ -127,20 +128,27 @@ def check_zero(folder: Path, stages: Sequence[int], precision: str) -> list[bool
     for stage in stages:
         plugin, model, optimizer, _, loader, schedule = resumed = start(1, stage)
         found = plugin.resume(model, optimizer, schedule, loader)
-        assert (found.step, found.epoch) == (3, 0)
+        assert (found.step, found.epoch) == (at, 0)
         same.append(found.same_plan)
         if found.same_plan:
-            assert run(*resumed, found) == losses[3:]
+            assert run(*resumed, found) == losses[at:]
             for own, other in zip(full_parameters(model), full_parameters(undisturbed[1]), strict=True):
                 assert torch.equal(own, other)
         else:
-            assert len(run(*resumed, found)) == len(losses[3:])
+            assert len(run(*resumed, found)) == len(losses[at:])
     return same
 
 
-@pytest.mark.parametrize("stages, precision", [((0, 1), "fp32"), ((2, 0), "bf16"), ((1,), "fp16")])
-def test_a_run_of_the_zero_plugin_resumes_within_an_epoch(
-    tmp_path: Path, stages: Sequence[int], precision: str
+@pytest.mark.parametrize(
+    "stages, precision, at",
+    [
+        pytest.param((0, 1), "fp32", 3, id="stages 0 and 1"),
+        pytest.param((2, 0), "bf16", 5, id="stages 2 and 0, at the end of an epoch"),
+        pytest.param((1,), "fp16", 3, id="loss scale"),
+    ],
+)
+def test_a_run_of_the_zero_plugin_resumes_where_it_was(
+    tmp_path: Path, stages: Sequence[int], precision: str, at: int
 ) -> None:
-    for same in run_ranks(2, check_zero, tmp_path, stages, precision):
+    for same in run_ranks(2, check_zero, tmp_path, stages, precision, at):
         assert same == [True] + [False] * (len(stages) - 1)
