@@ -95,7 +95,7 @@ RULES: dict[str, set[str]] = {
     "checkpoint/format": {"io"},
     "checkpoint/storage": {"checkpoint/format"},
     "checkpoint/saving": {"io", "checkpoint/format", "checkpoint/storage"},
-    "checkpoint/reading": {"checkpoint/format", "checkpoint/storage"},
+    "checkpoint/reading": {"io", "checkpoint/format", "checkpoint/storage"},
     "checkpoint": {"io", "checkpoint/format"},
     "testing": {"io", "layers"},
     "commands": {
