@@ -100,7 +100,7 @@ RULES: dict[str, set[str]] = {
     "checkpoint/contents": {"accelerator", "profiling", "profiling/layers", "checkpoint/format"},
     "checkpoint/storage": {"checkpoint/format"},
     "checkpoint/saving": {"io", "checkpoint/format", "checkpoint/storage"},
-    "checkpoint/reading": {"checkpoint/format", "checkpoint/storage"},
+    "checkpoint/reading": {"io", "checkpoint/format", "checkpoint/storage"},
     "checkpoint/placement": {"checkpoint/format"},
     "checkpoint": {"io", "accelerator", "processes", "checkpoint/*"},
     "testing": {"io", "layers"},

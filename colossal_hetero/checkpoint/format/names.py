@@ -28,9 +28,10 @@ def step_folder(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def unfinished_folder(step: int, run: str, number: int) -> str:
-    """Folder of a checkpoint while it is written: the ``number``-th save of a run."""
-    return f".unfinished-{step_folder(step)}.{run}.{number}"
+def unfinished_folder(step: int, run: str, number: int, leader: int | str) -> str:
+    """Folder of a checkpoint while it is written: the ``number``-th save of a run. ``leader`` is the rank that will
+    finish it."""
+    return f".unfinished-{step_folder(step)}.{run}.{number}.{leader}"
 
 
 def removed_folder(folder: str) -> str:

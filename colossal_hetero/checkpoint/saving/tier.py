@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -93,11 +93,10 @@ class Tier:
         """
         rank, leader = self.participants.rank, self.leader
         self._forget(save.number - 2)
-        unfinished = self.folder / unfinished_folder(save.step, self.participants.run, save.number)
+        unfinished = self.folder / unfinished_folder(save.step, self.participants.run, save.number, leader)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             if rank == leader:
-                self._remove_leftovers(unfinished)
+                self._remove_leftovers(save)
             self.files.make_folder(unfinished)
             part = rank_part(write(unfinished), save.state)
         except Exception as error:
@@ -227,12 +226,11 @@ class Tier:
             now = max(now, datetime.fromisoformat(saved[-1][1].saved_at) + timedelta(microseconds=1))
         return now.isoformat(timespec="microseconds")
 
-    def _remove_leftovers(self, unfinished: Path) -> None:
+    def _remove_leftovers(self, save: Save) -> None:
+        run = self.participants.run
+        in_use = unfinished_folder(save.step, run, save.number, ""), meeting_folder(run)
         with suppress(OSError):  # leftovers take space but do no harm
-            remove_leftovers(self.files, self.folder, self._in_use(unfinished))
-
-    def _in_use(self, unfinished: Path) -> Collection[str]:
-        return {unfinished.name, meeting_folder(self.participants.run)}
+            remove_leftovers(self.files, self.folder, in_use)
 
     def _discard(self, unfinished: Path) -> None:
         with suppress(OSError):  # another rank still writes there; the next save removes it

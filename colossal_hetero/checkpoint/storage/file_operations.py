@@ -43,8 +43,8 @@ class FileOperations:
         os.replace(old, new)
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder, if it is not there."""
-        path.mkdir(exist_ok=True)
+        """Make a folder, and those above it, if they are not there."""
+        path.mkdir(parents=True, exist_ok=True)
 
     def remove_file(self, path: Path) -> None:
         os.unlink(path)

@@ -53,20 +53,20 @@ def complete_folders(root: Path) -> list[tuple[str, Manifest]]:
     return sorted(found, key=lambda each: (each[1].saved_at, each[1].step))
 
 
-def remove_leftovers(files: FileOperations, root: Path, own: Collection[str]) -> None:
+def remove_leftovers(files: FileOperations, root: Path, in_use: tuple[str, ...]) -> None:
     """Remove what interrupted saves and removals left.
 
     Args:
         files: the operations.
         root: the folder with all checkpoints.
-        own: names of temporary folders that are in use.
+        in_use: how the names of temporary folders start that are in use.
     """
     try:
         names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
     except FileNotFoundError:
         return
     for name in names:
-        if name.startswith(TEMPORARY) and name not in own:
+        if name.startswith(TEMPORARY) and not name.startswith(in_use):
             remove_all(files, root / name)
         elif is_replaced(name) and is_complete(root / step_folder(step_of(name) or 0)):
             _remove(files, root, name)
