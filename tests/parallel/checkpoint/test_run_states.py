@@ -17,8 +17,9 @@ from torch.utils.data import TensorDataset
 
 from colossal_hetero import CheckpointConfig, HeteroZeroPlugin
 from colossal_hetero.checkpoint.layer_checkpoint import Start
+from colossal_hetero.checkpoint.reading.export import export
 from tests.parallel.plugin.zero.test_zero_plugin import full_parameters
-from tests.support.checkpoint_runs import boosted, different_tensors, gathered, saving, train
+from tests.support.checkpoint_runs import MODELS, boosted, different_tensors, gathered, saving, train
 from tests.support.harness import run_ranks
 
 DROPOUT = dict(pos_drop_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.1)
@@ -68,6 +69,10 @@ def test_the_resumed_run_is_the_undisturbed_one_with_dropout(tmp_path: Path) -> 
 
 def test_another_plan_continues_with_the_same_losses(tmp_path: Path) -> None:
     run_ranks(4, check_hybrid, tmp_path, dict(tp_size=2, pp_size=2), [dict(tp_size=4), dict(pp_size=2)])
+    export(tmp_path, tmp_path / "model.pt")
+    model = MODELS["gpt2"]()
+    found = model.load_state_dict(torch.load(tmp_path / "model.pt"), strict=False)
+    assert found == (["lm_head.weight"], [])  # which is the embedding
 
 
 class Net(nn.Module):
