@@ -37,6 +37,9 @@ def list_checkpoints(folder: Path) -> None:
     for entry in found:
         table.add_row(*_cells(entry))
     make_console().print(table)
+    for entry in found:
+        for fault in entry.faults:
+            click.echo(f"{entry.name}: {fault}")
 
 
 @checkpoint.command()
@@ -85,9 +88,9 @@ def _cells(entry: Entry) -> list[str]:
     factor, unit = byte_unit(entry.bytes)
     size = f"{entry.bytes / factor:,.1f} {unit}"
     if entry.copy is None:
-        return [entry.name, "", "", "", size, "", "", "", "", f"torn: {'; '.join(entry.faults)}"]
+        return [entry.name, "", "", "", size, "", "", "", "", "torn"]
     manifest = entry.copy.manifest
-    state = f"damaged: {'; '.join(entry.faults)}" if entry.faults else "complete"
+    state = "damaged" if entry.faults else "complete"
     saved = manifest.saved_at.replace("T", " ").partition(".")[0]
     numbers = [str(manifest.step), str(manifest.epoch), saved, size, str(len(entry.copy.files))]
     return [entry.name, *numbers, str(manifest.world_size), manifest.plan or "-", manifest.held_by or "all", state]

@@ -6,13 +6,14 @@ import json
 import zlib
 from typing import Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from ...io.schema import FilePart, check_file
 from .box import Box
 
 __all__ = [
     "SCHEMA",
+    "CheckpointPart",
     "FileCheck",
     "FileRecord",
     "ItemRecord",
@@ -31,7 +32,13 @@ def checksum(data: Any, start: int = 0) -> int:
     return zlib.crc32(data, start)
 
 
-class FileCheck(FilePart):
+class CheckpointPart(FilePart):
+    """A part of a file. Infinite numbers in the states of a run stay what they are."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+
+class FileCheck(CheckpointPart):
     """Size and check sum of a file."""
 
     bytes: int
@@ -39,7 +46,7 @@ class FileCheck(FilePart):
     """Of the whole file."""
 
 
-class ItemRecord(FilePart):
+class ItemRecord(CheckpointPart):
     """A box of a tensor in a file."""
 
     key: str
@@ -77,7 +84,7 @@ class FileRecord(FileCheck):
     items: tuple[ItemRecord, ...]
 
 
-class NodePart(FilePart):
+class NodePart(CheckpointPart):
     """``part-<node>.json``: the files that a node has written."""
 
     schema_version: int = Field(alias="schema")
@@ -85,7 +92,7 @@ class NodePart(FilePart):
     files: tuple[FileRecord, ...]
 
 
-class Manifest(FilePart):
+class Manifest(CheckpointPart):
     """``manifest.json``: what a checkpoint is, and the state of a run that is not in tensors."""
 
     schema_version: int = Field(alias="schema")

@@ -39,6 +39,7 @@ class CheckpointReader:
         self._faults: dict[
             tuple[str, str], str | None
         ] = {}  # by place and file: what is wrong with it, as far as known
+        self._states: dict[str, bytes] = {}  # by checkpoint
         self.problems: list[str] = []
         """Copies that were found damaged, and what was done about it."""
         self.bytes_read = 0
@@ -80,20 +81,11 @@ class CheckpointReader:
             CheckpointError: no place has a whole copy.
         """
         checkpoint = self._checkpoint(step)
-        check = checkpoint.manifest.files[STATES]
-        reasons = []
-        for copy in checkpoint.copies:
-            try:
-                content = read_whole(copy.place, copy.path(STATES), check.bytes)
-                if checksum(content) != check.crc32:
-                    raise DamagedCopy(f"{copy.place.name}/{copy.path(STATES)} is damaged: its check sum differs")
-            except DamagedCopy as error:
-                reasons.append(str(error))
-                self.problems.append(str(error))
-                continue
-            places = checkpoint.manifest.binary[rank]
-            return {name: content[offset : offset + size] for name, (offset, size) in places.items()}
-        raise CheckpointError("; ".join([*reasons, self._advice(checkpoint)]))
+        manifest = checkpoint.manifest
+        if manifest.id not in self._states:
+            self._states[manifest.id] = self._read_states(checkpoint)
+        content = self._states[manifest.id]
+        return {name: content[offset : offset + size] for name, (offset, size) in manifest.binary[rank].items()}
 
     def load(self, pieces: Sequence[TensorPiece], step: int) -> None:
         """Fill pieces with what was saved.
@@ -139,6 +131,20 @@ class CheckpointReader:
         there = ", ".join(str(each.step) for each in self.checkpoints()) or "none"
         reasons = "".join(f"; {reason}" for reason in self._found().torn)
         raise CheckpointError(f"no checkpoint of step {step}; there are: {there}{reasons}")
+
+    def _read_states(self, checkpoint: FoundCheckpoint) -> bytes:
+        check = checkpoint.manifest.files[STATES]
+        reasons: list[str] = []
+        for copy in checkpoint.copies:
+            try:
+                content = read_whole(copy.place, copy.path(STATES), check.bytes)
+                if checksum(content) == check.crc32:
+                    self.problems += reasons
+                    return content
+                reasons.append(f"{copy.place.name}/{copy.path(STATES)} is damaged: its check sum differs")
+            except DamagedCopy as error:
+                reasons.append(str(error))
+        raise CheckpointError("; ".join([*reasons, "there is no other copy", self._advice(checkpoint)]))
 
     def _load(
         self, checkpoint: FoundCheckpoint, piece: TensorPiece, saved: list[tuple[FileRecord, ItemRecord]]

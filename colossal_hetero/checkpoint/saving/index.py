@@ -10,16 +10,15 @@ from typing import Any
 
 from pydantic import Field
 
-from ...io.schema import FilePart
 from ..format.dcp_metadata import dcp_metadata
 from ..format.names import METADATA, STATES, part_file
-from ..format.records import SCHEMA, FileCheck, FileRecord, Manifest, NodePart, checksum
+from ..format.records import SCHEMA, CheckpointPart, FileCheck, FileRecord, Manifest, NodePart, checksum
 from ..format.run_state import RunState
 
 __all__ = ["Index", "RankPart", "make_index", "rank_part"]
 
 
-class RankPart(FilePart):
+class RankPart(CheckpointPart):
     """What one rank has written in a save, and its states; or why it could not."""
 
     error: str | None = None
@@ -36,7 +35,7 @@ def rank_part(files: Sequence[FileRecord], state: RunState) -> RankPart:
     return RankPart(files=tuple(files), state=dict(state.rank), binary=binary)
 
 
-class IndexMessage(FilePart):
+class IndexMessage(CheckpointPart):
     """An index as it is sent to the nodes."""
 
     manifest: Manifest

@@ -36,6 +36,9 @@ __all__ = ["LayerCheckpointSaver"]
 GRACE_SECONDS = 10.0
 """How long a rank may take to hear that an upload has ended."""
 
+EXIT_SECONDS = 60.0
+"""How long a process that ends with an error waits for the last checkpoint."""
+
 Staged = dict[ShardFile, list[tuple[TensorPiece, NDArray[uint8]]]]
 
 
@@ -147,6 +150,11 @@ class LayerCheckpointSaver:
         self._staging_free.clear()
         self._writer.submit(partial(self._write, save, staged))
         return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything is written and uploaded, or given up."""
+        return self._writer.is_idle and (self._uploader is None or self._uploader.is_idle)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Wait until everything is written and uploaded.
@@ -318,6 +326,7 @@ class LayerCheckpointSaver:
             print(f"colossal_hetero: {text}; training goes on", file=self._log or sys.stderr, flush=True)
 
     def _at_exit(self) -> None:
+        # After an error of the program, other ranks may be gone.
         with suppress(CheckpointError):  # rank 0 has printed it
-            self.wait()
+            self.wait(EXIT_SECONDS if hasattr(sys, "last_value") else None)
         self.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -64,13 +65,13 @@ class Run:
 
     def save(self, step: int, ranks: tuple[int, ...] = (0, 1, 2)) -> list[bool]:
         return [
-            self.savers[rank].save(
-                step,
-                pieces_of(tensors(step), *HELD[rank]),
-                RunState(epoch=step // 10, common={"step": step}, rank={"rank": rank}, binary={"rng": bytes([rank])}),
-            )
+            self.savers[rank].save(step, pieces_of(tensors(step), *HELD[rank]), self.state(step, rank))
             for rank in ranks
         ]
+
+    def state(self, step: int, rank: int) -> RunState:
+        common = {"step": step, "best": math.inf}
+        return RunState(epoch=step // 10, common=common, rank={"rank": rank}, binary={"rng": bytes([rank])})
 
     def wait(self) -> str:
         """Wait for all ranks; returns what rank 0 says went wrong."""
@@ -121,7 +122,7 @@ def test_each_node_keeps_its_files_and_each_file_is_uploaded_once(run: Run, tier
         assert_loads(reader_of(run.root / "shared"), 10, 3, 1)
     reader = reader_of(run.root / ("local-a" if "local" in tiers else "shared"))
     manifest = reader.manifest(10)
-    assert (manifest.epoch, manifest.common, manifest.world_size) == (1, {"step": 10}, 3)
+    assert (manifest.epoch, manifest.common, manifest.world_size) == (1, {"step": 10, "best": math.inf}, 3)
     assert [manifest.ranks[rank] for rank in range(3)] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
     assert [reader.binary(10, rank) for rank in range(3)] == [{"rng": b"\0"}, {"rng": b"\1"}, {"rng": b"\2"}]
     assert run.logs[0].getvalue() == ""

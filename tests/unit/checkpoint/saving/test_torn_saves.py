@@ -21,10 +21,9 @@ def kill_at_operations(start: int, stride: int) -> tuple[int, list[str]]:
         (Path(folder) / "count").mkdir()
         operations = operations_of_a_save(Path(folder) / "count")
         for operation in range(start, operations + 1, stride):
-            for name in (str(operation), f"{operation} again"):
-                root = Path(folder) / name
-                root.mkdir()
-                found.append(check_killed(root, operation=operation))
+            root = Path(folder) / (f"{operation} again" if operation // stride % 2 else str(operation))
+            root.mkdir()
+            found.append(check_killed(root, operation=operation))
     return operations, found
 
 
