@@ -186,27 +186,32 @@ class LayerCheckpoint:
         return places
 
     def _index(self, reader: CheckpointReader, found: WholeCheckpoint) -> tuple[SavedIndex, list[RunState]]:
-        """The index, and the states of the ranks that saved: those of all of them, if a node has no copy to read."""
+        """The index, and the states of all ranks that saved: from another rank, if this one has no whole copy of them.
 
-        def read() -> tuple[SavedIndex, list[RunState]] | None:
+        Raises:
+            CheckpointError: no rank has one.
+        """
+        own: tuple[SavedIndex, list[RunState]] | None = None
+        problem = ""
+        try:
             checkpoints = reader.checkpoints()
-            if not checkpoints:
-                return None
-            index = index_of(checkpoints[0])
-            return index, [_state(reader, index, rank) for rank in range(index.manifest.world_size)]
-
-        own: list[Any] = [None]
-
-        def keep() -> bool:
-            own[0] = read()
-            return own[0] is not None
-
-        has_copy = on_every_rank(keep, f"reading the index of step {found.step}")
-        if not all(has_copy):
-            sent = [own[0]]
-            dist.broadcast_object_list(sent, src=has_copy.index(True))
-            own[0] = own[0] or sent[0]
-        return own[0]  # type: ignore[no-any-return]
+            if checkpoints:
+                index = index_of(checkpoints[0])
+                own = index, [_state(reader, index, rank) for rank in range(index.manifest.world_size)]
+        except CheckpointError as error:
+            problem = str(error)
+        outcomes = on_every_rank(lambda: (own is not None, problem), f"reading the index of step {found.step}")
+        complete = [is_complete for is_complete, _ in outcomes]
+        if not any(complete):
+            raise CheckpointError("; ".join(problem for _, problem in outcomes if problem))
+        if not all(complete):
+            sent: list[Any] = [own]
+            dist.broadcast_object_list(sent, src=complete.index(True))
+            own = own or sent[0]
+        if problem:
+            warnings.warn(f"a checkpoint is damaged: {problem}; read from another node instead", stacklevel=2)
+        assert own is not None
+        return own
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written; raises an error if it could not be."""
