@@ -32,18 +32,11 @@ class Checkpoints(PluginPart):
 
     Args:
         config: where to save.
-        plan: returns the plan of the run in a few words, once it is known.
         weights_changed: called after weights were loaded.
     """
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        plan: Callable[[], str],
-        weights_changed: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, config: CheckpointConfig, weights_changed: Callable[[], None] = lambda: None) -> None:
         self._files = LayerCheckpoint(config)
-        self._plan = plan
         self._weights_changed = weights_changed
         self._outlines: WeakKeyDictionary[nn.Module, ModelOutline] = WeakKeyDictionary()
 
@@ -61,11 +54,13 @@ class Checkpoints(PluginPart):
         """See ``PluginPart.attach``."""
         self._outlines[objects.model] = self._outline
 
-    def save(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, step: int, epoch: int) -> bool:
+    def save(
+        self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, step: int, epoch: int, plan: str
+    ) -> bool:
         """See :meth:`CheckpointMethods.save`."""
         training = self._training(model, optimizer, lr_scheduler, dataloader)
         with naming_ended_ranks():
-            return self._files.save(training, step=step, epoch=epoch, plan=self._plan())
+            return self._files.save(training, step=step, epoch=epoch, plan=plan)
 
     def resume(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, step: int | None) -> Start:
         """See :meth:`CheckpointMethods.resume`."""
@@ -92,6 +87,10 @@ class CheckpointMethods:
     """What users call to save and to resume, in both plugins."""
 
     _checkpoints: Checkpoints | None
+
+    def _plan_in_words(self) -> str:
+        """The plan of the run, for tables of checkpoints."""
+        raise NotImplementedError
 
     def save(
         self,
@@ -123,7 +122,7 @@ class CheckpointMethods:
             ValueError: the plugin was made without ``checkpoints``, did not boost the model, or the model or its
                 optimizer cannot be saved in layers, such as at ZeRO stage 3; the message says what to do.
         """
-        return self._needed().save(model, optimizer, lr_scheduler, dataloader, step, epoch)
+        return self._needed().save(model, optimizer, lr_scheduler, dataloader, step, epoch, self._plan_in_words())
 
     def resume(
         self,

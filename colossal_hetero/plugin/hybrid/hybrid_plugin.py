@@ -115,7 +115,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         self._planned = None if plan is None else PlannedRun(plan, self.planning, tp_size, pp_size, batches)
         self._balancing = LayerBalancing(self.balance)
         self._uneven_batches = None if batches is None else self._make_uneven_batches(batches, arguments)
-        self._checkpoints = None if checkpoints is None else self._make_checkpoints(checkpoints)
+        self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints, self._balancing.weights_changed)
         # In the order in which they attach, each around the parts before it. The plan's clock times only the passes.
         # Balancing ends an iteration when the optimizer steps; uneven batches, around it, step once per global batch.
         parts = (self._checkpoints, self._planned, self._balancing, self._uneven_batches)
@@ -141,12 +141,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
 
-    def _make_checkpoints(self, config: CheckpointConfig) -> Checkpoints:
-        def plan() -> str:
-            zero = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""
-            return f"dp {self.dp_size}, pp {self.pp_size}, tp {self.tp_size}{zero}"
-
-        return Checkpoints(config, plan, self._balancing.weights_changed)
+    def _plan_in_words(self) -> str:
+        zero = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""
+        return f"dp {self.dp_size}, pp {self.pp_size}, tp {self.tp_size}{zero}"
 
     def _make_uneven_batches(self, batches: BatchConfig, arguments: Mapping[str, Any]) -> UnevenBatches:
         pp_size = len(self._planned.plan.layers_per_stage) if self._planned is not None else arguments["pp_size"]

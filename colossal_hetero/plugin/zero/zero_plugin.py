@@ -103,7 +103,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         if not max_norm >= 0:
             raise ValueError(f"max_norm={max_norm} must be 0 (no clipping) or above")
         check_config(checkpoints)
-        self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints, self._plan)
+        self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints)
         self.stage = stage
         self.precision = precision
         self.max_norm = max_norm
@@ -130,7 +130,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         """How a full global batch is divided; None before ``booster.boost``."""
         return None if self.batch_balancer is None else self.batch_balancer.allocation
 
-    def _plan(self) -> str:
+    def _plan_in_words(self) -> str:
         return f"dp {self.world_size}, ZeRO stage {self.stage}"
 
     def _plugin_of(self, stage: int) -> DPPluginBase:
