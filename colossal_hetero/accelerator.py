@@ -1,9 +1,10 @@
 """Colossal-AI on a CPU: a quiet import, and the missing parts of its CPU accelerator.
 
-Importing this module imports Colossal-AI without its import-time warnings, and applies the corrections of
-:mod:`colossal_hetero.corrections`. If there is no GPU or NPU, it also registers :class:`HeteroCpuAccelerator` through
-``colossalai.accelerator.set_accelerator`` and applies the patches of :mod:`colossal_hetero.cpu`. Every module of this
-package that uses Colossal-AI must import this one first; no other module treats a CPU specially.
+Importing this module imports Colossal-AI without its import-time warnings, applies the corrections of
+:mod:`colossal_hetero.corrections`, and lets process groups end as :mod:`.processes.group_destruction` says. If there is
+no GPU or NPU, it also registers :class:`HeteroCpuAccelerator` through ``colossalai.accelerator.set_accelerator`` and
+applies the patches of :mod:`colossal_hetero.cpu`. Every module of this package that uses Colossal-AI must import this
+one first; no other module treats a CPU specially.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ with quiet_import():
     from colossalai.accelerator import CpuAccelerator, get_accelerator, set_accelerator
 
     from .corrections import correct_colossalai
+    from .processes.group_destruction import destroy_without_lock
 
 _PROCESS_STATUS = Path("/proc/self/status")
 _PROCESS_CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -263,4 +265,5 @@ def _set_up_cpu() -> None:
 
 
 correct_colossalai()
+destroy_without_lock()
 _set_up_cpu()

@@ -15,11 +15,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from .part import Machine
+from .part import Machine, Part
 from .report import results_page
 from .store import load_results
 from .suite import PARTS, load_part
@@ -73,15 +74,20 @@ def main(arguments: list[str] | None = None) -> int:
         part = load_part(name)
         is_complete = measure_part(part, machine, path, options.minutes * 60, again=options.again, only=options.case)
         return 0 if is_complete else 3
+    failures: dict[str, str] = {}
     for name in names:
-        _run_part(name, options, out)
-        _write_page(machine, out)
+        if failure := _run_part(name, options, out):
+            failures[name] = failure
+        failures = write_page(machine, out, failures)
     print(f"wrote {out / 'RESULTS.md'}", file=sys.stderr)
-    return 1 if _problems(names, out) else 0
+    return 1 if failures or _problems(names, out) else 0
 
 
-def _run_part(name: str, options: argparse.Namespace, out: Path) -> None:
-    """Measure a part in a process of its own, so that whatever happens there does not stop the others."""
+def _run_part(name: str, options: argparse.Namespace, out: Path) -> str:
+    """Measure a part in a process of its own, so that whatever happens there does not stop the others.
+
+    Returns how that process failed; "" if it did not, or if the time was over.
+    """
     command = [sys.executable, "-m", "benchmarks.gpu", "--worker", name, "--out", str(out)]
     command += ["--minutes", str(options.minutes), *(f"--case={text}" for text in options.case)]
     command += ["--again"] * options.again + ["--tiny"] * options.tiny
@@ -99,19 +105,31 @@ def _run_part(name: str, options: argparse.Namespace, out: Path) -> None:
     elif status == 3:
         print(f"{name}: the time was over; run the command again for the other cases", file=sys.stderr)
     elif status != 0:
-        print(f"{name}: ended with status {status}", file=sys.stderr)
+        failure = f"its process ended with status {status}"
+        print(f"{name}: {failure}", file=sys.stderr)
+        return failure
+    return ""
 
 
-def _write_page(machine: Machine, out: Path) -> None:
-    parts = [load_part(name) for name in PARTS]
+def write_page(machine: Machine, out: Path, failures: Mapping[str, str]) -> dict[str, str]:
+    """Write RESULTS.md; the ``failures`` of whole parts, and of those that cannot be loaded."""
+    parts, found = [], dict(failures)
+    for name in PARTS:
+        try:
+            parts.append(load_part(name))
+        except Exception as error:
+            found[name] = f"it cannot be loaded: {type(error).__name__}: {error}"
+            parts.append(Part(name, "", ("case", "result"), lambda machine: []))
     known = {part.name: load_results(_results_file(out, part.name)) for part in parts}
     page = results_page(
         parts,
         {name: results for name, results in known.items() if results is not None},
         {part.name: [case.name for case in part.cases(machine)] for part in parts},
+        found,
     )
     out.mkdir(parents=True, exist_ok=True)
     (out / "RESULTS.md").write_text(page, encoding="utf-8")
+    return found
 
 
 def _list_cases(names: list[str], machine: Machine, out: Path) -> None:

@@ -18,19 +18,31 @@ HEAD = """# Results on a GPU
 WORDS = {"failed": "**failed**", "does not fit": "does not fit", "started": "**did not end**"}
 
 
-def results_page(parts: Sequence[Part], results: Mapping[str, PartResults], cases: Mapping[str, Sequence[str]]) -> str:
+def results_page(
+    parts: Sequence[Part],
+    results: Mapping[str, PartResults],
+    cases: Mapping[str, Sequence[str]],
+    failures: Mapping[str, str] | None = None,
+) -> str:
     """The page.
 
     Args:
         parts: all parts of the suite, in order.
         results: what is known, by part.
         cases: names of all cases, by part.
+        failures: what stopped a part as a whole, by part.
     """
-    return "\n".join([HEAD, *(_section(part, results.get(part.name), cases[part.name]) for part in parts)])
+    failed = failures or {}
+    sections = (_section(part, results.get(part.name), cases[part.name], failed.get(part.name, "")) for part in parts)
+    return "\n".join([HEAD, *sections])
 
 
-def _section(part: Part, results: PartResults | None, cases: Sequence[str]) -> str:
-    lines = [f"## {part.name}", "", part.about.strip(), ""]
+def _section(part: Part, results: PartResults | None, cases: Sequence[str], failure: str) -> str:
+    lines = [f"## {part.name}", "", *([part.about.strip(), ""] if part.about else [])]
+    if failure:
+        lines += [f"**Failed**: {failure}.", ""]
+    if results is None and not cases:
+        return "\n".join(lines)
     if results is None:
         return "\n".join([*lines, f"Not run yet: {len(cases)} cases.", ""])
     known = {name: results.cases[name] for name in cases if name in results.cases}

@@ -38,6 +38,11 @@ class Shape:
     patch: int
     batch: int
 
+    @property
+    def activation_bytes(self) -> int:
+        """Of the activations of a batch between two blocks, in single precision: patches and the class token."""
+        return self.batch * ((self.image // self.patch) ** 2 + 1) * self.width * 4
+
     def build(self) -> VisionTransformer:
         """The model, always with the same weights."""
         torch.manual_seed(1)
@@ -50,11 +55,12 @@ class Shape:
             num_classes=CLASSES,
         )
 
-    def samples(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images and labels of a batch, always the same."""
+    def samples(self, device: torch.device, batches: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images and labels of so many batches, always the same."""
         generator = torch.Generator().manual_seed(2)
-        images = torch.randn(self.batch, 3, self.image, self.image, generator=generator)
-        return images.to(device), torch.randint(0, CLASSES, (self.batch,), generator=generator).to(device)
+        count = batches * self.batch
+        images = torch.randn(count, 3, self.image, self.image, generator=generator)
+        return images.to(device), torch.randint(0, CLASSES, (count,), generator=generator).to(device)
 
 
 def shape_for(machine: Machine, full: Shape) -> Shape:

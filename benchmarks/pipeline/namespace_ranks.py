@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.pipeline.namespaces import NodeAddresses, enter
-from colossal_hetero.processes.every_rank import destroy_groups
 
 PORT = 29617
 """Port of rank 0, at which ranks meet. Each node has its own ports, so it cannot be in use."""
@@ -76,7 +75,7 @@ def _rank(
         dist.init_process_group("gloo", master, timedelta(minutes=5), world_size=len(places), rank=rank)
         result = function(*arguments)
         dist.barrier()
-        destroy_groups()
+        dist.destroy_process_group()
         pipe.send(result)
     except BaseException:
         traceback.print_exc()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from colossalai.shardformer.layer import _operation
 
-from .module_proxy import ModuleProxy
+from ..module_proxy import ModuleProxy
 
 __all__ = ["patch", "reduce_scatter", "sent_directly"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from colossalai.shardformer.modeling import gpt2, gptj, opt, t5
 
-from .module_proxy import ModuleProxy
+from ..module_proxy import ModuleProxy
 
 __all__ = ["patch"]
 

@@ -30,7 +30,7 @@ from colossalai.pipeline.schedule import (
     ZeroBubbleVPipeScheduler,
 )
 
-from .module_proxy import ModuleProxy
+from ..module_proxy import ModuleProxy
 
 __all__ = ["Messages", "patch"]
 

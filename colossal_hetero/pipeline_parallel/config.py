@@ -47,6 +47,10 @@ class PlanConfig:
     model_chunks: Sequence[int] = (2,)
     """Numbers of chunks per stage to try with the schedule ``interleaved``."""
 
+    layer_sums: bool = False
+    """Whether gradients are summed layer by layer, over the ranks that hold a layer, also where all replicas are alike.
+    Where they are not, this is always so."""
+
     drift_threshold: float = 0.2
     """A stage is reported at the end of an epoch if its time per micro-batch differs from the plan by more than this
     share (0.2 = 20 %). With ``inf`` stages are neither timed nor reported, and so it is in a schedule other than

@@ -6,6 +6,7 @@ the stage's measured time / planned time, and the layers are divided again. Stag
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -134,7 +135,7 @@ def compare(
     """The measured times of the stages compared with ``plan``, with a proposal if any stage has drifted.
 
     Args:
-        plan: with ranks as launched; all its replicas have the same stages.
+        plan: with ranks as launched. If its replicas are not alike, the proposal is for the one that has drifted most.
         measured: times by rank. The ranks of a tensor-parallel group wait for each other within a pass, so the longest
             of their times is the time of the stage. Stages without measured ranks are left out.
         threshold: relative difference beyond which a stage has drifted.
@@ -149,9 +150,16 @@ def compare(
                 slowest = max(found, key=lambda each: each.seconds)
                 stages.append(StageDrift(number, index, stage.ranks, stage.device, stage.node, planned, slowest))
     report = DriftReport(threshold, plan.layers_per_stage, tuple(stages), None)
-    if not report.drifted or len(stages) < len(plan.replicas) * len(plan.layers_per_stage):
+    if not report.drifted:
         return report
-    return DriftReport(threshold, plan.layers_per_stage, tuple(stages), propose(plan, report.stages, profile))
+    base, compared = plan, report.stages
+    if not plan.symmetric:
+        drifted = max(report.drifted, key=lambda stage: stage.ratio).replica
+        base = plan.model_copy(update={"replicas": (plan.replicas[drifted],)})
+        compared = tuple(dataclasses.replace(stage, replica=0) for stage in stages if stage.replica == drifted)
+    if len(compared) < len(base.replicas) * len(base.layers_per_stage):
+        return report
+    return DriftReport(threshold, base.layers_per_stage, tuple(stages), propose(base, compared, profile))
 
 
 def propose(plan: Plan, stages: tuple[StageDrift, ...], profile: ModelProfile | None = None) -> Proposal | None:

@@ -67,11 +67,12 @@ def _probe(
     import torch.distributed as dist
 
     from ..planner.cluster.cluster_file import save_cluster
-    from ..processes.every_rank import destroy_groups
+    from ..processes.group_destruction import destroy_without_lock
     from .probe_ranks import probe_ranks
 
     device = local_gpu(rank, "probe") or torch.device("cpu")
     say = console.print if rank == 0 else (lambda *_: None)
+    destroy_without_lock()
     dist.init_process_group(
         "gloo",
         rank=rank,
@@ -84,7 +85,7 @@ def _probe(
         # No rank may leave while another still asks rank 0 for the addresses of the others.
         dist.barrier()
     finally:
-        destroy_groups()
+        dist.destroy_process_group()
     if rank != 0:
         return
     save_cluster(topology, out, _head(links))

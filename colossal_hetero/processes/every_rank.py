@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,10 +9,7 @@ import torch.distributed as dist
 
 from .ended_ranks import naming_ended_ranks
 
-__all__ = ["destroy_groups", "on_every_rank"]
-
-SETTLE_SECONDS = 0.2
-"""Time that Gloo's threads need to release the tensors of its last collective."""
+__all__ = ["on_every_rank"]
 
 T = TypeVar("T")
 
@@ -39,14 +35,3 @@ def on_every_rank(function: Callable[[], T], purpose: str) -> list[T]:
     if failures:
         raise RuntimeError(f"{purpose} failed on {'; '.join(failures)}") from failure
     return [value for value, _ in everyone]
-
-
-def destroy_groups() -> None:
-    """``torch.distributed.destroy_process_group`` after a short pause, which avoids a deadlock in Gloo.
-
-    After a collective has returned, Gloo's threads still release its tensors, for which they need Python's global
-    interpreter lock. The destructor of a group waits for these threads and, in torch 2.5, holds that lock meanwhile. If
-    a thread is late, both wait forever.
-    """
-    time.sleep(SETTLE_SECONDS)
-    dist.destroy_process_group()

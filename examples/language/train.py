@@ -43,7 +43,6 @@ from colossalai.booster.plugin import HybridParallelPlugin
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from colossal_hetero import CheckpointConfig, HeteroHybridParallelPlugin
-from colossal_hetero.processes.every_rank import destroy_groups
 from colossal_hetero.testing.stragglers import inject_stragglers
 from examples.common.learning_rate import warm_up_and_decay
 from examples.common.report.balancing import BalancingReport
@@ -55,7 +54,7 @@ def main(options: LanguageOptions) -> None:
     colossalai.launch_from_torch(seed=options.seed, verbose=False)
     train(options)
     dist.barrier()
-    destroy_groups()
+    dist.destroy_process_group()
 
 
 def build_model(options: LanguageOptions) -> GPT2LMHeadModel:

@@ -48,7 +48,6 @@ from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_mod
 from colossal_hetero.planner.report.plan_table import one_line
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.probe.probe_ranks import probe_ranks
-from colossal_hetero.processes.every_rank import destroy_groups
 from colossal_hetero.profiling.layers.layer_profiler import profile_layers
 from colossal_hetero.testing.repeated_passes import repeat_passes
 from examples.common.flags.slow_processes import slowdowns
@@ -64,7 +63,7 @@ def main(options: PipelineOptions) -> None:
     colossalai.launch_from_torch(seed=options.seed, verbose=False)
     compare(options)
     dist.barrier()
-    destroy_groups()
+    dist.destroy_process_group()
 
 
 def compare(options: PipelineOptions, quiet: bool = False) -> dict[str, Any] | None:

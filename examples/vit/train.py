@@ -44,7 +44,6 @@ from colossalai.booster.plugin import HybridParallelPlugin
 
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.layers import TimmViTPolicy
-from colossal_hetero.processes.every_rank import destroy_groups
 from colossal_hetero.testing.stragglers import inject_stragglers
 from examples.common.flags.tensor_parallel import Layout
 from examples.common.images import ImageSet, find_data, load_data, padded_batches, whole_batch
@@ -58,7 +57,7 @@ def main(options: VitOptions) -> None:
     colossalai.launch_from_torch(seed=options.seed, verbose=False)
     train(options)
     dist.barrier()
-    destroy_groups()
+    dist.destroy_process_group()
 
 
 def make_plugin(options: VitOptions, layout: Layout) -> HybridParallelPlugin:

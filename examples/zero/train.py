@@ -44,7 +44,6 @@ from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
 
 from colossal_hetero import HeteroZeroPlugin
-from colossal_hetero.processes.every_rank import destroy_groups
 from colossal_hetero.testing.repeated_passes import repeat_passes
 from examples.common.flags.parser import UsageError
 from examples.common.flags.slow_processes import slowdowns
@@ -60,7 +59,7 @@ def main(options: ZeroOptions) -> None:
     colossalai.launch_from_torch(seed=options.seed, verbose=False)
     compare(options)
     dist.barrier()
-    destroy_groups()
+    dist.destroy_process_group()
 
 
 def compare(options: ZeroOptions, quiet: bool = False) -> dict[str, Any] | None:

@@ -70,6 +70,16 @@ def make_plan(
     return Plan(**(fields | changes))
 
 
+def unequal_plan(*replicas: Plan) -> Plan:
+    """The replicas of these plans in one plan; each has ranks of its own, and the same model and micro-batch."""
+    return replicas[0].model_copy(
+        update={
+            "replicas": tuple(replica for plan in replicas for replica in plan.replicas),
+            "global_batch": sum(plan.global_batch for plan in replicas),
+        }
+    )
+
+
 class RecordingConsole:
     """Replaces ``rich.console.Console`` and appends each message to ``printed``."""
 

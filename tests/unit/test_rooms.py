@@ -20,9 +20,10 @@ MAX_MODULES = 12
 RULES: dict[str, set[str]] = {
     "io": set(),
     "processes": set(),
-    "cpu": set(),
+    "module_proxy": set(),
+    "cpu": {"module_proxy"},
     "corrections": set(),
-    "accelerator": {"cpu", "corrections"},
+    "accelerator": {"cpu", "corrections", "processes"},
     "gpu_over_gloo": {"accelerator", "cpu"},
     "planner/cluster": {"io"},
     "planner/profile": {"io", "planner/cluster"},
@@ -78,10 +79,14 @@ RULES: dict[str, set[str]] = {
     "plugin": {"accelerator", "planner/batches", "data_parallel", "data_parallel/training_loop", "profiling/batches"},
     "plugin/overlap": {"accelerator"},
     "plugin/checkpoints": {"processes", "checkpoint", "checkpoint/contents", "plugin"},
+    "plugin/unequal": {
+        *("accelerator", "module_proxy", "planner/batches", "planner/plans", "data_parallel", "plugin"),
+        "plugin/overlap",
+    },
     "plugin/hybrid": {
         *("io", "processes", "accelerator", "gpu_over_gloo", "layers", "planner/*", "balance", "balance/*"),
         *("profiling", "profiling/*", "data_parallel", "pipeline_parallel", "plugin", "plugin/overlap"),
-        *("checkpoint", "plugin/checkpoints"),
+        *("checkpoint", "plugin/checkpoints", "plugin/unequal"),
     },
     "plugin/zero": {
         "gpu_over_gloo",

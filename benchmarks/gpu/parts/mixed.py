@@ -162,20 +162,20 @@ def train_pipeline(device: torch.device, work: Work) -> tuple[list[float] | None
     """
     torch.backends.cudnn.allow_tf32 = False  # for the loss, which is compared
     profile = measure_layers(device, work, "fp32")
-    bytes_per_second = host_bytes_per_second(device, work.message_bytes)
+    bytes_per_second = host_bytes_per_second(device, work.shape.activation_bytes)
     plan = predict_plan(
         as_profiled(two_devices(profile, bytes_per_second), profile),
         profile,
         [[[0], [1]]],
-        micro_batch=work.micro_batch,
+        micro_batch=work.shape.batch,
         global_batch=work.global_batch,
         method="exact",
     )
-    model: torch.nn.Module = work.build()
+    model: torch.nn.Module = work.shape.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     booster = Booster(plugin=HeteroHybridParallelPlugin(plan=plan, precision="fp32"))
     model, optimizer, *_ = booster.boost(model, optimizer)
-    batch = work.samples(work.global_batch, device)
+    batch = work.shape.samples(device, work.micro_batches)
     losses: list[float] = []
     begin = 0.0
     for number in range(1 + work.iterations):
@@ -196,7 +196,7 @@ def _loss(outputs: torch.Tensor, batch: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def reference_losses(work: Work) -> list[float]:
     """Losses of one process with the same batches, on the CPU."""
-    model, (images, labels) = work.build(), work.samples(work.global_batch, torch.device("cpu"))
+    model, (images, labels) = work.shape.build(), work.shape.samples(torch.device("cpu"), work.micro_batches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     losses = []
     for _ in range(1 + work.iterations):
@@ -223,13 +223,13 @@ def pipeline(machine: Machine, work: Work, devices: tuple[str, ...]) -> list[Row
 def cases(machine: Machine) -> Sequence[Case]:
     shape = Shape(width=256, depth=4, heads=4, image=32, patch=4, batch=128)
     job = Job(shape, max_micro_batch=32, global_batches=12)
-    work = Work(256, 6, 4, 32, 4, micro_batch=8, micro_batches=4, profile_seconds=1.0, iterations=5)
+    work = Work(Shape(256, 6, 4, 32, 4, batch=8), micro_batches=4, profile_seconds=1.0, iterations=5)
     first = "cuda:0" if machine.gpus else "cpu"
     devices = (first, "cpu", "cpu", "cpu", "cpu")
     stages: tuple[int, ...] = STAGES
     if machine.is_tiny:
         job = Job(Shape(32, 2, 4, 8, 4, batch=4), max_micro_batch=2, global_batches=3)
-        work = Work(32, 2, 4, 8, 4, micro_batch=2, micro_batches=2, profile_seconds=0.05, iterations=1)
+        work = Work(Shape(32, 2, 4, 8, 4, batch=2), micro_batches=2, profile_seconds=0.05, iterations=1)
         devices, stages = devices[:2], (2,)
     at_stage = partial(data_parallel, machine, job, devices)
     return [

@@ -26,7 +26,6 @@ from benchmarks.gpu.vit_training import Shape, shape_for
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.pipeline_parallel.communicators import make_group
 from colossal_hetero.planner.cluster.group_networks import Network
-from colossal_hetero.processes.every_rank import destroy_groups
 
 GIB = 2**30
 MESSAGES = 16
@@ -177,7 +176,7 @@ def made_and_ended(device: torch.device, backend: str, folder: str) -> list[tupl
     work.wait()
     del group, work
     begin = time.perf_counter()
-    destroy_groups()
+    dist.destroy_process_group()
     found.append(("end of all groups", time.perf_counter() - begin, True))
     begin = time.perf_counter()
     dist.init_process_group(

@@ -15,7 +15,6 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from timm.models.vision_transformer import VisionTransformer
 
 import colossal_hetero.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
 
@@ -25,6 +24,7 @@ from colossalai.booster import Booster
 
 from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.ranks import run_ranks
+from benchmarks.gpu.vit_training import Shape, shape_for
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.gpu_over_gloo import support_gpus_over_gloo
 from colossal_hetero.layers.transport import Transport
@@ -40,60 +40,32 @@ from colossal_hetero.probe.probe_ranks import probe_ranks
 from colossal_hetero.profiling.layers.layer_profiler import profile_layers
 
 GIB = 2**30
-CLASSES = 10
 MESSAGES = 5
 
 
 @dataclass(frozen=True)
 class Work:
-    """A model, its batch, and how long it is measured."""
+    """A model, its batches, and how long it is measured."""
 
-    width: int
-    depth: int
-    heads: int
-    image: int
-    patch: int
-    micro_batch: int
+    shape: Shape
+    """The model and its micro-batch."""
     micro_batches: int
+    """Of a global batch."""
     profile_seconds: float
     iterations: int
 
-    def build(self) -> VisionTransformer:
-        torch.manual_seed(1)
-        return VisionTransformer(
-            img_size=self.image,
-            patch_size=self.patch,
-            embed_dim=self.width,
-            depth=self.depth,
-            num_heads=self.heads,
-            num_classes=CLASSES,
-            class_token=False,
-            global_pool="avg",
-        )
-
-    def samples(self, count: int, device: torch.device) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(2)
-        images = torch.randn(count, 3, self.image, self.image, generator=generator)
-        return [images.to(device), torch.randint(0, CLASSES, (count,), generator=generator).to(device)]
-
     @property
     def global_batch(self) -> int:
-        return self.micro_batch * self.micro_batches
-
-    @property
-    def message_bytes(self) -> int:
-        """Activations of a micro-batch between two stages, in single precision."""
-        return self.micro_batch * (self.image // self.patch) ** 2 * self.width * 4
+        return self.shape.batch * self.micro_batches
 
 
 def measure_layers(device: torch.device, work: Work, precision: str) -> ModelProfile:
     """The times of the layers on this rank's device, while all ranks measure."""
-    images, labels = work.samples(work.micro_batch, device)
     return profile_layers(
-        work.build().to(device),
-        (images, labels),
+        work.shape.build().to(device),
+        work.shape.samples(device),
         F.cross_entropy,
-        micro_batches=[work.micro_batch],
+        micro_batches=[work.shape.batch],
         optimizer="adamw",
         precision=precision,
         min_seconds=work.profile_seconds,
@@ -102,17 +74,17 @@ def measure_layers(device: torch.device, work: Work, precision: str) -> ModelPro
 
 def train(device: torch.device, work: Work, plan: Plan, precision: str) -> float:
     """Median seconds of an iteration, with the optimizer's step."""
-    model: torch.nn.Module = work.build()
+    model: torch.nn.Module = work.shape.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     booster = Booster(plugin=HeteroHybridParallelPlugin(plan=plan, precision=precision))
     model, optimizer, *_ = booster.boost(model, optimizer)
-    batch = work.samples(work.global_batch, device)
+    batch = work.shape.samples(device, work.micro_batches)
     seconds = []
     for _ in range(2 + work.iterations):
         dist.barrier()
         get_accelerator().synchronize()
         begin = time.perf_counter()
-        booster.execute_pipeline(iter([batch]), model, _loss, optimizer, return_loss=True)
+        booster.execute_pipeline(iter([list(batch)]), model, _loss, optimizer, return_loss=True)
         optimizer.step()
         optimizer.zero_grad()
         get_accelerator().synchronize()
@@ -136,7 +108,7 @@ def planned_alone(device: torch.device, work: Work, precision: str) -> tuple[Top
         save_cluster(topology, Path(folder) / "cluster.toml", "")
         topology = load_cluster(Path(folder) / "cluster.toml")
     profile = measure_layers(device, work, precision)
-    best = make_plans(topology, profile, global_batch=work.global_batch, micro_batches=[work.micro_batch])[0].plan
+    best = make_plans(topology, profile, global_batch=work.global_batch, micro_batches=[work.shape.batch])[0].plan
     return topology, best, train(device, work, best, precision)
 
 
@@ -183,14 +155,14 @@ def staged(device: torch.device, work: Work, alone: ModelProfile) -> tuple[list[
     It is predicted from layers that one rank measured alone, as if each stage had a device of its own, and from layers
     that both ranks measured at the same time.
     """
-    bytes_per_second = host_bytes_per_second(device, work.message_bytes)
+    bytes_per_second = host_bytes_per_second(device, work.shape.activation_bytes)
     plans = []
     for profile in (alone, measure_layers(device, work, "fp32")):
         plan = predict_plan(
             as_profiled(two_devices(profile, bytes_per_second), profile),
             profile,
             [[[0], [1]]],
-            micro_batch=work.micro_batch,
+            micro_batch=work.shape.batch,
             global_batch=work.global_batch,
         )
         plans.append(plan)
@@ -240,10 +212,11 @@ def commands(machine: Machine) -> list[Row]:
 
 
 def cases(machine: Machine) -> Sequence[Case]:
-    work = Work(1024, 12, 16, 224, 16, micro_batch=8, micro_batches=8, profile_seconds=3.0, iterations=10)
+    shape = shape_for(machine, Shape(width=1024, depth=12, heads=16, image=224, patch=16, batch=8))
+    work = Work(shape, micro_batches=8, profile_seconds=3.0, iterations=10)
     precisions: tuple[str, ...] = ("fp32", "bf16")
     if machine.is_tiny:
-        work = Work(32, 2, 4, 8, 4, micro_batch=2, micro_batches=2, profile_seconds=0.05, iterations=1)
+        work = Work(shape, micro_batches=2, profile_seconds=0.05, iterations=1)
         precisions = ("fp32",)
     return [
         *(Case(f"one device, {each}", partial(one_device, machine, work, each), 8 * GIB) for each in precisions),

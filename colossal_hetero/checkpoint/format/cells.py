@@ -31,8 +31,8 @@ CELL_BYTES = 256
 SMALL_BYTES = 64 * 1024
 """Tensors with fewer bytes have smaller cells: little is lost where check sums add more to little."""
 COLUMNS = 144
-"""Cells in the last dimension: with 144, parts of 1/2, 1/3, 1/4, 1/6, 1/8, 1/9, 1/12 and 1/16 are whole cells. One of
-three ranks has three parts of 1/9 of a fused weight of queries, keys and values."""
+"""Cells in the last dimension: with 144, parts of 1/2, 1/3, 1/4, 1/6, 1/8, 1/9, 1/12 and 1/16 are whole cells. A
+ninth is the part of a fused weight of queries, keys and values that one of three ranks has in a row."""
 ELEMENTS = 192
 """Cells of a tensor with one dimension, unless it is large."""
 

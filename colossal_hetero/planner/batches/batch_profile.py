@@ -36,11 +36,16 @@ SCHEMA = 1
 
 UNITS = {"seconds": "s", "bytes": "B", "batch": "samples", "flops": "FLOP/s", "bytes_per_second": "B/s"}
 
-PASSES = (2, 2, 1, 3)
+PASSES = (2, 1, 1, 3)
 """How often the model's bytes cross the network in one synchronization, by stage (ZeRO, section 7). An all-reduce takes
 two passes and the reduce-scatter of gradients one; stage 3 also gathers the parameters, once for forward and once for
-backward. Stage 2 also gathers parameters once per global batch; that takes the same time for every allocation and is
-left out."""
+backward.
+
+This is what ``HeteroZeroPlugin`` sends by default at stages 0 to 2. With ``overlap_communication=False``, stage 1 is
+left to Colossal-AI's optimizer, which all-reduces: two passes. Stage 3 takes two passes if FSDP has the whole model in
+one unit, without an ``auto_wrap_policy``, because it keeps the parameters between forward and backward. Stages 1 and 2
+also gather the parameters once per global batch, after the step; that takes the same time for every division of the
+batch, and is left out."""
 
 MAX_PREDICTED = 65_536
 """Largest micro-batch, in samples, that is predicted for a stage that was not measured."""

@@ -150,7 +150,9 @@ class _BatchProblem:
             self.message_bytes = max(min(room), 0.0)
         else:
             share = (len(ranks) - 1) / len(ranks)
-            self.message_bytes = PASSES[self.stage] * share * profile.model.gradient_bytes
+            # In stage 1 the parameters are gathered as often as the gradients are summed, once per global batch.
+            passes = PASSES[self.stage] + (self.stage == 1)
+            self.message_bytes = passes * share * profile.model.gradient_bytes
         seconds = link_seconds(profile.links, ranks, protocol, self.message_bytes)
         self.communication_seconds = longest_edge(seconds, list(ranks))
 

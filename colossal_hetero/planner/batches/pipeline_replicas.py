@@ -21,7 +21,7 @@ def micro_batch_seconds(elapsed_seconds: float, micro_batches: int, stages: int)
     return elapsed_seconds / (micro_batches + stages - 1)
 
 
-def divide_micro_batches(seconds: Sequence[float], micro_batches: int, stages: int) -> tuple[int, ...]:
+def divide_micro_batches(seconds: Sequence[float], micro_batches: int, stages: int | Sequence[int]) -> tuple[int, ...]:
     """The number of micro-batches of each replica with the least time of the slowest replica.
 
     Every replica gets at least as many micro-batches as it has stages, because Colossal-AI's 1F1B schedule needs them.
@@ -31,22 +31,28 @@ def divide_micro_batches(seconds: Sequence[float], micro_batches: int, stages: i
     Args:
         seconds: time of a micro-batch on each replica.
         micro_batches: number of micro-batches of the global batch.
-        stages: number of stages of each replica.
+        stages: number of stages of each replica; one number if it is the same for all.
 
     Raises:
         ValueError: there are fewer micro-batches than stages of all replicas.
     """
-    if micro_batches < stages * len(seconds):
+    depths = [stages] * len(seconds) if isinstance(stages, int) else list(stages)
+    fewest = sum(depths)
+    if micro_batches < fewest:
+        shown = ", ".join(map(str, sorted(set(depths))))
         raise ValueError(
-            f"{micro_batches} micro-batches are too few for {len(seconds)} pipelines of {stages} stages, each of which "
-            f"needs at least {stages}; use a larger global batch or a smaller micro-batch, so that there are at least "
-            f"{stages * len(seconds)}"
+            f"{micro_batches} micro-batches are too few for {len(seconds)} pipelines of {shown} stages, each of which "
+            f"needs at least as many as it has stages; use a larger global batch or a smaller micro-batch, so that "
+            f"there are at least {fewest}"
         )
-    counts = [stages] * len(seconds)
-    heap = [(pipeline_seconds(stages + 1, each, stages), replica) for replica, each in enumerate(seconds)]
+    counts = list(depths)
+    heap = [
+        (pipeline_seconds(depth + 1, each, depth), replica)
+        for replica, (each, depth) in enumerate(zip(seconds, depths, strict=True))
+    ]
     heapq.heapify(heap)
-    for _ in range(micro_batches - sum(counts)):
+    for _ in range(micro_batches - fewest):
         replica = heap[0][1]
         counts[replica] += 1
-        heapq.heapreplace(heap, (pipeline_seconds(counts[replica] + 1, seconds[replica], stages), replica))
+        heapq.heapreplace(heap, (pipeline_seconds(counts[replica] + 1, seconds[replica], depths[replica]), replica))
     return tuple(counts)

@@ -184,6 +184,17 @@ class Replica(FilePart):
         return tuple(sorted(placed, key=lambda each: each[1].blocks))
 
     @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """Blocks per stage."""
+        return tuple(sum(b - a for a, b in stage.block_ranges) for stage in self.stages)
+
+    @property
+    def layers_per_chunk(self) -> tuple[int, ...]:
+        """Blocks per chunk, in the order of the model; without chunks, per stage."""
+        ranges = sorted(each for stage in self.stages for each in stage.block_ranges)
+        return tuple(b - a for a, b in ranges)
+
+    @property
     def hop_seconds(self) -> tuple[float, ...]:
         """Seconds of a micro-batch over each cut, one way.
 
@@ -364,7 +375,7 @@ class Plan(FilePart):
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
         """Blocks per stage of the first replica."""
-        return tuple(sum(b - a for a, b in stage.block_ranges) for stage in self.replicas[0].stages)
+        return self.replicas[0].layers_per_stage
 
     @property
     def chunks_per_stage(self) -> int:
@@ -374,8 +385,7 @@ class Plan(FilePart):
     @property
     def layers_per_chunk(self) -> tuple[int, ...]:
         """Blocks per chunk of the first replica, in the order of the model: ``num_layers_per_stage`` of the plugin."""
-        ranges = sorted(each for stage in self.replicas[0].stages for each in stage.block_ranges)
-        return tuple(b - a for a, b in ranges)
+        return self.replicas[0].layers_per_chunk
 
 
 def load_plan(path: Path | str) -> Plan:

@@ -1,7 +1,7 @@
 """Which plans can be run: the one rule that the search, the command, the reports and the plugin go by.
 
-Colossal-AI has one process mesh, ``(replicas, stages, tensor parallel)``, so all replicas have the same stages. Its
-1F1B schedule needs at least one micro-batch per stage, and its other schedules a multiple of the number of stages.
+Colossal-AI's 1F1B schedule needs at least one micro-batch per stage, and its other schedules a multiple of the number
+of stages. With 1F1B, replicas may have different stages and batches; in the other schedules all replicas are alike.
 """
 
 from __future__ import annotations
@@ -51,18 +51,20 @@ def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
             f"the plan is for {plan.world_size} ranks, but {ranks} were started; start {plan.world_size}, or plan for "
             f"{count(ranks, 'device')}"
         )
-    if not plan.symmetric:
+    if not plan.symmetric and plan.schedule != "1f1b":
         return (
-            f"the plan's {len(plan.replicas)} replicas are not alike ({_shapes(plan)}), but Colossal-AI sums the "
-            "gradients of equal stages only; plan again without --unequal"
+            f"the plan's {len(plan.replicas)} replicas are not alike ({_shapes(plan)}), which is possible with the "
+            f"schedule 1f1b only, not with {plan.schedule}; plan again with --schedule 1f1b"
         )
-    stages, micro_batches = len(plan.layers_per_stage), plan.replicas[0].micro_batches
-    problem = why_not_schedulable(plan.schedule, stages, micro_batches)
-    if problem is not None:
-        return (
-            f"the plan has {count(micro_batches, 'micro-batch')} for {count(stages, 'stage')}, but {problem}; plan "
-            "with smaller micro-batches or a larger global batch"
-        )
+    for number, replica in enumerate(plan.replicas):
+        stages, micro_batches = len(replica.stages), replica.micro_batches
+        problem = why_not_schedulable(plan.schedule, stages, micro_batches)
+        if problem is not None:
+            who = "the plan" if plan.symmetric else f"replica {number}"
+            return (
+                f"{who} has {count(micro_batches, 'micro-batch')} for {count(stages, 'stage')}, but {problem}; plan "
+                "with smaller micro-batches or a larger global batch"
+            )
     return None
 
 

@@ -89,7 +89,7 @@ class DriftWatch:
     """Compares the times of a pipeline's stages with the plan, epoch by epoch. Used by all ranks.
 
     Args:
-        schedule: its passes are timed from now on.
+        schedule: its passes are timed from now on; None if this rank's replica has no pipeline.
         plan: with ranks as launched.
         threshold: relative difference beyond which a stage is reported.
         profile: the model's layers, from which new splits are computed; None to use the plan's means.
@@ -97,26 +97,27 @@ class DriftWatch:
     """
 
     def __init__(
-        self, schedule: _Schedule, plan: Plan, threshold: float, profile: ModelProfile | None, interval: int
+        self, schedule: _Schedule | None, plan: Plan, threshold: float, profile: ModelProfile | None, interval: int
     ) -> None:
         self.interval = interval
         self.report: DriftReport | None = None
         """For the last epoch that was measured; None before."""
-        self._clock = StageClock(schedule)
+        self._clock = None if schedule is None else StageClock(schedule)
         self._plan, self._threshold, self._profile = plan, threshold, profile
         self._iterations = 0
         self._printed: DriftReport | None = None
 
     def tick(self) -> None:
         """An iteration has ended. At the end of an epoch this is collective, and rank 0 prints what has changed."""
-        self._clock.end_iteration(counts=self._iterations >= WARMUP_ITERATIONS)
+        if self._clock is not None:
+            self._clock.end_iteration(counts=self._iterations >= WARMUP_ITERATIONS)
         self._iterations += 1
         if self._iterations % self.interval == 0:
             self._compare(self._iterations // self.interval)
 
     def _compare(self, epoch: int) -> None:
         times: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(times, self._clock.read())
+        dist.all_gather_object(times, None if self._clock is None else self._clock.read())
         measured = {rank: each for rank, each in enumerate(times) if each is not None}
         if not measured:
             return

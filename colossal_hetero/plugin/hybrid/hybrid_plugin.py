@@ -36,6 +36,7 @@ from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
+from ..unequal.replica_checkpoints import ReplicaCheckpointIO
 from ..uneven_batches import UnevenBatches
 from .layer_balancing import LayerBalancing
 from .one_stage import OneStageSchedule
@@ -70,19 +71,19 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             divides them evenly, as Colossal-AI does. With a pipeline (1F1B, and ``microbatch_size``), each replica
             gets a number of micro-batches that fits its speed.
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
-            one), or "auto", which makes a plan from ``planning``. All replicas must have the same stages. All ranks use
-            rank 0's plan, so only rank 0 needs the files. A replica's batch is all its micro-batches in the plan. At
-            the end of each epoch, pipeline stages whose times differ from the plan are reported, if the schedule is
-            1F1B. One training loop fits every plan (:meth:`execute_pipeline`).
+            one), or "auto", which makes a plan from ``planning``. Replicas may differ in stages and batches (in 1F1B).
+            All ranks use rank 0's plan, so only rank 0 needs the files. A replica's batch is all its micro-batches in
+            the plan. At the end of each epoch, pipeline stages whose times differ from the plan are reported, if the
+            schedule is 1F1B. One training loop fits every plan (:meth:`execute_pipeline`).
         planning: what to plan from, over which networks ranks communicate, and how much stage times may differ.
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues with any plan.
 
     Raises:
         TypeError: ``balance``, ``batches``, ``plan``, ``planning`` or ``checkpoints`` has another type; or there is no
             plan and a size is missing.
-        ValueError: the world size does not fit ``tp_size * pp_size`` or the plan, an argument contradicts the plan, the
-            plan's replicas have different stages, the plan is for another model, the model has no policy, or a layer
-            has an option that cannot be combined with the balance mode.
+        ValueError: the world size does not fit ``tp_size * pp_size`` or the plan, an argument contradicts the plan or
+            cannot be combined with replicas that are not alike, the plan is for another model, the model has no policy,
+            or a layer has an option that cannot be combined with the balance mode.
     """
 
     def __init__(
@@ -118,20 +119,27 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints, self._balancing.weights_changed)
         # In the order in which they attach, each around the parts before it. The plan's clock times only the passes.
         # Balancing ends an iteration when the optimizer steps; uneven batches, around it, step once per global batch.
-        parts = (self._checkpoints, self._planned, self._balancing, self._uneven_batches)
+        self._unequal = None if self._planned is None else self._planned.unequal
+        parts = (self._checkpoints, self._planned, self._balancing, self._uneven_batches, self._unequal)
         self._parts: tuple[PluginPart, ...] = tuple(part for part in parts if part is not None)
 
         if self._planned is not None:
             arguments = self._planned.arguments(arguments)
-        check_world_size(arguments["tp_size"], arguments["pp_size"])
+        if self._unequal is None:
+            check_world_size(arguments["tp_size"], arguments["pp_size"])
         micro_batches = self._micro_batches(arguments)
         support_gpus_over_gloo()
         arguments, layers_per_chunk = split_off_layers_per_chunk(arguments)
-        arguments, self._overlapped = split_off_overlap(arguments)
+        arguments, self._optimizers = split_off_overlap(arguments)
+        if self._unequal is not None:
+            self._optimizers = functools.partial(self._unequal.optimizers, arguments)
         with nullcontext() if self._planned is None else self._planned.mesh(arguments.get("dp_outside", True)):
             super().__init__(**arguments)
         # ZeRO stage 2 divides gradients among ranks after every backward pass, so it must sum them every time.
         self._one_stage = OneStageSchedule(*micro_batches, None if self.zero_stage == 2 else self.no_sync)
+        if self._unequal is not None:
+            # The constructor has seen one replica.
+            self.dp_size = len(self._unequal.plan.replicas)
         if layers_per_chunk is not None:
             set_layers_per_chunk(self.stage_manager, layers_per_chunk)
         if batches is not None:
@@ -209,7 +217,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         watch_ranks()
         for part in self._parts:
             objects = part.before_configure(self, objects)
-        with self._balancing.hetero_layers(self, objects.model), unequal_layer_counts(), self._overlapped():
+        with self._balancing.hetero_layers(self, objects.model), unequal_layer_counts(), self._optimizers():
             objects = TrainingObjects(*super().configure(*objects))
         if objects.optimizer is not None:
             for part in self._parts:
@@ -229,6 +237,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         make_loader = super().prepare_dataloader
         if self._uneven_batches is not None:
             return self._uneven_batches.prepare_dataloader(self, make_loader, dataset, batch_size, *args, **kwargs)
+        if self._unequal is not None:
+            return self._unequal.prepare_dataloader(make_loader, dataset, batch_size, *args, **kwargs)
         if self._planned is not None and batch_size is None:
             batch_size = self._planned.batch_size
         return make_loader(dataset, batch_size, *args, **kwargs)
@@ -248,6 +258,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         """
         if torch.is_grad_enabled() and self._planned is not None and self.batches is None:
             data_iter = self._planned.checked_batches(data_iter)
+        if self._unequal is not None and torch.is_grad_enabled():
+            with naming_ended_ranks():
+                return self._train_replica(data_iter, model, criterion, *args, **kwargs)
         if self.scheduler is None:
             return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
         if not torch.is_grad_enabled():
@@ -280,6 +293,28 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             self._planned.after_passes()
         return result
 
+    def _train_replica(
+        self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
+    ) -> dict:
+        """Train on the next batch of this rank's replica, which is not like the others."""
+        assert self._unequal is not None and self._planned is not None
+        passes = super().execute_pipeline
+        optimizer = args[0] if args else kwargs.get("optimizer")
+        sums = model.require_grad_sync and getattr(optimizer, "require_grad_sync", True)
+
+        def execute(batches: Iterator, weighted: Callable) -> dict:
+            if self.scheduler is not None:
+                return passes(batches, model, weighted, *args, **kwargs)
+            result = self._one_stage.forward_backward_step(model, batches, weighted, *args, **kwargs)
+            if self.zero_stage == 0 and sums:
+                model.sync_dp_grads()
+            return result
+
+        schedule = self.scheduler or self._one_stage
+        result = self._unequal.run(schedule, execute, data_iter, model, criterion, sums)
+        self._planned.after_passes()
+        return result
+
     def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """See ``HybridParallelPlugin.enable_lora``.
 
@@ -292,6 +327,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
                 f"LoRA with tp_size={self.tp_size} is not possible: Colossal-AI has no tensor-parallel layers with "
                 "adapters; use tp_size=1"
             )
+        if self._unequal is not None:
+            raise ValueError("LoRA is not possible if replicas are not alike; choose a plan of equal replicas")
         if self.plan is not None:
             check_lora(self.plan)
         return super().enable_lora(model, *args, **kwargs)
@@ -299,6 +336,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def get_checkpoint_io(self) -> CheckpointIO:
         """See ``Plugin.get_checkpoint_io``; called by ``Booster``."""
         checkpoint_io = super().get_checkpoint_io()
+        if self._unequal is not None:
+            groups = self.mixed_dp_group, self.pp_group, self.tp_group, self.sp_group
+            checkpoint_io = ReplicaCheckpointIO(self._unequal.index, *groups, self.zero_stage)
         load_model = checkpoint_io.load_model
 
         @functools.wraps(load_model)
@@ -314,6 +354,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
     def replica(self) -> tuple[int, int]:
         """See :class:`~.uneven_batches.ReplicaPlugin`."""
+        if self._unequal is not None:
+            return self._unequal.index, len(self._unequal.plan.replicas)
         return dist.get_group_rank(self.dp_group, dist.get_rank()), self.dp_group.size()
 
     def batch_setup(self, objects: TrainingObjects) -> BatchSetup:

@@ -53,6 +53,8 @@ class OneStageSchedule:
         self._count = num_microbatches
         self._size = microbatch_size
         self._without_sync = without_sync
+        self.num_microbatches = 0
+        """Micro-batches of the batch that runs."""
 
     def forward_backward_step(
         self,
@@ -80,6 +82,7 @@ class OneStageSchedule:
         samples = get_batch_size(batch)
         size = self._micro_batch_size(samples, training)
         starts = range(0, samples, size)
+        self.num_microbatches = len(starts)
         total = torch.zeros((), device=device) if return_loss else None
         outputs: list[Any] = []
         for start in starts:

@@ -17,6 +17,7 @@ from ...pipeline_parallel.config import PlanConfig
 from ...pipeline_parallel.drift import DriftReport
 from ...planner.plans.plan import Plan
 from ..part import PluginPart, TrainingObjects
+from ..unequal.unequal_replicas import UnequalReplicas, check_arguments
 from .drift_watch import DriftWatch
 from .plan_agreement import agree_on_plan, as_launched
 from .plan_checks import (
@@ -29,7 +30,7 @@ from .plan_checks import (
     valid_batch_sizes,
 )
 from .plan_groups import plan_groups, set_adapter_variables
-from .planned_mesh import planned_mesh
+from .planned_mesh import ordered_group, planned_mesh
 from .plugin_arguments import arguments_from_plan
 
 __all__ = ["PlannedRun", "training_sizes_kept"]
@@ -68,6 +69,9 @@ class PlannedRun(PluginPart):
         self._make_group = (
             None if agreed.topology is None else plan_groups(agreed.plan, agreed.topology, planning.adapters)
         )
+        layer_sums = planning.layer_sums or not self.plan.symmetric
+        self.unequal = UnequalReplicas(self.plan, self._make_group or ordered_group) if layer_sums else None
+        """Runs replicas that are not alike; None if they are, and Colossal-AI runs them."""
 
     @property
     def batch_size(self) -> int:
@@ -81,10 +85,15 @@ class PlannedRun(PluginPart):
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """See :func:`~.plugin_arguments.arguments_from_plan`."""
-        return arguments_from_plan(self.plan, given)
+        if self.unequal is None:
+            return arguments_from_plan(self.plan, self.plan.replicas[0], given)
+        check_arguments(given, self._batches is not None)
+        return arguments_from_plan(self.plan, self.unequal.replica, given)
 
     def mesh(self, dp_outside: bool) -> AbstractContextManager[None]:
         """A context in which Colossal-AI's constructor puts every rank in the place that the plan gives it."""
+        if self.unequal is not None:
+            return self.unequal.mesh(dp_outside)
         return planned_mesh(self.plan.rank_order, dp_outside, self._make_group)
 
     def check_plugin(self, plugin: HybridParallelPlugin) -> None:
@@ -104,7 +113,7 @@ class PlannedRun(PluginPart):
         Raises:
             ValueError: the loader's batch size, or the number of the model's blocks, does not fit the plan.
         """
-        if objects.optimizer is not None and self._batches is None:
+        if objects.optimizer is not None and self._batches is None and self.unequal is None:
             check_batch_size(self.plan, getattr(objects.dataloader, "batch_size", None))
         if not isinstance(objects.model, ModelWrapper) and plugin.stage_manager is None:
             check_model(objects.model, self.plan)
@@ -112,7 +121,8 @@ class PlannedRun(PluginPart):
 
     def attach(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
         """Time the passes of the stages of a 1F1B pipeline; see ``PluginPart.attach``."""
-        if plugin.scheduler is None or self.plan.schedule != "1f1b" or self._planning.drift_threshold == math.inf:
+        pipelines = any(len(replica.stages) > 1 for replica in self.plan.replicas)
+        if not pipelines or self.plan.schedule != "1f1b" or self._planning.drift_threshold == math.inf:
             return
         if self._watch is None:
             self._watch = DriftWatch(
@@ -128,7 +138,7 @@ class PlannedRun(PluginPart):
 
     def checked_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """See :func:`~.plan_checks.checked_batches`."""
-        return checked_batches(batches, self.plan)
+        return checked_batches(batches, self.plan) if self.unequal is None else batches
 
     def batches_to_evaluate(self, batches: Iterator[Any]) -> Iterator[Any]:
         """See :func:`~.plan_checks.batches_to_evaluate`."""

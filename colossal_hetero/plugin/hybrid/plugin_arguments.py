@@ -10,7 +10,7 @@ import torch.distributed as dist
 from colossalai.booster.plugin import HybridParallelPlugin
 
 from ...data_parallel.config import BatchConfig
-from ...planner.plans.plan import Plan
+from ...planner.plans.plan import Plan, Replica
 from ...planner.schedules.zero_bubble import zero_bubble_nodes
 
 __all__ = ["arguments_by_name", "arguments_from_plan", "check_uneven_batches", "check_world_size"]
@@ -34,17 +34,17 @@ def arguments_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return by_place | kwargs
 
 
-def arguments_from_plan(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The plugin's arguments that run ``plan``: those in ``given`` and those that follow from the plan.
+def arguments_from_plan(plan: Plan, replica: Replica, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The plugin's arguments that run a ``replica`` of ``plan``: those in ``given`` and those that follow.
 
     Raises:
         ValueError: an argument in ``given`` contradicts the plan.
     """
-    pp_size, micro_batches = len(plan.layers_per_stage), plan.replicas[0].micro_batches
+    pp_size, micro_batches = len(replica.stages), replica.micro_batches
     follows: dict[str, Any] = dict(tp_size=plan.tensor_parallel, pp_size=pp_size)
     only_pipelines: dict[str, Any] = dict(
         pp_style=plan.schedule,
-        num_layers_per_stage=list(plan.layers_per_chunk),
+        num_layers_per_stage=list(replica.layers_per_chunk),
         microbatch_size=plan.micro_batch,
         num_microbatches=micro_batches,
         num_model_chunks=plan.chunks_per_stage,

@@ -9,8 +9,10 @@ parameters that was made before. Only a tensor that was made of its memory befor
 wait.
 
 Kernels of other packages may read the memory of a tensor without a function of torch. Therefore a module also waits for
-the parameters that it has itself before its forward pass. ``torch.compile`` sees neither; do not use it together with
-late parameters.
+the parameters that it has itself before its forward pass.
+
+``torch.compile`` would compile a module again after each step, because the classes of its parameters change. So while
+parameters are late, compiled modules are refused.
 
 Source: Holmes (Yang et al. 2023), overlapped distributed optimizer.
 """
@@ -145,15 +147,10 @@ class LateParameters:
         self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Makes a context around each wait, for example to time it."""
         self._unfinished: dict[_Gather, None] = {}
-        # A thread of Gloo still holds a collective for a moment after it is complete. If nobody else did, that thread
-        # would release the tensors, for which it needs Python's lock. A process group that is destroyed at that moment
-        # holds the lock and waits for the thread. So collectives are kept until the next step.
-        self._kept: list[_Gather] = []
         self._hook: RemovableHandle | None = None
 
     def start(self, updated: Iterable[UpdatedParameter], group: dist.ProcessGroup) -> None:
         """Start to gather parameters, in their order: that in which the next forward pass uses them."""
-        self._kept = []
         small: list[UpdatedParameter] = []
         for each in updated:
             if each.parameter.numel() < SMALL:
@@ -174,7 +171,6 @@ class LateParameters:
             return
         gather = _Gather(members, group, self._wait_for)
         self._unfinished[gather] = None
-        self._kept.append(gather)
         if self._hook is None:
             self._hook = register_module_forward_pre_hook(_wait_for_own_parameters)
 
@@ -188,6 +184,11 @@ class LateParameters:
 
 
 def _wait_for_own_parameters(module: nn.Module, _: Any) -> None:
+    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+        raise ValueError(
+            f"{type(module).__name__} is compiled, but it has parameters that are still gathered, so that it would be "
+            "compiled again after each step; use one of overlap_allgather=True and torch.compile"
+        )
     for parameter in module._parameters.values():
         if isinstance(parameter, LateParameter):
             parameter.wait_for_values()

@@ -104,23 +104,26 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         if not self._reduces_early:
             super()._attach_reduction_hook()
             return
-        working = {number: list(group) for number, group in self._working_param_groups.items()}
-        group_of = {id(parameter): number for number, group in working.items() for parameter in group}
         this = proxy(self)
-
-        def deliver(parameter: Parameter, shard: Tensor) -> None:
-            this._add_grad(shard, 1, group_of[id(parameter)], id(parameter))
+        deliver = self._deliver_to_stores()
 
         def on_gradient(parameter: Parameter) -> None:
             if this.require_grad_sync or this._passes is not None:
                 this._buckets.gradient_ready(parameter, 1 if this._passes is None else this._passes())
 
-        parameters = [parameter for group in working.values() for parameter in group]
+        parameters = [parameter for group in self._working_param_groups.values() for parameter in group]
         self._buckets = GradientBuckets(
             parameters, self._group(), self._reduce_bucket_size, self._communication_dtype, deliver, self._withheld()
         )
         for parameter in parameters:
             self.grad_handles.append(parameter.register_post_accumulate_grad_hook(on_gradient))
+
+    def _deliver_to_stores(self) -> Callable[[Parameter, Tensor], None]:
+        """A function that is called with a parameter and this rank's shard of its summed gradient."""
+        working = self._working_param_groups
+        group_of = {id(parameter): number for number, group in working.items() for parameter in group}
+        this = proxy(self)
+        return lambda parameter, shard: this._add_grad(shard, 1, group_of[id(parameter)], id(parameter))
 
     def _group(self) -> dist.ProcessGroup:
         (group,) = self.pg_to_param_list
@@ -164,14 +167,18 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         with self._accumulation_allowed():
             super().backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
+    def _agree_on_order(self) -> None:
+        """At the first step: let gradients enter buckets in the order in which they become ready."""
+        if self._buckets is not None and not self._has_order:
+            self._buckets.agree_on_order()
+            self._has_order = True
+
     # Parameters ---------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
         if not self.require_grad_sync:
             return
-        if self._buckets is not None and not self._has_order:
-            self._buckets.agree_on_order()
-            self._has_order = True
+        self._agree_on_order()
         if self.late_parameters is None:
             super().step(closure)
             return

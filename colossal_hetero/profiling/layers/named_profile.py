@@ -14,7 +14,6 @@ from rich.console import Console
 
 from ...accelerator import get_accelerator
 from ...planner.profile.layer_profile import save_model_profile
-from ...processes.every_rank import destroy_groups
 from ...processes.launch import is_rank, local_gpu
 from ..progress_display import ProgressDisplay
 from .layer_profiler import MIN_SECONDS, MeasuredLayers, profile_layers
@@ -97,7 +96,7 @@ def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLa
         raise ValueError(str(error).splitlines()[0]) from error
     finally:
         if dist.is_initialized():
-            destroy_groups()
+            dist.destroy_process_group()
 
 
 def _measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,6 +105,17 @@ def test_the_page_shows_every_case() -> None:
     ):
         assert line in page.splitlines()
     assert "Not run yet: 3 cases." in results_page([about], {}, {"p": ["a", "b", "c"]})
+
+
+def test_the_page_shows_a_part_that_failed_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "benchmarks.gpu.parts.nccl", None)  # so that it cannot be imported
+    failures = command.write_page(MACHINE, tmp_path, {"sync": "its process ended with status 1"})
+    assert list(failures) == ["sync", "nccl"]
+    page = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
+    assert "**Failed**: its process ended with status 1." in page.splitlines()
+    nccl = page[page.index("## nccl") : page.index("## memory")]
+    assert "**Failed**: it cannot be loaded: ModuleNotFoundError" in nccl
+    assert "Not run yet" in page[page.index("## memory") :]
 
 
 def test_without_a_gpu_the_command_says_what_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:

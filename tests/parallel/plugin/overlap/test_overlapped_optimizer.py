@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,9 +21,11 @@ from colossal_hetero import HeteroZeroPlugin
 from colossal_hetero.plugin.overlap import late_parameters
 from colossal_hetero.plugin.overlap.late_parameters import LateParameter
 from colossal_hetero.plugin.overlap.overlapped_optimizer import OverlappedZeroOptimizer
+from tests.parallel.plugin.hybrid.test_colossalai_on_cpu import zero_bubble
 from tests.parallel.plugin.zero.test_zero_plugin import Numbered, make_optimizer, sizes_by_rank
 from tests.support.harness import run_ranks
-from tests.support.training import boost, ours, sgd, theirs, tiny_vit
+from tests.support.language_models import gpt2, tokens
+from tests.support.training import assert_same_parameters, boost, ours, sgd, theirs, tiny_vit
 from tests.support.training import train as train_vit
 
 EPOCHS = 7
@@ -73,7 +74,6 @@ def finished_late() -> Iterator[None]:
 
     class Late:
         def __init__(self, output: Tensor, result: Tensor, work: Any) -> None:
-            # The tensors are kept as long as the collective, as in `LateParameters`.
             self.output, self.result, self.work = output, result, work
 
         def wait(self) -> None:
@@ -278,12 +278,51 @@ def test_nobody_reads_unfinished_parameters(tmp_path: Path) -> None:
             )
 
 
+COMPILED = ["whole", "layer", "wrapped"]
+
+
+def errors_of_compiled_models() -> list[str]:
+    """What training raises if a model is compiled, by :data:`COMPILED`."""
+    errors = []
+    for compiled in COMPILED:
+        model, optimizer, criterion, loader = boosted(1, "sgd", [[5], [6]], **ON)
+        net = model.unwrap()
+        if compiled == "whole":
+            net.compile(backend="eager")
+        elif compiled == "layer":
+            net.second.compile(backend="eager")
+        else:
+            model = torch.compile(model, backend="eager")
+        with finished_late():
+            for number, (inputs, targets) in enumerate(loader):
+                try:
+                    loss = criterion(model(inputs), targets)
+                except ValueError as error:
+                    errors.append(f"{number}: {error}")
+                    break
+                optimizer.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                errors.append("none")
+        optimizer._force_wait_all_gather()
+    return errors
+
+
+def test_late_parameters_of_compiled_models_are_refused() -> None:
+    for errors in run_ranks(2, errors_of_compiled_models):
+        for error, name in zip(errors, ["Net", "Linear", "OptimizedModule"], strict=True):
+            assert error.startswith(f"1: {name} is compiled"), errors
+            assert error.endswith("use one of overlap_allgather=True and torch.compile"), errors
+
+
 STEPS = 8
 HYBRID: dict[int, list[tuple[dict[str, Any], int]]] = {
     2: [(dict(tp_size=1), 2), (dict(tp_size=1, max_norm=0.5), 1)],
     4: [
         (dict(tp_size=1, pp_size=2, num_microbatches=2), 1),
         (dict(tp_size=1, pp_size=2, num_microbatches=2, pp_style="interleaved", num_model_chunks=2), 1),
+        (dict(tp_size=1, pp_size=2, **zero_bubble(microbatches=6)), 1),
         (dict(tp_size=2), 2),
     ],
 }
@@ -293,7 +332,7 @@ HYBRID: dict[int, list[tuple[dict[str, Any], int]]] = {
 def train_hybrid() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """The parameters of each case with overlap, and with Colossal-AI's plugin.
 
-    Asserts that a pipeline has started to sum gradients before its passes end.
+    Asserts that a pipeline has started to sum gradients before its passes end, except in the zero-bubble schedule.
     """
     found = []
     sync_grad, started = OverlappedZeroOptimizer._sync_grad, []
@@ -306,16 +345,13 @@ def train_hybrid() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         common = options | dict(precision="bf16", zero_stage=1, zero_bucket_size_in_m=500 / 2**20)
 
         def trained(plugin: Any, accumulation: int = accumulation) -> dict[str, Tensor]:
-            run = train_vit(boost(plugin, tiny_vit(depth=4), sgd), STEPS, accumulation)
-            # A thread of Gloo needs Python's lock to release the tensors of the last collective. When the plugin goes,
-            # its process groups wait for that thread, with the lock.
-            time.sleep(0.05)
-            return run.parameters
+            return train_vit(boost(plugin, tiny_vit(depth=4), sgd), STEPS, accumulation).parameters
 
         started.clear()
         with finished_late(), patch.object(OverlappedZeroOptimizer, "_sync_grad", recorded):
             overlapped = trained(ours(**common, **ON))
-        assert all(started) and len(started) == (STEPS if "pp_size" in options else 0), (options, started)
+        assert len(started) == (STEPS if "pp_size" in options else 0), options
+        assert all((launched > 0) == (options.get("pp_style") != "zbv") for launched in started), (options, started)
         found.append((overlapped, trained(theirs(**common, **OFF))))
     return found
 
@@ -326,3 +362,39 @@ def test_the_hybrid_plugin_trains_to_the_weights_of_colossal_ai(ranks: int) -> N
         for (options, _), (overlapped, plain) in zip(HYBRID[ranks], results, strict=True):
             for name, expected in plain.items():
                 assert torch.equal(overlapped[name], expected), f"{options}: {name}"
+
+
+SEQUENCE = dict(
+    enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather", make_vocab_size_divisible_by=4
+)
+
+
+def train_with_sequence_parallelism() -> list[dict[str, Tensor]]:
+    """The parameters with overlap, and with Colossal-AI's plugin, of a pipeline with sequence parallelism."""
+    common = dict(
+        tp_size=2,
+        pp_size=2,
+        num_microbatches=2,
+        precision="bf16",
+        zero_stage=1,
+        zero_bucket_size_in_m=500 / 2**20,
+        **SEQUENCE,
+    )
+    found = []
+    for plugin in (ours(**common, **ON), theirs(custom_policy=None, **common, **OFF)):
+        run = boost(plugin, gpt2(), sgd)
+        for step in range(2):
+            ids, labels = (torch.cat([each, each]) for each in tokens(step))
+            batch = dict(input_ids=ids, labels=labels, attention_mask=torch.ones_like(ids))
+            run.booster.execute_pipeline(
+                iter([batch]), run.model, lambda outputs, _: outputs["loss"], run.optimizer, return_loss=True
+            )
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        found.append(run.parameters)
+    return found
+
+
+def test_a_pipeline_with_sequence_parallelism_sums_gradients_after_its_passes() -> None:
+    for overlapped, plain in run_ranks(4, train_with_sequence_parallelism):
+        assert_same_parameters(overlapped, plain, "sequence parallelism")

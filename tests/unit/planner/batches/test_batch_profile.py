@@ -152,7 +152,7 @@ def test_a_device_without_enough_memory_may_hold_a_sample_at_the_next_stage() ->
 
 
 def test_the_communication_time_depends_on_the_stage() -> None:
-    assert [profile().communication(stage) for stage in range(4)] == [0.5, 0.5, 0.25, 0.75]
+    assert [profile().communication(stage) for stage in range(4)] == [0.5, 0.25, 0.25, 0.75]
     assert profile(stage=2).communication() == 0.5
 
 

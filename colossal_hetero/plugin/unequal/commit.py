@@ -1,0 +1,48 @@
+"""The message that all ranks exchange before the optimizer steps: a step happens on all of them or on none.
+
+[Note: commit] It carries what all must know: the norm of all gradients, whether a gradient is not finite, and which
+parameters got a gradient anywhere. No rank steps before it has the sum over the world. So if any rank has stepped,
+every rank had its complete gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Commit", "exchange"]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What all ranks know before a step."""
+
+    gradient_norm: float
+    """Over all parameters of the model, of gradients as they are: with fp16 multiplied by the loss scale."""
+    overflow: bool
+    """Whether a gradient of any rank is infinite or not a number."""
+    unused: frozenset[int]
+    """Numbers of parameters that got no gradient on any rank."""
+
+
+def exchange(squared_norm: Tensor, has_gradient: Sequence[bool]) -> Commit:
+    """Sum up what the ranks tell. Called by all ranks at once.
+
+    Args:
+        squared_norm: float64, ``[]``, of the gradients that this rank counts; each element of the model is counted by
+            one rank. Not finite if one of these gradients is not.
+        has_gradient: by parameter of the model, whether this rank had a gradient before the sums.
+    """
+    overflow = ~squared_norm.isfinite()
+    numbers = torch.stack([squared_norm.where(~overflow, 0.0), overflow.double()])
+    flags = torch.tensor(has_gradient, dtype=torch.float64, device=numbers.device)
+    message = torch.cat([numbers, flags])
+    dist.all_reduce(message)
+    squared, overflows, *counts = message.tolist()
+    unused = frozenset(number for number, count in enumerate(counts) if count == 0)
+    return Commit(math.inf if overflows else math.sqrt(squared), overflows > 0, unused)

@@ -1,0 +1,161 @@
+"""The part of the hybrid plugin that runs replicas that are not alike: groups, sums of gradients, batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.distributed as dist
+from colossalai.nn.optimizer import optim2DistOptim
+from torch.utils.data import DataLoader, Dataset
+
+from ...planner.plans.plan import Plan, Replica
+from ..part import PluginPart, TrainingObjects
+from .replica_batches import ReplicaBatches
+from .replica_mesh import make_replica_groups, replica_mesh
+from .replica_optimizers import replica_optimizers
+
+__all__ = ["UnequalReplicas", "check_arguments"]
+
+MakeGroup = Callable[[tuple[int, ...]], Any]
+
+
+def check_arguments(arguments: Mapping[str, Any], with_batches: bool) -> None:
+    """Check that replicas that are not alike can be run with these arguments of the hybrid plugin.
+
+    Raises:
+        ValueError: they cannot; the message says what to choose.
+    """
+    zero_stage = arguments.get("zero_stage", 0)
+    reasons = (
+        (with_batches, "the plan gives each replica its batches; leave batches out"),
+        (zero_stage not in (0, 1), f"zero_stage={zero_stage} is not possible; use 0 or 1"),
+        (
+            bool(arguments.get("enable_sequence_parallelism")) or (arguments.get("sp_size") or 1) > 1,
+            "sequence parallelism is not possible; leave enable_sequence_parallelism and sp_size out",
+        ),
+        (
+            bool(arguments.get("fp8_communication") or arguments.get("use_fp8")),
+            "fp8 is not possible; leave fp8_communication and use_fp8 out",
+        ),
+        (
+            bool(arguments.get("overlap_allgather")),
+            "overlap_allgather is not possible; leave it out (sums of gradients still overlap with backward passes)",
+        ),
+    )
+    for applies, reason in reasons:
+        if applies:
+            raise ValueError(
+                f"the plan's replicas are not alike, and then {reason}, or choose a plan of equal replicas"
+            )
+
+
+class UnequalReplicas(PluginPart):
+    """Lets this rank run its own replica of a plan, and sums gradients layer by layer over all replicas.
+
+    Made by all ranks at once.
+
+    Args:
+        plan: with ranks as launched.
+        make_group: makes a group of ranks in which they are numbered in the given order; called by all ranks for all
+            groups.
+    """
+
+    def __init__(self, plan: Plan, make_group: MakeGroup) -> None:
+        self.plan = plan
+        rank = dist.get_rank()
+        self.index = next(
+            number for number, replica in enumerate(plan.rank_order) if any(rank in stage for stage in replica)
+        )
+        """Number of this rank's replica."""
+        self._make_group = make_group
+        self._groups = make_replica_groups(plan.rank_order, make_group)
+        self._batches = ReplicaBatches(plan, self.index)
+
+    @property
+    def replica(self) -> Replica:
+        """This rank's replica."""
+        return self.plan.replicas[self.index]
+
+    def mesh(self, dp_outside: bool) -> AbstractContextManager[None]:
+        """A context in which Colossal-AI's plugin is constructed."""
+        return replica_mesh(self.plan.rank_order[self.index], dp_outside, self._groups)
+
+    def optimizers(self, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """A context in which Colossal-AI's plugin with these ``arguments`` configures models and optimizers."""
+        if arguments.get("zero_stage"):
+            max_elements = arguments.get("zero_bucket_size_in_m", 12) * 1024 * 1024
+        else:
+            max_elements = arguments.get("ddp_bucket_cap_mb", 25) * 1024 * 1024 // 4
+        return replica_optimizers(self._find_groups, max_elements, early=arguments.get("overlap_communication", True))
+
+    def _find_groups(self, wanted: Iterable[tuple[int, ...]]) -> Mapping[tuple[int, ...], Any]:
+        for ranks in wanted:
+            if ranks not in self._groups:
+                self._groups[ranks] = self._make_group(ranks)
+        return self._groups
+
+    # A training step ----------------------------------------------------------------------------------------------
+
+    def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
+        """Check the optimizer and the data loader; see ``PluginPart.before_configure``.
+
+        Raises:
+            ValueError: the optimizer cannot be sharded, or the batches of the loader do not fit this rank's replica.
+        """
+        if plugin.zero_stage and type(objects.optimizer) in {*optim2DistOptim, *optim2DistOptim.values()}:
+            raise ValueError(
+                f"the plan's replicas are not alike, and then {type(objects.optimizer).__name__} cannot be sharded by "
+                "ZeRO, because it combines the shards of a group that all replicas share; use zero_stage=0, or an "
+                "optimizer that updates each element on its own, such as AdamW"
+            )
+        if objects.optimizer is not None:
+            self._batches.check_loader(objects.dataloader)
+        return objects
+
+    def attach(self, plugin: Any, objects: TrainingObjects) -> None:
+        """Count global batches; see ``PluginPart.attach``."""
+        self._batches.attach(objects.optimizer)
+
+    def prepare_dataloader(
+        self,
+        make_even_loader: Callable[..., DataLoader],
+        dataset: Dataset,
+        batch_size: int | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> DataLoader:
+        """See :meth:`.ReplicaBatches.prepare_dataloader`."""
+        return self._batches.prepare_dataloader(make_even_loader, dataset, batch_size, *args, **kwargs)
+
+    def run(
+        self,
+        schedule: Any,
+        execute: Callable[[Iterator[Any], Callable], dict],
+        data_iter: Iterator[Any],
+        model: Any,
+        criterion: Callable,
+        sums: bool,
+    ) -> dict:
+        """Run the forward and backward passes of this replica's share of a global batch.
+
+        Args:
+            schedule: runs the passes; has ``num_microbatches``, the number of backward passes.
+            execute: runs the schedule on the batches and with the criterion that it is given.
+            data_iter: this replica's batches.
+            model: the boosted model.
+            criterion: the user's: ``(outputs, inputs) -> mean loss``.
+            sums: whether the gradients are summed, or accumulate until a later call.
+
+        Returns:
+            What ``execute`` returns; ``loss`` is the mean over the samples of this replica.
+        """
+        if hasattr(schedule, "last_batch_size"):
+            # The schedule takes both from the batch, whose size it expects to stay.
+            schedule.num_microbatches = schedule.last_batch_size = None
+        weighted, mean = self._batches.weighted(criterion)
+        with model.gradients.sums.passes((lambda: schedule.num_microbatches) if sums else None):
+            result = execute(self._batches.checked(data_iter), weighted)
+        result["loss"] = mean(result["loss"])
+        return result

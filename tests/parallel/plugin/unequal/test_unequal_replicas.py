@@ -1,0 +1,229 @@
+"""Replicas of unequal depth, split and batch train like one process on the same global batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from colossalai.checkpoint_io.utils import gather_distributed_param
+from colossalai.nn.optimizer import Lamb
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from colossal_hetero import HeteroHybridParallelPlugin
+from colossal_hetero.planner.plans.plan import Plan
+from tests.support.harness import run_ranks
+from tests.support.planning import make_plan, unequal_plan
+from tests.support.sharding import randomize
+from tests.support.training import boost, tiny_vit
+
+STEPS, MICRO_BATCH, VOCABULARY = 10, 2, 101
+SIZES = dict(vocab_size=VOCABULARY, hidden_size=24, intermediate_size=36, num_hidden_layers=4, num_attention_heads=4)
+
+
+def gpt2() -> nn.Module:
+    sizes = dict(vocab_size=VOCABULARY, n_positions=16, n_embd=24, n_layer=4, n_head=4)
+    drops = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager", use_cache=False)
+    return randomize(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops)))
+
+
+def llama() -> nn.Module:
+    heads = dict(num_key_value_heads=2, attn_implementation="eager", use_cache=False)
+    return randomize(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **heads)))
+
+
+def bert() -> nn.Module:
+    drops = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="eager")
+    return randomize(transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **drops)))
+
+
+def vit() -> nn.Module:
+    return tiny_vit(depth=4)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit}
+
+
+def samples(model: str, number: int, size: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    if model == "vit":
+        images = torch.randn(size, 3, 8, 8, generator=generator, dtype=torch.float64)
+        return dict(x=images.to(dtype), labels=torch.arange(size) % 7)
+    tokens = torch.randint(VOCABULARY, (size, 8), generator=generator)
+    return dict(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens)
+
+
+def loss_of(outputs: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """In the type of the outputs, if it is fp64; the models' own losses are fp32."""
+    if isinstance(outputs, Tensor):
+        return cross_entropy(outputs, inputs["labels"])
+    if outputs["logits"].dtype == torch.float32:
+        return outputs["loss"]
+    return cross_entropy(outputs["logits"].flatten(0, 1), inputs["labels"].flatten())
+
+
+def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    if kind == "lamb":
+        return Lamb(model.parameters(), lr=1e-2)
+    if kind == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train_alone(
+    model: str, size: int, kind: str, max_norm: float, dtype: torch.dtype
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses, gradient norms and parameters of one process."""
+    module = MODELS[model]().to(dtype)
+    optimizer = make_optimizer(module, kind)
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = samples(model, step, size, dtype)
+        inputs = {"x": batch["x"]} if model == "vit" else batch
+        loss = loss_of(module(**inputs), batch)
+        loss.backward()
+        if max_norm:
+            norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, {name: each.detach() for name, each in module.named_parameters(remove_duplicate=False)}
+
+
+def train_replicas(
+    plan: Plan, model: str, kind: str, dtype: torch.dtype, options: dict[str, Any], accumulation: int, no_sync: bool
+) -> tuple[list[float | None], list[float], dict[str, Tensor], dict[str, Tensor], int]:
+    """Losses of this replica, norms, whole parameters and this rank's parts of them, and the replica."""
+    if options.get("zero_stage"):
+        plugin = exact_zero(plan, **options)
+    else:
+        plugin = HeteroHybridParallelPlugin(plan=plan, precision="fp32", **options)
+    run = boost(plugin, MODELS[model]().to(dtype), lambda module: make_optimizer(module, kind))
+    counts = [replica.micro_batches * MICRO_BATCH for replica in plugin.plan.replicas]
+    index = plugin.replica()[0]
+    start, stop = sum(counts[:index]), sum(counts[: index + 1])
+    losses, norms = [], []
+    for step in range(STEPS):
+        total: float | None = 0.0
+        for part in range(accumulation):
+            batch = samples(model, step, plan.global_batch * accumulation, dtype)
+            first = part * plan.global_batch
+            mine = {name: each[first + start : first + stop] for name, each in batch.items()}
+            waits = no_sync and part + 1 < accumulation
+            with run.booster.no_sync(run.model, run.optimizer) if waits else nullcontext():
+                result = run.booster.execute_pipeline(
+                    iter([mine]),
+                    run.model,
+                    lambda outputs, inputs: loss_of(outputs, inputs) / accumulation,
+                    run.optimizer,
+                    return_loss=True,
+                )
+            total = None if result["loss"] is None else total + float(result["loss"])
+        run.optimizer.step()
+        norms.append(run.optimizer.get_grad_norm())
+        run.optimizer.zero_grad()
+        losses.append(total)
+    named = dict(run.model.unwrap().named_parameters(remove_duplicate=False))
+    whole = {name: gather_distributed_param(each, keep_vars=False).detach().clone() for name, each in named.items()}
+    return losses, norms, whole, {name: each.detach().clone() for name, each in named.items()}, index
+
+
+def exact_zero(plan: Plan, **options: Any) -> HeteroHybridParallelPlugin:
+    """A plugin with ZeRO in fp32; Colossal-AI offers only half precision with it. Master weights are always fp32."""
+    plugin = HeteroHybridParallelPlugin(plan=plan, precision="bf16", **options)
+    plugin.precision = "exact"
+    plugin.zero_config["forced_dtype"] = None
+    return plugin
+
+
+def replica(ranks: list[list[int]], layers: list[int], micro_batches: int) -> Plan:
+    return make_plan([ranks], layers, MICRO_BATCH, micro_batches)
+
+
+PLANS: dict[str, Plan] = {
+    "1+2": unequal_plan(replica([[0]], [4], 3), replica([[1], [2]], [1, 3], 2)),
+    "2+1": unequal_plan(replica([[0], [1]], [1, 3], 2), replica([[2]], [4], 1)),
+    "2+3": unequal_plan(replica([[0], [1]], [3, 1], 2), replica([[2], [3], [4]], [1, 1, 2], 3)),
+    "1+2+2": unequal_plan(replica([[4]], [4], 1), replica([[0], [1]], [1, 3], 2), replica([[3], [2]], [3, 1], 2)),
+    "splits": unequal_plan(replica([[0], [1]], [1, 3], 3), replica([[2], [3]], [3, 1], 2)),
+    "batches": unequal_plan(replica([[0]], [4], 1), replica([[1]], [4], 3)),
+    "tp2 1+2": unequal_plan(replica([[0, 1]], [4], 3), replica([[2, 3], [4, 5]], [1, 3], 2)),
+}
+
+
+def check(
+    plan: str,
+    model: str,
+    kind: str = "sgd",
+    dtype: torch.dtype = torch.float64,
+    accumulation: int = 1,
+    no_sync: bool = False,
+    **options: Any,
+) -> None:
+    chosen = PLANS[plan]
+    max_norm = options.get("max_norm", 0.0)
+    losses, norms, expected = train_alone(model, chosen.global_batch * accumulation, kind, max_norm, dtype)
+    results = run_ranks(chosen.world_size, train_replicas, chosen, model, kind, dtype, options, accumulation, no_sync)
+    tolerance = dict(rtol=1e-9, atol=1e-9) if dtype == torch.float64 else dict(rtol=1e-5, atol=1e-5)
+    weights = [each.micro_batches * MICRO_BATCH / chosen.global_batch for each in chosen.replicas]
+    # The first replica is the one with rank 0.
+    order = sorted(range(len(weights)), key=lambda number: 0 not in sum(chosen.rank_order[number], ()))
+    for step in range(STEPS):
+        shares: dict[int, float] = {}
+        for own, *_, index in results:
+            if own[step] is not None:
+                shares[index] = own[step]
+        found = sum(weights[order[index]] * share for index, share in shares.items())
+        assert found == pytest.approx(losses[step], rel=1e-6)  # Colossal-AI's schedules sum losses in fp32
+    copies: dict[str, Tensor] = {}
+    for _, own_norms, whole, parts, _ in results:
+        if max_norm:
+            assert own_norms == pytest.approx(norms, rel=tolerance["rtol"])
+        for name, each in whole.items():
+            if kind == "sgd" or dtype == torch.float64:
+                reference = expected[name]
+                torch.testing.assert_close(each[: len(reference)], reference, **tolerance)
+            first = copies.setdefault(name, each)
+            assert torch.equal(first, each), f"copies of {name} differ"
+        assert parts.keys() == whole.keys()
+
+
+@pytest.mark.parametrize(
+    ("plan", "model"), [("1+2", "gpt2"), ("2+3", "llama"), ("1+2+2", "vit"), ("splits", "bert"), ("batches", "vit")]
+)
+def test_replicas_train_like_one_process(plan: str, model: str) -> None:
+    check(plan, model, max_norm=0.5)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("gpt2", torch.float32), ("llama", torch.float32), ("vit", torch.float64)]
+)
+def test_tensor_parallel_replicas_train_like_one_process(model: str, dtype: torch.dtype) -> None:
+    check("tp2 1+2", model, dtype=dtype, max_norm=0.5)
+
+
+@pytest.mark.parametrize(("plan", "model"), [("2+1", "gpt2"), ("1+2+2", "vit")])
+def test_zero_trains_like_one_process(plan: str, model: str) -> None:
+    check(plan, model, dtype=torch.float32, max_norm=0.5, zero_stage=1)
+
+
+def test_zero_sums_at_the_end_too() -> None:
+    check("2+1", "vit", "adamw", dtype=torch.float32, zero_stage=1, overlap_communication=False)
+
+
+def test_lamb_without_zero() -> None:
+    check("1+2", "vit", "lamb", dtype=torch.float32)
+
+
+def test_adamw_in_fp32() -> None:
+    check("1+2", "llama", "adamw", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("no_sync", [False, True])
+@pytest.mark.parametrize("options", [{}, dict(zero_stage=1, dtype=torch.float32)])
+def test_gradients_of_several_global_batches_accumulate(options: dict[str, Any], no_sync: bool) -> None:
+    check("2+1", "gpt2", accumulation=3, no_sync=no_sync, **options)

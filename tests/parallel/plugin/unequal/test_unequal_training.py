@@ -1,0 +1,514 @@
+"""What a training script uses besides plain steps, with replicas that are not alike."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from colossalai.nn.optimizer import Lamb
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero.planner.cluster.group_networks import Adapter
+from colossal_hetero.plugin.hybrid import drift_watch, plan_groups
+from colossal_hetero.plugin.hybrid.planned_mesh import ordered_group
+from tests.parallel.plugin.hybrid.test_plan_groups import two_nodes
+from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, exact_zero
+from tests.support.harness import run_ranks
+from tests.support.planning import RecordingConsole, make_plan, unequal_plan
+from tests.support.training import Trained, boost, loss_of, scripted, sgd, tiny_vit
+
+GLOBAL_BATCH = PLANS["1+2"].global_batch
+
+
+class NumberedImages(Dataset[tuple[Tensor, Tensor, int]]):
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        image = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(index))
+        return image, torch.tensor(index % 7), index
+
+
+def vit() -> nn.Module:
+    return tiny_vit(depth=4)
+
+
+def plugin_for(plan: str = "1+2", **options: Any) -> HeteroHybridParallelPlugin:
+    return HeteroHybridParallelPlugin(plan=PLANS[plan], **(dict(precision="fp32") | options))
+
+
+def boost_with(loader: Any, plugin: Any) -> Trained:
+    model = vit()
+    optimizer, booster = sgd(model), Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, optimizer, loss_of, loader)
+    return Trained([], model, optimizer, booster, plugin)
+
+
+def step(run: Any, batches: Any) -> float | None:
+    result = run.booster.execute_pipeline(
+        batches, run.model, lambda outputs, inputs: loss_of(outputs, inputs[1]), run.optimizer, return_loss=True
+    )
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return None if result["loss"] is None else float(result["loss"])
+
+
+def of_world(loss: float | None, samples: int) -> float:
+    """The mean over the global batch."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (loss, samples))
+    known = {(loss, samples) for loss, samples in everyone if loss is not None}
+    return sum(loss * samples for loss, samples in known) / sum(samples for _, samples in known)
+
+
+def share(plugin: Any) -> slice:
+    counts = [replica.micro_batches * 2 for replica in plugin.plan.replicas]
+    index = plugin.replica()[0]
+    return slice(sum(counts[:index]), sum(counts[: index + 1]))
+
+
+def images(number: int, size: int) -> tuple[Tensor, Tensor]:
+    data = NumberedImages(100)
+    rows = [data[(number * size + index) % 100] for index in range(size)]
+    return torch.stack([image for image, _, _ in rows]), torch.stack([label for _, label, _ in rows])
+
+
+# Data -------------------------------------------------------------------------------------------------------------
+
+
+def draw(size: int, drop_last: bool) -> tuple[list[list[int]], list[float]]:
+    """Samples of each batch of an epoch of this replica, in an order without shuffling, and the losses."""
+    plugin = plugin_for()
+    loader = plugin.prepare_dataloader(NumberedImages(size), shuffle=True, drop_last=drop_last)
+    run = boost_with(loader, plugin)
+    drawn, losses = [], []
+
+    def batches() -> Any:
+        for inputs, labels, numbers in loader:
+            drawn.append(numbers.tolist())
+            yield inputs, labels
+
+    iterator = batches()
+    for _ in range(len(loader)):
+        loss = step(run, iterator)
+        losses.append(of_world(loss, len(drawn[-1])))
+    return drawn, losses
+
+
+@pytest.mark.parametrize(("size", "drop_last"), [(2 * GLOBAL_BATCH, False), (2 * GLOBAL_BATCH + 8, False), (25, True)])
+def test_every_sample_once_per_epoch(size: int, drop_last: bool) -> None:
+    results = run_ranks(3, draw, size, drop_last)
+    epochs = -(-size // GLOBAL_BATCH) if not drop_last else size // GLOBAL_BATCH
+    first, second = results[0][0], results[1][0]
+    assert results[1][0] == results[2][0]  # stages of one replica
+    assert len(first) == len(second) == epochs
+    seen = sorted(number for batch in (*first, *second) for number in batch)
+    assert len(seen) == len(set(seen)) == (size - size % GLOBAL_BATCH if drop_last else size)
+    # One process on the same global batches.
+    model, data = vit(), NumberedImages(size)
+    optimizer = sgd(model)
+    for mine, theirs, loss in zip(first, second, results[0][1], strict=True):
+        rows = [data[index] for index in mine + theirs]
+        own = loss_of(model(torch.stack([row[0] for row in rows])), torch.stack([row[1] for row in rows]))
+        own.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss == pytest.approx(own.item(), rel=1e-5)
+
+
+def resume(steps: int) -> tuple[list[list[int]], list[list[int]]]:
+    """What this replica draws after a state was loaded that was saved after ``steps``, and without that."""
+    plugin = plugin_for()
+    make = lambda: plugin.prepare_dataloader(NumberedImages(4 * GLOBAL_BATCH), shuffle=True)  # noqa: E731
+    loader = make()
+    run = boost_with(loader, plugin)
+    drawn: list[list[int]] = []
+
+    def batches() -> Any:
+        for inputs, labels, numbers in loader:
+            drawn.append(numbers.tolist())
+            yield inputs, labels
+
+    iterator, state = batches(), None
+    for number in range(len(loader)):
+        step(run, iterator)
+        if number + 1 == steps:
+            state = loader.state_dict()
+    resumed = make()
+    resumed.load_state_dict(state)
+    return [numbers.tolist() for _, _, numbers in resumed], drawn[steps:]
+
+
+def test_a_loader_resumes_in_an_epoch() -> None:
+    for resumed, undisturbed in run_ranks(3, resume, 2):
+        assert resumed == undisturbed and resumed
+
+
+def train_and_evaluate() -> tuple[list[float], list[float]]:
+    """Losses of training, and of other batches evaluated in between."""
+    run, trained, evaluated = boost(plugin_for(), vit(), sgd), [], []
+    for number in range(3):
+        mine = share(run.plugin)
+        inputs, labels = images(number, GLOBAL_BATCH)
+        trained.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start))
+        with torch.no_grad():
+            result = run.booster.execute_pipeline(
+                iter([images(9, 4)]), run.model, lambda outputs, inputs: loss_of(outputs, inputs[1]), return_loss=True
+            )
+        evaluated.append(of_world(None if result["loss"] is None else float(result["loss"]), 4))
+    return trained, evaluated
+
+
+def test_training_goes_on_after_an_evaluation() -> None:
+    model = vit()
+    optimizer, trained, evaluated = sgd(model), [], []
+    for number in range(3):
+        inputs, labels = images(number, GLOBAL_BATCH)
+        loss = loss_of(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trained.append(loss.item())
+        with torch.no_grad():
+            inputs, labels = images(9, 4)
+            evaluated.append(loss_of(model(inputs), labels).item())
+    for found in run_ranks(3, train_and_evaluate):
+        assert found == (pytest.approx(trained, rel=1e-5), pytest.approx(evaluated, rel=1e-5))
+
+
+def evaluate() -> list[int]:
+    plugin = plugin_for()
+    loader = plugin.prepare_dataloader(NumberedImages(12), 3)
+    return [number for _, _, numbers in loader for number in numbers.tolist()]
+
+
+def test_replicas_evaluate_equal_shares() -> None:
+    results = run_ranks(3, evaluate)
+    assert results[1] == results[2]
+    assert sorted(results[0] + results[1]) == list(range(12))
+
+
+# Precision, checkpointing, schedules -------------------------------------------------------------------------------
+
+
+def train_precisely(options: dict[str, Any], scale: float | None) -> tuple[list[float], float | None, list[bool]]:
+    """Losses, the loss scale at the end, and whether parameters changed, by step."""
+    run = boost(plugin_for(**options), vit(), sgd)
+    losses, changed = [], []
+    for number in range(4):
+        before = run.parameters
+        inputs, labels = images(number, GLOBAL_BATCH)
+        mine = share(run.plugin)
+        if number == 2 and scale is not None and run.plugin.replica()[0] == 1:
+            inputs = inputs * float("inf")  # only the pipeline overflows
+        losses.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start))
+        changed.append(any(not torch.equal(before[name], each) for name, each in run.parameters.items()))
+    mixed = getattr(run.optimizer, "mixed_precision", None) or getattr(run.optimizer, "mixed_precision_mixin", None)
+    return losses, None if scale is None else mixed.loss_scale, changed
+
+
+def train_alone() -> list[float]:
+    model = vit()
+    optimizer, losses = sgd(model), []
+    for number in range(4):
+        inputs, labels = images(number, GLOBAL_BATCH)
+        loss = loss_of(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains_like_one_process(precision: str, zero_stage: int) -> None:
+    options = dict(precision=precision, zero_stage=zero_stage, max_norm=100.0, initial_scale=2.0**8)
+    for losses, _, changed in run_ranks(3, train_precisely, options, None):
+        assert losses == pytest.approx(train_alone(), rel=2e-2)
+        assert all(changed)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_an_overflow_in_one_replica_stops_the_step_of_all(zero_stage: int) -> None:
+    options = dict(precision="fp16", zero_stage=zero_stage, initial_scale=2.0**8, hysteresis=1)
+    for losses, scale, changed in run_ranks(3, train_precisely, options, 2.0**8):
+        assert changed == [True, True, False, True]
+        assert scale == 2.0**7
+        assert losses[3] == pytest.approx(train_alone()[2], rel=1e-1)  # trains on from the weights before
+
+
+def train_equal(planning: PlanConfig, zero_stage: int) -> list[float]:
+    plan = make_plan([[[0], [1]], [[2], [3]]], [1, 3], 2, 3)
+    if zero_stage:
+        plugin = exact_zero(plan, planning=planning, zero_stage=1)
+    else:
+        plugin = HeteroHybridParallelPlugin(plan=plan, planning=planning, precision="fp32")
+    run, replica, losses = boost(plugin, vit(), sgd), plugin.replica()[0], []
+    for number in range(3):
+        inputs, labels = images(number, 12)
+        mine = slice(6 * replica, 6 * replica + 6)
+        losses.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), 6))
+    return losses
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_equal_replicas_may_be_summed_layer_by_layer(zero_stage: int) -> None:
+    usual, layer_sums = (run_ranks(4, train_equal, PlanConfig(layer_sums=each), zero_stage) for each in (False, True))
+    assert usual == [pytest.approx(each, rel=1e-6) for each in layer_sums]
+
+
+def train_partly(options: dict[str, Any]) -> tuple[list[float], bool]:
+    """Losses of a model with a frozen layer and an unused one, and whether these are as they were."""
+    model = vit()
+    model.patch_embed.requires_grad_(False)
+    model.head_unused = nn.Linear(3, 3)
+    still = {name: each.clone() for name, each in model.named_parameters() if name.startswith(("patch", "head_unused"))}
+    plugin = exact_zero(PLANS["1+2"], **options) if "zero_stage" in options else plugin_for(**options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5)
+    booster = Booster(plugin=plugin)
+    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    run = Trained([], boosted, optimizer, booster, plugin)
+    losses = []
+    for number in range(3):
+        mine = share(plugin)
+        inputs, labels = images(number, GLOBAL_BATCH)
+        losses.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start))
+    held = dict(run.model.unwrap().named_parameters())
+    return losses, all(torch.equal(held[name], each) for name, each in still.items() if name in held)
+
+
+@pytest.mark.parametrize("options", [{}, dict(zero_stage=1)])
+def test_frozen_and_unused_parameters_stay(options: dict[str, Any]) -> None:
+    results = run_ranks(3, train_partly, options)
+    model = vit()
+    model.patch_embed.requires_grad_(False)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5), []
+    for number in range(3):
+        inputs, labels = images(number, GLOBAL_BATCH)
+        loss = loss_of(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for found, stay in results:
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert stay
+
+
+# Balancing, drift, checkpoints --------------------------------------------------------------------------------------
+
+
+def train_balanced(balance: BalanceConfig | None, checkpointing: bool) -> list[float]:
+    with scripted(lambda rank, iteration: 4.0 if rank == 3 else 1.0):
+        plugin = plugin_for("tp2 1+2", balance=balance)
+        model = vit()
+        if checkpointing:
+            model.set_grad_checkpointing()
+        run = boost(plugin, model, sgd)
+        losses = []
+        for number in range(6):
+            mine = share(plugin)
+            inputs, labels = images(number, PLANS["tp2 1+2"].global_batch)
+            losses.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start))
+    if balance is not None and dist.get_rank() in (2, 3):
+        assert max(plugin.balancer.plan.migrate) > 0
+    return losses
+
+
+def test_a_stage_migrates_work_of_a_slow_rank() -> None:
+    usual = run_ranks(6, train_balanced, None, False)
+    migrated = run_ranks(6, train_balanced, BalanceConfig(mode="migrate"), False)
+    assert migrated == [pytest.approx(each, rel=1e-5) for each in usual]
+    checkpointed = run_ranks(6, train_balanced, None, True)
+    assert checkpointed == [pytest.approx(each, rel=1e-5) for each in usual]
+
+
+def train_and_watch() -> tuple[Any, list[str]]:
+    printed: list[str] = []
+    with patch.object(drift_watch, "Console", lambda **kwargs: RecordingConsole(printed)):
+        plugin = plugin_for()
+        loader = plugin.prepare_dataloader(NumberedImages(5 * GLOBAL_BATCH))
+        run = boost_with(loader, plugin)
+        iterator = ((inputs, labels) for inputs, labels, _ in loader)
+        for _ in range(len(loader)):
+            step(run, iterator)
+    return plugin.drift, printed
+
+
+def test_stages_that_are_faster_than_planned_are_reported() -> None:
+    results = run_ranks(3, train_and_watch)
+    report = results[0][0]
+    assert [(stage.replica, stage.stage) for stage in report.drifted] == [(1, 0), (1, 1)]
+    assert report == results[1][0] == results[2][0]
+    assert len(results[0][1]) == 1 and not results[1][1]
+
+
+def save_and_load(zero_stage: int, sharded: bool, folder: Path) -> tuple[list[float], list[float]]:
+    """Losses after a checkpoint, of the run that saved it and of one that loaded it."""
+
+    def make() -> Trained:
+        plugin = exact_zero(PLANS["1+2"], zero_stage=1) if zero_stage else plugin_for()
+        return boost(plugin, vit(), lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    def train(run: Trained, numbers: range) -> list[float]:
+        losses = []
+        for number in numbers:
+            mine = share(run.plugin)
+            inputs, labels = images(number, GLOBAL_BATCH)
+            losses.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start))
+        return losses
+
+    run = make()
+    train(run, range(2))
+    run.booster.save_model(run.model, str(folder / "model"), shard=sharded)
+    run.booster.save_optimizer(run.optimizer, str(folder / "optimizer"), shard=sharded)
+    dist.barrier()
+    undisturbed = train(run, range(2, 5))
+    loaded = make()
+    loaded.booster.load_model(loaded.model, str(folder / "model"))
+    loaded.booster.load_optimizer(loaded.optimizer, str(folder / "optimizer"))
+    return undisturbed, train(loaded, range(2, 5))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_plain_checkpoints_are_loaded_again(zero_stage: int, sharded: bool, tmp_path: Path) -> None:
+    for undisturbed, loaded in run_ranks(3, save_and_load, zero_stage, sharded, tmp_path):
+        assert loaded == pytest.approx(undisturbed, rel=1e-6)
+
+
+# Networks -----------------------------------------------------------------------------------------------------------
+
+
+def interfaces() -> tuple[dict[tuple[int, ...], str | None], float]:
+    """The network interface of each group, by its ranks, and the loss of a step. Rank 0 is in a node of its own."""
+    made: dict[tuple[int, ...], str | None] = {}
+
+    def recorded(ranks: Any, **options: Any) -> Any:
+        made[tuple(ranks)] = os.environ.get("GLOO_SOCKET_IFNAME")
+        return ordered_group(ranks, **options)
+
+    planning = PlanConfig(cluster=two_nodes(), adapters={"Ethernet": Adapter(interface="lo")})
+    plan = unequal_plan(make_plan([[[0]]], [4], 2, 3), make_plan([[[2], [3]]], [1, 3], 2, 2))
+    with patch.object(plan_groups, "ordered_group", recorded):
+        run = boost(HeteroHybridParallelPlugin(plan=plan, planning=planning, precision="fp32"), vit(), sgd)
+        mine = share(run.plugin)
+        inputs, labels = images(0, GLOBAL_BATCH)
+        loss = of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start)
+    return made, loss
+
+
+def test_layers_are_summed_over_the_networks_of_the_plan() -> None:
+    inputs, labels = images(0, GLOBAL_BATCH)
+    expected = loss_of(vit()(inputs), labels).item()
+    for made, loss in run_ranks(3, interfaces):
+        assert {ranks: name for ranks, name in made.items() if len(ranks) > 1} == {
+            (1, 2): None,  # the pipeline, inside a node
+            (0, 1): "lo",  # the first block
+            (0, 2): "lo",
+        }
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
+# What is refused ----------------------------------------------------------------------------------------------------
+
+
+def refused(options: dict[str, Any]) -> str:
+    try:
+        plugin_for(**options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (dict(zero_stage=2, precision="bf16"), "use 0 or 1"),
+        (dict(enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all"), "sequence parallelism"),
+        (dict(use_fp8=True), "fp8"),
+        (dict(zero_stage=1, precision="bf16", overlap_allgather=True), "overlap_allgather"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(options: dict[str, Any], word: str) -> None:
+    for message in run_ranks(3, refused, options):
+        assert "replicas are not alike" in message and word in message
+
+
+def sharded_lamb() -> str:
+    plugin = plugin_for(zero_stage=1, precision="bf16")
+    dist.barrier()
+    try:
+        boost(plugin, vit(), lambda model: Lamb(model.parameters(), lr=1e-3))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_optimizers_that_combine_shards_are_refused_with_zero() -> None:
+    assert all("Lamb cannot be sharded" in message for message in run_ranks(3, sharded_lamb))
+
+
+def clip_locally() -> str:
+    run = boost(plugin_for(), vit(), sgd)
+    dist.barrier()
+    try:
+        run.optimizer.clip_grad_by_norm(1.0)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def test_clipping_by_a_rank_is_refused() -> None:
+    assert all("max_norm" in message for message in run_ranks(3, clip_locally))
+
+
+def train_on_wrong_batch() -> str:
+    run = boost(plugin_for(), vit(), sgd)
+    dist.barrier()
+    try:
+        step(run, iter([images(0, 5)]))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_batches_of_another_size_are_refused() -> None:
+    for message in run_ranks(3, train_on_wrong_batch):
+        assert "6, 4 samples of each global batch" in message
+
+
+def backward_outside(zero_stage: int, through_booster: bool) -> str:
+    plugin = exact_zero(PLANS["batches"], zero_stage=1) if zero_stage else plugin_for("batches")
+    run = boost(plugin, vit(), sgd)
+    dist.barrier()
+    inputs, labels = images(0, 2)
+    loss = loss_of(run.model(inputs), labels)
+    try:
+        if through_booster:
+            run.booster.backward(loss, run.optimizer)
+        else:
+            loss.backward()
+            run.optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("through_booster", [True, False])
+def test_backward_passes_of_the_users_own_are_refused(zero_stage: int, through_booster: bool) -> None:
+    for message in run_ranks(2, backward_outside, zero_stage, through_booster):
+        assert "execute_pipeline" in message
