@@ -99,9 +99,10 @@ class Tier:
                 self._remove_leftovers(save)
             self.files.make_folder(unfinished)
             part = rank_part(write(unfinished), save.state)
-        except Exception as error:
+            self.report(save.number, part)
+        except Exception as error:  # of the disk, or of a state that is not JSON
             part = RankPart(error=self._in_words(error))
-        self.report(save.number, part)
+            self.report(save.number, part)
         verdict = self._decide(save, part, upload_next) if rank == 0 else self._hear(save)
         if rank == leader:
             fault = verdict.error or self._finish(save, unfinished, verdict)
@@ -127,30 +128,31 @@ class Tier:
     def _decide(self, save: Save, own: RankPart, upload_next: Callable[[], tuple[bool, int | None]]) -> Verdict:
         """Rank 0: collect the parts, and tell all ranks whether the save is whole."""
         parts, error = self._collect(save, own)
-        upload, uploading = upload_next() if error is None else (False, None)
         if error is None:
-            identity = f"{self.participants.run}-{save.number}"
-            index = make_index(save.step, identity, self._time(), self.participants.nodes, parts, save.state)
-            self.meeting.put(self._name(save.number, "index"), index.message())
+            try:
+                identity = f"{self.participants.run}-{save.number}"
+                index = make_index(save.step, identity, self._time(), self.participants.nodes, parts, save.state)
+                self.meeting.put(self._name(save.number, "index"), index.message())
+            except Exception as fault:  # of the disk, or of a state that is not JSON
+                error = self._in_words(fault)
+        upload, uploading = upload_next() if error is None else (False, None)
         verdict = Verdict(error, upload, uploading)
         self.meeting.put(self._name(save.number, "verdict"), json.dumps([error, upload, uploading]).encode())
         return verdict
 
     def _collect(self, save: Save, own: RankPart) -> tuple[list[RankPart], str | None]:
-        deadline, parts = self._deadline(), {0: own}
+        # Also after an error all parts are waited for: then nobody writes any more, and the leaders can clean up.
+        deadline, parts, errors = self._deadline(), [own], [own.error]
         for rank in range(1, len(self.participants.nodes)):
-            if own.error is not None:
-                break
             name = self._name(save.number, f"part-{rank}")
             message = wait_for(self.meeting, [name], deadline, self.stop).get(name)
             if message is None:
-                node = self.participants.nodes[rank]
-                return [], f"rank {rank} on node {node} has not written its files in {self.time_limit_seconds:g} s"
-            parts[rank] = RankPart.model_validate_json(message)
-            if parts[rank].error is not None:
-                break
-        error = next((part.error for part in parts.values() if part.error is not None), None)
-        return list(parts.values()), error
+                where = f"rank {rank} on node {self.participants.nodes[rank]}"
+                errors.append(f"{where} has not written its files in {self.time_limit_seconds:g} s")
+            else:
+                parts.append(RankPart.model_validate_json(message))
+                errors.append(parts[-1].error)
+        return parts, next((error for error in errors if error is not None), None)
 
     def _hear(self, save: Save) -> Verdict:
         name = self._name(save.number, "verdict")

@@ -269,6 +269,17 @@ def test_a_rank_that_is_gone_is_named(run: Run) -> None:
     assert run.steps("local-a") == []
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_state_that_is_not_json_is_reported_at_once(run: Run, rank: int) -> None:
+    for each, saver in enumerate(run.savers):
+        state = RunState(rank={"what": object() if each == rank else 1}, common={"what": object()} if rank == 0 else {})
+        saver.save(10, pieces_of(tensors(10), *HELD[each]), state)
+    assert "object" in run.wait()
+    run.save(20)
+    assert run.wait() == ""
+    assert run.steps("local-a") == run.steps("local-b") == run.steps("shared") == [20]
+
+
 def test_nodes_need_folders_of_their_own(tmp_path: Path) -> None:
     known = participants("ab", [pieces_of(tensors(0)), pieces_of(tensors(0))])
     store = HashStore()
