@@ -7,11 +7,19 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["BalanceConfig", "BatchConfig", "HeteroHybridParallelPlugin", "HeteroZeroPlugin", "PlanConfig"]
+__all__ = [
+    "BalanceConfig",
+    "BatchConfig",
+    "CheckpointConfig",
+    "HeteroHybridParallelPlugin",
+    "HeteroZeroPlugin",
+    "PlanConfig",
+]
 
 _HOMES = {
     "BalanceConfig": "colossal_hetero.balance.config",
     "BatchConfig": "colossal_hetero.data_parallel.config",
+    "CheckpointConfig": "colossal_hetero.checkpoint.config",
     "HeteroHybridParallelPlugin": "colossal_hetero.plugin.hybrid.hybrid_plugin",
     "HeteroZeroPlugin": "colossal_hetero.plugin.zero.zero_plugin",
     "PlanConfig": "colossal_hetero.pipeline_parallel.config",

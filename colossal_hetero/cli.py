@@ -6,6 +6,7 @@ import click
 
 from . import __version__
 from .commands.batches import batches
+from .commands.checkpoint import checkpoint
 from .commands.estimate import estimate
 from .commands.plan import plan
 from .commands.probe import probe
@@ -18,10 +19,10 @@ __all__ = ["main"]
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="colossal-hetero")
 def main() -> None:
-    """Plan training on devices that are not equally fast."""
+    """Plan training on devices that are not equally fast, and look after checkpoints."""
 
 
-for command in (probe, profile, estimate, plan, simulate, batches):
+for command in (probe, profile, estimate, plan, simulate, batches, checkpoint):
     main.add_command(command)
 
 

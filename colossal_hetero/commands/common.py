@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..checkpoint.storage.errors import CheckpointError
 from ..io.atomic import check_writable
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def errors_on_one_line() -> Iterator[None]:
     """Turn errors that the user can correct into one line without a traceback."""
     try:
         yield
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, CheckpointError) as error:
         raise CommandError(" ".join(str(error).split())) from None
 
 

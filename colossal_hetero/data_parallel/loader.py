@@ -215,7 +215,10 @@ class HeteroDataLoader(DataLoader[Any]):
         self._global_sampler.begin_epoch()
         record: deque[MicroBatch] = deque()
         self._global_sampler.record = record
-        return _Iteration(self, super().__iter__(), record, self._iteration)
+        # torch draws a random number at the beginning of an iteration. One that continues an epoch has no beginning.
+        with torch.random.fork_rng(devices=[], enabled=self._global_sampler.is_resumed):
+            batches = super().__iter__()
+        return _Iteration(self, batches, record, self._iteration)
 
     def _reset(self) -> None:
         self._drawn = None

@@ -146,6 +146,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """Whether there is a division."""
         return bool(self._parts)
 
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the latest iteration began in the middle of its epoch."""
+        return self._start > 0
+
     def divide_by(self, division: Division, *, from_global_batch: int = 0) -> None:
         """Use ``division`` from global batch ``from_global_batch`` of the current epoch on, and in later epochs.
 

@@ -42,7 +42,7 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from colossal_hetero import HeteroHybridParallelPlugin
+from colossal_hetero import CheckpointConfig, HeteroHybridParallelPlugin
 from colossal_hetero.testing.stragglers import inject_stragglers
 from examples.common.learning_rate import warm_up_and_decay
 from examples.common.report.balancing import BalancingReport
@@ -81,7 +81,8 @@ def train(options: LanguageOptions, quiet: bool = False) -> dict[str, Any] | Non
     device = get_accelerator().get_current_device()
     arguments: dict[str, Any] = {"tp_size": layout.tp, "pp_size": 1, "precision": options.precision}
     if options.plugin == "hetero":
-        plugin = HeteroHybridParallelPlugin(balance=options.balance_config(), **arguments)
+        checkpoints = CheckpointConfig(shared=options.save_in) if options.save_in is not None else None
+        plugin = HeteroHybridParallelPlugin(balance=options.balance_config(), checkpoints=checkpoints, **arguments)
     else:
         plugin = HybridParallelPlugin(**arguments)
 
@@ -109,12 +110,13 @@ def train(options: LanguageOptions, quiet: bool = False) -> dict[str, Any] | Non
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(warm_up_and_decay, total=iterations))
     booster = Booster(plugin=plugin)
     model, optimizer, _, loader, schedule = booster.boost(model, optimizer, dataloader=loader, lr_scheduler=schedule)
+    first = plugin.resume(model, optimizer, schedule).epoch if options.resume else 0
     stragglers = options.stragglers(layout.world_size)
     if stragglers is not None:  # for the experiment only: makes ranks slow
         inject_stragglers(model, optimizer, stragglers, len(loader))
 
     with report:
-        for epoch in range(epochs):
+        for epoch in range(first, epochs):
             model.train()
             loader.sampler.set_epoch(epoch)
             losses: list[Tensor] = []
@@ -133,6 +135,11 @@ def train(options: LanguageOptions, quiet: bool = False) -> dict[str, Any] | Non
             report.epoch(
                 epoch, (mean_losses / layout.dp).tolist(), evaluate(model, test_text, 2 * layout.local_batch, plugin)
             )
+            if options.save_in is not None and (epoch + 1) % options.save_every == 0:
+                step = min((epoch + 1) * len(loader), iterations)
+                plugin.save(model, optimizer, schedule, step=step, epoch=epoch + 1)  # the epoch to continue with
+        if options.save_in is not None:
+            plugin.wait_for_saves()
         if options.checkpoint is not None:
             booster.save_model(model, str(options.checkpoint / "model.pt"))
     return report.finish()

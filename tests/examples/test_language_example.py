@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -9,7 +11,7 @@ import pytest
 
 from examples.common.flags.language import check_options, parse_options
 from examples.common.flags.parser import UsageError
-from examples.common.text import load_text
+from examples.common.text import TextPieces, load_text
 from tests.support.harness import run_ranks
 
 SMALL = "--hidden 32 --depth 1 --heads 4 --context 16 --batch-size 16 --lr 1e-2 --steps 20"
@@ -63,6 +65,43 @@ def test_the_model_learns_and_balancing_does_not_change_the_losses() -> None:
     assert 0.1 < off["accuracy"][-1] < 0.6
 
 
+EPOCHS = "--hidden 32 --depth 1 --heads 4 --context 16 --batch-size 16 --lr 1e-2 --epochs 2"
+PIECES = 64
+"""Of text, in an epoch."""
+
+
+def _little_text(context: int) -> tuple[TextPieces, TextPieces]:
+    found = load_text(context)
+    for pieces in found:
+        pieces.tokens = pieces.tokens[:PIECES]
+    return found
+
+
+def _train_with_checkpoints(folder: str) -> tuple[list[float], list[float]]:
+    """The losses of the second epoch: without an interruption, and resumed with another tensor-parallel degree."""
+    import torch.distributed as dist
+
+    from examples.language import train as example
+
+    with patch.object(example, "load_text", _little_text):
+        whole = example.train(parse_options(f"{EPOCHS} --save-in {folder}".split()), quiet=True)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            *_, last = sorted(Path(folder).glob("step-*"))
+            shutil.rmtree(last)  # that of the second epoch
+        dist.barrier()
+        resumed = example.train(parse_options(f"{EPOCHS} --save-in {folder} --resume --tp 1".split()), quiet=True)
+    if whole is None or resumed is None:
+        return [], []
+    return whole["loss"], resumed["loss"]
+
+
+def test_a_run_resumes_with_another_tensor_parallel_degree(tmp_path: Path) -> None:
+    (whole, resumed), _ = run_ranks(2, _train_with_checkpoints, str(tmp_path))
+    assert len(whole) == 2 * len(resumed) == 2 * PIECES // 16
+    assert resumed == pytest.approx(whole[len(resumed) :], rel=1e-4)
+
+
 def test_pieces_of_text_do_not_overlap() -> None:
     train, test = load_text(64)
     assert len(train) > 15 * len(test) > 0
@@ -78,6 +117,8 @@ def test_pieces_of_text_do_not_overlap() -> None:
         ("--context 1", ["--context 1", "at least 2"]),
         ("--balance auto --tp 1", ["--balance auto", "--tp 1"]),
         ("--straggler 5:2", ["--straggler 5:2", "rank 5"]),
+        ("--resume", ["--resume", "--save-in"]),
+        ("--save-in there --plugin colossalai", ["--save-in there", "colossalai"]),
     ],
 )
 def test_invalid_flags_are_refused(line: str, says: list[str]) -> None:

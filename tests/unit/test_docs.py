@@ -19,6 +19,7 @@ from pydantic import BaseModel
 import colossal_hetero
 from colossal_hetero.balance.config import BalanceConfig
 from colossal_hetero.balance.decide.costs import Costs
+from colossal_hetero.checkpoint.format import records
 from colossal_hetero.cli import main as cli
 from colossal_hetero.data_parallel.config import BatchConfig
 from colossal_hetero.pipeline_parallel.config import PlanConfig
@@ -133,7 +134,9 @@ def test_flags_of_commands_exist() -> None:
             for name, rest in re.findall(r"colossal-hetero ([a-z]+)([^`|#]*)", line):
                 command = cli.commands.get(name)
                 assert command is not None, f"{page}: colossal-hetero {name}"
-                known = {flag for option in command.params for flag in option.opts if isinstance(option, click.Option)}
+                parts = [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
+                options = [option for part in parts for option in part.params if isinstance(option, click.Option)]
+                known = {flag for option in options for flag in option.opts}
                 assert set(FLAG.findall(rest)) <= known | {"--help"}, f"{page}: {line}"
 
 
@@ -208,8 +211,8 @@ def file_parts(*modules: object) -> Iterator[tuple[str, str]]:
 
 
 def test_every_field_of_the_files_is_described() -> None:
-    described = set(re.findall(r"`([a-z_]+)`", PAGES["docs/file-formats.md"]))
-    fields = [*file_parts(cluster_schema, link, batch_profile, layer_profile, plan)]
+    described = set(re.findall(r"`([a-z_0-9]+)`", PAGES["docs/file-formats.md"]))
+    fields = [*file_parts(cluster_schema, link, batch_profile, layer_profile, plan, records)]
     fields += [("Costs", field.name) for field in dataclasses.fields(Costs)]
     assert len(fields) > 60
     # `kinds` of a cluster file are described by name.

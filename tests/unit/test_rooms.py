@@ -78,6 +78,7 @@ RULES: dict[str, set[str]] = {
     "probe": {"processes", "planner/cluster", "profiling"},
     "plugin": {"accelerator", "planner/batches", "data_parallel", "data_parallel/training_loop", "profiling/batches"},
     "plugin/overlap": {"accelerator"},
+    "plugin/checkpoints": {"processes", "checkpoint", "checkpoint/contents", "plugin"},
     "plugin/unequal": {
         *("accelerator", "module_proxy", "planner/batches", "planner/plans", "data_parallel", "plugin"),
         "plugin/overlap",
@@ -85,7 +86,7 @@ RULES: dict[str, set[str]] = {
     "plugin/hybrid": {
         *("io", "processes", "accelerator", "gpu_over_gloo", "layers", "planner/*", "balance", "balance/*"),
         *("profiling", "profiling/*", "data_parallel", "pipeline_parallel", "plugin", "plugin/overlap"),
-        "plugin/unequal",
+        *("checkpoint", "plugin/checkpoints", "plugin/unequal"),
     },
     "plugin/zero": {
         "gpu_over_gloo",
@@ -97,11 +98,21 @@ RULES: dict[str, set[str]] = {
         "data_parallel",
         "plugin",
         "plugin/overlap",
+        "plugin/checkpoints",
+        "checkpoint",
     },
     "checkpoint/format": {"io"},
-    "checkpoint": {"io", "checkpoint/format"},
+    "checkpoint/contents": {"accelerator", "profiling", "profiling/layers", "checkpoint/format"},
+    "checkpoint/storage": {"checkpoint/format"},
+    "checkpoint/saving": {"io", "checkpoint/format", "checkpoint/storage"},
+    "checkpoint/reading": {"io", "checkpoint/format", "checkpoint/storage"},
+    "checkpoint/placement": {"checkpoint/format"},
+    "checkpoint": {"io", "accelerator", "processes", "checkpoint/*"},
     "testing": {"io", "layers"},
-    "commands": {"io", "processes", "planner/*", "probe", "profiling", "profiling/*"},
+    "commands": {
+        *("io", "processes", "planner/*", "probe", "profiling", "profiling/*"),
+        *("checkpoint/format", "checkpoint/storage", "checkpoint/reading"),
+    },
     "cli": {"commands"},
 }
 """By room: the rooms that it may import. ``planner/*`` is every room in ``planner/`` except ``planner/published``."""

@@ -7,46 +7,13 @@ ZeRO cuts it, is a few boxes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from .box import Box
+
 __all__ = ["Box", "TensorPiece"]
-
-
-@dataclass(frozen=True, order=True)
-class Box:
-    """A rectangular part of a tensor. For a tensor without dimensions both are empty."""
-
-    offsets: tuple[int, ...]
-    """Index of its first element, by dimension of the whole tensor."""
-    sizes: tuple[int, ...]
-    """By dimension, in elements."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.sizes)
-
-    def intersection(self, other: Box) -> Box | None:
-        """The elements that both boxes have; None if there are none. Both are boxes of the same tensor."""
-        starts = tuple(map(max, self.offsets, other.offsets))
-        stops = tuple(map(min, self._stops, other._stops))
-        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
-            return None
-        return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
-
-    def slices_of(self, part: Box) -> tuple[slice, ...]:
-        """Where the elements of ``part``, which lies in this box, are in a tensor that holds this box."""
-        return tuple(
-            slice(start - offset, start - offset + size)
-            for start, offset, size in zip(part.offsets, self.offsets, part.sizes, strict=True)
-        )
-
-    @property
-    def _stops(self) -> tuple[int, ...]:
-        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
+from ...checkpoint.config import CheckpointConfig
 from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
@@ -31,6 +32,7 @@ from ...pipeline_parallel.config import PlanConfig
 from ...pipeline_parallel.drift import DriftReport
 from ...planner.plans.plan import Plan
 from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch_ranks
+from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
@@ -46,12 +48,13 @@ from .unequal_chunks import set_layers_per_chunk, split_off_layers_per_chunk, un
 __all__ = ["HeteroHybridParallelPlugin"]
 
 
-class HeteroHybridParallelPlugin(HybridParallelPlugin):
+class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     """``HybridParallelPlugin`` whose tensor-parallel layers are balanced over unequal devices.
 
-    It takes every argument of Colossal-AI's plugin, plus ``balance``, ``batches``, ``plan`` and ``planning``. Without a
-    ``custom_policy`` the model's own policy is used (Colossal-AI's, or ours for timm's ``VisionTransformer``). In any
-    policy, our layers replace the parallel linear layers. Checkpoints have Colossal-AI's format.
+    It takes every argument of Colossal-AI's plugin, plus ``balance``, ``batches``, ``plan``, ``planning`` and
+    ``checkpoints``. Without a ``custom_policy`` the model's own policy is used (Colossal-AI's, or ours for timm's
+    ``VisionTransformer``). In any policy, our layers replace the parallel linear layers. ``Booster`` saves and loads
+    checkpoints of Colossal-AI's format.
 
     With a plan, ``tp_size``, ``pp_size`` and the arguments of the pipeline schedule follow from the plan. If one of
     them is given as well, it must agree with the plan. Every rank takes the place that the plan gives it: neighboring
@@ -73,10 +76,11 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
             the plan. At the end of each epoch, pipeline stages whose times differ from the plan are reported, if the
             schedule is 1F1B. One training loop fits every plan (:meth:`execute_pipeline`).
         planning: what to plan from, over which networks ranks communicate, and how much stage times may differ.
+        checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues with any plan.
 
     Raises:
-        TypeError: ``balance``, ``batches``, ``plan`` or ``planning`` has another type; or there is no plan and a size
-            is missing.
+        TypeError: ``balance``, ``batches``, ``plan``, ``planning`` or ``checkpoints`` has another type; or there is no
+            plan and a size is missing.
         ValueError: the world size does not fit ``tp_size * pp_size`` or the plan, an argument contradicts the plan or
             cannot be combined with replicas that are not alike, the plan is for another model, the model has no policy,
             or a layer has an option that cannot be combined with the balance mode.
@@ -91,6 +95,7 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         batches: BatchConfig | None = None,
         plan: Plan | str | Path | None = None,
         planning: PlanConfig | None = None,
+        checkpoints: CheckpointConfig | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(balance, BalanceConfig | None):
@@ -99,6 +104,7 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
             raise TypeError(f"batches={batches!r} is not a BatchConfig; write BatchConfig(global_batch_size=...)")
         if not isinstance(planning, PlanConfig | None):
             raise TypeError(f"planning={planning!r} is not a PlanConfig; write PlanConfig(cluster=..., profile=...)")
+        check_config(checkpoints)
         if plan is None and (tp_size is None or pp_size is None):
             missing = [name for name, size in (("tp_size", tp_size), ("pp_size", pp_size)) if size is None]
             raise TypeError(f"missing {' and '.join(missing)}, which may be left out only with a plan")
@@ -110,10 +116,11 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
         self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches)
         self._balancing = LayerBalancing(self.balance)
         self._uneven_batches = None if batches is None else self._make_uneven_batches(batches, arguments)
+        self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints, self._balancing.weights_changed)
         # In the order in which they attach, each around the parts before it. The plan's clock times only the passes.
         # Balancing ends an iteration when the optimizer steps; uneven batches, around it, step once per global batch.
         self._unequal = None if self._planned is None else self._planned.unequal
-        parts = (self._planned, self._balancing, self._uneven_batches, self._unequal)
+        parts = (self._checkpoints, self._planned, self._balancing, self._uneven_batches, self._unequal)
         self._parts: tuple[PluginPart, ...] = tuple(part for part in parts if part is not None)
 
         if self._planned is not None:
@@ -141,6 +148,10 @@ class HeteroHybridParallelPlugin(HybridParallelPlugin):
             self._planned.check_plugin(self)
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
+
+    def _plan_in_words(self) -> str:
+        zero = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""
+        return f"dp {self.dp_size}, pp {self.pp_size}, tp {self.tp_size}{zero}"
 
     def _make_uneven_batches(self, batches: BatchConfig, arguments: Mapping[str, Any]) -> UnevenBatches:
         pp_size = len(self._planned.plan.layers_per_stage) if self._planned is not None else arguments["pp_size"]

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
+from colossalai.nn.optimizer import optim2DistOptim
 from torch.utils.data import DataLoader, Dataset
 
 from ...planner.plans.plan import Plan, Replica
@@ -101,11 +102,17 @@ class UnequalReplicas(PluginPart):
     # A training step ----------------------------------------------------------------------------------------------
 
     def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
-        """Check the data loader; see ``PluginPart.before_configure``.
+        """Check the optimizer and the data loader; see ``PluginPart.before_configure``.
 
         Raises:
-            ValueError: the batches of the loader do not fit this rank's replica.
+            ValueError: the optimizer cannot be sharded, or the batches of the loader do not fit this rank's replica.
         """
+        if plugin.zero_stage and type(objects.optimizer) in {*optim2DistOptim, *optim2DistOptim.values()}:
+            raise ValueError(
+                f"the plan's replicas are not alike, and then {type(objects.optimizer).__name__} cannot be sharded by "
+                "ZeRO, because it combines the shards of a group that all replicas share; use zero_stage=0, or an "
+                "optimizer that updates each element on its own, such as AdamW"
+            )
         if objects.optimizer is not None:
             self._batches.check_loader(objects.dataloader)
         return objects

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from ...checkpoint.config import CheckpointConfig
 from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
@@ -25,6 +26,7 @@ from ...gpu_over_gloo import support_gpus_over_gloo
 from ...planner.batches.allocation import Allocation
 from ...processes.ended_ranks import name_ended_ranks, watch_ranks
 from ...processes.every_rank import on_every_rank
+from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
 from ..part import TrainingObjects
 from ..uneven_batches import UnevenBatches
 from .lowest_zero_stage import configure_lowest_stage
@@ -36,7 +38,7 @@ from .zero_stages import PRECISIONS, STAGES, Configured, options_by_stage, plugi
 __all__ = ["HeteroZeroPlugin"]
 
 
-class HeteroZeroPlugin(DPPluginBase):
+class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
     """ZeRO, or plain data parallelism, over unequal devices: each gets a batch that fits its speed and memory.
 
     A training loop for ``LowLevelZeroPlugin`` or ``TorchDDPPlugin`` needs no change. The loader returns micro-batches.
@@ -52,6 +54,7 @@ class HeteroZeroPlugin(DPPluginBase):
         max_norm: clip gradients to this 2-norm; 0 for no clipping.
         method, accumulation, profile, profile_cache, max_micro_batch, sync_batchnorm, reallocate_above, check_every,
             training_step, weight_by: see :class:`~colossal_hetero.data_parallel.config.BatchConfig`.
+        checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues; stages 0 to 2.
         options: further arguments of the stage's plugin; with ``"auto"``, of the plugins of all stages that have them.
 
     Raises:
@@ -78,6 +81,7 @@ class HeteroZeroPlugin(DPPluginBase):
         check_every: int | None = None,
         training_step: Callable | None = None,
         weight_by: str | Callable | None = None,
+        checkpoints: CheckpointConfig | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -98,6 +102,8 @@ class HeteroZeroPlugin(DPPluginBase):
         )
         if not max_norm >= 0:
             raise ValueError(f"max_norm={max_norm} must be 0 (no clipping) or above")
+        check_config(checkpoints)
+        self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints)
         self.stage = stage
         self.precision = precision
         self.max_norm = max_norm
@@ -124,6 +130,9 @@ class HeteroZeroPlugin(DPPluginBase):
         """How a full global batch is divided; None before ``booster.boost``."""
         return None if self.batch_balancer is None else self.batch_balancer.allocation
 
+    def _plan_in_words(self) -> str:
+        return f"dp {self.world_size}, ZeRO stage {self.stage}"
+
     def _plugin_of(self, stage: int) -> DPPluginBase:
         return plugin_of_stage(stage, self.precision, self.max_norm, self._options[stage])
 
@@ -143,6 +152,8 @@ class HeteroZeroPlugin(DPPluginBase):
         watch_ranks()
         devices = on_every_rank(device_of_this_rank, "asking for the device of each rank")
         self._stages = stages_for(self._stages, devices)
+        if self._checkpoints is not None:
+            self._checkpoints.before_configure(self, objects)
         facts = parameter_facts(model, optimizer)
         check_owned(model, optimizer, self._stages)
         self.stage, self._inner, objects = configure_lowest_stage(
@@ -152,6 +163,8 @@ class HeteroZeroPlugin(DPPluginBase):
         self._facts[objects.optimizer] = {each.name: each for each in facts.values()}
         self._uneven_batches.measure(self, objects)
         self._uneven_batches.attach(self, objects)
+        if self._checkpoints is not None:
+            self._checkpoints.attach(self, objects)
         name_ended_ranks(objects.model, objects.optimizer)
         return objects
 

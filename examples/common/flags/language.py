@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from .parser import OneLineParser, UsageError, add_ranks_flag, add_training_flags
 from .tensor_parallel import (
@@ -20,6 +21,10 @@ __all__ = ["LanguageOptions", "check_options", "parse_options"]
 
 class LanguageOptions(TensorParallelOptions):
     """The command line."""
+
+    save_in: Path | None
+    save_every: int
+    resume: bool
 
 
 def _make_parser() -> OneLineParser:
@@ -39,6 +44,14 @@ def _make_parser() -> OneLineParser:
     add_batch_flags(add_training_flags(parser, epochs=1), 32, "pieces of text")
     add_balance_flags(parser)
     add_output_flags(parser)
+    checkpoints = parser.add_argument_group("layer checkpoints", "which a run with another --tp or --nproc can load")
+    checkpoints.add_argument("--save-in", type=Path, metavar="DIR", help="save layer checkpoints in this folder")
+    checkpoints.add_argument(
+        "--save-every", type=int, metavar="N", default=1, help="save after every N epochs (default 1)"
+    )
+    checkpoints.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint in --save-in, if there is one"
+    )
     return parser
 
 
@@ -57,7 +70,7 @@ def check_options(options: LanguageOptions, world_size: int) -> Layout:
     Raises:
         UsageError: names the flag and its value, why it cannot work, and what would.
     """
-    options.check_numbers("hidden", "depth", "heads", "context")
+    options.check_numbers("hidden", "depth", "heads", "context", "save_every")
     layout = options.layout(world_size)
     if options.hidden % options.heads:
         raise UsageError(f"--heads {options.heads} does not divide --hidden {options.hidden}; use a divisor of it")
@@ -65,4 +78,8 @@ def check_options(options: LanguageOptions, world_size: int) -> Layout:
         raise UsageError("--context 1 leaves nothing to predict from; use at least 2")
     check_model_sizes("this model", {"heads": {options.heads}}, options.depth, layout)
     options.check_balancing(layout)
+    if options.resume and options.save_in is None:
+        raise UsageError("--resume needs --save-in, the folder with the checkpoints")
+    if options.save_in is not None and options.plugin != "hetero":
+        raise UsageError(f"--save-in {options.save_in} needs --plugin hetero, not {options.plugin}")
     return layout

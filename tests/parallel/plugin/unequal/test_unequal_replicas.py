@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from colossalai.checkpoint_io.utils import gather_distributed_param
+from colossalai.nn.optimizer import Lamb
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -66,6 +67,8 @@ def loss_of(outputs: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    if kind == "lamb":
+        return Lamb(model.parameters(), lr=1e-2)
     if kind == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=1e-3)
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -210,6 +213,10 @@ def test_zero_trains_like_one_process(plan: str, model: str) -> None:
 
 def test_zero_sums_at_the_end_too() -> None:
     check("2+1", "vit", "adamw", dtype=torch.float32, zero_stage=1, overlap_communication=False)
+
+
+def test_lamb_without_zero() -> None:
+    check("1+2", "vit", "lamb", dtype=torch.float32)
 
 
 def test_adamw_in_fp32() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
+from colossalai.nn.optimizer import Lamb
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -444,6 +445,20 @@ def refused(options: dict[str, Any]) -> str:
 def test_what_cannot_be_run_is_refused(options: dict[str, Any], word: str) -> None:
     for message in run_ranks(3, refused, options):
         assert "replicas are not alike" in message and word in message
+
+
+def sharded_lamb() -> str:
+    plugin = plugin_for(zero_stage=1, precision="bf16")
+    dist.barrier()
+    try:
+        boost(plugin, vit(), lambda model: Lamb(model.parameters(), lr=1e-3))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_optimizers_that_combine_shards_are_refused_with_zero() -> None:
+    assert all("Lamb cannot be sharded" in message for message in run_ranks(3, sharded_lamb))
 
 
 def clip_locally() -> str:

@@ -1,0 +1,130 @@
+"""Which checkpoints the nodes of a run have, and the newest of them that is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .format.records import FileRecord, Manifest
+from .reading.found import FoundCheckpoint
+
+__all__ = ["NodeCopy", "SavedIndex", "WholeCheckpoint", "copies_of", "index_of", "newest_whole"]
+
+
+@dataclass(frozen=True)
+class NodeCopy:
+    """A folder with a checkpoint, or with the part of it that a node holds."""
+
+    node: str
+    """Empty for the shared folder."""
+    folder: str
+    """Name of the step's folder."""
+    id: str
+    step: int
+    saved_at: str
+    files: frozenset[str]
+    """Names of the files in it that seem whole, by their sizes."""
+    expected: frozenset[str]
+    """Names of all files with tensors that the checkpoint has on all nodes."""
+
+
+@dataclass(frozen=True)
+class WholeCheckpoint:
+    """A checkpoint all of whose files are on some node or in the shared folder."""
+
+    id: str
+    step: int
+    copies: tuple[NodeCopy, ...]
+    """Sorted by node; each folder once."""
+    skipped: tuple[str, ...]
+    """What newer checkpoints lack, a clause for each."""
+
+    def folder(self, node: str) -> str | None:
+        """Name of the folder in which a node, or the shared folder, has a part of it."""
+        return next((copy.folder for copy in self.copies if copy.node == node), None)
+
+
+@dataclass(frozen=True)
+class SavedIndex:
+    """What a checkpoint consists of."""
+
+    manifest: Manifest
+    files: Mapping[str, FileRecord]
+    """By name."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each tensor, by its key."""
+        return {item.key: item.shape for record in self.files.values() for item in record.items}
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Type of each tensor, by its key."""
+        return {item.key: item.dtype for record in self.files.values() for item in record.items}
+
+    @property
+    def common(self) -> Mapping[str, Any]:
+        """States that all ranks share."""
+        return self.manifest.common  # type: ignore[no-any-return]
+
+
+def copies_of(checkpoints: Iterable[FoundCheckpoint], shared: str | None, node: str) -> list[NodeCopy]:
+    """The copies that a rank has found.
+
+    Args:
+        checkpoints: what its reader has found.
+        shared: name of the place that is the shared folder, or None.
+        node: of the rank, which has the other place.
+    """
+    return [
+        NodeCopy(
+            node="" if copy.place.name == shared else node,
+            folder=copy.folder,
+            id=copy.manifest.id,
+            step=copy.manifest.step,
+            saved_at=copy.manifest.saved_at,
+            files=frozenset(name for name, record in copy.files.items() if copy.fault(record) is None),
+            expected=frozenset(found.files),
+        )
+        for found in checkpoints
+        for copy in found.copies
+    ]
+
+
+def index_of(found: FoundCheckpoint) -> SavedIndex:
+    """The index of a checkpoint, of which a rank has found a copy."""
+    return SavedIndex(found.manifest, dict(found.files))
+
+
+def newest_whole(copies: Iterable[NodeCopy], step: int | None = None) -> WholeCheckpoint | None:
+    """The newest checkpoint all of whose files are somewhere; None if there is no checkpoint.
+
+    Args:
+        copies: that any rank has found.
+        step: consider only checkpoints of this step.
+
+    Raises:
+        FileNotFoundError: there are checkpoints, but none is whole, or none of that step; the message says what each
+            of them lacks.
+    """
+    by_id: dict[str, list[NodeCopy]] = {}
+    for copy in copies:
+        by_id.setdefault(copy.id, []).append(copy)
+    groups = sorted(by_id.values(), key=lambda group: (group[0].saved_at, group[0].step), reverse=True)
+    skipped: list[str] = []
+    for group in groups:
+        if step is not None and group[0].step != step:
+            continue
+        missing = sorted(group[0].expected - frozenset().union(*(copy.files for copy in group)))
+        if not missing:
+            ordered = sorted(set(group), key=lambda copy: (copy.node, copy.folder))
+            return WholeCheckpoint(group[0].id, group[0].step, tuple(ordered), tuple(skipped))
+        more = f" and {len(missing) - 1} other files" if len(missing) > 1 else ""
+        places = ", ".join(sorted({f"node {copy.node}" if copy.node else "the shared folder" for copy in group}))
+        skipped.append(f"that of step {group[0].step} lacks {missing[0]}{more} (parts of it are on {places})")
+    if not groups and step is None:
+        return None
+    there = ", ".join(str(number) for number in sorted({group[0].step for group in groups})) or "none"
+    reasons = "; ".join(skipped) or f"there is none of step {step}; the steps are: {there}"
+    raise FileNotFoundError(f"no checkpoint is whole: {reasons}")

@@ -1,0 +1,257 @@
+"""Save and load the layers of a boosted model together with everything else that training needs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from ..processes.every_rank import on_every_rank
+from .config import CheckpointConfig
+from .contents.held_pieces import agreed_buffers, pieces_of
+from .contents.model_outline import ModelOutline
+from .contents.restoring import Restoring, wait_for_parameters
+from .contents.run_states import check_loader, check_optimizer, restore_run, run_state_of
+from .copies import NodeCopy, SavedIndex, WholeCheckpoint, copies_of, index_of, newest_whole
+from .format.pieces import TensorPiece
+from .format.run_state import RunState
+from .loading import load_pieces
+from .reading.places import FolderPlace, Place
+from .reading.reader import CheckpointReader
+from .saving.participants import Participants, gather_participants, holdings_of
+from .saving.saver import LayerCheckpointSaver
+from .storage.errors import CheckpointError
+
+__all__ = ["LayerCheckpoint", "Start", "Training"]
+
+STORE_SECONDS = 60.0
+"""How long ranks wait for the store of rank 0."""
+
+
+class Training(NamedTuple):
+    """What is trained, as a plugin has configured it."""
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    loader: Any
+    """A data loader with a ``state_dict``, or None."""
+    outline: ModelOutline
+    """Of the model before it was configured."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where training continues."""
+
+    step: int = 0
+    """Number of optimizer steps that are done."""
+    epoch: int = 0
+    """The epoch to continue with. The loader begins it after the batches that were trained on."""
+    same_plan: bool = False
+    """Whether every rank has the same part of the model as in the run that saved. Then the run continues bit for bit as
+    without the interruption; otherwise sums are in another order, and dropout draws other masks."""
+    read_bytes: int = 0
+    """Of tensors, that this rank has read from folders."""
+    check_bytes: int = 0
+    """Of check sums, that it has read for them."""
+    received_bytes: int = 0
+    """What this rank has received from ranks on other nodes."""
+
+
+class _OneFolder(FolderPlace):
+    """The folder of one checkpoint."""
+
+    def __init__(self, root: Path | str, folder: str) -> None:
+        super().__init__(root)
+        self._only = folder
+
+    def folders(self) -> list[str]:
+        return [self._only]
+
+
+def _state(reader: CheckpointReader, index: SavedIndex, rank: int) -> RunState:
+    """The state of a rank of the run that saved."""
+    manifest = index.manifest
+    return RunState(
+        epoch=manifest.epoch,
+        plan=manifest.plan,
+        param_groups=manifest.param_groups,
+        common=manifest.common,
+        rank=manifest.ranks[rank],
+        binary=reader.binary(manifest.step, rank),
+    )
+
+
+class LayerCheckpoint:
+    """Saves and loads layer checkpoints. All ranks call its methods equally often.
+
+    Args:
+        config: the folders.
+    """
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        self._config = config
+        self._saver: LayerCheckpointSaver | None = None
+        self._participants: Participants | None = None
+        self._store: dist.Store | None = None
+
+    def save(self, training: Training, *, step: int, epoch: int, plan: str) -> bool:
+        """Save what all ranks hold, if ``step`` is a multiple of ``save_every``.
+
+        Args:
+            training: what to save.
+            step: number of optimizer steps that are done.
+            epoch: the epoch that the run is in.
+            plan: the plan of the run in a few words.
+
+        Returns:
+            whether this step is saved.
+
+        Raises:
+            TypeError, ValueError: see :func:`.held_pieces.pieces_of` and :func:`.run_states.run_state_of`.
+        """
+        if step % self._config.save_every:
+            return False
+        model, optimizer, lr_scheduler, loader, outline = training
+        wait_for_parameters(optimizer)
+        pieces = agreed_buffers(pieces_of(model, optimizer, outline), outline)
+        state = run_state_of(model, optimizer, lr_scheduler, loader, outline, pieces, epoch=epoch, plan=plan)
+        return self._saver_of(pieces).save(step, pieces, state)
+
+    def resume(self, training: Training, step: int | None = None) -> Start:
+        """Load the newest whole checkpoint, or that of a step.
+
+        Args:
+            training: what to load into.
+            step: None for the newest one; then it is no error if there is none.
+
+        Raises:
+            TypeError: see :func:`.run_states.check_loader`.
+            ValueError: the checkpoint is of another model, optimizer or data set.
+            RuntimeError: no checkpoint is whole, or something in it cannot be read.
+        """
+        model, optimizer, lr_scheduler, loader, outline = training
+        check_loader(loader)
+        self.wait()
+        node = self._config.node or socket.gethostname()
+        copies, nodes = self._everyones_copies(node)
+        try:
+            found = newest_whole(copies, step)
+        except FileNotFoundError as error:
+            raise CheckpointError(str(error)) from None
+        if found is None:
+            return Start()
+        for reason in found.skipped if dist.get_rank() == 0 else ():
+            warnings.warn(f"a newer checkpoint is not whole and not loaded: {reason}", stacklevel=2)
+        reader = CheckpointReader(self._places(node, found))
+        index, states = self._index(reader, found)
+        check_optimizer(optimizer, index.common["optimizer"])
+        restoring = Restoring(model, optimizer, outline, index.shapes, index.common["state"])
+        received = load_pieces(restoring.pieces, found, index, reader, nodes)
+        for problem in reader.problems:
+            warnings.warn(f"a checkpoint is damaged: {problem}", stacklevel=2)
+        restoring.finish()
+        same = restore_run(model, optimizer, lr_scheduler, loader, outline, restoring.pieces, states, step=found.step)
+        return Start(found.step, index.manifest.epoch, same, reader.bytes_read, reader.check_bytes_read, received)
+
+    def _everyones_copies(self, node: str) -> tuple[list[NodeCopy], list[str]]:
+        """What all ranks find in their folders, and the node of each rank."""
+        shared = None if self._config.shared is None else FolderPlace(self._config.shared)
+        local = None if self._config.local is None else FolderPlace(self._config.local)
+
+        def look() -> tuple[str, list[NodeCopy]]:
+            places = [place for place in (local, shared) if place is not None]
+            checkpoints = CheckpointReader(places).checkpoints()
+            return node, copies_of(checkpoints, None if shared is None else shared.name, node)
+
+        everyone = on_every_rank(look, "looking for checkpoints")
+        return [copy for _, copies in everyone for copy in copies], [name for name, _ in everyone]
+
+    def _places(self, node: str, found: WholeCheckpoint) -> list[Place]:
+        """The folders that this rank reads the checkpoint from."""
+        places: list[Place] = []
+        for root, name in ((self._config.local, node), (self._config.shared, "")):
+            folder = found.folder(name)
+            if root is not None and folder is not None:
+                places.append(_OneFolder(root, folder))
+        return places
+
+    def _index(self, reader: CheckpointReader, found: WholeCheckpoint) -> tuple[SavedIndex, list[RunState]]:
+        """The index, and the states of all ranks that saved: from another rank, if this one has no whole copy of them.
+
+        Raises:
+            CheckpointError: no rank has one.
+        """
+        own: tuple[SavedIndex, list[RunState]] | None = None
+        problem = ""
+        try:
+            checkpoints = reader.checkpoints()
+            if checkpoints:
+                index = index_of(checkpoints[0])
+                own = index, [_state(reader, index, rank) for rank in range(index.manifest.world_size)]
+        except CheckpointError as error:
+            problem = str(error)
+        outcomes = on_every_rank(lambda: (own is not None, problem), f"reading the index of step {found.step}")
+        complete = [is_complete for is_complete, _ in outcomes]
+        if not any(complete):
+            raise CheckpointError("; ".join(problem for _, problem in outcomes if problem))
+        if not all(complete):
+            sent: list[Any] = [own]
+            dist.broadcast_object_list(sent, src=complete.index(True))
+            own = own or sent[0]
+        if problem:
+            warnings.warn(f"a checkpoint is damaged: {problem}; read from another node instead", stacklevel=2)
+        assert own is not None
+        return own
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written; raises an error if it could not be."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def _saver_of(self, pieces: Sequence[TensorPiece]) -> LayerCheckpointSaver:
+        """The saver of these pieces; another one than before if a rank holds something else, such as new states."""
+        own = None
+        if self._participants is not None:
+            rank, node = self._participants.rank, self._participants.node
+            own = {each for each in self._participants.holdings if each.rank == rank} == set(
+                holdings_of(rank, node, pieces)
+            )
+        if self._saver is None or not all(on_every_rank(lambda: own, "saving a checkpoint")):
+            if self._saver is not None:
+                with suppress(CheckpointError):  # rank 0 has printed it
+                    self._saver.wait()
+                self._saver.close()
+            if self._store is None:
+                self._store = _new_store()
+            self._participants = gather_participants(pieces, self._config.node)
+            config = self._config
+            self._saver = LayerCheckpointSaver(
+                self._participants, local=config.local, shared=config.shared, keep=config.keep, store=self._store
+            )
+        return self._saver
+
+
+def _new_store() -> dist.Store | None:
+    """A store for messages between the threads that save, with a client for each rank; None if rank 0's address is
+    unknown. The default store must not be used by other threads."""
+    address = os.environ.get("MASTER_ADDR")
+    if address is None or dist.get_world_size() == 1:
+        return None
+    timeout = timedelta(seconds=STORE_SECONDS)
+    ports: list[Any] = [None]
+    store: dist.Store | None = None
+    if dist.get_rank() == 0:
+        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        ports = [store.port]
+    dist.broadcast_object_list(ports, src=0)
+    return store or dist.TCPStore(address, ports[0], is_master=False, wait_for_workers=False, timeout=timeout)

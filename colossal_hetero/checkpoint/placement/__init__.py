@@ -1,0 +1,1 @@
+"""Where the boxes of a checkpoint are, and from where each rank gets what it needs. Pure."""

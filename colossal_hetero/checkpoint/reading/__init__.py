@@ -1,0 +1,1 @@
+"""Finding layer checkpoints, and reading what a rank needs of them."""

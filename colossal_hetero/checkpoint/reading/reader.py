@@ -1,0 +1,283 @@
+"""Reading layer checkpoints: the bytes that are needed, from the nearest whole copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from ..format.box import Box, cover
+from ..format.cells import CHECK_BYTES, aligned, check_sums, grid_box, grid_shape, runs, words
+from ..format.names import STATES
+from ..format.pieces import TensorPiece
+from ..format.records import FileRecord, ItemRecord, Manifest, checksum
+from ..storage.errors import CheckpointError, DamagedCopy
+from .found import Copy, FoundCheckpoint, Search, content_of, find_checkpoints, read_whole
+from .places import Place, RepairablePlace
+
+__all__ = ["CheckpointReader"]
+
+SLAB_BYTES = 64 * 1024 * 1024
+"""So much of a tensor is read at a time."""
+
+
+class CheckpointReader:
+    """Reads checkpoints that any plan has saved into the pieces of another plan.
+
+    Each byte range is read from the nearest place that has it, and checked. If a copy is damaged, the next place is
+    asked, and the damaged file is replaced by the whole one where that is possible; :attr:`problems` tells.
+
+    Args:
+        places: where to look, the nearest first.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = tuple(places)
+        self._search: Search | None = None
+        self._faults: dict[
+            tuple[str, str], str | None
+        ] = {}  # by place and file: what is wrong with it, as far as known
+        self._states: dict[str, bytes] = {}  # by checkpoint
+        self.problems: list[str] = []
+        """Copies that were found damaged, and what was done about it."""
+        self.bytes_read = 0
+        """Of tensors."""
+        self.check_bytes_read = 0
+        """Of check sums."""
+
+    def checkpoints(self) -> tuple[FoundCheckpoint, ...]:
+        """All checkpoints of which a place has a part, the newest first: the last that was saved, even if training went
+        back to an earlier step before."""
+        return self._found().checkpoints
+
+    def latest(self) -> int:
+        """The step of the newest checkpoint of which these places together have all files.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        for checkpoint in self.checkpoints():
+            if not checkpoint.faults():
+                return checkpoint.step
+        names = ", ".join(place.name for place in self._places)
+        found = [f"step {each.step}: {each.faults()[0]}" for each in self.checkpoints()]
+        reasons = "; ".join([*self._found().torn, *found]) or "there is no folder of a checkpoint"
+        raise CheckpointError(f"no complete checkpoint in {names}: {reasons}")
+
+    def manifest(self, step: int) -> Manifest:
+        """What a checkpoint holds beside tensors.
+
+        Raises:
+            CheckpointError: no place has this step.
+        """
+        return self._checkpoint(step).manifest
+
+    def binary(self, step: int, rank: int) -> dict[str, bytes]:
+        """The binary states of a rank of the run that saved.
+
+        Raises:
+            CheckpointError: no place has a whole copy.
+        """
+        checkpoint = self._checkpoint(step)
+        manifest = checkpoint.manifest
+        if manifest.id not in self._states:
+            self._states[manifest.id] = self._read_states(checkpoint)
+        content = self._states[manifest.id]
+        return {name: content[offset : offset + size] for name, (offset, size) in manifest.binary[rank].items()}
+
+    def load(self, pieces: Sequence[TensorPiece], step: int) -> None:
+        """Fill pieces with what was saved.
+
+        Args:
+            pieces: what to fill: any boxes of tensors in the checkpoint. The data is changed in place.
+            step: of the checkpoint.
+
+        Raises:
+            CheckpointError: no place has this step; the checkpoint lacks a tensor or a part of it; or all copies of
+                what is needed are damaged.
+            ValueError: a tensor was saved with another shape or type.
+        """
+        checkpoint = self._checkpoint(step)
+        saved = _by_key(checkpoint)
+        for piece in pieces:
+            if piece.key not in saved:
+                raise CheckpointError(f"the checkpoint of step {step} has no {piece.key}")
+            self._load(checkpoint, piece, saved[piece.key])
+
+    def tensors(self, step: int) -> dict[str, tuple[tuple[int, ...], torch.dtype, str]]:
+        """Shape, type and layer of each tensor, by its key.
+
+        Raises:
+            CheckpointError: no place has this step.
+        """
+        checkpoint = self._checkpoint(step)
+        return {
+            key: (records[0][1].shape, getattr(torch, records[0][1].dtype), records[0][0].layer)
+            for key, records in sorted(_by_key(checkpoint).items())
+        }
+
+    def _found(self) -> Search:
+        if self._search is None:
+            self._search = find_checkpoints(self._places)
+            self.problems += self._search.torn
+        return self._search
+
+    def _checkpoint(self, step: int) -> FoundCheckpoint:
+        for checkpoint in self.checkpoints():
+            if checkpoint.step == step:
+                return checkpoint
+        there = ", ".join(str(each.step) for each in self.checkpoints()) or "none"
+        reasons = "".join(f"; {reason}" for reason in self._found().torn)
+        raise CheckpointError(f"no checkpoint of step {step}; there are: {there}{reasons}")
+
+    def _read_states(self, checkpoint: FoundCheckpoint) -> bytes:
+        check = checkpoint.manifest.files[STATES]
+        reasons: list[str] = []
+        for copy in checkpoint.copies:
+            try:
+                content = read_whole(copy.place, copy.path(STATES), check.bytes)
+                if checksum(content) == check.crc32:
+                    self.problems += reasons
+                    return content
+                reasons.append(f"{copy.place.name}/{copy.path(STATES)} is damaged: its check sum differs")
+            except DamagedCopy as error:
+                reasons.append(str(error))
+        raise CheckpointError("; ".join([*reasons, "there is no other copy", self._advice(checkpoint)]))
+
+    def _load(
+        self, checkpoint: FoundCheckpoint, piece: TensorPiece, saved: list[tuple[FileRecord, ItemRecord]]
+    ) -> None:
+        item = saved[0][1]
+        dtype = getattr(torch, item.dtype)
+        if item.shape != tuple(piece.shape) or dtype != piece.data.dtype:
+            raise ValueError(
+                f"{piece.key} was saved as {item.dtype} {list(item.shape)}, which cannot be loaded into "
+                f"{str(piece.data.dtype).removeprefix('torch.')} {list(piece.shape)}"
+            )
+        # Nearest places first; of files in the same place, those that hold most of the box.
+        nearest = {
+            file.name: min(
+                (
+                    index
+                    for index, copy in enumerate(checkpoint.copies)
+                    if file.name in copy.files and self._fault(copy, file.name) is None
+                ),
+                default=len(checkpoint.copies),
+            )
+            for file, _ in saved
+        }
+
+        def preference(each: tuple[FileRecord, ItemRecord]) -> tuple[int, int]:
+            common = piece.box.intersection(each[1].box)
+            return nearest[each[0].name], -(common.numel if common else 0)
+
+        saved = sorted(saved, key=preference)
+        parts, left = cover(piece.box, [item.box for _, item in saved])
+        if left:
+            raise CheckpointError(
+                f"the checkpoint of step {checkpoint.step} lacks elements {left[0].offsets} to +{left[0].sizes} of "
+                f"{piece.key}"
+            )
+        with torch.no_grad():
+            for index, part in parts:
+                file, item = saved[index]
+                target = piece.data[piece.box.slices_of(part)] if part.offsets else piece.data
+                self._fill(checkpoint, file.name, item.key, item.box, part, target)
+
+    def _fault(self, copy: Copy, name: str) -> str | None:
+        """What is known to be wrong with a file that should be there."""
+        where = copy.place.name, copy.path(name)
+        if where not in self._faults:
+            self._faults[where] = copy.fault(copy.files[name])
+        return self._faults[where]
+
+    def _fill(
+        self, checkpoint: FoundCheckpoint, name: str, key: str, box: Box, part: Box, target: torch.Tensor
+    ) -> None:
+        """Read a part of a tensor from the nearest copy of a file that is whole there."""
+        faults: list[tuple[Copy, str]] = []
+        for copy in checkpoint.copies_of(name):
+            record = copy.files[name]
+            item = next(each for each in record.items if each.key == key and each.box == box)
+            fault = self._fault(copy, name)
+            if fault is None:
+                try:
+                    self._read(copy, record, item, part.moved(box.offsets), target)
+                except DamagedCopy as error:
+                    fault = self._faults[copy.place.name, copy.path(name)] = str(error)
+            if fault is not None:
+                faults.append((copy, fault))
+                continue
+            for bad, fault in faults:
+                self._repair(bad, copy, name, fault)
+            return
+        reasons = [fault for _, fault in faults] or [f"{name} of step {checkpoint.step} is in none of the given places"]
+        raise CheckpointError("; ".join([*reasons, "there is no other copy", self._advice(checkpoint)]))
+
+    def _read(self, copy: Copy, record: FileRecord, item: ItemRecord, part: Box, target: torch.Tensor) -> None:
+        """Read a box of an item, in its own offsets, into ``target``, and check it."""
+        cells, sizes = item.cells, item.sizes
+        dtype = getattr(torch, item.dtype)
+        for slab in _slabs(aligned(part, sizes, cells), cells, item.element_bytes):
+            offsets, length = runs(sizes, slab, item.element_bytes)
+            data = copy.place.read(copy.path(record.name), offsets + item.data_offset, length)
+            self.bytes_read += data.nbytes
+            grid, block = grid_shape(sizes, cells), grid_box(slab, cells)
+            offsets, length = runs(grid, block, CHECK_BYTES)
+            stored = copy.place.read(copy.path(record.name), offsets + item.checks_offset, length)
+            self.check_bytes_read += stored.nbytes
+            sums = check_sums(words(data, slab.sizes, item.element_bytes), cells, item.element_bytes)
+            if not np.array_equal(sums.reshape(-1), stored.view("<u4")):
+                raise DamagedCopy(
+                    f"{copy.place.name}/{copy.path(record.name)} is damaged: the check sum of elements {slab.offsets} "
+                    f"to +{slab.sizes} of the part of {item.key} in it differs"
+                )
+            wanted = part.intersection(slab) if part.offsets else part
+            assert wanted is not None
+            values = torch.from_numpy(data).view(dtype).view(slab.sizes)
+            if not part.offsets:
+                target.copy_(values)
+            else:
+                target[part.slices_of(wanted)].copy_(values[slab.slices_of(wanted)])
+
+    def _repair(self, bad: Copy, good: Copy, name: str, fault: str) -> None:
+        """Replace a damaged file by a whole one, if that has not been tried; note how it went."""
+        problem = f"{fault}; it is read from {good.place.name} instead"
+        if any(problem in each for each in self.problems):
+            return
+        if isinstance(bad.place, RepairablePlace) and good.files[name].crc32 == bad.files[name].crc32:
+            try:
+                bad.place.replace(bad.path(name), content_of(good, name))
+                del self._faults[bad.place.name, bad.path(name)]
+                problem += ", and the damaged file was replaced"
+            except (OSError, DamagedCopy) as error:
+                problem += f"; the damaged file could not be replaced: {error}"
+        self.problems.append(problem)
+
+    def _advice(self, checkpoint: FoundCheckpoint) -> str:
+        for other in self.checkpoints():
+            if other is not checkpoint and not other.faults():
+                return f"the checkpoint of step {other.step} is complete: load that"
+        return "no other checkpoint is complete"
+
+
+def _by_key(checkpoint: FoundCheckpoint) -> dict[str, list[tuple[FileRecord, ItemRecord]]]:
+    saved: dict[str, list[tuple[FileRecord, ItemRecord]]] = {}
+    for record in checkpoint.files.values():
+        for item in record.items:
+            saved.setdefault(item.key, []).append((record, item))
+    return saved
+
+
+def _slabs(box: Box, cells: tuple[int, ...], element_bytes: int) -> Iterator[Box]:
+    """Cut an aligned box into aligned boxes of a limited size, by its first dimension."""
+    if not box.sizes:
+        yield box
+        return
+    row_bytes = math.prod(box.sizes[1:]) * element_bytes
+    rows = max(1, SLAB_BYTES // max(1, row_bytes * cells[0])) * cells[0]
+    for start in range(0, box.sizes[0], rows):
+        size = min(rows, box.sizes[0] - start)
+        yield Box((box.offsets[0] + start, *box.offsets[1:]), (size, *box.sizes[1:]))

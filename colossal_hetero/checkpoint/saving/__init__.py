@@ -1,0 +1,1 @@
+"""Saving layer checkpoints in the background."""

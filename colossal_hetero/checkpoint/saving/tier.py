@@ -1,0 +1,287 @@
+"""One save into one folder, as one rank takes part in it: the order of the steps that make it whole or not there."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from ..format.names import MANIFEST, REPLACED, meeting_folder, step_folder, unfinished_folder
+from ..format.records import FileRecord
+from ..format.run_state import RunState
+from ..storage.errors import CheckpointError
+from ..storage.file_operations import FileOperations, remove_all, write_file
+from ..storage.folder_contents import complete_folders, is_complete, read_manifest, remove_leftovers, remove_old
+from .index import Index, RankPart, make_index, rank_part
+from .meeting import Meeting, Stopped, wait_for
+from .participants import Participants
+
+__all__ = ["Save", "Tier", "Verdict"]
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save."""
+
+    step: int
+    number: int
+    """Of the save in this run, from 0; equal on all ranks."""
+    state: RunState
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What rank 0 says about a save when all ranks have written their files."""
+
+    error: str | None
+    """Why the save is given up, or None."""
+    upload: bool
+    """Whether this save is uploaded to the shared folder."""
+    uploading: int | None
+    """The step that is being uploaded, and so must stay on local disks."""
+
+
+@dataclass(frozen=True)
+class Tier:
+    """The local folder of this node, or the shared folder."""
+
+    name: str
+    """``local`` or ``shared``."""
+    folder: Path
+    participants: Participants
+    meeting: Meeting
+    files: FileOperations
+    keep: int
+    """Checkpoints that are kept, at least 1."""
+    time_limit_seconds: float
+    """How long ranks wait for each other."""
+    stop: threading.Event
+    numbers: list[int] = field(default_factory=list)
+    """Of the saves about which this rank has left messages."""
+
+    @property
+    def leader(self) -> int:
+        """The rank that finishes the folder that this rank writes to."""
+        return self.participants.leaders[self.participants.node] if self.name == "local" else 0
+
+    @property
+    def leaders(self) -> Sequence[int]:
+        """The ranks that finish all folders of this tier."""
+        return sorted(self.participants.leaders.values()) if self.name == "local" else [0]
+
+    def save(
+        self,
+        save: Save,
+        write: Callable[[Path], Sequence[FileRecord]],
+        upload_next: Callable[[], tuple[bool, int | None]] = lambda: (False, None),
+    ) -> Verdict:
+        """Take part in a save. When this returns without an error, the checkpoint is in this rank's folder.
+
+        Args:
+            save: what is saved.
+            write: writes this rank's files into a folder.
+            upload_next: asked on rank 0: whether this save is uploaded, and which step is being uploaded.
+
+        Returns:
+            What rank 0 said. Never raises because of files or messages; the error is in what it returns.
+
+        Raises:
+            Stopped: the saver was closed.
+        """
+        try:
+            return self._save(save, write, upload_next)
+        finally:
+            if self.participants.rank != 0:
+                self._leave(save.number, f"heard-{self.participants.rank}", b"")
+
+    def refuse(self, number: int, error: str) -> None:
+        """Take no part in a save. All ranks hear why."""
+        self._report(number, RankPart(error=error))
+        if self.participants.rank == 0:
+            self._announce(number, Verdict(error, False, None))
+
+    def wait_until_heard(self, deadline: float) -> None:
+        """Rank 0: wait until all ranks know how the last save went, since the messages may be gone soon."""
+        if self.numbers and self.participants.rank == 0:
+            heard = [self._name(self.numbers[-1], f"heard-{rank}") for rank in range(1, len(self.participants.nodes))]
+            with suppress(Stopped):
+                wait_for(self.meeting, heard, deadline, self.stop)
+
+    def _save(
+        self,
+        save: Save,
+        write: Callable[[Path], Sequence[FileRecord]],
+        upload_next: Callable[[], tuple[bool, int | None]],
+    ) -> Verdict:
+        rank, leader = self.participants.rank, self.leader
+        unfinished = self.folder / unfinished_folder(save.step, self.participants.run, save.number, leader)
+        try:
+            if rank == leader:
+                self._remove_leftovers(save)
+            self.files.make_folder(unfinished)
+            part = rank_part(write(unfinished), save.state)
+            self._report(save.number, part)
+        except Exception as error:  # of the disk, or of a state that is not JSON
+            part = RankPart(error=self._in_words(error))
+            self._report(save.number, part)
+        verdict = self._decide(save, part, upload_next) if rank == 0 else self._hear(save)
+        if rank == leader:
+            fault = verdict.error or self._finish(save, unfinished, verdict)
+            self._leave(save.number, f"done-{rank}", json.dumps(fault).encode())
+            if fault is not None:
+                self._discard(unfinished)
+        if verdict.error is not None:
+            return verdict
+        return Verdict(self._errors_of_leaders(save), verdict.upload, verdict.uploading)
+
+    def _report(self, number: int, part: RankPart) -> None:
+        """Leave this rank's part of a save for rank 0: its files, or why there are none."""
+        message = part.model_dump_json(by_alias=True).encode()
+        if number not in self.numbers:
+            self.numbers.append(number)
+        while len(self.numbers) > 2:  # of the last but one a slow rank may still read
+            self._forget(self.numbers.pop(0))
+        self._leave(number, f"part-{self.participants.rank}", message)
+
+    def _leave(self, number: int, what: str, message: bytes) -> None:
+        self.meeting.put(self._name(number, what), message)
+
+    def _announce(self, number: int, verdict: Verdict) -> None:
+        content = [verdict.error, verdict.upload, verdict.uploading]
+        self._leave(number, "verdict", json.dumps(content).encode())
+
+    def _name(self, number: int, what: str) -> str:
+        return f"{self.participants.run}/{self.name}/{number}/{what}"
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.time_limit_seconds
+
+    def _decide(self, save: Save, own: RankPart, upload_next: Callable[[], tuple[bool, int | None]]) -> Verdict:
+        """Rank 0: collect the parts, and tell all ranks whether the save is whole."""
+        parts, error = self._collect(save, own)
+        if error is None:
+            try:
+                identity = f"{self.participants.run}-{save.number}"
+                index = make_index(save.step, identity, self._time(), self.participants.nodes, parts, save.state)
+                self._leave(save.number, "index", index.message())
+            except Exception as fault:  # of the disk, or of a state that is not JSON
+                error = self._in_words(fault)
+        upload, uploading = upload_next() if error is None else (False, None)
+        verdict = Verdict(error, upload, uploading)
+        self._announce(save.number, verdict)
+        return verdict
+
+    def _collect(self, save: Save, own: RankPart) -> tuple[list[RankPart], str | None]:
+        # Also after an error all parts are waited for: then nobody writes any more, and the leaders can clean up.
+        deadline, parts, errors = self._deadline(), [own], [own.error]
+        for rank in range(1, len(self.participants.nodes)):
+            name = self._name(save.number, f"part-{rank}")
+            message = wait_for(self.meeting, [name], deadline, self.stop).get(name)
+            if message is None:
+                where = f"rank {rank} on node {self.participants.nodes[rank]}"
+                errors.append(f"{where} has not written its files in {self.time_limit_seconds:g} s")
+            else:
+                parts.append(RankPart.model_validate_json(message))
+                errors.append(parts[-1].error)
+        return parts, next((error for error in errors if error is not None), None)
+
+    def _hear(self, save: Save) -> Verdict:
+        name = self._name(save.number, "verdict")
+        # Rank 0 may itself wait as long for the last part.
+        message = wait_for(self.meeting, [name], self._deadline() + self.time_limit_seconds, self.stop).get(name)
+        if message is None:
+            return Verdict(f"rank 0 has not answered in {2 * self.time_limit_seconds:g} s", False, None)
+        return Verdict(*json.loads(message))
+
+    def _finish(self, save: Save, unfinished: Path, verdict: Verdict) -> str | None:
+        """The leader: write the index, give the folder its name, remove old checkpoints. Returns what went wrong."""
+        target = self.folder / step_folder(save.step)
+        old = target.with_name(target.name + REPLACED)
+        name = self._name(save.number, "index")
+        message = self.meeting.get(name)  # rank 0 has put it there before its verdict
+        try:
+            if message is None:
+                raise CheckpointError("the index of the checkpoint was removed before it was read")
+            self._write_index(Index.from_message(message), unfinished)
+            self.files.sync_folder(unfinished)
+            if target.exists():
+                self._check_replaceable(target, save)
+                remove_all(self.files, old)
+                self.files.rename(target, old)
+            self.files.rename(unfinished, target)
+            self.files.sync_folder(self.folder)
+        except Exception as error:
+            return self._in_words(error)
+        with suppress(OSError):  # the new checkpoint is whole; the next save tries again
+            remove_all(self.files, old)
+            used = {step for step in (verdict.uploading, save.step) if step is not None}
+            remove_old(self.files, self.folder, self.keep, used)
+        return None
+
+    def _write_index(self, index: Index, folder: Path) -> None:
+        for name, content in index.contents.items():
+            write_file(self.files, folder / name, content)
+        held_by = self.participants.node if self.name == "local" else None
+        manifest = index.manifest.model_copy(update={"held_by": held_by})
+        write_file(self.files, folder / MANIFEST, manifest.text().encode())
+
+    def _check_replaceable(self, target: Path, save: Save) -> None:
+        if not is_complete(target):
+            raise CheckpointError(f"{target} exists, but is not a complete checkpoint; remove it or rename it")
+        try:
+            manifest = read_manifest(target)
+        except ValueError:
+            return
+        if manifest.id == f"{self.participants.run}-{save.number}":
+            raise CheckpointError(
+                f"{self.folder} is the local folder of node {manifest.held_by} and of node {self.participants.node}; "
+                "each node needs a local folder of its own"
+            )
+
+    def _errors_of_leaders(self, save: Save) -> str | None:
+        """Wait until this rank's folder is finished; on rank 0, until all are."""
+        leaders = self.leaders if self.participants.rank == 0 else [self.leader]
+        names = {self._name(save.number, f"done-{leader}"): leader for leader in leaders}
+        answers = wait_for(self.meeting, names, self._deadline(), self.stop)
+        for name, leader in names.items():
+            if name not in answers:
+                return f"rank {leader} has not finished the folder of its node in {self.time_limit_seconds:g} s"
+            error: str | None = json.loads(answers[name])
+            if error is not None:
+                return error
+        return None
+
+    def _time(self) -> str:
+        """The time, but later than that of all checkpoints in this folder, whatever the clock says."""
+        now = datetime.now(timezone.utc)
+        saved = complete_folders(self.folder)
+        if saved:
+            now = max(now, datetime.fromisoformat(saved[-1][1].saved_at) + timedelta(microseconds=1))
+        return now.isoformat(timespec="microseconds")
+
+    def _remove_leftovers(self, save: Save) -> None:
+        run = self.participants.run
+        in_use = unfinished_folder(save.step, run, save.number, ""), meeting_folder(run)
+        with suppress(OSError):  # leftovers take space but do no harm
+            remove_leftovers(self.files, self.folder, in_use)
+
+    def _discard(self, unfinished: Path) -> None:
+        with suppress(OSError):  # another rank still writes there; the next save removes it
+            remove_all(self.files, unfinished)
+
+    def _forget(self, number: int) -> None:
+        """Remove the messages of this rank about an old save."""
+        own = [f"{what}-{self.participants.rank}" for what in ("part", "done", "heard")]
+        for what in [*own, *(["verdict", "index"] if self.participants.rank == 0 else [])]:
+            self.meeting.discard(self._name(number, what))
+
+    def _in_words(self, error: Exception) -> str:
+        text = str(error) or type(error).__name__
+        if isinstance(error, OSError) and error.strerror:
+            text = f"{error.filename or self.folder}: {error.strerror}"
+        return f"{text} (rank {self.participants.rank}, node {self.participants.node})"

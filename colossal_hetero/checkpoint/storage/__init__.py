@@ -1,0 +1,1 @@
+"""Folders with layer checkpoints: operations on files, what a folder holds, what goes wrong."""

@@ -1,0 +1,1 @@
+"""Layer checkpoints as a part of both plugins."""

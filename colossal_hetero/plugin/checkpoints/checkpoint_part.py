@@ -1,0 +1,168 @@
+"""The part of a plugin that saves layer checkpoints and resumes from them, and its methods for users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from ...checkpoint.config import CheckpointConfig
+from ...checkpoint.contents.model_outline import ModelOutline, outline_of
+from ...checkpoint.layer_checkpoint import LayerCheckpoint, Start, Training
+from ...processes.ended_ranks import naming_ended_ranks
+from ..part import PluginPart, TrainingObjects
+
+__all__ = ["CheckpointMethods", "Checkpoints", "check_config"]
+
+
+def check_config(config: Any) -> None:
+    """Check a plugin's argument ``checkpoints``.
+
+    Raises:
+        TypeError: it is neither a ``CheckpointConfig`` nor None.
+    """
+    if not isinstance(config, CheckpointConfig | None):
+        raise TypeError(f"checkpoints={config!r} is not a CheckpointConfig; write CheckpointConfig(shared=...)")
+
+
+class Checkpoints(PluginPart):
+    """Notes what a model is before it is divided, and saves and loads it afterwards.
+
+    Args:
+        config: where to save.
+        weights_changed: called after weights were loaded.
+    """
+
+    def __init__(self, config: CheckpointConfig, weights_changed: Callable[[], None] = lambda: None) -> None:
+        self._files = LayerCheckpoint(config)
+        self._weights_changed = weights_changed
+        self._outlines: WeakKeyDictionary[nn.Module, ModelOutline] = WeakKeyDictionary()
+
+    def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
+        """Note names, shapes and layers; see ``PluginPart.before_configure``.
+
+        Raises:
+            ValueError: the optimizer has parameters that are not in the model.
+        """
+        if objects.optimizer is not None:
+            self._outline = outline_of(objects.model, objects.optimizer)
+        return objects
+
+    def attach(self, plugin: Any, objects: TrainingObjects) -> None:
+        """See ``PluginPart.attach``."""
+        self._outlines[objects.model] = self._outline
+
+    def save(
+        self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, step: int, epoch: int, plan: str
+    ) -> bool:
+        """See :meth:`CheckpointMethods.save`."""
+        training = self._training(model, optimizer, lr_scheduler, dataloader)
+        with naming_ended_ranks():
+            return self._files.save(training, step=step, epoch=epoch, plan=plan)
+
+    def resume(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, step: int | None) -> Start:
+        """See :meth:`CheckpointMethods.resume`."""
+        training = self._training(model, optimizer, lr_scheduler, dataloader)
+        with naming_ended_ranks():
+            start = self._files.resume(training, step)
+        self._weights_changed()
+        return start
+
+    def wait(self) -> None:
+        """See :meth:`CheckpointMethods.wait_for_saves`."""
+        self._files.wait()
+
+    def _training(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> Training:
+        if model not in self._outlines:
+            raise ValueError(
+                "the model is not one that booster.boost returned together with an optimizer; boost it first, with "
+                "this plugin"
+            )
+        return Training(model, optimizer, lr_scheduler, dataloader, self._outlines[model])
+
+
+class CheckpointMethods:
+    """What users call to save and to resume, in both plugins."""
+
+    _checkpoints: Checkpoints | None
+
+    def _plan_in_words(self) -> str:
+        """The plan of the run, for tables of checkpoints."""
+        raise NotImplementedError
+
+    def save(
+        self,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        *,
+        step: int,
+        epoch: int = 0,
+    ) -> bool:
+        """Save a layer checkpoint, if ``step`` is a multiple of ``save_every``. Every rank calls it after every step.
+
+        Training goes on as soon as the tensors are copied to the host's memory; they are written meanwhile.
+
+        Args:
+            model, optimizer: as ``booster.boost`` returned them.
+            lr_scheduler: None if there is none. Call its ``step`` before.
+            dataloader: one that has a ``state_dict``, as loaders for uneven batches have. None: its position is not
+                saved, and a resumed run begins the epoch again.
+            step: number of optimizer steps so far.
+            epoch: the epoch that the run is in.
+
+        Returns:
+            whether this step is saved.
+
+        Raises:
+            TypeError: the data loader has no ``state_dict``.
+            ValueError: the plugin was made without ``checkpoints``, did not boost the model, or the model or its
+                optimizer cannot be saved in layers, such as at ZeRO stage 3; the message says what to do.
+        """
+        return self._needed().save(model, optimizer, lr_scheduler, dataloader, step, epoch, self._plan_in_words())
+
+    def resume(
+        self,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        *,
+        step: int | None = None,
+    ) -> Start:
+        """Load the newest whole checkpoint; every rank calls it once, after ``booster.boost``.
+
+        The run that saved it may have had another plan, other degrees of parallelism, another ZeRO stage or another
+        number of ranks. Each rank reads what it needs, from the nearest place: its node's disk, other nodes, the shared
+        folder.
+
+        Args:
+            model, optimizer, lr_scheduler, dataloader: as in :meth:`save`. A schedule or a loader that is None is not
+                restored.
+            step: load the checkpoint of this step instead of the newest.
+
+        Returns:
+            where training continues; step 0 and epoch 0 if there is no checkpoint yet.
+
+        Raises:
+            ValueError: see :meth:`save`; or the checkpoint is of another model, optimizer or data set; the message
+                names what differs.
+            RuntimeError: there are checkpoints, but none of them is whole.
+        """
+        return self._needed().resume(model, optimizer, lr_scheduler, dataloader, step)
+
+    def wait_for_saves(self) -> None:
+        """Wait until the last checkpoint is written, and raise its error if there was one. Call it before the script
+        ends."""
+        self._needed().wait()
+
+    def _needed(self) -> Checkpoints:
+        if self._checkpoints is None:
+            raise ValueError(
+                "there is no folder for layer checkpoints; make the plugin with "
+                "checkpoints=CheckpointConfig(local=..., shared=...)"
+            )
+        return self._checkpoints

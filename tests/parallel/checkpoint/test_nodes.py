@@ -1,0 +1,102 @@
+"""Ranks on two nodes, each with a folder of its own: layers come from the other node, also in place of damaged ones."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from colossal_hetero import CheckpointConfig
+from tests.support.checkpoint_runs import Run, boosted, different_tensors, gathered, hybrid, train
+from tests.support.harness import run_ranks
+
+STEP = "step-00000001"
+DAMAGED = ("block-0002.whole.distcp", "states.bin")
+
+
+def on_two_nodes(folder: Path, shared: bool = False, **options: Any) -> Run:
+    """A run whose first half of the ranks is on node a and whose second half is on node b."""
+    node = "ab"[2 * dist.get_rank() // dist.get_world_size()]
+    config = CheckpointConfig(local=folder / node, shared=folder / "shared" if shared else None, node=node)
+    return boosted("gpt2", hybrid(**options, checkpoints=config))
+
+
+def save(folder: Path, options: dict[str, Any], shared: bool = False) -> Any:
+    run = on_two_nodes(folder, shared, **options)
+    train(run, [0])
+    run.plugin.save(run.model, run.optimizer, step=1)
+    run.plugin.wait_for_saves()
+    dist.barrier()
+    return gathered(run)
+
+
+def check_other_plans(folder: Path, saved_in: dict[str, Any], loaded_in: Sequence[dict[str, Any]]) -> list[int]:
+    saved, received = save(folder, saved_in), []
+    for options in loaded_in:
+        run = on_two_nodes(folder, **options)
+        start = run.plugin.resume(run.model, run.optimizer)
+        assert different_tensors(gathered(run), saved) == []
+        needed = sum(piece.data.numel() * piece.data.element_size() for piece in run.pieces)
+        assert start.read_bytes + start.received_bytes >= needed
+        received.append(start.received_bytes)
+    return received
+
+
+def test_layers_come_from_the_node_that_has_them(tmp_path: Path) -> None:
+    """Node a has the first stage and node b the second. Then both need all layers; or exactly those that they have."""
+    plans = dict(tp_size=2, pp_size=2), [dict(tp_size=4), dict(pp_size=4), dict(tp_size=2, pp_size=2)]
+    received = run_ranks(4, check_other_plans, tmp_path, *plans)
+    assert all(of_rank[0] > 0 and of_rank[2] == 0 for of_rank in received)
+    # Four stages on two nodes need the same layers as two, except that the last stage needs the tied embedding, which
+    # node b has as well.
+    assert [of_rank[1] for of_rank in received] == [0, 0, 0, 0]
+
+
+def check_damage(folder: Path, shared: bool) -> int:
+    saved = save(folder, {}, shared)
+    if dist.get_rank() == 0:
+        for name in DAMAGED:
+            path = folder / "a" / STEP / name
+            content = bytearray(path.read_bytes())
+            content[len(content) // 3] ^= 1
+            path.write_bytes(content)
+    dist.barrier()
+    run = on_two_nodes(folder, shared)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start = run.plugin.resume(run.model, run.optimizer)
+    assert different_tensors(gathered(run), saved) == []
+    found = [str(each.message) for each in caught if "a checkpoint is damaged" in str(each.message)]
+    assert len(found) == (len(DAMAGED) if dist.get_rank() == 0 else 0)
+    assert all(name in " ".join(found) for name in DAMAGED if found)
+    return start.received_bytes
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_damaged_file_is_replaced_by_that_of_another_node_or_the_shared_folder(tmp_path: Path, shared: bool) -> None:
+    received = run_ranks(2, check_damage, tmp_path, shared)
+    assert (received[0] > 0) == (not shared) and received[1] == 0
+
+
+def check_loss(folder: Path) -> str:
+    save(folder, dict(pp_size=2))
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "b")
+    dist.barrier()
+    run = on_two_nodes(folder)
+    try:
+        run.plugin.resume(run.model, run.optimizer)
+    except RuntimeError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_layers_that_are_lost_are_named(tmp_path: Path) -> None:
+    for message in run_ranks(2, check_loss, tmp_path):
+        assert "no checkpoint is whole" in message
+        assert "that of step 1 lacks block-0002.whole.distcp and" in message and "node a" in message

@@ -1,0 +1,148 @@
+"""Saves that are interrupted: by the end of the process at any operation on files, or at any time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from colossal_hetero.checkpoint.storage.file_operations import FileOperations
+from tests.support.layer_checkpoints import assert_loads, one_saver, pieces_of, reader_of, tensors
+
+KILLED = 9
+
+
+class EndingFiles(FileOperations):
+    """Ends the process at an operation, as a power cut would. An operation that writes has written half by then."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.count = 0
+        self._last = last
+
+    def _reach(self) -> bool:
+        self.count += 1
+        return self.count == self._last
+
+    def create(self, path: Path) -> int:
+        if self._reach():
+            os._exit(KILLED)
+        return super().create(path)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if self._reach():
+            super().write(descriptor, data[: len(data) // 2])
+            os._exit(KILLED)
+        return super().write(descriptor, data)
+
+    def sync(self, descriptor: int) -> None:
+        if self._reach():
+            os._exit(KILLED)
+        super().sync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        if self._reach():
+            os._exit(KILLED)
+        super().close(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        if self._reach():
+            os._exit(KILLED)
+        super().sync_folder(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        if self._reach():
+            os._exit(KILLED)
+        super().rename(old, new)
+
+    def make_folder(self, path: Path) -> None:
+        if self._reach():
+            os._exit(KILLED)
+        super().make_folder(path)
+
+    def remove_file(self, path: Path) -> None:
+        if self._reach():
+            os._exit(KILLED)
+        super().remove_file(path)
+
+    def remove_folder(self, path: Path) -> None:
+        if self._reach():
+            os._exit(KILLED)
+        super().remove_folder(path)
+
+
+def save(root: Path, run: str, *steps: int, files: FileOperations | None = None) -> None:
+    """Save these steps into a local and a shared folder, of which each keeps two."""
+    with one_saver(root, local=root / "local", shared=root / "shared", keep=2, run=run, files=files) as saver:
+        for step in steps:
+            saver.save(step, pieces_of(tensors(step)))
+            saver.wait()
+
+
+def operations_of_a_save(root: Path) -> int:
+    """How many operations on files the save has that :func:`check_killed` interrupts."""
+    files = EndingFiles()
+    save(root, "first", 10, 20)
+    save(root, "second", 30, files=files)
+    return files.count
+
+
+def start_save(root: Path, again: bool, operation: int | None = None) -> int:
+    """Save two steps, then start a process that saves step 30 and ends at an operation. Returns its id."""
+    save(root, "first", 10, 30 if again else 20)
+    child = os.fork()
+    if child == 0:
+        try:
+            save(root, "second", 30, files=EndingFiles(operation))
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return child
+
+
+def seconds_of_a_save(root: Path) -> float:
+    """How long the process lives that saves step 30, if nobody kills it."""
+    child = start_save(root, False)
+    start = time.perf_counter()
+    os.waitpid(child, 0)
+    return time.perf_counter() - start
+
+
+def check_killed(root: Path, *, operation: int | None = None, seconds: float | None = None) -> str:
+    """Save steps 10 and 20, then kill a process that saves step 30; check what is whole.
+
+    The local folder loads step 20 or 30, bitwise; the shared folder too. The next save removes what was left. Half of
+    the runs save a step again that is there.
+
+    Args:
+        root: an empty folder.
+        operation: the operation on files at which the process ends.
+        seconds: the time after which it is killed.
+
+    Returns:
+        The step that the local folder had, and whether the process was killed, for a table.
+    """
+    again = root.name.endswith("again")
+    child = start_save(root, again, operation)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    ended = "killed" if os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == KILLED else "finished"
+    assert ended == "killed" or os.WEXITSTATUS(status) == 0, "the save failed"
+    before = 30 if again else 20
+    for folder in (root / "local", root / "shared"):
+        reader = reader_of(folder)
+        found = reader.latest()
+        assert found in (before, 30) and (ended == "killed" or found == 30), found
+        assert_loads(reader, found)
+        assert not reader.problems, reader.problems
+    local = reader_of(root / "local").latest()
+    save(root, "third", 40)
+    for folder in (root / "local", root / "shared"):
+        reader = reader_of(folder)
+        assert reader.latest() == 40
+        assert_loads(reader, 40)
+        names = sorted(path.name for path in folder.iterdir())
+        assert len(names) == 2 and all(name.startswith("step-") for name in names), names
+    return f"{local} {ended}"

@@ -1,0 +1,22 @@
+"""Cutting boxes into parts that other boxes hold, compared with sets of indices."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossal_hetero.checkpoint.format.box import Box, cover
+from tests.unit.checkpoint.format.test_pieces import boxes, indices
+
+
+@given(st.integers(1, 3).flatmap(lambda rank: st.tuples(boxes(rank), st.lists(boxes(rank), max_size=4))))
+def test_a_cover_has_each_element_once_and_the_rest_is_left(case: tuple[Box, list[Box]]) -> None:
+    needed, held = case
+    parts, left = cover(needed, held)
+    found = [index for _, part in parts for index in indices(part)]
+    found += [index for part in left for index in indices(part)]
+    assert sorted(found) == sorted(indices(needed))
+    for number, part in parts:
+        assert indices(part) <= indices(held[number])
+    for part in left:
+        assert not any(indices(part) & indices(box) for box in held)

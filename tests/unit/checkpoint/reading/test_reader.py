@@ -1,0 +1,128 @@
+"""Reading: bitwise what was saved, only the bytes that are needed, and from another copy where one is damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from colossal_hetero.checkpoint.format.box import Box
+from colossal_hetero.checkpoint.format.pieces import TensorPiece
+from colossal_hetero.checkpoint.reading.places import FolderPlace
+from colossal_hetero.checkpoint.reading.reader import CheckpointReader
+from colossal_hetero.checkpoint.storage.errors import CheckpointError
+from tests.support.layer_checkpoints import assert_loads, reader_of, save_steps, tensors
+
+STEP, BLOCK = "step-00000020", "block-0001.tp0of1.distcp"
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """A local and a shared folder, each with steps 10 and 20."""
+    local, shared = tmp_path / "local", tmp_path / "shared"
+    save_steps(tmp_path, 10, 20, local=local, shared=shared)
+    return local, shared
+
+
+def flip(file: Path, key: str = "param.blocks.1.up") -> None:
+    content = bytearray(file.read_bytes())
+    stored = tensors(20)[key].view(-1).view(torch.uint8).numpy().tobytes()
+    content[content.index(stored) + len(stored) // 2] ^= 16
+    file.write_bytes(content)
+
+
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+DAMAGES = {"flipped": (flip, "check sum"), "cut off": (cut_off, "bytes instead of"), "gone": (Path.unlink, "missing")}
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+def test_every_division_loads_reading_exactly_what_it_needs(folders: tuple[Path, Path], degree: int) -> None:
+    for rank in range(degree):
+        reader = reader_of(*folders)
+        assert reader.latest() == 20
+        needed = assert_loads(reader, 20, degree, rank)
+        assert reader.bytes_read == needed
+        assert reader.problems == []
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_read_from_another_copy_and_replaced(folders: tuple[Path, Path], damage: str) -> None:
+    local, shared = folders
+    harm, word = DAMAGES[damage]
+    harm(local / STEP / BLOCK)
+    reader = reader_of(local, shared)
+    assert_loads(reader, 20)
+    (problem,) = reader.problems
+    assert BLOCK in problem and word in problem and "the damaged file was replaced" in problem
+    assert_loads(reader_of(local), 20)  # from the copy that was replaced
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_without_another_copy_the_error_names_the_file_and_a_complete_checkpoint(
+    folders: tuple[Path, Path], damage: str
+) -> None:
+    local, shared = folders
+    harm, word = DAMAGES[damage]
+    harm(local / STEP / BLOCK)
+    harm(shared / STEP / BLOCK)
+    with pytest.raises(CheckpointError) as error:
+        assert_loads(reader_of(local, shared), 20)
+    for text in (f"{local}/{STEP}/{BLOCK}", f"{shared}/{STEP}/{BLOCK}", word, "the checkpoint of step 10 is complete"):
+        assert text in str(error.value)
+    assert_loads(reader_of(local, shared), 20, layers="block-0000")  # what is not damaged still loads
+
+
+def test_damaged_indices_are_noticed(folders: tuple[Path, Path]) -> None:
+    local, shared = folders
+    manifest, part = local / STEP / "manifest.json", local / STEP / "part-a.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"epoch": 0', '"epoch": 8'))
+    reader = reader_of(local)
+    assert reader.latest() == 10
+    assert "check sum differs" in reader.problems[0]
+    assert_loads(reader_of(local, shared), 20)
+    manifest.write_text(text)
+    part.write_text(part.read_text().replace('"data_offset":384', '"data_offset":448', 1))
+    assert reader_of(local).latest() == 10
+    assert_loads(reader_of(local, shared), 20)
+
+
+@pytest.mark.parametrize("missing", ["manifest.json", ".metadata"])
+def test_a_torn_checkpoint_is_not_loaded(folders: tuple[Path, Path], missing: str) -> None:
+    local, _ = folders
+    (local / STEP / missing).unlink()
+    assert reader_of(local).latest() == 10
+    with pytest.raises(CheckpointError, match=rf"no checkpoint of step 20; there are: 10; .*it has no {missing}"):
+        assert_loads(reader_of(local), 20)
+
+
+def test_checkpoints_of_one_step_from_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    save_steps(old, 20, run="first")
+    save_steps(new, 20, run="second")
+    (new / STEP / BLOCK).unlink()
+    with pytest.raises(CheckpointError, match="no other copy"):
+        assert_loads(reader_of(new, old), 20)
+
+
+def test_an_empty_place_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*: there is no folder of a checkpoint"):
+        reader_of(tmp_path / "nothing").latest()
+
+
+def test_what_cannot_be_loaded_is_said(folders: tuple[Path, Path]) -> None:
+    reader = CheckpointReader([FolderPlace(folders[0])])
+
+    def piece(key: str, shape: tuple[int, ...], dtype: torch.dtype, box: Box) -> TensorPiece:
+        return TensorPiece("x", key, shape, box, torch.empty(box.sizes, dtype=dtype), "y")
+
+    with pytest.raises(CheckpointError, match=r"the checkpoint of step 20 has no param\.other"):
+        reader.load([piece("param.other", (2,), torch.float32, Box((0,), (2,)))], 20)
+    with pytest.raises(ValueError, match=r"param.scale was saved as bfloat16 \[\], .* into float32 \[\]"):
+        reader.load([piece("param.scale", (), torch.float32, Box((), ()))], 20)
+    with pytest.raises(CheckpointError, match=r"lacks elements \(12,\) to \+\(1,\) of param\.blocks\.0\.norm"):
+        reader.load([piece("param.blocks.0.norm", (12,), torch.bfloat16, Box((0,), (13,)))], 20)

@@ -1,0 +1,333 @@
+"""Saving by several simulated ranks, each a saver in this process: who writes what, what stays, and what goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from colossal_hetero.checkpoint.format.run_state import RunState
+from colossal_hetero.checkpoint.saving.saver import LayerCheckpointSaver
+from colossal_hetero.checkpoint.storage.errors import CheckpointError
+from colossal_hetero.checkpoint.storage.file_operations import FileOperations
+from tests.support.layer_checkpoints import (
+    assert_loads,
+    one_saver,
+    participants,
+    pieces_of,
+    reader_of,
+    save_steps,
+    tensors,
+)
+
+NODES = "aab"
+HELD = [(2, 0, ""), (2, 1, ""), (2, 0, "block")]
+"""By rank: tensor-parallel degree and rank, and layers. Node b holds copies of some files of node a."""
+
+FILES = {f"{layer}.tp{rank}of2.distcp" for layer in ("block-0000", "block-0001") for rank in (0, 1)}
+FILES |= {f"{layer}.tp{rank}of2.distcp" for layer in ("embedding", "head") for rank in (0, 1)}
+
+
+class Run:
+    """Three ranks on two nodes."""
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        self.root, self.logs, self.savers = root, [io.StringIO() for _ in NODES], []
+        self.start("first", **options)
+
+    def start(self, run: str, tiers: str = "local shared", files: Any = None, **options: Any) -> None:
+        self.close()
+        store = options.pop("store", HashStore())
+        known = participants(NODES, [pieces_of(tensors(0), *held) for held in HELD], run)
+        self.savers = [
+            LayerCheckpointSaver(
+                each,
+                local=self.root / f"local-{each.node}" if "local" in tiers else None,
+                shared=self.root / "shared" if "shared" in tiers else None,
+                store=store,
+                files=(files or {}).get(each.rank),
+                log=self.logs[each.rank],
+                **{"time_limit_seconds": 20.0, **options},
+            )
+            for each in known
+        ]
+
+    def save(self, step: int, ranks: tuple[int, ...] = (0, 1, 2)) -> list[bool]:
+        return [
+            self.savers[rank].save(step, pieces_of(tensors(step), *HELD[rank]), self.state(step, rank))
+            for rank in ranks
+        ]
+
+    def state(self, step: int, rank: int) -> RunState:
+        common = {"step": step, "best": math.inf}
+        return RunState(epoch=step // 10, common=common, rank={"rank": rank}, binary={"rng": bytes([rank])})
+
+    def wait(self) -> str:
+        """Wait for all ranks; returns what rank 0 says went wrong."""
+        errors = []
+        for saver in self.savers:
+            try:
+                saver.wait()
+                errors.append("")
+            except CheckpointError as error:
+                errors.append(str(error))
+        return errors[0]
+
+    def close(self) -> None:
+        for saver in self.savers:
+            saver.close()
+
+    def files(self, folder: str, step: int) -> set[str]:
+        return {path.name for path in (self.root / folder / f"step-{step:08d}").glob("*.distcp")}
+
+    def steps(self, folder: str) -> list[int]:
+        return sorted(int(path.name[5:]) for path in (self.root / folder).iterdir())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("tiers", ["local shared", "local", "shared"])
+def test_each_node_keeps_its_files_and_each_file_is_uploaded_once(run: Run, tiers: str) -> None:
+    run.start("second", tiers)
+    assert run.save(10) == [True] * 3
+    assert run.wait() == ""
+    on_b = {name for name in FILES if name.startswith("block") and "tp0" in name}
+    if "local" in tiers:
+        assert run.files("local-a", 10) == FILES
+        assert run.files("local-b", 10) == on_b
+        assert_loads(reader_of(run.root / "local-b"), 10, 2, 0, "block")
+        assert_loads(reader_of(run.root / "local-b", run.root / "local-a"), 10)
+    if "shared" in tiers:
+        assert run.files("shared", 10) == FILES
+        parts = [json.loads(path.read_text()) for path in (run.root / "shared/step-00000010").glob("part-*.json")]
+        uploaded = {part["node"]: {file["name"] for file in part["files"]} for part in parts}
+        assert uploaded["b"] and uploaded["a"] | uploaded["b"] == FILES and not uploaded["a"] & uploaded["b"]
+        assert_loads(reader_of(run.root / "shared"), 10)
+        assert_loads(reader_of(run.root / "shared"), 10, 3, 1)
+    reader = reader_of(run.root / ("local-a" if "local" in tiers else "shared"))
+    manifest = reader.manifest(10)
+    assert (manifest.epoch, manifest.common, manifest.world_size) == (1, {"step": 10, "best": math.inf}, 3)
+    assert [manifest.ranks[rank] for rank in range(3)] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert [reader.binary(10, rank) for rank in range(3)] == [{"rng": b"\0"}, {"rng": b"\1"}, {"rng": b"\2"}]
+    assert run.logs[0].getvalue() == ""
+
+
+def test_torchs_own_tools_read_the_shared_folder(run: Run) -> None:
+    run.save(10)
+    assert run.wait() == ""
+    target = run.root / "whole.pt"
+    dcp_to_torch_save(run.root / "shared/step-00000010", target)
+    found = torch.load(target, weights_only=True)
+    assert found.keys() == tensors(10).keys()
+    assert all(torch.equal(found[key], value) for key, value in tensors(10).items())
+
+
+def test_messages_as_files_take_the_place_of_a_store(run: Run) -> None:
+    run.start("second", store=None)
+    run.save(10)
+    run.savers[0].wait()
+    run.savers[0].close()  # removes the messages, but not before the others have read them
+    for saver in run.savers[1:]:
+        saver.wait()
+    run.close()
+    assert run.steps("shared") == [10]
+    assert_loads(reader_of(run.root / "shared"), 10)
+    with pytest.raises(ValueError, match=r"ranks on 2 nodes with local folders only need a store"):
+        run.start("third", "local", store=None)
+
+
+def test_what_changes_after_a_save_is_not_saved(tmp_path: Path) -> None:
+    values = tensors(10)
+    with one_saver(tmp_path) as saver:
+        saver.save(10, pieces_of(values))
+        for value in values.values():
+            value.zero_()
+        saver.wait()
+    assert_loads(reader_of(tmp_path), 10)
+
+
+def test_the_newest_are_kept_also_after_a_return_to_an_earlier_step(tmp_path: Path) -> None:
+    def steps() -> list[int]:
+        return sorted(int(path.name[5:]) for path in tmp_path.iterdir())
+
+    save_steps(tmp_path, 10, 20, 30, 40, 50)
+    assert steps() == [30, 40, 50]
+    (tmp_path / ".unfinished-step-00000060.lost.6").mkdir()
+    (tmp_path / "step-00000007").mkdir()  # of another program
+    save_steps(tmp_path, 35, run="again")
+    assert steps() == [7, 35, 40, 50]
+    assert reader_of(tmp_path).latest() == 35
+    save_steps(tmp_path, 50, keep=1, run="once more")
+    assert steps() == [7, 50]
+    assert_loads(reader_of(tmp_path), 50)
+
+
+class FullDisk(FileOperations):
+    """A disk that takes no more than some bytes of the files of layers, until it is freed."""
+
+    def __init__(self) -> None:
+        self.free: float = 5000
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if self.free < len(data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.free -= len(data)
+        return super().write(descriptor, data)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_full_disk_is_reported_and_the_next_save_works(run: Run, rank: int) -> None:
+    disk = FullDisk()
+    run.start("second", files={rank: disk})
+    assert run.save(10) == [True] * 3
+    node = NODES[rank]
+    expected = (
+        f"no checkpoint of step 10 in the local folder {run.root}/local-a: {run.root}/local-{node}: No space left on "
+        f"device (rank {rank}, node {node})"
+    )
+    assert run.wait() == expected
+    assert run.logs[0].getvalue() == f"colossal_hetero: {expected}; training goes on\n"
+    assert run.steps("local-a") == run.steps("local-b") == []
+    disk.free = float("inf")
+    run.save(20)
+    assert run.wait() == ""
+    assert_loads(reader_of(run.root / "shared"), 20)
+    assert run.logs[1].getvalue() == run.logs[2].getvalue() == ""
+
+
+class HangingFolder(FileOperations):
+    """Writes to the shared folder hang until it is back."""
+
+    def __init__(self) -> None:
+        self.is_back = threading.Event()
+        self.hangs = threading.Event()
+
+    def create(self, path: Path) -> int:
+        if "shared" in path.parts and path.suffix == ".distcp" and not self.is_back.is_set():
+            self.hangs.set()
+            self.is_back.wait()
+        return super().create(path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shared_folder_that_hangs_does_not_stop_local_checkpoints(run: Run, rank: int) -> None:
+    folder = HangingFolder()
+    run.start("second", files={rank: folder}, time_limit_seconds=0.3)
+    run.save(10)
+    assert folder.hangs.wait(5)
+    time.sleep(0.4)
+    for step in (20, 30):
+        assert run.save(step) == [True] * 3
+        while reader_of(run.root / "local-a").latest() != step:
+            time.sleep(0.01)
+    assert "step 10" in run.wait()
+    printed = run.logs[0].getvalue().splitlines()
+    assert printed and "step 10" in printed[0] and str(run.root / "shared") in printed[0]
+    assert len(printed) <= (1 if rank == 0 else 3)
+    folder.is_back.set()
+    run.wait()
+    run.save(40)
+    assert run.wait() == ""
+    assert reader_of(run.root / "shared").latest() == 40
+    assert run.steps("shared")[-1] == 40
+
+
+def test_a_shared_folder_alone_that_hangs_does_not_stop_training(run: Run) -> None:
+    folder = HangingFolder()
+    run.start("second", "shared", files={1: folder}, time_limit_seconds=0.3, patience_seconds=0.2)
+    run.save(10)
+    assert folder.hangs.wait(5)
+    start = time.monotonic()
+    results = [run.save(step) for step in (20, 30, 40)]
+    assert not results[-1][1]
+    assert time.monotonic() - start < 3
+    assert run.wait() != ""
+    folder.is_back.set()
+    run.wait()
+    run.save(50)
+    assert run.wait() == ""
+    assert reader_of(run.root / "shared").latest() == 50
+
+
+def test_rank_0_gives_a_save_up_for_all(run: Run) -> None:
+    folder = HangingFolder()
+    run.start("second", "shared", files={0: folder}, patience_seconds=0.3)
+    run.save(10)
+    assert folder.hangs.wait(5)
+    assert run.save(20) == [False, True, True]
+    folder.is_back.set()
+    error = run.wait()
+    assert "no checkpoint of step 20" in error and "rank 0 on node a still writes the checkpoint of step 10" in error
+    run.save(30)
+    assert run.wait() == ""
+    assert run.steps("shared") == [10, 30]
+
+
+def test_messages_are_forgotten(run: Run) -> None:
+    store = HashStore()
+    run.start("second", store=store)
+    kept = []
+    for step in range(10, 90, 10):
+        run.save(step)
+        assert run.wait() == ""
+        kept.append(store.num_keys())
+    assert len(set(kept[3:])) == 1
+
+
+def test_a_rank_that_is_gone_is_named(run: Run) -> None:
+    run.start("second", time_limit_seconds=0.2)
+    run.save(10, ranks=(0, 1))
+    assert "rank 2 on node b has not written its files in 0.2 s" in run.wait()
+    assert run.steps("local-a") == []
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_state_that_is_not_json_is_reported_at_once(run: Run, rank: int) -> None:
+    for each, saver in enumerate(run.savers):
+        state = RunState(rank={"what": object() if each == rank else 1}, common={"what": object()} if rank == 0 else {})
+        saver.save(10, pieces_of(tensors(10), *HELD[each]), state)
+    assert "object" in run.wait()
+    run.save(20)
+    assert run.wait() == ""
+    assert run.steps("local-a") == run.steps("local-b") == run.steps("shared") == [20]
+
+
+def test_nodes_need_folders_of_their_own(tmp_path: Path) -> None:
+    known = participants("ab", [pieces_of(tensors(0)), pieces_of(tensors(0))])
+    store = HashStore()
+    savers = [LayerCheckpointSaver(each, local=tmp_path, store=store, time_limit_seconds=5) for each in known]
+    for saver in savers:
+        saver.save(10, pieces_of(tensors(10)))
+    with pytest.raises(CheckpointError, match=r"is the local folder of node . and of node .; each node needs"):
+        savers[0].wait()
+    for saver in savers:
+        saver.close()
+
+
+def test_wrong_arguments_are_said(tmp_path: Path) -> None:
+    (alone,) = participants("a", [pieces_of(tensors(0))])
+    with pytest.raises(ValueError, match="give local, shared, or both"):
+        LayerCheckpointSaver(alone)
+    with pytest.raises(ValueError, match="keep is 0"):
+        LayerCheckpointSaver(alone, local=tmp_path, keep=0)
+    with one_saver(tmp_path) as saver:
+        with pytest.raises(ValueError, match="step is -1"):
+            saver.save(-1, pieces_of(tensors(0)))
+        with pytest.raises(ValueError, match=r"of param\.embedding\.weight, .* was announced, but is missing"):
+            saver.save(1, pieces_of(tensors(0))[1:])

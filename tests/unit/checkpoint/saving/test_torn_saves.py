@@ -1,0 +1,39 @@
+"""A process that ends at any operation of a save leaves a whole checkpoint: the new one or the one before."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.harness import run_alone
+from tests.support.torn_saves import check_killed, operations_of_a_save
+
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""A folder in memory, where nothing waits for a disk."""
+
+
+def kill_at_operations(start: int, stride: int) -> tuple[int, list[str]]:
+    """Kill at every ``stride``-th operation from ``start``; returns the number of operations, and what was found."""
+    found = []
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        (Path(folder) / "count").mkdir()
+        operations = operations_of_a_save(Path(folder) / "count")
+        for operation in range(start, operations + 1, stride):
+            root = Path(folder) / (f"{operation} again" if operation // stride % 2 else str(operation))
+            root.mkdir()
+            found.append(check_killed(root, operation=operation))
+    return operations, found
+
+
+def test_a_save_that_is_killed_leaves_a_whole_checkpoint() -> None:
+    # All operations are in benchmarks/checkpoint/torn_writes.py.
+    operations, found = run_alone(kill_at_operations, start=7, stride=31)
+    assert operations > 100
+    assert {"20 killed", "30 killed"} <= set(found)
+
+
+@pytest.mark.parametrize("seconds", [0.002, 0.004, 0.008])
+def test_a_save_that_is_killed_at_some_time_leaves_a_whole_checkpoint(seconds: float, tmp_path: Path) -> None:
+    run_alone(check_killed, root=tmp_path, seconds=seconds)
