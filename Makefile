@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 help:
 	@echo "make vit       train the ViT example on two ranks, one of them slowed, balancing on"
 	@echo "make zero      train with ZeRO on two ranks, one of them slowed, with equal and with fitted batches"
-	@echo "make pipeline  train in a pipeline on two ranks, one of them slowed, with equal and with fitted stages"
+	@echo "make pipeline  train in a pipeline on two ranks, one slowed, with equal and fitted stages; then replicas of three"
 	@echo "make language  train a GPT-2 on two ranks, one of them slowed, balancing on"
 	@echo "make gpu       measure everything on a GPU, and write benchmarks/gpu/RESULTS.md"
 	@echo "make test      run all tests (5 to 8 minutes on 2 cores)"
@@ -30,6 +30,7 @@ zero: install
 
 pipeline: install
 	$(BIN)/python examples/pipeline/train.py
+	$(BIN)/python examples/pipeline/train.py --nproc 3 --straggler 1:3,2:3 --way replicas --epochs 2 --micro-batch 4
 
 language: install
 	$(BIN)/python examples/language/train.py --balance auto --straggler 1:4

@@ -39,7 +39,7 @@ import colossalai
 from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
 
-from colossal_hetero import HeteroHybridParallelPlugin
+from colossal_hetero import HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.plans.predict import predict_plan
@@ -121,7 +121,8 @@ def measure(
 
 
 def make_plan(options: PipelineOptions, way: str, profile: ModelProfile, topology: Topology) -> Plan:
-    """One pipeline over all ranks: with equally many blocks in each stage, or with stages that fit the ranks."""
+    """One pipeline over all ranks, with equally many blocks in each stage or with stages that fit the ranks; or the
+    best plan for all ranks, of equal replicas or of any."""
     ranks = dist.get_world_size()
     if way == "uniform":
         in_order = [[[rank] for rank in range(ranks)]]
@@ -133,9 +134,10 @@ def make_plan(options: PipelineOptions, way: str, profile: ModelProfile, topolog
         global_batch=options.global_batch,
         micro_batches=[options.micro_batch],
         tensor_parallel=[1],
-        stages=[ranks],
+        stages=[ranks] if way == "planned" else None,
         method=options.method,
-        unequal=False,
+        unequal=way == "any",
+        all_devices=True,
         keep=1,
     )[0].plan
 
@@ -146,14 +148,11 @@ def train(
     """Train once, with the stages of a plan."""
     train_images, test_images = images
     device = get_accelerator().get_current_device()
-    plugin = HeteroHybridParallelPlugin(plan=training.plan, precision=options.precision)
+    # Layer by layer also in equal replicas, so that both plans get the same global batches.
+    planning = PlanConfig(layer_sums=options.way == "replicas")
+    plugin = HeteroHybridParallelPlugin(plan=training.plan, planning=planning, precision=options.precision)
     loader = plugin.prepare_dataloader(
-        train_images,
-        batch_size=options.global_batch,
-        shuffle=True,
-        drop_last=True,
-        distributed_sampler_cls=functools.partial(DistributedSampler, seed=options.seed),
-        collate_fn=whole_batch,
+        train_images, shuffle=True, seed=options.seed, drop_last=True, collate_fn=whole_batch, **sampler_of(options)
     )
     iterations = len(loader) * options.epochs
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.05)
@@ -163,7 +162,7 @@ def train(
     with report.training(training, f"{training.name}: {one_line(training.plan)}", iterations):
         for epoch in range(options.epochs):
             model.train()
-            loader.sampler.set_epoch(epoch)
+            (loader if planning.layer_sums else loader.sampler).set_epoch(epoch)
             train_images.set_epoch(epoch)
             losses = torch.zeros(len(loader), device=device)  # known on the last stage, 0 on the others
             last = time.perf_counter()
@@ -174,12 +173,19 @@ def train(
                 schedule.step()
                 optimizer.zero_grad()
                 if result["loss"] is not None:
-                    losses[step] = result["loss"].detach().float()
+                    losses[step] = result["loss"].detach().float() * (len(batch[1]) / options.global_batch)
                 get_accelerator().synchronize()
                 last, seconds = time.perf_counter(), time.perf_counter() - last
                 report.iteration(seconds)
             dist.all_reduce(losses)
             report.epoch(epoch, losses.tolist(), evaluate(booster, model, test_images, options))
+
+
+def sampler_of(options: PipelineOptions) -> dict[str, Any]:
+    """The sampler of a pipeline's loader, whose order follows the seed; loaders of replicas have one of their own."""
+    if options.way == "replicas":
+        return {}
+    return {"distributed_sampler_cls": functools.partial(DistributedSampler, seed=options.seed)}
 
 
 @torch.no_grad()
@@ -188,7 +194,7 @@ def evaluate(booster: Booster, model: Any, images: ImageSet, options: PipelineOp
     model.eval()
     device = get_accelerator().get_current_device()
     correct = torch.zeros((), device=device)
-    for batch in padded_batches(images, options.global_batch, 0, 1):
+    for batch in padded_batches(images, options.global_batch, *booster.plugin.replica()):
         batch = tuple(part.to(device) for part in batch)
         result = booster.execute_pipeline(iter([batch]), model, number_correct, return_loss=True)
         if result["loss"] is not None:

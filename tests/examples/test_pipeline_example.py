@@ -66,6 +66,18 @@ def test_a_profile_is_used_again_on_three_ranks(tmp_path):
         assert slow["blocks"][1] - slow["blocks"][0] == 1
 
 
+def test_replicas_that_differ_train_to_the_same_losses():
+    """Both plans get the same global batches, and every rank has a place in them."""
+    flags = f"{SMALL} --micro-batch 16 --way replicas --straggler 1:4 --straggler-means repeat"
+    (summary,), shown = compared("pipeline", 2, flags)
+    equal, free = summary["trainings"]
+    assert (equal["way"], free["way"]) == ("equal", "any")
+    assert sorted(stage["rank"] for stage in free["stages"]) == [0, 1]
+    assert free["loss"] == pytest.approx(equal["loss"], rel=1e-3)
+    assert free["accuracy"] == pytest.approx(equal["accuracy"], abs=0.02)
+    assert "Any replicas train" in shown
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

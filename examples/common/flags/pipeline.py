@@ -37,7 +37,8 @@ class PipelineOptions(ComparisonOptions):
     @property
     def ways(self) -> tuple[str, ...]:
         """The ways to make stages that are trained with, in their order."""
-        return ("uniform", "planned") if self.way == "both" else (self.way,)
+        pairs = {"both": ("uniform", "planned"), "replicas": ("equal", "any")}
+        return pairs.get(self.way, (self.way,))
 
     @property
     def micro_batches(self) -> int:
@@ -54,10 +55,10 @@ def _make_parser() -> OneLineParser:
     stages = parser.add_argument_group("stages")
     stages.add_argument(
         "--way",
-        choices=("uniform", "planned", "both"),
+        choices=("uniform", "planned", "both", "replicas"),
         default="both",
         help="uniform: equally many blocks per stage, ranks in order, as Colossal-AI divides; planned: measured and "
-        "planned; both: one after the other (default both)",
+        "planned; both: one after the other; replicas: equal replicas, then any, both planned (default both)",
     )
     stages.add_argument(
         "--method",

@@ -32,8 +32,11 @@ class PipelineReport(ComparisonReport[PipelineTraining]):
     """See :class:`ComparisonReport`."""
 
     WAYS_ARE = "stages"
-    FITTED = "Stages that fit the devices"
     FILES = ("summary", "profile", "plan", "plot")
+
+    @property
+    def FITTED(self) -> str:  # type: ignore[override]
+        return "Any replicas" if self._options.way == "replicas" else "Stages that fit the devices"
 
     profile_seconds = 0.0
     """Time that measuring the layers took."""
@@ -77,7 +80,8 @@ class PipelineReport(ComparisonReport[PipelineTraining]):
                     "predicted_seconds_per_micro_batch": stage.forward_seconds + stage.backward_seconds,
                     "peak_memory_bytes": training.peak_memory_bytes[stage.ranks[0]],
                 }
-                for stage in training.plan.replicas[0].stages
+                for replica in training.plan.replicas
+                for stage in replica.stages
             ],
             **super()._summary_of(training),
         }
@@ -87,12 +91,13 @@ class PipelineReport(ComparisonReport[PipelineTraining]):
         table = compact_table("Stages, predicted times of a micro-batch (in ms)", "stages", *columns)
         for training in self.trainings:
             assert training.plan is not None
-            for number, stage in enumerate(training.plan.replicas[0].stages):
+            stages = [pair for replica in training.plan.replicas for pair in enumerate(replica.stages)]
+            for row, (number, stage) in enumerate(stages):
                 rank = stage.ranks[0]
                 communication = stage.transfer_seconds + stage.schedule_seconds
                 times = (stage.forward_seconds, stage.backward_seconds, communication)
                 table.add_row(
-                    training.name if number == 0 else "",
+                    training.name if row == 0 else "",
                     str(number),
                     str(rank),
                     *self._slowed(rank),
