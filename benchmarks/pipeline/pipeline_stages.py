@@ -185,7 +185,7 @@ def compare(quota: float, hidden: int, arguments: argparse.Namespace) -> list[fl
         global_batch=arguments.global_batch,
         micro_batches=[arguments.micro_batch],
         stages=[2],
-        runnable=True,
+        unequal=False,
         keep=1,
     )[0].plan
     notes = []

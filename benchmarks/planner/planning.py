@@ -210,15 +210,15 @@ def main() -> None:
     for gpus in arguments.gpus:
         topology = cluster(CLUSTERS[gpus])
         cells: list[object] = []
-        for runnable in (False, True):
+        for unequal in (True, False):
             seconds, found = seconds_of(
-                lambda topology=topology, runnable=runnable: make_plans(
-                    topology, model, global_batch=arguments.global_batch, runnable=runnable
+                lambda topology=topology, unequal=unequal: make_plans(
+                    topology, model, global_batch=arguments.global_batch, unequal=unequal
                 ),
                 arguments.repeats,
             )
             cells += [seconds, found[0].plan.iteration_seconds]
-        uniform = make_plans(topology, model, global_batch=arguments.global_batch, method="uniform", runnable=True)
+        uniform = make_plans(topology, model, global_batch=arguments.global_batch, method="uniform", unequal=False)
         autohet_seconds = autohet_iteration(topology, model, arguments.global_batch)
         plans.append((f"{gpus:,}", *cells, uniform[0].plan.iteration_seconds, autohet_seconds))
 
@@ -242,15 +242,15 @@ def main() -> None:
             "GPUs",
             "planning [s]",
             "iteration [s]",
-            "planning, runnable [s]",
-            "iteration, runnable [s]",
+            "planning, equal [s]",
+            "iteration, equal [s]",
             "iteration, uniform [s]",
             "iteration, AutoHet [s]",
         ),
         plans,
         (
-            '"runnable": all pipelines are divided in the same way, which can be run; "uniform": runnable, with '
-            'the same number of layers per stage; "AutoHet": Algorithm 1 with exact groups, micro-batches by speed.',
+            '"equal": all pipelines are divided in the same way; "uniform": equal, with the same number of layers '
+            'per stage; "AutoHet": Algorithm 1 with exact groups, micro-batches by speed.',
         ),
     )
     print_table(

@@ -59,7 +59,10 @@ STATUS_AFTER_SECONDS = 1.0
     help="Numbers of chunks per stage to try with --schedule interleaved.",
 )
 @click.option(
-    "--unequal", is_flag=True, help="Also plans whose replicas have unequal stages. Such plans cannot be run yet."
+    "--equal",
+    is_flag=True,
+    help="Only plans with equal replicas: the same stages and equally many micro-batches in each. By default replicas "
+    "may differ in the schedule 1f1b.",
 )
 @click.option(
     "--overlap",
@@ -69,6 +72,7 @@ STATUS_AFTER_SECONDS = 1.0
 )
 @click.option("--runnable", is_flag=True, hidden=True)
 @click.option("--symmetric", is_flag=True, hidden=True)
+@click.option("--unequal", is_flag=True, hidden=True)
 @click.option(
     "--memory-reserve",
     type=click.FloatRange(min=0),
@@ -91,10 +95,11 @@ def plan(
     method: str,
     schedules: tuple[Schedule, ...],
     model_chunks: tuple[int, ...],
-    unequal: bool,
+    equal: bool,
     overlap: bool,
     runnable: bool,
     symmetric: bool,
+    unequal: bool,
     memory_reserve: float | None,
     out: Path | None,
     plot: Path | None,
@@ -114,11 +119,16 @@ def plan(
     from ..planner.report.plan_table import one_line, render
     from ..planner.search.make_plans import make_plans
 
-    for old in [name for name, given in (("--runnable", runnable), ("--symmetric", symmetric)) if given]:
-        warn_old_option(old, "leave it out: only plans that can be run are made unless --unequal is given")
+    if runnable:
+        warn_old_option("--runnable", "leave it out: only plans that can be run are made")
+    if symmetric:
+        warn_old_option("--symmetric", "use --equal")
+    if unequal:
+        warn_old_option("--unequal", "leave it out: replicas may differ unless --equal is given")
+    equal = equal or symmetric
     with errors_on_one_line():
-        if unequal and (runnable or symmetric):
-            raise ValueError("--unequal asks for plans that cannot be run, --runnable for none of these; give one")
+        if unequal and equal:
+            raise ValueError("--unequal asks for plans whose replicas may differ, --equal for none of these; give one")
         check_outputs(out, picture=plot)
         if cluster.suffix == ".json" and profile.suffix == ".toml":
             raise ValueError(f"the cluster comes first, then the profile: give {profile} before {cluster}")
@@ -136,7 +146,7 @@ def plan(
                 schedules=schedules,
                 model_chunks=model_chunks,
                 method=method,
-                runnable=not unequal,
+                unequal=not equal,
                 keep=top,
                 compare=True,
                 overlap=overlap,

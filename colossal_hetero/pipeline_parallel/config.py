@@ -47,6 +47,11 @@ class PlanConfig:
     model_chunks: Sequence[int] = (2,)
     """Numbers of chunks per stage to try with the schedule ``interleaved``."""
 
+    unequal: bool = True
+    """Whether the replicas of ``plan="auto"`` may have different stages and batches. They are equal in any case if
+    ``pp_size``, ``batches`` or another argument of the plugin needs that. A loop that calls the model itself instead of
+    ``execute_pipeline`` needs equal replicas."""
+
     layer_sums: bool = False
     """Whether gradients are summed layer by layer, over the ranks that hold a layer, also where all replicas are alike.
     Where they are not, this is always so."""

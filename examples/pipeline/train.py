@@ -135,7 +135,7 @@ def make_plan(options: PipelineOptions, way: str, profile: ModelProfile, topolog
         tensor_parallel=[1],
         stages=[ranks],
         method=options.method,
-        runnable=True,
+        unequal=False,
         keep=1,
     )[0].plan
 

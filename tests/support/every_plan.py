@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds, synchronization_seconds
 from colossal_hetero.planner.cluster.shared_hops import hop_channels
 from colossal_hetero.planner.cluster.topology import Channel, Topology
+from colossal_hetero.planner.plans.ranked_plan import MIN_UNEQUAL_GAIN
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
 
@@ -50,12 +51,21 @@ class EveryPlan:
         self.global_batch = global_batch
         self._costs: dict[object, PipelineCost] = {}
 
-    def best_seconds(self, *, runnable: bool) -> float:
-        """The time of the best plan; infinite if none fits in memory.
+    def best_seconds(self, *, unequal: bool) -> float:
+        """The time of the best plan that can be run; infinite if none fits in memory.
+
+        A pipeline has at least as many micro-batches as stages.
 
         Args:
-            runnable: Only equal pipelines with at least as many micro-batches as stages.
+            unequal: Also pipelines that are not alike, if they are faster by ``MIN_UNEQUAL_GAIN`` than those that are.
         """
+        equal = self._best_of(self._equal)
+        if not unequal:
+            return equal
+        best = self._best_of(self._unequal)
+        return best if best * MIN_UNEQUAL_GAIN < equal else equal
+
+    def _best_of(self, try_all: Callable[..., float]) -> float:
         best = np.inf
         sizes = {times.micro_batch for times in self.profile.times if self.global_batch % times.micro_batch == 0}
         for arrangement in arrangements(range(len(self.topology.devices))):
@@ -68,7 +78,6 @@ class EveryPlan:
             for size in sorted(sizes):
                 total = self.global_batch // size
                 if len(arrangement) <= total:
-                    try_all = self._equal if runnable else self._unequal
                     best = min(best, try_all(arrangement, hops, size, total, best))
         return best
 
@@ -92,13 +101,18 @@ class EveryPlan:
     def _unequal(
         self, arrangement: Arrangement, hops: Sequence[Sequence[Channel]], size: int, total: int, best: float
     ) -> float:
-        most = total - len(arrangement) + 1
+        """Pipelines of any cuts and numbers of micro-batches; those that are alike are among them."""
+        stages = sum(map(len, arrangement))
+        if stages > total:
+            return best
         choices = []
         for each, channels in zip(arrangement, hops, strict=True):
             choice = []
+            counts = range(len(each), total - (stages - len(each)) + 1)
             for bounds in self._all_bounds(len(each)):
-                costs = [self._cost(each, channels, size, count, bounds) for count in range(1, most + 1)]
-                by_count = np.array([np.inf, *(cost.seconds if cost.fits else np.inf for cost in costs)])
+                costs = [self._cost(each, channels, size, count, bounds) for count in counts]
+                too_few = [np.inf] * len(each)
+                by_count = np.array([*too_few, *(cost.seconds if cost.fits else np.inf for cost in costs)])
                 if by_count.min() < best:
                     choice.append((bounds, by_count))
             choices.append(choice)

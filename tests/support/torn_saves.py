@@ -87,6 +87,27 @@ def operations_of_a_save(root: Path) -> int:
     return files.count
 
 
+def start_save(root: Path, again: bool, operation: int | None = None) -> int:
+    """Save two steps, then start a process that saves step 30 and ends at an operation. Returns its id."""
+    save(root, "first", 10, 30 if again else 20)
+    child = os.fork()
+    if child == 0:
+        try:
+            save(root, "second", 30, files=EndingFiles(operation))
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return child
+
+
+def seconds_of_a_save(root: Path) -> float:
+    """How long the process lives that saves step 30, if nobody kills it."""
+    child = start_save(root, False)
+    start = time.perf_counter()
+    os.waitpid(child, 0)
+    return time.perf_counter() - start
+
+
 def check_killed(root: Path, *, operation: int | None = None, seconds: float | None = None) -> str:
     """Save steps 10 and 20, then kill a process that saves step 30; check what is whole.
 
@@ -102,14 +123,7 @@ def check_killed(root: Path, *, operation: int | None = None, seconds: float | N
         The step that the local folder had, and whether the process was killed, for a table.
     """
     again = root.name.endswith("again")
-    save(root, "first", 10, 30 if again else 20)
-    child = os.fork()
-    if child == 0:
-        try:
-            save(root, "second", 30, files=EndingFiles(operation))
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
+    child = start_save(root, again, operation)
     if seconds is not None:
         time.sleep(seconds)
         os.kill(child, signal.SIGKILL)

@@ -52,9 +52,11 @@ def cell_sizes(sizes: tuple[int, ...], element_bytes: int) -> tuple[int, ...]:
     last = sizes[-1]
     common = math.gcd(last, COLUMNS)
     columns = last // common if common >= 8 else math.ceil(last / COLUMNS)
-    row_bytes = math.prod(sizes[1:-1]) * columns * element_bytes
-    rows = 1 if total < SMALL_BYTES else math.ceil(CELL_BYTES / max(row_bytes, 1))
-    return (max(1, min(rows, sizes[0])), *(max(1, size) for size in sizes[1:-1]), max(1, columns))
+    cells = [max(1, columns)]
+    for size in reversed(sizes[:-1]):
+        needed = 1 if total < SMALL_BYTES else math.ceil(CELL_BYTES / (math.prod(cells) * element_bytes))
+        cells.insert(0, max(1, min(size, needed)))
+    return tuple(cells)
 
 
 def grid_shape(sizes: tuple[int, ...], cells: tuple[int, ...]) -> tuple[int, ...]:

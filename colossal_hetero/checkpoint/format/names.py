@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import quote
 
 __all__ = [
     *("MANIFEST", "METADATA", "REPLACED", "STATES", "TEMPORARY", "is_replaced", "layer_file", "meeting_folder"),
@@ -57,9 +58,9 @@ def is_replaced(folder: str) -> bool:
 
 def layer_file(layer: str, shard: str) -> str:
     """File of a layer's shard, e.g. ``block-0007.tp0of2.distcp``."""
-    return f"{layer}.{shard}.distcp"
+    return f"{quote(layer, safe='')}.{quote(shard, safe='')}.distcp"
 
 
 def part_file(node: str) -> str:
     """File that lists what a node has written, e.g. ``part-gpu-3.json``."""
-    return f"part-{re.sub(r'[^A-Za-z0-9_.-]', '_', node)}.json"
+    return f"part-{quote(node, safe='')}.json"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from ..format.box import Box
+from ..format.names import layer_file
 
 __all__ = ["FileDivision", "Holding", "ShardFile", "divide_files", "spread"]
 
@@ -94,7 +95,7 @@ def divide_files(holdings: Iterable[Holding], *, with_local: bool = True) -> Fil
         with_local: whether nodes have local folders.
 
     Raises:
-        ValueError: ranks that hold a file hold different boxes of it.
+        ValueError: ranks that hold a file hold different boxes of it, or two files have the same name.
     """
     boxes: dict[ShardFile, dict[int, set[tuple[str, Box]]]] = defaultdict(lambda: defaultdict(set))
     nodes: dict[int, str] = {}
@@ -115,6 +116,14 @@ def divide_files(holdings: Iterable[Holding], *, with_local: bool = True) -> Fil
                     "its shard different names"
                 )
         sizes[file] = held[first, file]
+    names = {layer_file(*file): file for file in sizes}
+    for file in sizes:
+        other = names[layer_file(*file)]
+        if other != file:
+            raise ValueError(
+                f"shard {file.shard} of {file.layer} and shard {other.shard} of {other.layer} would have one file; use "
+                "names without dots"
+            )
     by_node = {
         node: {file: [rank for rank in boxes[file] if nodes[rank] == node] for file in sizes}
         for node in sorted(set(nodes.values()))

@@ -23,7 +23,6 @@ from ..format.run_state import RunState
 from ..storage.errors import CheckpointError
 from ..storage.file_operations import FileOperations
 from .file_division import ShardFile, divide_files
-from .index import RankPart
 from .layer_files import copy_file, write_layer_file
 from .meeting import FolderMeeting, Meeting, MemoryMeeting, Stopped, StoreMeeting
 from .participants import Participants, holdings_of
@@ -34,7 +33,7 @@ from .worker import Worker
 __all__ = ["LayerCheckpointSaver"]
 
 GRACE_SECONDS = 10.0
-"""How long a rank may take to hear that an upload has ended."""
+"""How long a rank may take to hear that a save has ended."""
 
 EXIT_SECONDS = 60.0
 """How long a process that ends with an error waits for the last checkpoint."""
@@ -60,6 +59,7 @@ class LayerCheckpointSaver:
             files: in the local folder if all ranks are on one node, else in the shared folder. If that hangs, ranks
             without a store cannot tell each other.
         time_limit_seconds: how long ranks wait for each other, and for a write that hangs, before a save is given up.
+        patience_seconds: how long after its start the writing of one save may hold up the next one.
         files: operations on files.
         log: where rank 0 prints; default: standard error.
 
@@ -76,6 +76,7 @@ class LayerCheckpointSaver:
         keep: int = 3,
         store: Store | None = None,
         time_limit_seconds: float = 1800.0,
+        patience_seconds: float = 60.0,
         files: FileOperations | None = None,
         log: TextIO | None = None,
     ) -> None:
@@ -84,7 +85,7 @@ class LayerCheckpointSaver:
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least 1 checkpoint must be kept")
         self._participants, self._log = participants, log
-        self._time_limit = time_limit_seconds
+        self._time_limit, self._patience_seconds = time_limit_seconds, patience_seconds
         self._files = files or FileOperations()
         self._stop = threading.Event()
         division = divide_files(participants.holdings, with_local=local is not None)
@@ -117,9 +118,9 @@ class LayerCheckpointSaver:
     def save(self, step: int, pieces: Sequence[TensorPiece], state: RunState | None = None) -> bool:
         """Save what this rank holds now; returns when it may change again.
 
-        If this rank still writes the pieces of an earlier save, this waits for it, but not beyond the time limit. If
-        they cannot be written yet, since a save before waits for other ranks, or if a write hangs, the new save is
-        given up at once: no checkpoint of this step is made, on any rank.
+        If this rank still writes the pieces of the save before, this waits for it, as long as the writing takes at most
+        ``patience_seconds`` in all. If it takes longer, or if those pieces cannot be written yet, since a save before
+        waits for other ranks, the new save is given up: no checkpoint of this step is made, on any rank.
 
         Args:
             step: number of optimizer steps that are done.
@@ -175,8 +176,16 @@ class LayerCheckpointSaver:
             raise CheckpointError("; ".join(failures))
 
     def close(self) -> None:
-        """Stop waiting for other ranks, and end the threads. What is not written by then is given up."""
+        """End the threads. What is not written by then is given up.
+
+        Rank 0 first waits until the others know how the last save went. The store may end after this.
+        """
         atexit.unregister(self._at_exit)
+        if self.is_idle:
+            with suppress(Exception):  # other ranks, or the way to them, may be gone
+                for tier in (self._first, self._second):
+                    if tier is not None:
+                        tier.wait_until_heard(time.monotonic() + min(GRACE_SECONDS, self._time_limit))
         self._stop.set()
         for worker in (self._writer, self._uploader):
             if worker is not None:
@@ -215,7 +224,7 @@ class LayerCheckpointSaver:
         if self._waits_for_others:
             return 0.0
         _, since = self._busy.get(self._first.name, (0, time.monotonic()))
-        return max(0.0, since + self._time_limit - time.monotonic())
+        return max(0.0, since + self._patience_seconds - time.monotonic())
 
     def _give_up(self, save: Save) -> None:
         rank, node, busy = self._participants.rank, self._participants.node, self._busy.get(self._first.name)
@@ -223,8 +232,8 @@ class LayerCheckpointSaver:
         error = f"rank {rank} on node {node} {what}"
         self._fail(save, self._first, error, quiet=busy is not None and (self._first.name, busy[0]) in self._reported)
         # In a thread: messages may be files in a folder that hangs.
-        report = partial(self._first.report, save.number, RankPart(error=error))
-        threading.Thread(target=report, name="checkpoint message", daemon=True).start()
+        refuse = partial(self._first.refuse, save.number, error)
+        threading.Thread(target=refuse, name="checkpoint message", daemon=True).start()
 
     def _write(self, save: Save, staged: Staged) -> None:
         """In the thread of the writer."""
@@ -238,25 +247,28 @@ class LayerCheckpointSaver:
                 self._staging_free.set()
 
         def write(folder: Path) -> list[FileRecord]:
-            with self._writing(self._first, save):
-                self._staging.finish()
-                for file in self._first_files:
-                    name = layer_file(*file)
-                    records[name] = write_layer_file(self._files, folder / name, staged[file])
-            self._waits_for_others = True
-            release()
+            try:
+                with self._writing(self._first, save):
+                    self._staging.finish()
+                    for file in self._first_files:
+                        name = layer_file(*file)
+                        records[name] = write_layer_file(self._files, folder / name, staged[file])
+            finally:
+                self._waits_for_others = True
+                release()
             return list(records.values())
 
         verdict = self._take_part(self._first, save, partial(self._first.save, save, write, self._upload_next))
         self._waits_for_others = False
-        release()  # also after an error
+        release()  # also if the folder could not be made
         if verdict is not None and verdict.upload and self._second is not None and self._uploader is not None:
             # Rank 0 has finished its last upload; this rank may not have heard so yet.
             if self._second.name in self._busy or not self._uploader.wait(time.monotonic() + GRACE_SECONDS):
                 where = f"rank {self._participants.rank} on node {self._participants.node}"
                 error = f"{where} still uploads the checkpoint of step {self._uploading}"
                 self._fail(save, self._second, error, quiet=True)
-                self._second.report(save.number, RankPart(error=error))
+                with suppress(Exception):  # without messages, rank 0 gives up after the time limit
+                    self._second.refuse(save.number, error)
             else:
                 self._uploading = save.step
                 self._uploader.submit(partial(self._upload, self._second, save, records))

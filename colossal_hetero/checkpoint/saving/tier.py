@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ..storage.errors import CheckpointError
 from ..storage.file_operations import FileOperations, remove_all, write_file
 from ..storage.folder_contents import complete_folders, is_complete, read_manifest, remove_leftovers, remove_old
 from .index import Index, RankPart, make_index, rank_part
-from .meeting import Meeting, wait_for
+from .meeting import Meeting, Stopped, wait_for
 from .participants import Participants
 
 __all__ = ["Save", "Tier", "Verdict"]
@@ -61,6 +61,8 @@ class Tier:
     time_limit_seconds: float
     """How long ranks wait for each other."""
     stop: threading.Event
+    numbers: list[int] = field(default_factory=list)
+    """Of the saves about which this rank has left messages."""
 
     @property
     def leader(self) -> int:
@@ -91,32 +93,67 @@ class Tier:
         Raises:
             Stopped: the saver was closed.
         """
+        try:
+            return self._save(save, write, upload_next)
+        finally:
+            if self.participants.rank != 0:
+                self._leave(save.number, f"heard-{self.participants.rank}", b"")
+
+    def refuse(self, number: int, error: str) -> None:
+        """Take no part in a save. All ranks hear why."""
+        self._report(number, RankPart(error=error))
+        if self.participants.rank == 0:
+            self._announce(number, Verdict(error, False, None))
+
+    def wait_until_heard(self, deadline: float) -> None:
+        """Rank 0: wait until all ranks know how the last save went, since the messages may be gone soon."""
+        if self.numbers and self.participants.rank == 0:
+            heard = [self._name(self.numbers[-1], f"heard-{rank}") for rank in range(1, len(self.participants.nodes))]
+            with suppress(Stopped):
+                wait_for(self.meeting, heard, deadline, self.stop)
+
+    def _save(
+        self,
+        save: Save,
+        write: Callable[[Path], Sequence[FileRecord]],
+        upload_next: Callable[[], tuple[bool, int | None]],
+    ) -> Verdict:
         rank, leader = self.participants.rank, self.leader
-        self._forget(save.number - 2)
         unfinished = self.folder / unfinished_folder(save.step, self.participants.run, save.number, leader)
         try:
             if rank == leader:
                 self._remove_leftovers(save)
             self.files.make_folder(unfinished)
             part = rank_part(write(unfinished), save.state)
-        except Exception as error:
+            self._report(save.number, part)
+        except Exception as error:  # of the disk, or of a state that is not JSON
             part = RankPart(error=self._in_words(error))
-        self.report(save.number, part)
+            self._report(save.number, part)
         verdict = self._decide(save, part, upload_next) if rank == 0 else self._hear(save)
         if rank == leader:
             fault = verdict.error or self._finish(save, unfinished, verdict)
-            self.meeting.put(self._name(save.number, f"done-{rank}"), json.dumps(fault).encode())
+            self._leave(save.number, f"done-{rank}", json.dumps(fault).encode())
             if fault is not None:
                 self._discard(unfinished)
         if verdict.error is not None:
             return verdict
         return Verdict(self._errors_of_leaders(save), verdict.upload, verdict.uploading)
 
-    def report(self, number: int, part: RankPart) -> None:
+    def _report(self, number: int, part: RankPart) -> None:
         """Leave this rank's part of a save for rank 0: its files, or why there are none."""
-        self.meeting.put(
-            self._name(number, f"part-{self.participants.rank}"), part.model_dump_json(by_alias=True).encode()
-        )
+        message = part.model_dump_json(by_alias=True).encode()
+        if number not in self.numbers:
+            self.numbers.append(number)
+        while len(self.numbers) > 2:  # of the last but one a slow rank may still read
+            self._forget(self.numbers.pop(0))
+        self._leave(number, f"part-{self.participants.rank}", message)
+
+    def _leave(self, number: int, what: str, message: bytes) -> None:
+        self.meeting.put(self._name(number, what), message)
+
+    def _announce(self, number: int, verdict: Verdict) -> None:
+        content = [verdict.error, verdict.upload, verdict.uploading]
+        self._leave(number, "verdict", json.dumps(content).encode())
 
     def _name(self, number: int, what: str) -> str:
         return f"{self.participants.run}/{self.name}/{number}/{what}"
@@ -127,30 +164,31 @@ class Tier:
     def _decide(self, save: Save, own: RankPart, upload_next: Callable[[], tuple[bool, int | None]]) -> Verdict:
         """Rank 0: collect the parts, and tell all ranks whether the save is whole."""
         parts, error = self._collect(save, own)
-        upload, uploading = upload_next() if error is None else (False, None)
         if error is None:
-            identity = f"{self.participants.run}-{save.number}"
-            index = make_index(save.step, identity, self._time(), self.participants.nodes, parts, save.state)
-            self.meeting.put(self._name(save.number, "index"), index.message())
+            try:
+                identity = f"{self.participants.run}-{save.number}"
+                index = make_index(save.step, identity, self._time(), self.participants.nodes, parts, save.state)
+                self._leave(save.number, "index", index.message())
+            except Exception as fault:  # of the disk, or of a state that is not JSON
+                error = self._in_words(fault)
+        upload, uploading = upload_next() if error is None else (False, None)
         verdict = Verdict(error, upload, uploading)
-        self.meeting.put(self._name(save.number, "verdict"), json.dumps([error, upload, uploading]).encode())
+        self._announce(save.number, verdict)
         return verdict
 
     def _collect(self, save: Save, own: RankPart) -> tuple[list[RankPart], str | None]:
-        deadline, parts = self._deadline(), {0: own}
+        # Also after an error all parts are waited for: then nobody writes any more, and the leaders can clean up.
+        deadline, parts, errors = self._deadline(), [own], [own.error]
         for rank in range(1, len(self.participants.nodes)):
-            if own.error is not None:
-                break
             name = self._name(save.number, f"part-{rank}")
             message = wait_for(self.meeting, [name], deadline, self.stop).get(name)
             if message is None:
-                node = self.participants.nodes[rank]
-                return [], f"rank {rank} on node {node} has not written its files in {self.time_limit_seconds:g} s"
-            parts[rank] = RankPart.model_validate_json(message)
-            if parts[rank].error is not None:
-                break
-        error = next((part.error for part in parts.values() if part.error is not None), None)
-        return list(parts.values()), error
+                where = f"rank {rank} on node {self.participants.nodes[rank]}"
+                errors.append(f"{where} has not written its files in {self.time_limit_seconds:g} s")
+            else:
+                parts.append(RankPart.model_validate_json(message))
+                errors.append(parts[-1].error)
+        return parts, next((error for error in errors if error is not None), None)
 
     def _hear(self, save: Save) -> Verdict:
         name = self._name(save.number, "verdict")
@@ -238,7 +276,7 @@ class Tier:
 
     def _forget(self, number: int) -> None:
         """Remove the messages of this rank about an old save."""
-        own = [f"part-{self.participants.rank}", f"done-{self.participants.rank}"]
+        own = [f"{what}-{self.participants.rank}" for what in ("part", "done", "heard")]
         for what in [*own, *(["verdict", "index"] if self.participants.rank == 0 else [])]:
             self.meeting.discard(self._name(number, what))
 

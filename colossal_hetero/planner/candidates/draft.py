@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -12,6 +12,7 @@ from ..cluster.topology import Channel, Topology
 from ..plans.overlap import exposed_seconds
 from ..plans.plan import Plan
 from ..plans.predict import StageGroup, finished_plan, finished_replica
+from ..plans.ranked_plan import ranking_seconds
 from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
 from ..slots.placement import Place, SlotPool, place, place_together
@@ -74,16 +75,28 @@ class Draft:
         """Time of an iteration."""
         return self.pipeline_seconds + self.synchronization_seconds
 
+    @property
+    def ranking_seconds(self) -> float:
+        """By which drafts are compared, see :func:`~colossal_hetero.planner.plans.ranked_plan.ranking_seconds`."""
+        return ranking_seconds(self.seconds, equal=self.is_equal)
 
-def divide_micro_batches(fill: Sequence[float], longest: Sequence[float], micro_batches: int) -> list[int]:
+
+def divide_micro_batches(
+    fill: Sequence[float], longest: Sequence[float], micro_batches: int, minimum: Sequence[int]
+) -> list[int]:
     """How many micro-batches each pipeline runs so that the last pipeline ends as early as possible.
 
     Args:
         fill: By pipeline, seconds of one micro-batch through the empty pipeline.
         longest: By pipeline, seconds that each further micro-batch adds: the time of its longest stage.
-        micro_batches: How many to divide; at least one for each pipeline.
+        micro_batches: How many to divide; not fewer than the sum of ``minimum``.
+        minimum: By pipeline, how many it runs at least; not below 1.
     """
-    first, step = np.asarray(fill), np.maximum(np.asarray(longest), 1e-15)
+    # What a pipeline runs in any case counts as its first micro-batch.
+    extra = np.asarray(minimum) - 1
+    step = np.maximum(np.asarray(longest), 1e-15)
+    first = np.asarray(fill) + extra * step
+    micro_batches -= int(extra.sum())
 
     def done(seconds: float) -> NDArray[np.int64]:
         """Micro-batches that each pipeline finishes in this time; at least one."""
@@ -107,7 +120,7 @@ def divide_micro_batches(fill: Sequence[float], longest: Sequence[float], micro_
         more = min(rest, int(max_counts[pipeline] - counts[pipeline]))
         counts[pipeline] += more
         rest -= more
-    return [int(count) for count in counts]
+    return [int(count) for count in counts + extra]
 
 
 class DraftBuilder:
@@ -118,12 +131,15 @@ class DraftBuilder:
         method: How the layers of a pipeline are split into stages.
         overlap: Whether communication between pipelines overlaps with passes, see
             :func:`~colossal_hetero.planner.plans.overlap.exposed_seconds`.
+        runnable: Whether pipelines that are not alike have enough micro-batches for their stages, see
+            :mod:`~colossal_hetero.planner.plans.runnable`.
     """
 
-    def __init__(self, topology: Topology, method: str, *, overlap: bool = False) -> None:
+    def __init__(self, topology: Topology, method: str, *, overlap: bool = False, runnable: bool = True) -> None:
         self.topology = topology
         self.method = method
         self.overlap = overlap
+        self.runnable = runnable
         self._node_of = [device.node for device in topology.devices]
         self._cluster_of = [node.cluster for node in topology.nodes]
         self._splits: dict[object, Split | str] = {}
@@ -135,6 +151,10 @@ class DraftBuilder:
     def chooses_cuts(self) -> bool:
         """Whether the method looks for the fastest cuts by the closed form, so that all cuts may be compared."""
         return self.method == "exact"
+
+    def min_micro_batches(self, stages: Iterable[int]) -> list[int]:
+        """How many micro-batches pipelines of these numbers of stages run at least."""
+        return [number if self.runnable else 1 for number in stages]
 
     def build(
         self, pool: SlotPool, groups: Sequence[Sequence[int]], *, symmetric: bool = False, thorough: bool = False
@@ -170,7 +190,13 @@ class DraftBuilder:
         sequences: list[Kinds] = [tuple((kind,) for kind, _ in pipeline) for pipeline in places]
         numbers = as_given = self._shared_numbers(pool, nodes, nodes)
         total = pool.total_micro_batches
-        counts = [total // len(places) if symmetric else max(1, round(total / len(places)))] * len(places)
+        minimum = self.min_micro_batches(map(len, places))
+        if symmetric:
+            counts = [total // len(places)] * len(places)
+        elif sum(minimum) > total:
+            return f"{total} micro-batches are too few for the stages of all replicas"
+        else:
+            counts = [max(each, round(total / len(places))) for each in minimum]
         shared_numbers, shared_kinds = numbers, sequences
         if symmetric:
             # One split for all pipelines, made for the slowest link between two stages and the slowest slot of each.
@@ -195,7 +221,7 @@ class DraftBuilder:
                 break
             steps = [max(cost.stage_seconds) for cost in costs]
             fill = [cost.seconds - (count - 1) * step for cost, count, step in zip(costs, counts, steps, strict=True)]
-            divided_counts = divide_micro_batches(fill, steps, total)
+            divided_counts = divide_micro_batches(fill, steps, total, minimum)
             # With more micro-batches than a split was made for, more memory may be needed. Then split again for more.
             again = self._evaluate(pool, sequences, numbers, divided_counts, splits)
             if all(cost.fits for cost in again):
@@ -247,7 +273,8 @@ class DraftBuilder:
             return str(error)
         if self.overlap:
             passes = [each for cost in costs for each in zip(cost.forward_seconds, cost.backward_seconds, strict=True)]
-            synchronization = exposed_seconds(synchronization, passes)
+            equal = len({cut.bounds for cut in splits}) == 1 and len(set(counts)) == 1
+            synchronization = exposed_seconds(synchronization, passes, equal=equal)
         groups = [tuple(np.bincount([kind for kind, _ in each], minlength=len(pool.kinds)).tolist()) for each in places]
         return Draft(
             pool, groups, [list(each) for each in places], list(splits), list(counts), list(costs), synchronization

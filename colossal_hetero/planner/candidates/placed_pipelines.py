@@ -87,10 +87,18 @@ class PlacedPipelines:
         return None if chosen < 0 else self._draft(rows, [bounds[chosen]] * len(rows), [count] * len(rows))
 
     def best_unequal(self, rows: Rows, below: float) -> Draft | None:
-        """The best cuts and numbers of micro-batches of each pipeline; None if no plan is faster than ``below``."""
+        """The best cuts and numbers of micro-batches of each pipeline; None if no plan is faster than ``below``.
+
+        There are enough micro-batches for :meth:`.DraftBuilder.min_micro_batches` of all pipelines.
+        """
         times, total = self._times(rows), self.pool.total_micro_batches
         if times is None:
             return None
+        minimum = self.builder.min_micro_batches(map(len, rows))
+        # What a pipeline runs in any case counts as its first micro-batch.
+        extra = np.array(minimum) - 1
+        total -= int(extra.sum())
+        times = [each.after(count) for each, count in zip(times, extra.tolist(), strict=True)]
         all_of = [all_bounds(self.blocks, len(row)) for row in rows]
         kept = [np.flatnonzero((each.max_micro_batches > 0) & (each.fill_seconds < below)) for each in times]
         while np.prod([float(len(each)) for each in kept]) > MAX_COMBINATIONS:
@@ -119,7 +127,7 @@ class PlacedPipelines:
             bounds = [each[cut] for each, cut in zip(all_of, grid[:, number].tolist(), strict=True) if each is not None]
             if seconds[number] + self._summing(rows, bounds) < best:
                 counts = _counts(fill[:, number], step[:, number], most[:, number], total, float(seconds[number]))
-                draft = self._draft(rows, bounds, counts)
+                draft = self._draft(rows, bounds, [int(count) for count in counts + extra])
                 if draft is not None and draft.seconds < best:
                     best, found = draft.seconds, draft
         return found
@@ -194,7 +202,7 @@ def _last_end(
 
 def _counts(
     fill: NDArray[np.float64], step: NDArray[np.float64], most: NDArray[np.int64], total: int, end: float
-) -> list[int]:
+) -> NDArray[np.int64]:
     """Micro-batches of each pipeline so that all end at ``end``, the pipelines with the latest end having fewer."""
     steps = np.maximum(step, 1e-15)
     most_by_time = np.floor((end * (1 + 1e-12) - fill) / steps + 1e-9)
@@ -202,4 +210,4 @@ def _counts(
     for _ in range(int(counts.sum()) - total):
         last = int(np.where(counts > 1, fill + (counts - 1) * steps, -np.inf).argmax())
         counts[last] -= 1
-    return [int(count) for count in counts]
+    return counts

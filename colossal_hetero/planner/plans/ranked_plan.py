@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 from .plan import Plan
 
-__all__ = ["RankedPlan"]
+__all__ = ["MIN_UNEQUAL_GAIN", "ROUNDING", "RankedPlan", "compared", "ranking_seconds"]
+
+MIN_UNEQUAL_GAIN = 1.01
+"""A plan whose replicas are not alike comes before one with equal replicas if it is faster by this factor at least.
+
+Predicted times are wrong by more than 1 % (``benchmarks/pipeline``, ``benchmarks/planner``), so a smaller gain means
+nothing, and equal replicas leave more choices: Colossal-AI's own plugin, other schedules, ZeRO stage 2, LoRA."""
+
+ROUNDING = 1e-9
+"""Times that differ by a smaller share count as equal."""
 
 
 @dataclass(frozen=True)
@@ -16,3 +25,23 @@ class RankedPlan:
     plan: Plan
     reason: str
     """Why it is the best, or how much slower than the best it is and what most of that comes from."""
+
+
+def ranking_seconds(seconds: float, *, equal: bool) -> float:
+    """The time by which plans are compared: ``seconds`` of an iteration, or more if replicas are not alike.
+
+    See :data:`MIN_UNEQUAL_GAIN`.
+    """
+    return seconds if equal else seconds * MIN_UNEQUAL_GAIN
+
+
+def compared(seconds: float, best_seconds: float) -> str:
+    """How much slower a plan is than the best one, e.g. "3.1 % slower".
+
+    It can be faster if its replicas are not alike, see :data:`MIN_UNEQUAL_GAIN`.
+    """
+    percent = 100 * (seconds / best_seconds - 1)
+    if percent >= -100 * ROUNDING:
+        return f"{max(percent, 0.0):.1f} % slower"
+    needed = 100 * (MIN_UNEQUAL_GAIN - 1)
+    return f"{-percent:.1f} % faster, but replicas that are not alike must be faster by {needed:.0f} %"

@@ -34,27 +34,43 @@ def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False)
     problem = why_not_runnable(plan)
     if problem is not None:
         return f"# It cannot be run: {problem}.\n# It can be simulated: colossal-hetero simulate {path}"
-    (micro_batches,) = {replica.micro_batches for replica in plan.replicas}
-    samples = micro_batches * plan.micro_batch
-    stages = len(plan.layers_per_stage)
-    options = ", zero_stage=1, overlap_communication=True, overlap_allgather=True" if overlap else ""
+    # Without equal replicas, parameters are not gathered while the model computes.
+    gathered = ", overlap_allgather=True" if plan.symmetric else ""
+    options = f", zero_stage=1, overlap_communication=True{gathered}" if overlap else ""
     lines = [
         *launch_lines(plan),
         "",
         "from colossal_hetero import HeteroHybridParallelPlugin",
         f'plugin = HeteroHybridParallelPlugin(plan="{path}", precision="{plan.precision}"{options})',
-        f"# the data loader of every replica gives {count(samples, 'sample')} per step: "
-        f"{count(micro_batches, 'micro-batch')} of {plan.micro_batch}",
+        *_batch_lines(plan),
     ]
     lines.append("# train with booster.execute_pipeline(...), which divides them")
     if overlap and plan.precision == "fp32":
         lines.append("# Colossal-AI refuses zero_stage=1 in fp32: use bf16 or fp16")
     if plan.schedule == "zbv":
         lines.append("# the first stage has the loss; batches cannot be evaluated in this schedule")
-    return "\n".join([*lines, "", *_colossal_call(plan, stages)])
+    return "\n".join([*lines, "", *_colossal_call(plan)])
 
 
-def _colossal_call(plan: Plan, stages: int) -> list[str]:
+def _batch_lines(plan: Plan) -> list[str]:
+    """What the data loaders give."""
+    counts = [replica.micro_batches for replica in plan.replicas]
+    if plan.symmetric:
+        return [
+            f"# the data loader of every replica gives {count(counts[0] * plan.micro_batch, 'sample')} per step: "
+            f"{count(counts[0], 'micro-batch')} of {plan.micro_batch}"
+        ]
+    shares = ", ".join(str(each * plan.micro_batch) for each in counts[:MAX_NUMBERS])
+    return [
+        "loader = plugin.prepare_dataloader(dataset, shuffle=True, drop_last=True)  # without a batch_size",
+        f"# it gives the replicas {shares}{', …' if len(counts) > MAX_NUMBERS else ''} samples of each step, in "
+        f"micro-batches of {plan.micro_batch}",
+    ]
+
+
+def _colossal_call(plan: Plan) -> list[str]:
+    if not plan.symmetric:
+        return ["# Colossal-AI's own HybridParallelPlugin cannot run this plan: its replicas are not alike"]
     if plan.schedule != "1f1b" and len(set(plan.layers_per_chunk)) > 1:
         return ["# Colossal-AI's own HybridParallelPlugin cannot run this plan: it has no unequal chunks"]
     if plan.schedule == "zbv":
@@ -68,6 +84,7 @@ def _colossal_call(plan: Plan, stages: int) -> list[str]:
             "# Colossal-AI's own HybridParallelPlugin cannot run this plan: it places ranks in the order of launch,",
             f"# so {place} would be {_ranks(given)}, but the plan has {_ranks(wanted)} there",
         ]
+    stages = len(plan.layers_per_stage)
     arguments = [f"tp_size={plan.tensor_parallel}", f"pp_size={stages}"]
     if stages > 1:
         if plan.schedule == "1f1b":

@@ -13,9 +13,9 @@ from random import Random
 
 from ..candidates.draft import Draft, DraftBuilder
 from ..candidates.placed_pipelines import PlacedPipelines, Rows
+from ..candidates.starting_rows import starting_rows
 from ..slots.placement import Place, SlotPool
 from ..stages.all_cuts import all_bounds
-from .starting_rows import starting_rows
 
 __all__ = ["Exchanges"]
 

@@ -11,15 +11,14 @@ from ...io.text import count, duration
 from ..candidates.draft import Draft, simulated_seconds
 from ..chunks.chunked_plans import ChunkedPlans
 from ..cluster.topology import Topology
+from ..plans.plan import Plan
+from ..plans.ranked_plan import ROUNDING, compared
 from ..profile.layer_profile import ModelProfile
 from ..schedules.pass_order import Schedule
 from ..slots.placement import SlotPool
 from .plan_search import PlanSearch
 
-__all__ = ["impossible_degrees", "reason", "why_no_chunks", "why_nothing"]
-
-ROUNDING = 1e-9
-"""Differences of times that are a smaller share of an iteration come from rounding."""
+__all__ = ["against_equal_replicas", "impossible_degrees", "reason", "why_no_chunks", "why_nothing"]
 
 
 def impossible_degrees(search: PlanSearch) -> list[str]:
@@ -34,13 +33,24 @@ def impossible_degrees(search: PlanSearch) -> list[str]:
     ]
 
 
+def against_equal_replicas(plan: Plan, search: PlanSearch) -> str:
+    """How much faster ``plan``, whose replicas are not alike, is than the best plan with equal replicas."""
+    seconds = min((draft.seconds for draft in search.found() if draft.is_equal), default=None)
+    if seconds is None:
+        return "no plan with equal replicas is possible"
+    ratio = seconds / plan.iteration_seconds
+    return f"{ratio:.2f} × as fast as the best plan with equal replicas ({duration(seconds)})"
+
+
 def reason(draft: Draft, best: Draft, search: PlanSearch, seconds_of: Callable[[Draft], float]) -> str:
     """Why the best plan is the best; of another plan, how much slower it is and what most of that comes from."""
     if draft is best and seconds_of is simulated_seconds:
         return "the shortest simulated iteration of the plans with the shortest predicted ones"
     if draft is best:
         return f"the shortest predicted iteration of the {count(len(search.drafts), 'plan')} that were worked out"
-    slower = f"{100 * (seconds_of(draft) / seconds_of(best) - 1):.1f} % slower"
+    slower = compared(seconds_of(draft), seconds_of(best))
+    if seconds_of(draft) < seconds_of(best):
+        return slower
     steady, fill, _ = _parts(draft)
     more = [here - there for here, there in zip(_parts(draft), _parts(best), strict=True)]
     cause = int(np.argmax(more))

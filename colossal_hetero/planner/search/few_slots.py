@@ -44,7 +44,7 @@ class FewSlots:
             pool: The slots.
             bounds: Lower bounds on the times of pipelines of the pool.
             stages: Numbers of stages that are allowed; None for all.
-            equal: Whether only plans that can be run are tried: pipelines that are cut alike.
+            equal: Whether only pipelines that are cut alike, with equally many micro-batches, are tried.
             devices: Only plans that use at least so many devices.
         """
         self.placed = PlacedPipelines(builder, pool)
@@ -97,17 +97,24 @@ class FewSlots:
         if self.stages is not None and not lengths <= set(self.stages):
             return False
         if not self.equal:
-            return True
-        return len(lengths) == 1 and total % len(rows) == 0 and enough_micro_batches(len(rows[0]), total // len(rows))
+            return sum(self._minimum(rows)) <= total
+        if len(lengths) > 1 or total % len(rows):
+            return False
+        return not self.placed.builder.runnable or enough_micro_batches(len(rows[0]), total // len(rows))
+
+    def _minimum(self, rows: Rows) -> list[int]:
+        return self.placed.builder.min_micro_batches(map(len, rows))
 
     def _lower_bound(self, rows: Rows) -> float:
         counts = np.array([np.bincount([kind for kind, _ in row], minlength=len(self.pool.kinds)) for row in rows])
         if self.equal:
             return max(self._pipeline_bound(row, self.pool.total_micro_batches // len(rows)) for row in counts)
-        if any(self._pipeline_bound(row, 1) == np.inf for row in counts):
+        shortest = max(
+            self._pipeline_bound(row, number) for row, number in zip(counts, self._minimum(rows), strict=True)
+        )
+        if shortest == np.inf:
             return np.inf
-        # All pipelines together have at most this power, and a pipeline has at least one micro-batch.
-        shortest = max(self._pipeline_bound(row, 1) for row in counts)
+        # All pipelines together have at most this power.
         power = float((counts / self.bounds.work_seconds).sum())
         return max(shortest, self.pool.total_micro_batches / power * (1 - 1e-9))
 

@@ -16,13 +16,13 @@ from ..chunks.ranking import merged_by_time, ranked_by_time
 from ..cluster.topology import Topology
 from ..plans.launch_order import compare_with_launch_order
 from ..plans.plan import Plan
-from ..plans.ranked_plan import RankedPlan
+from ..plans.ranked_plan import RankedPlan, ranking_seconds
 from ..profile.as_profiled import as_profiled
 from ..profile.layer_profile import ModelProfile
 from ..schedules.pass_order import Schedule
 from ..stages.rules import uniform_bounds
 from ..stages.split_methods import METHODS
-from .explanations import impossible_degrees, reason, why_no_chunks, why_nothing
+from .explanations import against_equal_replicas, impossible_degrees, reason, why_no_chunks, why_nothing
 from .pipelines_to_divide import pipelines_to_divide
 from .plan_search import PlanSearch
 from .settings import check_schedules, degrees_to_try, micro_batch_sizes, slot_pools
@@ -46,6 +46,7 @@ def make_plans(
     model_chunks: Sequence[int] = (2,),
     method: str = "exact",
     runnable: bool = True,
+    unequal: bool = True,
     all_devices: bool = False,
     keep: int = 5,
     compare: bool = False,
@@ -67,12 +68,16 @@ def make_plans(
         model_chunks: Numbers of chunks per stage to try with ``interleaved``, each at least 2.
         method: How the layers of a pipeline are split into stages, one of
             :data:`~colossal_hetero.planner.stages.split_methods.METHODS`.
-        runnable: Only plans that the plugin can run, see :mod:`~colossal_hetero.planner.plans.runnable`. False: also
-            plans whose replicas have unequal stages.
+        runnable: Only plans that the plugin can run: no replica has more stages than micro-batches, see
+            :mod:`~colossal_hetero.planner.plans.runnable`.
+        unequal: Also plans whose replicas are not alike, in their stages or their batches. They come before equal
+            replicas if they are faster by
+            :data:`~colossal_hetero.planner.plans.ranked_plan.MIN_UNEQUAL_GAIN` at least.
         all_devices: Only plans that use every device. Needed if one rank is started per device of ``topology``.
         keep: How many plans to return, at most.
-        compare: Whether the best plan also says what uniform stages would take (``uniform_seconds``), which takes a
-            second search, and what Colossal-AI's own order of ranks would take (``notes``).
+        compare: Whether the best plan also says what equal replicas of uniform stages would take
+            (``uniform_seconds``), which takes a second search, and what other equal replicas and Colossal-AI's own
+            order of ranks would take (``notes``).
         overlap: Whether communication between replicas overlaps with passes, as with ZeRO stage 1 and Colossal-AI's
             options ``overlap_communication`` and ``overlap_allgather``; only for ``1f1b``. See
             :func:`~colossal_hetero.planner.plans.overlap.exposed_seconds`.
@@ -99,11 +104,11 @@ def make_plans(
     sizes = micro_batch_sizes(profile, global_batch, micro_batches)
     pools = slot_pools(topology, profile, global_batch, sizes, degrees_to_try(topology, profile, tensor_parallel))
 
-    def search_by(method: str) -> PlanSearch:
-        builder = DraftBuilder(topology, method, overlap=overlap)
-        return PlanSearch(topology, pools, builder, stages, runnable=runnable, all_devices=all_devices)
+    def search_by(method: str, unequal: bool = unequal) -> PlanSearch:
+        builder = DraftBuilder(topology, method, overlap=overlap, runnable=runnable)
+        return PlanSearch(topology, pools, builder, stages, unequal=unequal, all_devices=all_devices)
 
-    uniform = search_by("uniform") if compare and method != "uniform" else None
+    uniform = search_by("uniform", unequal=False) if compare and method != "uniform" else None
     uniform_drafts = uniform.run(1) if uniform else []
     search = search_by(method)
     seconds_of: Callable[[Draft], float] = attrgetter("seconds")
@@ -113,7 +118,7 @@ def make_plans(
         drafts = search.run(max(keep, SIMULATED))
         for other in ("exact", "uniform", "autohet"):
             drafts += search_by(other).run(SIMULATED)
-        drafts = sorted(drafts, key=seconds_of)[:keep]
+        drafts = sorted(drafts, key=lambda draft: ranking_seconds(seconds_of(draft), equal=draft.is_equal))[:keep]
     else:
         drafts = search.run(keep, uniform_drafts if method == "exact" else ())
     chunked: list[RankedPlan] = []
@@ -143,12 +148,14 @@ def make_plans(
         notes = list(best.notes)
         if method != "uniform":
             # A plan in the list can have uniform stages in an order that the method "uniform" does not try.
-            one_chunk = [each.plan for each in ranked if each.plan.schedule == "1f1b"]
+            one_chunk = [each.plan for each in ranked if each.plan.schedule == "1f1b" and each.plan.symmetric]
             seconds = [plan.iteration_seconds for plan in one_chunk if _has_uniform_stages(plan)]
             seconds += [draft.seconds for draft in uniform_drafts]
             if uniform and not seconds:
                 notes.append(f"no plan with uniform stages: {why_nothing(topology, profile, uniform)}")
             best = best.model_copy(update={"uniform_seconds": min(seconds, default=None)})
+        if not best.symmetric:
+            notes.append(against_equal_replicas(best, search))
         launch_order = compare_with_launch_order(topology, profile, best, overlap=overlap)
         best = best.model_copy(update={"notes": (*notes, launch_order) if launch_order else tuple(notes)})
     plans = [best, *(each.plan for each in ranked[1:])]

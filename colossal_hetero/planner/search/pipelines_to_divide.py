@@ -33,7 +33,7 @@ def pipelines_to_divide(search: PlanSearch) -> list[Candidate]:
         builder = DraftBuilder(search.topology, "exact")
         parts = [[pool] for pool in search.pools] if world <= MAX_DEVICES else [search.pools]
         for number, pools in itertools.product(numbers[:MAX_NUMBERS_OF_STAGES], parts):
-            part = PlanSearch(search.topology, pools, builder, [number], runnable=True, all_devices=search.all_devices)
+            part = PlanSearch(search.topology, pools, builder, [number], unequal=False, all_devices=search.all_devices)
             part.run(1)
             drafts += part.found()
     candidates: list[Candidate] = []

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..candidates.draft import Draft, DraftBuilder
 from ..cluster.topology import Topology
+from ..plans.ranked_plan import MIN_UNEQUAL_GAIN
 from ..slots.placement import SlotPool
 from ..slots.restricted_pools import places_in, restricted_pools
 from .equal_rows import EqualRows, Shape, mixed_shapes, shapes
@@ -18,6 +19,7 @@ from .exchanges import Exchanges
 from .few_slots import FewSlots
 from .lower_bounds import PipelineBounds
 from .unequal_groups import UnequalGroups
+from .unequal_moves import UnequalMoves
 
 __all__ = ["PlanSearch"]
 
@@ -39,6 +41,12 @@ MANY_TYPES, FEW_DEVICES = 6, 12
 fewer types less is tried, because most exchanges change nothing."""
 MAX_OF_PART = 3
 """Best plans of each part of the cluster that are taken over."""
+MAX_MOVED = 8
+"""Plans whose slots are then moved between pipelines, the best of different numbers of pipelines."""
+MOVES, MAX_MOVES = 3200, 200
+"""Moves that are tried per plan, times devices."""
+MAX_LOOSENED = 12
+"""Plans of equal replicas whose replicas are then cut for themselves, the best ones."""
 
 # [Note: what is tried]
 # Plans whose pipelines are cut alike (equal_rows.py). Their rows are tried in the order of their lower bounds until the
@@ -47,8 +55,11 @@ MAX_OF_PART = 3
 # kinds, such as plain data parallelism over all devices: the slots are sorted by power and given out stage by stage, so
 # that the slots of a stage are as similar as possible. Last, slots of the best plan of each shape are exchanged for
 # others as long as this helps (exchanges.py).
-# Plans whose pipelines differ, if they are wanted (unequal_groups.py).
+# Plans whose pipelines differ, if they are wanted (unequal_groups.py), for the whole cluster and for parts of it. Also
+# the slots of the best plans that are cut alike, with cuts and micro-batches of each pipeline for itself.
 # All plans of a few slots (few_slots.py).
+# Then slots of the best of all are moved between pipelines (unequal_moves.py). In all comparisons, the times of plans
+# whose pipelines differ count MIN_UNEQUAL_GAIN times.
 
 
 class PlanSearch:
@@ -61,7 +72,7 @@ class PlanSearch:
         builder: DraftBuilder,
         stages: Sequence[int] | None = None,
         *,
-        runnable: bool = False,
+        unequal: bool = True,
         all_devices: bool = False,
         below: float = np.inf,
     ) -> None:
@@ -70,9 +81,9 @@ class PlanSearch:
         Args:
             topology: Machines.
             pools: The slots for each tensor-parallel degree and micro-batch.
-            builder: Builds the candidates.
+            builder: Builds the candidates, with its method and with enough micro-batches if they are to be runnable.
             stages: Numbers of stages that are allowed; None for all.
-            runnable: Whether to search only plans that can be run, see :mod:`~colossal_hetero.planner.plans.runnable`.
+            unequal: Whether to search also plans whose pipelines differ.
             all_devices: Whether to return only plans that use every device.
             below: Plans that certainly take this many seconds or longer are not looked for.
         """
@@ -80,10 +91,11 @@ class PlanSearch:
         self.pools = pools
         self.builder = builder
         self.stages = stages
-        self.runnable = runnable
+        self.runnable = builder.runnable
+        self.unequal = unequal
         self.all_devices = all_devices
         self.bounds = [PipelineBounds(pool.kinds, pool.links.min_seconds) for pool in pools]
-        self.rows = EqualRows(pools, self.bounds, stages, runnable=runnable)
+        self.rows = EqualRows(pools, self.bounds, stages, runnable=self.runnable)
         self.drafts: dict[object, Draft] = {}
         """Candidates that were built. The keys are made of what they were built from."""
         self.lower_bounds: dict[object, float] = {}
@@ -91,7 +103,7 @@ class PlanSearch:
         self.problems: dict[int, str] = {}
         """By tensor-parallel degree: why a candidate could not be built."""
         self.best_seconds = below
-        """Of the candidates that may be returned."""
+        """Of the candidates that may be returned: the smallest :attr:`.Draft.ranking_seconds`."""
 
     def run(self, keep: int, known: Sequence[Draft] = ()) -> list[Draft]:
         """The best plans, best first; an empty list if there are none.
@@ -101,23 +113,31 @@ class PlanSearch:
             known: Plans of another search of the same pools. The best plan is not slower than these.
         """
         self._look_through()
-        if not all(self._all_of(number).are_few for number in range(len(self.pools))):
-            if not self.runnable:
+        if not all(few.are_few for few in self._all_of_few()):
+            if self.unequal:
                 self._try_restricted()
             self._reorder()
             self._exchange()
+            if self.unequal:
+                self._loosen()
+                self._move()
         self._try_all_of_few()
         self._try_uniform()
         for draft in known:
-            if draft.seconds < self.best_seconds:
+            if draft.ranking_seconds < self.best_seconds:
                 self._add("known", draft)
         return _diverse(self.found(), keep)
 
     def found(self) -> list[Draft]:
         """All candidates that were built and may be returned, best first."""
         return sorted(
-            (draft for draft in self.drafts.values() if self._allowed(draft)), key=lambda draft: draft.seconds
+            (draft for draft in self.drafts.values() if self._allowed(draft)), key=lambda draft: draft.ranking_seconds
         )
+
+    @property
+    def unequal_below(self) -> float:
+        """Pipelines that differ are only worth trying if they take less than these seconds."""
+        return self.best_seconds / MIN_UNEQUAL_GAIN
 
     def _allowed(self, draft: Draft) -> bool:
         return not self.all_devices or draft.devices == len(self.topology.devices)
@@ -125,7 +145,7 @@ class PlanSearch:
     def _add(self, key: object, draft: Draft) -> None:
         self.drafts[key] = draft
         if self._allowed(draft):
-            self.best_seconds = min(self.best_seconds, draft.seconds)
+            self.best_seconds = min(self.best_seconds, draft.ranking_seconds)
 
     # The most promising candidates of all kinds -------------------------------------------------------------
 
@@ -135,7 +155,7 @@ class PlanSearch:
         alone = [frozenset([kind]) for kind in kinds]
         for allowed in dict.fromkeys([frozenset(kinds), *alone]):
             self._try_rows(self.rows.of_kinds(allowed), self.best_seconds)
-            if not self.runnable:
+            if self.unequal:
                 self._try_unequal(allowed)
         for one in alone if len(alone) > 2 else ():
             self._try_rows(self.rows.of_kinds(frozenset(kinds) - one), self.best_seconds)
@@ -175,11 +195,11 @@ class PlanSearch:
         """Try groups that are not alike, the most promising degrees and micro-batches first."""
         groups_of = [UnequalGroups(pool, bound, allowed) for pool, bound in zip(self.pools, self.bounds, strict=True)]
         for each in sorted(groups_of, key=lambda each: each.expected_seconds):
-            if not each.expected_seconds < self.best_seconds:
+            if not each.expected_seconds < self.unequal_below:
                 break
             for groups in each.candidates(self.stages):
-                fits = len(groups) <= each.pool.total_micro_batches
-                if fits and each.min_seconds(groups) < self.best_seconds:
+                needed = self.builder.min_micro_batches(each.stages(groups))
+                if sum(needed) <= each.pool.total_micro_batches and each.min_seconds(groups) < self.unequal_below:
                     self._try(each.pool, groups, symmetric=False)
 
     def _try(self, pool: SlotPool, groups: Sequence[tuple[int, ...]], symmetric: bool) -> Draft | None:
@@ -203,12 +223,11 @@ class PlanSearch:
                 pools,
                 self.builder,
                 self.stages,
-                runnable=self.runnable,
                 all_devices=self.all_devices,
                 below=self.best_seconds,
             )
             part._look_through()
-            for key in sorted(part.drafts, key=lambda key: part.drafts[key].seconds)[:MAX_OF_PART]:
+            for key in sorted(part.drafts, key=lambda key: part.drafts[key].ranking_seconds)[:MAX_OF_PART]:
                 draft = part.drafts[key]
                 pool = pool_of[draft.pool.tensor_parallel, draft.pool.micro_batch]
                 rows = places_in(pool, draft.pool, draft.rows)
@@ -218,7 +237,7 @@ class PlanSearch:
                     tried.append(self.builder.build_placed(pool, rows, symmetric=True))
                 found = [each for each in tried if isinstance(each, Draft)]
                 if found:
-                    self._add(("part", number, key), min(found, key=lambda each: each.seconds))
+                    self._add(("part", number, key), min(found, key=lambda each: each.ranking_seconds))
 
     def _reorder(self) -> None:
         """Try other orders of the stages for the best candidates, and for those with the lowest bounds."""
@@ -233,7 +252,7 @@ class PlanSearch:
     def _promising(self) -> list[object]:
         """Keys of the best candidates, and of those with the lowest bounds."""
         number = max(MAX_REORDERED, MAX_REORDERED_DEVICES // len(self.topology.devices))
-        by_time = sorted(self.drafts, key=lambda key: self.drafts[key].seconds)
+        by_time = sorted(self.drafts, key=lambda key: self.drafts[key].ranking_seconds)
         equal = [key for key in by_time if self.drafts[key].is_equal]
         by_bound = sorted(self.lower_bounds, key=lambda key: self.lower_bounds[key])
         # Those that are cut alike are also counted on their own, so that faster others do not exclude them.
@@ -278,6 +297,28 @@ class PlanSearch:
                 times = number(RESTARTS, MAX_RESTARTS, effort**2)
                 self._add(("restarted", *shape), exchanges[shape[0]].restarted(best[shape], times, most // 2))
 
+    def _loosen(self) -> None:
+        """Try the slots of the best plans that are cut alike, with other cuts and micro-batches in each pipeline."""
+        equal = [draft for draft in self.found() if draft.is_equal and len(draft.splits) > 1]
+        for number, draft in enumerate(equal[:MAX_LOOSENED]):
+            loose = self.builder.build_placed(draft.pool, draft.rows)
+            if isinstance(loose, Draft) and loose.seconds < self.unequal_below:
+                self._add(("loosened", number), loose)
+
+    def _move(self) -> None:
+        """Move slots between the pipelines of the best plans with unequal pipelines."""
+        devices = len(self.topology.devices)
+        if self._types_of_slots() == 1:
+            return
+        best: dict[tuple[SlotPool, int], Draft] = {}
+        for draft in self.found():
+            best.setdefault((draft.pool, len(draft.splits)), draft)
+        allowed = None if self.stages is None else frozenset(self.stages)
+        most = min(max(MOVES // devices, 1), MAX_MOVES)
+        for number, draft in enumerate(list(best.values())[:MAX_MOVED]):
+            moves = UnequalMoves(self.builder, draft.pool, self.bounds[self.pools.index(draft.pool)])
+            self._add(("moved", number), moves.improved(draft, most, allowed, self.all_devices))
+
     def _types_of_slots(self) -> int:
         """How many different slots there are: of different kinds, or in nodes with different links or sizes."""
         nodes, node_kind = self.topology.nodes, self.pools[0].links.node_kind
@@ -292,32 +333,34 @@ class PlanSearch:
     def _devices(self, shape: Shape) -> int:
         return shape.pipelines * shape.stages * self.pools[shape.pool].tensor_parallel
 
-    def _all_of(self, number: int) -> FewSlots:
+    def _all_of_few(self) -> list[FewSlots]:
+        """All plans of each pool: first those that are cut alike, then the others if they are wanted."""
         devices = len(self.topology.devices) if self.all_devices else 0
-        return FewSlots(
-            self.builder, self.pools[number], self.bounds[number], self.stages, equal=self.runnable, devices=devices
-        )
+        return [
+            FewSlots(self.builder, pool, bounds, self.stages, equal=equal, devices=devices)
+            for equal in ((True, False) if self.unequal else (True,))
+            for pool, bounds in zip(self.pools, self.bounds, strict=True)
+        ]
 
     def _try_all_of_few(self) -> None:
         """Try all plans of pools with few slots."""
         if self.builder.method not in ("exact", "uniform"):
             return
-        for number in range(len(self.pools)):
-            few = self._all_of(number)
+        for few in self._all_of_few():
             if few.are_few:
-                for draft in few.better_than(self.best_seconds):
-                    self._add(("few", number, len(self.drafts)), draft)
+                for draft in few.better_than(self.best_seconds if few.equal else self.unequal_below):
+                    self._add(("few", len(self.drafts)), draft)
 
     def _try_uniform(self) -> None:
         """Try plans with equally many layers per stage: they can be faster, because a split ignores gradients."""
         if self.builder.method != "exact":
             return
         uniform = copy.copy(self)
-        uniform.builder = DraftBuilder(self.topology, "uniform", overlap=self.builder.overlap)
+        uniform.builder = DraftBuilder(self.topology, "uniform", overlap=self.builder.overlap, runnable=self.runnable)
         uniform.drafts, uniform.lower_bounds, uniform.problems = {}, {}, {}
         uniform._look_through()
         for draft in uniform.found()[:1]:
-            if draft.seconds < self.best_seconds:
+            if draft.ranking_seconds < self.best_seconds:
                 self._add("uniform", draft)
 
 
@@ -327,9 +370,9 @@ def _diverse(ranked: Sequence[Draft], keep: int) -> list[Draft]:
     for draft in ranked:
         shape = (draft.pool.tensor_parallel, len(draft.groups), *_used(draft))
         chosen.setdefault(shape, draft)
-    kept = sorted(chosen.values(), key=lambda draft: draft.seconds)[:keep]
+    kept = sorted(chosen.values(), key=lambda draft: draft.ranking_seconds)[:keep]
     kept += [draft for draft in ranked if not any(draft is each for each in kept)][: keep - len(kept)]
-    return sorted(kept, key=lambda draft: draft.seconds)
+    return sorted(kept, key=lambda draft: draft.ranking_seconds)
 
 
 def _used(draft: Draft) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from ..chunks.predict_chunked import predict_chunked_plan
 from ..cluster.topology import Topology
 from ..plans.plan import Plan
 from ..plans.predict import predict_plan
+from ..plans.ranked_plan import ranking_seconds
 from ..plans.runnable import why_not_runnable
 from ..plans.simulate import PlanSimulation, simulate_plan, slowed
 from ..profile.as_profiled import as_profiled
@@ -96,7 +97,7 @@ def replan(
         # No plan fits, so the present one remains.
         return Replanned(present, present)
     others = [simulate_plan(each.plan, transfers=transfers) for each in found]
-    best = min(others, key=lambda each: each.seconds)
+    best = min(others, key=lambda each: ranking_seconds(each.seconds, equal=each.plan.symmetric))
     # Other times of the same plan are rounding.
     return Replanned(present, best if best.seconds < present.seconds * (1 - 1e-9) else present)
 

@@ -42,6 +42,11 @@ class UnequalGroups:
         power = float((self._available / self.bounds.work_seconds).sum())
         return (total + slots - pipelines) / power
 
+    @staticmethod
+    def stages(groups: Groups) -> list[int]:
+        """How many stages each pipeline has."""
+        return [sum(group) for group in groups]
+
     def min_seconds(self, groups: Groups) -> float:
         """A lower bound on the seconds of these pipelines, reached if all end at the same moment."""
         power = (np.array(groups) / self.bounds.work_seconds).sum()

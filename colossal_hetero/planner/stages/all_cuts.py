@@ -43,6 +43,11 @@ class CutTimes:
         seconds = self.fill_seconds + (micro_batches - 1) * self.step_seconds
         return np.where(self.max_micro_batches >= micro_batches, seconds, np.inf)
 
+    def after(self, micro_batches: int) -> CutTimes:
+        """The times if so many micro-batches run in any case before those that are counted."""
+        fill = self.fill_seconds + micro_batches * self.step_seconds
+        return CutTimes(fill, self.step_seconds, self.max_micro_batches - micro_batches)
+
 
 class _StageTimes(NamedTuple):
     """Of one stage for each way to cut the model, ``[cuts]``."""

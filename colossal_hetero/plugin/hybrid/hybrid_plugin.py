@@ -66,7 +66,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     Args:
         tp_size: ranks in a tensor-parallel group. With a plan it may be left out. With ``plan="auto"`` only plans with
             this size are considered, and the same holds for ``pp_size``.
-        pp_size: pipeline stages; may be left out with a plan.
+        pp_size: pipeline stages; may be left out with a plan. With ``plan="auto"`` it asks for equal replicas.
         balance: what to do about slow ranks within a tensor-parallel group; the default only measures.
         batches: how to divide global batches over replicas that are not equally fast (data parallelism). The default
             divides them evenly, as Colossal-AI does. With a pipeline (1F1B, and ``microbatch_size``), each replica
@@ -114,7 +114,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         self.planning = planning or PlanConfig()
         self.custom_policy: Policy | None
         arguments = arguments_by_name(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
-        self._planned = None if plan is None else PlannedRun(plan, self.planning, tp_size, pp_size, batches)
+        self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches)
         self._balancing = LayerBalancing(self.balance)
         self._uneven_batches = None if batches is None else self._make_uneven_batches(batches, arguments)
         self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints, self._balancing.weights_changed)

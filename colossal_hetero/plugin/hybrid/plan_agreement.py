@@ -32,11 +32,23 @@ class Agreement:
 
 
 def agree_on_plan(
-    plan: Plan | str | Path, planning: PlanConfig, tp_size: int | None = None, pp_size: int | None = None
+    plan: Plan | str | Path,
+    planning: PlanConfig,
+    tp_size: int | None = None,
+    pp_size: int | None = None,
+    *,
+    unequal: bool = True,
 ) -> Agreement:
     """Rank 0's plan, which all ranks run, with the cluster and the profile in ``planning`` if they are given.
 
     Only rank 0 reads files and makes plans, so only rank 0 needs the files. Called by all ranks.
+
+    Args:
+        plan: a plan, the path of a plan file, or "auto".
+        planning: what to plan from.
+        tp_size: ranks in a tensor-parallel group that "auto" is limited to; None for any.
+        pp_size: stages that "auto" is limited to; None for any.
+        unequal: whether the replicas of "auto" may differ, if ``planning`` allows that too.
 
     Raises:
         TypeError: ``plan`` has another type.
@@ -48,7 +60,7 @@ def agree_on_plan(
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            found[0] = _find(plan, planning, tp_size, pp_size)
+            found[0] = _find(plan, planning, tp_size, pp_size, unequal)
         except Exception as error:
             # Any error: the other ranks wait for rank 0's answer.
             failure, found[1] = error, str(error)
@@ -67,7 +79,9 @@ def agree_on_plan(
     return agreed
 
 
-def _find(plan: Plan | str | Path, planning: PlanConfig, tp_size: int | None, pp_size: int | None) -> Agreement:
+def _find(
+    plan: Plan | str | Path, planning: PlanConfig, tp_size: int | None, pp_size: int | None, unequal: bool
+) -> Agreement:
     topology, profile = planning.cluster, planning.profile
     if isinstance(topology, str | Path):
         topology = load_cluster(topology)
@@ -75,7 +89,7 @@ def _find(plan: Plan | str | Path, planning: PlanConfig, tp_size: int | None, pp
         profile = load_model_profile(profile)
     if not isinstance(plan, Plan):
         auto = plan == "auto"
-        plan = _make(planning, topology, profile, tp_size, pp_size) if auto else load_plan(plan)
+        plan = _make(planning, topology, profile, tp_size, pp_size, unequal) if auto else load_plan(plan)
     return Agreement(plan, topology, profile)
 
 
@@ -85,6 +99,7 @@ def _make(
     profile: ModelProfile | None,
     tp_size: int | None,
     pp_size: int | None,
+    unequal: bool,
 ) -> Plan:
     """The best plan that can be run on the started ranks, with the given sizes if there are any."""
     from ...planner.report.plan_table import one_line
@@ -112,7 +127,7 @@ def _make(
         schedules=planning.schedules,
         model_chunks=planning.model_chunks,
         method=planning.method,
-        runnable=True,
+        unequal=unequal and planning.unequal,
         all_devices=True,
         keep=1,
     )
@@ -130,8 +145,8 @@ def as_launched(plan: Plan) -> Plan:
     group.
 
     Raises:
-        ValueError: the plan is for another number of ranks, leaves devices idle, has replicas with different stages, or
-            has fewer micro-batches than stages.
+        ValueError: the plan is for another number of ranks, leaves devices idle, has fewer micro-batches than stages,
+            or has replicas with different stages in a schedule other than 1F1B.
     """
     problem = why_not_runnable(plan, dist.get_world_size())
     if problem is not None:

@@ -17,7 +17,7 @@ from ...pipeline_parallel.config import PlanConfig
 from ...pipeline_parallel.drift import DriftReport
 from ...planner.plans.plan import Plan
 from ..part import PluginPart, TrainingObjects
-from ..unequal.unequal_replicas import UnequalReplicas, check_arguments
+from ..unequal.unequal_replicas import UnequalReplicas, check_arguments, why_not_unequal
 from .drift_watch import DriftWatch
 from .plan_agreement import agree_on_plan, as_launched
 from .plan_checks import (
@@ -42,8 +42,8 @@ class PlannedRun(PluginPart):
     Args:
         plan: a plan, the path of a plan file, or "auto".
         planning: what to plan from, over which networks ranks communicate, and how much stages may drift.
-        tp_size: ranks in a tensor-parallel group that "auto" is limited to; None for any.
-        pp_size: stages that "auto" is limited to; None for any.
+        arguments: of Colossal-AI's plugin. "auto" is limited to their ``tp_size`` and ``pp_size``, unless these are
+            None, and to equal replicas if there is a ``pp_size`` or an argument that needs them.
         batches: how global batches are divided unevenly; None if they are not.
 
     Raises:
@@ -54,12 +54,13 @@ class PlannedRun(PluginPart):
         self,
         plan: Plan | str | Path,
         planning: PlanConfig,
-        tp_size: int | None,
-        pp_size: int | None,
+        arguments: Mapping[str, Any],
         batches: BatchConfig | None,
     ) -> None:
         set_adapter_variables(planning.adapters)
-        agreed = agree_on_plan(plan, planning, tp_size, pp_size)
+        tp_size, pp_size = arguments.get("tp_size"), arguments.get("pp_size")
+        unequal = pp_size is None and why_not_unequal(arguments, batches is not None) is None
+        agreed = agree_on_plan(plan, planning, tp_size, pp_size, unequal=unequal)
         self.plan = as_launched(agreed.plan)
         """With ranks as they were launched."""
         self._planning = planning

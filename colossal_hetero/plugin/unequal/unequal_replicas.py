@@ -16,7 +16,7 @@ from .replica_batches import ReplicaBatches
 from .replica_mesh import make_replica_groups, replica_mesh
 from .replica_optimizers import replica_optimizers
 
-__all__ = ["UnequalReplicas", "check_arguments"]
+__all__ = ["UnequalReplicas", "check_arguments", "why_not_unequal"]
 
 MakeGroup = Callable[[tuple[int, ...]], Any]
 
@@ -27,6 +27,13 @@ def check_arguments(arguments: Mapping[str, Any], with_batches: bool) -> None:
     Raises:
         ValueError: they cannot; the message says what to choose.
     """
+    reason = why_not_unequal(arguments, with_batches)
+    if reason is not None:
+        raise ValueError(f"the plan's replicas are not alike, and then {reason}, or choose a plan of equal replicas")
+
+
+def why_not_unequal(arguments: Mapping[str, Any], with_batches: bool) -> str | None:
+    """Why replicas that are not alike cannot be run with these arguments of the hybrid plugin; None if they can."""
     zero_stage = arguments.get("zero_stage", 0)
     reasons = (
         (with_batches, "the plan gives each replica its batches; leave batches out"),
@@ -44,11 +51,7 @@ def check_arguments(arguments: Mapping[str, Any], with_batches: bool) -> None:
             "overlap_allgather is not possible; leave it out (sums of gradients still overlap with backward passes)",
         ),
     )
-    for applies, reason in reasons:
-        if applies:
-            raise ValueError(
-                f"the plan's replicas are not alike, and then {reason}, or choose a plan of equal replicas"
-            )
+    return next((reason for applies, reason in reasons if applies), None)
 
 
 class UnequalReplicas(PluginPart):

@@ -107,7 +107,7 @@ def test_a_plan_is_printed_and_written(files: tuple[Path, Path], tmp_path: Path)
 
 def test_fast_devices_get_more_layers_and_the_printed_call_is_python(files: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    text = output("plan", *files, "--global-batch", 16, "--micro-batch", "1", "--out", out)
+    text = output("plan", *files, "--global-batch", 16, "--micro-batch", "1", "--equal", "--out", out)
     made = load_plan(out)
     assert made.symmetric and made.micro_batch == 1
     for each in made.replicas:
@@ -164,31 +164,42 @@ def test_uniform_stages_in_the_best_order(tmp_path: Path) -> None:
     assert best.uniform_seconds == best.iteration_seconds
 
 
-@pytest.mark.parametrize("option", ["--runnable", "--symmetric"])
-def test_options_that_are_the_default_now_are_accepted_with_a_warning(
-    files: tuple[Path, Path], tmp_path: Path, option: str
+@pytest.mark.parametrize(
+    ("option", "advice", "now"),
+    [
+        ("--runnable", "leave it out: only plans that can be run", ()),
+        ("--unequal", "leave it out: replicas may differ unless --equal", ()),
+        ("--symmetric", "use --equal", ("--equal",)),
+    ],
+)
+def test_old_options_are_accepted_with_a_warning(
+    files: tuple[Path, Path], tmp_path: Path, option: str, advice: str, now: tuple[str, ...]
 ) -> None:
     out = tmp_path / "plan.json"
-    arguments = ["plan", *files, "--global-batch", 16, "--out", out]
-    output(*arguments)
+    arguments = ["plan", *files, "--global-batch", 11, "--micro-batch", "1", "--out", out]
+    output(*arguments, *now)
     made = load_plan(out)
-    with pytest.warns(FutureWarning, match=f"{option} is deprecated and will be removed; leave it out: only plans"):
+    with pytest.warns(FutureWarning, match=f"{option} is deprecated and will be removed; {advice}"):
         output(*arguments, option)
     assert load_plan(out) == made
     assert option not in output("plan", "--help")
+
+
+def test_equal_and_unequal_replicas_are_not_asked_for_together(files: tuple[Path, Path]) -> None:
     with pytest.warns(FutureWarning):
-        assert "give one" in failure(*arguments, option, "--unequal")
+        assert "give one" in failure("plan", *files, "--global-batch", 16, "--unequal", "--equal")
 
 
-def test_plans_can_be_run_unless_asked_otherwise(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_replicas_may_differ_unless_asked_otherwise(files: tuple[Path, Path], tmp_path: Path) -> None:
     # 11 micro-batches cannot be divided over several replicas that are alike.
     out = tmp_path / "plan.json"
     arguments = ["plan", *files, "--global-batch", 11, "--micro-batch", "1", "--out", out]
-    assert "cannot be run" not in output(*arguments)
-    assert load_plan(out).symmetric
-    runnable = load_plan(out).iteration_seconds
-    assert "cannot be run" in output(*arguments, "--unequal")
-    assert not load_plan(out).symmetric and load_plan(out).iteration_seconds < runnable
+    output(*arguments, "--equal")
+    equal = load_plan(out)
+    text = output(*arguments)
+    assert equal.symmetric and not load_plan(out).symmetric
+    assert load_plan(out).iteration_seconds < equal.iteration_seconds
+    assert "cannot be run:" not in text and "as fast as the best plan with equal replicas" in text
 
 
 def test_the_next_best_plans_are_listed(files: tuple[Path, Path]) -> None:
@@ -263,9 +274,9 @@ def test_the_memory_reserve_is_not_planned_with(files: tuple[Path, Path], tmp_pa
 
 def test_synchronization_that_passes_hide_is_not_counted(files: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    plain = output("plan", *files, "--global-batch", 16, "--out", out)
+    plain = output("plan", *files, "--global-batch", 16, "--equal", "--out", out)
     before = load_plan(out)
-    overlapped = output("plan", *files, "--global-batch", 16, "--overlap", "--out", out)
+    overlapped = output("plan", *files, "--global-batch", 16, "--equal", "--overlap", "--out", out)
     after = load_plan(out)
     assert before.synchronization_seconds > 0 == after.synchronization_seconds
     assert after.iteration_seconds < before.iteration_seconds
@@ -414,7 +425,7 @@ def test_unneeded_packages_are_not_imported(files: tuple[Path, Path], tmp_path: 
                 "--tp",
                 "--method",
                 "--schedule",
-                "--unequal",
+                "--equal",
                 "--out",
                 "--plot",
                 "--top",

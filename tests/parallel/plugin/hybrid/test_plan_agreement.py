@@ -48,13 +48,13 @@ def profile(megabytes: int = 40) -> ModelProfile:
     return ModelProfile(name="tiny ViT", times=times, sizes=(sizes,))
 
 
-def auto_plan(planning: PlanConfig, **sizes: int) -> Plan:
+def auto_plan(planning: PlanConfig, **options: Any) -> Plan:
     """Make a plugin and return its plan. The plugin is not used further.
 
     Its groups are destroyed only after all ranks have made them. If a group is destroyed while another rank still
     connects to it, Gloo may wait forever.
     """
-    plugin = planned("auto", planning=planning, **sizes)
+    plugin = planned("auto", planning=planning, **options)
     dist.barrier()
     assert plugin.plan is not None
     return plugin.plan
@@ -90,7 +90,7 @@ def test_plan_auto_plans_and_trains(from_files: bool, tmp_path: Path) -> None:
 
 def check_settings() -> None:
     settings: dict[str, Any] = dict(global_batch_size=GLOBAL_BATCH, method="uniform", micro_batch_sizes=(2,))
-    plan = auto_plan(PlanConfig(cluster=cluster((1.0, 0.5)), profile=profile(), **settings))
+    plan = auto_plan(PlanConfig(cluster=cluster((1.0, 0.5)), profile=profile(), unequal=False, **settings))
     assert plan.layers_per_stage == (3, 3) and (plan.method, plan.micro_batch) == ("uniform", 2)
     # The times measured on each rank are used, not the speed in the cluster file.
     layers = profile()
@@ -149,3 +149,19 @@ def check_sizes() -> None:
 
 def test_plan_auto_uses_the_given_sizes() -> None:
     run_ranks(2, check_sizes)
+
+
+def check_replicas_that_differ() -> None:
+    # Replicas are the best plan (see check_sizes), and the slow rank takes a third of the samples.
+    settings: dict[str, Any] = dict(cluster=cluster((1.0, 0.5)), profile=profile(0), global_batch_size=24)
+    plan = auto_plan(PlanConfig(**settings))
+    samples = {replica.stages[0].ranks: replica.micro_batches * plan.micro_batch for replica in plan.replicas}
+    assert samples == {(0,): 16, (1,): 8}
+    # Equal replicas are made if they are asked for, or if the other arguments need them.
+    assert auto_plan(PlanConfig(**settings, unequal=False)).symmetric
+    assert auto_plan(PlanConfig(**settings), pp_size=1).symmetric
+    assert auto_plan(PlanConfig(**settings), overlap_allgather=True).symmetric
+
+
+def test_replicas_of_plan_auto_may_differ() -> None:
+    run_ranks(2, check_replicas_that_differ)

@@ -41,7 +41,7 @@ def check_refused(folder: Path) -> None:
         ),
         (r"the plan is for 4 ranks, but 2 were started; start 4", make_plan([[[0, 1], [2, 3]]], (1, 3)), {}),
         (r"uses 1 device and leaves others idle \(rank 1\).*start 1 on ", make_plan([[[0]]], (4,)), {}),
-        (r"replicas are not alike \(replica 0 has 4 layers and 4 micro-batches; .*without --unequal", unequal(), {}),
+        (r"replicas are not alike, and then zero_stage=2 is not possible; use 0 or 1", unequal(), dict(zero_stage=2)),
         (r"1 micro-batch for 2 stages.*1F1B schedule needs", make_plan([[[0], [1]]], (1, 3), 2, 1), {}),
         (r"no-such-plan\.json", folder / "no-such-plan.json", {}),
         (r'plan="auto" needs planning=PlanConfig\(cluster=…, profile=…, global_batch_size=…\)', "auto", {}),

@@ -88,3 +88,11 @@ def test_little_more_is_read_than_is_needed(sizes: tuple[int, int], element_byte
         checks = grid_box(part, cells).numel * CHECK_BYTES
         assert part.numel * element_bytes + checks <= 1.05 * needed.numel * element_bytes
         assert math.prod(grid) * CHECK_BYTES <= 0.02 * math.prod(sizes) * element_bytes
+
+
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+def test_parts_of_experts_are_cells_in_every_dimension(dimension: int) -> None:
+    sizes = (8, 1376, 1024)
+    cut = tuple(size // 4 if index == dimension else size for index, size in enumerate(sizes))
+    needed = Box(tuple(size - part for size, part in zip(sizes, cut, strict=True)), cut)
+    assert aligned(needed, sizes, cell_sizes(sizes, 2)).numel <= 1.02 * needed.numel

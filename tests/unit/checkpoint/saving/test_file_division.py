@@ -65,3 +65,9 @@ def test_replicas_share_the_upload_evenly() -> None:
 def test_ranks_that_hold_different_boxes_under_one_name_are_named() -> None:
     with pytest.raises(ValueError, match=r"ranks 0 and 2 hold shard tp0of1 of x, but only one of them holds .* of v;"):
         divide_files([holding(0, "x"), holding(2, "x"), holding(2, "x", "v")])
+
+
+def test_files_need_different_names() -> None:
+    files = [Holding(0, "a", *names, "w", Box((0,), (8,)), 8) for names in [("x", "y.z"), ("x.y", "z")]]
+    with pytest.raises(ValueError, match=r"shard .* would have one file"):
+        divide_files(files)

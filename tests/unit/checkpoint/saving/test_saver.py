@@ -141,7 +141,10 @@ def test_torchs_own_tools_read_the_shared_folder(run: Run) -> None:
 def test_messages_as_files_take_the_place_of_a_store(run: Run) -> None:
     run.start("second", store=None)
     run.save(10)
-    assert run.wait() == ""
+    run.savers[0].wait()
+    run.savers[0].close()  # removes the messages, but not before the others have read them
+    for saver in run.savers[1:]:
+        saver.wait()
     run.close()
     assert run.steps("shared") == [10]
     assert_loads(reader_of(run.root / "shared"), 10)
@@ -247,7 +250,7 @@ def test_a_shared_folder_that_hangs_does_not_stop_local_checkpoints(run: Run, ra
 
 def test_a_shared_folder_alone_that_hangs_does_not_stop_training(run: Run) -> None:
     folder = HangingFolder()
-    run.start("second", "shared", files={1: folder}, time_limit_seconds=0.3)
+    run.start("second", "shared", files={1: folder}, time_limit_seconds=0.3, patience_seconds=0.2)
     run.save(10)
     assert folder.hangs.wait(5)
     start = time.monotonic()
@@ -262,11 +265,47 @@ def test_a_shared_folder_alone_that_hangs_does_not_stop_training(run: Run) -> No
     assert reader_of(run.root / "shared").latest() == 50
 
 
+def test_rank_0_gives_a_save_up_for_all(run: Run) -> None:
+    folder = HangingFolder()
+    run.start("second", "shared", files={0: folder}, patience_seconds=0.3)
+    run.save(10)
+    assert folder.hangs.wait(5)
+    assert run.save(20) == [False, True, True]
+    folder.is_back.set()
+    error = run.wait()
+    assert "no checkpoint of step 20" in error and "rank 0 on node a still writes the checkpoint of step 10" in error
+    run.save(30)
+    assert run.wait() == ""
+    assert run.steps("shared") == [10, 30]
+
+
+def test_messages_are_forgotten(run: Run) -> None:
+    store = HashStore()
+    run.start("second", store=store)
+    kept = []
+    for step in range(10, 90, 10):
+        run.save(step)
+        assert run.wait() == ""
+        kept.append(store.num_keys())
+    assert len(set(kept[3:])) == 1
+
+
 def test_a_rank_that_is_gone_is_named(run: Run) -> None:
     run.start("second", time_limit_seconds=0.2)
     run.save(10, ranks=(0, 1))
     assert "rank 2 on node b has not written its files in 0.2 s" in run.wait()
     assert run.steps("local-a") == []
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_state_that_is_not_json_is_reported_at_once(run: Run, rank: int) -> None:
+    for each, saver in enumerate(run.savers):
+        state = RunState(rank={"what": object() if each == rank else 1}, common={"what": object()} if rank == 0 else {})
+        saver.save(10, pieces_of(tensors(10), *HELD[each]), state)
+    assert "object" in run.wait()
+    run.save(20)
+    assert run.wait() == ""
+    assert run.steps("local-a") == run.steps("local-b") == run.steps("shared") == [20]
 
 
 def test_nodes_need_folders_of_their_own(tmp_path: Path) -> None:

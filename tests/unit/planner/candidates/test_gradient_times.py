@@ -1,4 +1,4 @@
-"""Times of gradients of pipelines that are cut differently, by hand."""
+"""Times of gradients of pipelines that are cut differently: by hand, and of the buckets that the plugin sums."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 from colossal_hetero.planner.candidates.gradient_times import GradientTimes
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.plans.overlap import exposed_seconds
+from colossal_hetero.plugin.unequal.holders import HeldParameter, divide_into_buckets
 
 
 @pytest.mark.parametrize("shared", [math.inf, 8e9])
@@ -23,3 +25,40 @@ def test_rings_of_unequal_cuts_share_the_bus_of_a_node(shared: float) -> None:
     )
     # Rank 1 holds three blocks; in a ring of two, each device sends the bytes of its gradients once.
     assert found == pytest.approx(3e9 / min(16e9, shared / 4))
+
+
+def test_each_layer_is_summed_by_the_ranks_that_hold_it() -> None:
+    """Replicas of 1, 2 and 3 stages on six nodes: the same groups, bytes and networks as the plugin's buckets have."""
+    blocks, elements = 6, 10**8
+    rates = [1e9, 4e9, 2e9, 8e9, 1e9, 4e9]
+    kind = DeviceKind("gpu", 10**10, 1e12)
+    inside = Channel("PCIe", 16e9)
+    nodes = [Node(f"n{at}", 0, (at,), inside, (Channel("Ethernet", rate),)) for at, rate in enumerate(rates)]
+    topology = Topology(tuple(Device(kind, at, 0) for at in range(6)), tuple(nodes), ("here",))
+    cuts = [((0,), (0, 6)), ((1, 2), (0, 4, 6)), ((3, 4, 5), (0, 1, 3, 6))]
+    held = {
+        rank: [HeldParameter(f"block {block}", elements, "fp32") for block in range(start, stop)]
+        for ranks, cut in cuts
+        for rank, start, stop in zip(ranks, cut[:-1], cut[1:], strict=True)
+    }
+    buckets = divide_into_buckets([f"block {block}" for block in range(blocks)], held, 2 * elements)
+    # A ring of three sends 4/3 of the bytes from each rank, all at the pace of the slowest card. A rank sums its
+    # buckets one after the other.
+    spent = dict.fromkeys(range(6), 0.0)
+    for bucket in buckets:
+        size = 4 * elements * len(bucket.names)
+        for rank in bucket.ranks:
+            spent[rank] += 2 * 2 / 3 * size / min(rates[each] for each in bucket.ranks)
+    found = GradientTimes(topology).seconds(
+        np.arange(6),
+        [[(rank,) for rank in ranks] for ranks, _ in cuts],
+        [cut for _, cut in cuts],
+        np.full(blocks, 4.0 * elements),
+    )
+    assert {bucket.ranks for bucket in buckets} == {(0, 1, 3), (0, 1, 4), (0, 1, 5), (0, 2, 5)}
+    assert found == pytest.approx(max(spent.values()))
+
+
+def test_parameters_of_replicas_that_are_not_alike_are_gathered_after_the_step() -> None:
+    # Half of the time is hidden behind a backward pass of 2 s; the gathers of the other 3 s are not.
+    assert exposed_seconds(6.0, [(1.0, 2.0)], equal=False) == pytest.approx(1.0 + 3.0)

@@ -111,10 +111,11 @@ def test_the_schedule_takes_time_in_predictions_and_plans():
     assert twice.schedule_seconds == pytest.approx(0.2)
     assert slowed(plan, {0: 2.0}).iteration_seconds == pytest.approx(2 * slow + fast + 2 * hop + 7 * (2 * slow + hop))
     # With a schedule that takes long on both, one device alone is faster.
-    assert len(make_plans(topology, profile(), global_batch=16, micro_batches=[2])[0].plan.replicas[0].stages) == 2
+    settings = dict(global_batch=16, micro_batches=[2], unequal=False)
+    assert len(make_plans(topology, profile(), **settings)[0].plan.replicas[0].stages) == 2
     rows = [times.model_copy(update={"schedule_seconds": 0.5}) for times in profile().times]
     alone = profile().model_copy(update={"times": tuple(rows)})
-    assert len(make_plans(topology, alone, global_batch=16, micro_batches=[2])[0].plan.replicas[0].stages) == 1
+    assert len(make_plans(topology, alone, **settings)[0].plan.replicas[0].stages) == 1
 
 
 def test_replicas_wait_for_the_slowest_gradient_synchronization():
@@ -131,7 +132,7 @@ def test_replicas_wait_for_the_slowest_gradient_synchronization():
 @pytest.mark.parametrize("degree", [1, 2])
 def test_the_planner_predicts_the_same_times(kinds, degree):
     topology = machines(*kinds)
-    for candidate in make_plans(topology, profile(), global_batch=16, runnable=True, tensor_parallel=[degree]):
+    for candidate in make_plans(topology, profile(), global_batch=16, tensor_parallel=[degree], unequal=False):
         plan = candidate.plan
         again = predict_plan(
             topology,
@@ -170,9 +171,7 @@ def test_impossible_plans_are_rejected(changes, says):
 
 def test_the_time_in_launch_order_is_reported():
     topology = machines("slow", "fast", bandwidth=1e8)
-    plan = make_plans(topology, profile(), global_batch=16, runnable=True, stages=[2], tensor_parallel=[1], keep=1)[
-        0
-    ].plan
+    plan = make_plans(topology, profile(), global_batch=16, stages=[2], tensor_parallel=[1], unequal=False)[0].plan
     assert plan.world_size == 4
     told = compare_with_launch_order(topology, profile(), plan)
     launched = [[[0], [1]], [[2], [3]]]
@@ -186,7 +185,7 @@ def test_the_time_in_launch_order_is_reported():
     assert f"{equal.synchronization_seconds:.3g} s for gradients" in told
     # A plan with the launch order and equal stages is not compared.
     assert compare_with_launch_order(topology, profile(), equal) is None
-    alone = make_plans(topology, profile(), global_batch=16, runnable=True, stages=[1], tensor_parallel=[2])
+    alone = make_plans(topology, profile(), global_batch=16, stages=[1], tensor_parallel=[2])
     for candidate in alone:
         if candidate.plan.world_size < 4:
             assert compare_with_launch_order(topology, profile(), candidate.plan) is None

@@ -198,14 +198,22 @@ def test_the_rank_orders_of_colossalai_and_one_that_only_our_plugin_runs() -> No
 
 
 def test_the_text_says_why_a_plan_cannot_be_run() -> None:
-    text = training_call(unequal(), "u.json")
-    assert "It cannot be run:" in text and "replica 0 has 4 + 2 layers and 12 micro-batches" in text
-    assert "replica 1 has 2 + 2 + 2 layers and 4 micro-batches" in text and "without --unequal" in text
-    assert "colossal-hetero simulate u.json" in text
-    few = training_call(plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,)), micro_batches=1)))
+    few = training_call(plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,)), micro_batches=1)), "few.json")
+    assert "It cannot be run:" in few and "colossal-hetero simulate few.json" in few
     assert "1 micro-batch for 2 stages" in few and "smaller micro-batches or a larger global batch" in few
-    for words in (text, few):
-        assert "Plugin(" not in words and all(line.startswith("#") for line in words.splitlines())
+    assert "Plugin(" not in few and all(line.startswith("#") for line in few.splitlines())
+
+
+def test_only_our_plugin_runs_replicas_that_are_not_alike() -> None:
+    text = training_call(unequal(), "u.json", overlap=True)
+    assert plugin_arguments(text, "HeteroHybridParallelPlugin") == {
+        "plan": "u.json",
+        "precision": "fp32",
+        "zero_stage": 1,
+        "overlap_communication": True,
+    }
+    assert "gives the replicas 24, 8 samples of each step, in micro-batches of 2" in text
+    assert plugin_arguments(text, "HybridParallelPlugin") is None and "its replicas are not alike" in text
 
 
 def test_without_a_pipeline_only_colossalais_loop_accumulates() -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from colossal_hetero.planner.plans.runnable import why_not_runnable
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.slots.placement import place_together
 from colossal_hetero.planner.slots.tp_groups import slot_kinds
@@ -19,20 +20,23 @@ FIRST = 300
 """With the first problems, also the ordinary tests have plans that are easily missed (305, 309)."""
 
 
-@pytest.mark.parametrize("runnable", [True, False])
-def test_no_plan_of_few_devices_is_better(runnable: bool) -> None:
-    impossible = 0
+@pytest.mark.parametrize("unequal", [True, False])
+def test_no_plan_of_few_devices_is_better(unequal: bool) -> None:
+    impossible = differ = 0
     for seed in range(FIRST, FIRST + PROBLEMS):
         topology, profile, global_batch = small_problem(seed)
-        best = EveryPlan(topology, profile, global_batch).best_seconds(runnable=runnable)
+        best = EveryPlan(topology, profile, global_batch).best_seconds(unequal=unequal)
         if best == np.inf:
             impossible += 1
             with pytest.raises(ValueError, match=r"memory|hold"):
-                make_plans(topology, profile, global_batch=global_batch, runnable=runnable)
+                make_plans(topology, profile, global_batch=global_batch, unequal=unequal)
             continue
-        found = make_plans(topology, profile, global_batch=global_batch, runnable=runnable, keep=1)[0].plan
+        found = make_plans(topology, profile, global_batch=global_batch, unequal=unequal, keep=1)[0].plan
         assert found.iteration_seconds == pytest.approx(best, rel=1e-9), f"problem {seed}"
+        differ += not found.symmetric
+        assert why_not_runnable(found) is None
     assert impossible < PROBLEMS / 5
+    assert (differ > PROBLEMS / 10) == unequal
 
 
 def test_no_slot_is_placed_twice() -> None:

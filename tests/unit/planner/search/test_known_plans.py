@@ -12,6 +12,7 @@ import pytest
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.plans.predict import predict_plan
+from colossal_hetero.planner.plans.ranked_plan import MIN_UNEQUAL_GAIN
 from colossal_hetero.planner.plans.simulate import simulate_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
@@ -44,20 +45,34 @@ def without(topology: Topology, node: int) -> Topology:
     return Topology(tuple(devices), tuple(made), topology.clusters)
 
 
-def best(topology: Topology, model: ModelProfile, global_batch: int, *, method: str = "exact") -> Plan:
-    return make_plans(topology, model, global_batch=global_batch, method=method, keep=1)[0].plan
+def best(
+    topology: Topology, model: ModelProfile, global_batch: int, *, method: str = "exact", unequal: bool = False
+) -> Plan:
+    return make_plans(topology, model, global_batch=global_batch, method=method, unequal=unequal, keep=1)[0].plan
 
 
 def check_without_each_node(topology: Topology, model: ModelProfile, global_batch: int) -> None:
-    seconds = best(topology, model, global_batch).iteration_seconds
-    for node in range(len(topology.nodes)):
-        if len(topology.nodes) == 1:
-            continue
-        try:
-            part = best(without(topology, node), model, global_batch)
-        except ValueError:
-            continue  # the others cannot hold the model
-        assert seconds <= part.iteration_seconds * (1 + 1e-9), f"faster without node {node}"
+    # Replicas that are alike come first even if others are faster by less than MIN_UNEQUAL_GAIN.
+    for unequal, tolerance in ((False, 1 + 1e-9), (True, MIN_UNEQUAL_GAIN)):
+        seconds = best(topology, model, global_batch, unequal=unequal).iteration_seconds
+        for node in range(len(topology.nodes)):
+            if len(topology.nodes) == 1:
+                continue
+            try:
+                part = best(without(topology, node), model, global_batch, unequal=unequal)
+            except ValueError:
+                continue  # the others cannot hold the model
+            assert seconds <= part.iteration_seconds * tolerance, f"faster without node {node}"
+
+
+def test_six_replicas_that_do_not_divide_the_batch() -> None:
+    """Found by moving slots between pipelines only: 6 or 5 micro-batches for each."""
+    random = np.random.default_rng([7, 57])
+    model = random_model(random, max_blocks=8)
+    topology = nodes((4, 1, 2, 2), "AAAA", random.choice([1e8, 1e9, 1e10], 4))
+    plan = best(topology, model, 32, unequal=True)
+    assert sorted(replica.micro_batches for replica in plan.replicas) == [5, 5, 5, 5, 6, 6]
+    assert plan.iteration_seconds < 0.9 * best(topology, model, 32).iteration_seconds
 
 
 def test_nine_devices_in_nodes_of_4_1_2_and_2() -> None:
@@ -95,7 +110,7 @@ def test_exact_is_no_slower_than_equal_stages(seed: int) -> None:
         uniform = best(topology, model, global_batch, method="uniform")
     except ValueError:
         return  # equal stages do not fit in memory
-    plan = make_plans(topology, model, global_batch=global_batch, compare=True, keep=1)[0].plan
+    plan = make_plans(topology, model, global_batch=global_batch, unequal=False, compare=True, keep=1)[0].plan
     assert plan.uniform_seconds is not None
     assert plan.iteration_seconds <= plan.uniform_seconds * (1 + 1e-12)
     assert plan.iteration_seconds <= uniform.iteration_seconds * (1 + 1e-12)
@@ -118,6 +133,6 @@ def test_plans_are_chosen_by_the_time_of_their_simulation(seed: int) -> None:
     topology, model, global_batch = large_problem(seed)
     times = [each.model_copy(update={"schedule_seconds": 0.5}) for each in model.times]
     model = model.model_copy(update={"times": tuple(times)})
-    found = make_plans(topology, model, global_batch=global_batch, method="simulated", keep=8)
+    found = make_plans(topology, model, global_batch=global_batch, unequal=False, method="simulated", keep=8)
     seconds = [simulate_plan(each.plan).seconds for each in found]
     assert seconds == sorted(seconds)

@@ -18,6 +18,7 @@ from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind
 from colossal_hetero.planner.plans.launch_order import compare_with_launch_order
 from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.plans.predict import predict_plan
+from colossal_hetero.planner.plans.ranked_plan import MIN_UNEQUAL_GAIN
 from colossal_hetero.planner.plans.runnable import enough_micro_batches, why_not_runnable
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.search.explanations import reason
@@ -97,28 +98,30 @@ CLUSTERS = [
 ]
 
 
-@pytest.mark.parametrize("runnable", [False, True])
+@pytest.mark.parametrize("unequal", [True, False])
 @pytest.mark.parametrize("method", ["exact", "uniform", "autohet"])
 @pytest.mark.parametrize("topology", CLUSTERS)
-def test_plans_are_valid(topology: Topology, method: str, runnable: bool) -> None:
+def test_plans_are_valid(topology: Topology, method: str, unequal: bool) -> None:
     model = profile()
-    found = make_plans(topology, model, global_batch=24, method=method, runnable=runnable, keep=8)
+    found = make_plans(topology, model, global_batch=24, method=method, unequal=unequal, keep=8)
     assert 1 <= len(found) <= 8
-    times = [candidate.plan.iteration_seconds for candidate in found]
+    plans = [candidate.plan for candidate in found]
+    times = [plan.iteration_seconds * (1 if plan.symmetric else MIN_UNEQUAL_GAIN) for plan in plans]
     assert times == sorted(times)
     for candidate in found:
         check(candidate.plan, topology, model, 24)
-        assert not runnable or why_not_runnable(candidate.plan) is None
+        assert why_not_runnable(candidate.plan) is None
+        assert unequal or candidate.plan.symmetric
         assert candidate.reason
-    again = make_plans(topology, model, global_batch=24, method=method, runnable=runnable, keep=8)
+    again = make_plans(topology, model, global_batch=24, method=method, unequal=unequal, keep=8)
     assert again == found
 
 
-@pytest.mark.parametrize("runnable", [False, True])
+@pytest.mark.parametrize("unequal", [True, False])
 @pytest.mark.parametrize("topology", [each for each in CLUSTERS if len({d.kind.name for d in each.devices}) > 1])
-def test_never_slower_than_with_only_one_kind(topology: Topology, runnable: bool) -> None:
+def test_never_slower_than_with_only_one_kind(topology: Topology, unequal: bool) -> None:
     model = profile()
-    together = make_plans(topology, model, global_batch=24, runnable=runnable)[0].plan
+    together = make_plans(topology, model, global_batch=24, unequal=unequal)[0].plan
     for name in ("fast", "slow"):
         ranks = [rank for rank, device in enumerate(topology.devices) if device.kind.name == name]
         nodes = [
@@ -129,14 +132,15 @@ def test_never_slower_than_with_only_one_kind(topology: Topology, runnable: bool
         ]
         alone = Topology(tuple(topology.devices[rank] for rank in ranks), tuple(nodes), topology.clusters)
         try:
-            best = make_plans(alone, model, global_batch=24, runnable=runnable)[0].plan
+            best = make_plans(alone, model, global_batch=24, unequal=unequal)[0].plan
         except ValueError:
             continue
-        assert together.iteration_seconds <= best.iteration_seconds * (1 + 1e-12)
+        tolerance = MIN_UNEQUAL_GAIN if unequal else 1 + 1e-12
+        assert together.iteration_seconds <= best.iteration_seconds * tolerance
 
 
 def exhaustive(topology: Topology, model: ModelProfile, global_batch: int) -> float:
-    """The time of the best runnable plan of one node (equal splits in all replicas), found by trying all plans."""
+    """The time of the best plan of one node with equal replicas, found by trying all of them."""
     counts = Counter(device.kind.name for device in topology.devices)
     memory = {device.kind.name: device.kind.memory_bytes for device in topology.devices}
     link = topology.nodes[0].inside
@@ -183,7 +187,7 @@ def exhaustive(topology: Topology, model: ModelProfile, global_batch: int) -> fl
     link=st.sampled_from([FAST_LINK, Channel("PCIe", 2e9, 0.05)]),
     seed=st.integers(0, 1000),
 )
-def test_best_of_all_runnable_plans(
+def test_best_of_all_equal_plans(
     fast: int,
     slow: int,
     ratio: float,
@@ -200,26 +204,30 @@ def test_best_of_all_runnable_plans(
     best = exhaustive(topology, model, global_batch)
     if not np.isfinite(best):
         with pytest.raises(ValueError, match=r"memory|hold"):
-            make_plans(topology, model, global_batch=global_batch, runnable=True)
+            make_plans(topology, model, global_batch=global_batch, unequal=False)
         return
-    found = make_plans(topology, model, global_batch=global_batch, runnable=True)[0].plan
+    found = make_plans(topology, model, global_batch=global_batch, unequal=False)[0].plan
     assert found.iteration_seconds == pytest.approx(best, rel=1e-9)
-    free = make_plans(topology, model, global_batch=global_batch, runnable=False)[0].plan
+    free = make_plans(topology, model, global_batch=global_batch)[0].plan
     assert free.iteration_seconds <= best * (1 + 1e-9)
 
 
 @examples(ordinary=50, thorough=100)
 @given(
-    pipelines=st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 4)), min_size=1, max_size=3),
-    micro_batches=st.integers(3, 9),
+    pipelines=st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 4), st.integers(1, 4)), min_size=1, max_size=3),
+    more=st.integers(0, 7),
 )
-def test_micro_batches_are_divided_optimally(pipelines: list[tuple[float, float]], micro_batches: int) -> None:
-    def last(counts: tuple[int, ...] | list[int]) -> float:
-        return max(fill + (count - 1) * step for (fill, step), count in zip(pipelines, counts, strict=True))
+def test_micro_batches_are_divided_optimally(pipelines: list[tuple[float, float, int]], more: int) -> None:
+    fill, steps, minimum = zip(*pipelines, strict=True)
+    micro_batches = sum(minimum) + more
 
-    divided = divide_micro_batches([fill for fill, _ in pipelines], [step for _, step in pipelines], micro_batches)
-    assert sum(divided) == micro_batches and min(divided) >= 1
-    ways = itertools.product(range(1, micro_batches + 1), repeat=len(pipelines))
+    def last(counts: tuple[int, ...] | list[int]) -> float:
+        return max(first + (count - 1) * step for first, step, count in zip(fill, steps, counts, strict=True))
+
+    divided = divide_micro_batches(fill, steps, micro_batches, minimum)
+    assert sum(divided) == micro_batches
+    assert all(count >= least for count, least in zip(divided, minimum, strict=True))
+    ways = itertools.product(*(range(least, least + more + 1) for least in minimum))
     best = min(last(counts) for counts in ways if sum(counts) == micro_batches)
     assert last(divided) == pytest.approx(best, rel=1e-9)
 
@@ -228,9 +236,10 @@ def test_unequal_pipelines_are_used_if_they_are_faster() -> None:
     # Each of three devices can hold the model. Equal pipelines leave one device idle or wait for the slow one.
     topology = cluster({"fast": 2}, {"slow": 1})
     model = profile(degrees=(1,), micro_batches=(1,))
-    free = make_plans(topology, model, global_batch=14, runnable=False)[0].plan
-    alike = make_plans(topology, model, global_batch=14, runnable=True)[0].plan
+    free = make_plans(topology, model, global_batch=14)[0].plan
+    alike = make_plans(topology, model, global_batch=14, unequal=False)[0].plan
     assert not free.symmetric and free.iteration_seconds < alike.iteration_seconds
+    assert alike.symmetric
     assert sorted((r.stages[0].device, r.micro_batches) for r in free.replicas) == [
         ("fast", 6),
         ("fast", 6),
@@ -238,19 +247,36 @@ def test_unequal_pipelines_are_used_if_they_are_faster() -> None:
     ]
 
 
+@pytest.mark.parametrize(("slow_seconds", "first_is_equal"), [(1.08, True), (3.0, False)])
+def test_equal_replicas_come_first_unless_others_are_clearly_faster(slow_seconds: float, first_is_equal: bool) -> None:
+    # Each device holds the model. One takes about 1 % longer (layers' times are random), or three times as long.
+    topology = cluster({"fast": 1}, {"slow": 1})
+    model = profile(2, {"fast": 1.0, "slow": slow_seconds}, degrees=(1,), micro_batches=(1,))
+    first, *others = make_plans(topology, model, global_batch=300, stages=[1], keep=4, compare=True)
+    assert first.plan.symmetric == first_is_equal
+    equal = make_plans(topology, model, global_batch=300, stages=[1], unequal=False)[0].plan
+    if first_is_equal:
+        assert first.plan.iteration_seconds == pytest.approx(equal.iteration_seconds)
+        faster = [each for each in others if not each.plan.symmetric]
+        assert all("% faster, but replicas that are not alike must be faster by 1 %" in each.reason for each in faster)
+    else:
+        ratio = equal.iteration_seconds / first.plan.iteration_seconds
+        assert any(f"{ratio:.2f} × as fast as the best plan with equal replicas" in note for note in first.plan.notes)
+
+
 def test_equal_replicas_on_different_devices() -> None:
     # Two devices are almost equally fast, and sending activations takes longer than summing gradients.
     topology = cluster({"fast": 1, "slow": 1}, inside=Channel("PCIe", 2e9))
     model = profile(4, {"fast": 1.0, "slow": 1.1}, degrees=(1,), micro_batches=(1,))
     model = model.model_copy(update={"gradient_factor": 1.0})
-    plan = make_plans(topology, model, global_batch=8, runnable=True)[0].plan
+    plan = make_plans(topology, model, global_batch=8, unequal=False)[0].plan
     assert [[stage.device for stage in replica.stages] for replica in plan.replicas] == [["slow"], ["fast"]]
     assert plan.symmetric and len(plan.replicas) == 2
     check(plan, topology, model, 8)
 
 
-@pytest.mark.parametrize("runnable", [False, True])
-def test_stages_are_placed_where_links_are_fast(runnable: bool) -> None:
+@pytest.mark.parametrize("unequal", [True, False])
+def test_stages_are_placed_where_links_are_fast(unequal: bool) -> None:
     # The model needs the memory of two devices. The first node has a slow NIC; only the last node has two devices.
     kind = DeviceKind("fast", 30, 1e12)
     nics = [Channel("RoCE", rate) for rate in (1e8, 2e9, 4e9)]
@@ -258,7 +284,7 @@ def test_stages_are_placed_where_links_are_fast(runnable: bool) -> None:
     nodes.append(Node("n2", 0, (2, 3), FAST_LINK, (nics[2],)))
     topology = Topology(tuple(Device(kind, node, 0) for node in (0, 1, 2, 2)), tuple(nodes), ("here",))
     model = profile(4, {"fast": 1.0}, degrees=(1,), micro_batches=(1,))
-    plan = make_plans(topology, model, global_batch=4, runnable=runnable, stages=[2])[0].plan
+    plan = make_plans(topology, model, global_batch=4, unequal=unequal, stages=[2])[0].plan
     assert {rank for replica in plan.replicas for stage in replica.stages for rank in stage.ranks} == {2, 3}
 
 
@@ -266,8 +292,8 @@ def test_the_times_of_plans_equal_the_prediction() -> None:
     # The replicas are on several nodes of different sizes; their rings share NICs or stay inside a node.
     topology = cluster({"fast": 3}, {"fast": 1}, {"slow": 1, "fast": 2}, {"slow": 1})
     model = profile(4)
-    for runnable in (False, True):
-        found = [each.plan for each in make_plans(topology, model, global_batch=24, runnable=runnable, keep=20)]
+    for unequal in (True, False):
+        found = [each.plan for each in make_plans(topology, model, global_batch=24, unequal=unequal, keep=20)]
         alike = [plan for plan in found if plan.symmetric]
         assert any(len(plan.replicas) > 1 for plan in alike)
         for plan in alike:
@@ -279,8 +305,8 @@ def test_the_times_of_plans_equal_the_prediction() -> None:
 
 
 def test_only_the_given_numbers_of_stages_are_used() -> None:
-    for runnable in (False, True):
-        found = make_plans(CLUSTERS[2], profile(), global_batch=24, stages=[2, 3], runnable=runnable, keep=20)
+    for unequal in (True, False):
+        found = make_plans(CLUSTERS[2], profile(), global_batch=24, stages=[2, 3], unequal=unequal, keep=20)
         assert {len(replica.stages) for each in found for replica in each.plan.replicas} <= {2, 3}
 
 
@@ -293,21 +319,23 @@ def test_tensor_parallel_groups_have_devices_of_equal_speed() -> None:
     assert (1, 2) in groups and groups <= {(1, 2), (0, 3)}
 
 
-def test_the_fastest_runnable_plan_that_uses_all_devices() -> None:
+@pytest.mark.parametrize("unequal", [True, False])
+def test_the_fastest_plan_that_uses_all_devices(unequal: bool) -> None:
     # The best plan leaves out the slow device, but a run on all ranks needs a plan that uses it.
     topology = cluster({"fast": 3, "slow": 1})
     model = profile(seconds={"fast": 1.0, "slow": 30.0}, degrees=(1,))
-    found = make_plans(topology, model, global_batch=24, runnable=True, keep=6)
+    found = make_plans(topology, model, global_batch=24, unequal=unequal, keep=6)
     assert found[0].plan.world_size == 3
     fastest = next(candidate.plan for candidate in found if candidate.plan.world_size == 4)
-    (only,) = make_plans(topology, model, global_batch=24, runnable=True, all_devices=True, keep=1)
-    assert only.plan.model_copy(update={"notes": ()}) == fastest.model_copy(update={"notes": ()})
+    (only,) = make_plans(topology, model, global_batch=24, unequal=unequal, all_devices=True, keep=1)
+    assert only.plan.world_size == 4
+    assert only.plan.iteration_seconds <= fastest.iteration_seconds
 
 
 def test_no_plan_for_all_devices() -> None:
     # One sample is one micro-batch, so there is one replica; it has one stage of at most two devices.
     with pytest.raises(ValueError, match="no plan uses all 4 devices; the fastest plan uses 2"):
-        make_plans(CLUSTERS[0], profile(), global_batch=1, stages=[1], runnable=True, all_devices=True)
+        make_plans(CLUSTERS[0], profile(), global_batch=1, stages=[1], all_devices=True)
 
 
 def test_runnable_plans_have_no_more_stages_than_micro_batches() -> None:
@@ -316,18 +344,18 @@ def test_runnable_plans_have_no_more_stages_than_micro_batches() -> None:
     free = make_plans(topology, model, global_batch=2, runnable=False)[0].plan
     assert len(free.layers_per_stage) == 3 and why_not_runnable(free) is not None
     with pytest.raises(ValueError, match=r"no plan fits.*no more stages than a replica has micro-batches"):
-        make_plans(topology, model, global_batch=2, runnable=True)
-    assert len(make_plans(topology, model, global_batch=3, runnable=True)[0].plan.layers_per_stage) == 3
+        make_plans(topology, model, global_batch=2)
+    assert len(make_plans(topology, model, global_batch=3)[0].plan.layers_per_stage) == 3
 
 
 def test_only_the_best_plan_is_compared() -> None:
     topology, model = CLUSTERS[2], profile()
-    plain = make_plans(topology, model, global_batch=24, runnable=True)
+    plain = make_plans(topology, model, global_batch=24, unequal=False)
     compared = make_plans(
-        topology, model, global_batch=24, runnable=True, compare=True, cluster_file="c.toml", profile_file="p.json"
+        topology, model, global_batch=24, unequal=False, compare=True, cluster_file="c.toml", profile_file="p.json"
     )
     assert [each.reason for each in plain] == [each.reason for each in compared]
-    uniform = make_plans(topology, model, global_batch=24, runnable=True, method="uniform", keep=1)[0].plan
+    uniform = make_plans(topology, model, global_batch=24, unequal=False, method="uniform", keep=1)[0].plan
     best = compared[0].plan
     assert best.uniform_seconds is not None
     assert best.iteration_seconds <= best.uniform_seconds <= uniform.iteration_seconds
@@ -405,7 +433,7 @@ def test_more_stages_than_blocks_would_be_needed() -> None:
 def test_degrees_that_are_only_slower_are_not_noted() -> None:
     # At degree 2 the only group has the two slow devices, so a plan with the fast device is much faster.
     topology = cluster({"fast": 1, "slow": 2}, inside=Channel("PCIe", 1e6))
-    plan = make_plans(topology, profile(seconds={"fast": 1.0, "slow": 50.0}), global_batch=4, runnable=True)[0].plan
+    plan = make_plans(topology, profile(seconds={"fast": 1.0, "slow": 50.0}), global_batch=4)[0].plan
     assert plan.tensor_parallel == 1 and not plan.notes
 
 

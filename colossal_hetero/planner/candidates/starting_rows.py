@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ..candidates.placed_pipelines import Rows
 from ..cluster.topology import Topology
 from ..slots.placement import Place, SlotPool
+from .placed_pipelines import Rows
 
 __all__ = ["starting_rows"]
 
