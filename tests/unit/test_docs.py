@@ -19,6 +19,7 @@ from pydantic import BaseModel
 import colossal_hetero
 from colossal_hetero.balance.config import BalanceConfig
 from colossal_hetero.balance.decide.costs import Costs
+from colossal_hetero.checkpoint.config import CheckpointConfig
 from colossal_hetero.checkpoint.format import records
 from colossal_hetero.cli import main as cli
 from colossal_hetero.data_parallel.config import BatchConfig
@@ -226,6 +227,7 @@ def test_every_field_of_the_files_is_described() -> None:
         (BalanceConfig, "docs/tensor-parallel.md"),
         (BatchConfig, "docs/data-parallel.md"),
         (PlanConfig, "docs/planning.md"),
+        (CheckpointConfig, "docs/checkpoints.md"),
     ],
 )
 def test_every_setting_is_described(config: type, page: str) -> None:

@@ -42,8 +42,8 @@ def check_loader(loader: Any) -> None:
         own = "; DataLoader of torch has none" if type(loader) is DataLoader else ""
         raise TypeError(
             f"a {type(loader).__name__} has no state_dict, so its position cannot be saved{own}; use the loader that "
-            "plugin.prepare_dataloader makes with batches=BatchConfig(...), or leave the loader out and save at the "
-            "end of an epoch, with the number of the next one"
+            "plugin.prepare_dataloader makes, or leave the loader out and save at the end of an epoch, with the number "
+            "of the next one"
         )
 
 

@@ -109,8 +109,8 @@ class CheckpointMethods:
         Args:
             model, optimizer: as ``booster.boost`` returned them.
             lr_scheduler: None if there is none. Call its ``step`` before.
-            dataloader: one that has a ``state_dict``, as loaders for uneven batches have. None: its position is not
-                saved, and a resumed run begins the epoch again.
+            dataloader: one that has a ``state_dict``, as those that ``prepare_dataloader`` makes have. None: its
+                position is not saved, and a resumed run begins the epoch again.
             step: number of optimizer steps so far.
             epoch: the epoch that the run is in.
 

@@ -27,6 +27,7 @@ from ...checkpoint.config import CheckpointConfig
 from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
+from ...data_parallel.resumable_loader import make_resumable
 from ...gpu_over_gloo import support_gpus_over_gloo
 from ...pipeline_parallel.config import PlanConfig
 from ...pipeline_parallel.drift import DriftReport
@@ -230,7 +231,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def prepare_dataloader(
         self, dataset: Dataset, batch_size: int | None = None, *args: Any, **kwargs: Any
     ) -> DataLoader:
-        """See ``HybridParallelPlugin.prepare_dataloader``.
+        """See ``HybridParallelPlugin.prepare_dataloader``. With ``checkpoints``, the loader can continue in an epoch.
 
         ``batch_size`` may be left out with ``batches`` (see :meth:`.UnevenBatches.prepare_dataloader`) and with a plan.
         """
@@ -241,7 +242,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             return self._unequal.prepare_dataloader(make_loader, dataset, batch_size, *args, **kwargs)
         if self._planned is not None and batch_size is None:
             batch_size = self._planned.batch_size
-        return make_loader(dataset, batch_size, *args, **kwargs)
+        loader = make_loader(dataset, batch_size, *args, **kwargs)
+        return loader if self._checkpoints is None else make_resumable(loader)
 
     def execute_pipeline(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any

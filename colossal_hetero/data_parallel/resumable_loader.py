@@ -1,0 +1,125 @@
+"""Loaders that Colossal-AI's plugins make, able to continue within an epoch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+__all__ = ["ResumableDataLoader", "make_resumable"]
+
+
+class ResumableDataLoader(DataLoader[Any]):
+    """A ``DataLoader`` with a ``DistributedSampler`` whose position in an epoch can be saved.
+
+    The sampler gives replica r of R the samples r, r + R, r + 2 R and so on of an epoch's order. So the samples that
+    all replicas have drawn are the first ones of that order, and any number of replicas can continue after them.
+
+    A batch counts as soon as the loader has returned it: save the position after the step that it is used for.
+    """
+
+    _batches_done = 0
+    _first_batch = 0
+    _resumed_epoch: int | None = None
+
+    @property
+    def _sampler(self) -> DistributedSampler[Any]:
+        return self.sampler  # type: ignore[return-value]
+
+    @property
+    def _samples_at_once(self) -> int:
+        """Samples of a batch on all replicas."""
+        assert self.batch_size is not None
+        return self.batch_size * self._sampler.num_replicas
+
+    def _identity(self) -> dict[str, Any]:
+        sampler = self._sampler
+        return {
+            "dataset_size": len(self.dataset),  # type: ignore[arg-type]
+            "shuffle": sampler.shuffle,
+            "seed": sampler.seed,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the latest epoch, counted in batches over all replicas; the same on all ranks. It has the
+        entries of a :class:`.loader.HeteroDataLoader`'s."""
+        return {
+            "epoch": self._sampler.epoch,
+            "global_batches_done": self._batches_done,
+            "global_batch_size": self._samples_at_once,
+            "drop_last": self.drop_last,
+            **self._identity(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration continue at the position of ``state``, if it is over the same epoch.
+
+        Before it, a script may call ``loader.sampler.set_epoch`` with that epoch.
+
+        Raises:
+            ValueError: it is not the state of a loader; it was saved with other data or another order; or the position
+                is within a batch over all replicas.
+        """
+        missing = [name for name in ("epoch", "global_batches_done", "global_batch_size") if name not in state]
+        if missing:
+            raise ValueError(f"not a data-loader state: missing {', '.join(missing)}")
+        others = [
+            f"{name} was {state.get(name)}, now it is {value}"
+            for name, value in self._identity().items()
+            if state.get(name) != value
+        ]
+        if others:
+            raise ValueError(f"the saved state of the data loader belongs to other data: {'; '.join(others)}")
+        samples = int(state["global_batches_done"]) * int(state["global_batch_size"])
+        first, rest = divmod(samples, self._samples_at_once)
+        if rest:
+            raise ValueError(
+                f"{samples} samples of the epoch were trained on, which is not a multiple of the "
+                f"{self._samples_at_once} samples that all replicas draw at once; use the global batch size of the run "
+                "that saved, or leave the loader out and begin the epoch again"
+            )
+        self._first_batch, self._resumed_epoch = first, int(state["epoch"])
+        self._sampler.set_epoch(self._resumed_epoch)
+        self._batches_done = first
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        first = self._first_batch if self._resumed_epoch == self._sampler.epoch else 0
+        self._resumed_epoch = None
+        self._batches_done = first
+        assert isinstance(self.batch_sampler, _LaterBatches)
+        self.batch_sampler.first = first
+        # torch draws a random number at the beginning of an iteration. One that continues an epoch has none.
+        with torch.random.fork_rng(devices=[], enabled=first > 0):
+            batches = super().__iter__()
+        return self._counted(batches)
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._batches_done += 1
+            yield batch
+
+
+class _LaterBatches(BatchSampler):
+    """A batch sampler that can leave out the first batches."""
+
+    first = 0
+    """The first batch of the next iteration; all later ones begin with batch 0."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A generator, because a loader with workers calls iter() twice, and a generator begins when it first draws.
+        first, self.first = self.first, 0
+        yield from itertools.islice(super().__iter__(), first, None)
+
+
+def make_resumable(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The same loader, able to continue within an epoch; one with another sampler than ``DistributedSampler`` is left
+    as it is."""
+    if type(loader) is DataLoader and isinstance(loader.sampler, DistributedSampler) and loader.batch_size is not None:
+        loader.__class__ = ResumableDataLoader
+        # DataLoader forbids to replace it. Workers that persist keep the first one that they see.
+        sampler = _LaterBatches(loader.sampler, loader.batch_size, loader.drop_last)
+        object.__setattr__(loader, "batch_sampler", sampler)
+    return loader
