@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import math
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -18,9 +19,11 @@ from torch.distributed import HashStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from colossal_hetero.checkpoint.format.run_state import RunState
+from colossal_hetero.checkpoint.saving import layer_files
 from colossal_hetero.checkpoint.saving.saver import LayerCheckpointSaver
 from colossal_hetero.checkpoint.storage.errors import CheckpointError
 from colossal_hetero.checkpoint.storage.file_operations import FileOperations
+from tests.support.harness import run_alone
 from tests.support.layer_checkpoints import (
     assert_loads,
     one_saver,
@@ -138,6 +141,17 @@ def test_torchs_own_tools_read_the_shared_folder(run: Run) -> None:
     assert all(torch.equal(found[key], value) for key, value in tensors(10).items())
 
 
+def test_large_boxes_are_written_as_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_files, "MAX_ARCHIVE_BYTES", 100)
+    save_steps(tmp_path, 10)
+    for rank in range(3):
+        reader = reader_of(tmp_path)
+        assert assert_loads(reader, 10, 3, rank) == reader.bytes_read
+    dcp_to_torch_save(tmp_path / "step-00000010", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert all(torch.equal(found[key], value) for key, value in tensors(10).items())
+
+
 def test_messages_as_files_take_the_place_of_a_store(run: Run) -> None:
     run.start("second", store=None)
     run.save(10)
@@ -209,6 +223,25 @@ def test_a_full_disk_is_reported_and_the_next_save_works(run: Run, rank: int) ->
     assert run.wait() == ""
     assert_loads(reader_of(run.root / "shared"), 20)
     assert run.logs[1].getvalue() == run.logs[2].getvalue() == ""
+
+
+def save_with_limited_files(folder: Path) -> str:
+    """A real limit of the operating system, instead of a full disk; returns the error, and loads the next save."""
+    with one_saver(folder, log=io.StringIO()) as saver:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+        saver.save(10, pieces_of(tensors(10)))
+        with pytest.raises(CheckpointError) as error:
+            saver.wait()
+        assert list(folder.iterdir()) == []
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        saver.save(20, pieces_of(tensors(20)))
+        saver.wait()
+    assert_loads(reader_of(folder), 20)
+    return str(error.value)
+
+
+def test_a_limit_of_the_operating_system_is_reported(tmp_path: Path) -> None:
+    assert f"{tmp_path}: File too large (rank 0, node a)" in run_alone(save_with_limited_files, folder=tmp_path)
 
 
 class HangingFolder(FileOperations):
