@@ -39,7 +39,8 @@ def write_tensor(stream: ByteStream, data: NDArray[uint8], dtype: torch.dtype, s
 
     Args:
         stream: where to.
-        data: ``[bytes]``: the elements, row by row.
+        data: ``[bytes]``: the elements, row by row. Less than 2 GiB: torch cannot read the archives that :mod:`zipfile`
+            makes of 2 to 4 GiB.
         dtype: of the tensor.
         sizes: of the tensor.
 
@@ -68,8 +69,7 @@ def _align(record: zipfile.ZipInfo, position: int) -> int:
     """Pad the header of ``record``, which starts at ``position``, so that its content is aligned; returns where that
     starts."""
     record.CRC = 0  # filled in later; the length of the header does not depend on it
-    zip64 = record.file_size * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile decides
-    end = position + len(record.FileHeader(zip64)) + 4
+    end = position + len(record.FileHeader(zip64=False)) + 4
     record.extra = struct.pack("<HH", PADDING, -end % ALIGNMENT) + b"Z" * (-end % ALIGNMENT)
     return end + -end % ALIGNMENT
 

@@ -51,6 +51,20 @@ class Box:
         """This box with offsets counted from ``origin`` instead of the first element of the tensor."""
         return Box(tuple(own - start for own, start in zip(self.offsets, origin, strict=True)), self.sizes)
 
+    def pieces(self, numel: int) -> list[Box]:
+        """This box, cut along its first dimension with more than one element into boxes of about ``numel`` elements or
+        fewer. One after another, their elements are those of this box, row by row."""
+        dimension = next((index for index, size in enumerate(self.sizes) if size > 1), None)
+        if dimension is None or self.numel <= numel:
+            return [self]
+        rows, made = max(1, numel * self.sizes[dimension] // self.numel), []
+        for start in range(0, self.sizes[dimension], rows):
+            offsets, sizes = list(self.offsets), list(self.sizes)
+            offsets[dimension] += start
+            sizes[dimension] = min(rows, self.sizes[dimension] - start)
+            made.append(Box(tuple(offsets), tuple(sizes)))
+        return made
+
     def without(self, part: Box) -> list[Box]:
         """Boxes that together hold the elements of this box that are not in ``part``, which lies in this box."""
         left = []

@@ -20,6 +20,11 @@ from ..storage.file_operations import PIECE_BYTES, FileOperations, write_all
 
 __all__ = ["copy_file", "write_layer_file"]
 
+MAX_ARCHIVE_BYTES = 2**30
+"""Larger boxes are written as several."""
+NONE = np.empty(0, "<u4")
+"""Check sums of a box without elements."""
+
 
 class _CheckedStream:
     """A file that is written from its start to its end, with its size and check sum so far."""
@@ -59,34 +64,33 @@ def write_layer_file(
     descriptor = files.create(path)
     try:
         stream = _CheckedStream(files, descriptor)
-        items, sums = [], []
-        for piece, data in pieces:
-            start, element_bytes = stream.bytes, piece.data.element_size()
-            data_offset = start + write_tensor(stream, data, piece.data.dtype, piece.box.sizes)
-            cells = cell_sizes(piece.box.sizes, element_bytes)
-            items.append((piece, start, stream.bytes - start, data_offset, cells))
-            sums.append(
-                check_sums(words(data, piece.box.sizes, element_bytes), cells, element_bytes)
-                if data.size
-                else np.empty(0, "<u4")
-            )
-        records = []
-        for (piece, start, length, data_offset, cells), checks in zip(items, sums, strict=True):
-            records.append(
-                ItemRecord(
+        records, sums = [], []
+        for piece, content in pieces:
+            element_bytes, start = piece.data.element_size(), 0
+            for box in piece.box.pieces(MAX_ARCHIVE_BYTES // element_bytes):
+                data = content[start : start + box.numel * element_bytes]
+                start += data.nbytes
+                cells = cell_sizes(box.sizes, element_bytes)
+                archive_offset = stream.bytes
+                data_offset = archive_offset + write_tensor(stream, data, piece.data.dtype, box.sizes)
+                record = ItemRecord(
                     key=piece.key,
                     dtype=str(piece.data.dtype).removeprefix("torch."),
-                    element_bytes=piece.data.element_size(),
+                    element_bytes=element_bytes,
                     shape=tuple(piece.shape),
-                    offsets=piece.box.offsets,
-                    sizes=piece.box.sizes,
-                    archive_offset=start,
-                    archive_bytes=length,
+                    offsets=box.offsets,
+                    sizes=box.sizes,
+                    archive_offset=archive_offset,
+                    archive_bytes=stream.bytes - archive_offset,
                     data_offset=data_offset,
                     cells=cells,
-                    checks_offset=stream.bytes,
+                    checks_offset=0,
                 )
-            )
+                checks = check_sums(words(data, box.sizes, element_bytes), cells, element_bytes) if data.size else NONE
+                records.append(record)
+                sums.append(checks)
+        for index, checks in enumerate(sums):
+            records[index] = records[index].model_copy(update={"checks_offset": stream.bytes})
             stream.write(np.ascontiguousarray(checks).reshape(-1).view(uint8))
         files.sync(descriptor)
     finally:

@@ -158,7 +158,7 @@ class LayerCheckpointSaver:
         return self._writer.is_idle and (self._uploader is None or self._uploader.is_idle)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Wait until everything is written and uploaded.
+        """Wait until everything is written and uploaded, but not for a write that is known to hang.
 
         Args:
             timeout_seconds: how long; default: twice the time limit, since a save and an upload may each take as long.
@@ -167,7 +167,10 @@ class LayerCheckpointSaver:
             CheckpointError: a save or an upload since the last call went wrong, or is not done.
         """
         deadline = time.monotonic() + (2 * self._time_limit if timeout_seconds is None else timeout_seconds)
-        done = self._writer.wait(deadline) and (self._uploader is None or self._uploader.wait(deadline))
+        self._report_hang()
+        done = self._writer.wait(0.0 if self._hangs(self._first) else deadline)
+        if self._second is not None and self._uploader is not None:
+            done &= self._uploader.wait(0.0 if self._hangs(self._second) else deadline)
         self._report_hang()
         failures, self._failures = self._failures, []
         if not done:
@@ -230,7 +233,7 @@ class LayerCheckpointSaver:
         rank, node, busy = self._participants.rank, self._participants.node, self._busy.get(self._first.name)
         what = "waits for other ranks to save" if busy is None else f"still writes the checkpoint of step {busy[0]}"
         error = f"rank {rank} on node {node} {what}"
-        self._fail(save, self._first, error, quiet=busy is not None and (self._first.name, busy[0]) in self._reported)
+        self._fail(save, self._first, error, quiet=self._hangs(self._first))
         # In a thread: messages may be files in a folder that hangs.
         refuse = partial(self._first.refuse, save.number, error)
         threading.Thread(target=refuse, name="checkpoint message", daemon=True).start()
@@ -319,6 +322,11 @@ class LayerCheckpointSaver:
         self._failures.append(text)
         if not quiet:
             self._print(text)
+
+    def _hangs(self, tier: Tier) -> bool:
+        """Whether a write of this rank is known to hang."""
+        busy = self._busy.get(tier.name)
+        return busy is not None and (tier.name, busy[0]) in self._reported
 
     def _report_hang(self) -> None:
         """Say once that a write of this rank hangs."""

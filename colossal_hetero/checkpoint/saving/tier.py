@@ -213,7 +213,12 @@ class Tier:
                 self._check_replaceable(target, save)
                 remove_all(self.files, old)
                 self.files.rename(target, old)
-            self.files.rename(unfinished, target)
+            try:
+                self.files.rename(unfinished, target)
+            except OSError:
+                if target.exists():  # another node was faster
+                    self._check_replaceable(target, save)
+                raise
             self.files.sync_folder(self.folder)
         except Exception as error:
             return self._in_words(error)

@@ -20,3 +20,11 @@ def test_a_cover_has_each_element_once_and_the_rest_is_left(case: tuple[Box, lis
         assert indices(part) <= indices(held[number])
     for part in left:
         assert not any(indices(part) & indices(box) for box in held)
+
+
+@given(st.integers(0, 3).flatmap(boxes), st.integers(1, 20))
+def test_pieces_are_the_elements_in_order(box: Box, numel: int) -> None:
+    pieces = box.pieces(numel)
+    assert [index for piece in pieces for index in sorted(indices(piece))] == sorted(indices(box))
+    row = box.numel // next((size for size in box.sizes if size > 1), 1)
+    assert all(piece.numel <= max(numel, row) for piece in pieces)

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import math
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -18,9 +19,11 @@ from torch.distributed import HashStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from colossal_hetero.checkpoint.format.run_state import RunState
+from colossal_hetero.checkpoint.saving import layer_files
 from colossal_hetero.checkpoint.saving.saver import LayerCheckpointSaver
 from colossal_hetero.checkpoint.storage.errors import CheckpointError
 from colossal_hetero.checkpoint.storage.file_operations import FileOperations
+from tests.support.harness import run_alone
 from tests.support.layer_checkpoints import (
     assert_loads,
     one_saver,
@@ -84,6 +87,11 @@ class Run:
                 errors.append(str(error))
         return errors[0]
 
+    def become_idle(self) -> None:
+        while not all(saver.is_idle for saver in self.savers):
+            time.sleep(0.01)
+        self.wait()
+
     def close(self) -> None:
         for saver in self.savers:
             saver.close()
@@ -135,6 +143,17 @@ def test_torchs_own_tools_read_the_shared_folder(run: Run) -> None:
     dcp_to_torch_save(run.root / "shared/step-00000010", target)
     found = torch.load(target, weights_only=True)
     assert found.keys() == tensors(10).keys()
+    assert all(torch.equal(found[key], value) for key, value in tensors(10).items())
+
+
+def test_large_boxes_are_written_as_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_files, "MAX_ARCHIVE_BYTES", 100)
+    save_steps(tmp_path, 10)
+    for rank in range(3):
+        reader = reader_of(tmp_path)
+        assert assert_loads(reader, 10, 3, rank) == reader.bytes_read
+    dcp_to_torch_save(tmp_path / "step-00000010", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
     assert all(torch.equal(found[key], value) for key, value in tensors(10).items())
 
 
@@ -211,6 +230,25 @@ def test_a_full_disk_is_reported_and_the_next_save_works(run: Run, rank: int) ->
     assert run.logs[1].getvalue() == run.logs[2].getvalue() == ""
 
 
+def save_with_limited_files(folder: Path) -> str:
+    """A real limit of the operating system, instead of a full disk; returns the error, and loads the next save."""
+    with one_saver(folder, log=io.StringIO()) as saver:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+        saver.save(10, pieces_of(tensors(10)))
+        with pytest.raises(CheckpointError) as error:
+            saver.wait()
+        assert list(folder.iterdir()) == []
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        saver.save(20, pieces_of(tensors(20)))
+        saver.wait()
+    assert_loads(reader_of(folder), 20)
+    return str(error.value)
+
+
+def test_a_limit_of_the_operating_system_is_reported(tmp_path: Path) -> None:
+    assert f"{tmp_path}: File too large (rank 0, node a)" in run_alone(save_with_limited_files, folder=tmp_path)
+
+
 class HangingFolder(FileOperations):
     """Writes to the shared folder hang until it is back."""
 
@@ -228,20 +266,24 @@ class HangingFolder(FileOperations):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_shared_folder_that_hangs_does_not_stop_local_checkpoints(run: Run, rank: int) -> None:
     folder = HangingFolder()
-    run.start("second", files={rank: folder}, time_limit_seconds=0.3)
+    run.start("second", files={rank: folder}, time_limit_seconds=1.0)
     run.save(10)
     assert folder.hangs.wait(5)
-    time.sleep(0.4)
+    time.sleep(1.1)
     for step in (20, 30):
         assert run.save(step) == [True] * 3
-        while reader_of(run.root / "local-a").latest() != step:
+        deadline = time.monotonic() + 20
+        while reader_of(run.root / "local-a").latest() != step and time.monotonic() < deadline:
             time.sleep(0.01)
+        assert reader_of(run.root / "local-a").latest() == step
+    start = time.monotonic()
     assert "step 10" in run.wait()
+    assert time.monotonic() - start < 5
     printed = run.logs[0].getvalue().splitlines()
     assert printed and "step 10" in printed[0] and str(run.root / "shared") in printed[0]
     assert len(printed) <= (1 if rank == 0 else 3)
     folder.is_back.set()
-    run.wait()
+    run.become_idle()
     run.save(40)
     assert run.wait() == ""
     assert reader_of(run.root / "shared").latest() == 40
@@ -250,7 +292,7 @@ def test_a_shared_folder_that_hangs_does_not_stop_local_checkpoints(run: Run, ra
 
 def test_a_shared_folder_alone_that_hangs_does_not_stop_training(run: Run) -> None:
     folder = HangingFolder()
-    run.start("second", "shared", files={1: folder}, time_limit_seconds=0.3, patience_seconds=0.2)
+    run.start("second", "shared", files={1: folder}, time_limit_seconds=1.0, patience_seconds=0.2)
     run.save(10)
     assert folder.hangs.wait(5)
     start = time.monotonic()
@@ -259,7 +301,7 @@ def test_a_shared_folder_alone_that_hangs_does_not_stop_training(run: Run) -> No
     assert time.monotonic() - start < 3
     assert run.wait() != ""
     folder.is_back.set()
-    run.wait()
+    run.become_idle()
     run.save(50)
     assert run.wait() == ""
     assert reader_of(run.root / "shared").latest() == 50
@@ -291,9 +333,9 @@ def test_messages_are_forgotten(run: Run) -> None:
 
 
 def test_a_rank_that_is_gone_is_named(run: Run) -> None:
-    run.start("second", time_limit_seconds=0.2)
+    run.start("second", time_limit_seconds=1.0)
     run.save(10, ranks=(0, 1))
-    assert "rank 2 on node b has not written its files in 0.2 s" in run.wait()
+    assert "rank 2 on node b has not written its files in 1 s" in run.wait()
     assert run.steps("local-a") == []
 
 
