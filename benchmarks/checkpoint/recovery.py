@@ -1,0 +1,171 @@
+"""AutoHet's three scenarios of recovery: layer by layer from the nearest place, or all from the shared folder.
+
+    python -m benchmarks.checkpoint.recovery [--cloud MB/s] [--width N] [--rounds N]
+
+GPT-2 with four blocks is saved by two replicas of two stages. The first stages are in node 0, the second ones in
+node 1. Then, in AutoHet's Figure 10:
+
+- A: one replica is lost; both nodes are still there, so that everything is on their disks.
+- B: node 0 is lost. Two replicas without a pipeline go on in node 1, which has the second half of the layers.
+- C: nodes 2 and 3 join as a third replica; what they need is on the disks of nodes 0 and 1.
+
+Nodes are ranks on this machine with folders of their own. All reads of the shared folder together get ``--cloud`` MB/s,
+those of each node's folder 3500 / 1200 times as much, as in the paper; between nodes, messages go over Gloo without a
+limit. Times are those of ``plugin.resume`` on the slowest rank, the median of several runs in new processes. The bound
+is the time in which the bytes that were read can pass the busiest disk or the shared folder. Every tensor is compared
+with those that were saved.
+
+Source: AutoHet (Wang et al. 2025), section V, Figure 10: 4.38, 1.49 and 3.59 times as fast as Varuna.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+import tests.support.checkpoint_runs as runs
+from benchmarks.common import describe_machine, print_table
+from colossal_hetero import CheckpointConfig
+from colossal_hetero.checkpoint.reading.places import FolderPlace
+from tests.support.harness import run_ranks
+
+DISK_BY_CLOUD = 3500 / 1200
+"""MB/s of a node's disk by those of the cloud storage in the paper."""
+
+
+class Scenario(NamedTuple):
+    """A plan after a change of devices."""
+
+    options: dict[str, int]
+    nodes: tuple[int, ...]
+    """Node of each rank."""
+    paper: float
+    """How much faster AutoHet was than loading everything from the cloud."""
+
+
+SAVED = Scenario(dict(pp_size=2), (0, 1, 0, 1), 1.0)
+SCENARIOS = {
+    "A: a replica is lost": Scenario(dict(pp_size=2), (0, 1), 4.38),
+    "B: node 0 is lost": Scenario(dict(pp_size=1), (1, 1), 1.49),
+    "C: two nodes join": Scenario(dict(pp_size=2), (0, 1, 0, 1, 2, 3), 3.59),
+}
+
+
+def take_turn(clock: Path, length: int, bytes_per_second: float) -> None:
+    """Wait until so many bytes have passed what all processes with the same ``clock`` share."""
+    with clock.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        free, total = map(float, (file.read() or "0 0").split())
+        until = max(time.time(), free) + length / bytes_per_second
+        file.truncate(0)
+        file.write(f"{until!r} {total + length}")
+    time.sleep(max(until - time.time(), 0.0))
+
+
+def bytes_of(clock: Path) -> float:
+    return float(clock.read_text().split()[1]) if clock.exists() else 0.0
+
+
+@contextmanager
+def throttled(root: Path, cloud_bytes_per_second: float) -> Iterator[None]:
+    """In the block, reading from the folders in ``root`` takes as long as with these bandwidths."""
+    read = FolderPlace.read
+
+    @wraps(read)
+    def slow(place: FolderPlace, file: str, offsets: Any, length: int) -> Any:
+        folder = Path(place.name).relative_to(root).parts[0]
+        speed = cloud_bytes_per_second * (1.0 if folder == "shared" else DISK_BY_CLOUD)
+        content = read(place, file, offsets, length)
+        take_turn(root / f"{folder}.clock", content.nbytes, speed)
+        return content
+
+    FolderPlace.read = slow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FolderPlace.read = read  # type: ignore[method-assign]
+
+
+def boosted(scenario: Scenario, root: Path, width: int, local: bool) -> runs.Run:
+    node = f"node{scenario.nodes[dist.get_rank()]}"
+    checkpoints = CheckpointConfig(local=root / node if local else None, shared=root / "shared", node=node)
+    return runs.boosted("gpt2", runs.hybrid(**scenario.options, checkpoints=checkpoints), n_embd=width)
+
+
+def save(root: Path, width: int) -> runs.InMemory:
+    run = boosted(SAVED, root, width, local=True)
+    runs.train(run, [0])
+    assert run.plugin.save(run.model, run.optimizer, step=1)
+    run.plugin.wait_for_saves()
+    return runs.gathered(run, everywhere=False)
+
+
+def recover(scenario: Scenario, root: Path, width: int, local: bool, cloud: float) -> tuple[float, runs.InMemory]:
+    """Seconds of this rank, and what all ranks hold afterwards, on rank 0."""
+    run = boosted(scenario, root, width, local)
+    dist.barrier()
+    with throttled(root, cloud):
+        begin = time.perf_counter()
+        run.plugin.resume(run.model, run.optimizer)
+        seconds = time.perf_counter() - begin
+    return seconds, runs.gathered(run, everywhere=False)
+
+
+def measure(
+    scenario: Scenario, root: Path, width: int, local: bool, cloud: float, expected: runs.InMemory
+) -> tuple[float, float]:
+    """Seconds of the slowest rank, and of the bound."""
+    for clock in root.glob("*.clock"):
+        clock.unlink()
+    results = run_ranks(len(scenario.nodes), recover, scenario, root, width, local, cloud)
+    assert runs.different_tensors(results[0][1], expected) == []
+    disks = [bytes_of(clock) / DISK_BY_CLOUD for clock in root.glob("node*.clock")]
+    bound = max([bytes_of(root / "shared.clock"), *disks]) / cloud
+    return max(seconds for seconds, _ in results), bound
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cloud", type=float, default=40.0, help="MB/s of the shared folder (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=480, help="hidden size (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each way (default: %(default)s)")
+    arguments = parser.parse_args()
+    width, cloud = arguments.width, arguments.cloud * 1e6
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="recovery") as folder:
+        root = Path(folder)
+        expected = run_ranks(len(SAVED.nodes), save, root, width)[0]
+        for name, scenario in SCENARIOS.items():
+            found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+            for _ in range(arguments.rounds):
+                for local, measured in found.items():
+                    measured.append(measure(scenario, root, width, local, cloud, expected))
+            all_seconds, seconds = (median(each for each, _ in found[local]) for local in (False, True))
+            bound = median(each for _, each in found[True])
+            ratio = all_seconds / seconds
+            rows.append(
+                (name, f"{all_seconds:.2f}", f"{seconds:.2f}", f"{ratio:.2f}", f"{scenario.paper:.2f}", f"{bound:.2f}",
+                 f"{seconds / bound:.2f}")
+            )  # fmt: skip
+        total = sum(tensor.numel() * tensor.element_size() for tensor in expected.tensors.values())
+    print(describe_machine())
+    print_table(
+        f"{total / 1e6:.0f} MB, shared folder {arguments.cloud:g} MB/s; aims: at least AutoHet's factor, ≤ 1.1 × bound",
+        ["scenario", "all shared [s]", "nearest place [s]", "× as fast", "AutoHet", "bound [s]", "× bound"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
