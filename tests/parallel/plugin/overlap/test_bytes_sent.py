@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from typing import Any
 
 import pytest
@@ -22,24 +23,35 @@ from tests.support.harness import run_ranks
 WIDTH = 300
 RANKS = 2
 PARAMETERS = 3 * WIDTH * (WIDTH + 1)
-BYTES_SENT = struct.Struct("=200xQ")
-"""The start of Linux's ``tcp_info`` until its counter of the bytes that a connection has sent."""
+TCP_INFO = struct.Struct("=B23xI92xQ16xI")
+"""Of Linux's ``tcp_info``: state, packets without confirmation, bytes confirmed so far, bytes that wait to be sent."""
+ESTABLISHED = 1
+"""The state of a connection that is open at both ends."""
 
 
 def sent_bytes() -> int:
-    """Bytes that this process has sent over its TCP connections, repeated ones and headers of messages included."""
-    total = 0
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(number))) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                    information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_SENT.size)
-                    total += BYTES_SENT.unpack(information)[0]
-        except OSError:  # closed meanwhile
-            continue
-    return total
+    """Bytes that this process has sent over its TCP connections and that have arrived, headers of messages included.
+
+    A busy machine sends some packets more than once: those count once.
+    """
+    return sum(arrived_bytes(int(number)) for number in os.listdir("/proc/self/fd"))
+
+
+def arrived_bytes(descriptor: int) -> int:
+    try:
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+            return 0
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+                return 0
+            while True:
+                information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
+                state, unconfirmed, arrived, waiting = TCP_INFO.unpack(information)
+                if state != ESTABLISHED or not (unconfirmed or waiting):
+                    return arrived
+                time.sleep(0.001)
+    except OSError:  # closed meanwhile
+        return 0
 
 
 def passes_sent(stage: int, options: dict[str, Any]) -> tuple[float, float]:
