@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from .format.records import FileRecord, Manifest
@@ -53,12 +54,12 @@ class SavedIndex:
     files: Mapping[str, FileRecord]
     """By name."""
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of each tensor, by its key."""
         return {item.key: item.shape for record in self.files.values() for item in record.items}
 
-    @property
+    @cached_property
     def dtypes(self) -> dict[str, str]:
         """Type of each tensor, by its key."""
         return {item.key: item.dtype for record in self.files.values() for item in record.items}

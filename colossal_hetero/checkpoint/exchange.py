@@ -1,72 +1,134 @@
-"""Send boxes of tensors between ranks, one layer after the other."""
+"""Send boxes of tensors between ranks, layer after layer."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..accelerator import get_accelerator
-from .format.box import Box
-from .format.pieces import TensorPiece
+from .box_memory import BoxMemory
 from .placement.transfers import Transfer
+from .reading.read_ahead import ReadAhead
 
-__all__ = ["exchange", "piece_with"]
+__all__ = ["AHEAD", "Received", "exchange"]
+
+AHEAD = 2
+"""So many layers are sent at the same time."""
+
+
+class Received(NamedTuple):
+    """What other ranks have sent."""
+
+    bytes: int
+    missing: list[Transfer]
+    """What could not be read by the rank that should have sent it."""
+
+
+class _Message(NamedTuple):
+    parts: list[Transfer]
+    """All between the same two ranks."""
+    content: Tensor
+    """``[bytes + 1]``: the boxes one after another; then 1, or 0 if they could not be read."""
+
+
+class _Layer(NamedTuple):
+    """Messages of a layer on their way."""
+
+    layer: str
+    incoming: list[_Message]
+    outgoing: list[_Message]
+    works: list[dist.Work]
 
 
 def exchange(
-    transfers: Sequence[Transfer],
-    outgoing: Mapping[Transfer, Tensor],
-    needed: Mapping[str, Sequence[TensorPiece]],
-) -> int:
-    """Send and receive boxes. Every rank calls it with the same transfers.
+    order: Sequence[str], transfers: Sequence[Transfer], memory: BoxMemory, readers: Sequence[ReadAhead]
+) -> Received:
+    """Send what this rank reads and others need, and receive what it needs.
 
-    In each layer, a rank has at most one message from each other rank. So it needs memory for one layer more.
+    Every rank calls it with the same order and transfers. In each layer, a rank has at most one message to each other
+    rank. A rank needs memory for :data:`AHEAD` layers and one more.
 
     Args:
-        transfers: what to send, sorted by layer.
-        outgoing: the tensors ``[box.sizes]`` that this rank sends.
-        needed: pieces to load into, by key. Received boxes are parts of them.
-
-    Returns:
-        the number of bytes that this rank received.
+        order: of layers, the same on all ranks, so that no rank waits for one that waits for it.
+        transfers: of all ranks.
+        memory: of this rank. Boxes must be of the types that were saved.
+        readers: what reads the boxes that this rank sends.
     """
-    rank, received = dist.get_rank(), 0
-    device = _device()
-    for _, group in itertools.groupby(transfers, key=lambda transfer: transfer.layer):
-        of_layer = list(group)
-        incoming: list[tuple[list[tuple[Transfer, TensorPiece]], Tensor]] = []
-        works: list[dist.Work] = []
-        messages: list[Tensor] = []
-        for sender, parts in _by(of_layer, "sender", "receiver", rank):
-            targets = [(each, piece_with(needed[each.key], each.box)) for each in parts]
-            size = sum(each.box.numel * piece.data.element_size() for each, piece in targets)
-            message = torch.empty(size, dtype=torch.uint8, device=device)
-            works.append(_started(dist.irecv(message, sender)))
-            incoming.append((targets, message))
-            received += size
-        for receiver, parts in _by(of_layer, "receiver", "sender", rank):
-            flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (outgoing[each] for each in parts)]
-            messages.append(torch.cat(flat).to(device))
-            works.append(_started(dist.isend(messages[-1], receiver)))
-        for work in works:
+    rank = dist.get_rank()
+    by_layer: dict[str, list[Transfer]] = {layer: [] for layer in order}
+    for transfer in transfers:
+        if rank in (transfer.sender, transfer.receiver):
+            by_layer[transfer.layer].append(transfer)
+    received, missing = 0, []
+    on_their_way: deque[_Layer] = deque()
+
+    def finish() -> None:
+        nonlocal received
+        layer = on_their_way.popleft()
+        for work in layer.works:
             work.wait()
-        for targets, message in incoming:
-            start = 0
-            for each, piece in targets:
-                size = each.box.numel * piece.data.element_size()
-                values = message[start : start + size].clone().view(piece.data.dtype).view(each.box.sizes)
-                piece.data[piece.box.slices_of(each.box)] = values.to(piece.data.device)  # [()] without dimensions
-                start += size
-    return received
+        for message in layer.incoming:
+            if _unpack(message, memory):
+                received += message.content.numel() - 1
+            else:
+                missing.extend(message.parts)
+        for message in layer.outgoing:
+            for part in message.parts:
+                memory.free(part.key, part.box)
+        if layer.outgoing:
+            for reader in readers:
+                reader.has_sent(layer.layer)
+
+    for layer, of_layer in by_layer.items():
+        if of_layer:
+            on_their_way.append(_start(layer, of_layer, rank, memory, readers))
+        if len(on_their_way) > AHEAD:
+            finish()
+    while on_their_way:
+        finish()
+    return Received(received, missing)
 
 
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # it is None on ranks outside of the group, and the group has all ranks
-    return work
+def _start(
+    layer: str, transfers: Sequence[Transfer], rank: int, memory: BoxMemory, readers: Sequence[ReadAhead]
+) -> _Layer:
+    device = _device()
+    is_read = True
+    if any(each.sender == rank for each in transfers):
+        is_read = not any([reader.wait(layer) for reader in readers])
+    operations: list[dist.P2POp] = []
+    incoming, outgoing = [], []
+    for sender, parts in _by(transfers, "sender", "receiver", rank):
+        size = sum(tensor.numel() * tensor.element_size() for tensor in (memory.tensor(*each[3:]) for each in parts))
+        incoming.append(_Message(parts, torch.empty(size + 1, dtype=torch.uint8, device=device)))
+        operations.append(dist.P2POp(dist.irecv, incoming[-1].content, sender))
+    for receiver, parts in _by(transfers, "receiver", "sender", rank):
+        tensors = [memory.tensor(*each[3:]).contiguous().view(-1).view(torch.uint8) for each in parts]
+        state = torch.tensor([is_read], dtype=torch.uint8, device=tensors[0].device)
+        outgoing.append(_Message(parts, torch.cat([*tensors, state]).to(device)))
+        operations.append(dist.P2POp(dist.isend, outgoing[-1].content, receiver))
+    return _Layer(layer, incoming, outgoing, dist.batch_isend_irecv(operations))
+
+
+def _unpack(message: _Message, memory: BoxMemory) -> bool:
+    """Put received boxes where they belong; False if the sender could not read them."""
+    if not message.content[-1].item():
+        return False
+    start = 0
+    with torch.no_grad():
+        for part in message.parts:
+            target = memory.tensor(part.key, part.box)
+            size = target.numel() * target.element_size()
+            values = message.content[start : start + size].clone().view(target.dtype).view(target.shape)
+            target.copy_(values)
+            start += size
+    return True
 
 
 def _by(transfers: Sequence[Transfer], other: str, own: str, rank: int) -> list[tuple[int, list[Transfer]]]:
@@ -75,11 +137,6 @@ def _by(transfers: Sequence[Transfer], other: str, own: str, rank: int) -> list[
         (each for each in transfers if getattr(each, own) == rank), key=lambda each: (getattr(each, other), each)
     )
     return [(number, list(parts)) for number, parts in itertools.groupby(mine, key=lambda each: getattr(each, other))]
-
-
-def piece_with(pieces: Sequence[TensorPiece], box: Box) -> TensorPiece:
-    """The piece that has a box, all of it. All are of the same tensor."""
-    return next(piece for piece in pieces if piece.box.intersection(box) == box)
 
 
 def _device() -> torch.device:

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ..processes.every_rank import on_every_rank
+from .box_memory import BoxMemory
 from .copies import SavedIndex, WholeCheckpoint
-from .exchange import exchange, piece_with
+from .exchange import AHEAD, exchange
 from .format.pieces import TensorPiece
 from .placement.bitmap import Bitmap, Location, StorageTier
 from .placement.sources import Fetch, Need, choose_sources
-from .placement.transfers import Transfer, transfers_between
+from .placement.transfers import Read, Transfer, layer_order, reads_and_transfers
+from .reading.read_ahead import LayerRead, ReadAhead
 from .reading.reader import CheckpointReader
 from .storage.errors import CheckpointError
 
 __all__ = ["load_pieces"]
+
+
+class _Outcome(NamedTuple):
+    """What one try has brought to a rank."""
+
+    problems: list[tuple[str, Location, str]]
+    """Layers that it could not read: the layer, where, and why."""
+    left: list[Need]
+    """What it still needs."""
 
 
 def load_pieces(
@@ -33,8 +44,9 @@ def load_pieces(
 ) -> int:
     """Fill the pieces of this rank. Every rank calls it.
 
-    Each box comes from the nearest place: the disk of this node, disks of other nodes, the shared folder. If a file
-    turns out to be damaged, another copy is used.
+    Each box comes from the nearest place: the disk of this node, disks of other nodes, the shared folder. All of them
+    are read at the same time, and what is read once is sent to all that need it. If a file turns out to be damaged,
+    another copy is used.
 
     Args:
         pieces: with tensors of the checkpoint.
@@ -44,96 +56,46 @@ def load_pieces(
         nodes: of each rank.
 
     Returns:
-        the number of bytes that this rank received from other nodes.
+        the number of bytes that this rank received from other ranks.
 
     Raises:
-        RuntimeError: on every rank, if a rank cannot read something and there is no other copy.
+        CheckpointError: on every rank, if something cannot be read and there is no other copy.
     """
-    converted = [_as_saved(piece, index) for piece in pieces]
-    targets = [target for target, _ in converted]
-    received = 0
-    if _others_are_needed(checkpoint, nodes) or not _load_alone(targets, checkpoint.step, reader, nodes):
-        received = _load_with_peers(targets, checkpoint, index, reader, nodes)
-    for target, piece in converted:
-        if target is not piece:
-            piece.data.copy_(target.data)
+    as_saved = [_as_saved(piece, index) for piece in pieces]
+    memory = BoxMemory(as_saved, index.shapes, index.dtypes)
+    bitmap = _bitmap(checkpoint, index, set(nodes))
+    node_of = dict(enumerate(nodes))
+    outcome = _Outcome([], [Need(each.layer, each.key, each.box, each.data.element_size()) for each in as_saved])
+    received, problems = 0, list[str]()
+    while True:
+        outcomes: list[Any] = [None] * len(nodes)
+        dist.all_gather_object(outcomes, outcome)
+        for layer, location, problem in (each for of_rank in outcomes for each in of_rank.problems):
+            bitmap.discard(checkpoint.step, layer, location)
+            problems.append(problem)
+        needs = {rank: of_rank.left for rank, of_rank in enumerate(outcomes)}
+        if not any(needs.values()):
+            break
+        try:
+            fetches = choose_sources(checkpoint.step, needs, node_of, bitmap)
+        except LookupError as error:
+            raise CheckpointError("; ".join([str(error), *problems])) from None
+        outcome, received_now = _load(fetches, node_of, memory, reader, checkpoint.step)
+        received += received_now
+        for _, _, problem in outcome.problems:
+            warnings.warn(f"a checkpoint is damaged: {problem}; other copies are looked for", stacklevel=2)
+    for piece, saved in zip(pieces, as_saved, strict=True):
+        if saved is not piece:
+            piece.data.copy_(saved.data)
     return received
 
 
-def _as_saved(piece: TensorPiece, index: SavedIndex) -> tuple[TensorPiece, TensorPiece]:
-    """The piece with memory of the type that was saved, and the piece."""
+def _as_saved(piece: TensorPiece, index: SavedIndex) -> TensorPiece:
+    """The piece, if necessary with memory of the type that was saved."""
     dtype = getattr(torch, index.dtypes[piece.key])
     if piece.data.dtype == dtype:
-        return piece, piece
-    return replace(piece, data=torch.empty(piece.box.sizes, dtype=dtype)), piece
-
-
-def _others_are_needed(checkpoint: WholeCheckpoint, nodes: Sequence[str]) -> bool:
-    """Whether a node has files that another one lacks."""
-    files = {copy.node: copy.files for copy in checkpoint.copies if copy.node}
-    everything = frozenset().union(*files.values())
-    return any(files.get(node, frozenset()) != everything for node in nodes)
-
-
-def _load_alone(pieces: Sequence[TensorPiece], step: int, reader: CheckpointReader, nodes: Sequence[str]) -> bool:
-    """Let each rank read what it needs from its own folders; False on all ranks if files are damaged on one of them.
-
-    Raises:
-        RuntimeError: files are damaged, and there are no other nodes.
-    """
-
-    def load() -> bool:
-        try:
-            reader.load(pieces, step)
-        except CheckpointError:
-            if len(set(nodes)) == 1:
-                raise
-            return False
-        return True
-
-    return all(on_every_rank(load, f"loading the checkpoint of step {step}"))
-
-
-def _load_with_peers(
-    pieces: Sequence[TensorPiece],
-    checkpoint: WholeCheckpoint,
-    index: SavedIndex,
-    reader: CheckpointReader,
-    nodes: Sequence[str],
-) -> int:
-    rank, step, received = dist.get_rank(), checkpoint.step, 0
-    node_of = dict(enumerate(nodes))
-    bitmap = _bitmap(checkpoint, index, set(nodes))
-    own = [Need(piece.layer, piece.key, piece.box, piece.data.element_size()) for piece in pieces]
-    needs: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(needs, own)
-    by_key: dict[str, list[TensorPiece]] = {}
-    for piece in pieces:
-        by_key.setdefault(piece.key, []).append(piece)
-    for layer in sorted({need.layer for of_rank in needs for need in of_rank}):
-        of_layer = {number: [need for need in found if need.layer == layer] for number, found in enumerate(needs)}
-        problems: list[str] = []
-        while True:
-            try:
-                fetches = choose_sources(step, of_layer, node_of, bitmap)
-            except LookupError as error:
-                raise CheckpointError("; ".join([str(error), *problems])) from None
-            transfers = transfers_between(fetches, node_of)
-            outgoing: dict[Transfer, Tensor] = {}
-            failure = _read(fetches[rank], transfers, by_key, index, reader, outgoing, node_of[rank], step)
-            if failure is not None:
-                warnings.warn(f"a checkpoint is damaged: {failure[1]}; other copies are looked for", stacklevel=2)
-            failures: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(failures, failure)
-            if not any(failures):
-                break
-            for reason in failures:
-                if reason is not None:
-                    location, problem = reason
-                    problems.append(problem)
-                    bitmap.discard(step, layer, location)
-        received += exchange(transfers, outgoing, by_key)
-    return received
+        return piece
+    return replace(piece, data=torch.empty(piece.box.sizes, dtype=dtype))
 
 
 def _bitmap(checkpoint: WholeCheckpoint, index: SavedIndex, nodes: set[str]) -> Bitmap:
@@ -148,37 +110,69 @@ def _bitmap(checkpoint: WholeCheckpoint, index: SavedIndex, nodes: set[str]) -> 
     return bitmap
 
 
-def _read(
-    fetches: Sequence[Fetch],
-    transfers: Sequence[Transfer],
-    pieces: Mapping[str, Sequence[TensorPiece]],
-    index: SavedIndex,
+def _load(
+    fetches: Mapping[int, Sequence[Fetch]],
+    node_of: Mapping[int, str],
+    memory: BoxMemory,
     reader: CheckpointReader,
-    outgoing: dict[Transfer, Tensor],
-    node: str,
     step: int,
-) -> tuple[Location, str] | None:
-    """Read what this rank needs from folders that it reaches, and what it sends, into ``outgoing``.
+) -> tuple[_Outcome, int]:
+    """Read, send and receive once; also the number of bytes received."""
+    rank = dist.get_rank()
+    reads, transfers = reads_and_transfers(fetches, node_of)
+    order = layer_order(reads)
+    with ExitStack() as stack:
+        readers = {
+            location: stack.enter_context(ReadAhead(layers, AHEAD + 1))
+            for location, layers in _layers_by_location(reads[rank], order, memory, reader, step).items()
+        }
+        received = exchange(order, transfers, memory, list(readers.values()))
+        for each in readers.values():
+            each.wait_for_all()
+    problems = [
+        (layer, location, problem)
+        for location, of_location in readers.items()
+        for layer, problem in of_location.problems.items()
+    ]
+    left = _left(fetches[rank], problems, received.missing, memory)
+    return _Outcome(problems, left), received.bytes
 
-    Returns:
-        the first location with something that cannot be read, and why; None if there is none.
-    """
-    reads: dict[Location, list[TensorPiece]] = {}
-    for fetch in fetches:
-        if fetch.location.tier == StorageTier.SHARED or fetch.location.node == node:
-            piece = piece_with(pieces[fetch.key], fetch.box)
-            data = piece.data[piece.box.slices_of(fetch.box)] if fetch.box.sizes else piece.data
-            reads.setdefault(fetch.location, []).append(replace(piece, box=fetch.box, data=data))
-    for transfer in transfers:
-        if transfer.sender == dist.get_rank():
-            outgoing[transfer] = torch.empty(transfer.box.sizes, dtype=getattr(torch, index.dtypes[transfer.key]))
-            sent = TensorPiece(
-                transfer.layer, transfer.key, index.shapes[transfer.key], transfer.box, outgoing[transfer], ""
+
+def _layers_by_location(
+    reads: Sequence[Read], order: Sequence[str], memory: BoxMemory, reader: CheckpointReader, step: int
+) -> dict[Location, list[LayerRead]]:
+    grouped: dict[Location, dict[str, list[Read]]] = {}
+    for read in reads:
+        grouped.setdefault(read.location, {}).setdefault(read.layer, []).append(read)
+
+    def load(of_layer: Sequence[Read]) -> None:
+        reader.load([memory.to_read(read) for read in of_layer], step)
+
+    return {
+        location: [
+            LayerRead(
+                layer,
+                is_sent=not all(memory.holds(read.key, read.box) for read in by_layer[layer]),
+                read=partial(load, by_layer[layer]),
             )
-            reads.setdefault(Location(node, transfer.tier), []).append(sent)
-    for location, targets in sorted(reads.items(), key=lambda each: each[0]):
-        try:
-            reader.load(targets, step)
-        except CheckpointError as error:
-            return location, str(error)
-    return None
+            for layer in order
+            if layer in by_layer
+        ]
+        for location, by_layer in sorted(grouped.items())
+    }
+
+
+def _left(
+    fetches: Sequence[Fetch],
+    problems: Sequence[tuple[str, Location, str]],
+    missing: Sequence[Transfer],
+    memory: BoxMemory,
+) -> list[Need]:
+    """The needs that were not filled."""
+    unread = {(layer, location) for layer, location, _ in problems}
+    unsent = {(each.key, each.box) for each in missing}
+    return [
+        Need(fetch.layer, fetch.key, fetch.box, memory.tensor(fetch.key, fetch.box).element_size())
+        for fetch in fetches
+        if (fetch.layer, fetch.location) in unread or (fetch.key, fetch.box) in unsent
+    ]

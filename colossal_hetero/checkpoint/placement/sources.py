@@ -37,8 +37,9 @@ def choose_sources(
     """Choose where each rank gets each of its boxes.
 
     In this order: memory of its node, disk of its node, memory of other nodes, disks of other nodes, shared folder. A
-    box that several other nodes have comes from the one that gives the fewest bytes so far. All ranks that call this
-    function with the same arguments get the same answer.
+    box that several other nodes have comes from the one that gives the fewest bytes so far. If boxes in the same place
+    overlap, the one with most of what is needed is taken. All ranks that call this function with the same arguments get
+    the same answer.
 
     Args:
         step: of the checkpoint.
@@ -63,7 +64,7 @@ def choose_sources(
             while left:
                 box = left.pop()
                 usable = [
-                    (distance, given[location.node], location, common)
+                    (distance, given[location.node], location, -common.numel, common)
                     for distance, other, location in candidates
                     if (common := other.intersection(box)) is not None
                 ]
@@ -72,7 +73,7 @@ def choose_sources(
                         f"no node and no shared folder has {need.key} of step {step} at {box.offsets} with sizes "
                         f"{box.sizes}"
                     )
-                distance, _, location, common = min(usable)
+                distance, _, location, _, common = min(usable)
                 size = common.numel * need.element_bytes
                 chosen[rank].append(Fetch(need.layer, need.key, common, location, size))
                 if distance >= _FROM_PEERS and location.node:

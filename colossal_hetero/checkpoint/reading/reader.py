@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -27,7 +28,8 @@ class CheckpointReader:
     """Reads checkpoints that any plan has saved into the pieces of another plan.
 
     Each byte range is read from the nearest place that has it, and checked. If a copy is damaged, the next place is
-    asked, and the damaged file is replaced by the whole one where that is possible; :attr:`problems` tells.
+    asked, and the damaged file is replaced by the whole one where that is possible; :attr:`problems` tells. Several
+    threads may call :meth:`load`.
 
     Args:
         places: where to look, the nearest first.
@@ -36,9 +38,9 @@ class CheckpointReader:
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = tuple(places)
         self._search: Search | None = None
-        self._faults: dict[
-            tuple[str, str], str | None
-        ] = {}  # by place and file: what is wrong with it, as far as known
+        self._lock = threading.Lock()
+        # By place and file: what is wrong with it, as far as known.
+        self._faults: dict[tuple[str, str], str | None] = {}
         self._states: dict[str, bytes] = {}  # by checkpoint
         self.problems: list[str] = []
         """Copies that were found damaged, and what was done about it."""
@@ -210,8 +212,9 @@ class CheckpointReader:
             if fault is not None:
                 faults.append((copy, fault))
                 continue
-            for bad, fault in faults:
-                self._repair(bad, copy, name, fault)
+            with self._lock:
+                for bad, fault in faults:
+                    self._repair(bad, copy, name, fault)
             return
         reasons = [fault for _, fault in faults] or [f"{name} of step {checkpoint.step} is in none of the given places"]
         raise CheckpointError("; ".join([*reasons, "there is no other copy", self._advice(checkpoint)]))
@@ -223,11 +226,12 @@ class CheckpointReader:
         for slab in _slabs(aligned(part, sizes, cells), cells, item.element_bytes):
             offsets, length = runs(sizes, slab, item.element_bytes)
             data = copy.place.read(copy.path(record.name), offsets + item.data_offset, length)
-            self.bytes_read += data.nbytes
             grid, block = grid_shape(sizes, cells), grid_box(slab, cells)
             offsets, length = runs(grid, block, CHECK_BYTES)
             stored = copy.place.read(copy.path(record.name), offsets + item.checks_offset, length)
-            self.check_bytes_read += stored.nbytes
+            with self._lock:
+                self.bytes_read += data.nbytes
+                self.check_bytes_read += stored.nbytes
             sums = check_sums(words(data, slab.sizes, item.element_bytes), cells, item.element_bytes)
             if not np.array_equal(sums.reshape(-1), stored.view("<u4")):
                 raise DamagedCopy(

@@ -2,50 +2,81 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
 import torch
 import torch.distributed as dist
 
-from colossal_hetero.checkpoint.exchange import exchange
+from colossal_hetero.checkpoint.box_memory import BoxMemory
+from colossal_hetero.checkpoint.exchange import AHEAD, Received, exchange
 from colossal_hetero.checkpoint.format.pieces import Box, TensorPiece
 from colossal_hetero.checkpoint.placement.bitmap import Bitmap, Location, StorageTier
 from colossal_hetero.checkpoint.placement.sources import Need, choose_sources
-from colossal_hetero.checkpoint.placement.transfers import transfers_between
+from colossal_hetero.checkpoint.placement.transfers import Read, layer_order, reads_and_transfers
+from colossal_hetero.checkpoint.reading.read_ahead import LayerRead, ReadAhead
+from colossal_hetero.checkpoint.storage.errors import CheckpointError
 from tests.support.harness import run_ranks
 
 NODES = {0: "a", 1: "a", 2: "b"}
-LAYERS = ("block-0000", "head")
+LAYERS = tuple(f"block-{number:04d}" for number in range(6))
 WHOLE = Box((0, 0), (4, 6))
 VALUES = {layer: torch.arange(24, dtype=torch.float32).view(4, 6) + 100 * n for n, layer in enumerate(LAYERS)}
+NEEDED = {0: Box((0, 0), (4, 3)), 1: Box((3, 1), (1, 2)), 2: Box((0, 0), (3, 6))}
 
 
-def check_exchange() -> int:
+def exchanged(unreadable: str | None) -> tuple[Received, dict[str, torch.Tensor]]:
     """Node a has the rows and node b the columns of a grid; every rank needs other parts of it."""
     bitmap, rank = Bitmap(), dist.get_rank()
     for layer in LAYERS:
         for row in range(3):
             bitmap.add(1, layer, f"param.{layer}", Box((row, 0), (1, 6)), Location("a", StorageTier.DISK))
         bitmap.add(1, layer, f"param.{layer}", Box((0, 0), (4, 3)), Location("b", StorageTier.DISK))
-    needed = {0: Box((0, 0), (4, 3)), 1: Box((3, 1), (1, 2)), 2: Box((0, 0), (3, 6))}
-    needs = {each: [Need(layer, f"param.{layer}", box, 4) for layer in LAYERS] for each, box in needed.items()}
-    fetches = choose_sources(1, needs, NODES, bitmap)
-    data = {layer: torch.full(needed[rank].sizes, -1.0) for layer in LAYERS}
-    pieces = {
-        f"param.{layer}": [TensorPiece(layer, f"param.{layer}", (4, 6), needed[rank], data[layer], "whole")]
-        for layer in LAYERS
-    }
-    for fetch in fetches[rank]:
-        if fetch.location.node == NODES[rank]:
-            target = data[fetch.layer][needed[rank].slices_of(fetch.box)]
-            target.copy_(VALUES[fetch.layer][WHOLE.slices_of(fetch.box)])
+    needs = {each: [Need(layer, f"param.{layer}", box, 4) for layer in LAYERS] for each, box in NEEDED.items()}
+    reads, transfers = reads_and_transfers(choose_sources(1, needs, NODES, bitmap), NODES)
+    data = {layer: torch.full(NEEDED[rank].sizes, -1.0) for layer in LAYERS}
+    pieces = [TensorPiece(layer, f"param.{layer}", (4, 6), NEEDED[rank], data[layer], "whole") for layer in LAYERS]
+    memory = BoxMemory(pieces, {piece.key: piece.shape for piece in pieces}, {piece.key: "float32" for piece in pieces})
+    by_layer: dict[str, list[Read]] = defaultdict(list)
+    for read in reads[rank]:
+        assert read.location.node == NODES[rank]
+        by_layer[read.layer].append(read)
 
-    transfers = transfers_between(fetches, NODES)
-    outgoing = {each: VALUES[each.layer][WHOLE.slices_of(each.box)] for each in transfers if each.sender == rank}
-    received = exchange(transfers, outgoing, pieces)
+    def fill(layer: str) -> None:
+        targets = [memory.to_read(read).data for read in by_layer[layer]]
+        if layer == unreadable and rank == 2:
+            raise CheckpointError("damaged")
+        for read, target in zip(by_layer[layer], targets, strict=True):
+            target.copy_(VALUES[layer][WHOLE.slices_of(read.box)])
+
+    order = layer_order(reads)
+    layers = [
+        LayerRead(layer, not all(memory.holds(*read[1:3]) for read in by_layer[layer]), partial(fill, layer))
+        for layer in order
+        if layer in by_layer
+    ]
+    with ExitStack() as stack:
+        reader = stack.enter_context(ReadAhead(layers, AHEAD + 1))
+        received = exchange(order, transfers, memory, [reader])
+        reader.wait_for_all()
+    return received, data
+
+
+def check_exchange(unreadable: str | None) -> tuple[int, int]:
+    received, data = exchanged(unreadable)
     for layer in LAYERS:
-        assert torch.equal(data[layer], VALUES[layer][WHOLE.slices_of(needed[rank])])
-    return received
+        if layer != unreadable:
+            assert torch.equal(data[layer], VALUES[layer][WHOLE.slices_of(NEEDED[dist.get_rank()])])
+    assert all(each.layer == unreadable for each in received.missing)
+    return received.bytes, len(received.missing)
 
 
-def test_ranks_get_what_only_other_nodes_have() -> None:
+@pytest.mark.parametrize("unreadable", [None, LAYERS[1]])
+def test_ranks_get_what_only_other_nodes_have(unreadable: str | None) -> None:
     # Ranks 0 and 1 lack a part of the last row, and rank 2 the right half of three rows.
-    assert run_ranks(3, check_exchange) == [2 * 4 * 3, 2 * 4 * 2, 2 * 4 * 9]
+    layers = len(LAYERS) - (unreadable is not None)
+    lost = int(unreadable is not None)
+    expected = [(layers * 4 * 3, lost), (layers * 4 * 2, lost), (len(LAYERS) * 4 * 9, 0)]
+    assert run_ranks(3, check_exchange, unreadable) == expected
