@@ -1,4 +1,4 @@
-"""Save under one plan and load under another: 30 pairs, compared bit for bit, with the bytes that ranks read.
+"""Save under one plan and load under another: 36 pairs, compared bit for bit, with the bytes that ranks read.
 
     python -m benchmarks.checkpoint.resharding [--pairs 0,7,29]
 
@@ -14,6 +14,7 @@ Aim: every tensor equal, and at most 1.05 of the need read.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ import tests.support.checkpoint_runs as runs
 from benchmarks.common import print_table
 from colossal_hetero.checkpoint.layer_checkpoint import Start
 from tests.support.harness import run_ranks
+from tests.support.planning import make_plan, unequal_plan
 
 MAX_READ_SHARE = 1.05
 WIDTHS: dict[str, dict[str, Any]] = {
@@ -32,6 +34,8 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "vit": dict(embed_dim=384, mlp_ratio=2.0),
 }
 """Wider than the models of the tests: the files of small tensors have more check sums."""
+MICRO_BATCH = 4
+"""A replica with one stage has two of them, one with two stages four: together a global batch."""
 MAX_LOSS_DIFFERENCE = {"fp32": 1e-5, "bf16": 2e-2}
 
 
@@ -55,12 +59,36 @@ class Plan(NamedTuple):
         return f"tp {self.tp}, pp {self.pp}, dp {self.dp}" + (f", ZeRO {self.zero}" if self.zero else "")
 
 
+class Unequal(NamedTuple):
+    """Replicas of different depth: for each, the blocks of its stages. A stage has ``tp`` ranks."""
+
+    replicas: tuple[tuple[int, ...], ...]
+    tp: int = 1
+    zero: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * sum(map(len, self.replicas))
+
+    def options(self, precision: str) -> dict[str, Any]:
+        rank = itertools.count()
+        plans = [
+            make_plan([[[next(rank) for _ in range(self.tp)] for _ in blocks]], blocks, MICRO_BATCH, 2 * len(blocks))
+            for blocks in self.replicas
+        ]
+        return dict(plan=unequal_plan(*plans), precision=precision) | (dict(zero_stage=self.zero) if self.zero else {})
+
+    def __str__(self) -> str:
+        stages = ", ".join(" + ".join(map(str, blocks)) for blocks in self.replicas)
+        return f"blocks {stages}; tp {self.tp}" + (f", ZeRO {self.zero}" if self.zero else "")
+
+
 class Pair(NamedTuple):
     """A model, the plan that saves it, and the plan that loads it."""
 
     model: str
-    saved: Plan
-    loaded: Plan
+    saved: Plan | Unequal
+    loaded: Plan | Unequal
     precision: str = "fp32"
 
 
@@ -69,6 +97,8 @@ PP2, PP3, PP4, TP2PP2 = Plan(pp=2), Plan(pp=3), Plan(pp=4), Plan(tp=2, pp=2)
 DP2, TP2DP2 = Plan(dp=2), Plan(tp=2, dp=2)
 Z2, Z3, Z4 = Plan(dp=2, zero=1), Plan(dp=3, zero=1), Plan(dp=4, zero=1)
 TP2Z2, PP2Z2, TP3Z2 = Plan(tp=2, dp=2, zero=1), Plan(pp=2, dp=2, zero=1), Plan(tp=3, dp=2, zero=1)
+DEEPER, TP2_DEEPER = Unequal(((4,), (1, 3))), Unequal(((4,), (1, 3)), tp=2)
+ZERO_DEEPER = Unequal(((4,), (1, 3)), zero=1)
 
 PAIRS = (
     # GPT-2: a fused weight of queries, keys and values, an embedding that is tied to the head, and is padded.
@@ -88,6 +118,10 @@ PAIRS = (
     # A vision transformer: tensors of up to four dimensions, and fused weights in rows.
     *(Pair("vit", saved, loaded) for saved, loaded in ((ONE, TP4), (TP4, TP3), (TP3, PP2), (PP4, TP2PP2))),
     *(Pair("vit", saved, loaded, "bf16") for saved, loaded in ((Z3, TP2Z2), (TP3Z2, Z2))),
+    # Replicas that are not alike.
+    *(Pair("gpt2", saved, loaded) for saved, loaded in ((DEEPER, TP3), (TP2_DEEPER, DEEPER))),
+    *(Pair("llama", saved, loaded) for saved, loaded in ((PP4, TP2_DEEPER), (DEEPER, TP2PP2))),
+    *(Pair("vit", saved, loaded, "bf16") for saved, loaded in ((Z3, ZERO_DEEPER), (ZERO_DEEPER, TP2))),
 )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def copies_of(checkpoints: Iterable[FoundCheckpoint], shared: str | None, node: 
             id=copy.manifest.id,
             step=copy.manifest.step,
             saved_at=copy.manifest.saved_at,
-            files=frozenset(name for name, record in copy.files.items() if copy.fault(record) is None),
+            files=frozenset(name for name in copy.files if copy.fault(name) is None),
             expected=frozenset(found.files),
         )
         for found in checkpoints

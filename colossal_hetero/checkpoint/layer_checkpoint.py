@@ -26,6 +26,7 @@ from .format.run_state import RunState
 from .loading import load_pieces
 from .reading.places import FolderPlace, Place
 from .reading.reader import CheckpointReader
+from .repair import repair
 from .saving.participants import Participants, gather_participants, holdings_of
 from .saving.saver import LayerCheckpointSaver
 from .storage.errors import CheckpointError
@@ -157,6 +158,7 @@ class LayerCheckpoint:
         check_optimizer(optimizer, index.common["optimizer"])
         restoring = Restoring(model, optimizer, outline, index.shapes, index.common["state"])
         received = load_pieces(restoring.pieces, found, index, reader, nodes)
+        repair(reader, found.step, nodes)
         for problem in reader.problems:
             warnings.warn(f"a checkpoint is damaged: {problem}", stacklevel=2)
         restoring.finish()

@@ -63,7 +63,9 @@ def boosted(name: str, plugin: Any, make_optimizer: Callable[[nn.Module], Optimi
 
 def hybrid(**options: Any) -> HeteroHybridParallelPlugin:
     # A vocabulary of 101 is padded to 128, 144 or 128 rows on 2, 3 or 4 ranks, each of which has some that count.
-    defaults: dict[str, Any] = dict(tp_size=1, pp_size=1, precision="fp32", make_vocab_size_divisible_by=16)
+    defaults: dict[str, Any] = dict(precision="fp32", make_vocab_size_divisible_by=16)
+    if "plan" not in options:
+        defaults |= dict(tp_size=1, pp_size=1)
     if options.get("pp_size", 1) > 1:
         defaults["num_microbatches"] = options["pp_size"]
     return HeteroHybridParallelPlugin(**(defaults | options))
@@ -90,18 +92,27 @@ def last_loss(outputs: Any, inputs: Mapping[str, Tensor]) -> Tensor:
 
 def train(run: Run, numbers: Iterable[int]) -> list[float]:
     """Train on these global batches, each replica on its part; the mean loss of each, the same on all ranks."""
-    plugin, losses = run.plugin, []
-    replica, replicas = dist.get_rank(plugin.dp_group), dist.get_world_size(plugin.dp_group)
+    losses = []
+    replica, parts = parts_of(run.plugin)
     for number in numbers:
-        batch = {key: value.chunk(replicas)[replica] for key, value in samples_of(run.name, number).items()}
+        batch = {key: value.split(parts)[replica] for key, value in samples_of(run.name, number).items()}
         result = run.booster.execute_pipeline(iter([batch]), run.model, last_loss, run.optimizer, return_loss=True)
         run.optimizer.step()
         run.optimizer.zero_grad()
         shares: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(shares, None if result["loss"] is None else float(result["loss"]))
-        found = [share for share in shares if share is not None]
-        losses.append(sum(found) / len(found))
+        dist.all_gather_object(shares, None if result["loss"] is None else (replica, float(result["loss"])))
+        found = dict(share for share in shares if share is not None)
+        losses.append(sum(parts[number] * loss for number, loss in found.items()) / SAMPLES)
     return losses
+
+
+def parts_of(plugin: HeteroHybridParallelPlugin) -> tuple[int, list[int]]:
+    """Number of this rank's replica, and how many samples of a global batch each replica has."""
+    if plugin.plan is not None:
+        plan = plugin.plan
+        return plugin.replica()[0], [replica.micro_batches * plan.micro_batch for replica in plan.replicas]
+    replicas = dist.get_world_size(plugin.dp_group)
+    return dist.get_rank(plugin.dp_group), [SAMPLES // replicas] * replicas
 
 
 # Without files -----------------------------------------------------------------------------------------------------

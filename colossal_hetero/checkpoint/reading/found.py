@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from ..format.names import MANIFEST, METADATA
-from ..format.records import FileRecord, Manifest, NodePart, checksum, parse_manifest, parse_part
+from ..format.records import FileCheck, FileRecord, Manifest, NodePart, checksum, parse_manifest, parse_part
 from ..storage.errors import DamagedCopy
 from ..storage.file_operations import PIECE_BYTES
 from .places import Place
@@ -37,13 +37,17 @@ class Copy:
         """A file, as the place names it."""
         return f"{self.folder}/{name}"
 
-    def fault(self, record: FileRecord) -> str | None:
+    def check(self, name: str) -> FileCheck:
+        """Size and check sum of a file of a layer, or of another file that the manifest names."""
+        return self.files[name] if name in self.files else self.manifest.files[name]
+
+    def fault(self, name: str) -> str | None:
         """What can be seen from a file's name and size: why it is damaged, or None."""
-        size = self.place.size(self.path(record.name))
+        size, expected = self.place.size(self.path(name)), self.check(name).bytes
         if size is None:
-            return f"{self.place.name}/{self.path(record.name)} is missing"
-        if size != record.bytes:
-            return f"{self.place.name}/{self.path(record.name)} has {size:,} bytes instead of {record.bytes:,}"
+            return f"{self.place.name}/{self.path(name)} is missing"
+        if size != expected:
+            return f"{self.place.name}/{self.path(name)} has {size:,} bytes instead of {expected:,}"
         return None
 
 
@@ -82,7 +86,7 @@ class FoundCheckpoint:
         faults = []
         for name in self.files:
             copies = self.copies_of(name)
-            found = [copy.fault(copy.files[name]) for copy in copies]
+            found = [copy.fault(name) for copy in copies]
             if None not in found:
                 faults.append("; ".join(fault for fault in found if fault) or f"{name} is on other nodes only")
         return faults
@@ -134,13 +138,13 @@ def read_whole(place: Place, file: str, size: int | None = None) -> bytes:
 
 
 def content_of(copy: Copy, name: str) -> Iterator[memoryview]:
-    """A whole file of a layer, piece by piece, checked before its last piece.
+    """A whole file, piece by piece, checked before its last piece.
 
     Raises:
         DamagedCopy: it is missing, has another size, cannot be read, or its check sum differs.
     """
-    record, crc32 = copy.files[name], 0
-    fault = copy.fault(record)
+    record, crc32 = copy.check(name), 0
+    fault = copy.fault(name)
     if fault is not None:
         raise DamagedCopy(fault)
     for start in range(0, record.bytes, PIECE_BYTES):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,9 +13,9 @@ from ..format.box import Box, cover
 from ..format.cells import CHECK_BYTES, aligned, check_sums, grid_box, grid_shape, runs, words
 from ..format.names import STATES
 from ..format.pieces import TensorPiece
-from ..format.records import FileRecord, ItemRecord, Manifest, checksum
+from ..format.records import FileCheck, FileRecord, ItemRecord, Manifest
 from ..storage.errors import CheckpointError, DamagedCopy
-from .found import Copy, FoundCheckpoint, Search, content_of, find_checkpoints, read_whole
+from .found import Copy, FoundCheckpoint, Search, content_of, find_checkpoints
 from .places import Place, RepairablePlace
 
 __all__ = ["CheckpointReader"]
@@ -28,8 +28,7 @@ class CheckpointReader:
     """Reads checkpoints that any plan has saved into the pieces of another plan.
 
     Each byte range is read from the nearest place that has it, and checked. If a copy is damaged, the next place is
-    asked, and the damaged file is replaced by the whole one where that is possible; :attr:`problems` tells. Several
-    threads may call :meth:`load`.
+    asked; :meth:`damaged` tells which files to replace. Several threads may call :meth:`load`.
 
     Args:
         places: where to look, the nearest first.
@@ -120,6 +119,50 @@ class CheckpointReader:
             for key, records in sorted(_by_key(checkpoint).items())
         }
 
+    def damaged(self, step: int) -> list[tuple[Copy, str]]:
+        """Files that are damaged, as far as names, sizes and reading have shown: where, and their names.
+
+        Raises:
+            CheckpointError: no place has this step.
+        """
+        copies = self._checkpoint(step).copies
+        return [(copy, name) for copy in copies for name in (*copy.files, STATES) if self._fault(copy, name)]
+
+    def whole(self, step: int, name: str, check: FileCheck) -> Copy | None:
+        """The nearest copy of a file with this check sum that is not known to be damaged.
+
+        Raises:
+            CheckpointError: no place has this step.
+        """
+        for copy in self._checkpoint(step).copies:
+            if name == STATES or name in copy.files:
+                own = copy.check(name)
+                same = (own.bytes, own.crc32) == (check.bytes, check.crc32)
+                if same and self._fault(copy, name) is None:
+                    return copy
+        return None
+
+    def replace(self, bad: Copy, name: str, content: Iterable[memoryview], source: str) -> bool:
+        """Replace a damaged file, if possible; :attr:`problems` tells how it went.
+
+        Args:
+            bad: where it is.
+            name: of the file.
+            content: of a whole copy.
+            source: where that is, for the message.
+        """
+        file = f"{bad.place.name}/{bad.path(name)}"
+        if not isinstance(bad.place, RepairablePlace):
+            return False
+        try:
+            bad.place.replace(bad.path(name), content)
+        except (OSError, DamagedCopy) as error:
+            self.problems.append(f"{file} could not be replaced by that of {source}: {error}")
+            return False
+        self._faults[bad.place.name, bad.path(name)] = None
+        self.problems.append(f"{file}: the damaged file was replaced by that of {source}")
+        return True
+
     def _found(self) -> Search:
         if self._search is None:
             self._search = find_checkpoints(self._places)
@@ -135,17 +178,13 @@ class CheckpointReader:
         raise CheckpointError(f"no checkpoint of step {step}; there are: {there}{reasons}")
 
     def _read_states(self, checkpoint: FoundCheckpoint) -> bytes:
-        check = checkpoint.manifest.files[STATES]
-        reasons: list[str] = []
         for copy in checkpoint.copies:
-            try:
-                content = read_whole(copy.place, copy.path(STATES), check.bytes)
-                if checksum(content) == check.crc32:
-                    self.problems += reasons
-                    return content
-                reasons.append(f"{copy.place.name}/{copy.path(STATES)} is damaged: its check sum differs")
-            except DamagedCopy as error:
-                reasons.append(str(error))
+            if self._fault(copy, STATES) is None:
+                try:
+                    return b"".join(content_of(copy, STATES))
+                except DamagedCopy as error:
+                    self._note_fault(copy, STATES, str(error))
+        reasons = [str(self._fault(copy, STATES)) for copy in checkpoint.copies]
         raise CheckpointError("; ".join([*reasons, "there is no other copy", self._advice(checkpoint)]))
 
     def _load(
@@ -191,32 +230,33 @@ class CheckpointReader:
     def _fault(self, copy: Copy, name: str) -> str | None:
         """What is known to be wrong with a file that should be there."""
         where = copy.place.name, copy.path(name)
-        if where not in self._faults:
-            self._faults[where] = copy.fault(copy.files[name])
-        return self._faults[where]
+        with self._lock:
+            if where not in self._faults:
+                self._faults[where] = copy.fault(name)
+                self.problems += filter(None, [self._faults[where]])
+            return self._faults[where]
+
+    def _note_fault(self, copy: Copy, name: str, fault: str) -> None:
+        with self._lock:
+            self._faults[copy.place.name, copy.path(name)] = fault
+            self.problems.append(fault)
 
     def _fill(
         self, checkpoint: FoundCheckpoint, name: str, key: str, box: Box, part: Box, target: torch.Tensor
     ) -> None:
         """Read a part of a tensor from the nearest copy of a file that is whole there."""
-        faults: list[tuple[Copy, str]] = []
         for copy in checkpoint.copies_of(name):
+            if self._fault(copy, name) is not None:
+                continue
             record = copy.files[name]
             item = next(each for each in record.items if each.key == key and each.box == box)
-            fault = self._fault(copy, name)
-            if fault is None:
-                try:
-                    self._read(copy, record, item, part.moved(box.offsets), target)
-                except DamagedCopy as error:
-                    fault = self._faults[copy.place.name, copy.path(name)] = str(error)
-            if fault is not None:
-                faults.append((copy, fault))
-                continue
-            with self._lock:
-                for bad, fault in faults:
-                    self._repair(bad, copy, name, fault)
-            return
-        reasons = [fault for _, fault in faults] or [f"{name} of step {checkpoint.step} is in none of the given places"]
+            try:
+                self._read(copy, record, item, part.moved(box.offsets), target)
+                return
+            except DamagedCopy as error:
+                self._note_fault(copy, name, str(error))
+        reasons = [str(self._fault(copy, name)) for copy in checkpoint.copies_of(name)]
+        reasons = reasons or [f"{name} of step {checkpoint.step} is in none of the given places"]
         raise CheckpointError("; ".join([*reasons, "there is no other copy", self._advice(checkpoint)]))
 
     def _read(self, copy: Copy, record: FileRecord, item: ItemRecord, part: Box, target: torch.Tensor) -> None:
@@ -245,20 +285,6 @@ class CheckpointReader:
                 target.copy_(values)
             else:
                 target[part.slices_of(wanted)].copy_(values[slab.slices_of(wanted)])
-
-    def _repair(self, bad: Copy, good: Copy, name: str, fault: str) -> None:
-        """Replace a damaged file by a whole one, if that has not been tried; note how it went."""
-        problem = f"{fault}; it is read from {good.place.name} instead"
-        if any(problem in each for each in self.problems):
-            return
-        if isinstance(bad.place, RepairablePlace) and good.files[name].crc32 == bad.files[name].crc32:
-            try:
-                bad.place.replace(bad.path(name), content_of(good, name))
-                del self._faults[bad.place.name, bad.path(name)]
-                problem += ", and the damaged file was replaced"
-            except (OSError, DamagedCopy) as error:
-                problem += f"; the damaged file could not be replaced: {error}"
-        self.problems.append(problem)
 
     def _advice(self, checkpoint: FoundCheckpoint) -> str:
         for other in self.checkpoints():

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
 from colossal_hetero import CheckpointConfig
+from colossal_hetero.checkpoint.reading.places import FolderPlace
 from tests.support.checkpoint_runs import Run, boosted, different_tensors, gathered, hybrid, train
 from tests.support.harness import run_ranks
 
@@ -57,14 +59,24 @@ def test_layers_come_from_the_node_that_has_them(tmp_path: Path) -> None:
     assert [of_rank[1] for of_rank in received] == [0, 0, 0, 0]
 
 
-def check_damage(folder: Path, shared: bool) -> int:
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def check_damage(folder: Path, shared: bool, damage: Callable[[Path], None]) -> int:
     saved = save(folder, {}, shared)
+    before: dict[str, bytes] = {}
     if dist.get_rank() == 0:
         for name in DAMAGED:
             path = folder / "a" / STEP / name
-            content = bytearray(path.read_bytes())
-            content[len(content) // 3] ^= 1
-            path.write_bytes(content)
+            before[name] = path.read_bytes()
+            damage(path)
     dist.barrier()
     run = on_two_nodes(folder, shared)
     with warnings.catch_warnings(record=True) as caught:
@@ -72,15 +84,44 @@ def check_damage(folder: Path, shared: bool) -> int:
         start = run.plugin.resume(run.model, run.optimizer)
     assert different_tensors(gathered(run), saved) == []
     found = [str(each.message) for each in caught if "a checkpoint is damaged" in str(each.message)]
-    assert len(found) == (len(DAMAGED) if dist.get_rank() == 0 else 0)
-    assert all(name in " ".join(found) for name in DAMAGED if found)
+    assert bool(found) == (dist.get_rank() == 0)
+    for name, content in before.items():
+        assert (folder / "a" / STEP / name).read_bytes() == content
+        assert any(name in message and "the damaged file was replaced" in message for message in found), found
+    assert len(list((folder / "a" / STEP).iterdir())) == len(list((folder / "b" / STEP).iterdir()))
     return start.received_bytes
 
 
+@pytest.mark.parametrize("damage", [flipped, cut_off, Path.unlink])
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_damaged_file_is_replaced_by_that_of_another_node_or_the_shared_folder(tmp_path: Path, shared: bool) -> None:
-    received = run_ranks(2, check_damage, tmp_path, shared)
-    assert (received[0] > 0) == (not shared) and received[1] == 0
+def test_a_damaged_file_is_replaced_by_that_of_another_node_or_the_shared_folder(
+    tmp_path: Path, shared: bool, damage: Callable[[Path], None]
+) -> None:
+    received = run_ranks(2, check_damage, tmp_path, shared, damage)
+    assert (received[0] > 0) == (not shared or damage is not flipped) and received[1] == 0
+
+
+def check_full_disk(folder: Path) -> list[str]:
+    save(folder, {})
+    if dist.get_rank() == 0:
+        flipped(folder / "a" / STEP / DAMAGED[0])
+    dist.barrier()
+
+    def replace(place: FolderPlace, file: str, content: Iterable[memoryview]) -> None:
+        next(iter(content))
+        raise OSError("no space left")
+
+    run = on_two_nodes(folder)
+    with patch.object(FolderPlace, "replace", replace), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.plugin.resume(run.model, run.optimizer)
+    return [str(each.message) for each in caught if "replaced" in str(each.message)]
+
+
+def test_a_file_that_cannot_be_replaced_does_not_stop_the_run(tmp_path: Path) -> None:
+    own, other = run_ranks(2, check_full_disk, tmp_path)
+    assert len(own) == 1 and "could not be replaced by that of node b: no space left" in own[0]
+    assert other == []
 
 
 def check_loss(folder: Path) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from colossal_hetero.checkpoint.format.box import Box
 from colossal_hetero.checkpoint.format.pieces import TensorPiece
+from colossal_hetero.checkpoint.reading.found import content_of
 from colossal_hetero.checkpoint.reading.places import FolderPlace
 from colossal_hetero.checkpoint.reading.reader import CheckpointReader
 from colossal_hetero.checkpoint.storage.errors import CheckpointError
@@ -57,8 +58,14 @@ def test_a_damaged_file_is_read_from_another_copy_and_replaced(folders: tuple[Pa
     reader = reader_of(local, shared)
     assert_loads(reader, 20)
     (problem,) = reader.problems
-    assert BLOCK in problem and word in problem and "the damaged file was replaced" in problem
-    assert_loads(reader_of(local), 20)  # from the copy that was replaced
+    assert BLOCK in problem and word in problem
+    ((bad, name),) = reader.damaged(20)
+    good = reader.whole(20, name, bad.check(name))
+    assert name == BLOCK and bad.place.name == str(local) and good is not None and good.place.name == str(shared)
+    assert reader.replace(bad, name, content_of(good, name), "the shared folder")
+    assert "the damaged file was replaced by that of the shared folder" in reader.problems[-1]
+    assert reader.damaged(20) == []
+    assert_loads(reader_of(local), 20)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
