@@ -4,9 +4,9 @@ sudo python -m benchmarks.pipeline.unequal_replicas [--quotas 1,0.5,0.5] [--hidd
 
 Three ranks train a ViT over Gloo; each is under a CPU quota that the program does not know. The layers are measured on
 all ranks at once, then plans for all three are made from these times: of equal replicas only, and of any. With
-``--memory`` the slow ranks are planned as if they had memory for this share of the model, so that no slow rank can hold
-it alone. The plans are trained in turns. The error is that of the prediction; "× equal" compares measured times, and
-"predicted" the same of the predictions. The control is the equal plan once more.
+``--memory`` the slow ranks are planned as if they had this share of the memory that the best plan needs, so that no
+slow rank can hold the model alone. The plans are trained in turns. The error is that of the prediction; "× equal"
+compares measured times, and "predicted" the same of the predictions. The control is the equal plan once more.
 
 Needs Linux and write access to cgroups (version 1 or 2).
 """
@@ -79,22 +79,42 @@ def shape(plan: Plan) -> str:
     )
 
 
-def with_less_memory(topology: Topology, profile: ModelProfile, quotas: list[float], share: float) -> Topology:
-    """Slow devices have memory for this ``share`` of the model's state."""
-    if share >= 1:
-        return topology
-    state = sum(profile.costs(topology.devices[0].kind.name, 1, profile.times[0].micro_batch).state_bytes)
+def with_less_memory(topology: Topology, quotas: list[float], usable_bytes: float) -> Topology:
+    """Slow devices can use so much memory."""
     devices = []
     for device, quota in zip(topology.devices, quotas, strict=True):
-        kind = device.kind if quota == 1 else dataclasses.replace(device.kind, memory_bytes=int(share * state))
-        devices.append(dataclasses.replace(device, kind=kind))
+        if quota < 1:
+            memory = device.kind.memory_reserve_bytes + int(usable_bytes)
+            device = dataclasses.replace(device, kind=dataclasses.replace(device.kind, memory_bytes=memory))
+        devices.append(device)
     return dataclasses.replace(topology, devices=tuple(devices))
+
+
+def best_plans(topology: Topology, profile: ModelProfile, global_batch: int, micro_batch: int) -> dict[str, Plan]:
+    """The best plan of equal replicas, and of any."""
+    return {
+        name: make_plans(
+            topology,
+            profile,
+            global_batch=global_batch,
+            micro_batches=[micro_batch],
+            unequal=unequal,
+            all_devices=True,
+            keep=1,
+        )[0].plan
+        for name, unequal in (("equal", False), ("any", True))
+    }
+
+
+def needed_bytes(plan: Plan, reserve: int) -> float:
+    """The memory of the largest stage beside the reserve."""
+    return max(stage.memory_bytes for replica in plan.replicas for stage in replica.stages) - reserve
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quotas", default="1,0.5,0.5", help="shares of a CPU core, by rank (default: %(default)s)")
-    parser.add_argument("--memory", default="1,0.8", help="memory of slow ranks by that of the model's state")
+    parser.add_argument("--memory", default="1,0.8", help="memory of slow ranks by what the best plan needs")
     parser.add_argument("--period-us", type=int, default=20_000, help="period of the quota (default: %(default)s)")
     parser.add_argument("--blocks", type=int, default=6, help="blocks of the ViT (default: %(default)s)")
     parser.add_argument("--hidden", type=int, default=192, help="hidden size of the ViT (default: %(default)s)")
@@ -113,20 +133,13 @@ def main() -> None:
         sizes = [arguments.micro_batch]
         profile = profile_layers(model, batch, F.cross_entropy, micro_batches=sizes, optimizer="adamw").profile
         measured = as_profiled(probe_ranks(torch.device("cpu"))[0], profile)
+        batches = arguments.global_batch, arguments.micro_batch
+        unlimited = best_plans(measured, profile, *batches)
         for memory in map(float, arguments.memory.split(",")):
-            topology = with_less_memory(measured, profile, quotas, memory)
-            plans = {
-                name: make_plans(
-                    topology,
-                    profile,
-                    global_batch=arguments.global_batch,
-                    micro_batches=sizes,
-                    unequal=unequal,
-                    all_devices=True,
-                    keep=1,
-                )[0].plan
-                for name, unequal in (("equal", False), ("any", True))
-            }
+            plans = unlimited
+            if memory < 1:
+                needed = memory * needed_bytes(unlimited["any"], measured.devices[0].kind.memory_reserve_bytes)
+                plans = best_plans(with_less_memory(measured, quotas, needed), profile, *batches)
             variants = {"equal": plans["equal"], "equal, again": plans["equal"], "any": plans["any"]}
             runs = {name: Trained(plan, arguments.hidden, arguments.blocks) for name, plan in variants.items()}
             for _ in range(arguments.rounds):
