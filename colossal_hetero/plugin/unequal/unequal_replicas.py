@@ -18,6 +18,10 @@ from .replica_optimizers import replica_optimizers
 
 __all__ = ["UnequalReplicas", "check_arguments", "why_not_unequal"]
 
+BUCKET_MIB = 8
+"""Gradients of a sum, if the plugin is not told ``ddp_bucket_cap_mb``. On a CPU, memory for larger ones would come from
+the system at each iteration, which takes as long as the copy into it."""
+
 MakeGroup = Callable[[tuple[int, ...]], Any]
 
 
@@ -90,7 +94,7 @@ class UnequalReplicas(PluginPart):
         if arguments.get("zero_stage"):
             max_elements = arguments.get("zero_bucket_size_in_m", 12) * 1024 * 1024
         else:
-            max_elements = arguments.get("ddp_bucket_cap_mb", 25) * 1024 * 1024 // 4
+            max_elements = arguments.get("ddp_bucket_cap_mb", BUCKET_MIB) * 1024 * 1024 // 4
         return replica_optimizers(self._find_groups, max_elements, early=arguments.get("overlap_communication", True))
 
     def _find_groups(self, wanted: Iterable[tuple[int, ...]]) -> Mapping[tuple[int, ...], Any]:
