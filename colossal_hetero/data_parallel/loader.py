@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
+from weakref import ref
 
 import numpy as np
 import torch
@@ -59,6 +60,7 @@ class HeteroDataLoader(DataLoader[Any]):
         object.__setattr__(self, "sampler", batch_sampler)
         self._global_sampler = batch_sampler
         self._iteration = 0
+        self._latest: ref[_Iteration] | None = None
         self._drawn: MicroBatch | None = None
         self._progress: LoopProgress | None = None
         self._weight_of: Callable[[Any], Any] | None = None
@@ -211,14 +213,41 @@ class HeteroDataLoader(DataLoader[Any]):
                 "the global batches are not divided over the ranks yet; pass the loader to booster.boost() before "
                 "iterating over it"
             )
+        iteration = _Iteration(self, *self._begin(), self._iteration)
+        self._latest = ref(iteration)
+        return iteration
+
+    def continue_as(self, rank: int, world_size: int, division: Division) -> None:
+        """Draw as another rank, of another number of them, from the first global batch that is not done.
+
+        The running iteration continues there: the global batches that were drawn and are not done are drawn again.
+
+        Args:
+            rank: this rank among the data-parallel ranks.
+            world_size: number of data-parallel ranks.
+            division: see :data:`.sampler.Division`.
+        """
+        state = self.state_dict()
+        self._global_sampler.join(rank, world_size)
+        self.divide_by(division)
+        iteration = None if self._latest is None else self._latest()
+        runs = iteration is not None and iteration._iteration == self._iteration
+        self.load_state_dict(state)
+        if runs:
+            assert iteration is not None
+            batches = (iter(()), deque[MicroBatch]()) if self._global_sampler.is_over else self._begin()
+            iteration._batches, iteration._record = batches
+            iteration._iteration = self._iteration
+
+    def _begin(self) -> tuple[Iterator[Any], deque[MicroBatch]]:
+        """Begin to draw: the batches, and the micro-batches that they are."""
         self._reset()
         self._global_sampler.begin_epoch()
         record: deque[MicroBatch] = deque()
         self._global_sampler.record = record
         # torch draws a random number at the beginning of an iteration. One that continues an epoch has no beginning.
         with torch.random.fork_rng(devices=[], enabled=self._global_sampler.is_resumed):
-            batches = super().__iter__()
-        return _Iteration(self, batches, record, self._iteration)
+            return super().__iter__(), record
 
     def _reset(self) -> None:
         self._drawn = None

@@ -151,6 +151,22 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """Whether the latest iteration began in the middle of its epoch."""
         return self._start > 0
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all global batches of the latest iteration are done."""
+        return self._over
+
+    def join(self, rank: int, world_size: int) -> None:
+        """Draw for another rank, of another number of them; a division and a state must follow.
+
+        Args:
+            rank: below ``world_size``.
+            world_size: number of data-parallel ranks.
+        """
+        self.rank, self.world_size = rank, world_size
+        self._parts = []
+        self._drawn = self._start - 1
+
     def divide_by(self, division: Division, *, from_global_batch: int = 0) -> None:
         """Use ``division`` from global batch ``from_global_batch`` of the current epoch on, and in later epochs.
 

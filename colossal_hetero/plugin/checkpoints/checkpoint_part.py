@@ -54,6 +54,10 @@ class Checkpoints(PluginPart):
         """See ``PluginPart.attach``."""
         self._outlines[objects.model] = self._outline
 
+    def adopt(self, model: nn.Module) -> None:
+        """Take a model for the one that was configured last."""
+        self._outlines[model] = self._outline
+
     def save(
         self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, step: int, epoch: int, plan: str
     ) -> bool:

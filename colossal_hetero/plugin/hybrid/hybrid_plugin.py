@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,21 @@ from torch.utils.data import DataLoader, Dataset
 from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
 from ...checkpoint.config import CheckpointConfig
+from ...checkpoint.layer_checkpoint import Start
 from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
 from ...data_parallel.resumable_loader import make_resumable
+from ...elastic.config import ElasticConfig
 from ...gpu_over_gloo import support_gpus_over_gloo
 from ...pipeline_parallel.config import PlanConfig
 from ...pipeline_parallel.drift import DriftReport
 from ...planner.plans.plan import Plan
 from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch_ranks
 from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
+from ..elastic.elastic_arguments import check_elastic, elastic_arguments
+from ..elastic.elastic_run import ElasticRun, Recovery
+from ..elastic.members import start_members
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
@@ -97,8 +102,40 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         plan: Plan | str | Path | None = None,
         planning: PlanConfig | None = None,
         checkpoints: CheckpointConfig | None = None,
+        elastic: ElasticConfig | None = None,
         **kwargs: Any,
     ) -> None:
+        self._elastic: ElasticRun | None = None
+        given = dict(balance=balance, batches=batches, planning=planning, checkpoints=checkpoints, **kwargs)
+        if elastic is None:
+            self._build(tp_size, pp_size, *args, plan=plan, **given)
+            return
+        arguments = arguments_by_name(args, given) | dict(tp_size=tp_size, pp_size=pp_size, plan=plan)
+        check_elastic(elastic, arguments)
+        members = start_members(elastic)
+
+        def build(nodes: Sequence[str]) -> None:
+            run = self._elastic
+            self.__dict__.clear()
+            self._elastic = run
+            self._build(**elastic_arguments(arguments, nodes))
+
+        self._elastic = ElasticRun(members, build)
+        self._elastic.form()
+
+    def _build(
+        self,
+        tp_size: int | None,
+        pp_size: int | None,
+        *args: Any,
+        balance: BalanceConfig | None,
+        batches: BatchConfig | None,
+        plan: Plan | str | Path | None,
+        planning: PlanConfig | None,
+        checkpoints: CheckpointConfig | None,
+        **kwargs: Any,
+    ) -> None:
+        """The constructor, for the world that there is now."""
         if not isinstance(balance, BalanceConfig | None):
             raise TypeError(f"balance={balance!r} is not a BalanceConfig; write BalanceConfig(mode=...)")
         if not isinstance(batches, BatchConfig | None):
@@ -121,7 +158,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         # In the order in which they attach, each around the parts before it. The plan's clock times only the passes.
         # Balancing ends an iteration when the optimizer steps; uneven batches, around it, step once per global batch.
         self._unequal = None if self._planned is None else self._planned.unequal
-        parts = (self._checkpoints, self._planned, self._balancing, self._uneven_batches, self._unequal)
+        elastic = self._elastic
+        parts = (self._checkpoints, self._planned, self._balancing, self._uneven_batches, self._unequal, elastic)
         self._parts: tuple[PluginPart, ...] = tuple(part for part in parts if part is not None)
 
         if self._planned is not None:
@@ -258,6 +296,14 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             ValueError: the batch has another size than the plan, or without a pipeline cannot be divided; or gradients
                 are switched off, and the schedule cannot evaluate the batch.
         """
+        if self._elastic is not None and torch.is_grad_enabled():
+            passes = functools.partial(self._execute, data_iter, model, criterion, *args, **kwargs)
+            return self._elastic.run(self, passes)
+        return self._execute(data_iter, model, criterion, *args, **kwargs)
+
+    def _execute(
+        self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
+    ) -> dict:
         if torch.is_grad_enabled() and self._planned is not None and self.batches is None:
             data_iter = self._planned.checked_batches(data_iter)
         if self._unequal is not None and torch.is_grad_enabled():
@@ -334,6 +380,39 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self.plan is not None:
             check_lora(self.plan)
         return super().enable_lora(model, *args, **kwargs)
+
+    # Elastic training --------------------------------------------------------------------------------------------
+
+    @property
+    def recoveries(self) -> tuple[Recovery, ...]:
+        """The changes of the world that this process has gone through; () without ``elastic``."""
+        return () if self._elastic is None else tuple(self._elastic.recoveries)
+
+    def save(self, model: Any, *args: Any, **kwargs: Any) -> bool:
+        """See ``CheckpointMethods.save``. In elastic training a save that loses a member is given up."""
+        save = functools.partial(super().save, model, *args, **kwargs)
+        return save() if self._elastic is None else self._elastic.guarded(self, save, False)
+
+    def resume(
+        self, model: Any, optimizer: Any, lr_scheduler: Any = None, dataloader: Any = None, *, step: int | None = None
+    ) -> Start:
+        """See ``CheckpointMethods.resume``. In elastic training every process calls it: one that joins gets the state
+        of the others."""
+        resume = super().resume
+
+        def load() -> Start:
+            return resume(model, optimizer, lr_scheduler, dataloader, step=step)
+
+        if self._elastic is None:
+            return load()
+        return self._elastic.resume(lr_scheduler, dataloader, Start if self._checkpoints is None else load)
+
+    def adopt(self, model: ModelWrapper, dataloader: Any) -> None:
+        """Let the script's model and loader be those of this plugin, which was made again."""
+        assert self._unequal is not None
+        self._unequal.continue_loader(dataloader)
+        if self._checkpoints is not None:
+            self._checkpoints.adopt(model)
 
     def get_checkpoint_io(self) -> CheckpointIO:
         """See ``Plugin.get_checkpoint_io``; called by ``Booster``."""

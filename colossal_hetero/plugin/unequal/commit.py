@@ -28,21 +28,25 @@ class Commit:
     """Whether a gradient of any rank is infinite or not a number."""
     unused: frozenset[int]
     """Numbers of parameters that got no gradient on any rank."""
+    words: tuple[float, ...] = ()
+    """Sums of the further numbers that ranks send along."""
 
 
-def exchange(squared_norm: Tensor, has_gradient: Sequence[bool]) -> Commit:
+def exchange(squared_norm: Tensor, has_gradient: Sequence[bool], words: Sequence[float] = ()) -> Commit:
     """Sum up what the ranks tell. Called by all ranks at once.
 
     Args:
         squared_norm: float64, ``[]``, of the gradients that this rank counts; each element of the model is counted by
             one rank. Not finite if one of these gradients is not.
         has_gradient: by parameter of the model, whether this rank had a gradient before the sums.
+        words: further numbers, equally many on all ranks.
     """
     overflow = ~squared_norm.isfinite()
     numbers = torch.stack([squared_norm.where(~overflow, 0.0), overflow.double()])
-    flags = torch.tensor(has_gradient, dtype=torch.float64, device=numbers.device)
+    flags = torch.tensor([*words, *has_gradient], dtype=torch.float64, device=numbers.device)
     message = torch.cat([numbers, flags])
     dist.all_reduce(message)
     squared, overflows, *counts = message.tolist()
+    sums, counts = tuple(counts[: len(words)]), counts[len(words) :]
     unused = frozenset(number for number, count in enumerate(counts) if count == 0)
-    return Commit(math.inf if overflows else math.sqrt(squared), overflows > 0, unused)
+    return Commit(math.inf if overflows else math.sqrt(squared), overflows > 0, unused, sums)

@@ -79,7 +79,7 @@ class ReplicaBatches:
         rest = 0 if given.get("drop_last") else samples % self._plan.global_batch
         if rest:
             self._divide_rest(rest)
-        loader.divide_by(self._division)
+        loader.divide_by(self.division)
         return loader
 
     def check_loader(self, loader: Any) -> None:
@@ -140,7 +140,8 @@ class ReplicaBatches:
         current = None if self._loader is None else self._loader.current
         return None if current is None or current.samples != samples else samples / current.global_samples
 
-    def _division(self, samples: int) -> Sequence[Sequence[int]]:
+    def division(self, samples: int) -> Sequence[Sequence[int]]:
+        """Samples of each replica in a global batch of so many."""
         if samples == self._plan.global_batch:
             return [[replica.micro_batches * self._plan.micro_batch] for replica in self._plan.replicas]
         return self._divide_rest(samples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,8 @@ class ReplicaGradients:
         early: bool,
     ) -> None:
         self.sums = LayerSums(parameters.buckets, start, early)
+        self.exchange: Callable[[Tensor, Sequence[bool]], Commit] = exchange
+        """How the ranks agree on a step; see :func:`.commit.exchange`."""
         self._parameters = parameters
         first_place = dist.get_rank(tp_group) == 0
         self._counted = {
@@ -153,7 +155,7 @@ class ReplicaGradients:
         used = [False] * self._parameters.total
         for parameter in parameters:
             used[self._parameters.numbers[id(parameter)]] = id(parameter) in self.sums.used
-        return exchange(squared, used)
+        return self.exchange(squared, used)
 
     def unused(self, commit: Commit) -> list[Parameter]:
         """Parameters of this rank that got no gradient on any rank."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from colossalai.nn.optimizer import optim2DistOptim
 from torch.utils.data import DataLoader, Dataset
 
+from ...data_parallel.loader import HeteroDataLoader
 from ...planner.plans.plan import Plan, Replica
 from ..part import PluginPart, TrainingObjects
 from .replica_batches import ReplicaBatches
@@ -135,6 +136,10 @@ class UnequalReplicas(PluginPart):
     ) -> DataLoader:
         """See :meth:`.ReplicaBatches.prepare_dataloader`."""
         return self._batches.prepare_dataloader(make_even_loader, dataset, batch_size, *args, **kwargs)
+
+    def continue_loader(self, loader: HeteroDataLoader) -> None:
+        """Let a loader that another plan has used draw this replica's batches from now on."""
+        loader.continue_as(self.index, len(self.plan.replicas), self._batches.division)
 
     def run(
         self,

@@ -1,0 +1,39 @@
+"""The user's options for elastic training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ElasticConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """When training goes on with the members that are left, and how long ranks wait for each other."""
+
+    min_members: int = 1
+    """With fewer processes, training waits for others."""
+
+    max_members: int | None = None
+    """More processes wait, as spares, until one leaves. None: no limit."""
+
+    dead_seconds: float = 2.0
+    """A member of which nothing was heard for so long counts as dead."""
+
+    last_call_seconds: float = 1.0
+    """So long a world that could form waits for more members."""
+
+    timeout_seconds: float = 60.0
+    """Time limit of a collective operation. A member that hangs longer counts as dead."""
+
+    join_seconds: float = 600.0
+    """So long a member waits for a world, for example for ``min_members``."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.min_members, bool) or not isinstance(self.min_members, int) or self.min_members < 1:
+            raise ValueError(f"min_members={self.min_members!r} must be a whole number of at least 1")
+        if self.max_members is not None and self.max_members < self.min_members:
+            raise ValueError(f"max_members={self.max_members} is less than min_members={self.min_members}")
+        for name in ("dead_seconds", "last_call_seconds", "timeout_seconds", "join_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a positive number of seconds")

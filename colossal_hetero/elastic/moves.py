@@ -1,0 +1,127 @@
+"""Move the state of a model between ranks' memories, to where a new plan needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checkpoint.box_memory import BoxMemory
+from ..checkpoint.exchange import AHEAD, exchange
+from ..checkpoint.format.box import Box, cover
+from ..checkpoint.format.pieces import TensorPiece
+from ..checkpoint.placement.bitmap import Bitmap, Location, StorageTier
+from ..checkpoint.placement.sources import Need, choose_sources
+from ..checkpoint.placement.transfers import Read, layer_order, reads_and_transfers
+from ..checkpoint.reading.read_ahead import LayerRead, ReadAhead
+
+__all__ = ["Holding", "HoldingsLost", "all_holdings", "move_pieces"]
+
+STEP = 0
+"""All holdings are of the same step."""
+
+
+class HoldingsLost(Exception):
+    """No rank has some elements any more."""
+
+
+class Holding(NamedTuple):
+    """A box of a tensor that a rank has in its memory."""
+
+    layer: str
+    key: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: str
+    box: Box
+
+
+def all_holdings(held: Iterable[TensorPiece]) -> list[list[Holding]]:
+    """What each rank holds. Every rank calls it, with its own pieces."""
+    own = [
+        Holding(each.layer, each.key, tuple(each.shape), str(each.data.dtype).removeprefix("torch."), each.box)
+        for each in held
+    ]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
+def move_pieces(
+    needed: Sequence[TensorPiece], held: Sequence[TensorPiece], holdings: Sequence[Sequence[Holding]]
+) -> int:
+    """Fill the needed pieces of this rank from what all ranks hold. Every rank calls it.
+
+    What a rank holds itself is copied, other elements are sent by a rank that has them; of several, by the one that
+    gives the fewest bytes. One layer after the other is on its way, so that memory for few layers is needed.
+
+    Args:
+        needed: to fill; of the types that are held.
+        held: what this rank holds, in other memory.
+        holdings: of all ranks; see :func:`all_holdings`.
+
+    Returns:
+        the number of bytes that this rank received.
+
+    Raises:
+        HoldingsLost: on every rank, if no rank has something that is needed.
+    """
+    rank, node_of = dist.get_rank(), {number: str(number) for number in range(len(holdings))}
+    bitmap, shapes, dtypes = _bitmap(holdings)
+    own = [Need(each.layer, each.key, each.box, each.data.element_size()) for each in needed]
+    needs: list[Any] = [None] * len(holdings)
+    dist.all_gather_object(needs, own)
+    try:
+        fetches = choose_sources(STEP, dict(enumerate(needs)), node_of, bitmap)
+    except LookupError as error:
+        raise HoldingsLost(str(error)) from None
+    reads, transfers = reads_and_transfers(fetches, node_of)
+    order = layer_order(reads)
+    memory = BoxMemory(needed, shapes, dtypes)
+    by_layer: dict[str, list[Read]] = {}
+    for read in reads[rank]:
+        by_layer.setdefault(read.layer, []).append(read)
+    sources: dict[str, list[TensorPiece]] = {}
+    for piece in held:
+        sources.setdefault(piece.key, []).append(piece)
+    layers = [
+        LayerRead(
+            layer,
+            is_sent=not all(memory.holds(read.key, read.box) for read in by_layer[layer]),
+            read=partial(_copy, by_layer[layer], memory, sources),
+        )
+        for layer in order
+        if layer in by_layer
+    ]
+    with ReadAhead(layers, AHEAD + 1) as reader:
+        received = exchange(order, transfers, memory, [reader])
+        reader.wait_for_all()
+    assert not received.missing
+    return received.bytes
+
+
+def _bitmap(holdings: Sequence[Sequence[Holding]]) -> tuple[Bitmap, dict[str, tuple[int, ...]], dict[str, str]]:
+    bitmap, shapes, dtypes = Bitmap(), {}, {}
+    for rank, of_rank in enumerate(holdings):
+        for each in of_rank:
+            bitmap.add(STEP, each.layer, each.key, each.box, Location(str(rank), StorageTier.MEMORY))
+            shapes[each.key], dtypes[each.key] = each.shape, each.dtype
+    return bitmap, shapes, dtypes
+
+
+@torch.no_grad()
+def _copy(reads: Sequence[Read], memory: BoxMemory, held: Mapping[str, Sequence[TensorPiece]]) -> None:
+    for read in reads:
+        target = memory.to_read(read).data
+        parts, left = cover(read.box, [piece.box for piece in held[read.key]])
+        assert not left, read
+        for index, part in parts:
+            _part(target, read.box, part).copy_(_part(held[read.key][index].data, held[read.key][index].box, part))
+
+
+def _part(data: Tensor, box: Box, part: Box) -> Tensor:
+    return data[box.slices_of(part)] if part.sizes else data

@@ -1,0 +1,65 @@
+"""The hybrid plugin's arguments in elastic training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...elastic.config import ElasticConfig
+from ...elastic.survivors import surviving_topology
+from ...pipeline_parallel.config import PlanConfig
+from ...planner.cluster.cluster_file import load_cluster
+from ..unequal.unequal_replicas import why_not_unequal
+
+__all__ = ["check_elastic", "elastic_arguments"]
+
+
+def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
+    """Check that the plugin can be made again with other members.
+
+    Args:
+        elastic: the plugin's argument.
+        arguments: all its other arguments.
+
+    Raises:
+        TypeError: ``elastic`` is not an ``ElasticConfig``.
+        ValueError: an argument is not possible in elastic training; the message says what to choose.
+    """
+    if not isinstance(elastic, ElasticConfig):
+        raise TypeError(f"elastic={elastic!r} is not an ElasticConfig; write ElasticConfig(min_members=...)")
+    if arguments["plan"] != "auto" or arguments["planning"] is None or arguments["planning"].cluster is None:
+        raise ValueError(
+            'elastic training makes a plan whenever members come or go; use plan="auto" with '
+            "planning=PlanConfig(cluster=..., profile=..., global_batch_size=...)"
+        )
+    if arguments["pp_size"] is not None:
+        raise ValueError(f"pp_size={arguments['pp_size']} is not possible in elastic training; leave it out")
+    if arguments.get("zero_stage"):
+        raise ValueError(
+            f"zero_stage={arguments['zero_stage']} is not possible in elastic training, because a lost member would "
+            "take its part of the optimizer's state along; use zero_stage=0"
+        )
+    reason = why_not_unequal(arguments, arguments["batches"] is not None)
+    if reason is not None:
+        raise ValueError(f"replicas may differ in elastic training, and then {reason}")
+
+
+def elastic_arguments(arguments: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
+    """The arguments for a world.
+
+    Args:
+        arguments: as the script gave them.
+        nodes: of the members, by rank.
+
+    Raises:
+        ValueError: a node is not in the cluster, or has fewer devices than members.
+    """
+    planning: PlanConfig = arguments["planning"]
+    cluster = planning.cluster
+    if isinstance(cluster, str | Path):
+        cluster = load_cluster(cluster)
+    assert cluster is not None
+    planning = dataclasses.replace(planning, cluster=surviving_topology(cluster, nodes), layer_sums=True)
+    return {**arguments, "planning": planning}

@@ -1,0 +1,350 @@
+"""Training that goes on when members die or come: what the ranks do between two worlds.
+
+[Note: between two worlds] An iteration ends with the message of ``plugin/unequal/commit.py``. Until then, nothing has
+changed a parameter. So if a collective fails, each rank holds the result of the last step, or has all that it needs to
+make it. Then, on all ranks in the same order:
+
+1. Tell the others, leave the old world, form a new one with those that are there.
+2. Agree on the newest step. Ranks that lack only this step make it.
+3. Make a plan for the members, the plugin, the model and the optimizer again. The script keeps its objects.
+4. Move parameters and the optimizer's state to where the plan needs them.
+5. Repeat the passes since the last step, on the same global batches.
+
+A process that joins goes through 1 to 3 in the plugin's constructor and in ``booster.boost``, and through 4 in
+``plugin.resume``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial, wraps
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+
+from ...checkpoint.contents.held_pieces import pieces_of
+from ...checkpoint.contents.model_outline import outline_of
+from ...checkpoint.contents.optimizer_memory import state_entries
+from ...checkpoint.contents.restoring import Restoring
+from ...checkpoint.contents.run_states import restore_run, run_state_of
+from ...checkpoint.format.pieces import TensorPiece
+from ...checkpoint.format.run_state import RunState
+from ...checkpoint.layer_checkpoint import Start
+from ...data_parallel.loader import HeteroDataLoader
+from ...elastic.moves import all_holdings, move_pieces
+from ...elastic.versions import Agreed, Standing, Verdict, agree
+from ...processes.ended_ranks import is_lost_connection
+from ..part import PluginPart, TrainingObjects
+from ..unequal.commit import Commit, exchange
+from .template import Template
+
+__all__ = ["ElasticRun", "Members", "Recovery"]
+
+T = TypeVar("T")
+
+
+class Members(Protocol):
+    """The members of a job; see ``elastic/membership``."""
+
+    def form(self) -> Sequence[str]:
+        """Form a world; returns the node of each member, by rank."""
+
+    def seal(self) -> None:
+        """All groups of this world exist."""
+
+    def fail(self, reason: str) -> None:
+        """Tell the others that this world is broken."""
+
+    def leave(self) -> None:
+        """Drop all groups of this world."""
+
+    def is_somebody_waiting(self) -> bool:
+        """Whether a process waits to join."""
+
+    def is_leaving(self) -> bool:
+        """Whether this member was told that it will be taken away."""
+
+
+class ElasticRun(PluginPart):
+    """Lets a hybrid plugin go on in another world.
+
+    Args:
+        members: of the job.
+        build: makes the plugin for the world that was formed, on all its ranks at once.
+    """
+
+    def __init__(self, members: Members, build: Callable[[Sequence[str]], None]) -> None:
+        self._members, self._build = members, build
+        self.version = 0
+        """Optimizer steps that are done."""
+        self.recoveries: list[Recovery] = []
+        """What has happened so far."""
+        self._agreed: Agreed | None = None
+        self._objects: TrainingObjects | None = None
+        self._scheduler: Any = None
+        self._loader: Any = None
+        self._template: Template | None = None
+        self._holds = False
+        self._complete = False
+        self._commit: Commit | None = None
+        self._held: Held | None = None
+        self._calls: list[Callable[[], Any]] = []
+        self._inner_step: Callable[..., Any] | None = None
+
+    # A world ------------------------------------------------------------------------------------------------------
+
+    def form(self) -> None:
+        """Form a world, agree on the newest step, and make the plugin. Called by all members at once."""
+        nodes = self._members.form()
+        standing = Standing(self.version if self._holds else None, self._complete, self._commit)
+        standings: list[Any] = [None] * len(nodes)
+        dist.all_gather_object(standings, standing)
+        self._agreed = agree(standings)
+        if self._agreed is not None:
+            verdict = self._agreed.verdicts[dist.get_rank()]
+            if self._holds and verdict is Verdict.FORGET:
+                raise SystemExit(
+                    f"this process was taken for dead at step {self.version}, and the others are at step "
+                    f"{self._agreed.version}; start it again to join them"
+                )
+            if verdict is Verdict.STEP:
+                self._make_step(self._agreed.commit)
+        if self._holds and self._held is None:
+            self._held = self._let_go()
+        self._build(nodes)
+
+    def _make_step(self, commit: Commit) -> None:
+        """Make the step that others have made, with what they agreed on."""
+        assert self._inner_step is not None
+        self._gradients().exchange = lambda *_: commit
+        self._inner_step()
+        self._stepped(commit)
+
+    def _let_go(self) -> Held:
+        """What this rank holds, out of the old model and optimizer, which then have no groups of the old world."""
+        assert self._objects is not None and self._template is not None
+        model, optimizer = self._objects.model, self._objects.optimizer
+        pieces = pieces_of(model, optimizer, self._outline)
+        state = run_state_of(
+            model, optimizer, self._scheduler, self._loader, self._outline, pieces, epoch=0, plan=""
+        )
+        held = Held(pieces, state_entries(optimizer), state)
+        model.__dict__ = nn.Module().__dict__
+        optimizer.__dict__ = {}
+        self._inner_step = None
+        return held
+
+    # The plugin's moments -----------------------------------------------------------------------------------------
+
+    def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
+        """Note what the model is before it is divided; see ``PluginPart.before_configure``."""
+        if self._template is None and objects.optimizer is not None:
+            self._outline = outline_of(objects.model, objects.optimizer)
+            self._criterion = objects.criterion
+            self._template = Template(objects.model, objects.optimizer, self._outline.groups)
+        return objects
+
+    def attach(self, plugin: Any, objects: TrainingObjects) -> None:
+        """Watch the optimizer's steps; see ``PluginPart.attach``."""
+        if self._objects is None:
+            self._objects = objects
+        optimizer = objects.optimizer
+        self._inner_step = optimizer.step
+        optimizer.gradients.exchange = self._exchange
+        optimizer.step = wraps(optimizer.step)(partial(self._step, plugin))
+        self._members.seal()
+
+    def resume(self, lr_scheduler: Any, loader: Any, load: Callable[[], Start]) -> Start:
+        """Begin to train: with the state that the others hold, or with what ``load`` finds. Every rank calls it.
+
+        Raises:
+            TypeError: there is no loader that can draw its batches again.
+        """
+        if not isinstance(loader, HeteroDataLoader):
+            raise TypeError(
+                f"plugin.resume got the loader {loader!r}; elastic training draws batches again after a member was "
+                "lost, so it needs the loader that plugin.prepare_dataloader(dataset) makes without a batch_size"
+            )
+        self._scheduler, self._loader = lr_scheduler, loader
+        if self._agreed is None:
+            start = load()
+            self.version = start.step
+        else:
+            self._restore(lr_scheduler, loader)
+            self.version = self._agreed.version
+            start = Start(self.version, int(loader.state_dict()["epoch"]))
+        self._holds = True
+        return start
+
+    def _restore(self, lr_scheduler: Any, loader: Any) -> int:
+        """Fill model and optimizer from what all ranks hold; returns the bytes received."""
+        assert self._objects is not None and self._agreed is not None
+        model, optimizer = self._objects.model, self._objects.optimizer
+        held = self._held or Held([], {}, None)
+        holdings = all_holdings(held.pieces)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, held.kinds)
+        shapes = {each.key: each.shape for of_rank in holdings for each in of_rank}
+        kinds = {entry: kind for of_rank in everyone for entry, kind in of_rank.items()}
+        restoring = Restoring(model, optimizer, self._outline, shapes, kinds)
+        received = move_pieces(restoring.pieces, held.pieces, holdings)
+        restoring.finish()
+        source = self._agreed.verdicts.index(Verdict.KEEP)
+        state: list[Any] = [held.state]
+        dist.broadcast_object_list(state, src=source)
+        pieces = restoring.pieces
+        restore_run(
+            model, optimizer, lr_scheduler, loader, self._outline, pieces, state, step=self._agreed.version
+        )
+        return received
+
+    # Iterations ---------------------------------------------------------------------------------------------------
+
+    def run(self, plugin: Any, passes: Callable[[], dict]) -> dict:
+        """Run forward and backward passes, in another world if this one breaks.
+
+        Args:
+            plugin: that runs them.
+            passes: draws a batch of the loader and runs its passes.
+        """
+        if not self._calls and self._commit is not None and any(self._commit.words):
+            self._change(plugin, "a member joins or leaves")
+        self._calls.append(passes)
+        try:
+            return passes()
+        except RuntimeError as error:
+            reason = _lost(error)
+        self._change(plugin, reason)
+        return self._repeat()
+
+    def guarded(self, plugin: Any, action: Callable[[], T], otherwise: T) -> T:
+        """What an action returns that all ranks do together; ``otherwise`` if a member is lost meanwhile."""
+        try:
+            return action()
+        except RuntimeError as error:
+            reason = _lost(error)
+        self._change(plugin, reason)
+        return otherwise
+
+    def _repeat(self) -> dict:
+        """The passes since the last step once more; returns what the last of them does."""
+        result: dict = {}
+        for passes in self._calls:
+            result = passes()
+        return result
+
+    def _step(self, plugin: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self._inner_step is not None and self._objects is not None
+        version = self.version
+        try:
+            result = self._inner_step(*args, **kwargs)
+        except RuntimeError as error:
+            reason = _lost(error)
+        else:
+            assert self._commit is not None
+            self._stepped(self._commit)
+            return result
+        self._change(plugin, reason)
+        if self.version > version:  # made with what the others agreed on
+            return None
+        self._repeat()
+        return self._objects.optimizer.step(*args, **kwargs)
+
+    def _stepped(self, commit: Commit) -> None:
+        self.version += 1
+        self._commit, self._complete = commit, False
+        self._calls = []
+
+    def _exchange(self, squared_norm: Tensor, has_gradient: Sequence[bool]) -> Commit:
+        self._complete = True
+        waiting = dist.get_rank() == 0 and self._members.is_somebody_waiting()
+        words = [float(self._members.is_leaving()), float(waiting)]
+        commit = exchange(squared_norm, has_gradient, words)
+        self._commit = commit
+        return commit
+
+    def _gradients(self) -> Any:
+        assert self._objects is not None
+        return self._objects.optimizer.gradients
+
+    # Another world ------------------------------------------------------------------------------------------------
+
+    def _change(self, plugin: Any, reason: str) -> None:
+        """Go on in a new world, however often it takes."""
+        begin, members = time.monotonic(), dist.get_world_size()
+        failed = not (self._commit is not None and any(self._commit.words) and not self._calls)
+        while True:
+            try:
+                received = self._go_on(plugin, reason if failed else None)
+                break
+            except RuntimeError as error:
+                reason, failed = _lost(error), True
+        self.recoveries.append(
+            Recovery(self.version, members, dist.get_world_size(), time.monotonic() - begin, received, reason)
+        )
+        if dist.get_rank() == 0:
+            Console(stderr=True).print(self.recoveries[-1].in_words(), highlight=False, markup=False, soft_wrap=True)
+
+    def _go_on(self, plugin: Any, reason: str | None) -> int:
+        if reason is not None:
+            self._members.fail(reason)
+        with suppress(RuntimeError):
+            self._members.leave()
+        gc.collect()
+        self.form()
+        assert self._objects is not None and self._template is not None and self._agreed is not None
+        user = self._objects
+        configured = TrainingObjects(
+            *plugin.configure(self._template.make(), self._template.optimizer, self._criterion, self._loader, None)
+        )
+        user.model.__dict__, user.optimizer.__dict__ = configured.model.__dict__, configured.optimizer.__dict__
+        plugin.adopt(user.model, self._loader)
+        received = self._restore(None, None)
+        self.version, self._held = self._agreed.version, None
+        return received
+
+
+def _lost(error: RuntimeError) -> str:
+    """The message of an error that a lost connection has caused; raises any other error again."""
+    words = str(error)
+    if not is_lost_connection(words):
+        raise error
+    return words.splitlines()[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What a rank holds between two worlds."""
+
+    pieces: list[TensorPiece]
+    kinds: dict[str, str]
+    """See :func:`.optimizer_memory.state_entries`."""
+    state: RunState | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovery:
+    """A change of the world."""
+
+    version: int
+    """Optimizer steps that were done."""
+    before: int
+    """Members."""
+    after: int
+    seconds: float
+    received_bytes: int
+    """By this rank."""
+    reason: str
+
+    def in_words(self) -> str:
+        """For the terminal."""
+        return (
+            f"{self.before} members became {self.after} after step {self.version}: {self.seconds:.1f} s, "
+            f"{self.received_bytes / 1e6:.1f} MB received by rank 0 ({self.reason})"
+        )

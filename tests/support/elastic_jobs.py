@@ -1,0 +1,266 @@
+"""A job of several member processes that train a small language model, of which a test kills some and starts others."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from colossal_hetero import ElasticConfig, HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
+from colossal_hetero.plugin.unequal import layer_sums, replica_optimizers
+from tests.parallel.plugin.unequal.test_unequal_replicas import VOCABULARY, gpt2, loss_of
+from tests.support.layer_profiles import layer_times
+
+BLOCKS, MICRO_BATCH, GLOBAL_BATCH, BATCHES = 4, 2, 12, 8
+NODES = ("big-0", "small-0", "small-1", "small-2", "big-1")
+
+
+def cluster() -> Topology:
+    """Five nodes with a device each; the small ones cannot hold the model alone."""
+    memory, network = Channel("shared memory", 1e9, 1e-5), Channel("Ethernet", 1e9, 1e-5)
+    kinds = [DeviceKind("cpu", 10**9 if name.startswith("big") else 5 * 10**8, 1e9) for name in NODES]
+    devices = tuple(
+        Device(kind, node=number, cluster=0, speed=1.0 if kind.memory_bytes == 10**9 else 0.5)
+        for number, kind in enumerate(kinds)
+    )
+    nodes = tuple(Node(name, 0, (number,), memory, (network,)) for number, name in enumerate(NODES))
+    return Topology(devices, nodes, ("here",))
+
+
+def profile() -> ModelProfile:
+    """Equal blocks of 40 MB, which take a millisecond per sample."""
+    layers = BLOCKS + 2
+    sizes = LayerSizes(
+        parameter_bytes=(0, *(40 * 10**6,) * BLOCKS, 0),
+        activation_bytes=(1000,) * layers,
+        output_bytes=(1000,) * (layers - 1) + (0,),
+    )
+    times = (layer_times("cpu", (0.0, *(1e-3 * MICRO_BATCH,) * BLOCKS, 0.0), micro_batch=MICRO_BATCH),)
+    return ModelProfile(name="gpt2", times=times, sizes=(sizes,))
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Random tokens; the same in every process."""
+
+    def __len__(self) -> int:
+        return BATCHES * GLOBAL_BATCH
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(VOCABULARY, (8,), generator=torch.Generator().manual_seed(index))
+        return dict(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Where a member ends itself with SIGKILL."""
+
+    version: int
+    """Optimizer steps that are done."""
+    phase: str
+    """``forward``, ``backward``, ``sums``, ``before commit`` or ``after commit``."""
+
+
+def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and parameters of one process."""
+    model = gpt2().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    data, losses = Texts(), []
+    for step in range(steps):
+        first = step % BATCHES * GLOBAL_BATCH
+        samples = [data[index] for index in range(first, first + GLOBAL_BATCH)]
+        batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        loss = loss_of(model(**batch), batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: each.detach() for name, each in model.named_parameters()}
+
+
+def train(steps: int, kill: Kill | None, told: Any) -> None:
+    """What every member does: the script of a user."""
+    version = 0
+    planning = PlanConfig(cluster=cluster(), profile=profile(), global_batch_size=GLOBAL_BATCH)
+    plugin = HeteroHybridParallelPlugin(
+        plan="auto",
+        planning=planning,
+        elastic=ElasticConfig(dead_seconds=1.0, last_call_seconds=0.5),
+        precision="fp32",
+        max_norm=1.0,
+    )
+    model = gpt2().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    loader = plugin.prepare_dataloader(Texts())
+    booster = Booster(plugin=plugin)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
+    start = plugin.resume(model, optimizer, schedule, loader)
+    version = start.step
+    told.put(("started", version, dist.get_world_size()))
+    with phases(kill, lambda: version):
+        for epoch in range(start.epoch, -(-steps // BATCHES)):
+            loader.set_epoch(epoch)
+            for batches in epoch_of(loader):
+                result = booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                version += 1
+                loss = None if result["loss"] is None else float(result["loss"])
+                told.put(("step", version, dist.get_world_size(), plugin.replica()[0], loss))
+                if version == steps:
+                    break
+    named = model.unwrap().named_parameters()
+    told.put(("done", {name: each.detach().clone().numpy() for name, each in named}, plugin.recoveries))
+    dist.barrier()
+
+
+def epoch_of(loader: Any) -> Iterator[Any]:
+    """The iteration over the loader, once for each global batch that is left."""
+    batches = iter(loader)
+    while loader.state_dict()["global_batches_done"] < loader.global_batches:
+        yield batches
+
+
+@contextmanager
+def phases(kill: Kill | None, version: Any) -> Iterator[None]:
+    """In the block, the process ends itself where ``kill`` says."""
+    if kill is None:
+        yield
+        return
+
+    def dying(function: Any, phase: str, after: bool = False) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs) if after else None
+            if kill.phase == phase and version() == kill.version:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result if after else function(*args, **kwargs)
+
+        return run
+
+    commit = layer_sums.__name__.replace("layer_sums", "replica_gradients.ReplicaGradients.commit")
+    places = {
+        "sums": (layer_sums.__name__ + ".LayerSums.finish", False),
+        "before commit": (commit, False),
+        "after commit": (commit, True),
+        "backward": (replica_optimizers.__name__ + ".ReplicaOptimizer.backward", False),
+        "forward": ("colossalai.pipeline.schedule.one_f_one_b.OneForwardOneBackwardSchedule.forward_step", False),
+    }
+    name, after = places[kill.phase]
+    module, owner, attribute = name.rsplit(".", 2)
+    kind = getattr(__import__(module, fromlist=[owner]), owner)
+    with patch.object(kind, attribute, dying(getattr(kind, attribute), kill.phase, after)):
+        yield
+
+
+def _member(port: int, node: str, number: int, results: Any, steps: int, kill: Kill | None) -> None:
+    os.environ |= dict(
+        COLOSSAL_HETERO_STORE=f"127.0.0.1:{port}",
+        COLOSSAL_HETERO_JOB="test",
+        COLOSSAL_HETERO_NODE=node,
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+    )
+    torch.set_num_threads(1)
+
+    class Told:
+        def put(self, message: Any) -> None:
+            results.put((number, *message))
+
+    try:
+        train(steps, kill, Told())
+    except BaseException:
+        Told().put(("error", traceback.format_exc()))
+        raise
+
+
+@dataclass
+class Outcome:
+    """What the members of a job have told."""
+
+    losses: dict[int, dict[int, float]] = field(default_factory=dict)
+    """By step: of each replica, as it was when the step was made."""
+    parameters: list[Mapping[str, Any]] = field(default_factory=list)
+    """Of the members that have finished."""
+    recoveries: list[Any] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    ended: dict[int, int] = field(default_factory=dict)
+    """Exit code of each member."""
+
+
+def run_job(
+    nodes: Sequence[str],
+    steps: int,
+    kills: Mapping[int, Kill] | None = None,
+    joins: Mapping[str, int] | None = None,
+    seconds: float = 120,
+) -> Outcome:
+    """Run a job until all its members have ended.
+
+    Args:
+        nodes: of the first members.
+        steps: optimizer steps.
+        kills: by number of the member.
+        joins: by node of a member that is started later: the step after which.
+        seconds: time limit.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preload", "tests.support.elastic_jobs"])
+    results = context.Queue()
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pending, members, outcome = dict(joins or {}), [], Outcome()
+
+    def start(node: str) -> None:
+        number = len(members)
+        arguments = (server.port, node, number, results, steps, (kills or {}).get(number))
+        members.append(context.Process(target=_member, args=arguments, daemon=True))
+        members[-1].start()
+
+    for node in nodes:
+        start(node)
+    deadline = time.monotonic() + seconds
+    try:
+        while any(member.is_alive() for member in members) or not results.empty():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the job did not end in {seconds} s: {outcome}")
+            try:
+                number, kind, *content = results.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if kind == "step":
+                version, _, replica, loss = content
+                if loss is not None:
+                    outcome.losses.setdefault(version, {})[replica] = loss
+                for node in [node for node, after in pending.items() if version >= after]:
+                    del pending[node]
+                    start(node)
+            elif kind == "done":
+                outcome.parameters.append(content[0])
+                outcome.recoveries.append(content[1])
+            elif kind == "error":
+                outcome.errors.append(content[0])
+    finally:
+        for member in members:
+            member.kill()
+            member.join()
+    outcome.ended = {number: member.exitcode or 0 for number, member in enumerate(members)}
+    return outcome
