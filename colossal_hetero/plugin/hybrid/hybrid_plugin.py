@@ -384,6 +384,11 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     # Elastic training --------------------------------------------------------------------------------------------
 
     @property
+    def version(self) -> int:
+        """Optimizer steps that are done in elastic training, by all processes; 0 without ``elastic``."""
+        return 0 if self._elastic is None else self._elastic.version
+
+    @property
     def recoveries(self) -> tuple[Recovery, ...]:
         """The changes of the world that this process has gone through; () without ``elastic``."""
         return () if self._elastic is None else tuple(self._elastic.recoveries)
