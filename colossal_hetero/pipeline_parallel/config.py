@@ -56,6 +56,10 @@ class PlanConfig:
     """Whether gradients are summed layer by layer, over the ranks that hold a layer, also where all replicas are alike.
     Where they are not, this is always so."""
 
+    min_replicas: int = 1
+    """Replicas that ``plan="auto"`` should have, if memory allows it; a slower plan is taken for them. With two, every
+    layer is held twice, so that elastic training goes on when a process is lost."""
+
     drift_threshold: float = 0.2
     """A stage is reported at the end of an epoch if its time per micro-batch differs from the plan by more than this
     share (0.2 = 20 %). With ``inf`` stages are neither timed nor reported, and so it is in a schedule other than
@@ -68,6 +72,7 @@ class PlanConfig:
                 raise TypeError(f"{name}={value!r} is neither a file's path nor a {kinds[-1].__name__}")
         if self.global_batch_size is not None:
             _check_samples("global_batch_size", self.global_batch_size)
+        _check_samples("min_replicas", self.min_replicas, "replicas")
         if self.micro_batch_sizes is not None:
             if not self.micro_batch_sizes:
                 raise ValueError("micro_batch_sizes is empty; give at least one size, or leave it out to try all")
@@ -80,6 +85,6 @@ class PlanConfig:
             )
 
 
-def _check_samples(name: str, value: object) -> None:
+def _check_samples(name: str, value: object, what: str = "samples") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of samples, at least 1")
+        raise ValueError(f"{name}={value!r} must be a whole number of {what}, at least 1")

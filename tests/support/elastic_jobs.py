@@ -34,10 +34,8 @@ NODES = ("big-0", "small-0", "small-1", "small-2", "big-1")
 def cluster() -> Topology:
     """Five nodes with a device each; the small ones cannot hold the model alone."""
     memory, network = Channel("shared memory", 1e10, 1e-6), Channel("Ethernet", 1e10, 1e-6)
-    devices = tuple(
-        Device(DeviceKind("cpu", 10**9 if name.startswith("big") else 10**8, 1e9), node=number, cluster=0)
-        for number, name in enumerate(NODES)
-    )
+    kinds = dict(big=DeviceKind("big", 10**9, 1e9), small=DeviceKind("small", 17 * 10**7, 1e9))
+    devices = tuple(Device(kinds[name.split("-")[0]], node=number, cluster=0) for number, name in enumerate(NODES))
     nodes = tuple(Node(name, 0, (number,), memory, (network,)) for number, name in enumerate(NODES))
     return Topology(devices, nodes, ("here",))
 
@@ -50,7 +48,8 @@ def profile() -> ModelProfile:
         activation_bytes=(1000,) * layers,
         output_bytes=(1000,) * (layers - 1) + (0,),
     )
-    times = (layer_times("cpu", (0.0, *(1e-3 * MICRO_BATCH,) * BLOCKS, 0.0), micro_batch=MICRO_BATCH),)
+    seconds = (0.0, *(1e-3 * MICRO_BATCH,) * BLOCKS, 0.0)
+    times = tuple(layer_times(kind, seconds, micro_batch=MICRO_BATCH) for kind in ("big", "small"))
     return ModelProfile(name="gpt2", times=times, sizes=(sizes,))
 
 
@@ -97,7 +96,7 @@ def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
 
 def train(steps: int, kill: Kill | None, told: Any) -> None:
     """What every member does: the script of a user."""
-    planning = PlanConfig(cluster=cluster(), profile=profile(), global_batch_size=GLOBAL_BATCH)
+    planning = PlanConfig(cluster=cluster(), profile=profile(), global_batch_size=GLOBAL_BATCH, min_replicas=2)
     plugin = HeteroHybridParallelPlugin(
         plan="auto",
         planning=planning,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
@@ -37,7 +37,7 @@ from ...checkpoint.format.pieces import TensorPiece
 from ...checkpoint.format.run_state import RunState
 from ...checkpoint.layer_checkpoint import Start
 from ...data_parallel.loader import HeteroDataLoader
-from ...elastic.moves import all_holdings, move_pieces
+from ...elastic.moves import HoldingsLost, all_holdings, move_pieces
 from ...elastic.versions import Agreed, Standing, Verdict, agree
 from ...processes.ended_ranks import is_lost_connection
 from ..part import PluginPart, TrainingObjects
@@ -47,6 +47,15 @@ from .template import Template
 __all__ = ["ElasticRun", "Members", "Recovery"]
 
 T = TypeVar("T")
+
+
+START_AGAIN = (
+    "all processes must start again, and continue from the latest checkpoint (colossal-hetero launch does that)"
+)
+
+
+class StateLost(Exception):
+    """The last holder of a part of the state is gone."""
 
 
 class Members(Protocol):
@@ -192,8 +201,12 @@ class ElasticRun(PluginPart):
         dist.all_gather_object(everyone, held.kinds)
         shapes = {each.key: each.shape for of_rank in holdings for each in of_rank}
         kinds = {entry: kind for of_rank in everyone for entry, kind in of_rank.items()}
+        self._check_complete(shapes)
         restoring = Restoring(model, optimizer, self._outline, shapes, kinds)
-        received = move_pieces(restoring.pieces, held.pieces, holdings)
+        try:
+            received = move_pieces(restoring.pieces, held.pieces, holdings)
+        except HoldingsLost as error:
+            raise StateLost(f"the members that are left do not hold all elements: {error}; {START_AGAIN}") from None
         restoring.finish()
         source = self._agreed.verdicts.index(Verdict.KEEP)
         state: list[Any] = [held.state]
@@ -203,6 +216,17 @@ class ElasticRun(PluginPart):
             model, optimizer, lr_scheduler, loader, self._outline, pieces, state, step=self._agreed.version
         )
         return received
+
+    def _check_complete(self, held: Collection[str]) -> None:
+        """Raise ``StateLost`` if no rank holds some tensor of the model any more."""
+        lost = [
+            self._outline.layers[name]
+            for name in self._outline.shapes
+            if f"param.{name}" not in held and f"buffer.{name}" not in held
+        ]
+        if lost:
+            layers = ", ".join(dict.fromkeys(lost))
+            raise StateLost(f"the members that are left do not hold {layers}; {START_AGAIN}")
 
     # Iterations ---------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,9 @@ from ...planner.profile.layer_profile import ModelProfile, load_model_profile
 
 __all__ = ["Agreement", "agree_on_plan", "as_launched"]
 
+SEARCHED = 100
+"""Of so many plans, the fastest with ``min_replicas`` is taken."""
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -129,9 +132,10 @@ def _make(
         method=planning.method,
         unequal=unequal and planning.unequal,
         all_devices=True,
-        keep=1,
+        keep=1 if planning.min_replicas == 1 else SEARCHED,
     )
-    plan = ranked[0].plan
+    enough = (each.plan for each in ranked if len(each.plan.replicas) >= planning.min_replicas)
+    plan = next(enough, ranked[0].plan)
     Console(stderr=True).print(one_line(plan), soft_wrap=True, highlight=False, markup=False)
     return plan
 
