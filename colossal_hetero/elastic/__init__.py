@@ -1,0 +1,1 @@
+"""Training that goes on when machines leave and join."""
