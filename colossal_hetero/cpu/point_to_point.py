@@ -32,7 +32,7 @@ from colossalai.pipeline.schedule import (
 
 from ..module_proxy import ModuleProxy
 
-__all__ = ["Messages", "patch"]
+__all__ = ["Messages", "forget_messages", "patch"]
 
 
 class _Sent:
@@ -96,6 +96,10 @@ class Messages:
                 work.wait()
         self._sends.clear()
 
+    def forget(self) -> None:
+        """Release the copies of a step that never ended, without a wait: their connections are broken or closed."""
+        self._sends.clear()
+
 
 def _then_wait_for_sends(step: Callable[..., Any], messages: Messages) -> Callable[..., Any]:
     """``step``, followed by a wait for the messages that it sent."""
@@ -109,11 +113,19 @@ def _then_wait_for_sends(step: Callable[..., Any], messages: Messages) -> Callab
     return forward_backward_step
 
 
+_messages = Messages()
+"""Those of the pipelines of this process."""
+
+
+def forget_messages() -> None:
+    """Forget the messages of a pipeline whose step never ended, which refer to their process group."""
+    _messages.forget()
+
+
 def patch() -> None:
     """Let Colossal-AI's pipeline send its messages over Gloo."""
-    messages = Messages()
-    p2p.dist = ModuleProxy(dist, batch_isend_irecv=messages.batch_isend_irecv)
+    p2p.dist = ModuleProxy(dist, batch_isend_irecv=_messages.batch_isend_irecv)
     for schedule in (OneForwardOneBackwardSchedule, InterleavedSchedule, ZeroBubbleVPipeScheduler):
-        schedule.forward_backward_step = _then_wait_for_sends(schedule.forward_backward_step, messages)
+        schedule.forward_backward_step = _then_wait_for_sends(schedule.forward_backward_step, _messages)
     # For a group that is not NCCL's, the original uses `Backend.HCCL`, which torch does not have.
     p2p._check_for_nccl_hccl_backend = p2p.check_for_nccl_backend

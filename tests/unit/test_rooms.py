@@ -108,6 +108,8 @@ RULES: dict[str, set[str]] = {
     "checkpoint/reading": {"io", "checkpoint/format", "checkpoint/storage"},
     "checkpoint/placement": {"checkpoint/format"},
     "checkpoint": {"io", "accelerator", "processes", "checkpoint/*"},
+    "elastic": set(),
+    "elastic/membership": {"accelerator", "cpu"},
     "testing": {"io", "layers"},
     "commands": {
         *("io", "processes", "planner/*", "probe", "profiling", "profiling/*"),

@@ -1,0 +1,80 @@
+"""Cut the connections of a world, so that everybody who waits in one of its collectives gets an error.
+
+Gloo cannot abort a collective in torch 2.5. A killed process is noticed at once, because its operating system closes
+its connections. A frozen process, or one behind a broken network, is not. A connection that is shut down is an error
+for the threads of Gloo on this side, and on the other side if that lives.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterable
+from typing import NamedTuple
+
+__all__ = ["OpenSocket", "WorldConnections", "cut", "open_sockets", "peer_port"]
+
+
+class OpenSocket(NamedTuple):
+    """A socket of this process."""
+
+    descriptor: int
+    inode: int
+    """Another socket that gets the same descriptor later has another one."""
+
+
+def open_sockets() -> frozenset[OpenSocket]:
+    """All sockets that this process has now."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        try:
+            status = os.fstat(int(name))
+        except OSError:  # closed since it was listed
+            continue
+        if stat.S_ISSOCK(status.st_mode):
+            found.add(OpenSocket(int(name), status.st_ino))
+    return frozenset(found)
+
+
+def peer_port(open_socket: OpenSocket) -> int | None:
+    """The port to which a TCP connection leads; None if the socket is not a connection."""
+    try:
+        with socket.socket(fileno=os.dup(open_socket.descriptor)) as other:
+            return int(other.getpeername()[1]) if other.family in (socket.AF_INET, socket.AF_INET6) else None
+    except OSError:
+        return None
+
+
+def cut(sockets: Iterable[OpenSocket]) -> None:
+    """Shut down those of ``sockets`` that are still open and are TCP connections.
+
+    A socket that listens is left alone: Gloo ends the process when it fails.
+    """
+    now = open_sockets()
+    for each in sockets:
+        if each not in now:
+            continue
+        try:
+            with socket.socket(fileno=os.dup(each.descriptor)) as other:
+                is_tcp = other.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and not other.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    other.shutdown(socket.SHUT_RDWR)
+        except OSError:  # closed meanwhile, or not connected
+            continue
+
+
+class WorldConnections:
+    """The connections of a world: those that were opened between the construction of this object and :meth:`seal`."""
+
+    def __init__(self) -> None:
+        self._before = open_sockets()
+        self._sealed: frozenset[OpenSocket] | None = None
+
+    def seal(self) -> None:
+        """Connections that are opened from now on do not belong to the world."""
+        self._sealed = open_sockets() - self._before
+
+    def cut(self) -> None:
+        """Cut the connections. Before :meth:`seal`, these are all that were opened up to now."""
+        cut(self._sealed if self._sealed is not None else open_sockets() - self._before)

@@ -1,0 +1,268 @@
+"""A process as a member of a job, in one world after the other."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch.distributed as dist
+
+from .colossalai_state import LaunchedState
+from .connections import WorldConnections
+from .errors import JoinTimeoutError, StoreLostError
+from .job_store import JobStore
+from .monitor import Monitor
+from .process_groups import ProcessGroups
+from .rendezvous import Rendezvous, Roster
+from .timing import MembershipTiming
+from .world import NEW, Failure, Formation, Member, World
+from .world_ends import WorldEnds
+
+__all__ = ["Membership"]
+
+MAX_ATTEMPTS = 20
+"""So many worlds in a row may break before they are initialized."""
+BREAK_SECONDS = 0.2
+"""From cutting connections to destroying groups: Gloo's threads first hand the errors to those who wait."""
+
+
+class Membership:
+    """This process as a member of a job. The store lives on a machine that stays (``colossal-hetero store``).
+
+    The order of calls::
+
+        membership = Membership(host, port, "job", "node-1", max_members=4)
+        while there is work:
+            membership.form()
+            ...  # make groups
+            membership.seal()
+            try:
+                ...  # train; leave the loop when membership.is_somebody_waiting() on some rank
+            except RuntimeError as error:
+                membership.fail(str(error))
+            membership.leave()
+        membership.depart()
+
+    All methods but ``fail`` must be called on the thread that trains.
+
+    Args:
+        store_host: name or address of the machine with the store.
+        store_port: its port.
+        job: name of the job. Two jobs that use the same store need different names, also if one has ended.
+        node: name of this process's node, for reports.
+        min_members: a world needs at least so many members.
+        max_members: a world has at most so many members; others wait as spares.
+        timing: limits of all waits.
+        seed: of the random numbers of Python, numpy and torch, as in ``colossalai.launch``.
+
+    Raises:
+        ValueError: a number or name is out of range.
+        StoreLostError: the store does not answer; also raised by all methods.
+    """
+
+    def __init__(
+        self,
+        store_host: str,
+        store_port: int,
+        job: str,
+        node: str,
+        *,
+        min_members: int = 1,
+        max_members: int,
+        timing: MembershipTiming | None = None,
+        seed: int = 1024,
+    ) -> None:
+        if not 1 <= min_members <= max_members:
+            raise ValueError(
+                f"min_members is {min_members} and max_members {max_members}, but they must be 1 <= min_members <= "
+                "max_members"
+            )
+        for name, value in (("job", job), ("node", node)):
+            if not value:
+                raise ValueError(f"the name of the {name} is empty; give it one")
+        self._timing = timing or MembershipTiming()
+        self._job, self._max_members = job, max_members
+        self._store = JobStore(store_host, store_port, job, self._timing.store_limit_seconds)
+        self._ends = WorldEnds(self._store)
+        self._rendezvous = Rendezvous(self._store, job, min_members, max_members, self._timing)
+        number = self._store.add("members", 1)
+        self._me = Member(age=NEW, place=number, number=number, node=node, pid=os.getpid())
+        self._groups = ProcessGroups(self._timing.collective_limit_seconds)
+        self._launched = LaunchedState(store_host, store_port, seed)
+        self._monitor: Monitor | None = None
+        self._connections: WorldConnections | None = None
+        self._roster: Roster | None = None
+        self._is_inside = False
+        self._left_seconds = 0.0
+        self._has_departed = False
+        self.world: World | None = None
+        """The world that this process is in."""
+        self.formations: list[Formation] = []
+        """How each world of this process formed, the latest last."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the present world, or the latest one if this process has left it, is broken; None if it is not."""
+        return self._monitor.failure if self._monitor is not None else None
+
+    def form(self) -> World:
+        """Join the next world, wait until it is complete, and initialize torch's default group.
+
+        Survivors of the world before come first and keep their order, new members come last. If a member dies before
+        all are connected, another world forms, also within this call. Afterwards a script is where
+        ``colossalai.launch`` would have left it.
+
+        Raises:
+            JoinTimeoutError: too few members came within the limit.
+            JobEndedError: the job has ended.
+            StoreLostError: the store does not answer.
+            RuntimeError: torch's default group belongs to somebody else, or this process has departed.
+        """
+        if self._has_departed:
+            raise RuntimeError("this process has departed from the job; make another Membership to join it again")
+        if self._connections is None and dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is initialized already; call Membership.form in place of colossalai.launch and "
+                "torch.distributed.init_process_group"
+            )
+        self.leave()
+        before, failure = self._roster, self.failure
+        notice_seconds = self._monitor.notice_seconds if self._monitor is not None else 0.0
+        rendezvous_seconds, attempts = 0.0, 0
+        while True:
+            attempts += 1
+            start = time.monotonic()
+            self._exit(for_good=False)
+            roster = self._rendezvous.join(self._me, before.members if before else ())
+            joined = time.monotonic()
+            rendezvous_seconds += joined - start
+            try:
+                self.world = self._initialize(roster)
+                break
+            except RuntimeError as error:
+                self.fail(f"a member has gone while the world formed: {error}")
+                self.leave()
+                if attempts == MAX_ATTEMPTS:
+                    raise JoinTimeoutError(
+                        f"job {self._job}: {MAX_ATTEMPTS} worlds in a row broke before they were initialized"
+                    ) from error
+        gone, departed, new = self._changes(before, roster)
+        self.formations.append(
+            Formation(
+                world=self.world,
+                failure=failure,
+                gone=gone,
+                departed=departed,
+                joined=new,
+                attempts=attempts,
+                notice_seconds=notice_seconds,
+                destruction_seconds=self._left_seconds,
+                rendezvous_seconds=rendezvous_seconds,
+                initialization_seconds=time.monotonic() - joined,
+            )
+        )
+        return self.world
+
+    def seal(self) -> None:
+        """All groups of this world exist: connections that are opened from now on do not belong to it.
+
+        When the world breaks, all TCP connections that this process has opened since :meth:`form` began are cut, so
+        that nobody waits for a dead or frozen member. Before this call, these include connections of other libraries.
+        """
+        self._present_connections().seal()
+
+    def fail(self, reason: str) -> None:
+        """Tell the other members that this world is broken. Collectives then raise on all of them, and here.
+
+        The first reason that any member reports is kept. May be called on any thread. Without a world it does nothing.
+        """
+        if self._connections is not None and self._monitor is not None:
+            if self._monitor.lost is not None:
+                raise self._monitor.lost
+            self._monitor.fail(reason)
+
+    def leave(self) -> None:
+        """Drop the world: all groups, their connections, and what else belongs to it. Others notice.
+
+        The other members do not wait for this one in the next rendezvous until it calls :meth:`form` or
+        :meth:`depart`; until then it is not taken for dead either. Without a world it does nothing.
+        """
+        if self._connections is None or self._monitor is None:
+            return
+        start = time.monotonic()
+        self._monitor.stop_watching()
+        if self._monitor.failure is not None or self._monitor.lost is not None:
+            self._connections.cut()
+            time.sleep(BREAK_SECONDS)
+        self._launched.leave()
+        self._groups.destroy()
+        self._connections.cut()  # of groups that somebody still refers to
+        self._connections = self.world = None
+        self._left_seconds = time.monotonic() - start
+
+    def depart(self) -> None:
+        """Leave the world and the job for good. The others do not wait for this member. Call it when all leave."""
+        self.leave()
+        self._exit(for_good=True)
+        self._store.close()
+        self._has_departed = True
+
+    def end_job(self) -> None:
+        """The job has ended: spares, and members that come later, get ``JobEndedError``. Some member calls it."""
+        self._stop_monitor()
+        self._rendezvous.close()
+
+    def is_somebody_waiting(self) -> bool:
+        """Whether a member waits that the next world would have a place for; as of a fraction of a second ago.
+
+        Members may get different answers, so that one of them has to decide for all.
+        """
+        if self._monitor is None or self.world is None:
+            return False
+        roster = self._monitor.roster
+        return roster.waiting > 0 and self.world.size < self._max_members
+
+    def _initialize(self, roster: Roster) -> World:
+        numbers = [member.number for member in roster.members]
+        rank = numbers.index(self._me.number)
+        self._roster, self._me = roster, self._me._replace(age=-roster.round, place=rank)
+        self._is_inside = True
+        self._connections = WorldConnections()
+        self._monitor = Monitor(self._rendezvous, self._ends, roster, self._me, self._connections, self._timing)
+        world = World(rank, len(numbers), roster.round, tuple(member.node for member in roster.members))
+        # A connection of its own: if the world breaks, waits for keys of the world end too.
+        store = dist.PrefixStore(f"elastic/{self._job}/world/{roster.round}", self._store.connect())
+        self._groups.initialize(store, world)
+        self._launched.enter(world)
+        return world
+
+    def _exit(self, for_good: bool) -> None:
+        """Leave the round that this process is in, if any."""
+        self._stop_monitor()
+        if self._is_inside and self._roster is not None:
+            self._ends.leave(self._roster.round, self._me, for_good)
+            self._is_inside = False
+        self._rendezvous.exit()
+
+    def _stop_monitor(self) -> None:
+        if self._monitor is not None:
+            self._monitor.stop()
+            if self._monitor.lost is not None:
+                raise StoreLostError(str(self._monitor.lost))
+
+    def _present_connections(self) -> WorldConnections:
+        if self._connections is None:
+            raise RuntimeError("there is no world; call form() first")
+        return self._connections
+
+    def _changes(self, before: Roster | None, now: Roster) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """Nodes of members that have gone without a word, that have departed, and that have joined."""
+        if before is None:
+            return (), (), ()
+        there = {member.number for member in now.members}
+        missing = [member for member in before.members if member.number not in there]
+        departed = [member for member in missing if self._ends.has_departed(before.round, member)]
+        gone = tuple(member.node for member in missing if member not in departed)
+        known = {member.number for member in before.members}
+        new = tuple(member.node for member in now.members if member.number not in known)
+        return gone, tuple(member.node for member in departed), new

@@ -1,0 +1,131 @@
+"""Worlds of real processes: members are killed, frozen, warned and added, and sums of the others stay right."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import pytest
+
+from colossal_hetero.elastic.membership import MembershipTiming
+from tests.support.elastic_nodes import Nodes, running_nodes
+from tests.support.random_examples import IS_THOROUGH
+
+TIMING = MembershipTiming(
+    keep_alive_seconds=0.25,
+    keep_alive_attempts=5,
+    last_call_seconds=0.6,
+    join_limit_seconds=20,
+    collective_limit_seconds=20,
+    store_limit_seconds=1.5,
+)
+
+
+def survivors_of(nodes: tuple[str, ...], gone: str) -> tuple[str, ...]:
+    return tuple(name for name in nodes if name != gone)
+
+
+def test_each_rank_is_killed_in_turn() -> None:
+    """Two spares take places, then a new node does; survivors keep their order, and all of them get an error."""
+    with running_nodes("abc", max_members=3, timing=TIMING) as nodes:
+        world = nodes.wait_for_world(*"abc")["a"].world
+        nodes.start("d", "e")
+        nodes.wait_for("d", "up")
+        nodes.wait_for("e", "up")
+        time.sleep(0.3)
+        assert nodes.kinds("d") == nodes.kinds("e") == ["up"], "a spare has to wait"
+        for rank in (0, 1):
+            dead = world.nodes[rank]
+            rest = survivors_of(world.nodes, dead)
+            told = {name: len(nodes.events[name]) for name in rest}
+            nodes.kill(dead)
+            for name in rest:
+                nodes.wait_for(name, "error", after=told[name])
+            (spare,) = nodes.wait_for(rest[0], "formed", after=told[rest[0]]).value.joined
+            formations = nodes.wait_for_world(*rest, spare)
+            world = formations[spare].world
+            assert world.nodes == (*rest, spare) and spare in "de"
+            assert all(formations[name].gone == (dead,) for name in rest)
+        dead = world.nodes[2]
+        rest = survivors_of(world.nodes, dead)
+        nodes.kill(dead)
+        assert nodes.wait_for_world(*rest)[rest[0]].world.nodes == rest
+        before = {name: nodes.kinds(name).count("error") for name in rest}
+        nodes.start("f")
+        assert nodes.wait_for_world(*rest, "f")["f"].world.nodes == (*rest, "f")
+        assert before == {name: nodes.kinds(name).count("error") for name in rest}, "a join is no error"
+
+
+def test_a_kill_while_a_world_forms() -> None:
+    with running_nodes("abcd", max_members=4, timing=TIMING) as nodes:
+        nodes.kill("a")
+        nodes.wait_for("b", "error")
+        time.sleep(0.5)  # the others wait until it is certain that "a" is dead
+        nodes.kill("c")
+        formations = nodes.wait_for_world("b", "d")
+        assert sorted(formations["b"].gone) == ["a", "c"]
+        assert formations["b"].failure is not None
+
+
+def test_a_warned_departure_and_a_frozen_process() -> None:
+    with running_nodes("abc", min_members=2, max_members=3, timing=TIMING) as nodes:
+        nodes.signal("b", signal.SIGTERM)
+        nodes.wait_for("b", "departed")
+        formations = nodes.wait_for_world("a", "c")
+        assert [formations["a"].departed, formations["a"].gone, formations["a"].failure] == [("b",), (), None]
+        assert "error" not in nodes.kinds("a") + nodes.kinds("b") + nodes.kinds("c"), "it was planned"
+        nodes.start("d")
+        first, second, third = nodes.wait_for_world("a", "c", "d")["d"].world.nodes
+        nodes.signal(first, signal.SIGSTOP)
+        formation = nodes.wait_for_world(second, third)[second]
+        assert formation.gone == (first,) and "no sign of life" in formation.failure.reason
+        assert "error" not in nodes.kinds(first)
+        nodes.signal(first, signal.SIGCONT)
+        assert nodes.wait_for(first, "error").kind == "error"
+        assert nodes.wait_for_world(first, second, third)[first].world.nodes == (second, third, first)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_the_store_is_lost(number: signal.Signals) -> None:
+    with running_nodes("ab", max_members=2, timing=TIMING) as nodes:
+        start = nodes.signal("store", number)
+        for name in "ab":
+            ended = nodes.wait_for(name, "ended", 3 * TIMING.store_limit_seconds)
+            assert ended.seconds - start < 2 * TIMING.store_limit_seconds
+            assert "StoreLostError: the store at 127.0.0.1:" in ended.value
+            assert "error" in nodes.kinds(name), "a collective must raise"
+
+
+def test_too_few_members() -> None:
+    timing = MembershipTiming(join_limit_seconds=0.5)
+    nodes = Nodes(min_members=3, max_members=3, timing=timing)
+    try:
+        nodes.start("a")
+        words = nodes.wait_for("a", "ended").value
+        assert (
+            words == "JoinTimeoutError: no world formed within 0.5 s: job job needs at least 3 members, and 1 came (a)"
+        )
+    finally:
+        nodes.close()
+
+
+@pytest.mark.skipif(not IS_THOROUGH, reason="takes a minute: make test-thorough")
+def test_random_kills_and_joins() -> None:
+    draw = random.Random(0)
+    names = iter(f"n{number}" for number in range(100))
+    there = [next(names) for _ in range(3)]
+    with running_nodes(there, max_members=5, timing=TIMING) as nodes:
+        for _ in range(20):
+            events = draw.sample(["kill", "join", "warn", "freeze"], draw.choice([1, 1, 2]))
+            for event in events:
+                time.sleep(draw.random() * 1.5)
+                if event == "join" or len(there) < 3:
+                    if len(there) < 5:
+                        there.append(next(names))
+                        nodes.start(there[-1])
+                    continue
+                name = there.pop(draw.randrange(len(there)))
+                number = {"kill": signal.SIGKILL, "warn": signal.SIGTERM, "freeze": signal.SIGSTOP}[event]
+                nodes.signal(name, number)
+            nodes.wait_for_world(*there, seconds=40)

@@ -1,0 +1,202 @@
+"""Processes that are members of a job and add up numbers, to be killed, frozen and warned."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple
+
+from tests.support.harness import _context
+
+SUMS = 3
+"""A node tells its world when it has added up so many times."""
+
+
+class Event(NamedTuple):
+    """What a node has told."""
+
+    seconds: float
+    """When, since 1970."""
+    kind: str
+    """``up``, ``formed``, ``error``, ``departed``, or ``ended`` with the words of a MembershipError."""
+    value: Any
+
+
+def _node_main(pipe: Any, port: int, name: str, options: dict[str, Any]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from colossal_hetero.elastic.membership import Membership, MembershipError
+
+    torch.set_num_threads(1)
+    warned: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: warned.append(number))
+
+    def tell(kind: str, value: Any = None) -> None:
+        pipe.send_bytes(pickle.dumps(Event(time.time(), kind, value)))
+
+    def add_up(membership: Membership) -> None:
+        """Until somebody is warned or waits. Each step says so to all, with the numbers that are added up."""
+        world = membership.world
+        pairs = [dist.new_group([rank, (rank + 1) % world.size]) for rank in range(world.size) if world.size > 1]
+        membership.seal()
+        step = 0
+        while True:
+            waits = world.rank == 0 and membership.is_somebody_waiting()
+            word = torch.tensor([world.rank + 1.0, float(bool(warned)), float(waits)])
+            for rank, pair in enumerate(pairs):
+                if world.rank in (rank, (rank + 1) % world.size):
+                    dist.all_reduce(torch.ones(1), group=pair)
+            dist.all_reduce(word)
+            assert word[0] == world.size * (world.size + 1) / 2, word
+            step += 1
+            if step == SUMS:
+                tell("formed", membership.formations[-1])
+            if word[1] or word[2]:
+                return
+            time.sleep(0.002)
+
+    try:
+        membership = Membership("127.0.0.1", port, "job", name, **options)
+        tell("up")
+        while True:
+            membership.form()
+            try:
+                add_up(membership)
+            except RuntimeError as error:
+                tell("error", str(error))
+                membership.fail(str(error))
+            membership.leave()
+            if warned:
+                membership.depart()
+                tell("departed")
+                return
+    except MembershipError as error:
+        tell("ended", f"{type(error).__name__}: {error}")
+    except BaseException:
+        tell("crashed", traceback.format_exc())
+
+
+def _serve(pipe: Any) -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send_bytes(pickle.dumps(store.port))
+    signal.pause()
+
+
+class Nodes:
+    """A store and nodes, each a process of its own. Nodes are known by their names.
+
+    Args:
+        options: of each node's ``Membership``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._processes: dict[str, Any] = {}
+        self._pipes: dict[str, Any] = {}
+        self.events: dict[str, list[Event]] = {}
+        self.store = self._start("store", _serve)
+        self._port = pickle.loads(self._pipes.pop("store").recv_bytes())
+
+    def _start(self, name: str, function: Any, *arguments: Any) -> Any:
+        receiver, sender = _context.Pipe(duplex=False)
+        process = _context.Process(target=function, args=(sender, *arguments), daemon=True)
+        process.start()
+        sender.close()
+        self._processes[name], self._pipes[name] = process, receiver
+        return process
+
+    def start(self, *names: str) -> None:
+        """Start nodes, without a wait."""
+        for name in names:
+            self.events[name] = []
+            self._start(name, _node_main, self._port, name, self._options)
+
+    def signal(self, name: str, number: int) -> float:
+        """Send a signal to a node, or to ``store``; the time."""
+        os.kill(self._processes[name].pid, number)
+        return time.time()
+
+    def kill(self, name: str) -> float:
+        """End a node as if its machine lost power; the time."""
+        return self.signal(name, signal.SIGKILL)
+
+    def kinds(self, name: str) -> list[str]:
+        """The kinds of events that a node has told."""
+        self._read(0.0)
+        return [event.kind for event in self.events[name]]
+
+    def wait_for(self, name: str, kind: str, seconds: float = 20.0, after: int = 0) -> Event:
+        """The first event of this kind that a node tells, from its event number ``after`` on."""
+        return self._wait(lambda: next((e for e in self.events[name][after:] if e.kind == kind), None), seconds)
+
+    def wait_for_world(self, *names: str, seconds: float = 20.0) -> dict[str, Any]:
+        """Wait until exactly these nodes are in one world and have added up right.
+
+        Returns:
+            The latest ``Formation`` of each node.
+        """
+
+        def formed() -> dict[str, Any] | None:
+            last = {name: self.events[name][-1] for name in names if self.events[name]}
+            if len(last) < len(names) or any(event.kind != "formed" for event in last.values()):
+                return None
+            formations = {name: event.value for name, event in last.items()}
+            worlds = {each.world._replace(rank=0) for each in formations.values()}
+            return formations if len(worlds) == 1 and sorted(worlds.pop().nodes) == sorted(names) else None
+
+        return self._wait(formed, seconds)
+
+    def _wait(self, look: Any, seconds: float) -> Any:
+        deadline = time.monotonic() + seconds
+        while (found := look()) is None:
+            if time.monotonic() > deadline:
+                last = {name: [str(event.value) for event in events[-3:]] for name, events in self.events.items()}
+                raise TimeoutError(f"not within {seconds} s; the last events are {last}")
+            self._read(0.2)
+        return found
+
+    def _read(self, seconds: float) -> None:
+        while ready := wait(list(self._pipes.values()), seconds):
+            seconds = 0.0
+            for name, pipe in list(self._pipes.items()):
+                if pipe not in ready:
+                    continue
+                try:
+                    event = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):  # it has ended
+                    del self._pipes[name]
+                    continue
+                assert event.kind != "crashed", f"{name}: {event.value}"
+                self.events[name].append(event)
+            if not self._pipes:
+                return
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join(10)
+        assert not any(process.is_alive() for process in self._processes.values())
+
+
+@contextmanager
+def running_nodes(names: Iterable[str], **options: Any) -> Iterator[Nodes]:
+    """A store and these nodes, which have formed a world. At the end of the ``with`` block all processes are ended."""
+    nodes = Nodes(**options)
+    try:
+        names = list(names)
+        nodes.start(*names)
+        nodes.wait_for_world(*names)
+        yield nodes
+    finally:
+        nodes.close()
