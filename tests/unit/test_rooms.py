@@ -108,10 +108,13 @@ RULES: dict[str, set[str]] = {
     "checkpoint/reading": {"io", "checkpoint/format", "checkpoint/storage"},
     "checkpoint/placement": {"checkpoint/format"},
     "checkpoint": {"io", "accelerator", "processes", "checkpoint/*"},
+    "elastic": set(),
+    "elastic/supervisor": {"elastic"},
     "testing": {"io", "layers"},
     "commands": {
         *("io", "processes", "planner/*", "probe", "profiling", "profiling/*"),
         *("checkpoint/format", "checkpoint/storage", "checkpoint/reading"),
+        *("elastic", "elastic/supervisor"),
     },
     "cli": {"commands"},
 }
