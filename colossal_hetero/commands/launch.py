@@ -12,7 +12,7 @@ from .common import errors_on_one_line
 __all__ = ["launch"]
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--store", required=True, metavar="HOST:PORT", help="Address that `colossal-hetero store` has printed.")
 @click.option("--job", default="default", show_default=True, help="Name of the job. Several jobs can share a store.")
 @click.option("--node", help="Name of this node, unique in the job; default: the host name.")

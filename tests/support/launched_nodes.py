@@ -19,7 +19,7 @@ LIMIT_SECONDS = 60.0
 
 
 class LaunchedNode:
-    """``colossal-hetero launch`` with ``options``, running ``script`` with ``folder`` as its argument.
+    """``colossal-hetero launch`` with ``options``, running ``script`` in ``folder``, with ``folder`` as its argument.
 
     Leaving the ``with`` block kills everything that is left.
     """
@@ -31,7 +31,7 @@ class LaunchedNode:
         self._mark = f"{MARK}={uuid.uuid4().hex}"
         command = [sys.executable, "-m", "colossal_hetero.cli", "launch", "--store", store, *map(str, options)]
         self.process = subprocess.Popen(
-            [*command, str(path), str(folder)],
+            [*command, path.stem if "--module" in options else str(path), str(folder)],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY), MARK: self._mark.partition("=")[2]},
             stdout=subprocess.PIPE,

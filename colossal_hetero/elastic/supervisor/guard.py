@@ -1,8 +1,8 @@
 """Two processes supervise a node, so that either of them can be killed and nothing remains.
 
 The *guard* is the process that the user has started. It forks the *supervising process*, whose children are the
-workers. If the guard is killed, the supervising process gets a signal, kills everything below it and ends. If the
-supervising process is killed, workers end with it, and the guard kills the processes that these have left. Only if both
+workers. If the guard is killed, the supervising process gets a signal, ends everything below it and ends. If the
+supervising process is killed, workers end with it, and the guard ends the processes that these have left. Only if both
 are killed at the same moment may processes remain that a worker has started; the workers themselves end then too.
 
 The guard also forwards signals. The supervising process has a session of its own, so that Ctrl+C in a terminal reaches
@@ -22,7 +22,7 @@ from contextlib import suppress
 from types import FrameType
 
 from .decisions import describe_status, shell_status
-from .descendants import adopt_orphans, end_with_parent, kill_descendants
+from .descendants import adopt_orphans, end_descendants, end_with_parent
 from .node_name import BEAT_SECONDS, NameTaken
 from .supervise import say
 
@@ -60,9 +60,9 @@ def run_guarded(supervise: Callable[[socket.socket], int], beat: Callable[[], No
     is_lost = _beat_until_end(ours, beat, forward)
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     if status < 0:
-        say(f"the supervising process {process} ended with {describe_status(status)}; its workers are killed")
-    if not kill_descendants():
-        say("some processes could not be killed; they wait for a device or a disk")
+        say(f"the supervising process {process} ended with {describe_status(status)}; its workers end with it")
+    if not end_descendants():
+        say("some processes could not be ended; they wait for a device or a disk")
     return shell_status(status) or int(is_lost)
 
 
@@ -81,13 +81,17 @@ def _run_supervising_process(supervise: Callable[[socket.socket], int], requests
     except BaseException:
         traceback.print_exc()
     finally:
-        kill_descendants()
-        os._exit(status)
+        try:
+            end_descendants()
+        finally:
+            os._exit(status)
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
-    kill_descendants()
-    os._exit(1)
+    try:
+        end_descendants()
+    finally:
+        os._exit(1)
 
 
 def _beat_until_end(connection: socket.socket, beat: Callable[[], None], forward: Callable[[int], None]) -> bool:

@@ -16,6 +16,7 @@ from functools import partial
 
 from ..environment import ElasticEnvironment
 from .decisions import Action, NodeProgress, after_exit, describe_status, exit_status
+from .descendants import end_group
 from .output import Passage, write_all
 from .worker import WorkerProcess, worker_environment
 
@@ -117,7 +118,7 @@ class Supervisor:
             return
         for local_rank, worker in self._workers.items():
             say(f"worker {local_rank} is killed: it did not end within {self._launch.grace_seconds:g} s (--grace)")
-            worker.kill_group()
+            worker.send(signal.SIGKILL)
         self._kill_at = None
 
     def _read_statuses(self) -> None:
@@ -130,7 +131,7 @@ class Supervisor:
                 return
             ranks = [rank for rank, worker in self._workers.items() if worker.pid == ended.si_pid]
             if ranks:  # while its status is not read, nobody else can get the number of its group
-                self._workers[ranks[0]].kill_group()
+                end_group(ended.si_pid)
             status = os.waitstatus_to_exitcode(os.waitpid(ended.si_pid, 0)[1])
             if ranks:
                 self._after_exit(ranks[0], status)

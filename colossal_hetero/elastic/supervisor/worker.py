@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from ..environment import ElasticEnvironment
 from .descendants import end_with_parent
@@ -84,13 +82,8 @@ class WorkerProcess:
         """Send a signal to the worker itself, not to processes that it has started."""
         os.kill(self.pid, number)
 
-    def kill_group(self) -> None:
-        """Kill the worker and the processes of its group."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-
     def close(self, status: int) -> None:
-        """The worker has ended with ``status``, which somebody else has read, and its group was killed."""
+        """The worker has ended with ``status``, which somebody else has read, and its group has ended."""
         self._process.returncode = status
         for stream, passage in self._streams.items():
             while (piece := _available(stream)) != b"":

@@ -100,6 +100,23 @@ for in_own_session in (False, True):
     assert code == (-9 if killed == "the group of the user" else 137)
 
 
+def test_what_a_killed_worker_has_shared_is_removed(tmp_path: Path, store: str) -> None:
+    script = """
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=1)  # a process of its own removes it after the end of its owner
+note("memory", memory.name)
+"""
+    with LaunchedNode(tmp_path, START + script + WAIT, store, "--node", "sharing") as node:
+        started(node, workers=1)
+        os.kill(node.starts(0)[0], signal.SIGKILL)
+        started(node, workers=1, times=2)
+        first, second = (tmp_path / "memory").read_text().split()
+        assert not Path("/dev/shm", first).exists() and Path("/dev/shm", second).exists()
+        node.process.kill()
+        wait_until(lambda: not any(map(is_running, node.processes())), "no process is left")
+    assert not Path("/dev/shm", second).exists()
+
+
 def test_when_both_supervising_processes_are_killed_no_worker_is_left(tmp_path: Path, store: str) -> None:
     with LaunchedNode(tmp_path, START + WAIT, store, "--node", "both", "--nproc", 2) as node:
         started(node)
@@ -162,7 +179,7 @@ note("started." + rank, os.getpid())
 while not notice.is_given():
     time.sleep(0.01)
 """
-    with LaunchedNode(tmp_path, START + script, store, "--node", "warned", "--nproc", 2) as node:
+    with LaunchedNode(tmp_path, START + script, store, "--node", "warned", "--nproc", 2, "--module") as node:
         started(node)
         node.process.send_signal(signal.SIGTERM)
         assert node.end() == (0, "", "")
@@ -228,6 +245,7 @@ def test_what_cannot_be_launched_is_refused(tmp_path: Path) -> None:
     script.touch()
     assert "there is no script 'absent.py'" in failure("launch", "--store", "a:1", "absent.py")
     assert "'nowhere' does not have the form HOST:PORT" in failure("launch", "--store", "nowhere", script)
+    assert "No such option" in failure("launch", "--store", "a:1", "--nprocs", 2, script)
     assert "'a b' cannot be the name of a node" in failure("launch", "--store", "a:1", "--node", "a b", script)
 
 
