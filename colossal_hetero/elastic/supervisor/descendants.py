@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
-CLEAN_UP_SECONDS = 0.5
+CLEAN_UP_SECONDS = 1.0
 """Time between SIGTERM and SIGKILL for processes whose owner has ended."""
 LIMIT_SECONDS = 10.0
 """How long to wait for killed processes. One that waits for a broken disk cannot end."""

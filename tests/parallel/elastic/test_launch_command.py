@@ -102,8 +102,15 @@ for in_own_session in (False, True):
 
 def test_what_a_killed_worker_has_shared_is_removed(tmp_path: Path, store: str) -> None:
     script = """
-from multiprocessing.shared_memory import SharedMemory
-memory = SharedMemory(create=True, size=1)  # a process of its own removes it after the end of its owner
+from multiprocessing import resource_tracker, shared_memory
+memory = shared_memory.SharedMemory(create=True, size=1)
+remover = resource_tracker._resource_tracker._pid  # removes the memory after the end of its owner
+def is_ready():
+    with open(f"/proc/{remover}/status") as file:
+        ignored = next(int(line.split()[1], 16) for line in file if line.startswith("SigIgn:"))
+    return ignored >> signal.SIGTERM - 1 & 1
+while not is_ready():
+    time.sleep(0.01)
 note("memory", memory.name)
 """
     with LaunchedNode(tmp_path, START + script + WAIT, store, "--node", "sharing") as node:
