@@ -8,10 +8,12 @@ from . import __version__
 from .commands.batches import batches
 from .commands.checkpoint import checkpoint
 from .commands.estimate import estimate
+from .commands.launch import launch
 from .commands.plan import plan
 from .commands.probe import probe
 from .commands.profile import profile
 from .commands.simulate import simulate
+from .commands.store import store
 
 __all__ = ["main"]
 
@@ -19,10 +21,10 @@ __all__ = ["main"]
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="colossal-hetero")
 def main() -> None:
-    """Plan training on devices that are not equally fast, and look after checkpoints."""
+    """Plan and launch training on devices that are not equally fast, and look after checkpoints."""
 
 
-for command in (probe, profile, estimate, plan, simulate, batches, checkpoint):
+for command in (probe, profile, estimate, plan, simulate, batches, checkpoint, launch, store):
     main.add_command(command)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = ["ElasticConfig"]
 
@@ -16,6 +17,9 @@ class ElasticConfig:
 
     max_members: int | None = None
     """More processes wait, as spares, until one leaves. None: no limit."""
+
+    notice_file: str | Path | None = None
+    """A file that appears when this machine is going to be taken away; SIGTERM says the same."""
 
     dead_seconds: float = 2.0
     """A member of which nothing was heard for so long counts as dead."""

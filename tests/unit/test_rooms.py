@@ -83,10 +83,15 @@ RULES: dict[str, set[str]] = {
         *("accelerator", "module_proxy", "planner/batches", "planner/plans", "data_parallel", "plugin"),
         "plugin/overlap",
     },
+    "plugin/elastic": {
+        *("accelerator", "processes", "planner/cluster", "data_parallel", "pipeline_parallel", "plugin"),
+        *("checkpoint", "checkpoint/contents", "checkpoint/format", "elastic", "elastic/membership", "elastic/state"),
+        "plugin/unequal",
+    },
     "plugin/hybrid": {
         *("io", "processes", "accelerator", "gpu_over_gloo", "layers", "planner/*", "balance", "balance/*"),
         *("profiling", "profiling/*", "data_parallel", "pipeline_parallel", "plugin", "plugin/overlap"),
-        *("checkpoint", "plugin/checkpoints", "plugin/unequal"),
+        *("checkpoint", "plugin/checkpoints", "plugin/unequal", "elastic", "plugin/elastic"),
     },
     "plugin/zero": {
         "gpu_over_gloo",
@@ -109,11 +114,14 @@ RULES: dict[str, set[str]] = {
     "checkpoint/placement": {"checkpoint/format"},
     "checkpoint": {"io", "accelerator", "processes", "checkpoint/*"},
     "elastic": set(),
+    "elastic/state": {"checkpoint", "checkpoint/format", "checkpoint/placement", "checkpoint/reading", "planner/cluster"},
     "elastic/membership": {"accelerator", "cpu"},
+    "elastic/supervisor": {"elastic"},
     "testing": {"io", "layers"},
     "commands": {
         *("io", "processes", "planner/*", "probe", "profiling", "profiling/*"),
         *("checkpoint/format", "checkpoint/storage", "checkpoint/reading"),
+        *("elastic", "elastic/supervisor"),
     },
     "cli": {"commands"},
 }

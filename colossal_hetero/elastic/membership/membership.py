@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -54,6 +55,8 @@ class Membership:
         max_members: a world has at most so many members; others wait as spares.
         timing: limits of all waits.
         seed: of the random numbers of Python, numpy and torch, as in ``colossalai.launch``.
+        node_order: names of nodes. If they are given, ranks are in the order of their nodes; those of other nodes
+            come last. Without them, survivors come first and keep their order.
 
     Raises:
         ValueError: a number or name is out of range.
@@ -71,6 +74,7 @@ class Membership:
         max_members: int,
         timing: MembershipTiming | None = None,
         seed: int = 1024,
+        node_order: Sequence[str] = (),
     ) -> None:
         if not 1 <= min_members <= max_members:
             raise ValueError(
@@ -81,6 +85,7 @@ class Membership:
             if not value:
                 raise ValueError(f"the name of the {name} is empty; give it one")
         self._timing = timing or MembershipTiming()
+        self._places = {name: place for place, name in enumerate(node_order)}
         self._job, self._max_members = job, max_members
         self._store = JobStore(store_host, store_port, job, self._timing.store_limit_seconds)
         self._ends = WorldEnds(self._store)
@@ -223,6 +228,8 @@ class Membership:
         return roster.waiting > 0 and self.world.size < self._max_members
 
     def _initialize(self, roster: Roster) -> World:
+        members = sorted(roster.members, key=lambda each: self._places.get(each.node, len(self._places)))
+        roster = roster._replace(members=tuple(members))
         numbers = [member.number for member in roster.members]
         rank = numbers.index(self._me.number)
         self._roster, self._me = roster, self._me._replace(age=-roster.round, place=rank)

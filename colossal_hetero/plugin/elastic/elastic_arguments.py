@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ...elastic.config import ElasticConfig
-from ...elastic.survivors import surviving_topology
+from ...elastic.state.survivors import surviving_topology
 from ...pipeline_parallel.config import PlanConfig
 from ...planner.cluster.cluster_file import load_cluster
+from ...planner.cluster.topology import Topology
 from ..unequal.unequal_replicas import why_not_unequal
 
-__all__ = ["check_elastic", "elastic_arguments"]
+__all__ = ["check_elastic", "cluster_of", "elastic_arguments"]
 
 
 def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
@@ -46,20 +47,23 @@ def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
         raise ValueError(f"replicas may differ in elastic training, and then {reason}")
 
 
-def elastic_arguments(arguments: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
+def cluster_of(arguments: Mapping[str, Any]) -> Topology:
+    """The cluster with all nodes that may be members."""
+    cluster = arguments["planning"].cluster
+    return load_cluster(cluster) if isinstance(cluster, str | Path) else cluster
+
+
+def elastic_arguments(arguments: Mapping[str, Any], cluster: Topology, nodes: Sequence[str]) -> dict[str, Any]:
     """The arguments for a world.
 
     Args:
         arguments: as the script gave them.
+        cluster: see :func:`cluster_of`.
         nodes: of the members, by rank.
 
     Raises:
         ValueError: a node is not in the cluster, or has fewer devices than members.
     """
     planning: PlanConfig = arguments["planning"]
-    cluster = planning.cluster
-    if isinstance(cluster, str | Path):
-        cluster = load_cluster(cluster)
-    assert cluster is not None
     planning = dataclasses.replace(planning, cluster=surviving_topology(cluster, nodes), layer_sums=True)
     return {**arguments, "planning": planning}

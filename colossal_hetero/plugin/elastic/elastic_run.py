@@ -37,8 +37,8 @@ from ...checkpoint.format.pieces import TensorPiece
 from ...checkpoint.format.run_state import RunState
 from ...checkpoint.layer_checkpoint import Start
 from ...data_parallel.loader import HeteroDataLoader
-from ...elastic.moves import HoldingsLost, all_holdings, move_pieces
-from ...elastic.versions import Agreed, Standing, Verdict, agree
+from ...elastic.state.moves import HoldingsLost, all_holdings, move_pieces
+from ...elastic.state.versions import Agreed, Standing, Verdict, agree
 from ...processes.ended_ranks import is_lost_connection
 from ..part import PluginPart, TrainingObjects
 from ..unequal.commit import Commit, exchange

@@ -1,13 +1,76 @@
-"""Start to be a member of an elastic job."""
+"""This process as a member of an elastic job, as its environment and the user's options say."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...elastic.config import ElasticConfig
-from .elastic_run import Members
+from ...elastic.environment import ElasticEnvironment
+from ...elastic.membership.membership import Membership
+from ...elastic.membership.timing import MembershipTiming
+from ...elastic.notices import AnyNotice, FileNotice, Notice, SignalNotice
 
-__all__ = ["start_members"]
+__all__ = ["JobMember"]
+
+KEEP_ALIVE_ATTEMPTS = 4
 
 
-def start_members(config: ElasticConfig) -> Members:
-    """This process as a member of the job that its environment names."""
-    import sys; sys.path.insert(0, "/tmp"); from simple_members import SimpleMembers; return SimpleMembers(["big-0", "small-0", "small-1", "small-2", "big-1"])
+class JobMember:
+    """A member of the job that the environment names (``colossal-hetero launch`` sets it).
+
+    Args:
+        config: the user's options.
+        node_order: names of all nodes that may be members; ranks are in their order.
+    """
+
+    def __init__(self, config: ElasticConfig, node_order: Sequence[str]) -> None:
+        place = ElasticEnvironment.from_environ()
+        timing = MembershipTiming(
+            keep_alive_seconds=config.dead_seconds / KEEP_ALIVE_ATTEMPTS,
+            keep_alive_attempts=KEEP_ALIVE_ATTEMPTS,
+            last_call_seconds=config.last_call_seconds,
+            join_limit_seconds=config.join_seconds,
+            collective_limit_seconds=config.timeout_seconds,
+        )
+        self._membership = Membership(
+            place.store_host,
+            place.store_port,
+            place.job,
+            place.node,
+            min_members=config.min_members,
+            max_members=config.max_members or len(node_order) * place.local_world_size,
+            timing=timing,
+            node_order=node_order,
+        )
+        notices: list[Notice] = [SignalNotice()]
+        if config.notice_file is not None:
+            notices.append(FileNotice(config.notice_file))
+        self._notice = AnyNotice(*notices)
+
+    def form(self) -> Sequence[str]:
+        """Form a world; returns the node of each member, by rank."""
+        return self._membership.form().nodes
+
+    def seal(self) -> None:
+        """All groups of this world exist."""
+        self._membership.seal()
+
+    def fail(self, reason: str) -> None:
+        """Tell the others that this world is broken."""
+        self._membership.fail(reason)
+
+    def leave(self) -> None:
+        """Drop all groups of this world."""
+        self._membership.leave()
+
+    def depart(self) -> None:
+        """Leave the job."""
+        self._membership.depart()
+
+    def is_somebody_waiting(self) -> bool:
+        """Whether a process waits to join."""
+        return self._membership.is_somebody_waiting()
+
+    def is_leaving(self) -> bool:
+        """Whether this member was told that it will be taken away."""
+        return self._notice.is_given()

@@ -36,9 +36,9 @@ from ...pipeline_parallel.drift import DriftReport
 from ...planner.plans.plan import Plan
 from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch_ranks
 from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
-from ..elastic.elastic_arguments import check_elastic, elastic_arguments
+from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_arguments
 from ..elastic.elastic_run import ElasticRun, Recovery
-from ..elastic.members import start_members
+from ..elastic.members import JobMember
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
@@ -112,13 +112,14 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             return
         arguments = arguments_by_name(args, given) | dict(tp_size=tp_size, pp_size=pp_size, plan=plan)
         check_elastic(elastic, arguments)
-        members = start_members(elastic)
+        cluster = cluster_of(arguments)
+        members = JobMember(elastic, [node.name for node in cluster.nodes])
 
         def build(nodes: Sequence[str]) -> None:
             run = self._elastic
             self.__dict__.clear()
             self._elastic = run
-            self._build(**elastic_arguments(arguments, nodes))
+            self._build(**elastic_arguments(arguments, cluster, nodes))
 
         self._elastic = ElasticRun(members, build)
         self._elastic.form()

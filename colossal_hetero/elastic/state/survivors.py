@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from ..planner.cluster.topology import Topology
+from ...planner.cluster.topology import Topology
 
 __all__ = ["surviving_topology"]
 

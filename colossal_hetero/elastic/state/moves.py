@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.box_memory import BoxMemory
-from ..checkpoint.exchange import AHEAD, exchange
-from ..checkpoint.format.box import Box, cover
-from ..checkpoint.format.pieces import TensorPiece
-from ..checkpoint.placement.bitmap import Bitmap, Location, StorageTier
-from ..checkpoint.placement.sources import Need, choose_sources
-from ..checkpoint.placement.transfers import Read, layer_order, reads_and_transfers
-from ..checkpoint.reading.read_ahead import LayerRead, ReadAhead
+from ...checkpoint.box_memory import BoxMemory
+from ...checkpoint.exchange import AHEAD, exchange
+from ...checkpoint.format.box import Box, cover
+from ...checkpoint.format.pieces import TensorPiece
+from ...checkpoint.placement.bitmap import Bitmap, Location, StorageTier
+from ...checkpoint.placement.sources import Need, choose_sources
+from ...checkpoint.placement.transfers import Read, layer_order, reads_and_transfers
+from ...checkpoint.reading.read_ahead import LayerRead, ReadAhead
 
 __all__ = ["Holding", "HoldingsLost", "all_holdings", "move_pieces"]
 

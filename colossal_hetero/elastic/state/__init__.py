@@ -1,0 +1,1 @@
+"""What each rank holds when a world ends, which state counts, and what moves where."""
