@@ -185,6 +185,10 @@ def _member(port: int, node: str, number: int, results: Any, steps: int, kill: K
 
     try:
         train(steps, kill, Told())
+    except SystemExit as end:
+        if end.code:
+            Told().put(("error", str(end.code)))
+        raise
     except BaseException:
         Told().put(("error", traceback.format_exc()))
         raise
@@ -209,6 +213,7 @@ def run_job(
     steps: int,
     kills: Mapping[int, Kill] | None = None,
     joins: Mapping[str, int] | None = None,
+    warnings: Mapping[int, int] | None = None,
     seconds: float = 120,
 ) -> Outcome:
     """Run a job until all its members have ended.
@@ -218,13 +223,14 @@ def run_job(
         steps: optimizer steps.
         kills: by number of the member.
         joins: by node of a member that is started later: the step after which.
+        warnings: by number of a member that gets SIGTERM: the step after which.
         seconds: time limit.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preload", "tests.support.elastic_jobs"])
     results = context.Queue()
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pending, members, outcome = dict(joins or {}), [], Outcome()
+    pending, warned, members, outcome = dict(joins or {}), dict(warnings or {}), [], Outcome()
 
     def start(node: str) -> None:
         number = len(members)
@@ -240,7 +246,7 @@ def run_job(
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the job did not end in {seconds} s: {outcome}")
             try:
-                number, kind, *content = results.get(timeout=0.2)
+                _, kind, *content = results.get(timeout=0.2)
             except queue.Empty:
                 continue
             if kind == "step":
@@ -250,6 +256,9 @@ def run_job(
                 for node in [node for node, after in pending.items() if version >= after]:
                     del pending[node]
                     start(node)
+                for each in [each for each, after in warned.items() if version >= after]:
+                    del warned[each]
+                    members[each].terminate()
             elif kind == "done":
                 outcome.parameters.append(content[0])
                 outcome.recoveries.append(content[1])

@@ -114,7 +114,9 @@ RULES: dict[str, set[str]] = {
     "checkpoint/placement": {"checkpoint/format"},
     "checkpoint": {"io", "accelerator", "processes", "checkpoint/*"},
     "elastic": set(),
-    "elastic/state": {"checkpoint", "checkpoint/format", "checkpoint/placement", "checkpoint/reading", "planner/cluster"},
+    "elastic/state": {
+        *("checkpoint", "checkpoint/format", "checkpoint/placement", "checkpoint/reading", "planner/cluster"),
+    },
     "elastic/membership": {"accelerator", "cpu"},
     "elastic/supervisor": {"elastic"},
     "testing": {"io", "layers"},

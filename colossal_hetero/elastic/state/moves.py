@@ -19,7 +19,7 @@ from ...checkpoint.placement.sources import Need, choose_sources
 from ...checkpoint.placement.transfers import Read, layer_order, reads_and_transfers
 from ...checkpoint.reading.read_ahead import LayerRead, ReadAhead
 
-__all__ = ["Holding", "HoldingsLost", "all_holdings", "move_pieces"]
+__all__ = ["HeldBox", "HoldingsLost", "all_holdings", "empty_piece", "inheritance", "move_pieces"]
 
 STEP = 0
 """All holdings are of the same step."""
@@ -29,7 +29,7 @@ class HoldingsLost(Exception):
     """No rank has some elements any more."""
 
 
-class Holding(NamedTuple):
+class HeldBox(NamedTuple):
     """A box of a tensor that a rank has in its memory."""
 
     layer: str
@@ -40,10 +40,10 @@ class Holding(NamedTuple):
     box: Box
 
 
-def all_holdings(held: Iterable[TensorPiece]) -> list[list[Holding]]:
+def all_holdings(held: Iterable[TensorPiece]) -> list[list[HeldBox]]:
     """What each rank holds. Every rank calls it, with its own pieces."""
     own = [
-        Holding(each.layer, each.key, tuple(each.shape), str(each.data.dtype).removeprefix("torch."), each.box)
+        HeldBox(each.layer, each.key, tuple(each.shape), str(each.data.dtype).removeprefix("torch."), each.box)
         for each in held
     ]
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -51,8 +51,42 @@ def all_holdings(held: Iterable[TensorPiece]) -> list[list[Holding]]:
     return everyone
 
 
+def inheritance(holdings: Sequence[Sequence[HeldBox]], leaving: Sequence[bool]) -> list[list[HeldBox]]:
+    """What each rank takes from those that leave, so that nothing is lost: boxes that no other rank holds.
+
+    Args:
+        holdings: by rank.
+        leaving: by rank; at least one stays.
+
+    Returns:
+        by rank; each box is taken by the rank that has taken the fewest elements so far.
+    """
+    stayers = [rank for rank, leaves in enumerate(leaving) if not leaves]
+    kept: dict[str, list[Box]] = {}
+    for rank in stayers:
+        for each in holdings[rank]:
+            kept.setdefault(each.key, []).append(each.box)
+    taken: list[list[HeldBox]] = [[] for _ in holdings]
+    elements = dict.fromkeys(stayers, 0)
+    for rank, leaves in enumerate(leaving):
+        for each in holdings[rank] if leaves else ():
+            _, left = cover(each.box, kept.get(each.key, []))
+            for box in left:
+                heir = min(stayers, key=lambda stayer: (elements[stayer], stayer))
+                taken[heir].append(each._replace(box=box))
+                elements[heir] += box.numel
+                kept.setdefault(each.key, []).append(box)
+    return taken
+
+
+def empty_piece(holding: HeldBox) -> TensorPiece:
+    """Memory for a box."""
+    data = torch.empty(holding.box.sizes, dtype=getattr(torch, holding.dtype))
+    return TensorPiece(holding.layer, holding.key, holding.shape, holding.box, data, "")
+
+
 def move_pieces(
-    needed: Sequence[TensorPiece], held: Sequence[TensorPiece], holdings: Sequence[Sequence[Holding]]
+    needed: Sequence[TensorPiece], held: Sequence[TensorPiece], holdings: Sequence[Sequence[HeldBox]]
 ) -> int:
     """Fill the needed pieces of this rank from what all ranks hold. Every rank calls it.
 
@@ -104,7 +138,7 @@ def move_pieces(
     return received.bytes
 
 
-def _bitmap(holdings: Sequence[Sequence[Holding]]) -> tuple[Bitmap, dict[str, tuple[int, ...]], dict[str, str]]:
+def _bitmap(holdings: Sequence[Sequence[HeldBox]]) -> tuple[Bitmap, dict[str, tuple[int, ...]], dict[str, str]]:
     bitmap, shapes, dtypes = Bitmap(), {}, {}
     for rank, of_rank in enumerate(holdings):
         for each in of_rank:

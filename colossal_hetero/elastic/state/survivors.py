@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from ...planner.cluster.topology import Topology
+from ...planner.cluster.topology import Device, Node, Topology
 
 __all__ = ["surviving_topology"]
 
@@ -31,7 +31,8 @@ def surviving_topology(cluster: Topology, nodes: Sequence[str]) -> Topology:
             f"node {', '.join(unknown)} is not in the cluster file, which has "
             f"{', '.join(node.name for node in cluster.nodes)}; add it there, or start it with one of these names"
         )
-    devices, kept = [], []
+    devices: list[Device] = []
+    kept: list[Node] = []
     for number, node in enumerate(cluster.nodes):
         count = members[node.name]
         if count > len(node.devices):

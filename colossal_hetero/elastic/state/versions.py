@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["Agreed", "Standing", "Verdict", "agree"]
+__all__ = ["Agreed", "CatchUp", "Standing", "agree"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Standing:
     """What the ranks agreed on for its last step; None before the first one."""
 
 
-class Verdict(Enum):
+class CatchUp(Enum):
     """What a rank does before it goes on."""
 
     KEEP = "it has the newest state"
@@ -35,10 +35,10 @@ class Agreed:
     """The same on all ranks."""
 
     version: int
-    """Optimizer steps that are done, after each rank has followed its verdict."""
+    """Optimizer steps that are done, after each rank has followed its catch_up."""
     commit: Any
     """Of the newest step."""
-    verdicts: tuple[Verdict, ...]
+    catch_ups: tuple[CatchUp, ...]
     """By rank."""
 
 
@@ -56,13 +56,13 @@ def agree(standings: Sequence[Standing]) -> Agreed | None:
         return None
     version = _version(newest)
 
-    def verdict(each: Standing) -> Verdict:
+    def catch_up(each: Standing) -> CatchUp:
         if each.version == version:
-            return Verdict.KEEP
+            return CatchUp.KEEP
         behind = each.version is not None and each.version == version - 1
-        return Verdict.STEP if behind and each.is_complete else Verdict.FORGET
+        return CatchUp.STEP if behind and each.is_complete else CatchUp.FORGET
 
-    return Agreed(version, newest.commit, tuple(map(verdict, standings)))
+    return Agreed(version, newest.commit, tuple(map(catch_up, standings)))
 
 
 def _version(standing: Standing) -> int:

@@ -37,8 +37,8 @@ from ...checkpoint.format.pieces import TensorPiece
 from ...checkpoint.format.run_state import RunState
 from ...checkpoint.layer_checkpoint import Start
 from ...data_parallel.loader import HeteroDataLoader
-from ...elastic.state.moves import HoldingsLost, all_holdings, move_pieces
-from ...elastic.state.versions import Agreed, Standing, Verdict, agree
+from ...elastic.state.moves import HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
+from ...elastic.state.versions import Agreed, CatchUp, Standing, agree
 from ...processes.ended_ranks import is_lost_connection
 from ..part import PluginPart, TrainingObjects
 from ..unequal.commit import Commit, exchange
@@ -75,6 +75,9 @@ class Members(Protocol):
 
     def is_somebody_waiting(self) -> bool:
         """Whether a process waits to join."""
+
+    def depart(self) -> None:
+        """Leave the job for good."""
 
     def is_leaving(self) -> bool:
         """Whether this member was told that it will be taken away."""
@@ -116,13 +119,13 @@ class ElasticRun(PluginPart):
         dist.all_gather_object(standings, standing)
         self._agreed = agree(standings)
         if self._agreed is not None:
-            verdict = self._agreed.verdicts[dist.get_rank()]
-            if self._holds and verdict is Verdict.FORGET:
+            catch_up = self._agreed.catch_ups[dist.get_rank()]
+            if self._holds and catch_up is CatchUp.FORGET:
                 raise SystemExit(
                     f"this process was taken for dead at step {self.version}, and the others are at step "
                     f"{self._agreed.version}; start it again to join them"
                 )
-            if verdict is Verdict.STEP:
+            if catch_up is CatchUp.STEP:
                 self._make_step(self._agreed.commit)
         if self._holds and self._held is None:
             self._held = self._let_go()
@@ -140,9 +143,7 @@ class ElasticRun(PluginPart):
         assert self._objects is not None and self._template is not None
         model, optimizer = self._objects.model, self._objects.optimizer
         pieces = pieces_of(model, optimizer, self._outline)
-        state = run_state_of(
-            model, optimizer, self._scheduler, self._loader, self._outline, pieces, epoch=0, plan=""
-        )
+        state = run_state_of(model, optimizer, self._scheduler, self._loader, self._outline, pieces, epoch=0, plan="")
         held = Held(pieces, state_entries(optimizer), state)
         model.__dict__ = nn.Module().__dict__
         optimizer.__dict__ = {}
@@ -208,13 +209,11 @@ class ElasticRun(PluginPart):
         except HoldingsLost as error:
             raise StateLost(f"the members that are left do not hold all elements: {error}; {START_AGAIN}") from None
         restoring.finish()
-        source = self._agreed.verdicts.index(Verdict.KEEP)
+        source = self._agreed.catch_ups.index(CatchUp.KEEP)
         state: list[Any] = [held.state]
         dist.broadcast_object_list(state, src=source)
         pieces = restoring.pieces
-        restore_run(
-            model, optimizer, lr_scheduler, loader, self._outline, pieces, state, step=self._agreed.version
-        )
+        restore_run(model, optimizer, lr_scheduler, loader, self._outline, pieces, state, step=self._agreed.version)
         return received
 
     def _check_complete(self, held: Collection[str]) -> None:
@@ -305,6 +304,8 @@ class ElasticRun(PluginPart):
         failed = not (self._commit is not None and any(self._commit.words) and not self._calls)
         while True:
             try:
+                if not failed:
+                    self._hand_over()
                 received = self._go_on(plugin, reason if failed else None)
                 break
             except RuntimeError as error:
@@ -314,6 +315,24 @@ class ElasticRun(PluginPart):
         )
         if dist.get_rank() == 0:
             Console(stderr=True).print(self.recoveries[-1].in_words(), highlight=False, markup=False, soft_wrap=True)
+
+    def _hand_over(self) -> None:
+        """Take what only members hold that leave, while they are there. Those that leave end here."""
+        leaving: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(leaving, self._members.is_leaving())
+        if not any(leaving):
+            return
+        own = leaving[dist.get_rank()]
+        if not all(leaving):
+            held = self._held = self._let_go()
+            holdings = all_holdings(held.pieces)
+            taken = [empty_piece(each) for each in inheritance(holdings, leaving)[dist.get_rank()]]
+            move_pieces(taken, held.pieces, holdings)
+            self._held = dataclasses.replace(held, pieces=[*held.pieces, *taken])
+            dist.barrier()
+        if own:
+            self._members.depart()
+            raise SystemExit(0)
 
     def _go_on(self, plugin: Any, reason: str | None) -> int:
         if reason is not None:

@@ -1,0 +1,53 @@
+"""A job whose members die, join and leave trains like one process that nothing happens to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+
+from tests.support.elastic_jobs import Kill, run_job, undisturbed
+
+STEPS = 10
+
+
+def check(
+    nodes: Sequence[str], kills: Mapping[int, Kill], joins: Mapping[str, int], warned: Mapping[int, int]
+) -> list[list[tuple[int, int]]]:
+    """Run a job; returns the members before and after each change, by member that has finished."""
+    outcome = run_job(nodes, STEPS, kills, joins, warned)
+    assert outcome.errors == []
+    assert {number for number, code in outcome.ended.items() if code} == set(kills)
+    assert sorted(outcome.losses) == list(range(1, STEPS + 1))
+    _, expected = undisturbed(STEPS)
+    for parameters in outcome.parameters:
+        for name, found in parameters.items():
+            reference = expected.get(name, expected["transformer.wte.weight"])
+            torch.testing.assert_close(torch.from_numpy(found)[: len(reference)], reference, rtol=1e-9, atol=1e-9)
+    return [[(each.before, each.after) for each in of_member] for of_member in outcome.recoveries]
+
+
+@pytest.mark.parametrize(
+    ("kills", "changes"),
+    [
+        ({1: Kill(2, "forward"), 3: Kill(7, "sums")}, [(3, 2), (2, 3), (3, 2)]),
+        ({2: Kill(2, "backward"), 3: Kill(7, "before commit")}, [(3, 2), (2, 3), (3, 2)]),
+        ({0: Kill(2, "after commit")}, [(3, 2), (2, 3)]),
+    ],
+    ids=["forward and sums", "backward and commit", "rank 0 after the commit"],
+)
+def test_members_die_and_join(kills: Mapping[int, Kill], changes: list[tuple[int, int]]) -> None:
+    found = check(["big-0", "small-0", "small-1"], kills, {"small-2": 4}, {})
+    assert changes in found
+
+
+def test_a_member_that_is_warned_hands_over_what_only_it_holds() -> None:
+    """A pipeline of two members: the second half of the model is on the member that leaves."""
+    assert check(["big-0", "small-0"], {}, {}, {1: 4}) == [[(2, 1)]]
+
+
+def test_a_lost_state_is_named() -> None:
+    outcome = run_job(["big-0", "small-0"], 4, {1: Kill(2, "backward")})
+    (error,) = outcome.errors
+    assert "the members that are left do not hold block-000" in error and "latest checkpoint" in error
