@@ -208,6 +208,70 @@ class Outcome:
     """Exit code of each member."""
 
 
+class Job:
+    """A store and members, which are killed at the end of the ``with`` block.
+
+    Args:
+        steps: optimizer steps of the job.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.support.preload", "tests.support.elastic_jobs"])
+        self._results = self._context.Queue()
+        self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._steps = steps
+        self.members: list[Any] = []
+        """Processes."""
+        self.nodes: list[str] = []
+        """Of each member."""
+        self.outcome = Outcome()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self.members:
+            member.kill()
+            member.join()
+
+    def start(self, node: str, kill: Kill | None = None) -> int:
+        """Start a member; returns its number."""
+        number = len(self.members)
+        arguments = (self._server.port, node, number, self._results, self._steps, kill)
+        self.members.append(self._context.Process(target=_member, args=arguments, daemon=True))
+        self.nodes.append(node)
+        self.members[-1].start()
+        return number
+
+    def alive(self) -> list[int]:
+        """Numbers of the members that run."""
+        return [number for number, member in enumerate(self.members) if member.is_alive()]
+
+    def message(self) -> tuple[int, str, list[Any]] | None:
+        """The next message of a member: its number, what it is, and more; None if none comes soon."""
+        try:
+            number, kind, *content = self._results.get(timeout=0.2)
+        except queue.Empty:
+            return None
+        if kind == "step" and content[3] is not None:
+            version, _, replica, loss = content
+            self.outcome.losses.setdefault(version, {})[replica] = loss
+        elif kind == "done":
+            self.outcome.parameters.append(content[0])
+            self.outcome.recoveries.append(content[1])
+        elif kind == "error":
+            self.outcome.errors.append(content[0])
+        return number, kind, content
+
+    def finish(self) -> Outcome:
+        """What all members have told, after they have ended."""
+        while self.message() is not None:
+            pass
+        self.outcome.ended = {number: member.exitcode or 0 for number, member in enumerate(self.members)}
+        return self.outcome
+
+
 def run_job(
     nodes: Sequence[str],
     steps: int,
@@ -226,47 +290,22 @@ def run_job(
         warnings: by number of a member that gets SIGTERM: the step after which.
         seconds: time limit.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.preload", "tests.support.elastic_jobs"])
-    results = context.Queue()
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pending, warned, members, outcome = dict(joins or {}), dict(warnings or {}), [], Outcome()
-
-    def start(node: str) -> None:
-        number = len(members)
-        arguments = (server.port, node, number, results, steps, (kills or {}).get(number))
-        members.append(context.Process(target=_member, args=arguments, daemon=True))
-        members[-1].start()
-
-    for node in nodes:
-        start(node)
+    kills, joins, warned = kills or {}, dict(joins or {}), dict(warnings or {})
     deadline = time.monotonic() + seconds
-    try:
-        while any(member.is_alive() for member in members) or not results.empty():
+    with Job(steps) as job:
+        for number, node in enumerate(nodes):
+            job.start(node, kills.get(number))
+        while job.alive():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the job did not end in {seconds} s: {outcome}")
-            try:
-                _, kind, *content = results.get(timeout=0.2)
-            except queue.Empty:
+                raise TimeoutError(f"the job did not end in {seconds} s: {job.outcome}")
+            message = job.message()
+            if message is None or message[1] != "step":
                 continue
-            if kind == "step":
-                version, _, replica, loss = content
-                if loss is not None:
-                    outcome.losses.setdefault(version, {})[replica] = loss
-                for node in [node for node, after in pending.items() if version >= after]:
-                    del pending[node]
-                    start(node)
-                for each in [each for each, after in warned.items() if version >= after]:
-                    del warned[each]
-                    members[each].terminate()
-            elif kind == "done":
-                outcome.parameters.append(content[0])
-                outcome.recoveries.append(content[1])
-            elif kind == "error":
-                outcome.errors.append(content[0])
-    finally:
-        for member in members:
-            member.kill()
-            member.join()
-    outcome.ended = {number: member.exitcode or 0 for number, member in enumerate(members)}
-    return outcome
+            version = message[2][0]
+            for node in [node for node, after in joins.items() if version >= after]:
+                del joins[node]
+                job.start(node, kills.get(len(job.members)))
+            for number in [number for number, after in warned.items() if version >= after]:
+                del warned[number]
+                job.members[number].terminate()
+        return job.finish()

@@ -354,11 +354,12 @@ class ElasticRun(PluginPart):
 
 
 def _lost(error: RuntimeError) -> str:
-    """The message of an error that a lost connection has caused; raises any other error again."""
+    """Why a collective has failed, if a lost connection is the cause; raises any other error again."""
     words = str(error)
     if not is_lost_connection(words):
         raise error
-    return words.splitlines()[0]
+    ended, _, _ = words.partition(", and the other ranks")
+    return ended if "ended" in ended else "a connection was lost"
 
 
 @dataclasses.dataclass(frozen=True)
