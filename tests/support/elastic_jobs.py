@@ -128,7 +128,7 @@ def train(steps: int, kill: Kill | None, told: Any) -> None:
                     break
     named = model.unwrap().named_parameters()
     told.put(("done", {name: each.detach().clone().numpy() for name, each in named}, plugin.recoveries))
-    dist.barrier()
+    plugin.finish()
 
 
 def epoch_of(loader: Any) -> Iterator[Any]:

@@ -54,6 +54,10 @@ START_AGAIN = (
 )
 
 
+MAX_FAILURES = 3
+"""After so many failures of a step with the same members, training ends."""
+
+
 class StateLost(Exception):
     """The last holder of a part of the state is gone."""
 
@@ -78,6 +82,9 @@ class Members(Protocol):
 
     def depart(self) -> None:
         """Leave the job for good."""
+
+    def end_job(self) -> None:
+        """The job has ended: processes that come later end at once."""
 
     def is_leaving(self) -> bool:
         """Whether this member was told that it will be taken away."""
@@ -255,6 +262,13 @@ class ElasticRun(PluginPart):
         self._change(plugin, reason)
         return otherwise
 
+    def finish(self) -> None:
+        """Training has ended. Every rank calls it."""
+        with suppress(RuntimeError):  # a member that is lost now has nothing that the others lack
+            dist.barrier()
+        self._members.end_job()
+        self._members.depart()
+
     def _repeat(self) -> dict:
         """The passes since the last step once more; returns what the last of them does."""
         result: dict = {}
@@ -301,6 +315,7 @@ class ElasticRun(PluginPart):
     def _change(self, plugin: Any, reason: str) -> None:
         """Go on in a new world, however often it takes."""
         begin, members = time.monotonic(), dist.get_world_size()
+        self._check_progress(reason)
         failed = not (self._commit is not None and any(self._commit.words) and not self._calls)
         while True:
             try:
@@ -315,6 +330,17 @@ class ElasticRun(PluginPart):
         )
         if dist.get_rank() == 0:
             Console(stderr=True).print(self.recoveries[-1].in_words(), highlight=False, markup=False, soft_wrap=True)
+
+    def _check_progress(self, reason: str) -> None:
+        """Raise ``RuntimeError`` if the same step fails again and again although all members are there."""
+        latest = self.recoveries[-MAX_FAILURES:]
+        if len(latest) == MAX_FAILURES and all(
+            each.version == self.version and each.before == each.after for each in latest
+        ):
+            raise RuntimeError(
+                f"step {self.version + 1} has failed {MAX_FAILURES} times, although all members were there; the latest "
+                f"reason: {reason}"
+            )
 
     def _hand_over(self) -> None:
         """Take what only members hold that leave, while they are there. Those that leave end here."""

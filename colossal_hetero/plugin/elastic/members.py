@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from ...elastic.config import ElasticConfig
 from ...elastic.environment import ElasticEnvironment
+from ...elastic.membership.errors import JobEndedError
 from ...elastic.membership.membership import Membership
 from ...elastic.membership.timing import MembershipTiming
 from ...elastic.notices import AnyNotice, FileNotice, Notice, SignalNotice
@@ -48,8 +50,12 @@ class JobMember:
         self._notice = AnyNotice(*notices)
 
     def form(self) -> Sequence[str]:
-        """Form a world; returns the node of each member, by rank."""
-        return self._membership.form().nodes
+        """Form a world; returns the node of each member, by rank. Ends the process if the job has ended."""
+        try:
+            return self._membership.form().nodes
+        except JobEndedError as error:
+            print(error, file=sys.stderr)
+            raise SystemExit(0) from None
 
     def seal(self) -> None:
         """All groups of this world exist."""
@@ -66,6 +72,10 @@ class JobMember:
     def depart(self) -> None:
         """Leave the job."""
         self._membership.depart()
+
+    def end_job(self) -> None:
+        """The job has ended: processes that come later end at once."""
+        self._membership.end_job()
 
     def is_somebody_waiting(self) -> bool:
         """Whether a process waits to join."""

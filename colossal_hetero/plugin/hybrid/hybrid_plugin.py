@@ -413,6 +413,14 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             return load()
         return self._elastic.resume(lr_scheduler, dataloader, Start if self._checkpoints is None else load)
 
+    def finish(self) -> None:
+        """Say that training has ended, in elastic training: every process calls it at the end of the script.
+
+        Processes that come later, and spares, end at once. Without ``elastic`` it does nothing.
+        """
+        if self._elastic is not None:
+            self._elastic.finish()
+
     def adopt(self, model: ModelWrapper, dataloader: Any) -> None:
         """Let the script's model and loader be those of this plugin, which was made again."""
         assert self._unequal is not None

@@ -51,3 +51,9 @@ def test_a_lost_state_is_named() -> None:
     outcome = run_job(["big-0", "small-0"], 4, {1: Kill(2, "backward")})
     (error,) = outcome.errors
     assert "the members that are left do not hold block-000" in error and "latest checkpoint" in error
+
+
+def test_a_process_that_comes_too_late_ends() -> None:
+    outcome = run_job(["big-0"], 2, joins={"small-0": 2})
+    assert outcome.errors == [] and outcome.ended == {0: 0, 1: 0}
+    assert len(outcome.parameters) == 1
