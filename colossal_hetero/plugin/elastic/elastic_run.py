@@ -118,6 +118,16 @@ class ElasticRun(PluginPart):
 
     # A world ------------------------------------------------------------------------------------------------------
 
+    def start(self) -> None:
+        """Form the first world of this process, however often it takes."""
+        while True:
+            try:
+                return self.form()
+            except RuntimeError as error:
+                reason = _lost(error)
+            self._members.fail(reason)
+            self._members.leave()
+
     def form(self) -> None:
         """Form a world, agree on the newest step, and make the plugin. Called by all members at once."""
         nodes = self._members.form()
@@ -382,7 +392,7 @@ class ElasticRun(PluginPart):
 def _lost(error: RuntimeError) -> str:
     """Why a collective has failed, if a lost connection is the cause; raises any other error again."""
     words = str(error)
-    if not is_lost_connection(words):
+    if not (isinstance(error, dist.DistError) or is_lost_connection(words)):
         raise error
     ended, _, _ = words.partition(", and the other ranks")
     return ended if "ended" in ended else "a connection was lost"

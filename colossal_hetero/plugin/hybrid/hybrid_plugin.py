@@ -122,7 +122,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             self._build(**elastic_arguments(arguments, cluster, nodes))
 
         self._elastic = ElasticRun(members, build)
-        self._elastic.form()
+        self._elastic.start()
 
     def _build(
         self,
