@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from collections import deque
 
 __all__ = ["LineSplitter", "Passage", "write_all"]
@@ -64,9 +65,14 @@ class Passage:
 
 
 def write_all(target: int, text: bytes) -> None:
-    """Write ``text`` to the file descriptor ``target``. If nobody reads there any more, the text is dropped."""
-    try:
-        while text:
+    """Write ``text`` to the file descriptor ``target``. If that is not possible, the rest of the text is dropped.
+
+    Training goes on when nobody reads its output any more, or when the disk is full.
+    """
+    while text:
+        try:
             text = text[os.write(target, text) :]
-    except BrokenPipeError:
-        pass  # training goes on without a reader, as in `colossal-hetero launch … | head`
+        except BlockingIOError:
+            select.select([], [target], [])
+        except OSError:
+            return

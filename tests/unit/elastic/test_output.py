@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +38,20 @@ def test_each_line_gets_the_prefix() -> None:
     os.close(reader)
 
 
+def test_a_slow_reader_of_a_stream_that_does_not_block_gets_everything() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)  # a worker may do this to the terminal that it shares with the supervisor
+    text = bytes(range(256)) * 1000  # more than a pipe holds
+    pieces: list[bytes] = []
+    thread = threading.Thread(target=lambda: pieces.extend(iter(lambda: os.read(reader, 1 << 16), b"")))
+    thread.start()
+    write_all(writer, text)
+    os.close(writer)
+    thread.join()
+    os.close(reader)
+    assert b"".join(pieces) == text
+
+
 def test_only_the_last_lines_are_kept_and_a_reader_may_go() -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -44,5 +59,8 @@ def test_only_the_last_lines_are_kept_and_a_reader_may_go() -> None:
     for number in range(50):
         passage.pass_on(b"%d\n" % number)
     write_all(writer, b"nobody reads this")
+    full = os.open("/dev/full", os.O_WRONLY)
+    write_all(full, b"no space is left")
+    os.close(full)
     assert passage.last_lines() == [str(number) for number in range(50 - MAX_LAST_LINES, 50)]
     os.close(writer)
