@@ -23,6 +23,7 @@ from colossal_hetero.checkpoint.config import CheckpointConfig
 from colossal_hetero.checkpoint.format import records
 from colossal_hetero.cli import main as cli
 from colossal_hetero.data_parallel.config import BatchConfig
+from colossal_hetero.elastic.config import ElasticConfig
 from colossal_hetero.pipeline_parallel.config import PlanConfig
 from colossal_hetero.planner.batches import batch_profile
 from colossal_hetero.planner.cluster import cluster_schema, link
@@ -228,6 +229,7 @@ def test_every_field_of_the_files_is_described() -> None:
         (BatchConfig, "docs/data-parallel.md"),
         (PlanConfig, "docs/planning.md"),
         (CheckpointConfig, "docs/checkpoints.md"),
+        (ElasticConfig, "docs/elastic.md"),
     ],
 )
 def test_every_setting_is_described(config: type, page: str) -> None:

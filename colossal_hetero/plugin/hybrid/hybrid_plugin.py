@@ -57,10 +57,10 @@ __all__ = ["HeteroHybridParallelPlugin"]
 class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     """``HybridParallelPlugin`` whose tensor-parallel layers are balanced over unequal devices.
 
-    It takes every argument of Colossal-AI's plugin, plus ``balance``, ``batches``, ``plan``, ``planning`` and
-    ``checkpoints``. Without a ``custom_policy`` the model's own policy is used (Colossal-AI's, or ours for timm's
-    ``VisionTransformer``). In any policy, our layers replace the parallel linear layers. ``Booster`` saves and loads
-    checkpoints of Colossal-AI's format.
+    It takes every argument of Colossal-AI's plugin, plus ``balance``, ``batches``, ``plan``, ``planning``,
+    ``checkpoints`` and ``elastic``. Without a ``custom_policy`` the model's own policy is used (Colossal-AI's, or ours
+    for timm's ``VisionTransformer``). In any policy, our layers replace the parallel linear layers. ``Booster`` saves
+    and loads checkpoints of Colossal-AI's format.
 
     With a plan, ``tp_size``, ``pp_size`` and the arguments of the pipeline schedule follow from the plan. If one of
     them is given as well, it must agree with the plan. Every rank takes the place that the plan gives it: neighboring
@@ -83,10 +83,12 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             schedule is 1F1B. One training loop fits every plan (:meth:`execute_pipeline`).
         planning: what to plan from, over which networks ranks communicate, and how much stage times may differ.
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues with any plan.
+        elastic: goes on when processes die or join; see ``docs/elastic.md``. The constructor then forms the group of
+            processes, in place of ``colossalai.launch_from_torch``.
 
     Raises:
-        TypeError: ``balance``, ``batches``, ``plan``, ``planning`` or ``checkpoints`` has another type; or there is no
-            plan and a size is missing.
+        TypeError: ``balance``, ``batches``, ``plan``, ``planning``, ``checkpoints`` or ``elastic`` has another type; or
+            there is no plan and a size is missing.
         ValueError: the world size does not fit ``tp_size * pp_size`` or the plan, an argument contradicts the plan or
             cannot be combined with replicas that are not alike, the plan is for another model, the model has no policy,
             or a layer has an option that cannot be combined with the balance mode.
