@@ -169,7 +169,7 @@ def phases(kill: Kill | None, version: Any) -> Iterator[None]:
         yield
 
 
-def _member(port: int, node: str, number: int, results: Any, steps: int, kill: Kill | None) -> None:
+def _member(port: int, node: str, number: int, results: Any, script: tuple[Any, ...]) -> None:
     os.environ |= dict(
         COLOSSAL_HETERO_STORE=f"127.0.0.1:{port}",
         COLOSSAL_HETERO_JOB="test",
@@ -184,7 +184,7 @@ def _member(port: int, node: str, number: int, results: Any, steps: int, kill: K
             results.put((number, *message))
 
     try:
-        train(steps, kill, Told())
+        script[0](*script[1:], Told())
     except SystemExit as end:
         if end.code:
             Told().put(("error", str(end.code)))
@@ -213,14 +213,15 @@ class Job:
 
     Args:
         steps: optimizer steps of the job.
+        script: function and first arguments that members call instead of :func:`train`.
     """
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, script: tuple[Any, ...] | None = None) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.support.preload", "tests.support.elastic_jobs"])
         self._results = self._context.Queue()
         self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._steps = steps
+        self._steps, self._script = steps, script
         self.members: list[Any] = []
         """Processes."""
         self.nodes: list[str] = []
@@ -238,7 +239,8 @@ class Job:
     def start(self, node: str, kill: Kill | None = None) -> int:
         """Start a member; returns its number."""
         number = len(self.members)
-        arguments = (self._server.port, node, number, self._results, self._steps, kill)
+        script = self._script or (train, self._steps, kill)
+        arguments = (self._server.port, node, number, self._results, script)
         self.members.append(self._context.Process(target=_member, args=arguments, daemon=True))
         self.nodes.append(node)
         self.members[-1].start()
