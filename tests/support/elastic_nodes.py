@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
+from colossal_hetero.elastic.membership import Formation
 from tests.support.harness import _context
 
 SUMS = 3
@@ -24,8 +25,14 @@ class Event(NamedTuple):
     seconds: float
     """When, since 1970."""
     kind: str
-    """``up``, ``formed``, ``error``, ``departed``, or ``ended`` with the words of a MembershipError."""
+    """``up``; ``formed``, with all its formations up to now; ``error``; ``departed``; or ``ended``, with the words of a
+    MembershipError."""
     value: Any
+
+
+def is_formed(event: Event) -> bool:
+    """Whether a node has told that it is in a world, and added up right."""
+    return event.kind == "formed"
 
 
 def _node_main(pipe: Any, port: int, name: str, options: dict[str, Any]) -> None:
@@ -57,7 +64,7 @@ def _node_main(pipe: Any, port: int, name: str, options: dict[str, Any]) -> None
             assert word[0] == world.size * (world.size + 1) / 2, word
             step += 1
             if step == SUMS:
-                tell("formed", membership.formations[-1])
+                tell("formed", membership.formations)
             if word[1] or word[2]:
                 return
             time.sleep(0.002)
@@ -138,22 +145,35 @@ class Nodes:
         """The first event of this kind that a node tells, from its event number ``after`` on."""
         return self._wait(lambda: next((e for e in self.events[name][after:] if e.kind == kind), None), seconds)
 
-    def wait_for_world(self, *names: str, seconds: float = 20.0) -> dict[str, Any]:
-        """Wait until exactly these nodes are in one world and have added up right.
+    def wait_for_world(self, *names: str, others: int = 0, seconds: float = 20.0) -> dict[str, Formation]:
+        """Wait until exactly these nodes, and so many others, are in one world and have added up right.
 
         Returns:
-            The latest ``Formation`` of each node.
+            The latest ``Formation`` of each of them.
         """
 
-        def formed() -> dict[str, Any] | None:
-            last = {name: self.events[name][-1] for name in names if self.events[name]}
-            if len(last) < len(names) or any(event.kind != "formed" for event in last.values()):
+        def formed() -> dict[str, Formation] | None:
+            last = {
+                name: events[-1].value[-1] for name, events in self.events.items() if events and is_formed(events[-1])
+            }
+            if names[0] not in last:
                 return None
-            formations = {name: event.value for name, event in last.items()}
-            worlds = {each.world._replace(rank=0) for each in formations.values()}
-            return formations if len(worlds) == 1 and sorted(worlds.pop().nodes) == sorted(names) else None
+            world = last[names[0]].world
+            if not set(names) <= set(world.nodes) <= set(last) or world.size != len(names) + others:
+                return None
+            formations = {name: last[name] for name in world.nodes}
+            return (
+                formations
+                if all(world == each.world._replace(rank=world.rank) for each in formations.values())
+                else None
+            )
 
         return self._wait(formed, seconds)
+
+    def formations(self, name: str) -> list[Formation]:
+        """How the worlds of a node formed, also those that broke before it added up."""
+        told = [event.value for event in self.events[name] if is_formed(event)]
+        return told[-1] if told else []
 
     def _wait(self, look: Any, seconds: float) -> Any:
         deadline = time.monotonic() + seconds

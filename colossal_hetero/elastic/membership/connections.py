@@ -1,8 +1,11 @@
 """Cut the connections of a world, so that everybody who waits in one of its collectives gets an error.
 
 Gloo cannot abort a collective in torch 2.5. A killed process is noticed at once, because its operating system closes
-its connections. A frozen process, or one behind a broken network, is not. A connection that is shut down is an error
-for the threads of Gloo on this side, and on the other side if that lives.
+its connections. A frozen process, or one behind a broken network, is not. If this process shuts down the half of a
+connection from which it reads, Gloo reads its end, raises in everything that waits for the connection, and closes it.
+
+The other half must stay open. If a thread of Gloo fails to write the answer to a message, the operation that it answers
+for is told nothing, and waits until its time limit.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def peer_port(open_socket: OpenSocket) -> int | None:
 
 
 def cut(sockets: Iterable[OpenSocket]) -> None:
-    """Shut down those of ``sockets`` that are still open and are TCP connections.
+    """Let nothing arrive any more at those of ``sockets`` that are still open and are TCP connections.
 
     A socket that listens is left alone: Gloo ends the process when it fails.
     """
@@ -59,7 +62,7 @@ def cut(sockets: Iterable[OpenSocket]) -> None:
             with socket.socket(fileno=os.dup(each.descriptor)) as other:
                 is_tcp = other.family in (socket.AF_INET, socket.AF_INET6)
                 if is_tcp and not other.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    other.shutdown(socket.SHUT_RDWR)
+                    other.shutdown(socket.SHUT_RD)
         except OSError:  # closed meanwhile, or not connected
             continue
 
