@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 import signal
+import threading
 import time
 
 import pytest
+import torch.distributed as dist
 
 from colossal_hetero.elastic.membership import MembershipTiming
+from colossal_hetero.elastic.membership.connections import WorldConnections
 from tests.support.elastic_nodes import Nodes, running_nodes
+from tests.support.harness import _context, run_alone
 from tests.support.random_examples import IS_THOROUGH
 
 TIMING = MembershipTiming(
@@ -70,6 +74,39 @@ def test_a_kill_while_a_world_forms() -> None:
         formations = nodes.formations("b")
         assert sorted(gone for each in formations for gone in each.gone) == ["a", "c"]
         assert any(each.failure is not None for each in formations)
+
+
+def connect(port: int, rank: int) -> str:
+    """Make a group of two members. The connections are cut after 0.5 s."""
+    connections = WorldConnections(size=2)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    cutting = threading.Timer(0.5, connections.cut)
+    try:
+        cutting.start()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_member_dies_before_it_connects() -> None:
+    """Which of two members waits for the other depends on their addresses, so this is tried several times."""
+    for _ in range(4):
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        dead = _context.Process(target=publish, args=(server.port,), daemon=True)
+        dead.start()
+        deadline = time.monotonic() + 20
+        while server.num_keys() == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        dead.kill()
+        dead.join()
+        assert "connectFullMesh failed" in run_alone(connect, 15, port=server.port, rank=0)
+
+
+def publish(port: int) -> None:
+    """Tell the store the address of rank 1, and wait for rank 0."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=1, world_size=2)
 
 
 def test_a_warned_departure_and_a_frozen_process() -> None:
