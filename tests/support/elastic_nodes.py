@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
+from colossal_hetero.elastic.membership import Formation, World
 from tests.support.harness import _context
 
 SUMS = 3
@@ -24,19 +25,55 @@ class Event(NamedTuple):
     seconds: float
     """When, since 1970."""
     kind: str
-    """``up``, ``formed``, ``error``, ``departed``, or ``ended`` with the words of a MembershipError."""
+    """``up``; ``formed``, with all its formations up to now; ``error``; ``departed``; or ``ended``, with the words of a
+    MembershipError."""
     value: Any
 
 
-def _node_main(pipe: Any, port: int, name: str, options: dict[str, Any]) -> None:
+def is_formed(event: Event) -> bool:
+    """Whether a node has told that it is in a world, and added up right."""
+    return event.kind == "formed"
+
+
+def _start_worker() -> None:
+    """A process that has this one's connections, as a worker of a data loader does, and ends 3 s after it."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        time.sleep(3)
+        os._exit(0)
+
+
+def _check_launched(world: World) -> None:
+    """This process is in the state in which ``colossalai.launch`` leaves it, and leaves something behind itself."""
+    import torch
+    import torch.distributed as dist
+    from colossalai.cluster import DistCoordinator
+    from colossalai.pipeline import p2p
+    from colossalai.shardformer.layer.utils import Randomizer
+
+    coordinator = DistCoordinator()
+    places = [coordinator.rank, coordinator.world_size, coordinator.local_rank]
+    assert places == [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    assert places == [dist.get_rank(), dist.get_world_size(), 0] == [world.rank, world.size, 0]
+    assert Randomizer._INDEX == 0
+    Randomizer.increment_index()
+    if world.size > 1:  # a message that nobody receives
+        p2p.dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(9), (world.rank + 1) % world.size)])
+
+
+def _node_main(pipe: Any, port: int, name: str, options: dict[str, Any], has_worker: bool) -> None:
     import torch
     import torch.distributed as dist
 
     from colossal_hetero.elastic.membership import Membership, MembershipError
 
     torch.set_num_threads(1)
+    os.environ.pop("LOCAL_RANK", None)
     warned: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: warned.append(number))
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: warned.append(number))
 
     def tell(kind: str, value: Any = None) -> None:
         pipe.send_bytes(pickle.dumps(Event(time.time(), kind, value)))
@@ -46,6 +83,9 @@ def _node_main(pipe: Any, port: int, name: str, options: dict[str, Any]) -> None
         world = membership.world
         pairs = [dist.new_group([rank, (rank + 1) % world.size]) for rank in range(world.size) if world.size > 1]
         membership.seal()
+        _check_launched(world)
+        if has_worker:
+            _start_worker()
         step = 0
         while True:
             waits = world.rank == 0 and membership.is_somebody_waiting()
@@ -57,7 +97,7 @@ def _node_main(pipe: Any, port: int, name: str, options: dict[str, Any]) -> None
             assert word[0] == world.size * (world.size + 1) / 2, word
             step += 1
             if step == SUMS:
-                tell("formed", membership.formations[-1])
+                tell("formed", membership.formations)
             if word[1] or word[2]:
                 return
             time.sleep(0.002)
@@ -74,6 +114,8 @@ def _node_main(pipe: Any, port: int, name: str, options: dict[str, Any]) -> None
                 membership.fail(str(error))
             membership.leave()
             if warned:
+                if signal.SIGUSR1 in warned:
+                    membership.end_job()
                 membership.depart()
                 tell("departed")
                 return
@@ -94,12 +136,15 @@ def _serve(pipe: Any) -> None:
 class Nodes:
     """A store and nodes, each a process of its own. Nodes are known by their names.
 
+    A node that gets SIGTERM departs; with SIGUSR1 it ends the job first.
+
     Args:
+        has_worker: Whether each node starts another process, which gets its connections.
         options: of each node's ``Membership``.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self._options = options
+    def __init__(self, has_worker: bool = False, **options: Any) -> None:
+        self._has_worker, self._options = has_worker, options
         self._processes: dict[str, Any] = {}
         self._pipes: dict[str, Any] = {}
         self.events: dict[str, list[Event]] = {}
@@ -118,7 +163,7 @@ class Nodes:
         """Start nodes, without a wait."""
         for name in names:
             self.events[name] = []
-            self._start(name, _node_main, self._port, name, self._options)
+            self._start(name, _node_main, self._port, name, self._options, self._has_worker)
 
     def signal(self, name: str, number: int) -> float:
         """Send a signal to a node, or to ``store``; the time."""
@@ -138,22 +183,35 @@ class Nodes:
         """The first event of this kind that a node tells, from its event number ``after`` on."""
         return self._wait(lambda: next((e for e in self.events[name][after:] if e.kind == kind), None), seconds)
 
-    def wait_for_world(self, *names: str, seconds: float = 20.0) -> dict[str, Any]:
-        """Wait until exactly these nodes are in one world and have added up right.
+    def wait_for_world(self, *names: str, others: int = 0, seconds: float = 20.0) -> dict[str, Formation]:
+        """Wait until exactly these nodes, and so many others, are in one world and have added up right.
 
         Returns:
-            The latest ``Formation`` of each node.
+            The latest ``Formation`` of each of them.
         """
 
-        def formed() -> dict[str, Any] | None:
-            last = {name: self.events[name][-1] for name in names if self.events[name]}
-            if len(last) < len(names) or any(event.kind != "formed" for event in last.values()):
+        def formed() -> dict[str, Formation] | None:
+            last = {
+                name: events[-1].value[-1] for name, events in self.events.items() if events and is_formed(events[-1])
+            }
+            if names[0] not in last:
                 return None
-            formations = {name: event.value for name, event in last.items()}
-            worlds = {each.world._replace(rank=0) for each in formations.values()}
-            return formations if len(worlds) == 1 and sorted(worlds.pop().nodes) == sorted(names) else None
+            world = last[names[0]].world
+            if not set(names) <= set(world.nodes) <= set(last) or world.size != len(names) + others:
+                return None
+            formations = {name: last[name] for name in world.nodes}
+            return (
+                formations
+                if all(world == each.world._replace(rank=world.rank) for each in formations.values())
+                else None
+            )
 
         return self._wait(formed, seconds)
+
+    def formations(self, name: str) -> list[Formation]:
+        """How the worlds of a node formed, also those that broke before it added up."""
+        told = [event.value for event in self.events[name] if is_formed(event)]
+        return told[-1] if told else []
 
     def _wait(self, look: Any, seconds: float) -> Any:
         deadline = time.monotonic() + seconds

@@ -1,8 +1,16 @@
 """Cut the connections of a world, so that everybody who waits in one of its collectives gets an error.
 
 Gloo cannot abort a collective in torch 2.5. A killed process is noticed at once, because its operating system closes
-its connections. A frozen process, or one behind a broken network, is not. A connection that is shut down is an error
-for the threads of Gloo on this side, and on the other side if that lives.
+its connections. A frozen process, or one behind a broken network, is not. If this process shuts down the half of a
+connection from which it reads, Gloo reads its end, raises in everything that waits for the connection, and closes it.
+
+The other half must stay open. If a thread of Gloo fails to write the answer to a message, the operation that it answers
+for is told nothing, and waits until its time limit.
+
+While Gloo connects a group, one of two members listens for the other. If that dies now, Gloo waits for ever, whatever
+its time limit. So this process connects to its own listening sockets in place of the dead, and closes these
+connections. A member says who it is by a number of 8 bytes, with which each listening socket counts its connections
+from 0.
 """
 
 from __future__ import annotations
@@ -10,10 +18,14 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["OpenSocket", "WorldConnections", "cut", "open_sockets", "peer_port"]
+__all__ = ["OpenSocket", "WorldConnections", "answer", "cut", "open_sockets", "peer_port"]
+
+ANSWER_SECONDS = 1.0
+"""Longest time to connect to a socket of this process."""
 
 
 class OpenSocket(NamedTuple):
@@ -47,7 +59,7 @@ def peer_port(open_socket: OpenSocket) -> int | None:
 
 
 def cut(sockets: Iterable[OpenSocket]) -> None:
-    """Shut down those of ``sockets`` that are still open and are TCP connections.
+    """Let nothing arrive any more at those of ``sockets`` that are still open and are TCP connections.
 
     A socket that listens is left alone: Gloo ends the process when it fails.
     """
@@ -59,22 +71,51 @@ def cut(sockets: Iterable[OpenSocket]) -> None:
             with socket.socket(fileno=os.dup(each.descriptor)) as other:
                 is_tcp = other.family in (socket.AF_INET, socket.AF_INET6)
                 if is_tcp and not other.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    other.shutdown(socket.SHUT_RDWR)
+                    other.shutdown(socket.SHUT_RD)
         except OSError:  # closed meanwhile, or not connected
             continue
 
 
-class WorldConnections:
-    """The connections of a world: those that were opened between the construction of this object and :meth:`seal`."""
+def answer(listeners: Iterable[OpenSocket], size: int) -> None:
+    """Connect to those of ``listeners`` that listen for TCP connections, as ``size`` members would, and close."""
+    for each in listeners:
+        try:
+            with socket.socket(fileno=os.dup(each.descriptor)) as other:
+                is_tcp = other.family in (socket.AF_INET, socket.AF_INET6)
+                if not is_tcp or not other.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    continue
+                for number in range(size):
+                    with socket.create_connection(other.getsockname()[:2], ANSWER_SECONDS) as connection:
+                        connection.sendall(struct.pack("@q", number))
+        except OSError:  # closed meanwhile
+            continue
 
-    def __init__(self) -> None:
+
+class WorldConnections:
+    """The connections of a world: those that were opened between the construction of this object and :meth:`seal`.
+
+    Args:
+        size: number of the world's members.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._before = open_sockets()
         self._sealed: frozenset[OpenSocket] | None = None
+        self._answered: set[OpenSocket] = set()
 
     def seal(self) -> None:
         """Connections that are opened from now on do not belong to the world."""
         self._sealed = open_sockets() - self._before
 
     def cut(self) -> None:
-        """Cut the connections. Before :meth:`seal`, these are all that were opened up to now."""
-        cut(self._sealed if self._sealed is not None else open_sockets() - self._before)
+        """Cut the connections. Before :meth:`seal`, these are all that were opened up to now; call it again for later
+        ones. Then nobody waits any more for a connection of a dead member either."""
+        if self._sealed is not None:
+            cut(self._sealed)
+            return
+        opened = open_sockets() - self._before
+        cut(opened)
+        new = opened - self._answered
+        self._answered |= new
+        answer(new, self._size)

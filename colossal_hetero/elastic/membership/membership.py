@@ -234,7 +234,7 @@ class Membership:
         rank = numbers.index(self._me.number)
         self._roster, self._me = roster, self._me._replace(age=-roster.round, place=rank)
         self._is_inside = True
-        self._connections = WorldConnections()
+        self._connections = WorldConnections(len(numbers))
         self._monitor = Monitor(self._rendezvous, self._ends, roster, self._me, self._connections, self._timing)
         world = World(rank, len(numbers), roster.round, tuple(member.node for member in roster.members))
         # A connection of its own: if the world breaks, waits for keys of the world end too.

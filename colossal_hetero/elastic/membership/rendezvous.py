@@ -72,7 +72,7 @@ class _Executor(_DistributedRendezvousOpExecutor):
         self._poll_seconds = poll_seconds
 
     def _record(self, *arguments: Any, **named: Any) -> None:
-        """Record nothing. For an event's name, the parent looks through the stack and all modules: up to 0.4 s."""
+        """Record nothing: for the name of an event, the parent inspects all modules, which takes up to 0.4 s."""
 
     def run(
         self,

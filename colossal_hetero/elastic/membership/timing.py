@@ -27,8 +27,9 @@ class MembershipTiming:
     there, so it is spent when a job starts, and rarely later."""
     join_limit_seconds: float = 600.0
     """Longest wait for enough members. A spare, for which there is no place, waits as long as the job lasts."""
-    collective_limit_seconds: float = 120.0
-    """Longest collective: a member that lives but does not take part is noticed after this time."""
+    collective_limit_seconds: float = 60.0
+    """Longest collective: a member that lives but does not take part is noticed after this time. Also the longest wait
+    in the rare case in which Gloo loses the error of a broken connection."""
     store_limit_seconds: float = 5.0
     """Longest wait for an answer of the store."""
     poll_seconds: float = 0.05

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 
 import pytest
 
@@ -27,7 +28,7 @@ def is_cut(connection: socket.socket) -> bool:
 def test_only_connections_of_the_world_are_cut(sealed: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         before, _before = connected(listener)
-        world = WorldConnections()
+        world = WorldConnections(size=2)
         with socket.create_server(("127.0.0.1", 0)) as own_listener:
             client, server = connected(own_listener)
             unix, other = socket.socketpair()
@@ -41,6 +42,12 @@ def test_only_connections_of_the_world_are_cut(sealed: bool) -> None:
             assert is_cut(after) != sealed
             other.send(b"!")
             assert unix.recv(1) == b"!"
+            own_listener.setblocking(False)
+            for number in () if sealed else (0, 1):  # in place of members that do not come
+                with own_listener.accept()[0] as answer:
+                    assert answer.recv(9) == number.to_bytes(8, sys.byteorder)
+            with pytest.raises(BlockingIOError):
+                own_listener.accept()
             for each in connected(own_listener):  # it still listens
                 each.close()
         for each in (before, _before, client, server, unix, other, after, _after):
