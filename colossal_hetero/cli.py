@@ -11,6 +11,7 @@ from .commands.estimate import estimate
 from .commands.plan import plan
 from .commands.probe import probe
 from .commands.profile import profile
+from .commands.replay import replay
 from .commands.simulate import simulate
 
 __all__ = ["main"]
@@ -22,7 +23,7 @@ def main() -> None:
     """Plan training on devices that are not equally fast, and look after checkpoints."""
 
 
-for command in (probe, profile, estimate, plan, simulate, batches, checkpoint):
+for command in (probe, profile, estimate, plan, simulate, replay, batches, checkpoint):
     main.add_command(command)
 
 

@@ -108,10 +108,12 @@ RULES: dict[str, set[str]] = {
     "checkpoint/reading": {"io", "checkpoint/format", "checkpoint/storage"},
     "checkpoint/placement": {"checkpoint/format"},
     "checkpoint": {"io", "accelerator", "processes", "checkpoint/*"},
+    "elastic": set(),
+    "elastic/replay": {"io", "planner/cluster", "planner/profile", "planner/plans", "planner/search"},
     "testing": {"io", "layers"},
     "commands": {
         *("io", "processes", "planner/*", "probe", "profiling", "profiling/*"),
-        *("checkpoint/format", "checkpoint/storage", "checkpoint/reading"),
+        *("checkpoint/format", "checkpoint/storage", "checkpoint/reading", "elastic/replay"),
     },
     "cli": {"commands"},
 }
