@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from ...planner.cluster.topology import Channel, Topology
+from ...planner.cluster.topology import Channel, Device, Node, Topology
 from ...planner.plans.plan import Plan
 from ...planner.profile.as_profiled import as_profiled
 from ...planner.profile.layer_profile import ModelProfile
@@ -128,7 +128,7 @@ class FittedPlans:
     def _make_plan(self, shapes: Sequence[NodeShape]) -> Plan:
         """The best plan for nodes of these shapes. Its ranks are counted shape by shape, in ascending order."""
         whole = self._topology
-        nodes, devices = [], []
+        nodes, devices = list[Node](), list[Device]()
         for number, (node, there) in enumerate(sorted(shapes)):
             ranks = tuple(range(len(devices), len(devices) + len(there)))
             nodes.append(dataclasses.replace(whole.nodes[node], devices=ranks))

@@ -41,7 +41,7 @@ def render_replay(replay: Replay) -> RenderableType:
     goodputs = aligned([replay.goodput(way) for way in jobs])
     for (way, job), goodput in zip(jobs.items(), goodputs, strict=True):
         name = f"{WAY_NAMES[way]} for {count(replay.wait_for, 'device')}" if way == "waiting" else WAY_NAMES[way]
-        cells = (name, f"{replay.samples(way):,}", goodput, f"{100 * replay.goodput(way) / replay.ideal_goodput:.1f}")
+        cells = [name, f"{replay.samples(way):,}", goodput, f"{100 * replay.goodput(way) / replay.ideal_goodput:.1f}"]
         cells += (f"{job.recoveries:,}", f"{job.seconds('recovering'):,.0f}")
         cells += (f"{job.repeated:,}", f"{job.seconds('waiting'):,.0f}")
         table.add_row(*(Text(cell) for cell in cells))
