@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import click
 
-from .common import Numbers, check_outputs, errors_on_one_line, make_console
+from .common import Numbers, check_outputs, errors_on_one_line, make_console, status_line
 
 __all__ = ["replay"]
 
@@ -125,24 +125,25 @@ def replay(
             save_seconds=folder_seconds,
             save_every=save_every,
         )
-        plans = FittedPlans(
-            topology,
-            model,
-            global_batch=global_batch,
-            link=slowest_channel(topology) if bandwidth is None else Channel("given", bandwidth * 1e9),
-            micro_batches=micro_batch,
-            tensor_parallel=tp,
-        )
-        result = replay_trace(
-            changes,
-            seconds,
-            plans,
-            assumptions,
-            global_batch=global_batch,
-            cluster=frozenset(range(len(topology.devices))),
-            restart_on=cast(Any, restart_on),
-            wait_for=wait_for,
-        )
+        with status_line(f"planning for {len({change.devices for change in changes}):,} sets of devices"):
+            plans = FittedPlans(
+                topology,
+                model,
+                global_batch=global_batch,
+                link=slowest_channel(topology) if bandwidth is None else Channel("given", bandwidth * 1e9),
+                micro_batches=micro_batch,
+                tensor_parallel=tp,
+            )
+            result = replay_trace(
+                changes,
+                seconds,
+                plans,
+                assumptions,
+                global_batch=global_batch,
+                cluster=frozenset(range(len(topology.devices))),
+                restart_on=cast(Any, restart_on),
+                wait_for=wait_for,
+            )
         if out is not None:
             names = {"trace": trace.name, "cluster": cluster.name, "profile": profile.name}
             content = replay_content(result, assumptions, **names, seed=seed, restart_on=restart_on)
