@@ -12,8 +12,9 @@ from colossal_hetero.elastic.replay.fitted_plans import FittedPlans, slowest_cha
 from colossal_hetero.elastic.replay.held_layers import HeldLayers, has_every_layer, missing_bytes
 from colossal_hetero.planner.cluster.cluster_file import parse_cluster
 from colossal_hetero.planner.cluster.topology import Topology
+from colossal_hetero.planner.profile.layer_profile import LayerSizes
 from colossal_hetero.planner.search.make_plans import make_plans
-from tests.unit.commands.test_plan_command import CLUSTER, profile
+from tests.unit.commands.test_plan_command import CLUSTER, LAYERS, profile
 
 BLOCKS = 6
 
@@ -58,25 +59,28 @@ def test_equal_sets_of_devices_are_planned_for_once(cluster: Topology, monkeypat
 
 
 def test_no_arrangement_of_like_devices_moves_fewer_bytes(cluster: Topology) -> None:
-    plans, chance = fitted(cluster), random.Random(0)
-    sizes = state_bytes_by_block(profile())
-    for _ in range(12):
-        held = {
-            device: HeldLayers(((start, chance.randint(start + 1, BLOCKS)),))
-            for device in chance.sample(range(8), 6)
-            for start in [chance.randrange(BLOCKS)]
+    # A layer has 8 GB of state, so no device holds all of them, and devices of one kind hold different layers.
+    large = LayerSizes(
+        parameter_bytes=(2 * 10**9,) * LAYERS, activation_bytes=(10**6,) * LAYERS, output_bytes=(10**4,) * LAYERS
+    )
+    model = profile(sizes=(large,))
+    plans = FittedPlans(cluster, model, global_batch=16, link=slowest_channel(cluster))
+    sizes, everything, chance = state_bytes_by_block(model), frozenset(range(8)), random.Random(0)
+    first = plans(everything, {})
+    assert first is not None and len(set(first.holdings.values())) > 2
+    for _ in range(30):
+        held: dict[int, HeldLayers] = {}
+        for device in chance.sample(range(8), 6):
+            start = chance.randrange(BLOCKS)
+            held[device] = HeldLayers(((start, chance.randint(start + 1, BLOCKS)),))
+        costs = {
+            (device, rank): missing_bytes(held.get(device), layers, sizes)
+            for device in range(8)
+            for rank, layers in first.holdings.items()
         }
-        plan, fresh = plans(frozenset(range(8)), held), plans(frozenset(range(8)), {})
-        assert plan is not None and fresh is not None
-
-        def moved(
-            order: tuple[int, ...],
-            held: dict[int, HeldLayers] = held,
-            wanted: dict[int, HeldLayers] = dict(fresh.holdings),  # noqa: B006
-        ) -> float:
-            return sum(missing_bytes(held.get(order[rank]), layers, sizes) for rank, layers in wanted.items())
-
-        best = min(moved(order) for order in arrangements())
+        best = min(sum(costs[order[rank], rank] for rank in first.holdings) for order in arrangements())
+        plan = plans(everything, held)
+        assert plan is not None
         found = sum(missing_bytes(held.get(device), layers, sizes) for device, layers in plan.holdings.items())
         assert found == pytest.approx(best)
 

@@ -14,7 +14,7 @@ from colossal_hetero.elastic.replay.available_devices import Availability
 from colossal_hetero.elastic.replay.elastic_job import simulate_elastic_job
 from colossal_hetero.elastic.replay.fitted_plans import FitPlan, FittedPlan
 from colossal_hetero.elastic.replay.held_layers import HeldLayers, Holdings
-from colossal_hetero.elastic.replay.job_record import JobOutcome
+from colossal_hetero.elastic.replay.job_record import JobOutcome, JobRecord
 from colossal_hetero.elastic.replay.replay import replay_trace
 from colossal_hetero.elastic.replay.restarted_job import simulate_restarted_job
 from tests.support.random_examples import examples
@@ -119,10 +119,46 @@ def test_a_device_that_goes_before_its_process_has_started_changes_nothing() -> 
 
 def test_a_loss_before_a_join_is_admitted_takes_all_that_are_ready() -> None:
     # Device 2 is ready at 68 s; device 1 is gone at 70 s, so devices 0 and 2 go on, after 5 s.
-    there = [frozenset({0, 1}), frozenset({0, 1, 2}), frozenset({0, 2})]
-    changes = [Availability(seconds, each) for seconds, each in zip((0.0, 30.0, 70.0), there, strict=True)]
+    changes = there((0, {0, 1}), (30, {0, 1, 2}), (70, {0, 2}))
     job = simulate_elastic_job(changes, 120.0, plans(), ASSUMED)
     assert totals(job) == (3 + 2, 1, 1, 5.0, 0.0)
+
+
+def there(*changes: tuple[float, set[int]]) -> list[Availability]:
+    return [Availability(seconds, frozenset(devices)) for seconds, devices in changes]
+
+
+def test_who_is_ready_during_a_recovery_joins_after_the_next_iteration() -> None:
+    # Device 3 is ready at 48 s, in the recovery from 46 to 51 s. The iteration after it ends at 71 s.
+    changes = there((0, {0, 1, 2}), (10, {0, 1, 2, 3}), (46, {0, 1, 3}))
+    assert totals(simulate_elastic_job(changes, 85.0, plans(), ASSUMED)) == (3 + 1, 1, 2, 8.0, 0.0)
+
+
+def test_a_loss_of_a_device_from_which_layers_are_moved_begins_again() -> None:
+    # Devices 0 and 1 train; from 40 s on, layers move to devices 1 and 2; device 0 is gone at 41 s.
+    def fit(devices: frozenset[int], held: Holdings) -> FittedPlan | None:
+        used = sorted(devices)[-2:]
+        return FittedPlan(10.0 if 2 in used else 20.0, {device: HeldLayers(((0, 4),)) for device in used}, MOVE)
+
+    changes = there((0, {0, 1}), (2, {0, 1, 2}), (41, {1, 2}))
+    assert totals(simulate_elastic_job(changes, 100.0, fit, ASSUMED)) == (2 + 5, 0, 2, 6.0, 0.0)
+
+
+def test_those_who_wait_must_notice_the_loss_first() -> None:
+    # Device 1 is gone at 47 s, which is noticed at 49 s. Device 2 is ready at 48 s.
+    changes = there((0, {0, 1}), (10, {0, 1, 2}), (47, {0, 2}))
+    assert totals(simulate_elastic_job(changes, 100.0, plans(), ASSUMED)) == (2 + 2, 1, 1, 4.0, 1.0)
+
+
+def test_a_checkpoint_is_written_on_during_a_join() -> None:
+    # Iteration 1 is saved from second 10 to 35, iteration 4 from second 40 to 65.
+    record = JobRecord(dataclasses.replace(ASSUMED, save_seconds=25.0, save_every=1))
+    plan = FittedPlan(10.0, {0: HeldLayers(((0, 4),))})
+    record.train(0.0, 10.0, plan)
+    record.train(10.0, 60.0, plan)
+    record.drop_unfinished_saves(60.0)
+    record.roll_back()
+    assert record.outcome().iterations == 1
 
 
 def test_a_trace_that_starts_with_too_few_devices() -> None:
