@@ -58,10 +58,14 @@ def test_equal_sets_of_devices_are_planned_for_once(cluster: Topology, monkeypat
     assert plans(frozenset(), {}) is None
 
 
-def test_no_arrangement_of_like_devices_moves_fewer_bytes(cluster: Topology) -> None:
-    # A layer has 8 GB of state, so no device holds all of them, and devices of one kind hold different layers.
+@pytest.mark.parametrize("gigabytes", [2, 4])
+def test_no_arrangement_of_like_devices_moves_fewer_bytes(cluster: Topology, gigabytes: int) -> None:
+    # A layer has 8 or 16 GB of state, so no device holds all of them, and devices of one kind hold different layers: in
+    # the first case those of different nodes, in the second case those of one node too.
     large = LayerSizes(
-        parameter_bytes=(2 * 10**9,) * LAYERS, activation_bytes=(10**6,) * LAYERS, output_bytes=(10**4,) * LAYERS
+        parameter_bytes=(gigabytes * 10**9,) * LAYERS,
+        activation_bytes=(10**6,) * LAYERS,
+        output_bytes=(10**4,) * LAYERS,
     )
     model = profile(sizes=(large,))
     plans = FittedPlans(cluster, model, global_batch=16, link=slowest_channel(cluster))
