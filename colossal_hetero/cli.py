@@ -12,6 +12,7 @@ from .commands.launch import launch
 from .commands.plan import plan
 from .commands.probe import probe
 from .commands.profile import profile
+from .commands.replay import replay
 from .commands.simulate import simulate
 from .commands.store import store
 
@@ -24,7 +25,7 @@ def main() -> None:
     """Plan and launch training on devices that are not equally fast, and look after checkpoints."""
 
 
-for command in (probe, profile, estimate, plan, simulate, batches, checkpoint, launch, store):
+for command in (probe, profile, estimate, plan, simulate, replay, batches, checkpoint, launch, store):
     main.add_command(command)
 
 

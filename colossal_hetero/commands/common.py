@@ -1,7 +1,8 @@
-"""Shared by the subcommands: errors on one line, a console, checks of output files, and options of older versions."""
+"""Shared by the subcommands: errors on one line, a console, a status line, checks of output files, and old options."""
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("Choices", "Numbers", "check_outputs", "errors_on_one_line", "make_console", "micro_batch_option"),
-    *("profile_out_option", "show_profile", "warn_old_option"),
+    *("profile_out_option", "show_profile", "status_line", "warn_old_option"),
 ]
+
+
+STATUS_AFTER_SECONDS = 1.0
+"""If the work takes longer than this, a line says what is being done."""
 
 
 class Numbers(click.ParamType):
@@ -111,6 +116,27 @@ def show_profile(result: ModelProfile, out: Path) -> None:
     console = make_console()
     console.print(render_profile(result))
     console.print(f"{out}: layers of {result.name}, {result.source}")
+
+
+@contextmanager
+def status_line(what: str) -> Iterator[None]:
+    """Say what is being done if it takes more than a second and the output is a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    status = console.status(what)
+    timer = threading.Timer(STATUS_AFTER_SECONDS, status.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()
 
 
 def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from .common import Choices, Numbers, check_outputs, errors_on_one_line, make_console, warn_old_option
+from .common import Choices, Numbers, check_outputs, errors_on_one_line, make_console, status_line, warn_old_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,9 +15,6 @@ if TYPE_CHECKING:
     from ..planner.schedules.pass_order import Schedule
 
 __all__ = ["plan"]
-
-STATUS_AFTER_SECONDS = 1.0
-"""If the work takes longer than this, a line says what is being done."""
 
 
 @click.command()
@@ -136,7 +130,7 @@ def plan(
         topology = load_cluster(cluster)
         if memory_reserve is not None:
             topology = topology.with_memory_reserve(round(memory_reserve * 1e9))
-        with _status(f"planning for {len(topology.devices):,} devices"):
+        with status_line(f"planning for {len(topology.devices):,} devices"):
             plans = make_plans(
                 topology,
                 model,
@@ -159,7 +153,7 @@ def plan(
         if plot is not None:
             from ..planner.report.plan_picture import plot_plan
 
-            with _status("drawing"):
+            with status_line("drawing"):
                 plot_plan(best, plot)
     console = make_console()
     console.print(render(plans))
@@ -171,24 +165,3 @@ def plan(
 def _print(console: Console, text: str) -> None:
     """Print without markup and without line breaks, so that commands can be copied."""
     console.print(text, markup=False, soft_wrap=True)
-
-
-@contextmanager
-def _status(what: str) -> Iterator[None]:
-    """Say what is being done if it takes more than a second and the output is a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    status = console.status(what)
-    timer = threading.Timer(STATUS_AFTER_SECONDS, status.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        status.stop()

@@ -119,11 +119,12 @@ RULES: dict[str, set[str]] = {
     },
     "elastic/membership": {"accelerator", "cpu"},
     "elastic/supervisor": {"elastic"},
+    "elastic/replay": {"io", "planner/cluster", "planner/profile", "planner/plans", "planner/search"},
     "testing": {"io", "layers"},
     "commands": {
         *("io", "processes", "planner/*", "probe", "profiling", "profiling/*"),
         *("checkpoint/format", "checkpoint/storage", "checkpoint/reading"),
-        *("elastic", "elastic/supervisor"),
+        *("elastic", "elastic/supervisor", "elastic/replay"),
     },
     "cli": {"commands"},
 }
