@@ -5,7 +5,9 @@
 Members are processes with a node each: two that can hold a small GPT-2 alone, and three of which two are needed. So
 plans have replicas of unequal depth. Every event is one of these: a member is ended with SIGKILL at a random moment, in
 whatever it does then (also while the others re-form, if two members with the whole model are left); a member is warned
-with SIGTERM; a process joins. Training is in fp64, with AdamW, clipping and a learning-rate schedule. Aim: it ends, and
+with SIGTERM; a process joins. An event comes two steps after the one before at the earliest, so that a kill hits a
+change for a process that joins, but not that for a member that was lost before: two members may be the last holders of
+a layer. Training is in fp64, with AdamW, clipping and a learning-rate schedule. Aim: it ends, and
 parameters differ by at most 1e-8 from those of one process.
 """
 
@@ -56,21 +58,23 @@ def soak(events: int, steps: int, seed: int) -> tuple[Counter[str], Job]:
     with Job(steps) as job:
         for node in NODES[:4]:
             job.start(node)
-        following = 3
+        version, following = 0, 3
         while job.alive():
             message = job.message()
             if message is None or message[1] != "step":
                 continue
-            version = message[2][0]
+            version = max(version, message[2][0])
             if version < following or happened.total() == events:
                 continue
             kind = event(job, chance)
             if kind is not None:
                 happened[kind] += 1
                 print(f"step {version}: {kind}", flush=True)
-            following = version + max(
-                1, round(chance.uniform(0.5, 1.5) * (steps - version) / (events + 1 - happened.total()))
-            )
+            while (message := job.message()) is not None and message[1] == "step":  # of steps before the event
+                version = max(version, message[2][0])
+            spacing = (steps - version) / (events + 1 - happened.total())
+            # Not before the step after the next: what two members hold may be lost if both end in one change.
+            following = version + max(2, round(chance.uniform(0.5, 1.5) * spacing))
         job.finish()
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in children]
     print(f"processes left behind: {sum(child.name() == 'python' and child.is_running() for child in left[2:])}")
