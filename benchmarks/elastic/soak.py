@@ -4,11 +4,10 @@
 
 Members are processes with a node each: two that can hold a small GPT-2 alone, and three of which two are needed. So
 plans have replicas of unequal depth. Every event is one of these: a member is ended with SIGKILL at a random moment, in
-whatever it does then (also while the others re-form, if two members with the whole model are left); a member is warned
-with SIGTERM; a process joins. An event comes two steps after the one before at the earliest, so that a kill hits a
-change for a process that joins, but not that for a member that was lost before: two members may be the last holders of
-a layer. Training is in fp64, with AdamW, clipping and a learning-rate schedule. Aim: it ends, and
-parameters differ by at most 1e-8 from those of one process.
+whatever it does then; a member is warned with SIGTERM; a process joins. An event comes two steps after the one before
+at the earliest, because two members may be the last holders of a layer. A kill may hit the change for a process that
+joins. Training is in fp64, with AdamW, clipping and a learning-rate schedule. Aim: it ends, and parameters differ by at
+most 1e-8 from those of one process.
 """
 
 from __future__ import annotations
@@ -70,8 +69,10 @@ def soak(events: int, steps: int, seed: int) -> tuple[Counter[str], Job]:
             if kind is not None:
                 happened[kind] += 1
                 print(f"step {version}: {kind}", flush=True)
-            while (message := job.message()) is not None and message[1] == "step":  # of steps before the event
-                version = max(version, message[2][0])
+            for _ in range(job.pending()):  # of steps before the event
+                message = job.message()
+                if message is not None and message[1] == "step":
+                    version = max(version, message[2][0])
             spacing = (steps - version) / (events + 1 - happened.total())
             # Not before the step after the next: what two members hold may be lost if both end in one change.
             following = version + max(2, round(chance.uniform(0.5, 1.5) * spacing))

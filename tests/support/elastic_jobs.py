@@ -266,6 +266,10 @@ class Job:
             self.outcome.errors.append(content[0])
         return number, kind, content
 
+    def pending(self) -> int:
+        """Number of messages that have arrived."""
+        return int(self._results.qsize())
+
     def finish(self) -> Outcome:
         """What all members have told, after they have ended."""
         while self.message() is not None:

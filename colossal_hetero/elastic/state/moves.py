@@ -25,6 +25,10 @@ STEP = 0
 """All holdings are of the same step."""
 
 
+COPIES = 2
+"""So many ranks take what a member holds that leaves."""
+
+
 class HoldingsLost(Exception):
     """No rank has some elements any more."""
 
@@ -52,30 +56,31 @@ def all_holdings(held: Iterable[TensorPiece]) -> list[list[HeldBox]]:
 
 
 def inheritance(holdings: Sequence[Sequence[HeldBox]], leaving: Sequence[bool]) -> list[list[HeldBox]]:
-    """What each rank takes from those that leave, so that nothing is lost: boxes that no other rank holds.
+    """What each rank takes from those that leave: afterwards :data:`COPIES` ranks hold all that they held, so that
+    nothing is lost if another member dies meanwhile.
 
     Args:
         holdings: by rank.
         leaving: by rank; at least one stays.
 
     Returns:
-        by rank; each box is taken by the rank that has taken the fewest elements so far.
+        by rank. Ranks that lack the fewest elements of a box take what they lack; of several, the one that has taken
+        the fewest elements so far.
     """
+    kept: dict[tuple[int, str], list[Box]] = {}
     stayers = [rank for rank, leaves in enumerate(leaving) if not leaves]
-    kept: dict[str, list[Box]] = {}
     for rank in stayers:
         for each in holdings[rank]:
-            kept.setdefault(each.key, []).append(each.box)
+            kept.setdefault((rank, each.key), []).append(each.box)
     taken: list[list[HeldBox]] = [[] for _ in holdings]
     elements = dict.fromkeys(stayers, 0)
-    for rank, leaves in enumerate(leaving):
-        for each in holdings[rank] if leaves else ():
-            _, left = cover(each.box, kept.get(each.key, []))
-            for box in left:
-                heir = min(stayers, key=lambda stayer: (elements[stayer], stayer))
-                taken[heir].append(each._replace(box=box))
-                elements[heir] += box.numel
-                kept.setdefault(each.key, []).append(box)
+    for each in (each for rank, leaves in enumerate(leaving) if leaves for each in holdings[rank]):
+        lacking = {rank: cover(each.box, kept.get((rank, each.key), []))[1] for rank in stayers}
+        sizes = {rank: sum(box.numel for box in boxes) for rank, boxes in lacking.items()}
+        for heir in sorted(stayers, key=lambda rank: (sizes[rank], elements[rank], rank))[:COPIES]:
+            taken[heir] += [each._replace(box=box) for box in lacking[heir]]
+            elements[heir] += sizes[heir]
+            kept.setdefault((heir, each.key), []).extend(lacking[heir])
     return taken
 
 

@@ -10,15 +10,29 @@ def rows(start: int, stop: int, key: str = "param.w") -> HeldBox:
     return HeldBox("block-0000", key, (8, 4), "float32", Box((start, 0), (stop - start, 4)))
 
 
-def test_each_lost_box_is_taken_once_and_evenly() -> None:
-    holdings = [[rows(0, 8)], [rows(0, 2)], [rows(4, 5)], [rows(0, 8), rows(0, 8, "exp_avg.w")]]
-    taken = inheritance(holdings, [True, False, False, True])
+def copies(row: int, held: list[list[HeldBox]], key: str) -> int:
+    inside = [
+        each.box.offsets[0] <= row < each.box.offsets[0] + each.box.sizes[0]
+        for of in held
+        for each in of
+        if each.key == key
+    ]
+    return sum(inside)
+
+
+def test_two_ranks_hold_afterwards_what_the_leaving_held() -> None:
+    holdings = [[rows(0, 8)], [rows(0, 2)], [rows(4, 5)], [rows(0, 8), rows(0, 8, "exp_avg.w")], []]
+    taken = inheritance(holdings, [True, False, False, True, False])
     assert taken[0] == taken[3] == []
-    assert sorted(each.box.offsets[0] for of_rank in taken for each in of_rank if each.key == "param.w") == [2, 5]
-    elements = [sum(each.box.numel for each in of_rank) for of_rank in taken]
-    assert sum(elements) == 4 * (2 + 3) + 4 * 8
-    assert all(elements[1:3])
+    after = [[*own, *more] for own, more in zip(holdings[1:3] + holdings[4:], taken[1:3] + taken[4:], strict=True)]
+    for key in ("param.w", "exp_avg.w"):
+        assert all(copies(row, after, key) == 2 for row in range(8))
+    assert all(taken[rank] for rank in (1, 2, 4))
 
 
-def test_what_others_hold_is_not_taken() -> None:
-    assert inheritance([[rows(0, 8)], [rows(0, 8)]], [True, False]) == [[], []]
+def test_the_last_rank_takes_everything_once() -> None:
+    assert inheritance([[rows(0, 8)], [rows(0, 8)], []], [True, True, False]) == [[], [], [rows(0, 8)]]
+
+
+def test_what_two_others_hold_is_not_taken() -> None:
+    assert inheritance([[rows(0, 8)], [rows(0, 8)], [rows(0, 8)], []], [True, False, False, False]) == [[], [], [], []]
