@@ -215,6 +215,11 @@ class LayerCheckpoint:
         assert own is not None
         return own
 
+    def give_up(self) -> None:
+        """End the threads that write; other ranks may be gone. What is not written is not there."""
+        if self._saver is not None:
+            self._saver.close(others_are_there=False)
+
     def wait(self) -> None:
         """Wait until the last checkpoint is written; raises an error if it could not be."""
         if self._saver is not None:

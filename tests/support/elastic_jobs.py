@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +21,7 @@ from colossalai.booster import Booster
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from colossal_hetero import ElasticConfig, HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero import CheckpointConfig, ElasticConfig, HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.plugin.unequal import layer_sums, replica_optimizers
@@ -94,13 +95,15 @@ def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: each.detach() for name, each in model.named_parameters()}
 
 
-def train(steps: int, kill: Kill | None, told: Any) -> None:
+def train(steps: int, kill: Kill | None, folder: Path | None, told: Any) -> None:
     """What every member does: the script of a user."""
+    checkpoints = None if folder is None else CheckpointConfig(shared=folder, save_every=3)
     planning = PlanConfig(cluster=cluster(), profile=profile(), global_batch_size=GLOBAL_BATCH, min_replicas=2)
     plugin = HeteroHybridParallelPlugin(
         plan="auto",
         planning=planning,
         elastic=ElasticConfig(dead_seconds=1.0, last_call_seconds=0.5),
+        checkpoints=checkpoints,
         precision="fp32",
         max_norm=1.0,
     )
@@ -122,6 +125,8 @@ def train(steps: int, kill: Kill | None, told: Any) -> None:
                 schedule.step()
                 optimizer.zero_grad()
                 step += 1
+                if checkpoints is not None and plugin.save(model, optimizer, schedule, loader, step=step, epoch=epoch):
+                    plugin.wait_for_saves()
                 loss = None if result["loss"] is None else float(result["loss"])
                 told.put(("step", step, dist.get_world_size(), plugin.replica()[0], loss))
                 if step == steps:
@@ -214,14 +219,15 @@ class Job:
     Args:
         steps: optimizer steps of the job.
         script: function and first arguments that members call instead of :func:`train`.
+        folder: shared folder of layer checkpoints, of every third step.
     """
 
-    def __init__(self, steps: int, script: tuple[Any, ...] | None = None) -> None:
+    def __init__(self, steps: int, script: tuple[Any, ...] | None = None, folder: Path | None = None) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.support.preload", "tests.support.elastic_jobs"])
         self._results = self._context.Queue()
         self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._steps, self._script = steps, script
+        self._steps, self._script, self._folder = steps, script, folder
         self.members: list[Any] = []
         """Processes."""
         self.nodes: list[str] = []
@@ -239,7 +245,7 @@ class Job:
     def start(self, node: str, kill: Kill | None = None) -> int:
         """Start a member; returns its number."""
         number = len(self.members)
-        script = self._script or (train, self._steps, kill)
+        script = self._script or (train, self._steps, kill, self._folder)
         arguments = (self._server.port, node, number, self._results, script)
         self.members.append(self._context.Process(target=_member, args=arguments, daemon=True))
         self.nodes.append(node)
@@ -284,6 +290,7 @@ def run_job(
     kills: Mapping[int, Kill] | None = None,
     joins: Mapping[str, int] | None = None,
     warnings: Mapping[int, int] | None = None,
+    folder: Path | None = None,
     seconds: float = 120,
 ) -> Outcome:
     """Run a job until all its members have ended.
@@ -294,11 +301,12 @@ def run_job(
         kills: by number of the member.
         joins: by node of a member that is started later: the step after which.
         warnings: by number of a member that gets SIGTERM: the step after which.
+        folder: shared folder of layer checkpoints.
         seconds: time limit.
     """
     kills, joins, warned = kills or {}, dict(joins or {}), dict(warnings or {})
     deadline = time.monotonic() + seconds
-    with Job(steps) as job:
+    with Job(steps, folder=folder) as job:
         for number, node in enumerate(nodes):
             job.start(node, kills.get(number))
         while job.alive():

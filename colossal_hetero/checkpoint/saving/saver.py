@@ -178,13 +178,16 @@ class LayerCheckpointSaver:
         if failures:
             raise CheckpointError("; ".join(failures))
 
-    def close(self) -> None:
+    def close(self, *, others_are_there: bool = True) -> None:
         """End the threads. What is not written by then is given up.
 
         Rank 0 first waits until the others know how the last save went. The store may end after this.
+
+        Args:
+            others_are_there: False if the other ranks may be gone, so that there is nobody to wait for.
         """
         atexit.unregister(self._at_exit)
-        if self.is_idle:
+        if others_are_there and self.is_idle:
             with suppress(Exception):  # other ranks, or the way to them, may be gone
                 for tier in (self._first, self._second):
                     if tier is not None:

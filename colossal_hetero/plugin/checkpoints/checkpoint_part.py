@@ -74,6 +74,10 @@ class Checkpoints(PluginPart):
         self._weights_changed()
         return start
 
+    def give_up(self) -> None:
+        """The ranks of the run have changed: what is not written yet is given up."""
+        self._files.give_up()
+
     def wait(self) -> None:
         """See :meth:`CheckpointMethods.wait_for_saves`."""
         self._files.wait()

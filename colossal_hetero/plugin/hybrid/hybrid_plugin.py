@@ -119,6 +119,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
         def build(nodes: Sequence[str]) -> None:
             run = self._elastic
+            before: Checkpoints | None = self.__dict__.get("_checkpoints")
+            if before is not None:
+                before.give_up()
             self.__dict__.clear()
             self._elastic = run
             self._build(**elastic_arguments(arguments, cluster, nodes))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.elastic_jobs import Kill, run_job, undisturbed
+from tests.support.elastic_jobs import Kill, Outcome, run_job, undisturbed
 
 STEPS = 10
 
@@ -20,12 +21,17 @@ def check(
     assert outcome.errors == []
     assert {number for number, code in outcome.ended.items() if code} == set(kills)
     assert sorted(outcome.losses) == list(range(1, STEPS + 1))
+    check_parameters(outcome)
+    return [[(each.before, each.after) for each in of_member] for of_member in outcome.recoveries]
+
+
+def check_parameters(outcome: Outcome) -> None:
     _, expected = undisturbed(STEPS)
+    assert outcome.parameters
     for parameters in outcome.parameters:
         for name, found in parameters.items():
             reference = expected.get(name, expected["transformer.wte.weight"])
             torch.testing.assert_close(torch.from_numpy(found)[: len(reference)], reference, rtol=1e-9, atol=1e-9)
-    return [[(each.before, each.after) for each in of_member] for of_member in outcome.recoveries]
 
 
 @pytest.mark.parametrize(
@@ -47,10 +53,14 @@ def test_a_member_that_is_warned_hands_over_what_only_it_holds() -> None:
     assert check(["big-0", "small-0"], {}, {}, {1: 4}) == [[(2, 1)]]
 
 
-def test_a_lost_state_is_named() -> None:
-    outcome = run_job(["big-0", "small-0"], 4, {1: Kill(2, "backward")})
+def test_a_lost_state_is_named_and_a_new_job_continues_from_the_checkpoint(tmp_path: Path) -> None:
+    outcome = run_job(["big-0", "small-0"], STEPS, {1: Kill(5, "backward")}, folder=tmp_path)
     (error,) = outcome.errors
     assert "the members that are left do not hold block-000" in error and "latest checkpoint" in error
+    assert max(outcome.losses) == 5
+    outcome = run_job(["big-0", "small-0", "small-1"], STEPS, {2: Kill(7, "sums")}, folder=tmp_path)
+    assert outcome.errors == [] and sorted(outcome.losses) == list(range(4, STEPS + 1))
+    check_parameters(outcome)
 
 
 def test_a_process_that_comes_too_late_ends() -> None:
