@@ -291,7 +291,7 @@ def run_job(
     joins: Mapping[str, int] | None = None,
     warnings: Mapping[int, int] | None = None,
     folder: Path | None = None,
-    seconds: float = 120,
+    seconds: float = 240,
 ) -> Outcome:
     """Run a job until all its members have ended.
 

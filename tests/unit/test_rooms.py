@@ -84,14 +84,15 @@ RULES: dict[str, set[str]] = {
         "plugin/overlap",
     },
     "plugin/elastic": {
-        *("accelerator", "processes", "planner/cluster", "data_parallel", "pipeline_parallel", "plugin"),
+        *("accelerator", "processes", "data_parallel", "pipeline_parallel", "plugin"),
+        *("planner/cluster", "planner/plans", "planner/profile"),
         *("checkpoint", "checkpoint/contents", "checkpoint/format", "elastic", "elastic/membership", "elastic/state"),
         "plugin/unequal",
     },
     "plugin/hybrid": {
         *("io", "processes", "accelerator", "gpu_over_gloo", "layers", "planner/*", "balance", "balance/*"),
         *("profiling", "profiling/*", "data_parallel", "pipeline_parallel", "plugin", "plugin/overlap"),
-        *("checkpoint", "plugin/checkpoints", "plugin/unequal", "elastic", "plugin/elastic"),
+        *("checkpoint", "plugin/checkpoints", "plugin/unequal", "elastic", "elastic/state", "plugin/elastic"),
     },
     "plugin/zero": {
         "gpu_over_gloo",
@@ -115,11 +116,14 @@ RULES: dict[str, set[str]] = {
     "checkpoint": {"io", "accelerator", "processes", "checkpoint/*"},
     "elastic": set(),
     "elastic/state": {
-        *("checkpoint", "checkpoint/format", "checkpoint/placement", "checkpoint/reading", "planner/cluster"),
+        *("checkpoint", "checkpoint/format", "checkpoint/placement", "checkpoint/reading"),
+        *("planner/cluster", "planner/plans"),
     },
     "elastic/membership": {"accelerator", "cpu"},
     "elastic/supervisor": {"elastic"},
-    "elastic/replay": {"io", "planner/cluster", "planner/profile", "planner/plans", "planner/search"},
+    "elastic/replay": {
+        *("io", "planner/cluster", "planner/profile", "planner/plans", "planner/search", "elastic/state"),
+    },
     "testing": {"io", "layers"},
     "commands": {
         *("io", "processes", "planner/*", "probe", "profiling", "profiling/*"),

@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ..state.held_layers import Holdings, has_every_layer
 from .assumptions import Assumptions
 from .available_devices import Availability
 from .fitted_plans import FitPlan, is_faster
-from .held_layers import Holdings, has_every_layer
 from .job_record import ROUNDING, JobOutcome, JobRecord
 
 __all__ = ["simulate_elastic_job"]

@@ -15,7 +15,7 @@ from ...planner.plans.plan import Plan
 from ...planner.profile.as_profiled import as_profiled
 from ...planner.profile.layer_profile import ModelProfile
 from ...planner.search.make_plans import make_plans
-from .held_layers import HeldLayers, Holdings, layers_by_rank, missing_bytes
+from ..state.held_layers import HeldLayers, Holdings, layers_by_rank, missing_bytes
 
 __all__ = ["FitPlan", "FittedPlan", "FittedPlans", "is_faster", "slowest_channel", "state_bytes_by_block"]
 

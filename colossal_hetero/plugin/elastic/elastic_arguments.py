@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ...elastic.config import ElasticConfig
+from ...elastic.state.held_layers import HeldLayers
+from ...elastic.state.seats import with_fewest_moves
 from ...elastic.state.survivors import surviving_topology
 from ...pipeline_parallel.config import PlanConfig
 from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
+from ...planner.plans.plan import Plan
+from ...planner.profile.layer_profile import ModelProfile
 from ..unequal.unequal_replicas import why_not_unequal
 
-__all__ = ["check_elastic", "cluster_of", "elastic_arguments"]
+__all__ = ["check_elastic", "cluster_of", "elastic_planning", "seated"]
 
 
 def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
@@ -53,8 +57,8 @@ def cluster_of(arguments: Mapping[str, Any]) -> Topology:
     return load_cluster(cluster) if isinstance(cluster, str | Path) else cluster
 
 
-def elastic_arguments(arguments: Mapping[str, Any], cluster: Topology, nodes: Sequence[str]) -> dict[str, Any]:
-    """The arguments for a world.
+def elastic_planning(arguments: Mapping[str, Any], cluster: Topology, nodes: Sequence[str]) -> PlanConfig:
+    """What to plan from in a world.
 
     Args:
         arguments: as the script gave them.
@@ -65,5 +69,13 @@ def elastic_arguments(arguments: Mapping[str, Any], cluster: Topology, nodes: Se
         ValueError: a node is not in the cluster, or has fewer devices than members.
     """
     planning: PlanConfig = arguments["planning"]
-    planning = dataclasses.replace(planning, cluster=surviving_topology(cluster, nodes), layer_sums=True)
-    return {**arguments, "planning": planning}
+    return dataclasses.replace(planning, cluster=surviving_topology(cluster, nodes), layer_sums=True)
+
+
+def seated(plan: Plan, topology: Topology, profile: ModelProfile, held: Sequence[HeldLayers | None]) -> Plan:
+    """The plan with ranks in those of its places in which the fewest bytes move; see :func:`.with_fewest_moves`."""
+    sizes = profile.sizes[0].parameter_bytes
+    blocks = [float(size) for size in sizes[profile.before : len(sizes) - profile.after]]
+    blocks[0] += sum(sizes[: profile.before])
+    blocks[-1] += sum(sizes[len(sizes) - profile.after :])
+    return with_fewest_moves(plan, topology, held, blocks)

@@ -37,6 +37,7 @@ from ...checkpoint.format.pieces import TensorPiece
 from ...checkpoint.format.run_state import RunState
 from ...checkpoint.layer_checkpoint import Start
 from ...data_parallel.loader import HeteroDataLoader
+from ...elastic.state.held_layers import HeldLayers
 from ...elastic.state.moves import HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
 from ...elastic.state.versions import Agreed, CatchUp, Standing, agree
 from ...processes.ended_ranks import is_lost_connection
@@ -48,6 +49,8 @@ __all__ = ["ElasticRun", "Members", "Recovery"]
 
 T = TypeVar("T")
 
+
+Build = Callable[[Sequence[str], Sequence[HeldLayers | None]], HeldLayers]
 
 START_AGAIN = (
     "all processes must start again, and continue from the latest checkpoint (colossal-hetero launch does that)"
@@ -95,10 +98,11 @@ class ElasticRun(PluginPart):
 
     Args:
         members: of the job.
-        build: makes the plugin for the world that was formed, on all its ranks at once.
+        build: makes the plugin for the world that was formed, on all its ranks at once, from the node of each rank
+            and what it holds; returns what this rank holds in the new plan.
     """
 
-    def __init__(self, members: Members, build: Callable[[Sequence[str]], None]) -> None:
+    def __init__(self, members: Members, build: Build) -> None:
         self._members, self._build = members, build
         self.version = 0
         """Optimizer steps that are done."""
@@ -111,6 +115,7 @@ class ElasticRun(PluginPart):
         self._template: Template | None = None
         self._holds = False
         self._complete = False
+        self._layers: HeldLayers | None = None
         self._commit: Commit | None = None
         self._held: Held | None = None
         self._calls: list[Callable[[], Any]] = []
@@ -132,9 +137,9 @@ class ElasticRun(PluginPart):
         """Form a world, agree on the newest step, and make the plugin. Called by all members at once."""
         nodes = self._members.form()
         standing = Standing(self.version if self._holds else None, self._complete, self._commit)
-        standings: list[Any] = [None] * len(nodes)
-        dist.all_gather_object(standings, standing)
-        self._agreed = agree(standings)
+        everyone: list[Any] = [None] * len(nodes)
+        dist.all_gather_object(everyone, (standing, self._layers if self._holds else None))
+        self._agreed = agree([standing for standing, _ in everyone])
         if self._agreed is not None:
             catch_up = self._agreed.catch_ups[dist.get_rank()]
             if self._holds and catch_up is CatchUp.FORGET:
@@ -146,7 +151,7 @@ class ElasticRun(PluginPart):
                 self._make_step(self._agreed.commit)
         if self._holds and self._held is None:
             self._held = self._let_go()
-        self._build(nodes)
+        self._new_layers = self._build(nodes, [layers for _, layers in everyone])
 
     def _make_step(self, commit: Commit) -> None:
         """Make the step that others have made, with what they agreed on."""
@@ -206,7 +211,7 @@ class ElasticRun(PluginPart):
             self._restore(lr_scheduler, loader)
             self.version = self._agreed.version
             start = Start(self.version, int(loader.state_dict()["epoch"]))
-        self._holds = True
+        self._holds, self._layers = True, self._new_layers
         return start
 
     def _restore(self, lr_scheduler: Any, loader: Any) -> int:
@@ -385,7 +390,7 @@ class ElasticRun(PluginPart):
         user.model.__dict__, user.optimizer.__dict__ = configured.model.__dict__, configured.optimizer.__dict__
         plugin.adopt(user.model, self._loader)
         received = self._restore(None, None)
-        self.version, self._held = self._agreed.version, None
+        self.version, self._held, self._layers = self._agreed.version, None, self._new_layers
         return received
 
 

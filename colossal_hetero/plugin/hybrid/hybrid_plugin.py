@@ -30,13 +30,14 @@ from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
 from ...data_parallel.resumable_loader import make_resumable
 from ...elastic.config import ElasticConfig
+from ...elastic.state.held_layers import HeldLayers, layers_by_rank
 from ...gpu_over_gloo import support_gpus_over_gloo
 from ...pipeline_parallel.config import PlanConfig
 from ...pipeline_parallel.drift import DriftReport
 from ...planner.plans.plan import Plan
 from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch_ranks
 from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
-from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_arguments
+from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_planning, seated
 from ..elastic.elastic_run import ElasticRun, Recovery
 from ..elastic.members import JobMember
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
@@ -46,6 +47,7 @@ from ..unequal.replica_checkpoints import ReplicaCheckpointIO
 from ..uneven_batches import UnevenBatches
 from .layer_balancing import LayerBalancing
 from .one_stage import OneStageSchedule
+from .plan_agreement import agree_on_plan
 from .plan_checks import check_lora
 from .planned_run import PlannedRun, training_sizes_kept
 from .plugin_arguments import arguments_by_name, check_uneven_batches, check_world_size
@@ -117,14 +119,19 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         cluster = cluster_of(arguments)
         members = JobMember(elastic, [node.name for node in cluster.nodes])
 
-        def build(nodes: Sequence[str]) -> None:
+        def build(nodes: Sequence[str], held: Sequence[HeldLayers | None]) -> HeldLayers:
             run = self._elastic
             before: Checkpoints | None = self.__dict__.get("_checkpoints")
             if before is not None:
                 before.give_up()
             self.__dict__.clear()
             self._elastic = run
-            self._build(**elastic_arguments(arguments, cluster, nodes))
+            planning = elastic_planning(arguments, cluster, nodes)
+            agreed = agree_on_plan("auto", planning, arguments["tp_size"])
+            assert agreed.topology is not None and agreed.profile is not None
+            plan = seated(agreed.plan, agreed.topology, agreed.profile, held)
+            self._build(**(arguments | dict(planning=planning, plan=plan)))
+            return layers_by_rank(plan)[dist.get_rank()]
 
         self._elastic = ElasticRun(members, build)
         self._elastic.start()

@@ -9,7 +9,7 @@ import pytest
 
 from colossal_hetero.elastic.replay import fitted_plans
 from colossal_hetero.elastic.replay.fitted_plans import FittedPlans, slowest_channel, state_bytes_by_block
-from colossal_hetero.elastic.replay.held_layers import HeldLayers, has_every_layer, missing_bytes
+from colossal_hetero.elastic.state.held_layers import HeldLayers, has_every_layer, missing_bytes
 from colossal_hetero.planner.cluster.cluster_file import parse_cluster
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes

@@ -13,10 +13,10 @@ from colossal_hetero.elastic.replay.assumptions import Assumptions
 from colossal_hetero.elastic.replay.available_devices import Availability
 from colossal_hetero.elastic.replay.elastic_job import simulate_elastic_job
 from colossal_hetero.elastic.replay.fitted_plans import FitPlan, FittedPlan
-from colossal_hetero.elastic.replay.held_layers import HeldLayers, Holdings
 from colossal_hetero.elastic.replay.job_record import JobOutcome, JobRecord
 from colossal_hetero.elastic.replay.replay import replay_trace
 from colossal_hetero.elastic.replay.restarted_job import simulate_restarted_job
+from colossal_hetero.elastic.state.held_layers import HeldLayers, Holdings
 from tests.support.random_examples import examples
 
 MOVE = 0.5
