@@ -116,7 +116,7 @@ def train(steps: int, kill: Kill | None, told: Any) -> None:
         told.put(("started", step, dist.get_world_size()))
         for epoch in range(start.epoch, -(-steps // BATCHES)):
             loader.set_epoch(epoch)
-            for batches in epoch_of(loader):
+            for batches in loader.rest_of_epoch():
                 result = booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
                 optimizer.step()
                 schedule.step()
@@ -129,13 +129,6 @@ def train(steps: int, kill: Kill | None, told: Any) -> None:
     named = model.unwrap().named_parameters()
     told.put(("done", {name: each.detach().clone().numpy() for name, each in named}, plugin.recoveries))
     dist.barrier()
-
-
-def epoch_of(loader: Any) -> Iterator[Any]:
-    """The iteration over the loader, once for each global batch that is left."""
-    batches = iter(loader)
-    while loader.state_dict()["global_batches_done"] < loader.global_batches:
-        yield batches
 
 
 @contextmanager
