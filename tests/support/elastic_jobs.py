@@ -94,8 +94,8 @@ def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: each.detach() for name, each in model.named_parameters()}
 
 
-def train(steps: int, kill: Kill | None, told: Any) -> None:
-    """What every member does: the script of a user."""
+def train(steps: int, kill: Kill | None, told: Any, joins: Sequence[int]) -> None:
+    """What every member does: the script of a user. It waits at the steps in ``joins`` until a member has started."""
     planning = PlanConfig(cluster=cluster(), profile=profile(), global_batch_size=GLOBAL_BATCH, min_replicas=2)
     plugin = HeteroHybridParallelPlugin(
         plan="auto",
@@ -113,7 +113,7 @@ def train(steps: int, kill: Kill | None, told: Any) -> None:
         model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
         start = plugin.resume(model, optimizer, schedule, loader)
         step = start.step
-        told.put(("started", step, dist.get_world_size()))
+        told.put(("started", start))
         for epoch in range(start.epoch, -(-steps // BATCHES)):
             loader.set_epoch(epoch)
             for batches in loader.rest_of_epoch():
@@ -124,6 +124,9 @@ def train(steps: int, kill: Kill | None, told: Any) -> None:
                 step += 1
                 loss = None if result["loss"] is None else float(result["loss"])
                 told.put(("step", step, dist.get_world_size(), plugin.replica()[0], loss))
+                if step in joins and dist.get_rank() == 0:
+                    while not plugin._elastic._members.is_somebody_waiting():
+                        time.sleep(0.05)
                 if step == steps:
                     break
     named = model.unwrap().named_parameters()
@@ -162,7 +165,9 @@ def phases(kill: Kill | None, version: Any) -> Iterator[None]:
         yield
 
 
-def _member(port: int, node: str, number: int, results: Any, steps: int, kill: Kill | None) -> None:
+def _member(
+    port: int, node: str, number: int, results: Any, steps: int, kill: Kill | None, joins: Sequence[int]
+) -> None:
     os.environ |= dict(
         COLOSSAL_HETERO_STORE=f"127.0.0.1:{port}",
         COLOSSAL_HETERO_JOB="test",
@@ -177,7 +182,7 @@ def _member(port: int, node: str, number: int, results: Any, steps: int, kill: K
             results.put((number, *message))
 
     try:
-        train(steps, kill, Told())
+        train(steps, kill, Told(), joins)
     except SystemExit as end:
         if end.code:
             Told().put(("error", str(end.code)))
@@ -195,6 +200,8 @@ class Outcome:
     """By step: of each replica, as it was when the step was made."""
     parameters: list[Mapping[str, Any]] = field(default_factory=list)
     """Of the members that have finished."""
+    starts: list[Any] = field(default_factory=list)
+    """What ``plugin.resume`` has returned in each member."""
     recoveries: list[Any] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     ended: dict[int, int] = field(default_factory=dict)
@@ -225,9 +232,11 @@ def run_job(
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pending, warned, members, outcome = dict(joins or {}), dict(warnings or {}), [], Outcome()
 
+    waits = tuple((joins or {}).values())
+
     def start(node: str) -> None:
         number = len(members)
-        arguments = (server.port, node, number, results, steps, (kills or {}).get(number))
+        arguments = (server.port, node, number, results, steps, (kills or {}).get(number), waits)
         members.append(context.Process(target=_member, args=arguments, daemon=True))
         members[-1].start()
 
@@ -252,6 +261,8 @@ def run_job(
                 for each in [each for each, after in warned.items() if version >= after]:
                     del warned[each]
                     members[each].terminate()
+            elif kind == "started":
+                outcome.starts.append(content[0])
             elif kind == "done":
                 outcome.parameters.append(content[0])
                 outcome.recoveries.append(content[1])

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import pytest
 import torch
 
-from tests.support.elastic_jobs import Kill, run_job, undisturbed
+from tests.support.elastic_jobs import Kill, Outcome, run_job, undisturbed
 
 STEPS = 10
 
 
 def check(
     nodes: Sequence[str], kills: Mapping[int, Kill], joins: Mapping[str, int], warned: Mapping[int, int]
-) -> list[list[tuple[int, int]]]:
-    """Run a job; returns the members before and after each change, by member that has finished."""
+) -> Outcome:
+    """Run a job, and compare what it has trained."""
     outcome = run_job(nodes, STEPS, kills, joins, warned)
     assert outcome.errors == []
     assert {number for number, code in outcome.ended.items() if code} == set(kills)
@@ -25,7 +26,7 @@ def check(
         for name, found in parameters.items():
             reference = expected.get(name, expected["transformer.wte.weight"])
             torch.testing.assert_close(torch.from_numpy(found)[: len(reference)], reference, rtol=1e-9, atol=1e-9)
-    return [[(each.before, each.after) for each in of_member] for of_member in outcome.recoveries]
+    return outcome
 
 
 @pytest.mark.parametrize(
@@ -38,13 +39,21 @@ def check(
     ids=["forward and sums", "backward and commit", "rank 0 after the commit"],
 )
 def test_members_die_and_join(kills: Mapping[int, Kill], changes: list[tuple[int, int]]) -> None:
-    found = check(["big-0", "small-0", "small-1"], kills, {"small-2": 4}, {})
-    assert changes in found
+    outcome = check(["big-0", "small-0", "small-1"], kills, {"small-2": 4}, {})
+    assert changes in [[(each.before, each.after) for each in of_member] for of_member in outcome.recoveries]
+    repeated = {(each.before < each.after, each.iterations_repeated) for each in chain(*outcome.recoveries)}
+    assert (True, 0) in repeated and (True, 1) not in repeated
+    assert (False, 1) in repeated  # by those that had begun another iteration when the member was lost
+    (joined,) = (start for start in outcome.starts if start.step)
+    assert joined.received_bytes > 0
 
 
 def test_a_member_that_is_warned_hands_over_what_only_it_holds() -> None:
     """A pipeline of two members: the second half of the model is on the member that leaves."""
-    assert check(["big-0", "small-0"], {}, {}, {1: 4}) == [[(2, 1)]]
+    outcome = check(["big-0", "small-0"], {}, {}, {1: 4})
+    ((change,),) = outcome.recoveries
+    assert (change.before, change.after, change.iterations_repeated) == (2, 1, 0)
+    assert change.received_bytes > 0
 
 
 def test_a_lost_state_is_named() -> None:
