@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from colossal_hetero.io.pictures import check_matplotlib, check_name
 
@@ -25,8 +26,9 @@ __all__ = ["NODES", "Action", "ElasticOptions", "check_options", "parse_demo_opt
 
 NODES = ("node-0", "node-1", "node-2", "node-3", "node-4")
 """Names of the nodes that may be members."""
-FIRST_NODES = 4
-"""So many of them are members from the beginning."""
+
+
+KINDS = ("kill", "leave", "join")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Action:
     """What the demonstration does to a node."""
 
     kind: str
-    """``kill``, ``leave`` or ``join``."""
+    """One of ``KINDS``."""
     node: str
     step: int
     """Number of optimizer steps after which it is done."""
@@ -49,13 +51,18 @@ class ElasticOptions(VitSizeOptions):
     @property
     def actions(self) -> tuple[Action, ...]:
         """What happens to nodes, by step."""
-        given = [*self.kill, *self.leave, *self.join]
+        given = [action for kind in KINDS for action in getattr(self, kind)]
         return tuple(sorted(given or DEFAULT_ACTIONS, key=lambda action: action.step))
+
+    def as_json(self) -> dict[str, Any]:
+        """The values by name, as summary files hold them."""
+        given = {kind: [f"{each.node}:{each.step}" for each in getattr(self, kind)] for kind in KINDS}
+        return super().as_json() | given
 
     @property
     def first_nodes(self) -> tuple[str, ...]:
         """The nodes that are started first."""
-        return NODES[:FIRST_NODES]
+        return NODES[: self.nodes]
 
 
 def _add_common_flags(parser: argparse.ArgumentParser) -> None:
@@ -95,9 +102,10 @@ def parse_demo_options(arguments: Sequence[str] | None = None) -> ElasticOptions
     """
     parser = OneLineParser(
         "Train on four nodes, all on this machine, while one is killed and one joins; compare with training on one.",
-        f"Nodes are {', '.join(NODES)}; the last one does not take part until it joins.",
+        f"Nodes are {', '.join(NODES)}. Without --kill, --leave and --join: --kill node-0:20 --join node-4:25.",
     )
     nodes = parser.add_argument_group("nodes")
+    nodes.add_argument("--nodes", type=int, metavar="N", default=4, help="nodes to start with (default 4)")
     for kind, what in (
         ("kill", "kill all processes of a node (kill -9)"),
         ("leave", "warn a node (SIGTERM), which then leaves"),
@@ -111,7 +119,6 @@ def parse_demo_options(arguments: Sequence[str] | None = None) -> ElasticOptions
             metavar="NODE:STEP",
             help=f"{what} after this step; may be repeated",
         )
-    nodes.epilog = "Without any of them: --kill node-0:20 --join node-4:25."
     _add_common_flags(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--summary", type=Path, metavar="FILE.json", help="write what was measured, at the end")
@@ -149,11 +156,13 @@ def check_options(options: ElasticOptions) -> None:
     check_at_least_one(options, "global_batch", "micro_batch", "epochs")
     check_training(options)
     check_vit_sizes(options)
-    if options.global_batch % options.micro_batch or options.global_batch < FIRST_NODES * options.micro_batch:
+    if not 2 <= options.nodes <= len(NODES):
+        raise UsageError(f"--nodes {options.nodes} is not possible; valid are 2 to {len(NODES)}")
+    if options.global_batch % options.micro_batch or options.global_batch < len(NODES) * options.micro_batch:
         raise UsageError(
             f"--micro-batch {options.micro_batch} does not divide --global-batch {options.global_batch} into at least "
-            f"{FIRST_NODES} micro-batches, one for each node; use, for example, --global-batch "
-            f"{2 * FIRST_NODES * options.micro_batch}"
+            f"{len(NODES)} micro-batches, one for each node; use, for example, --global-batch "
+            f"{2 * len(NODES) * options.micro_batch}"
         )
     if options.depth < 2:
         raise UsageError(f"--depth {options.depth} cannot be divided into two stages; use --depth 2 or more")

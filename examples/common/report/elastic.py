@@ -31,8 +31,8 @@ class Change:
     why: str
     plan: str
     """After it."""
-    seconds: float
-    """From the last step before it to the first one after it, which is made in this time."""
+    seconds: float | None
+    """From the last step before it to the first one after it, which is made in this time. None if there is none."""
     received_bytes: int
     """By all members together."""
     iterations_repeated: int
@@ -99,7 +99,7 @@ class History:
                     after=after[0].members,
                     why=", ".join([*(f"{node} lost" for node in sorted(old - new)), *_joined(new - old)]),
                     plan=after[0].plan,
-                    seconds=float("nan") if start is None or stop is None else stop - start,
+                    seconds=None if start is None or stop is None else stop - start,
                     received_bytes=sum(world.received_bytes for world in after),
                     iterations_repeated=max(world.iterations_repeated for world in after),
                 )
@@ -191,7 +191,7 @@ def _table(changes: Sequence[Change]) -> Any:
             change.why,
             str(change.step),
             f"{change.before} → {change.after}",
-            f"{change.seconds:.1f}",
+            "" if change.seconds is None else f"{change.seconds:.1f}",
             f"{change.received_bytes / 1e6:.1f}",
             str(change.iterations_repeated),
         )
@@ -217,12 +217,13 @@ def plot_throughput(times: Mapping[int, float], changes: Sequence[Change], globa
     figure = Figure(figsize=(10, 4), layout="constrained")
     axis = figure.add_subplot()
     axis.stairs(rates, edges, color=BLUE, fill=True, alpha=0.8)
-    top = 3 * median(rates)  # a single step may look very fast, where members have been ahead of the one that writes
-    for change in changes:
+    top = 2.5 * median(rates)
+    for number, change in enumerate(changes):
         if change.step in times:
-            at = times[change.step] - edges[0] - min(times.values())
+            at = times[change.step] - min(times.values())
             axis.axvline(at, color=ORANGE, linewidth=2)
-            label = f"{change.why}\n{change.before} → {change.after}"
-            axis.text(at, top, f" {label}", va="top", fontsize=9)
+            words = f"{change.why}: {change.before} → {change.after}".split(", ")
+            label = "\n".join(f" {each}" for each in words)
+            axis.text(at, top * (0.98 - 0.1 * (number % 3)), label, va="top", fontsize=9)
     axis.set(xlabel="seconds from the first step", ylabel="samples per second", ylim=(0, top), xlim=(0, edges[-1]))
     save_figure(figure, path)
