@@ -99,7 +99,7 @@ def run_job(options: ElasticOptions, folder: Path, steps: int, report: Any) -> A
     files = ("--cluster", folder / "cluster.toml", "--profile", folder / "profile.json")
     folders = ("--checkpoints", folder / "checkpoints", "--trace", folder / "trace")
     script = [str(part) for part in (SCRIPT, *files, *folders, *script_flags(options))]
-    history, trace, pending, shown = History(), TraceReader(folder / "trace"), list(options.actions), 0
+    history, trace, pending, shown = History(options.actions), TraceReader(folder / "trace"), list(options.actions), 0
     with Nodes(script, folder / "output") as nodes:
         report.say(f"{len(options.first_nodes)} nodes start: {', '.join(options.first_nodes)}")
         for node in options.first_nodes:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.common.flags.elastic import check_options, parse_demo_options
+from examples.common.flags.elastic import Action, check_options, parse_demo_options
 from examples.common.flags.parser import UsageError
 from examples.common.report.elastic import Change, History, throughput
 from examples.common.trace import Finished, Step, TraceReader, World
@@ -37,7 +37,7 @@ def test_rank_0_is_killed(tmp_path, monkeypatch):
     assert json.loads(files["summary.json"].read_text()) == summary
     assert files["plot.png"].stat().st_size > 5_000
     assert summary["steps"] == 1438 // 128
-    lost = next(change for change in summary["changes"] if change["why"] == "node-0 lost")
+    lost = next(change for change in summary["changes"] if change["why"] == "node-0 killed")
     assert (lost["before"], lost["after"]) == (2, 1) and lost["step"] >= 3
     comparison = summary["comparison"]
     assert comparison["parameter_difference"] < 1e-9
@@ -82,7 +82,7 @@ def wait_for_end(pid: int) -> None:
 
 def test_changes_and_losses_of_a_history():
     """Node a dies in step 3, of which b and c know a part of the loss each, before and after it; then d joins."""
-    history = History()
+    history = History([Action("kill", "a", 2), Action("join", "d", 2)])
     for node in "abc":
         history.add([World(node, 0, 3, "first plan")])
     for step in (1, 2):
@@ -96,7 +96,7 @@ def test_changes_and_losses_of_a_history():
     assert len(history.changes()) == 1  # d has not written yet
     history.add([World("d", 4, 3, "third plan", received_bytes=70), Finished("b")])
     first, second = history.changes()
-    assert first == Change(2, 3, 2, "a lost", "second plan", 15.0, 200, 1)
+    assert first == Change(2, 3, 2, "a killed", "second plan", 15.0, 200, 1)
     assert (second.step, second.before, second.after, second.why) == (4, 2, 3, "d joined")
     assert second.received_bytes == 84 and second.plan == "third plan"
     assert history.losses() == pytest.approx({1: 1.0, 2: 2.0, 4: 1.5})

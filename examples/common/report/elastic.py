@@ -19,6 +19,10 @@ from .terminal import Terminal, compact_table
 __all__ = ["Change", "Comparison", "ElasticReport", "History"]
 
 
+ENDS = {"kill": "killed", "leave": "left"}
+"""What has become of a node, by the action."""
+
+
 @dataclass(frozen=True)
 class Change:
     """The members have become others."""
@@ -39,12 +43,16 @@ class Change:
 
 
 class History:
-    """What the members have done, as their traces say."""
+    """What the members have done, as their traces say.
 
-    def __init__(self) -> None:
+    Args:
+        actions: what is done to nodes.
+    """
+
+    def __init__(self, actions: Sequence[Action] = ()) -> None:
+        self._actions = actions
         self._steps: dict[int, list[Step]] = {}
         self._worlds: dict[int, list[World]] = {}
-        self._done: list[tuple[Action, int]] = []
         self.finished: set[str] = set()
         """Nodes that have trained to the end."""
 
@@ -97,7 +105,7 @@ class History:
                     step=since,
                     before=before[0].members,
                     after=after[0].members,
-                    why=", ".join([*(f"{node} lost" for node in sorted(old - new)), *_joined(new - old)]),
+                    why=", ".join([*(self._end_of(node, since) for node in sorted(old - new)), *_joined(new - old)]),
                     plan=after[0].plan,
                     seconds=None if start is None or stop is None else stop - start,
                     received_bytes=sum(world.received_bytes for world in after),
@@ -105,6 +113,11 @@ class History:
                 )
             )
         return changes
+
+    def _end_of(self, node: str, step: int) -> str:
+        """How a node has ended that is not a member after this step."""
+        kinds = [action.kind for action in self._actions if action.node == node and action.step <= step]
+        return f"{node} {ENDS.get(kinds[-1], 'lost') if kinds else 'lost'}"
 
 
 def _joined(nodes: Iterable[str]) -> list[str]:
