@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install vit zero pipeline language gpu test test-thorough check lint
+.PHONY: help install vit zero pipeline elastic language gpu test test-thorough check lint
 help:
 	@echo "make vit       train the ViT example on two ranks, one of them slowed, balancing on"
 	@echo "make zero      train with ZeRO on two ranks, one of them slowed, with equal and with fitted batches"
 	@echo "make pipeline  train in a pipeline on two ranks, one slowed, with equal and fitted stages; then replicas of three"
+	@echo "make elastic   train on four nodes of this machine, of which one is killed and another joins"
 	@echo "make language  train a GPT-2 on two ranks, one of them slowed, balancing on"
 	@echo "make gpu       measure everything on a GPU, and write benchmarks/gpu/RESULTS.md"
 	@echo "make test      run all tests (5 to 8 minutes on 2 cores)"
@@ -31,6 +32,10 @@ zero: install
 pipeline: install
 	$(BIN)/python examples/pipeline/train.py
 	$(BIN)/python examples/pipeline/train.py --nproc 3 --straggler 1:3,2:3 --way replicas --epochs 2 --micro-batch 4
+
+elastic: install
+	@mkdir -p runs
+	$(BIN)/python examples/elastic/demo.py --plot runs/elastic.png
 
 language: install
 	$(BIN)/python examples/language/train.py --balance auto --straggler 1:4

@@ -109,7 +109,7 @@ def endless(loader: Any) -> Iterator[Any]:
     epoch = 0
     while True:
         loader.set_epoch(epoch)
-        yield from elastic_jobs.epoch_of(loader)
+        yield from loader.rest_of_epoch()
         epoch += 1
 
 

@@ -16,7 +16,7 @@ import torch
 
 import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
 from tests.parallel.plugin.unequal.test_unequal_replicas import gpt2, loss_of
-from tests.support.elastic_jobs import GLOBAL_BATCH, NODES, Texts, cluster, epoch_of, profile
+from tests.support.elastic_jobs import GLOBAL_BATCH, NODES, Texts, cluster, profile
 
 # isort: split
 import colossalai
@@ -47,7 +47,7 @@ def main(folder: Path, steps: int, kill_at: int) -> None:
     model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
     start = plugin.resume(model, optimizer, None, loader)
     step = start.step
-    batches = epoch_of(loader)
+    batches = loader.rest_of_epoch()
     while step < steps:
         booster.execute_pipeline(next(batches), model, loss_of, optimizer, return_loss=True)
         optimizer.step()

@@ -217,6 +217,17 @@ class HeteroDataLoader(DataLoader[Any]):
         self._latest = ref(iteration)
         return iteration
 
+    def rest_of_epoch(self) -> Iterator[Iterator[Any]]:
+        """Begin an epoch, or continue the one of a loaded state, for loops with ``booster.execute_pipeline``.
+
+        Yields:
+            The iteration over this loader, once for each global batch that is left. The loop draws this rank's
+            micro-batches of the global batch from it, and the optimizer steps.
+        """
+        batches = iter(self)
+        while self.state_dict()["global_batches_done"] < self.global_batches:
+            yield batches
+
     def continue_as(self, rank: int, world_size: int, division: Division) -> None:
         """Draw as another rank, of another number of them, from the first global batch that is not done.
 

@@ -95,8 +95,8 @@ def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: each.detach() for name, each in model.named_parameters()}
 
 
-def train(steps: int, kill: Kill | None, folder: Path | None, told: Any) -> None:
-    """What every member does: the script of a user."""
+def train(steps: int, kill: Kill | None, folder: Path | None, joins: Sequence[int], told: Any) -> None:
+    """What every member does: the script of a user. It waits at the steps in ``joins`` until a member has started."""
     checkpoints = None if folder is None else CheckpointConfig(shared=folder, save_every=3)
     planning = PlanConfig(cluster=cluster(), profile=profile(), global_batch_size=GLOBAL_BATCH, min_replicas=2)
     plugin = HeteroHybridParallelPlugin(
@@ -116,10 +116,10 @@ def train(steps: int, kill: Kill | None, folder: Path | None, told: Any) -> None
         model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
         start = plugin.resume(model, optimizer, schedule, loader)
         step = start.step
-        told.put(("started", step, dist.get_world_size()))
+        told.put(("started", start))
         for epoch in range(start.epoch, -(-steps // BATCHES)):
             loader.set_epoch(epoch)
-            for batches in epoch_of(loader):
+            for batches in loader.rest_of_epoch():
                 result = booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
                 optimizer.step()
                 schedule.step()
@@ -129,18 +129,14 @@ def train(steps: int, kill: Kill | None, folder: Path | None, told: Any) -> None
                     plugin.wait_for_saves()
                 loss = None if result["loss"] is None else float(result["loss"])
                 told.put(("step", step, dist.get_world_size(), plugin.replica()[0], loss))
+                if step in joins and dist.get_rank() == 0:
+                    while not plugin._elastic._members.is_somebody_waiting():
+                        time.sleep(0.05)
                 if step == steps:
                     break
     named = model.unwrap().named_parameters()
     told.put(("done", {name: each.detach().clone().numpy() for name, each in named}, plugin.recoveries))
     plugin.finish()
-
-
-def epoch_of(loader: Any) -> Iterator[Any]:
-    """The iteration over the loader, once for each global batch that is left."""
-    batches = iter(loader)
-    while loader.state_dict()["global_batches_done"] < loader.global_batches:
-        yield batches
 
 
 @contextmanager
@@ -209,6 +205,8 @@ class Outcome:
     """Of the members that have finished."""
     recoveries: list[Any] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    starts: list[Any] = field(default_factory=list)
+    """Where each member has begun."""
     ended: dict[int, int] = field(default_factory=dict)
     """Exit code of each member."""
 
@@ -220,14 +218,21 @@ class Job:
         steps: optimizer steps of the job.
         script: function and first arguments that members call instead of :func:`train`.
         folder: shared folder of layer checkpoints, of every third step.
+        joins: steps at which members wait until another one has started.
     """
 
-    def __init__(self, steps: int, script: tuple[Any, ...] | None = None, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        steps: int,
+        script: tuple[Any, ...] | None = None,
+        folder: Path | None = None,
+        joins: Sequence[int] = (),
+    ) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.support.preload", "tests.support.elastic_jobs"])
         self._results = self._context.Queue()
         self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._steps, self._script, self._folder = steps, script, folder
+        self._steps, self._script, self._folder, self._joins = steps, script, folder, tuple(joins)
         self.members: list[Any] = []
         """Processes."""
         self.nodes: list[str] = []
@@ -245,7 +250,7 @@ class Job:
     def start(self, node: str, kill: Kill | None = None) -> int:
         """Start a member; returns its number."""
         number = len(self.members)
-        script = self._script or (train, self._steps, kill, self._folder)
+        script = self._script or (train, self._steps, kill, self._folder, self._joins)
         arguments = (self._server.port, node, number, self._results, script)
         self.members.append(self._context.Process(target=_member, args=arguments, daemon=True))
         self.nodes.append(node)
@@ -268,6 +273,8 @@ class Job:
         elif kind == "done":
             self.outcome.parameters.append(content[0])
             self.outcome.recoveries.append(content[1])
+        elif kind == "started":
+            self.outcome.starts.append(content[0])
         elif kind == "error":
             self.outcome.errors.append(content[0])
         return number, kind, content
@@ -306,7 +313,7 @@ def run_job(
     """
     kills, joins, warned = kills or {}, dict(joins or {}), dict(warnings or {})
     deadline = time.monotonic() + seconds
-    with Job(steps, folder=folder) as job:
+    with Job(steps, folder=folder, joins=[after for after in joins.values() if after < steps]) as job:
         for number, node in enumerate(nodes):
             job.start(node, kills.get(number))
         while job.alive():

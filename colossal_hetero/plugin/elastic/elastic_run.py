@@ -208,9 +208,9 @@ class ElasticRun(PluginPart):
             start = load()
             self.version = start.step
         else:
-            self._restore(lr_scheduler, loader)
+            received = self._restore(lr_scheduler, loader)
             self.version = self._agreed.version
-            start = Start(self.version, int(loader.state_dict()["epoch"]))
+            start = Start(self.version, int(loader.state_dict()["epoch"]), received_bytes=received)
         self._holds, self._layers = True, self._new_layers
         return start
 
@@ -332,16 +332,18 @@ class ElasticRun(PluginPart):
         begin, members = time.monotonic(), dist.get_world_size()
         self._check_progress(reason)
         failed = not (self._commit is not None and any(self._commit.words) and not self._calls)
+        received = 0
         while True:
             try:
                 if not failed:
-                    self._hand_over()
-                received = self._go_on(plugin, reason if failed else None)
+                    received += self._hand_over()
+                received += self._go_on(plugin, reason if failed else None)
                 break
             except RuntimeError as error:
                 reason, failed = _lost(error), True
+        seconds, repeated = time.monotonic() - begin, int(bool(self._calls))
         self.recoveries.append(
-            Recovery(self.version, members, dist.get_world_size(), time.monotonic() - begin, received, reason)
+            Recovery(self.version, members, dist.get_world_size(), seconds, received, repeated, reason)
         )
         if dist.get_rank() == 0:
             Console(stderr=True).print(self.recoveries[-1].in_words(), highlight=False, markup=False, soft_wrap=True)
@@ -357,23 +359,26 @@ class ElasticRun(PluginPart):
                 f"reason: {reason}"
             )
 
-    def _hand_over(self) -> None:
-        """Take what only members hold that leave, while they are there. Those that leave end here."""
+    def _hand_over(self) -> int:
+        """Take what only members hold that leave, while they are there; returns the bytes received. Those that leave
+        end here."""
         leaving: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(leaving, self._members.is_leaving())
         if not any(leaving):
-            return
+            return 0
+        received = 0
         own = leaving[dist.get_rank()]
         if not all(leaving):
             held = self._held = self._let_go()
             holdings = all_holdings(held.pieces)
             taken = [empty_piece(each) for each in inheritance(holdings, leaving)[dist.get_rank()]]
-            move_pieces(taken, held.pieces, holdings)
+            received = move_pieces(taken, held.pieces, holdings)
             self._held = dataclasses.replace(held, pieces=[*held.pieces, *taken])
             dist.barrier()
         if own:
             self._members.depart()
             raise SystemExit(0)
+        return received
 
     def _go_on(self, plugin: Any, reason: str | None) -> int:
         if reason is not None:
@@ -425,6 +430,8 @@ class Recovery:
     seconds: float
     received_bytes: int
     """By this rank."""
+    iterations_repeated: int
+    """1 if the passes since the last step are run once more, else 0."""
     reason: str
 
     def in_words(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,14 @@ STEPS = 10
 
 def check(
     nodes: Sequence[str], kills: Mapping[int, Kill], joins: Mapping[str, int], warned: Mapping[int, int]
-) -> list[list[tuple[int, int]]]:
-    """Run a job; returns the members before and after each change, by member that has finished."""
+) -> Outcome:
+    """Run a job, and compare what it has trained."""
     outcome = run_job(nodes, STEPS, kills, joins, warned)
     assert outcome.errors == []
     assert {number for number, code in outcome.ended.items() if code} == set(kills)
     assert sorted(outcome.losses) == list(range(1, STEPS + 1))
     check_parameters(outcome)
-    return [[(each.before, each.after) for each in of_member] for of_member in outcome.recoveries]
+    return outcome
 
 
 def check_parameters(outcome: Outcome) -> None:
@@ -44,13 +45,21 @@ def check_parameters(outcome: Outcome) -> None:
     ids=["forward and sums", "backward and commit", "rank 0 after the commit"],
 )
 def test_members_die_and_join(kills: Mapping[int, Kill], changes: list[tuple[int, int]]) -> None:
-    found = check(["big-0", "small-0", "small-1"], kills, {"small-2": 4}, {})
-    assert changes in found
+    outcome = check(["big-0", "small-0", "small-1"], kills, {"small-2": 4}, {})
+    assert changes in [[(each.before, each.after) for each in of_member] for of_member in outcome.recoveries]
+    repeated = {(each.before < each.after, each.iterations_repeated) for each in chain(*outcome.recoveries)}
+    assert (True, 0) in repeated and (True, 1) not in repeated
+    assert (False, 1) in repeated  # by those that had begun another iteration when the member was lost
+    (joined,) = (start for start in outcome.starts if start.step)
+    assert joined.received_bytes > 0
 
 
 def test_a_member_that_is_warned_hands_over_what_only_it_holds() -> None:
     """A pipeline of two members: the second half of the model is on the member that leaves."""
-    assert check(["big-0", "small-0"], {}, {}, {1: 4}) == [[(2, 1)]]
+    outcome = check(["big-0", "small-0"], {}, {}, {1: 4})
+    ((change,),) = outcome.recoveries
+    assert (change.before, change.after, change.iterations_repeated) == (2, 1, 0)
+    assert change.received_bytes > 0
 
 
 def test_a_lost_state_is_named_and_a_new_job_continues_from_the_checkpoint(tmp_path: Path) -> None:

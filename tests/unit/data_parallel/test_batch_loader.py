@@ -242,6 +242,30 @@ def test_changes_after_an_epoch_has_begun() -> None:
     assert loader.batch_sampler.epoch == 9  # type: ignore[union-attr]
 
 
+def test_the_rest_of_an_epoch_has_an_entry_for_each_global_batch_that_is_left() -> None:
+    def run(loader: HeteroDataLoader) -> list[list[int]]:
+        """The samples of each global batch; the loop's body draws as many micro-batches as there are."""
+        found: list[list[int]] = []
+        for batches in loader.rest_of_epoch():
+            found.append([])
+            while not found[-1] or not loader.is_last:
+                found[-1] += next(batches).tolist()
+            loader.finish_global_batch()
+        return found
+
+    whole, resumed = loaders()[0], loaders()[0]
+    epoch = run(whole)
+    assert len(epoch) == whole.global_batches > 2
+    for done in (0, 2, len(epoch)):  # a process that joins after the last global batch has nothing to do in this epoch
+        resumed.load_state_dict({**whole.state_dict(), "epoch": 1, "global_batches_done": done})
+        resumed.set_epoch(1)
+        found = run(resumed)
+        assert len(found) == len(epoch) - done
+        assert resumed.state_dict()["global_batches_done"] == len(epoch)
+    whole.set_epoch(1)
+    assert len(run(whole)) == len(epoch)
+
+
 def test_finishing_needs_the_last_micro_batch() -> None:
     loader = loaders()[0]
     with pytest.raises(RuntimeError, match="the latest micro-batch is None"):

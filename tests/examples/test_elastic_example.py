@@ -1,0 +1,138 @@
+"""The elastic example: a node is killed while it trains, and what is made of the members' traces."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.common.flags.elastic import Action, check_options, parse_demo_options
+from examples.common.flags.parser import UsageError
+from examples.common.report.elastic import Change, History, throughput
+from examples.common.trace import Finished, Step, TraceReader, World
+from examples.elastic import demo, reference
+from examples.elastic.nodes import Nodes
+from tests.support.paths import REPOSITORY
+
+SMALL = "--hidden 16 --depth 2 --heads 2 --patch 16 --global-batch 128 --micro-batch 16 --epochs 1"
+
+
+def test_rank_0_is_killed(tmp_path, monkeypatch):
+    """The job ends with the parameters of training that nothing has happened to."""
+
+    def measure_here(options, folder: Path) -> None:  # no further process, which would import everything again
+        reference.make_files(options, folder / "cluster.toml", folder / "profile.json")
+
+    monkeypatch.setattr(demo, "measure", measure_here)
+    monkeypatch.setattr(reference, "MIN_SECONDS", 0.0)
+    monkeypatch.chdir(REPOSITORY)
+    files = {name: tmp_path / name for name in ("summary.json", "plot.png")}
+    flags = f"{SMALL} --nodes 2 --kill node-0:3 --summary {files['summary.json']} --plot {files['plot.png']}"
+    options = parse_demo_options(flags.split())
+    check_options(options)
+    summary = demo.demonstrate(options, quiet=True)
+    assert json.loads(files["summary.json"].read_text()) == summary
+    assert files["plot.png"].stat().st_size > 5_000
+    assert summary["steps"] == 1438 // 128
+    lost = next(change for change in summary["changes"] if change["why"] == "node-0 killed")
+    assert (lost["before"], lost["after"]) == (2, 1) and lost["step"] >= 3
+    comparison = summary["comparison"]
+    assert comparison["parameter_difference"] < 1e-9
+    assert comparison["loss_difference"] < 1e-5 and comparison["losses_compared"] >= summary["steps"] - 1
+    assert comparison["accuracy"] == comparison["undisturbed_accuracy"]
+
+
+def test_all_processes_of_a_node_end_with_it(tmp_path):
+    script = tmp_path / "wait.py"
+    script.write_text(
+        "import os, pathlib, sys, time\npathlib.Path(sys.argv[1], str(os.getpid())).touch()\ntime.sleep(99)"
+    )
+    pids = tmp_path / "pids"
+    pids.mkdir()
+
+    def started(number: int) -> list[int]:
+        deadline = time.monotonic() + 60
+        while len(found := [int(path.name) for path in pids.iterdir()]) < number:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return found
+
+    with pytest.raises(KeyboardInterrupt), Nodes([str(script), str(pids)], tmp_path) as nodes:
+        nodes.start("node-1")
+        (killed,) = started(1)
+        nodes.kill("node-1")
+        wait_for_end(killed)
+        nodes.start("node-2")
+        everyone = started(2)
+        raise KeyboardInterrupt
+    for pid in everyone:
+        wait_for_end(pid)
+
+
+def wait_for_end(pid: int) -> None:
+    """Wait until a process that was killed is gone, which takes the system a moment."""
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_changes_and_losses_of_a_history():
+    """Node a dies in step 3, of which b and c know a part of the loss each, before and after it; then d joins."""
+    history = History([Action("kill", "a", 2), Action("join", "d", 2)])
+    for node in "abc":
+        history.add([World(node, 0, 3, "first plan")])
+    for step in (1, 2):
+        history.add(Step(node, step, 0, float(step), 1 / 3, 10.0 * step + number) for number, node in enumerate("abc"))
+    history.add([Step("b", 3, 0, 3.0, 1 / 3, 35.0), Step("c", 3, 2, 5.0, 1 / 2, 36.0)])
+    for node, repeated in (("b", 1), ("c", 0)):
+        history.add([World(node, 2, 2, "second plan", 1.0, 100, repeated, "connection closed")])
+    history.add([Step("b", 4, 2, 1.0, 1 / 2, 45.0), Step("c", 4, 2, 2.0, 1 / 2, 46.0)])
+    for node in "bc":
+        history.add([World(node, 4, 3, "third plan", 1.0, 7)])
+    assert len(history.changes()) == 1  # d has not written yet
+    history.add([World("d", 4, 3, "third plan", received_bytes=70), Finished("b")])
+    first, second = history.changes()
+    assert first == Change(2, 3, 2, "a killed", "second plan", 15.0, 200, 1)
+    assert (second.step, second.before, second.after, second.why) == (4, 2, 3, "d joined")
+    assert second.received_bytes == 84 and second.plan == "third plan"
+    assert history.losses() == pytest.approx({1: 1.0, 2: 2.0, 4: 1.5})
+    assert (history.newest_step, history.members, history.finished) == (4, 3, {"b"})
+    edges, rates = throughput(history.times(), 30)
+    assert edges == [0, 10, 25, 35] and rates == [3, 2, 3]
+
+
+def test_a_line_that_is_being_written_is_read_later(tmp_path):
+    line = json.dumps({"kind": "finished", "node": "a"})
+    reader, path = TraceReader(tmp_path), tmp_path / "a-1.jsonl"
+    path.write_text(line + "\n" + line[:9])
+    assert reader.new() == [Finished("a")]
+    assert reader.new() == []
+    path.write_text(line + "\n" + line + "\n")
+    assert reader.new() == [Finished("a")]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--kill node-1", ["--kill", "NODE:STEP", "node-1:20"]),
+        ("--kill node-9:3", ["node-9:3", "node-4"]),
+        ("--kill node-4:3", ["--kill node-4:3", "does not run", "node-0"]),
+        ("--join node-1:3", ["--join node-1:3", "runs already", "node-4"]),
+        ("--nodes 2 --kill node-0:3 --leave node-1:4", ["--leave node-1:4", "last node"]),
+        ("--nodes 1", ["--nodes 1", "2 to 5"]),
+        ("--micro-batch 7", ["--micro-batch 7", "--global-batch 64"]),
+        ("--depth 1", ["--depth 1", "--depth 2"]),
+        ("--precision bf16", ["--precision", "fp64"]),
+        ("--plot plan.docx", ["--plot plan.docx", ".png"]),
+    ],
+)
+def test_invalid_flags_are_refused_in_one_line(line, says):
+    with pytest.raises(UsageError) as error:
+        check_options(parse_demo_options(line.split()))
+    for text in says:
+        assert text in str(error.value)
+    assert "\n" not in str(error.value)
