@@ -78,7 +78,9 @@ def measure(options: ElasticOptions, folder: Path) -> None:
 
     arguments = (options, folder / "cluster.toml", folder / "profile.json")
     process = multiprocessing.get_context("spawn").Process(target=make_files, args=arguments, daemon=True)
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, this process ends the other one
     process.start()
+    signal.signal(signal.SIGINT, on_interrupt)
     process.join()
     if process.exitcode:
         raise JobFailed(f"measuring the layers failed with status {process.exitcode}; see above")
