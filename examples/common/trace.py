@@ -47,6 +47,8 @@ class World:
     """By this member."""
     iterations_repeated: int = 0
     reason: str = ""
+    started: bool = False
+    """Whether the process of this member has just begun to train."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class LoopTrace:
         self._node, self._plugin, self._since = node, plugin, start.step
         self._file = None if folder is None else (folder / f"{node}-{os.getpid()}.jsonl").open("a", buffering=1)
         self._changes = len(plugin.recoveries)
-        self._write_world(received_bytes=start.received_bytes)
+        self._write_world(received_bytes=start.received_bytes, started=True)
 
     def passes_done(self, loss: Any) -> None:
         """``execute_pipeline`` has returned; ``loss`` is known on the last stage of a replica."""

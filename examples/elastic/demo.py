@@ -101,7 +101,12 @@ def run_job(options: ElasticOptions, folder: Path, steps: int, report: Any) -> A
     files = ("--cluster", folder / "cluster.toml", "--profile", folder / "profile.json")
     folders = ("--checkpoints", folder / "checkpoints", "--trace", folder / "trace")
     script = [str(part) for part in (SCRIPT, *files, *folders, *script_flags(options))]
-    history, trace, pending, shown = History(options.actions), TraceReader(folder / "trace"), list(options.actions), 0
+    history, trace, pending, shown = (
+        History(options.actions),
+        TraceReader(folder / "trace"),
+        list(options.actions),
+        [],
+    )
     with Nodes(script, folder / "output") as nodes:
         report.say(f"{len(options.first_nodes)} nodes start: {', '.join(options.first_nodes)}")
         for node in options.first_nodes:
@@ -109,16 +114,21 @@ def run_job(options: ElasticOptions, folder: Path, steps: int, report: Any) -> A
         report.begin("elastic", steps)
         while not history.finished:
             time.sleep(POLL_SECONDS)
+            restarts = len(history.restarts)
             history.add(trace.new())
+            for step in history.restarts[restarts:]:
+                shown = [change for change in shown if change.step < step]
+                report.say(f"No member is left that holds some layer: all start again after step {step}")
             report.progress(history.newest_step, f"{history.members or 'no'} members")
-            for action in [action for action in pending if action.step <= history.newest_step]:
+            complete = history.nodes.issuperset(options.first_nodes)
+            for action in [action for action in pending if complete and action.step <= history.newest_step]:
                 pending.remove(action)
                 do = {"kill": nodes.kill, "leave": nodes.warn, "join": nodes.start}[action.kind]
                 do(action.node)
                 words = {"kill": "killed (kill -9)", "leave": "warned (SIGTERM)", "join": "started"}[action.kind]
                 report.say(f"step {history.newest_step}: {action.node} {words}")
-            for change in history.changes()[shown:]:
-                shown += 1
+            for change in history.changes()[len(shown) :]:
+                shown.append(change)
                 report.say(f"step {change.step}: {change.before} → {change.after} members, {change.why}: {change.plan}")
             for node, status in nodes.failed().items():
                 last = "\n".join(nodes.output(node).read_text(errors="replace").splitlines()[-20:])

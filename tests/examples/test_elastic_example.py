@@ -17,7 +17,7 @@ from examples.elastic import demo, reference
 from examples.elastic.nodes import Nodes
 from tests.support.paths import REPOSITORY
 
-SMALL = "--hidden 16 --depth 2 --heads 2 --patch 16 --global-batch 128 --micro-batch 16 --epochs 1"
+SMALL = "--hidden 16 --depth 2 --heads 2 --patch 16 --global-batch 128 --micro-batch 16 --epochs 8"
 
 
 def test_rank_0_is_killed(tmp_path, monkeypatch):
@@ -36,7 +36,7 @@ def test_rank_0_is_killed(tmp_path, monkeypatch):
     summary = demo.demonstrate(options, quiet=True)
     assert json.loads(files["summary.json"].read_text()) == summary
     assert files["plot.png"].stat().st_size > 5_000
-    assert summary["steps"] == 1438 // 128
+    assert summary["steps"] == 1438 // 128 * 8
     lost = next(change for change in summary["changes"] if change["why"] == "node-0 killed")
     assert (lost["before"], lost["after"]) == (2, 1) and lost["step"] >= 3
     comparison = summary["comparison"]
@@ -103,6 +103,20 @@ def test_changes_and_losses_of_a_history():
     assert (history.newest_step, history.members, history.finished) == (4, 3, {"b"})
     edges, rates = throughput(history.times(), 30)
     assert edges == [0, 10, 25, 35] and rates == [3, 2, 3]
+
+
+def test_a_history_in_which_all_start_again():
+    """Node a dies after step 3, and its layers with it; b starts again from the checkpoint of step 2, and c with it."""
+    history = History([Action("kill", "a", 3)])
+    history.add(World(node, 0, 2, "first plan", started=True) for node in "ab")
+    history.add(Step(node, step, 0, 1.0, 1 / 2, 10.0 * step) for step in (1, 2, 3) for node in "ab")
+    history.add(World(node, 2, 2, "second plan", started=True) for node in "bc")
+    assert history.newest_step == 2 and history.restarts == [2]
+    history.add(Step(node, 3, 2, 2.0, 1 / 2, 50.0) for node in "bc")
+    (change,) = history.changes()
+    assert (change.step, change.why) == (2, "a lost, c joined, all started again")
+    assert change.seconds == 30.0
+    assert history.losses() == {1: 1.0, 2: 1.0, 3: 2.0}
 
 
 def test_a_line_that_is_being_written_is_read_later(tmp_path):

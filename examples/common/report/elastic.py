@@ -55,6 +55,10 @@ class History:
         self._worlds: dict[int, list[World]] = {}
         self.finished: set[str] = set()
         """Nodes that have trained to the end."""
+        self.nodes: set[str] = set()
+        """Nodes that have been members."""
+        self.restarts: list[int] = []
+        """The step after which all members have started again, each time that they have."""
 
     def add(self, entries: Iterable[Any]) -> None:
         """Add entries of traces."""
@@ -62,9 +66,19 @@ class History:
             if isinstance(entry, Step):
                 self._steps.setdefault(entry.step, []).append(entry)
             elif isinstance(entry, World):
+                if entry.started and not entry.received_bytes:
+                    self._forget_after(entry.since)  # it got its state from a checkpoint, or begins
+                self.nodes.add(entry.node)
                 self._worlds.setdefault(entry.since, []).append(entry)
             elif isinstance(entry, Finished):
                 self.finished.add(entry.node)
+
+    def _forget_after(self, step: int) -> None:
+        """All members have started again after this step."""
+        if self.newest_step > step:
+            self.restarts.append(step)
+            self._steps = {number: entries for number, entries in self._steps.items() if number <= step}
+            self._worlds = {since: worlds for since, worlds in self._worlds.items() if since < step}
 
     @property
     def newest_step(self) -> int:
@@ -105,7 +119,13 @@ class History:
                     step=since,
                     before=before[0].members,
                     after=after[0].members,
-                    why=", ".join([*(self._end_of(node, since) for node in sorted(old - new)), *_joined(new - old)]),
+                    why=", ".join(
+                        [
+                            *(self._end_of(node, since) for node in sorted(old - new)),
+                            *(f"{node} joined" for node in sorted(new - old)),
+                            *["all started again"] * all(world.started for world in after),
+                        ]
+                    ),
                     plan=after[0].plan,
                     seconds=None if start is None or stop is None else stop - start,
                     received_bytes=sum(world.received_bytes for world in after),
@@ -118,10 +138,6 @@ class History:
         """How a node has ended that is not a member after this step."""
         kinds = [action.kind for action in self._actions if action.node == node and action.step <= step]
         return f"{node} {ENDS.get(kinds[-1], 'lost') if kinds else 'lost'}"
-
-
-def _joined(nodes: Iterable[str]) -> list[str]:
-    return [f"{node} joined" for node in sorted(nodes)]
 
 
 @dataclass(frozen=True)
@@ -187,6 +203,7 @@ class ElasticReport(Terminal):
             "schema": 1,
             "args": self._options.as_json(),
             "steps": history.newest_step,
+            "restarts": history.restarts,
             "changes": [asdict(change) for change in changes],
             "comparison": asdict(comparison),
         }
