@@ -6,11 +6,11 @@ Source: AutoHet, section IV-C ("layer bitmap"), with boxes of tensors in place o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-from ..format.box import Box, cover
+from ..format.box import Box
 
 __all__ = ["Bitmap", "Location", "StorageTier"]
 
@@ -50,23 +50,7 @@ class Bitmap:
                 for locations in boxes.values():
                     locations.discard(location)
 
-    def locations(self, step: int, layer: str, key: str, box: Box) -> frozenset[Location]:
-        """Where exactly this box is; empty if it is nowhere."""
-        return frozenset(self._boxes.get((step, layer, key), {}).get(box, ()))
-
     def boxes(self, step: int, layer: str, key: str) -> Iterator[tuple[Box, frozenset[Location]]]:
         """All boxes of a tensor, sorted."""
         for box, locations in sorted(self._boxes.get((step, layer, key), {}).items()):
             yield box, frozenset(locations)
-
-    def steps(self) -> list[int]:
-        """Steps of which anything is anywhere, ascending."""
-        return sorted({step for step, _, _ in self._boxes})
-
-    def lacks(self, step: int, needed: Iterable[tuple[str, str, Box]]) -> list[tuple[str, str, Box]]:
-        """Those of the needed boxes, as (layer, key, box), that are not complete anywhere together."""
-        found = []
-        for layer, key, box in needed:
-            _, left = cover(box, [other for other, locations in self.boxes(step, layer, key) if locations])
-            found += [(layer, key, piece) for piece in left]
-        return found

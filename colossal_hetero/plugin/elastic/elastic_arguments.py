@@ -34,7 +34,8 @@ def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
     """
     if not isinstance(elastic, ElasticConfig):
         raise TypeError(f"elastic={elastic!r} is not an ElasticConfig; write ElasticConfig(min_members=...)")
-    if arguments["plan"] != "auto" or arguments["planning"] is None or arguments["planning"].cluster is None:
+    planning = arguments["planning"]
+    if arguments["plan"] != "auto" or not isinstance(planning, PlanConfig) or planning.cluster is None:
         raise ValueError(
             'elastic training makes a plan whenever members come or go; use plan="auto" with '
             "planning=PlanConfig(cluster=..., profile=..., global_batch_size=...)"

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.support.elastic_jobs import Kill, Outcome, run_job, undisturbed
+from colossal_hetero.plugin.unequal.replica_gradients import ReplicaGradients
+from tests.support.elastic_jobs import Job, Kill, Outcome, run_job, train, undisturbed
 
 STEPS = 10
 
@@ -76,3 +79,27 @@ def test_a_process_that_comes_too_late_ends() -> None:
     outcome = run_job(["big-0"], 2, joins={"small-0": 2})
     assert outcome.errors == [] and outcome.ended == {0: 0, 1: 0}
     assert len(outcome.parameters) == 1
+
+
+def train_and_fail(told: Any) -> None:
+    """The script of members, in which the third step always fails as if a connection was lost."""
+    commit = ReplicaGradients.commit
+
+    def failing(gradients: ReplicaGradients, *args: Any) -> Any:
+        if gradients.exchange.__self__.version == 2:  # type: ignore[attr-defined]
+            raise RuntimeError("Connection closed by peer")
+        return commit(gradients, *args)
+
+    with patch.object(ReplicaGradients, "commit", failing):
+        train(4, None, None, (), told)
+
+
+def test_a_step_that_always_fails_ends_the_job() -> None:
+    with Job(0, script=(train_and_fail,)) as job:
+        job.start("big-0")
+        while job.alive():
+            job.message()
+        outcome = job.finish()
+    (error,) = outcome.errors
+    assert "step 3 has failed 3 times, although all members were there" in error
+    assert sorted(outcome.losses) == [1, 2]

@@ -42,8 +42,6 @@ def test_each_part_comes_from_the_nearest_place() -> None:
         (rows(4, 6), Location("there", StorageTier.MEMORY)),
         (rows(6, 8), Location("", StorageTier.SHARED)),
     ]
-    assert bitmap.steps() == [STEP]
-    assert bitmap.lacks(STEP, [("block-0000", "param.w", rows(7, 9))]) == [("block-0000", "param.w", rows(8, 9))]
 
 
 def test_other_nodes_give_evenly() -> None:
