@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from ..accelerator import get_accelerator
 from ..processes.ended_ranks import naming_ended_ranks
-from .sampler import Division, GlobalBatchSampler
+from .sampling.sampler import Division, GlobalBatchSampler
+from .sampling.seeded_samples import SeededSamples
 from .training_loop.micro_batch import MicroBatch
 from .training_loop.progress import LoopProgress
 from .training_loop.tagged_tensor import tagged, untagged
@@ -161,7 +162,7 @@ class HeteroDataLoader(DataLoader[Any]):
         """Use another division from the first global batch that no rank has drawn.
 
         Args:
-            division: see :data:`.sampler.Division`.
+            division: see :data:`.sampling.sampler.Division`.
             drawn_global_batch: maximum of :attr:`drawn_global_batch` over all ranks. It must be gathered at the same
                 global batch on all ranks, such as after an optimizer step, and no batch may be drawn in between.
         """
@@ -236,7 +237,7 @@ class HeteroDataLoader(DataLoader[Any]):
         Args:
             rank: this rank among the data-parallel ranks.
             world_size: number of data-parallel ranks.
-            division: see :data:`.sampler.Division`.
+            division: see :data:`.sampling.sampler.Division`.
         """
         state = self.state_dict()
         self._global_sampler.join(rank, world_size)
@@ -341,6 +342,7 @@ def make_loader(
     seed: int = 1024,
     drop_last: bool = False,
     sampler: Sampler[int] | None = None,
+    seeds_samples: bool = False,
     pin_memory: bool = False,
     num_workers: int = 0,
     **kwargs: Any,
@@ -357,13 +359,15 @@ def make_loader(
             Colossal-AI's ``prepare_dataloader``.
         drop_last: leave out the last global batch if it is smaller than the others.
         sampler: gives the indices of an epoch, the same on all ranks; see ``order`` of
-            :class:`.sampler.GlobalBatchSampler`. An epoch then has as many samples as the sampler.
+            :class:`.sampling.sampler.GlobalBatchSampler`. An epoch then has as many samples as the sampler.
+        seeds_samples: whether random augmentation of a sample depends on the epoch and the sample only, and not on the
+            rank that loads it; see :mod:`.sampling.seeded_samples`. ``loader.dataset`` then wraps ``dataset``.
         pin_memory, num_workers, kwargs: arguments of ``DataLoader``.
 
     Raises:
         TypeError: the dataset has no length, or ``batch_size`` or ``batch_sampler`` is passed.
         ValueError: there are both a sampler and ``shuffle``, the sampler divides the data over ranks itself; or see
-            :class:`.sampler.GlobalBatchSampler`.
+            :class:`.sampling.sampler.GlobalBatchSampler`.
     """
     for name in ("batch_size", "batch_sampler"):
         if kwargs.get(name) is not None:
@@ -384,7 +388,10 @@ def make_loader(
         seed=seed,
         drop_last=drop_last,
         order=sampler,
+        seeds_samples=seeds_samples,
     )
+    if seeds_samples:
+        dataset = SeededSamples(dataset)
     if kwargs.get("worker_init_fn") is None:
         kwargs["worker_init_fn"] = functools.partial(_seed_worker, seed)
     return HeteroDataLoader(dataset, batch_sampler, pin_memory=pin_memory, num_workers=num_workers, **kwargs)

@@ -33,9 +33,15 @@ class ElasticConfig:
     join_seconds: float = 600.0
     """So long a member waits for a world, for example for ``min_members``."""
 
+    seed: int = 0
+    """Of the random numbers that the model draws in training, such as dropout, which depend on nothing else than this,
+    the step, the micro-batch and the block. That of data augmentation is ``seed`` of ``plugin.prepare_dataloader``."""
+
     def __post_init__(self) -> None:
         if isinstance(self.min_members, bool) or not isinstance(self.min_members, int) or self.min_members < 1:
             raise ValueError(f"min_members={self.min_members!r} must be a whole number of at least 1")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed={self.seed!r} must be a whole number")
         if self.max_members is not None and self.max_members < self.min_members:
             raise ValueError(f"max_members={self.max_members} is less than min_members={self.min_members}")
         for name in ("dead_seconds", "last_call_seconds", "timeout_seconds", "join_seconds"):

@@ -71,8 +71,10 @@ RULES: dict[str, set[str]] = {
     "profiling/batches": {"accelerator", "processes", "planner/*", "profiling"},
     "profiling/layers": {"accelerator", "layers", "processes", "planner/*", "profiling", "profiling/batches"},
     "data_parallel/training_loop": {"accelerator", "profiling", "profiling/*"},
+    "data_parallel/sampling": {"data_parallel/training_loop"},
     "data_parallel": {
-        *("io", "accelerator", "processes", "planner/*", "profiling", "profiling/*", "data_parallel/training_loop"),
+        *("io", "accelerator", "processes", "planner/*", "profiling", "profiling/*"),
+        *("data_parallel/training_loop", "data_parallel/sampling"),
     },
     "pipeline_parallel": {"io", "planner/*", "profiling", "profiling/*"},
     "probe": {"processes", "planner/cluster", "profiling"},
@@ -84,8 +86,8 @@ RULES: dict[str, set[str]] = {
         "plugin/overlap",
     },
     "plugin/elastic": {
-        *("accelerator", "processes", "data_parallel", "pipeline_parallel", "plugin"),
-        *("planner/cluster", "planner/plans", "planner/profile"),
+        *("accelerator", "processes", "data_parallel", "pipeline_parallel", "plugin", "layers/dropout"),
+        *("planner/cluster", "planner/plans", "planner/profile", "profiling/layers"),
         *("checkpoint", "checkpoint/contents", "checkpoint/format", "elastic", "elastic/membership", "elastic/state"),
         "plugin/unequal",
     },

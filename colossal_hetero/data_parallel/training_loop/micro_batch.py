@@ -26,5 +26,8 @@ class MicroBatch:
     is_last: bool
     """Whether it is this rank's last micro-batch of its global batch."""
 
+    first: int = 0
+    """Number of samples of its global batch before it, in the order of the global batch."""
+
     weight: float | None = None
     """What the mean loss of this micro-batch counts in the global batch; None: its number of samples."""

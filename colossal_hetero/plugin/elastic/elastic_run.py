@@ -40,7 +40,9 @@ from ...data_parallel.loader import HeteroDataLoader
 from ...elastic.state.held_layers import HeldLayers
 from ...elastic.state.moves import HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
 from ...elastic.state.versions import Agreed, CatchUp, Standing, agree
+from ...layers.dropout.seeded_passes import SeededPasses
 from ...processes.ended_ranks import is_lost_connection
+from ...profiling.layers.model_layers import find_block_row
 from ..part import PluginPart, TrainingObjects
 from ..unequal.commit import Commit, exchange
 from .template import Template
@@ -100,10 +102,11 @@ class ElasticRun(PluginPart):
         members: of the job.
         build: makes the plugin for the world that was formed, on all its ranks at once, from the node of each rank
             and what it holds; returns what this rank holds in the new plan.
+        seed: of the model's random numbers in training.
     """
 
-    def __init__(self, members: Members, build: Build) -> None:
-        self._members, self._build = members, build
+    def __init__(self, members: Members, build: Build, seed: int) -> None:
+        self._members, self._build, self._seed = members, build, seed
         self.version = 0
         """Optimizer steps that are done."""
         self.recoveries: list[Recovery] = []
@@ -120,6 +123,7 @@ class ElasticRun(PluginPart):
         self._held: Held | None = None
         self._calls: list[Callable[[], Any]] = []
         self._inner_step: Callable[..., Any] | None = None
+        self._random: SeededPasses | None = None
 
     # A world ------------------------------------------------------------------------------------------------------
 
@@ -180,6 +184,7 @@ class ElasticRun(PluginPart):
             self._outline = outline_of(objects.model, objects.optimizer)
             self._criterion = objects.criterion
             self._template = Template(objects.model, objects.optimizer, self._outline.groups)
+            self._row = _row_name(objects.model)
         return objects
 
     def attach(self, plugin: Any, objects: TrainingObjects) -> None:
@@ -190,6 +195,9 @@ class ElasticRun(PluginPart):
         self._inner_step = optimizer.step
         optimizer.gradients.exchange = self._exchange
         optimizer.step = wraps(optimizer.step)(partial(self._step, plugin))
+        model = objects.model.unwrap()
+        blocks = {} if self._row is None else dict(model.get_submodule(self._row).named_children())
+        self._random = SeededPasses(model, blocks, dist.get_rank(plugin.tp_group))
         self._members.seal()
 
     def resume(self, lr_scheduler: Any, loader: Any, load: Callable[[], Start]) -> Start:
@@ -260,13 +268,25 @@ class ElasticRun(PluginPart):
         """
         if not self._calls and self._commit is not None and any(self._commit.words):
             self._change(plugin, "a member joins or leaves")
-        self._calls.append(passes)
+        seeded = partial(self._seeded, plugin, passes, len(self._calls))
+        self._calls.append(seeded)
         try:
-            return passes()
+            return seeded()
         except RuntimeError as error:
             reason = _lost(error)
         self._change(plugin, reason)
         return self._repeat()
+
+    def _seeded(self, plugin: Any, passes: Callable[[], dict], call: int) -> dict:
+        """Run ``passes``, the ``call``-th since the last step, with random numbers that do not depend on the plan."""
+
+        def seed_of(micro_batch: int) -> int:
+            # Python's hash of integers is the same in all processes.
+            return hash((self._seed, self.version, call, *plugin.micro_batch_place(micro_batch)))
+
+        assert self._random is not None
+        with self._random.run(seed_of):
+            return passes()
 
     def guarded(self, plugin: Any, action: Callable[[], T], otherwise: T) -> T:
         """What an action returns that all ranks do together; ``otherwise`` if a member is lost meanwhile."""
@@ -397,6 +417,14 @@ class ElasticRun(PluginPart):
         received = self._restore(None, None)
         self.version, self._held, self._layers = self._agreed.version, None, self._new_layers
         return received
+
+
+def _row_name(model: nn.Module) -> str | None:
+    """The name of the model's row of blocks; None if there is none."""
+    try:
+        return find_block_row(model).name
+    except ValueError:
+        return None
 
 
 def _lost(error: RuntimeError) -> str:

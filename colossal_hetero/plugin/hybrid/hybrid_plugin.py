@@ -133,7 +133,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             self._build(**(arguments | dict(planning=planning, plan=plan)))
             return layers_by_rank(plan)[dist.get_rank()]
 
-        self._elastic = ElasticRun(members, build)
+        self._elastic = ElasticRun(members, build, elastic.seed)
         self._elastic.start()
 
     def _build(
@@ -290,6 +290,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self._uneven_batches is not None:
             return self._uneven_batches.prepare_dataloader(self, make_loader, dataset, batch_size, *args, **kwargs)
         if self._unequal is not None:
+            if self._elastic is not None and batch_size is None:
+                kwargs.setdefault("seeds_samples", True)
             return self._unequal.prepare_dataloader(make_loader, dataset, batch_size, *args, **kwargs)
         if self._planned is not None and batch_size is None:
             batch_size = self._planned.batch_size
@@ -432,6 +434,11 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         """
         if self._elastic is not None:
             self._elastic.finish()
+
+    def micro_batch_place(self, number: int) -> tuple[int, int]:
+        """Which samples of the current global batch are this rank's micro-batch of that number: first, how many."""
+        assert self._unequal is not None
+        return self._unequal.first_sample(number), self._unequal.plan.micro_batch
 
     def adopt(self, model: ModelWrapper, dataloader: Any) -> None:
         """Let the script's model and loader be those of this plugin, which was made again."""

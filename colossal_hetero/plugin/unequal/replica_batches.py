@@ -39,6 +39,15 @@ class ReplicaBatches:
         """Of this replica in a full global batch."""
         return self._plan.micro_batch * self._plan.replicas[self._index].micro_batches
 
+    def first_sample(self, micro_batch: int) -> int:
+        """Number of samples of the current global batch before this replica's ``micro_batch``, counted from 0."""
+        current = None if self._loader is None else self._loader.current
+        if current is not None:
+            first = current.first
+        else:
+            first = sum(each.micro_batches for each in self._plan.replicas[: self._index]) * self._plan.micro_batch
+        return first + micro_batch * self._plan.micro_batch
+
     def prepare_dataloader(
         self,
         make_even_loader: Callable[..., DataLoader],

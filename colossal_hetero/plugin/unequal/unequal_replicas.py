@@ -137,6 +137,10 @@ class UnequalReplicas(PluginPart):
         """See :meth:`.ReplicaBatches.prepare_dataloader`."""
         return self._batches.prepare_dataloader(make_even_loader, dataset, batch_size, *args, **kwargs)
 
+    def first_sample(self, micro_batch: int) -> int:
+        """See :meth:`.ReplicaBatches.first_sample`."""
+        return self._batches.first_sample(micro_batch)
+
     def continue_loader(self, loader: HeteroDataLoader) -> None:
         """Let a loader that another plan has used draw this replica's batches from now on."""
         loader.continue_as(self.index, len(self.plan.replicas), self._batches.division)

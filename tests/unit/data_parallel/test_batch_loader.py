@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, SequentialSampler, WeightedRandomSampler
 
 from colossal_hetero.data_parallel.loader import HeteroDataLoader, make_loader
-from colossal_hetero.data_parallel.sampler import GlobalBatchSampler
+from colossal_hetero.data_parallel.sampling.sampler import GlobalBatchSampler
 from tests.support.random_examples import IS_THOROUGH
 
 # `make test` gives each pytest process a share of the cores. If this is one core, torch warns about two workers.

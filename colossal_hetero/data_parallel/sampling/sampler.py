@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from .training_loop.micro_batch import MicroBatch
+from ..training_loop.micro_batch import MicroBatch
+from .seeded_samples import DrawnSample, drawn_sample, seeded
 
 __all__ = ["Division", "GlobalBatchSampler"]
 
@@ -41,7 +39,7 @@ class _RankSlice:
     """Samples of each micro-batch."""
 
 
-class GlobalBatchSampler(Sampler[list[int]]):
+class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
     """Indices of this rank's micro-batches, for ``DataLoader(batch_sampler=...)``. See [Note: global batches].
 
     Over all ranks, every sample is drawn exactly once per epoch; the last global batch may be smaller. With ``shuffle``
@@ -62,6 +60,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         order: a sampler that gives the indices of an epoch, such as ``WeightedRandomSampler``. For each epoch torch,
             NumPy, Python and the sampler's ``generator`` are seeded with ``seed`` plus the epoch, so that all ranks
             draw the same indices, also if training is resumed.
+        seeds_samples: whether to give every sample a seed of its augmentation; the dataset must then be a
+            :class:`.seeded_samples.SeededSamples`.
 
     Raises:
         ValueError: a size is below 1, the dataset is smaller than one global batch, or the rank is not below
@@ -79,6 +79,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         seed: int,
         drop_last: bool = False,
         order: Sampler[int] | None = None,
+        seeds_samples: bool = False,
     ) -> None:
         super().__init__()
         if global_batch_size < 1:
@@ -98,6 +99,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.seed = seed
         self.drop_last = drop_last
         self._sampler = order
+        self._seeds_samples = seeds_samples
         full, self._rest = divmod(dataset_size, global_batch_size)
         if drop_last:
             self._rest = 0
@@ -224,7 +226,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             ValueError: the sampler that was given as ``order`` has more or fewer indices than ``dataset_size``.
         """
         if self._sampler is not None:
-            with _seeded(self.seed + epoch, getattr(self._sampler, "generator", None)):
+            with seeded(self.seed + epoch, getattr(self._sampler, "generator", None)):
                 order = torch.tensor(list(self._sampler), dtype=torch.int64)
             if len(order) != self.dataset_size:
                 raise ValueError(
@@ -268,7 +270,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
             indices = self._indices(first + part.offset, sum(part.sizes))
             done = 0
             for step, size in enumerate(part.sizes):
-                micro_batch = MicroBatch(size, samples, global_batch, step, is_last=step == len(part.sizes) - 1)
+                is_last = step == len(part.sizes) - 1
+                micro_batch = MicroBatch(size, samples, global_batch, step, is_last, first=part.offset + done)
                 if self.record is not None:
                     self.record.append(micro_batch)
                 yield micro_batch, indices[done : done + size] if size else self._indices(first, self.placeholders)
@@ -281,10 +284,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if self.record is None:
             self.end_epoch()
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[int] | list[DrawnSample]]:  # type: ignore[override]
         # A generator, because a DataLoader with workers calls iter() twice, and a generator begins when it first draws.
-        for _, indices in self.micro_batches():
-            yield indices
+        for micro_batch, indices in self.micro_batches():
+            if not self._seeds_samples:
+                yield indices
+                continue
+            first = micro_batch.global_batch * self.global_batch_size + micro_batch.first
+            yield [drawn_sample(index, self.seed, self._epoch, place) for place, index in enumerate(indices, first)]
 
     def __len__(self) -> int:
         """Number of this rank's micro-batches in a whole epoch, also if an iteration starts in the middle of it.
@@ -401,20 +408,3 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if sum(totals) != samples:
             raise ValueError(f"the division has {sum(totals)} samples, but the global batch has {samples}")
         return _RankSlice(sum(totals[: self.rank]), shares[self.rank])
-
-
-@contextmanager
-def _seeded(seed: int, generator: Any) -> Iterator[None]:
-    """In the block, torch, NumPy and Python draw random numbers from ``seed``, and so does a ``torch.Generator``."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)

@@ -1,0 +1,1 @@
+"""Which samples each rank draws, and the seeds of their augmentation."""

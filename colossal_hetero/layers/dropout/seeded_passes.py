@@ -1,0 +1,110 @@
+"""Random numbers of training passes that depend on the step, the micro-batch and the block, and on nothing else.
+
+Ordinary dropout draws from one stream of random numbers per process, so its masks depend on which blocks and
+micro-batches this process has computed before. Here torch's generators are seeded at the beginning of every block::
+
+    seed of a block = hash(seed of the micro-batch, name of the block)
+
+So the masks are the same wherever a plan lets a block be computed. That holds for all random numbers that the model
+draws from torch, such as stochastic depth.
+
+Activation checkpointing repeats a block in the backward pass, when other micro-batches have begun. It first restores
+the random state that it found before the block. That state contains the seed of the micro-batch, which is read from
+there: ``torch.initial_seed()``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from colossalai.shardformer.layer import DropoutForParallelInput
+from colossalai.shardformer.layer.utils import Randomizer
+from torch import nn
+
+__all__ = ["SeededPasses"]
+
+AFTER_BLOCKS = 1
+"""Added to the seed of the micro-batch, which is even, when a block has ended. Else dropout before the first block and
+dropout after the last one would draw the same numbers."""
+
+
+class SeededPasses:
+    """Seeds torch's generators in forward passes of ``model``, while :meth:`run` is active.
+
+    Args:
+        model: the whole model, or what this rank has of it.
+        blocks: its blocks by name. Names are those of the whole model. Blocks do not contain each other.
+        group_rank: this rank's number in its tensor-parallel group, by which Colossal-AI's parallel dropout differs.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], group_rank: int) -> None:
+        self._group_rank = group_rank
+        self._seed_of: Callable[[int], int] | None = None
+        self._passes = 0
+        self._inside = 0
+        in_blocks = {id(module) for block in blocks.values() for module in block.modules()}
+        outside = [module for module in model.modules() if id(module) not in in_blocks]
+        model.register_forward_pre_hook(partial(self._begin_pass, _randomizers(outside)))
+        for name, block in blocks.items():
+            number = zlib.crc32(name.encode())
+            block.register_forward_pre_hook(partial(self._begin_block, number, _randomizers(block.modules())))
+            block.register_forward_hook(self._end_block)
+
+    @contextmanager
+    def run(self, seed_of: Callable[[int], int]) -> Iterator[None]:
+        """In the block, forward passes of the model are those of micro-batches 0, 1, 2 and so on of this rank.
+
+        Args:
+            seed_of: the seed of a micro-batch by its number; called when its forward pass begins.
+        """
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=devices):
+            self._seed_of, self._passes = seed_of, 0
+            try:
+                yield
+            finally:
+                self._seed_of = None
+
+    @torch.compiler.disable
+    def _begin_pass(self, randomizers: Sequence[tuple[Randomizer, bool]], *_: Any) -> None:
+        if self._seed_of is not None:
+            seed = self._seed_of(self._passes) % 2**61 * 2
+            self._passes += 1
+            self._reseed(seed, randomizers)
+
+    @torch.compiler.disable
+    def _begin_block(self, number: int, randomizers: Sequence[tuple[Randomizer, bool]], *_: Any) -> None:
+        if self._seed_of is not None:
+            self._inside = torch.initial_seed() & ~AFTER_BLOCKS
+            self._reseed(_mixed(self._inside, number), randomizers)
+
+    @torch.compiler.disable
+    def _end_block(self, *_: Any) -> None:
+        if self._seed_of is not None:
+            torch.manual_seed(self._inside | AFTER_BLOCKS)
+
+    def _reseed(self, seed: int, randomizers: Sequence[tuple[Randomizer, bool]]) -> None:
+        for number, (randomizer, differs) in enumerate(randomizers):
+            rank = self._group_rank if differs else 0
+            vars(randomizer).update(vars(Randomizer(_mixed(seed, number, rank))), seed=randomizer.seed)
+        torch.manual_seed(seed)
+
+
+def _randomizers(modules: Any) -> list[tuple[Randomizer, bool]]:
+    """Those of Colossal-AI's dropout in ``modules``, each with whether it differs between ranks."""
+    return [
+        (value, isinstance(module, DropoutForParallelInput))
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, Randomizer)
+    ]
+
+
+def _mixed(*numbers: int) -> int:
+    # Python's hash of integers is the same in all processes.
+    return hash(numbers) % 2**62
