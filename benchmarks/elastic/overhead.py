@@ -3,8 +3,9 @@
     python -m benchmarks.elastic.overhead [--rounds 15] [--iterations 10]
 
 Two processes train a small GPT-2, each a replica. With elastic training, a thread tells the store that the process
-lives, and the message before each step carries two more numbers. Both are switched in turns in the same processes:
-without them, the thread pauses and the message is the plain one. The control is the way without them once more. Aim:
+lives, the message before each step carries two more numbers, and random numbers are seeded before each block and each
+sample. All this is switched in turns in the same processes: without it, the thread pauses, the message is the plain one,
+and nothing is seeded. The control is the way without them once more. Aim:
 at most 1.01.
 """
 
@@ -13,8 +14,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -33,19 +35,22 @@ WAYS = ("off", "off, again", "on")
 
 
 @contextmanager
-def switched_off(plugin: Any, optimizer: Any, pause: list[bool]) -> Iterator[None]:
-    """In the block, the message before a step is the plain one, and the thread does nothing."""
+def switched_off(plugin: Any, optimizer: Any, loader: Any, pause: list[bool]) -> Iterator[None]:
+    """In the block, the message before a step is the plain one, nothing is seeded, and the thread does nothing."""
 
     def plain(*arguments: Any) -> commit.Commit:
         plugin._elastic._commit = commit.exchange(*arguments)
         return plugin._elastic._commit
 
-    with_words, optimizer.gradients.exchange = optimizer.gradients.exchange, plain
+    sampler, unseeded = loader.batch_sampler, SimpleNamespace(run=lambda seed_of: nullcontext())
     pause[0] = True
-    try:
+    with (
+        patch.object(optimizer.gradients, "exchange", plain),
+        patch.object(plugin._elastic, "_random", unseeded),
+        patch.object(sampler, "_seeds_samples", False),
+    ):
         yield
-    finally:
-        optimizer.gradients.exchange, pause[0] = with_words, False
+    pause[0] = False
 
 
 def measure(rounds: int, iterations: int, told: Any) -> None:
@@ -97,7 +102,7 @@ def measure(rounds: int, iterations: int, told: Any) -> None:
             if way == "on":
                 found = seconds()
             else:
-                with switched_off(plugin, optimizer, pause):
+                with switched_off(plugin, optimizer, loader, pause):
                     found = seconds()
             if number:
                 times[way].append(found)

@@ -1,60 +1,95 @@
 """Many members die, join and leave while a model trains; the result is that of one process that nothing happens to.
 
-    python -m benchmarks.elastic.soak [--events 100] [--steps 300] [--seed 0]
+    python -m benchmarks.elastic.soak [--kills 100] [--steps 700] [--seed 0]
 
 Members are processes with a node each: two that can hold a small GPT-2 alone, and three of which two are needed. So
-plans have replicas of unequal depth. Every event is one of these: a member is ended with SIGKILL at a random moment, in
-whatever it does then; a member is warned with SIGTERM; a process joins. An event comes two steps after the one before
-at the earliest, because two members may be the last holders of a layer. A kill may hit the change for a process that
-joins. Training is in fp64, with AdamW, clipping and a learning-rate schedule. Aim: it ends, and parameters differ by at
-most 1e-8 from those of one process.
+plans have replicas of unequal depth. Every event is one of these: a member ends with SIGKILL, at a random moment or in
+a phase that is chosen at random (in passes or sums, before or after the commit, while it saves, while a world forms,
+while state moves); a member is warned with SIGTERM; a process joins. An event comes two steps after the one before at
+the earliest, because two members may be the last holders of a layer. Training is in fp64, with AdamW, clipping, a
+learning-rate schedule, and a layer checkpoint of every third step. Aim: it ends, and parameters differ by at most 1e-8
+from those of one process; no process and no unfinished file is left, and the last checkpoint is whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import subprocess
+import sys
+import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 from statistics import median
 
 import psutil
 import torch
 
 from benchmarks.common import describe_machine, print_table
+from tests.support.deaths import PHASES
 from tests.support.elastic_jobs import NODES, Job, undisturbed
 
 AIM = 1e-8
+CHANGES = ("re-forming", "formed", "moving", "moved")
+TRAINING = tuple(phase for phase in PHASES if phase not in CHANGES)
 
 
-def event(job: Job, chance: random.Random) -> str | None:
-    """Let something happen to the job; returns what, or None if nothing can."""
+def event(job: Job, chance: random.Random, dies: bool) -> list[str]:
+    """Let something happen to the job; returns what, which is empty if nothing can.
+
+    Args:
+        job: that runs.
+        chance: random numbers.
+        dies: whether members may be killed.
+    """
     there = {job.nodes[number]: number for number in job.alive()}
     away = [node for node in NODES if node not in there]
     bigs = sum(node.startswith("big") for node in there)
     # Somebody who holds the whole model must stay.
-    victims = [node for node in there if bigs > 1 or node.startswith("small")]
-    kinds = [*(["join"] * 2 if away else []), *(["kill", "kill", "warn"] if len(there) > 3 and victims else [])]
+    victims = [node for node in there if bigs > 1 or node.startswith("small")] if len(there) > 3 else []
+    kinds = [*(["join"] * 4 if away else []), *(["warn"] if victims else [])]
+    if dies and victims:
+        kinds += ["at random", "in training", *(["in a change"] * 2 if away else ["in training"])]
     if not kinds:
-        return None
+        return []
     kind = chance.choice(kinds)
     if kind == "join":
         job.start(chance.choice(away))
-        return kind
-    victim = job.members[there[chance.choice(victims)]]
-    time.sleep(chance.uniform(0.0, 0.3))
-    if kind == "kill":
-        victim.kill()
-    else:
-        victim.terminate()
-    victim.join(30)  # a warned member leaves after the running step
-    return kind
+        return [kind]
+    number = there[chance.choice(victims)]
+    if kind in ("warn", "at random"):
+        time.sleep(chance.uniform(0.0, 0.3))
+        getattr(job.members[number], "terminate" if kind == "warn" else "kill")()
+        job.members[number].join(30)  # a warned member leaves after the running step
+        return ["warn" if kind == "warn" else "kill at random"]
+    phase = chance.choice(CHANGES if kind == "in a change" else TRAINING)
+    job.doom(number, phase)
+    happened = []
+    if kind == "in a change":
+        job.start(chance.choice(away))
+        happened = ["join"]
+    job.members[number].join(30)
+    if job.members[number].is_alive():  # a member that has nothing to save, for example
+        job.members[number].kill()
+        phase = f"at random, not {phase}"
+    return [*happened, f"kill {phase}"]
 
 
-def soak(events: int, steps: int, seed: int) -> tuple[Counter[str], Job]:
+def soak(kills: int, steps: int, seed: int, folder: Path) -> tuple[Counter[str], Job]:
+    """Run the job.
+
+    Args:
+        kills: number of members that are killed.
+        steps: optimizer steps.
+        seed: of the events.
+        folder: for checkpoints, and for what members are told.
+    """
     chance, happened = random.Random(seed), Counter[str]()
     children = {child.pid for child in psutil.Process().children(recursive=True)}
-    with Job(steps) as job:
+    dooms = folder / "dooms"
+    dooms.mkdir()
+    with Job(steps, folder=folder / "checkpoints", dooms=dooms) as job:
         for node in NODES[:4]:
             job.start(node)
         version, following = 0, 3
@@ -63,33 +98,44 @@ def soak(events: int, steps: int, seed: int) -> tuple[Counter[str], Job]:
             if message is None or message[1] != "step":
                 continue
             version = max(version, message[2][0])
-            if version < following or happened.total() == events:
+            killed = sum(number for kind, number in happened.items() if kind.startswith("kill"))
+            if not following <= version < steps - 10:
                 continue
-            kind = event(job, chance)
-            if kind is not None:
-                happened[kind] += 1
-                print(f"step {version}: {kind}", flush=True)
+            kinds = event(job, chance, killed < kills)
+            happened.update(kinds)
+            if kinds:
+                print(f"step {version}: {', '.join(kinds)}", flush=True)
             for _ in range(job.pending()):  # of steps before the event
                 message = job.message()
                 if message is not None and message[1] == "step":
                     version = max(version, message[2][0])
-            spacing = (steps - version) / (events + 1 - happened.total())
             # Not before the step after the next: what two members hold may be lost if both end in one change.
-            following = version + max(2, round(chance.uniform(0.5, 1.5) * spacing))
+            following = version + chance.choice((2, 2, 3))
         job.finish()
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in children]
     print(f"processes left behind: {sum(child.name() == 'python' and child.is_running() for child in left[2:])}")
     return happened, job
 
 
+def check_folder(folder: Path) -> None:
+    """Print whether the newest checkpoint is whole, and what else is there."""
+    unfinished = [path.name for path in folder.iterdir() if path.name.startswith(".")]
+    print(f"unfinished files left behind: {', '.join(unfinished) or 'none'}")
+    command = [sys.executable, "-m", "colossal_hetero.cli", "checkpoint", "verify", str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    print(result.stdout.strip() or result.stderr.strip())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--events", type=int, default=100, help="kills, joins and warnings (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=100, help="members that are killed (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=700, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the random events (default: %(default)s)")
     arguments = parser.parse_args()
     begin = time.monotonic()
-    happened, job = soak(arguments.events, arguments.steps, arguments.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        happened, job = soak(arguments.kills, arguments.steps, arguments.seed, Path(folder))
+        check_folder(Path(folder) / "checkpoints")
     outcome = job.outcome
     _, expected = undisturbed(arguments.steps)
     differences = [
@@ -101,14 +147,17 @@ def main() -> None:
     changes = [each for of_member in outcome.recoveries for each in of_member]
     lost = [each.seconds for each in changes if "joins or leaves" not in each.reason]
     planned = [each.seconds for each in changes if "joins or leaves" in each.reason]
+    phases = {kind.removeprefix("kill "): number for kind, number in sorted(happened.items()) if "kill" in kind}
+    kills = sum(phases.values())
     print(describe_machine())
+    print_table("kills by phase", list(phases), [tuple(phases.values())])
     print_table(
         f"{arguments.steps} steps, {time.monotonic() - begin:.0f} s; aim: difference ≤ {AIM}",
         ["kills", "joins", "warned", "finished", "errors", "steps done", "largest difference",
          "after a kill [s]", "planned [s]"],
         [
             (
-                happened["kill"], happened["join"], happened["warn"], len(outcome.parameters), len(outcome.errors),
+                kills, happened["join"], happened["warn"], len(outcome.parameters), len(outcome.errors),
                 len(outcome.losses), f"{max(differences, default=float('nan')):.1e}",
                 f"{median(lost or [0.0]):.2f} (max. {max(lost, default=0.0):.2f})",
                 f"{median(planned or [0.0]):.2f} (max. {max(planned, default=0.0):.2f})",

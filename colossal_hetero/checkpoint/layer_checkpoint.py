@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -97,10 +97,11 @@ class LayerCheckpoint:
 
     Args:
         config: the folders.
+        is_broken: whether other ranks are known to be lost; see :class:`.saver.LayerCheckpointSaver`.
     """
 
-    def __init__(self, config: CheckpointConfig) -> None:
-        self._config = config
+    def __init__(self, config: CheckpointConfig, is_broken: Callable[[], bool] = lambda: False) -> None:
+        self._config, self._is_broken = config, is_broken
         self._saver: LayerCheckpointSaver | None = None
         self._participants: Participants | None = None
         self._store: dist.Store | None = None
@@ -221,9 +222,13 @@ class LayerCheckpoint:
             self._saver.close(others_are_there=False)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written; raises an error if it could not be."""
+        """Wait until the last checkpoint is written; raises an error if it could not be, unless a rank was lost."""
         if self._saver is not None:
-            self._saver.wait()
+            try:
+                self._saver.wait()
+            except CheckpointError:
+                if not self._is_broken():
+                    raise
 
     def _saver_of(self, pieces: Sequence[TensorPiece]) -> LayerCheckpointSaver:
         """The saver of these pieces; another one than before if a rank holds something else, such as new states."""
@@ -243,7 +248,12 @@ class LayerCheckpoint:
             self._participants = gather_participants(pieces, self._config.node)
             config = self._config
             self._saver = LayerCheckpointSaver(
-                self._participants, local=config.local, shared=config.shared, keep=config.keep, store=self._store
+                self._participants,
+                local=config.local,
+                shared=config.shared,
+                keep=config.keep,
+                store=self._store,
+                is_broken=self._is_broken,
             )
         return self._saver
 

@@ -5,27 +5,25 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
-import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from colossal_hetero import CheckpointConfig, ElasticConfig, HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
-from colossal_hetero.plugin.unequal import layer_sums, replica_optimizers
 from tests.parallel.plugin.unequal.test_unequal_replicas import VOCABULARY, gpt2, loss_of
+from tests.support.deaths import DOOM, Kill, phases
 from tests.support.layer_profiles import layer_times
 
 BLOCKS, MICRO_BATCH, GLOBAL_BATCH, BATCHES = 4, 2, 12, 8
@@ -65,16 +63,6 @@ class Texts(Dataset[dict[str, Tensor]]):
         return dict(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens)
 
 
-@dataclass(frozen=True)
-class Kill:
-    """Where a member ends itself with SIGKILL."""
-
-    version: int
-    """Optimizer steps that are done."""
-    phase: str
-    """``forward``, ``backward``, ``sums``, ``before commit`` or ``after commit``."""
-
-
 def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and parameters of one process."""
     model = gpt2().double()
@@ -107,7 +95,7 @@ def train(steps: int, kill: Kill | None, folder: Path | None, joins: Sequence[in
         precision="fp32",
         max_norm=1.0,
     )
-    with phases(kill, lambda: plugin.version):
+    with phases(kill, lambda: plugin.version, GPT2Block):
         model = gpt2().double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
@@ -139,38 +127,9 @@ def train(steps: int, kill: Kill | None, folder: Path | None, joins: Sequence[in
     plugin.finish()
 
 
-@contextmanager
-def phases(kill: Kill | None, version: Any) -> Iterator[None]:
-    """In the block, the process ends itself where ``kill`` says."""
-    if kill is None:
-        yield
-        return
-
-    def dying(function: Any, phase: str, after: bool = False) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs) if after else None
-            if kill.phase == phase and version() == kill.version:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result if after else function(*args, **kwargs)
-
-        return run
-
-    commit = layer_sums.__name__.replace("layer_sums", "replica_gradients.ReplicaGradients.commit")
-    places = {
-        "sums": (layer_sums.__name__ + ".LayerSums.finish", False),
-        "before commit": (commit, False),
-        "after commit": (commit, True),
-        "backward": (replica_optimizers.__name__ + ".ReplicaOptimizer.backward", False),
-        "forward": ("transformers.models.gpt2.modeling_gpt2.GPT2Block.forward", False),
-    }
-    name, after = places[kill.phase]
-    module, owner, attribute = name.rsplit(".", 2)
-    kind = getattr(__import__(module, fromlist=[owner]), owner)
-    with patch.object(kind, attribute, dying(getattr(kind, attribute), kill.phase, after)):
-        yield
-
-
-def _member(port: int, node: str, number: int, results: Any, script: tuple[Any, ...]) -> None:
+def _member(port: int, node: str, number: int, results: Any, script: tuple[Any, ...], doom: Path | None) -> None:
+    if doom is not None:
+        os.environ[DOOM] = str(doom)
     os.environ |= dict(
         COLOSSAL_HETERO_STORE=f"127.0.0.1:{port}",
         COLOSSAL_HETERO_JOB="test",
@@ -219,6 +178,7 @@ class Job:
         script: function and first arguments that members call instead of :func:`train`.
         folder: shared folder of layer checkpoints, of every third step.
         joins: steps at which members wait until another one has started.
+        dooms: folder for what :meth:`doom` says to members.
     """
 
     def __init__(
@@ -227,7 +187,9 @@ class Job:
         script: tuple[Any, ...] | None = None,
         folder: Path | None = None,
         joins: Sequence[int] = (),
+        dooms: Path | None = None,
     ) -> None:
+        self._dooms = dooms
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.support.preload", "tests.support.elastic_jobs"])
         self._results = self._context.Queue()
@@ -251,11 +213,19 @@ class Job:
         """Start a member; returns its number."""
         number = len(self.members)
         script = self._script or (train, self._steps, kill, self._folder, self._joins)
-        arguments = (self._server.port, node, number, self._results, script)
+        doom = None if self._dooms is None else self._dooms / str(number)
+        arguments = (self._server.port, node, number, self._results, script, doom)
         self.members.append(self._context.Process(target=_member, args=arguments, daemon=True))
         self.nodes.append(node)
         self.members[-1].start()
         return number
+
+    def doom(self, number: int, phase: str) -> None:
+        """Let a member end itself with SIGKILL when it is in a phase of :data:`.deaths.PHASES` next."""
+        assert self._dooms is not None
+        path = self._dooms / str(number)
+        path.with_suffix(".new").write_text(phase)
+        path.with_suffix(".new").rename(path)
 
     def alive(self) -> list[int]:
         """Numbers of the members that run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from torch.distributed import Store
 
 from ..storage.file_operations import FileOperations, remove_all, write_file
 
-__all__ = ["FolderMeeting", "Meeting", "MemoryMeeting", "Stopped", "StoreMeeting", "wait_for"]
+__all__ = ["FolderMeeting", "Interruption", "Meeting", "MemoryMeeting", "Stopped", "StoreMeeting", "wait_for"]
 
 PAUSES_SECONDS = (0.002, 0.1)
 """Between two looks for messages: the shortest, which doubles up to the longest."""
@@ -33,7 +33,27 @@ class Meeting(Protocol):
 
 
 class Stopped(Exception):
-    """The saver was closed while this rank waited."""
+    """The saver was closed, or other ranks were lost, while this rank waited."""
+
+
+class Interruption:
+    """Ends waits for messages of other ranks.
+
+    Args:
+        is_broken: whether other ranks are known to be lost.
+    """
+
+    def __init__(self, is_broken: Callable[[], bool] = lambda: False) -> None:
+        self._closed = threading.Event()
+        self.is_broken = is_broken
+
+    def set(self) -> None:
+        """The saver is closed."""
+        self._closed.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether waits end, after ``seconds`` at most."""
+        return self.is_broken() or self._closed.wait(seconds)
 
 
 class MemoryMeeting:
@@ -114,14 +134,14 @@ class FolderMeeting:
         return self._folder / name.replace("/", "-")
 
 
-def wait_for(meeting: Meeting, names: Iterable[str], deadline: float, stop: threading.Event) -> dict[str, bytes]:
+def wait_for(meeting: Meeting, names: Iterable[str], deadline: float, stop: Interruption) -> dict[str, bytes]:
     """Wait for messages.
 
     Returns:
         Those that arrived before the ``deadline``, a time of :func:`time.monotonic`.
 
     Raises:
-        Stopped: ``stop`` was set.
+        Stopped: ``stop`` has ended the wait.
     """
     missing, found, pause = list(names), {}, PAUSES_SECONDS[0]
     while True:

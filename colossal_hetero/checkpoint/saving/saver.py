@@ -24,7 +24,7 @@ from ..storage.errors import CheckpointError
 from ..storage.file_operations import FileOperations
 from .file_division import ShardFile, divide_files
 from .layer_files import copy_file, write_layer_file
-from .meeting import FolderMeeting, Meeting, MemoryMeeting, Stopped, StoreMeeting
+from .meeting import FolderMeeting, Interruption, Meeting, MemoryMeeting, Stopped, StoreMeeting
 from .participants import Participants, holdings_of
 from .staging import StagingBuffer
 from .tier import Save, Tier, Verdict
@@ -60,6 +60,7 @@ class LayerCheckpointSaver:
             without a store cannot tell each other.
         time_limit_seconds: how long ranks wait for each other, and for a write that hangs, before a save is given up.
         patience_seconds: how long after its start the writing of one save may hold up the next one.
+        is_broken: whether other ranks are known to be lost. Then nobody waits for them, and the save is given up.
         files: operations on files.
         log: where rank 0 prints; default: standard error.
 
@@ -77,6 +78,7 @@ class LayerCheckpointSaver:
         store: Store | None = None,
         time_limit_seconds: float = 1800.0,
         patience_seconds: float = 60.0,
+        is_broken: Callable[[], bool] = lambda: False,
         files: FileOperations | None = None,
         log: TextIO | None = None,
     ) -> None:
@@ -87,7 +89,7 @@ class LayerCheckpointSaver:
         self._participants, self._log = participants, log
         self._time_limit, self._patience_seconds = time_limit_seconds, patience_seconds
         self._files = files or FileOperations()
-        self._stop = threading.Event()
+        self._stop = Interruption(is_broken)
         division = divide_files(participants.holdings, with_local=local is not None)
         self._first_files = (division.local if local is not None else division.shared).get(participants.rank, ())
         self._uploads = division.shared.get(participants.rank, ())
@@ -312,6 +314,8 @@ class LayerCheckpointSaver:
         try:
             verdict = run()
         except Stopped:
+            if self._stop.is_broken():
+                self._fail(save, tier, "a rank was lost")
             return None
         except Exception as error:  # e.g. the store is gone
             verdict = Verdict(str(error) or type(error).__name__, False, None)

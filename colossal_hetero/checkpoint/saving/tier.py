@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from ..storage.errors import CheckpointError
 from ..storage.file_operations import FileOperations, remove_all, write_file
 from ..storage.folder_contents import complete_folders, is_complete, read_manifest, remove_leftovers, remove_old
 from .index import Index, RankPart, make_index, rank_part
-from .meeting import Meeting, Stopped, wait_for
+from .meeting import Interruption, Meeting, Stopped, wait_for
 from .participants import Participants
 
 __all__ = ["Save", "Tier", "Verdict"]
@@ -60,7 +59,7 @@ class Tier:
     """Checkpoints that are kept, at least 1."""
     time_limit_seconds: float
     """How long ranks wait for each other."""
-    stop: threading.Event
+    stop: Interruption
     numbers: list[int] = field(default_factory=list)
     """Of the saves about which this rank has left messages."""
 
@@ -91,7 +90,7 @@ class Tier:
             What rank 0 said. Never raises because of files or messages; the error is in what it returns.
 
         Raises:
-            Stopped: the saver was closed.
+            Stopped: the saver was closed, or other ranks were lost.
         """
         try:
             return self._save(save, write, upload_next)

@@ -33,10 +33,16 @@ class Checkpoints(PluginPart):
     Args:
         config: where to save.
         weights_changed: called after weights were loaded.
+        is_broken: whether other ranks are known to be lost; nobody waits for them then.
     """
 
-    def __init__(self, config: CheckpointConfig, weights_changed: Callable[[], None] = lambda: None) -> None:
-        self._files = LayerCheckpoint(config)
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        weights_changed: Callable[[], None] = lambda: None,
+        is_broken: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._files = LayerCheckpoint(config, is_broken)
         self._weights_changed = weights_changed
         self._outlines: WeakKeyDictionary[nn.Module, ModelOutline] = WeakKeyDictionary()
 
@@ -164,7 +170,7 @@ class CheckpointMethods:
 
     def wait_for_saves(self) -> None:
         """Wait until the last checkpoint is written, and raise its error if there was one. Call it before the script
-        ends."""
+        ends. In elastic training, a save that loses a rank is given up without an error."""
         self._needed().wait()
 
     def _needed(self) -> Checkpoints:

@@ -79,6 +79,9 @@ class Members(Protocol):
     def fail(self, reason: str) -> None:
         """Tell the others that this world is broken."""
 
+    def is_broken(self) -> bool:
+        """Whether a member of this world is known to be lost."""
+
     def leave(self) -> None:
         """Drop all groups of this world."""
 
@@ -287,6 +290,10 @@ class ElasticRun(PluginPart):
         assert self._random is not None
         with self._random.run(seed_of):
             return passes()
+
+    def is_broken(self) -> bool:
+        """Whether a member of this world is known to be lost."""
+        return self._members.is_broken()
 
     def guarded(self, plugin: Any, action: Callable[[], T], otherwise: T) -> T:
         """What an action returns that all ranks do together; ``otherwise`` if a member is lost meanwhile."""

@@ -65,6 +65,10 @@ class JobMember:
         """Tell the others that this world is broken."""
         self._membership.fail(reason)
 
+    def is_broken(self) -> bool:
+        """Whether a member of this world is known to be lost."""
+        return self._membership.failure is not None
+
     def leave(self) -> None:
         """Drop all groups of this world."""
         self._membership.leave()

@@ -167,7 +167,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches)
         self._balancing = LayerBalancing(self.balance)
         self._uneven_batches = None if batches is None else self._make_uneven_batches(batches, arguments)
-        self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints, self._balancing.weights_changed)
+        self._checkpoints = None if checkpoints is None else self._make_checkpoints(checkpoints)
         # In the order in which they attach, each around the parts before it. The plan's clock times only the passes.
         # Balancing ends an iteration when the optimizer steps; uneven batches, around it, step once per global batch.
         self._unequal = None if self._planned is None else self._planned.unequal
@@ -200,6 +200,12 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             self._planned.check_plugin(self)
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
+
+    def _make_checkpoints(self, config: CheckpointConfig) -> Checkpoints:
+        weights_changed = self._balancing.weights_changed
+        if self._elastic is None:
+            return Checkpoints(config, weights_changed)
+        return Checkpoints(config, weights_changed, self._elastic.is_broken)
 
     def _plan_in_words(self) -> str:
         zero = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""

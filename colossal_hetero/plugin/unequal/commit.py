@@ -42,11 +42,13 @@ def exchange(squared_norm: Tensor, has_gradient: Sequence[bool], words: Sequence
         words: further numbers, equally many on all ranks.
     """
     overflow = ~squared_norm.isfinite()
-    numbers = torch.stack([squared_norm.where(~overflow, 0.0), overflow.double()])
-    flags = torch.tensor([*words, *has_gradient], dtype=torch.float64, device=numbers.device)
-    message = torch.cat([numbers, flags])
+    # Each rank has a place of its own, because the sum must be the same whichever rank computes what.
+    squares = squared_norm.new_zeros(dist.get_world_size())
+    squares[dist.get_rank()] = squared_norm.where(~overflow, 0.0)
+    flags = torch.tensor([*words, *has_gradient], dtype=torch.float64, device=squares.device)
+    message = torch.cat([overflow.double()[None], flags, squares])
     dist.all_reduce(message)
-    squared, overflows, *counts = message.tolist()
-    sums, counts = tuple(counts[: len(words)]), counts[len(words) :]
-    unused = frozenset(number for number, count in enumerate(counts) if count == 0)
-    return Commit(math.inf if overflows else math.sqrt(squared), overflows > 0, unused, sums)
+    overflows, *rest = message.tolist()
+    sums, counts = tuple(rest[: len(words)]), rest[len(words) : len(flags)]
+    norm = math.inf if overflows else math.sqrt(math.fsum(rest[len(flags) :]))
+    return Commit(norm, overflows > 0, frozenset(number for number, count in enumerate(counts) if count == 0), sums)

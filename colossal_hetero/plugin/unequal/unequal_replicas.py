@@ -78,6 +78,8 @@ class UnequalReplicas(PluginPart):
         )
         """Number of this rank's replica."""
         self._make_group = make_group
+        in_plan = [rank for replica in plan.rank_order for stage in replica for rank in stage]
+        self._places = {rank: place for place, rank in enumerate(in_plan)}
         self._groups = make_replica_groups(plan.rank_order, make_group)
         self._batches = ReplicaBatches(plan, self.index)
 
@@ -101,7 +103,8 @@ class UnequalReplicas(PluginPart):
     def _find_groups(self, wanted: Iterable[tuple[int, ...]]) -> Mapping[tuple[int, ...], Any]:
         for ranks in wanted:
             if ranks not in self._groups:
-                self._groups[ranks] = self._make_group(ranks)
+                # Sums are in the order of the plan, so that they are the same whichever rank computes what.
+                self._groups[ranks] = self._make_group(tuple(sorted(ranks, key=self._places.__getitem__)))
         return self._groups
 
     # A training step ----------------------------------------------------------------------------------------------

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
+from colossal_hetero import ElasticConfig
 from colossal_hetero.plugin.unequal.replica_gradients import ReplicaGradients
+from tests.support import elastic_jobs
 from tests.support.elastic_jobs import Job, Kill, Outcome, run_job, train, undisturbed
 
 STEPS = 10
@@ -73,6 +77,45 @@ def test_a_lost_state_is_named_and_a_new_job_continues_from_the_checkpoint(tmp_p
     outcome = run_job(["big-0", "small-0", "small-1"], STEPS, {2: Kill(7, "sums")}, folder=tmp_path)
     assert outcome.errors == [] and sorted(outcome.losses) == list(range(4, STEPS + 1))
     check_parameters(outcome)
+
+
+def test_nobody_waits_for_the_file_of_a_member_that_is_lost(tmp_path: Path) -> None:
+    """All members are in ``plugin.wait_for_saves``, so no collective fails."""
+    outcome = run_job(["big-0", "small-0", "small-1"], STEPS, {1: Kill(3, "saving")}, folder=tmp_path)
+    assert outcome.errors == [] and sorted(outcome.losses) == list(range(1, STEPS + 1))
+    check_parameters(outcome)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000006", "step-00000009"]
+
+
+def train_with_spares(kill: Kill | None, told: Any) -> None:
+    """The script of members, of which at most three train."""
+    with patch.object(elastic_jobs, "ElasticConfig", partial(ElasticConfig, max_members=3)):
+        train(STEPS, kill, None, (), told)
+
+
+def run_with_spare(dead: int | None) -> Outcome:
+    with Job(STEPS) as job:
+        for number, node in enumerate(["big-0", "small-0", "small-1", "small-2"]):
+            job._script = (train_with_spares, Kill(4, "backward") if number == dead else None)
+            job.start(node)
+            while number == 2 and job.outcome.starts[2:] == []:  # the first three are the members
+                job.message()
+        while job.alive():
+            job.message()
+        return job.finish()
+
+
+@pytest.mark.parametrize("dead", [1, 2])
+def test_a_spare_that_takes_the_place_gives_the_same_bits(dead: int) -> None:
+    expected, found = run_with_spare(None), run_with_spare(dead)
+    assert expected.errors == found.errors == []
+    assert [len(each) for each in expected.recoveries] == [0, 0, 0]
+    changes = [(each.before, each.after, each.iterations_repeated) for each in chain(*found.recoveries)]
+    assert changes == [(3, 3, 1)] * 2
+    bits = {name: each for parameters in expected.parameters for name, each in parameters.items()}
+    for parameters in found.parameters:
+        for name, each in parameters.items():
+            assert np.array_equal(each, bits[name]), name
 
 
 def test_a_process_that_comes_too_late_ends() -> None:

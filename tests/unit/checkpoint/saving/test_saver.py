@@ -307,6 +307,18 @@ def test_a_shared_folder_alone_that_hangs_does_not_stop_training(run: Run) -> No
     assert reader_of(run.root / "shared").latest() == 50
 
 
+def test_nobody_waits_for_a_rank_that_is_lost(run: Run) -> None:
+    folder, lost = HangingFolder(), threading.Event()
+    run.start("second", "shared", files={1: folder}, is_broken=lost.is_set)
+    run.save(10)
+    assert folder.hangs.wait(5)
+    threading.Timer(0.2, lost.set).start()
+    for saver in (run.savers[0], run.savers[2]):
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step 10 .* a rank was lost"):
+            saver.wait(20)
+    folder.is_back.set()
+
+
 def test_rank_0_gives_a_save_up_for_all(run: Run) -> None:
     folder = HangingFolder()
     run.start("second", "shared", files={0: folder}, patience_seconds=0.3)
