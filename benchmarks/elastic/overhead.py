@@ -4,9 +4,8 @@
 
 Two processes train a small GPT-2, each a replica. With elastic training, a thread tells the store that the process
 lives, the message before each step carries two more numbers, and random numbers are seeded before each block and each
-sample. All this is switched in turns in the same processes: without it, the thread pauses, the message is the plain one,
-and nothing is seeded. The control is the way without them once more. Aim:
-at most 1.01.
+sample. All this is switched in turns in the same processes: without it, the thread pauses, the message is the plain
+one, and nothing is seeded. The control is the way without it once more. Aim: at most 1.01.
 """
 
 from __future__ import annotations

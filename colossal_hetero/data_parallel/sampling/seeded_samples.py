@@ -7,7 +7,7 @@ the sample while torch, NumPy and Python draw random numbers from that seed.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -43,14 +43,19 @@ class SeededSamples(Dataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, DrawnSample):
-            return self.dataset[index]
-        with seeded(index.seed):
-            return self.dataset[index.number]
+        return self.__getitems__([index])[0] if isinstance(index, DrawnSample) else self.dataset[index]
+
+    def __getitems__(self, drawn: Sequence[DrawnSample]) -> list[Any]:
+        """Several samples, as data loaders ask for them."""
+        samples = []
+        with _random_states_kept():
+            for number, seed in drawn:
+                _seed(seed)
+                samples.append(self.dataset[number])
+        return samples
 
     def __getattr__(self, name: str) -> Any:
-        # Unpickling and copying ask for special methods before the data set is there. torch would ask __getitems__
-        # for several samples at once.
+        # Unpickling and copying ask for special methods before the data set is there.
         if name == "dataset" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.dataset, name)
@@ -59,15 +64,25 @@ class SeededSamples(Dataset[Any]):
 @contextmanager
 def seeded(seed: int, generator: Any = None) -> Iterator[None]:
     """In the block, torch, NumPy and Python draw random numbers from ``seed``, and so does a ``torch.Generator``."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
+    with _random_states_kept():
+        _seed(seed)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes long, for devices that data does not need
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

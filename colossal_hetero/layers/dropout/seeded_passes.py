@@ -62,7 +62,7 @@ class SeededPasses:
         Args:
             seed_of: the seed of a micro-batch by its number; called when its forward pass begins.
         """
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=devices):
             self._seed_of, self._passes = seed_of, 0
             try:
@@ -86,13 +86,24 @@ class SeededPasses:
     @torch.compiler.disable
     def _end_block(self, *_: Any) -> None:
         if self._seed_of is not None:
-            torch.manual_seed(self._inside | AFTER_BLOCKS)
+            _seed(self._inside | AFTER_BLOCKS)
 
     def _reseed(self, seed: int, randomizers: Sequence[tuple[Randomizer, bool]]) -> None:
         for number, (randomizer, differs) in enumerate(randomizers):
             rank = self._group_rank if differs else 0
             vars(randomizer).update(vars(Randomizer(_mixed(seed, number, rank))), seed=randomizer.seed)
-        torch.manual_seed(seed)
+        _seed(seed)
+
+
+def _seed(seed: int) -> None:
+    """Seed the generators of the host and of this process's GPU.
+
+    ``torch.manual_seed`` also notes a stack trace for every kind of device that is not in use, which takes longer than
+    a small block.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
 
 def _randomizers(modules: Any) -> list[tuple[Randomizer, bool]]:
