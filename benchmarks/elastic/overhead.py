@@ -25,6 +25,7 @@ from colossalai.booster import Booster
 
 from benchmarks.common import describe_machine, print_table
 from colossal_hetero import ElasticConfig, HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero.data_parallel.sampling import seeded_samples
 from colossal_hetero.elastic.membership.monitor import Monitor
 from colossal_hetero.plugin.unequal import commit
 from tests.parallel.plugin.unequal.test_unequal_replicas import loss_of
@@ -34,19 +35,19 @@ WAYS = ("off", "off, again", "on")
 
 
 @contextmanager
-def switched_off(plugin: Any, optimizer: Any, loader: Any, pause: list[bool]) -> Iterator[None]:
+def switched_off(plugin: Any, optimizer: Any, pause: list[bool]) -> Iterator[None]:
     """In the block, the message before a step is the plain one, nothing is seeded, and the thread does nothing."""
 
     def plain(*arguments: Any) -> commit.Commit:
         plugin._elastic._commit = commit.exchange(*arguments)
         return plugin._elastic._commit
 
-    sampler, unseeded = loader.batch_sampler, SimpleNamespace(run=lambda seed_of: nullcontext())
+    unseeded = SimpleNamespace(run=lambda seed_of: nullcontext())
     pause[0] = True
     with (
         patch.object(optimizer.gradients, "exchange", plain),
         patch.object(plugin._elastic, "_random", unseeded),
-        patch.object(sampler, "_seeds_samples", False),
+        patch.multiple(seeded_samples, _seed=lambda seed: None, _random_states_kept=nullcontext),
     ):
         yield
     pause[0] = False
@@ -101,7 +102,7 @@ def measure(rounds: int, iterations: int, told: Any) -> None:
             if way == "on":
                 found = seconds()
             else:
-                with switched_off(plugin, optimizer, loader, pause):
+                with switched_off(plugin, optimizer, pause):
                     found = seconds()
             if number:
                 times[way].append(found)
