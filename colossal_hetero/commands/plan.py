@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from .common import Choices, Numbers, check_outputs, errors_on_one_line, make_console, status_line, warn_old_option
+from .option_groups import GroupedCommand
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
+    from ..planner.cluster.topology import Topology
+    from ..planner.plans.ranked_plan import RankedPlan
+    from ..planner.prices.pareto_front import Objective
+    from ..planner.profile.layer_profile import ModelProfile
     from ..planner.schedules.pass_order import Schedule
 
 __all__ = ["plan"]
 
 
-@click.command()
+GROUPS = {
+    "What to train": ("global_batch", "memory_reserve"),
+    "Plans to try": ("micro_batch", "tp", "method", "schedules", "model_chunks", "equal", "overlap"),
+    "Prices": ("objective", "samples", "budget", "deadline", "time_limit", "front_plot"),
+    "Output": ("out", "plot", "top"),
+}
+
+
+@click.command(cls=GroupedCommand, groups=GROUPS)
 @click.argument("cluster", type=click.Path(path_type=Path))
 @click.argument("profile", type=click.Path(path_type=Path))
 @click.option(
@@ -73,6 +87,38 @@ __all__ = ["plan"]
     metavar="GB",
     help="Memory of each device that is not planned with, in 10⁹ bytes; default: as in the cluster file.",
 )
+@click.option(
+    "--objective",
+    type=click.Choice(["time", "cost"]),
+    help="Choose which nodes to take, of those in the cluster file, which needs prices: for the shortest time or for "
+    "the lowest cost. Lists the plans that are worth their price.",
+)
+@click.option("--samples", type=click.IntRange(min=1), help="Samples of the whole training, for its time and its cost.")
+@click.option(
+    "--budget",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="DOLLARS",
+    help="The training may cost so much at most; needs --samples.",
+)
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="HOURS",
+    help="The training may take so long at most; needs --samples.",
+)
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=0),
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to look for nodes to take.",
+)
+@click.option(
+    "--front-plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw the plans that are worth their price: .png, .pdf or .svg.",
+)
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the best plan to this JSON file.")
 @click.option(
     "--plot",
@@ -95,6 +141,12 @@ def plan(
     symmetric: bool,
     unequal: bool,
     memory_reserve: float | None,
+    objective: Objective | None,
+    samples: int | None,
+    budget: float | None,
+    deadline: float | None,
+    time_limit: float,
+    front_plot: Path | None,
     out: Path | None,
     plot: Path | None,
     top: int,
@@ -123,30 +175,44 @@ def plan(
     with errors_on_one_line():
         if unequal and equal:
             raise ValueError("--unequal asks for plans whose replicas may differ, --equal for none of these; give one")
+        for name, given in (("--budget", budget), ("--deadline", deadline)):
+            if given is not None and samples is None:
+                raise ValueError(f"{name} is for the whole training; say with --samples how long that is")
+        by_price = any(each is not None for each in (objective, samples, budget, deadline, front_plot))
+        if by_price and (schedules != ("1f1b",) or overlap):
+            raise ValueError("plans are compared by price for the schedule 1f1b without --overlap only; leave them out")
         check_outputs(out, picture=plot)
+        check_outputs(None, picture=front_plot)
         if cluster.suffix == ".json" and profile.suffix == ".toml":
             raise ValueError(f"the cluster comes first, then the profile: give {profile} before {cluster}")
         model = load_model_profile(profile)
         topology = load_cluster(cluster)
         if memory_reserve is not None:
             topology = topology.with_memory_reserve(round(memory_reserve * 1e9))
+        options: dict[str, Any] = dict(
+            global_batch=global_batch, micro_batches=micro_batch, tensor_parallel=tp, method=method, unequal=not equal
+        )
+        names: dict[str, Any] = dict(cluster_file=cluster.name, profile_file=profile.name)
+        console = make_console()
         with status_line(f"planning for {len(topology.devices):,} devices"):
-            plans = make_plans(
-                topology,
-                model,
-                global_batch=global_batch,
-                micro_batches=micro_batch,
-                tensor_parallel=tp,
-                schedules=schedules,
-                model_chunks=model_chunks,
-                method=method,
-                unequal=not equal,
-                keep=top,
-                compare=True,
-                overlap=overlap,
-                cluster_file=cluster.name,
-                profile_file=profile.name,
-            )
+            if by_price:
+                wish = _Wish(objective, samples, budget, deadline)
+                table, plans = _by_price(topology, model, wish, time_limit, front_plot, options | names)
+            else:
+                table, plans = (
+                    None,
+                    make_plans(
+                        topology,
+                        model,
+                        schedules=schedules,
+                        model_chunks=model_chunks,
+                        keep=top,
+                        compare=True,
+                        overlap=overlap,
+                        **options,
+                        **names,
+                    ),
+                )
         best = plans[0].plan
         if out is not None:
             save_plan(best, out)
@@ -155,11 +221,51 @@ def plan(
 
             with status_line("drawing"):
                 plot_plan(best, plot)
-    console = make_console()
+    if table is not None:
+        console.print(table)
     console.print(render(plans))
     _print(console, f"{one_line(best)}\n\n{training_call(best, str(out or 'plan.json'), overlap=overlap)}")
     if out is None:
         _print(console, "\n# --out plan.json writes this plan to that file")
+
+
+class _Wish(NamedTuple):
+    """What the user says about prices."""
+
+    objective: Objective | None
+    samples: int | None
+    budget: float | None
+    deadline: float | None
+
+
+def _by_price(
+    topology: Topology,
+    model: ModelProfile,
+    wish: _Wish,
+    time_limit: float,
+    picture: Path | None,
+    options: Mapping[str, Any],
+) -> tuple[RenderableType, list[RankedPlan]]:
+    """The table of plans that are worth their price, and the plan that is chosen."""
+    from ..planner.plans.ranked_plan import RankedPlan
+    from ..planner.prices.node_choice import node_types
+    from ..planner.prices.pareto_front import choose, pareto_front
+    from ..planner.report.front_picture import plot_front
+    from ..planner.report.front_table import render_front
+
+    front = pareto_front(topology, model, time_limit_seconds=time_limit, **options)
+    limits = {}
+    if wish.samples is not None:
+        iterations = wish.samples / options["global_batch"]
+        if wish.budget is not None:
+            limits["max_dollars"] = wish.budget / iterations
+        if wish.deadline is not None:
+            limits["max_seconds"] = wish.deadline * 3600 / iterations
+    chosen = choose(front, wish.objective or ("cost" if wish.deadline is not None else "time"), **limits)
+    types = node_types(topology)
+    if picture is not None:
+        plot_front(front, types, chosen, picture)
+    return render_front(front, types, chosen, wish.samples), [RankedPlan(chosen.plan, "the best within the limits")]
 
 
 def _print(console: Console, text: str) -> None:

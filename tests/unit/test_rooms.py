@@ -46,8 +46,12 @@ RULES: dict[str, set[str]] = {
         *("io", "planner/cluster", "planner/profile", "planner/stages", "planner/schedules", "planner/layout"),
         *("planner/plans", "planner/chunks", "planner/slots", "planner/candidates"),
     },
+    "planner/prices": {
+        *("planner/cluster", "planner/profile", "planner/plans", "planner/slots", "planner/search"),
+    },
     "planner/report": {
         "io",
+        "planner/prices",
         "planner/cluster",
         "planner/profile",
         "planner/batches",

@@ -8,6 +8,7 @@
     memory_gb = 40
     memory_reserve_gb = 3        # not planned with: context, communication buffers, workspaces
     tflops = 312
+    dollars_per_hour = 1.80      # of one device
 
     [[clusters]]
     name = "east"
@@ -26,6 +27,10 @@
     clusters = ["east", "west"]
     kind = "Ethernet"
     gigabits_per_second = 10
+    dollars_per_gigabyte = 0.02  # in either direction
+
+Prices are needed only if plans are to be compared by what they cost. A node can have ``dollars_per_hour`` of its own,
+which is the price of the whole node; without it, the price is that of its devices.
 
 ``total_gigabytes_per_second`` of ``inside`` is what all transfers inside the node share: a bus, a switch with few
 lanes, host memory.
@@ -123,10 +128,29 @@ def _build(file: ClusterFields) -> Topology:
                 inside = _usual_inside(name, part) if part.inside is None else part.inside.channel()
                 nics = sorted((nic.channel() for nic in part.nics), key=lambda nic: -nic.bytes_per_second)
                 shared = math.inf if part.inside is None else part.inside.shared_bytes_per_second
-                nodes.append(Node(name, cluster_number, ranks, inside, tuple(nics), shared))
+                price = _node_price(part, file.kinds)
+                nodes.append(Node(name, cluster_number, ranks, inside, tuple(nics), shared, price))
     numbers = {cluster.name: number for number, cluster in enumerate(file.clusters)}
     between = tuple((numbers[link.clusters[0]], numbers[link.clusters[1]], link.channel()) for link in file.links)
-    return Topology(tuple(devices), tuple(nodes), tuple(numbers), between)
+    egress = tuple(
+        (numbers[link.clusters[0]], numbers[link.clusters[1]], link.dollars_per_gigabyte)
+        for link in file.links
+        if link.dollars_per_gigabyte
+    )
+    return Topology(tuple(devices), tuple(nodes), tuple(numbers), between, egress)
+
+
+def _node_price(part: NodeFields, kinds: Mapping[str, KindFields]) -> float | None:
+    """Dollars per hour of a node; None if the price of one of its devices is not known."""
+    if part.dollars_per_hour is not None:
+        return part.dollars_per_hour
+    total = 0.0
+    for alike in part.devices:
+        price = kinds[alike.kind].dollars_per_hour if alike.kind in kinds else None
+        if price is None:
+            return None
+        total += alike.count * price
+    return total
 
 
 def _described_kind(name: str, kind: KindFields) -> DeviceKind:
@@ -232,10 +256,13 @@ def write_cluster(topology: Topology, comment: str = "") -> str:
     document.add("clusters", clusters)
     if topology.between:
         links = tomlkit.aot()
+        prices = {(one, other): price for one, other, price in topology.egress}
         for one, other, channel in topology.between:
             link = tomlkit.table()
             link["clusters"] = [topology.clusters[one], topology.clusters[other]]
             link.update(_channel_fields(channel))
+            if (one, other) in prices:
+                link["dollars_per_gigabyte"] = prices[one, other]
             links.append(link)
         document.add("links", links)
     text = tomlkit.dumps(document)
@@ -288,6 +315,8 @@ def _node_table(topology: Topology, nodes: Sequence[Node]) -> tomlkit.items.Tabl
     table["inside"] = _inline(inside)
     if node.nics:
         table["nics"] = _rows(_channel_fields(nic) for nic in node.nics)
+    if node.dollars_per_hour is not None:
+        table["dollars_per_hour"] = node.dollars_per_hour
     return table
 
 

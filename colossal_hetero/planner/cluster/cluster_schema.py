@@ -42,6 +42,7 @@ RATES = {"gigabits_per_second": 1e9 / 8, "gigabytes_per_second": 1e9, "bytes_per
 LATENCIES = {"latency_microseconds": 1e-6, "latency_seconds": 1.0}
 """Fields for bandwidth and for latency, with the factor to bytes per second and to seconds."""
 
+Dollars = Annotated[float, Field(ge=0, le=1e9)]
 CurveTerm = Annotated[float, Field(ge=-1e9, le=1e9)]
 Name = Annotated[str, Field(min_length=1)]
 MAX_DEVICES = 65536
@@ -61,6 +62,8 @@ class KindFields(FilePart):
     tflops: Annotated[float, Field(ge=1e-12, le=1e12)] | None = None
     """In 10¹² FLOP/s."""
     flops: Flops | None = None
+    dollars_per_hour: Dollars | None = None
+    """Price of one device, for nodes that have no price of their own."""
 
     @model_validator(mode="after")
     def _once(self) -> KindFields:
@@ -154,6 +157,8 @@ class NodeFields(FilePart):
     devices: Annotated[tuple[_Devices, ...], Field(min_length=1)]
     inside: _Inside | None = None
     nics: tuple[_Network, ...] = ()
+    dollars_per_hour: Dollars | None = None
+    """Price of a whole node."""
 
     @field_validator("nics")
     @classmethod
@@ -176,6 +181,8 @@ class _Cluster(FilePart):
 
 class _ClusterLink(_Network):
     clusters: tuple[Name, Name]
+    dollars_per_gigabyte: Dollars | None = None
+    """Price of what is sent over it, in either direction."""
 
     @field_validator("clusters")
     @classmethod

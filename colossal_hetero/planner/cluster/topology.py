@@ -149,6 +149,8 @@ class Node:
     """Network cards, by descending bandwidth."""
     inside_bytes_per_second: float = math.inf
     """What all transfers between its devices share, if it is limited: a bus, a switch with few lanes, host memory."""
+    dollars_per_hour: float | None = None
+    """Price of the whole node; None if it is not known."""
 
     def __post_init__(self) -> None:
         if not self.inside_bytes_per_second > 0:
@@ -171,6 +173,9 @@ class Topology:
     """Names."""
     between: tuple[tuple[int, int, Channel], ...] = ()
     """Links between clusters: the numbers of both clusters, and the channel."""
+    egress: tuple[tuple[int, int, float], ...] = ()
+    """Prices of what is sent between clusters, if it costs anything: the numbers of both clusters, and dollars per
+    gigabyte (10⁹ bytes)."""
 
     def __hash__(self) -> int:
         return self._hash

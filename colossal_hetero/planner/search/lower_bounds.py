@@ -71,6 +71,16 @@ class PipelineBounds:
         """By kind: a slot needs at least ``s`` times this for a share ``s`` of the model's work."""
         return self._work
 
+    @property
+    def blocks_per_stage(self) -> NDArray[np.int64]:
+        """By kind: how many blocks a stage holds at most."""
+        return self._memory[:, 1]
+
+    @property
+    def hold_the_model(self) -> NDArray[np.bool_]:
+        """By kind: whether a pipeline of one stage fits."""
+        return self._whole
+
     def fits(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which compositions may hold the model, ``[rows]``: ``counts [rows, kinds]``, ``micro_batches [rows]``.
 

@@ -219,6 +219,52 @@ def test_pictures_are_drawn(files: tuple[Path, Path], tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "again.svg").read_text()
 
 
+PRICES = """
+[kinds.A100-40]
+dollars_per_hour = 3.0
+
+[kinds.V100-16]
+dollars_per_hour = 0.5
+
+[[clusters]]"""
+
+
+def with_prices(cluster: Path) -> None:
+    cluster.write_text(CLUSTER.replace("\n[[clusters]]", PRICES, 1))
+
+
+def test_nodes_are_chosen_by_their_price(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """A V100 has a third of the speed for a sixth of the price."""
+    with_prices(files[0])
+    topology, saved, picture = load_cluster(files[0]), tmp_path / "plan.json", tmp_path / "front.png"
+    arguments = ("plan", *files, "--global-batch", 16, "--samples", 16 * 10**6)
+    text = output(*arguments, "--objective", "cost", "--out", saved, "--front-plot", picture)
+    assert {topology.devices[rank].node for stage in load_plan(saved).rank_order[0] for rank in stage} == {1}
+    cheapest = next(line for line in text.splitlines() if line.lstrip().startswith("1 × old"))
+    iteration = load_plan(saved).iteration_seconds
+    assert f"{1e6 * iteration / 3600:,.1f}" in cheapest  # hours of a million iterations
+    assert f"{1e6 * iteration / 3600 * 2 * 0.5:,.2f}" in cheapest  # for two devices
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    output(*arguments, "--objective", "time", "--out", saved)
+    fastest = load_plan(saved)
+    hours = 1e6 * fastest.iteration_seconds / 3600
+    assert fastest.iteration_seconds < iteration
+    output(*arguments, "--deadline", 1.01 * hours, "--out", saved)
+    assert load_plan(saved).iteration_seconds <= 1.01 * fastest.iteration_seconds
+    output(*arguments, "--budget", 1.01 * 1e6 * iteration / 3600, "--out", saved)
+    assert load_plan(saved).iteration_seconds == iteration
+    assert "no plan has an iteration of at most" in failure(*arguments, "--deadline", 0.5 * hours)
+
+
+def test_prices_that_are_missing_or_cannot_be_used(files: tuple[Path, Path]) -> None:
+    words = failure("plan", *files, "--global-batch", 16, "--objective", "cost")
+    assert "the price of new, old is not known" in words and "dollars_per_hour" in words
+    with_prices(files[0])
+    assert "say with --samples how long that is" in failure("plan", *files, "--global-batch", 16, "--budget", 5)
+    words = failure("plan", *files, "--global-batch", 16, "--objective", "cost", "--schedule", "zbv")
+    assert "for the schedule 1f1b without --overlap only" in words
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -391,7 +437,7 @@ def test_overlapped_transfers_are_faster_than_blocking_ones(tmp_path: Path) -> N
 
 def test_the_methods_are_those_of_the_planner() -> None:
     """The command lists them itself, so that it starts without importing the planner."""
-    (choices,) = (option.type.choices for option in plan_command.params if hasattr(option.type, "choices"))
+    (choices,) = (option.type.choices for option in plan_command.params if option.name == "method")
     assert tuple(choices) == METHODS
 
 

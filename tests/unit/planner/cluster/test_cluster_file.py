@@ -56,6 +56,50 @@ gigabits_per_second = 5
 latency_seconds = 0.01
 """
 
+PRICES = """
+schema = 1
+
+[kinds.A100-40]
+dollars_per_hour = 3.5
+
+[[clusters]]
+name = "east"
+
+[[clusters.nodes]]
+name = "listed"
+devices = [{ kind = "A100-40", count = 4 }]
+nics = [{ kind = "Ethernet", gigabits_per_second = 10 }]
+
+[[clusters.nodes]]
+name = "spot"
+count = 2
+devices = [{ kind = "A100-40", count = 4 }]
+nics = [{ kind = "Ethernet", gigabits_per_second = 10 }]
+dollars_per_hour = 5
+
+[[clusters]]
+name = "west"
+
+[[clusters.nodes]]
+devices = [{ kind = "V100-16", count = 4 }]
+nics = [{ kind = "Ethernet", gigabits_per_second = 10 }]
+
+[[links]]
+clusters = ["west", "east"]
+kind = "Ethernet"
+gigabits_per_second = 5
+dollars_per_gigabyte = 0.08
+"""
+
+
+def test_prices_are_read_and_written() -> None:
+    topology = parse_cluster(PRICES)
+    assert [node.dollars_per_hour for node in topology.nodes] == [14.0, 5.0, 5.0, None]
+    assert topology.egress == ((1, 0, 0.08),)
+    assert parse_cluster(write_cluster(topology)) == topology
+    with pytest.raises(ValueError, match="dollars_per_hour"):
+        parse_cluster(PRICES.replace("dollars_per_hour = 5", "dollars_per_hour = -5"))
+
 
 def test_all_fields_are_read() -> None:
     topology = parse_cluster(FILE)

@@ -1,0 +1,1 @@
+"""What plans cost, and plans that are good for their price."""

@@ -1,0 +1,232 @@
+"""The plans that are worth their price: none is both faster and cheaper than another.
+
+Each choice of numbers of nodes has a lower bound on the time of an iteration, and so on its cost. The search makes
+plans for the choice that promises most beside what was found, until no choice promises anything more, or time is over.
+What no plan was made for still counts in the bounds, so each plan says how far from the best possible it can be.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster.topology import Topology
+from ..plans.plan import Plan
+from ..profile.as_profiled import as_profiled
+from ..profile.layer_profile import ModelProfile
+from ..search.make_plans import make_plans
+from ..search.settings import degrees_to_try, micro_batch_sizes, slot_pools
+from .node_choice import NodeType, choices, node_types, taken
+from .plan_cost import HOUR, PlanCost, check_prices, plan_cost
+from .time_bounds import time_bounds
+
+__all__ = ["FrontPoint", "Objective", "choose", "pareto_front"]
+
+Objective = Literal["time", "cost"]
+
+PER_CHOICE = 3
+"""Plans that are kept for each choice of nodes. They may leave nodes out."""
+
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, eq=False)
+class FrontPoint:
+    """A plan than which no other that was found is both faster and cheaper."""
+
+    plan: Plan
+    """With ranks numbered as in the whole cluster."""
+    cost: PlanCost
+    nodes: tuple[int, ...]
+    """How many nodes of each type it uses."""
+    gap: float
+    """No plan can be both faster and cheaper by more than this share (0.03: 3 %), by the lower bounds."""
+
+
+def pareto_front(
+    topology: Topology,
+    profile: ModelProfile,
+    *,
+    global_batch: int,
+    micro_batches: Sequence[int] | None = None,
+    tensor_parallel: Sequence[int] | None = None,
+    time_limit_seconds: float = 5.0,
+    tolerance: float = 0.01,
+    **options: Any,
+) -> list[FrontPoint]:
+    """Plans from the fastest to the cheapest.
+
+    Args:
+        topology: all nodes that can be had, with prices.
+        profile: see :func:`.make_plans.make_plans`, as are the following arguments and ``options``.
+        time_limit_seconds: no search for another choice of nodes begins after this, once both ends are known.
+        tolerance: choices that promise less than this share in time and in cost are not searched.
+
+    Raises:
+        ValueError: a price is not known, or there is no plan.
+    """
+    check_prices(topology)
+    begin = time.monotonic()
+    known = as_profiled(topology, profile)
+    sizes = micro_batch_sizes(profile, global_batch, micro_batches)
+    pools = slot_pools(known, profile, global_batch, sizes, degrees_to_try(known, profile, tensor_parallel))
+    types = node_types(known)
+    counts = choices(types)
+    seconds = time_bounds(known, pools, types, counts)
+    possible = np.isfinite(seconds)
+    counts, seconds = counts[possible], seconds[possible]
+    options = dict(global_batch=global_batch, micro_batches=micro_batches, tensor_parallel=tensor_parallel, **options)
+    rates = counts @ np.array([each.dollars_per_hour for each in types])
+    search = _Search(counts, seconds, seconds * rates / HOUR)
+    problem = "no choice of nodes holds the model"
+    while (row := search.most_promising(tolerance)) is not None:
+        part, numbers = taken(topology, types, counts[row].tolist())
+        try:
+            plans = [each.plan for each in make_plans(part, profile, keep=PER_CHOICE, **options)]
+        except ValueError as error:
+            plans, problem = [], str(error)
+        points = [_point(topology, profile, types, _renumbered(plan, numbers)) for plan in plans]
+        search.add(row, points)
+        if time.monotonic() - begin > time_limit_seconds and search.knows_both_ends:
+            break
+    if not search.points:
+        raise ValueError(problem)
+    return search.front()
+
+
+def choose(
+    front: Sequence[FrontPoint],
+    objective: Objective,
+    *,
+    max_seconds: float = float("inf"),
+    max_dollars: float = float("inf"),
+) -> FrontPoint:
+    """The best point of a front.
+
+    Args:
+        front: see :func:`pareto_front`.
+        objective: what is to be as small as possible.
+        max_seconds: of an iteration.
+        max_dollars: of an iteration.
+
+    Raises:
+        ValueError: no point is within the limits; the message says what is nearest.
+    """
+    allowed = [
+        point
+        for point in front
+        if point.plan.iteration_seconds <= max_seconds * (1 + ROUNDING)
+        and point.cost.dollars_per_iteration <= max_dollars * (1 + ROUNDING)
+    ]
+    if not allowed:
+        ends = " and ".join(
+            f"{point.plan.iteration_seconds:.4g} s for ${point.cost.dollars_per_iteration:.4g}"
+            for point in dict.fromkeys((front[0], front[-1]))
+        )
+        raise ValueError(
+            f"no plan has an iteration of at most {max_seconds:.4g} s for at most ${max_dollars:.4g}; the fastest and "
+            f"the cheapest take {ends}"
+        )
+    by: dict[Objective, Callable[[FrontPoint], float]] = {
+        "time": lambda point: point.plan.iteration_seconds,
+        "cost": lambda point: point.cost.dollars_per_iteration,
+    }
+    return min(allowed, key=by[objective])
+
+
+class _Search:
+    """What was found, and which choice of nodes to try next.
+
+    Args:
+        counts: nodes of each type, ``[choices, types]``.
+        seconds: lower bounds on the time, ``[choices]``.
+        dollars: lower bounds on the cost of an iteration, ``[choices]``.
+    """
+
+    def __init__(self, counts: NDArray[np.int64], seconds: NDArray[np.float64], dollars: NDArray[np.float64]) -> None:
+        self._counts, self._seconds, self._dollars = counts, seconds, dollars
+        self._left = np.ones(len(counts), dtype=bool)
+        self._ratios: list[float] = []
+        self.points: list[FrontPoint] = []
+
+    @property
+    def knows_both_ends(self) -> bool:
+        """Whether the fastest plan and the cheapest one were looked for."""
+        return len(self._ratios) > 1 or not self._left.any()
+
+    def most_promising(self, tolerance: float) -> int | None:
+        """The choice that should be ahead of all that was found by the largest share; None if there is none."""
+        if not self._left.any():
+            return None
+        # Plans do not reach the bounds; by how much is learned from those that were made.
+        ratio = float(np.median(self._ratios)) if self._ratios else 1.0
+        ahead = np.full(len(self._seconds), np.inf)
+        for point in self.points:
+            faster = point.plan.iteration_seconds / (self._seconds * ratio)
+            cheaper = point.cost.dollars_per_iteration / (self._dollars * ratio + 1e-300)
+            ahead = np.minimum(ahead, np.maximum(faster, cheaper))
+        ahead[~self._left] = 0.0
+        if not self.points:
+            return int(np.argmin(np.where(self._left, self._seconds, np.inf)))
+        if len(self._ratios) == 1:
+            # After the fastest the cheapest, so that both ends are known first.
+            return int(np.argmin(np.where(self._left, self._dollars, np.inf)))
+        # Many nodes take long to plan for.
+        promise = np.where(ahead > 1 + tolerance, (ahead - 1) / self._counts.sum(axis=1), 0.0)
+        row = int(np.argmax(promise))
+        return row if promise[row] > 0 else None
+
+    def add(self, row: int, points: Sequence[FrontPoint]) -> None:
+        """The plans of a choice, the fastest first."""
+        self._left[row] = False
+        if points:
+            self._ratios.append(points[0].plan.iteration_seconds / float(self._seconds[row]))
+            # The fastest plan leaves some nodes out. So without these nodes it is the fastest, too.
+            fewer = (self._counts <= self._counts[row]) & (self._counts >= np.array(points[0].nodes))
+            self._left[fewer.all(axis=1)] = False
+        self.points += points
+
+    def front(self) -> list[FrontPoint]:
+        """The points that no other is better than, from the fastest to the cheapest, with their gaps."""
+        kept: list[FrontPoint] = []
+        for point in sorted(self.points, key=lambda each: (each.plan.iteration_seconds, _dollars(each))):
+            if not kept or _dollars(point) < _dollars(kept[-1]) * (1 - ROUNDING):
+                kept.append(point)
+        return [self._with_gap(point) for point in kept]
+
+    def _with_gap(self, point: FrontPoint) -> FrontPoint:
+        faster = point.plan.iteration_seconds / self._seconds
+        cheaper = _dollars(point) / np.maximum(self._dollars, 1e-300)
+        gap = max(float(np.minimum(faster, cheaper).max()) - 1.0, 0.0)
+        return replace(point, gap=gap)
+
+
+def _dollars(point: FrontPoint) -> float:
+    return point.cost.dollars_per_iteration
+
+
+def _point(topology: Topology, profile: ModelProfile, types: Sequence[NodeType], plan: Plan) -> FrontPoint:
+    used = {topology.devices[rank].node for replica in plan.rank_order for stage in replica for rank in stage}
+    nodes = tuple(len(used & set(each.nodes)) for each in types)
+    return FrontPoint(plan, plan_cost(topology, profile, plan), nodes, 0.0)
+
+
+def _renumbered(plan: Plan, numbers: Sequence[int]) -> Plan:
+    """The plan with ranks numbered as in the whole cluster."""
+    replicas = tuple(
+        replica.model_copy(
+            update={
+                "stages": tuple(
+                    stage.model_copy(update={"ranks": tuple(numbers[rank] for rank in stage.ranks)})
+                    for stage in replica.stages
+                )
+            }
+        )
+        for replica in plan.replicas
+    )
+    return plan.model_copy(update={"replicas": replicas})

@@ -1,0 +1,50 @@
+"""Draw the plans that are worth their price: time of an iteration over its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...io.pictures import BLUE, ORANGE, save_figure
+from ..prices.node_choice import NodeType
+from ..prices.pareto_front import FrontPoint
+from .front_table import nodes_in_words
+
+__all__ = ["plot_front"]
+
+
+def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: FrontPoint, path: Path) -> None:
+    """Write a picture, with the line beyond which no plan can be, by the lower bounds.
+
+    Args:
+        front: see :func:`.pareto_front.pareto_front`.
+        types: of nodes in the cluster.
+        chosen: one of the points.
+        path: the file; its ending says the format.
+    """
+    from matplotlib.figure import Figure
+
+    cost = [1000 * point.cost.dollars_per_iteration for point in front]
+    seconds = [point.plan.iteration_seconds for point in front]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(cost, seconds, "-o", color=BLUE, label="plans that were found")
+    bounds = [1 + point.gap for point in front]
+    axes.plot(
+        [each / bound for each, bound in zip(cost, bounds, strict=True)],
+        [each / bound for each, bound in zip(seconds, bounds, strict=True)],
+        ":",
+        color="#888888",
+        label="no plan is better in both than this",
+    )
+    best = 1000 * chosen.cost.dollars_per_iteration, chosen.plan.iteration_seconds
+    axes.plot(*([each] for each in best), "o", color=ORANGE, markersize=10, label="chosen")
+    for point, x, y in zip(front, cost, seconds, strict=True):
+        axes.annotate(nodes_in_words(point, types), (x, y), xytext=(5, 5), textcoords="offset points", fontsize=7)
+    axes.set_xlabel("dollars per 1,000 iterations")
+    axes.set_ylabel("seconds per iteration")
+    axes.margins(x=0.15)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    save_figure(figure, path)

@@ -1,0 +1,123 @@
+"""Lower bounds hold for every choice of nodes, and the front is that of all choices."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.prices.node_choice import choices, node_types, taken
+from colossal_hetero.planner.prices.pareto_front import choose, pareto_front
+from colossal_hetero.planner.prices.plan_cost import plan_cost
+from colossal_hetero.planner.prices.time_bounds import time_bounds
+from colossal_hetero.planner.profile.as_profiled import as_profiled
+from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.planner.search.settings import degrees_to_try, micro_batch_sizes, slot_pools
+from tests.support.random_clusters import Problem, large_problem, small_problem
+
+pytestmark = pytest.mark.unit
+
+ROUNDING = 1e-9
+
+
+def priced(problem: Problem, seed: int) -> Problem:
+    """The problem with a random price of each kind of device."""
+    prices = dict(zip("ABC", np.random.default_rng([2, seed]).uniform(0.5, 4.0, 3), strict=True))
+    topology = problem.topology
+    nodes = [
+        dataclasses.replace(
+            node, dollars_per_hour=sum(prices[topology.devices[rank].kind.name] for rank in node.devices)
+        )
+        for node in topology.nodes
+    ]
+    return problem._replace(topology=dataclasses.replace(topology, nodes=tuple(nodes)))
+
+
+def all_plans(problem: Problem) -> dict[tuple[int, ...], list[Plan]]:
+    """The plans of each choice of nodes, with ranks numbered as in the choice; without those that do not fit."""
+    types = node_types(problem.topology)
+    found: dict[tuple[int, ...], list[Plan]] = {}
+    for row in choices(types).tolist():
+        part, _ = taken(problem.topology, types, row)
+        try:
+            plans = make_plans(part, problem.profile, global_batch=problem.global_batch, keep=3)
+        except ValueError:
+            continue
+        found[tuple(row)] = [each.plan for each in plans]
+    return found
+
+
+@pytest.mark.parametrize("seed", [2, 3, 4, 6, 7])
+def test_no_plan_is_faster_than_the_bound_of_its_nodes(seed: int) -> None:
+    problem = priced(large_problem(seed) if seed % 2 else small_problem(seed), seed)
+    known = as_profiled(problem.topology, problem.profile)
+    sizes = micro_batch_sizes(problem.profile, problem.global_batch, None)
+    degrees = degrees_to_try(known, problem.profile, None)
+    pools = slot_pools(known, problem.profile, problem.global_batch, sizes, degrees)
+    types = node_types(known)
+    counts = choices(types)
+    if len(counts) > 10:
+        counts = counts[np.random.default_rng(seed).choice(len(counts), 10, replace=False)]
+    bounds = time_bounds(known, pools, types, counts)
+    compared = 0
+    for row, bound in zip(counts.tolist(), bounds, strict=True):
+        part, _ = taken(problem.topology, types, row)
+        try:
+            best = make_plans(part, problem.profile, global_batch=problem.global_batch, keep=1, runnable=False)[0].plan
+        except ValueError:
+            continue
+        compared += 1
+        assert bound <= best.iteration_seconds * (1 + ROUNDING), row
+    assert compared
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_front_is_that_of_all_choices(seed: int) -> None:
+    problem = priced(small_problem(seed), seed)
+    every = all_plans(problem)
+    if not every:
+        with pytest.raises(ValueError, match=r"hold|fit|memory"):
+            pareto_front(problem.topology, problem.profile, global_batch=problem.global_batch)
+        return
+    front = pareto_front(
+        problem.topology, problem.profile, global_batch=problem.global_batch, time_limit_seconds=60, tolerance=0.0
+    )
+    seconds = [point.plan.iteration_seconds for point in front]
+    dollars = [point.cost.dollars_per_iteration for point in front]
+    assert seconds == sorted(seconds) and dollars == sorted(dollars, reverse=True)
+    types = node_types(problem.topology)
+    for row, plans in every.items():
+        part, _ = taken(problem.topology, types, row)
+        for plan in plans:
+            cost = plan_cost(part, problem.profile, plan).dollars_per_iteration
+            assert any(
+                second <= plan.iteration_seconds * (1 + 1e-6) and dollar <= cost * (1 + 1e-6)
+                for second, dollar in zip(seconds, dollars, strict=True)
+            ), (row, plan.iteration_seconds, cost)
+    for point in front:
+        assert point.cost == plan_cost(problem.topology, problem.profile, point.plan)
+        for row, plans in every.items():
+            part, _ = taken(problem.topology, types, row)
+            for plan in plans:
+                faster = point.plan.iteration_seconds / plan.iteration_seconds
+                cost = plan_cost(part, problem.profile, plan).dollars_per_iteration
+                assert min(faster, point.cost.dollars_per_iteration / cost) <= (1 + point.gap) * (1 + ROUNDING)
+
+
+def test_the_best_point_within_limits_is_chosen() -> None:
+    problem = priced(small_problem(3), 3)
+    front = pareto_front(problem.topology, problem.profile, global_batch=problem.global_batch)
+    assert choose(front, "time") is front[0] and choose(front, "cost") is front[-1]
+    for point in front:
+        assert choose(front, "cost", max_seconds=point.plan.iteration_seconds) is point
+        assert choose(front, "time", max_dollars=point.cost.dollars_per_iteration) is point
+    with pytest.raises(ValueError, match=r"no plan has an iteration of at most 0 s .* the cheapest take"):
+        choose(front, "time", max_seconds=0.0)
+
+
+def test_a_price_that_is_not_known_is_named() -> None:
+    problem = small_problem(3)
+    with pytest.raises(ValueError, match=r"the price of .* is not known; give these nodes dollars_per_hour"):
+        pareto_front(problem.topology, problem.profile, global_batch=problem.global_batch)
