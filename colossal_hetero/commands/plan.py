@@ -214,6 +214,13 @@ def plan(
                     ),
                 )
         best = plans[0].plan
+        gap = None
+        if schedules == ("1f1b",) and not overlap and not by_price:
+            from ..planner.prices.proved_gap import proved_gap
+
+            seconds = min(each.plan.iteration_seconds for each in plans)
+            tried = {name: options[name] for name in ("global_batch", "micro_batches", "tensor_parallel")}
+            gap = proved_gap(topology, model, seconds, **tried)
         if out is not None:
             save_plan(best, out)
         if plot is not None:
@@ -224,6 +231,8 @@ def plan(
     if table is not None:
         console.print(table)
     console.print(render(plans))
+    if gap is not None:
+        _print(console, f"proved: no plan is faster than this by more than {gap:.1%}, under the model of the planner\n")
     _print(console, f"{one_line(best)}\n\n{training_call(best, str(out or 'plan.json'), overlap=overlap)}")
     if out is None:
         _print(console, "\n# --out plan.json writes this plan to that file")
