@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,6 +36,9 @@ __all__ = ["LayerCheckpoint", "Start", "Training"]
 
 STORE_SECONDS = 60.0
 """How long ranks wait for the store of rank 0."""
+
+LOST_SECONDS = 10.0
+"""How long it may take until a rank is known to be lost."""
 
 
 class Training(NamedTuple):
@@ -97,10 +101,11 @@ class LayerCheckpoint:
 
     Args:
         config: the folders.
-        is_broken: whether other ranks are known to be lost; see :class:`.saver.LayerCheckpointSaver`.
+        is_broken: whether other ranks are known to be lost; see :class:`.saver.LayerCheckpointSaver`. None if training
+            does not go on without them.
     """
 
-    def __init__(self, config: CheckpointConfig, is_broken: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, config: CheckpointConfig, is_broken: Callable[[], bool] | None = None) -> None:
         self._config, self._is_broken = config, is_broken
         self._saver: LayerCheckpointSaver | None = None
         self._participants: Participants | None = None
@@ -227,8 +232,18 @@ class LayerCheckpoint:
             try:
                 self._saver.wait()
             except CheckpointError:
-                if not self._is_broken():
+                if not self._is_soon_broken():
                     raise
+
+    def _is_soon_broken(self) -> bool:
+        """Whether ranks are lost. A write may fail before that is known, for example if messages were in a lost rank's
+        memory."""
+        deadline = time.monotonic() + LOST_SECONDS
+        while self._is_broken is not None and time.monotonic() < deadline:
+            if self._is_broken():
+                return True
+            time.sleep(0.05)
+        return False
 
     def _saver_of(self, pieces: Sequence[TensorPiece]) -> LayerCheckpointSaver:
         """The saver of these pieces; another one than before if a rank holds something else, such as new states."""
@@ -253,7 +268,7 @@ class LayerCheckpoint:
                 shared=config.shared,
                 keep=config.keep,
                 store=self._store,
-                is_broken=self._is_broken,
+                is_broken=self._is_broken or (lambda: False),
             )
         return self._saver
 

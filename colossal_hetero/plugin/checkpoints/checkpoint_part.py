@@ -33,14 +33,15 @@ class Checkpoints(PluginPart):
     Args:
         config: where to save.
         weights_changed: called after weights were loaded.
-        is_broken: whether other ranks are known to be lost; nobody waits for them then.
+        is_broken: whether other ranks are known to be lost; nobody waits for them then. None if training does not go on
+            without them.
     """
 
     def __init__(
         self,
         config: CheckpointConfig,
         weights_changed: Callable[[], None] = lambda: None,
-        is_broken: Callable[[], bool] = lambda: False,
+        is_broken: Callable[[], bool] | None = None,
     ) -> None:
         self._files = LayerCheckpoint(config, is_broken)
         self._weights_changed = weights_changed

@@ -79,9 +79,10 @@ def test_a_lost_state_is_named_and_a_new_job_continues_from_the_checkpoint(tmp_p
     check_parameters(outcome)
 
 
-def test_nobody_waits_for_the_file_of_a_member_that_is_lost(tmp_path: Path) -> None:
-    """All members are in ``plugin.wait_for_saves``, so no collective fails."""
-    outcome = run_job(["big-0", "small-0", "small-1"], STEPS, {1: Kill(3, "saving")}, folder=tmp_path)
+@pytest.mark.parametrize("dead", [0, 1])
+def test_nobody_waits_for_the_file_of_a_member_that_is_lost(dead: int, tmp_path: Path) -> None:
+    """All members are in ``plugin.wait_for_saves``, so no collective fails. Messages are in the memory of rank 0."""
+    outcome = run_job(["big-0", "small-0", "small-1"], STEPS, {dead: Kill(3, "saving")}, folder=tmp_path)
     assert outcome.errors == [] and sorted(outcome.losses) == list(range(1, STEPS + 1))
     check_parameters(outcome)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000006", "step-00000009"]
