@@ -165,6 +165,16 @@ class LayerCheckpoint:
         same = restore_run(model, optimizer, lr_scheduler, loader, outline, restoring.pieces, states, step=found.step)
         return Start(found.step, index.manifest.epoch, same, reader.bytes_read, reader.check_bytes_read, received)
 
+    def newest_step(self, step: int | None = None) -> int | None:
+        """The step of the checkpoint that :meth:`resume` would load; None if there is none that is whole. Every rank
+        calls it."""
+        copies, _ = self._everyones_copies(self._config.node or socket.gethostname())
+        try:
+            found = newest_whole(copies, step)
+        except FileNotFoundError:
+            return None
+        return None if found is None else found.step
+
     def _everyones_copies(self, node: str) -> tuple[list[NodeCopy], list[str]]:
         """What all ranks find in their folders, and the node of each rank."""
         shared = None if self._config.shared is None else FolderPlace(self._config.shared)

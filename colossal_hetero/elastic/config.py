@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 __all__ = ["ElasticConfig"]
 
@@ -11,6 +12,17 @@ __all__ = ["ElasticConfig"]
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
     """When training goes on with the members that are left, and how long ranks wait for each other."""
+
+    recovery: Literal["in-process", "restart"] = "in-process"
+    """"in-process": the same processes form another group. "restart": all processes end when one is lost, and torchrun
+    or ``colossal-hetero launch`` starts them again."""
+
+    memory: str | Path | None = None
+    """With ``recovery="restart"``: a folder in the memory of each node, in which states outlive the processes. None:
+    ``/dev/shm/colossal_hetero-UID``."""
+
+    memory_every: int = 1
+    """With ``recovery="restart"``: after so many steps the state is written there, although nothing happens."""
 
     min_members: int = 1
     """With fewer processes, training waits for others."""
@@ -34,6 +46,12 @@ class ElasticConfig:
     """So long a member waits for a world, for example for ``min_members``."""
 
     def __post_init__(self) -> None:
+        if self.recovery not in ("in-process", "restart"):
+            raise ValueError(f'recovery={self.recovery!r} must be "in-process" or "restart"')
+        if self.recovery == "in-process" and (self.memory is not None or self.memory_every != 1):
+            raise ValueError('memory and memory_every are used with recovery="restart" only; leave them out')
+        if isinstance(self.memory_every, bool) or not isinstance(self.memory_every, int) or self.memory_every < 1:
+            raise ValueError(f"memory_every={self.memory_every!r} must be a whole number of at least 1")
         if isinstance(self.min_members, bool) or not isinstance(self.min_members, int) or self.min_members < 1:
             raise ValueError(f"min_members={self.min_members!r} must be a whole number of at least 1")
         if self.max_members is not None and self.max_members < self.min_members:

@@ -95,14 +95,21 @@ def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: each.detach() for name, each in model.named_parameters()}
 
 
-def train(steps: int, kill: Kill | None, folder: Path | None, joins: Sequence[int], told: Any) -> None:
+def train(
+    steps: int,
+    kill: Kill | None,
+    folder: Path | None,
+    joins: Sequence[int],
+    told: Any,
+    elastic: ElasticConfig | None = None,
+) -> None:
     """What every member does: the script of a user. It waits at the steps in ``joins`` until a member has started."""
     checkpoints = None if folder is None else CheckpointConfig(shared=folder, save_every=3)
     planning = PlanConfig(cluster=cluster(), profile=profile(), global_batch_size=GLOBAL_BATCH, min_replicas=2)
     plugin = HeteroHybridParallelPlugin(
         plan="auto",
         planning=planning,
-        elastic=ElasticConfig(dead_seconds=1.0, last_call_seconds=0.5),
+        elastic=elastic or ElasticConfig(dead_seconds=1.0, last_call_seconds=0.5),
         checkpoints=checkpoints,
         precision="fp32",
         max_norm=1.0,

@@ -74,6 +74,10 @@ class Checkpoints(PluginPart):
         self._weights_changed()
         return start
 
+    def newest_step(self, step: int | None = None) -> int | None:
+        """The step that :meth:`resume` would load; None if there is none. Every rank calls it."""
+        return self._files.newest_step(step)
+
     def give_up(self) -> None:
         """The ranks of the run have changed: what is not written yet is given up."""
         self._files.give_up()
@@ -166,6 +170,11 @@ class CheckpointMethods:
         """Wait until the last checkpoint is written, and raise its error if there was one. Call it before the script
         ends."""
         self._needed().wait()
+
+    def give_up_saves(self) -> None:
+        """Other ranks have ended, so that nothing can be saved any more: the end of this process waits for nothing."""
+        if self._checkpoints is not None:
+            self._checkpoints.give_up()
 
     def _needed(self) -> Checkpoints:
         if self._checkpoints is None:

@@ -192,8 +192,16 @@ class ElasticRun(PluginPart):
         optimizer.step = wraps(optimizer.step)(partial(self._step, plugin))
         self._members.seal()
 
-    def resume(self, lr_scheduler: Any, loader: Any, load: Callable[[], Start]) -> Start:
+    def resume(
+        self, lr_scheduler: Any, loader: Any, load: Callable[[], Start], saved_step: Callable[[], int | None]
+    ) -> Start:
         """Begin to train: with the state that the others hold, or with what ``load`` finds. Every rank calls it.
+
+        Args:
+            lr_scheduler: the learning-rate schedule, or None.
+            loader: draws the batches.
+            load: loads the newest checkpoint, and returns where it is.
+            saved_step: its step, or None if there is none.
 
         Raises:
             TypeError: there is no loader that can draw its batches again.

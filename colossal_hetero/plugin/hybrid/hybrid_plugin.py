@@ -39,7 +39,7 @@ from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch
 from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
 from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_planning, seated
 from ..elastic.elastic_run import ElasticRun, Recovery
-from ..elastic.members import JobMember
+from ..elastic.recoveries import make_elastic_run
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
@@ -117,7 +117,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         arguments = arguments_by_name(args, given) | dict(tp_size=tp_size, pp_size=pp_size, plan=plan)
         check_elastic(elastic, arguments)
         cluster = cluster_of(arguments)
-        members = JobMember(elastic, [node.name for node in cluster.nodes])
 
         def build(nodes: Sequence[str], held: Sequence[HeldLayers | None]) -> HeldLayers:
             run = self._elastic
@@ -133,7 +132,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             self._build(**(arguments | dict(planning=planning, plan=plan)))
             return layers_by_rank(plan)[dist.get_rank()]
 
-        self._elastic = ElasticRun(members, build)
+        self._elastic = make_elastic_run(elastic, [node.name for node in cluster.nodes], build)
         self._elastic.start()
 
     def _build(
@@ -416,14 +415,13 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     ) -> Start:
         """See ``CheckpointMethods.resume``. In elastic training every process calls it: one that joins gets the state
         of the others."""
-        resume = super().resume
-
-        def load() -> Start:
-            return resume(model, optimizer, lr_scheduler, dataloader, step=step)
-
+        load = functools.partial(super().resume, model, optimizer, lr_scheduler, dataloader, step=step)
         if self._elastic is None:
             return load()
-        return self._elastic.resume(lr_scheduler, dataloader, Start if self._checkpoints is None else load)
+        if self._checkpoints is None:
+            return self._elastic.resume(lr_scheduler, dataloader, Start, lambda: None)
+        saved_step = functools.partial(self._checkpoints.newest_step, step)
+        return self._elastic.resume(lr_scheduler, dataloader, load, saved_step)
 
     def finish(self) -> None:
         """Say that training has ended, in elastic training: every process calls it at the end of the script.
