@@ -32,13 +32,17 @@ BLOCKS, MICRO_BATCH, GLOBAL_BATCH, BATCHES = 4, 2, 12, 8
 NODES = ("big-0", "small-0", "small-1", "small-2", "big-1")
 
 
-def cluster() -> Topology:
-    """Five nodes with a device each; the small ones cannot hold the model alone."""
+def cluster(names: Sequence[str] = NODES, devices_per_node: Sequence[int] = (1, 1, 1, 1, 1)) -> Topology:
+    """Nodes, by default of a device each; the small ones cannot hold the model alone."""
     memory, network = Channel("shared memory", 1e10, 1e-6), Channel("Ethernet", 1e10, 1e-6)
     kinds = dict(big=DeviceKind("big", 10**9, 1e9), small=DeviceKind("small", 17 * 10**7, 1e9))
-    devices = tuple(Device(kinds[name.split("-")[0]], node=number, cluster=0) for number, name in enumerate(NODES))
-    nodes = tuple(Node(name, 0, (number,), memory, (network,)) for number, name in enumerate(NODES))
-    return Topology(devices, nodes, ("here",))
+    devices: list[Device] = []
+    nodes: list[Node] = []
+    for number, (name, count) in enumerate(zip(names, devices_per_node, strict=True)):
+        own = tuple(range(len(devices), len(devices) + count))
+        devices += [Device(kinds[name.split("-")[0]], node=number, cluster=0)] * count
+        nodes.append(Node(name, 0, own, memory, (network,)))
+    return Topology(tuple(devices), tuple(nodes), ("here",))
 
 
 def profile() -> ModelProfile:
@@ -102,10 +106,13 @@ def train(
     joins: Sequence[int],
     told: Any,
     elastic: ElasticConfig | None = None,
+    topology: Topology | None = None,
 ) -> None:
     """What every member does: the script of a user. It waits at the steps in ``joins`` until a member has started."""
     checkpoints = None if folder is None else CheckpointConfig(shared=folder, save_every=3)
-    planning = PlanConfig(cluster=cluster(), profile=profile(), global_batch_size=GLOBAL_BATCH, min_replicas=2)
+    planning = PlanConfig(
+        cluster=topology or cluster(), profile=profile(), global_batch_size=GLOBAL_BATCH, min_replicas=2
+    )
     plugin = HeteroHybridParallelPlugin(
         plan="auto",
         planning=planning,

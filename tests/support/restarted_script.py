@@ -1,7 +1,7 @@
-"""A script that torchrun starts, and starts again: ``restarted_script.py FOLDER STEPS [EVERY]``.
+"""A script that torchrun starts, and starts again: ``restarted_script.py FOLDER STEPS``.
 
 It trains what the members of :mod:`tests.support.elastic_jobs` train, and writes into the folder, by process, what it
-has done. A file ``kill.NODE`` there says after which step the worker of a node ends itself, where, and only once.
+has done. A file ``kill.NODE`` there says after which step a worker of a node ends itself, and where; one does so, once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CP
 
 # isort: split
 from colossal_hetero import ElasticConfig
-from tests.support.elastic_jobs import Kill, train
+from tests.support.elastic_jobs import Kill, cluster, train
 
 
 class Told:
@@ -47,14 +47,14 @@ def planned_end(folder: Path, node: str) -> Kill | None:
     return Kill(**json.loads((folder / f"killed.{node}").read_text()))
 
 
-def main(folder: Path, steps: int, every: int) -> None:
+def main(folder: Path, steps: int) -> None:
     """Train to the end, or until a member is lost."""
     torch.set_num_threads(1)
     node = os.environ["COLOSSAL_HETERO_NODE"]
-    elastic = ElasticConfig(recovery="restart", memory=folder / "memory", memory_every=every, timeout_seconds=20)
-    disk = folder / "disk"
-    train(steps, planned_end(folder, node), disk if disk.exists() else None, (), Told(folder, node), elastic)
+    elastic = ElasticConfig(recovery="restart", memory=folder / "memory", timeout_seconds=20)
+    topology = cluster(["big-0", "small-0"], [1, 2])
+    train(steps, planned_end(folder, node), None, (), Told(folder, node), elastic, topology)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 1)
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -59,9 +59,7 @@ def find_each_other(store: KeyStore, rank: int, size: int, node: str, limit_seco
     store.set(_key(size, f"here/{rank}"), own)
     greeting = _invite(store, size, deadline) if rank == 0 else _answer(store, rank, size, own, deadline)
     if greeting is None:
-        raise RuntimeError(
-            f"not all of {size} workers found each other within {limit_seconds:g} s (this is rank {rank})"
-        )
+        raise RuntimeError(f"not all of {size} workers came within {limit_seconds:g} s (this is rank {rank})")
     return greeting
 
 

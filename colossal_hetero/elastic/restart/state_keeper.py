@@ -22,6 +22,8 @@ from .memory_folder import FileName, MemoryFolder
 
 __all__ = ["StateKeeper"]
 
+LOOK_SECONDS = 60.0
+
 
 class StateKeeper:
     """The states of one rank in one world. See [Note: keeping a state].
@@ -59,7 +61,8 @@ class StateKeeper:
 
     def settle(self) -> None:
         """Wait until what is being written is written."""
-        self._worker.wait(float("inf"))
+        while not self._worker.wait(time.monotonic() + LOOK_SECONDS):
+            pass
 
     def forget(self) -> None:
         """The state that is noted is about to change."""

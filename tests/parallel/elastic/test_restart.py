@@ -1,0 +1,64 @@
+"""A job whose processes are started again trains like one process that nothing happens to."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tests.parallel.elastic.test_elastic_training import check_parameters
+from tests.support.elastic_jobs import Kill, Outcome, cluster
+from tests.support.restarted_jobs import RestartedJob
+
+STEPS = 10
+
+
+def begin_and_end(outcome: Outcome) -> tuple[int, int]:
+    """After which step all processes of a world have begun, and the last step that any of them has made."""
+    (begin,) = {start.step for start in outcome.starts}
+    return begin, max(outcome.losses, default=begin)
+
+
+def test_processes_are_killed(tmp_path: Path) -> None:
+    """One node holds the whole model, two share it. Each is lost once; at most the running iteration is done again."""
+    nodes = ["small-1", "big-0", "small-0"]  # torchrun numbers them in any order
+    with RestartedJob(tmp_path / "memory", STEPS) as job:
+        assert begin_and_end(job.run(nodes, {0: Kill(1, "forward")})) == (0, 1)
+        assert begin_and_end(job.run(nodes, {1: Kill(4, "before commit")})) == (1, 4)
+        assert begin_and_end(job.run(nodes, {2: Kill(6, "after commit")})) == (4, 7)  # the others make the step
+        outcome = job.run(nodes)
+    assert begin_and_end(outcome) == (7, STEPS) and set(outcome.ended.values()) == {0}
+    check_parameters(outcome)
+    assert len(outcome.parameters) == 3
+    assert not (tmp_path / "memory").exists()
+
+
+def test_a_lost_memory_is_replaced_by_the_disk(tmp_path: Path) -> None:
+    """A pipeline of two nodes: each has layers that nobody else has."""
+    memory = tmp_path / "memory"
+    with RestartedJob(memory, STEPS, disk=tmp_path / "disk") as job:
+        assert begin_and_end(job.run(["big-0", "small-0"], {1: Kill(4, "before commit")})) == (0, 4)
+        shutil.copytree(memory, tmp_path / "old")
+        assert begin_and_end(job.run(["big-0", "small-0"], {0: Kill(8, "before commit")})) == (4, 8)
+        shutil.rmtree(memory / "job" / "small-0")
+        shutil.copytree(tmp_path / "old" / "job" / "small-0", memory / "job" / "small-0")
+        shutil.copytree(tmp_path / "old" / "job" / "big-0", memory / "job" / "big-0", dirs_exist_ok=True)
+        # Memory has steps 7 and 8 in part, and 4 as a whole; disks have 6.
+        outcome = job.run(["small-0", "small-1", "small-2"])
+    assert begin_and_end(outcome) == (6, STEPS)
+    check_parameters(outcome)
+
+
+def test_all_processes_get_sigterm(tmp_path: Path) -> None:
+    """Then the state after the last step is kept, although only every 50th is written while nothing happens."""
+    memory, topology = tmp_path / "memory", cluster(["big-0", "small-0"], [1, 2])
+    with RestartedJob(memory, STEPS, every=50, topology=topology) as job:
+        outcome = job.run(["small-0", "big-0", "small-0"], terminate=4)
+        assert set(outcome.ended.values()) == {128 + 15}
+        reached = begin_and_end(outcome)[1]
+        with RestartedJob(memory, 1, name="other", topology=topology) as other:
+            assert begin_and_end(other.run(["big-0"])) == (0, 1)
+        outcome = job.run(["small-0", "small-0"])
+    assert begin_and_end(outcome) == (reached, STEPS) and 4 <= reached < STEPS
+    check_parameters(outcome)
+    # Nodes that are not there at the end keep their files.
+    assert {path.parent for path in memory.rglob("*.state")} == {memory / "job" / "big-0"}
