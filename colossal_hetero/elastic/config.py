@@ -8,6 +8,8 @@ from typing import Literal
 
 __all__ = ["ElasticConfig"]
 
+LAST_CALL_SECONDS = {"in-process": 1.0, "restart": 30.0}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
@@ -36,8 +38,9 @@ class ElasticConfig:
     dead_seconds: float = 2.0
     """A member of which nothing was heard for so long counts as dead."""
 
-    last_call_seconds: float = 1.0
-    """So long a world that could form waits for more members."""
+    last_call_seconds: float | None = None
+    """So long a world that could form waits for more members. None: 1 s, and with ``recovery="restart"`` 30 s, because
+    processes that start again take different times."""
 
     timeout_seconds: float = 60.0
     """Time limit of a collective operation. A member that hangs longer counts as dead."""
@@ -56,6 +59,8 @@ class ElasticConfig:
             raise ValueError(f"min_members={self.min_members!r} must be a whole number of at least 1")
         if self.max_members is not None and self.max_members < self.min_members:
             raise ValueError(f"max_members={self.max_members} is less than min_members={self.min_members}")
+        if self.last_call_seconds is None:
+            object.__setattr__(self, "last_call_seconds", LAST_CALL_SECONDS[self.recovery])
         for name in ("dead_seconds", "last_call_seconds", "timeout_seconds", "join_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a positive number of seconds")

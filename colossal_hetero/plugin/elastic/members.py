@@ -27,6 +27,7 @@ class JobMember:
 
     def __init__(self, config: ElasticConfig, node_order: Sequence[str]) -> None:
         place = ElasticEnvironment.from_environ()
+        assert config.last_call_seconds is not None
         timing = MembershipTiming(
             keep_alive_seconds=config.dead_seconds / KEEP_ALIVE_ATTEMPTS,
             keep_alive_attempts=KEEP_ALIVE_ATTEMPTS,

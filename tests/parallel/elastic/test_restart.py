@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
+from colossal_hetero import ElasticConfig
 from tests.parallel.elastic.test_elastic_training import check_parameters
-from tests.support.elastic_jobs import Kill, Outcome, cluster
+from tests.support.elastic_jobs import Job, Kill, Outcome, cluster, train
 from tests.support.restarted_jobs import RestartedJob
 
 STEPS = 10
@@ -62,3 +64,36 @@ def test_all_processes_get_sigterm(tmp_path: Path) -> None:
     check_parameters(outcome)
     # Nodes that are not there at the end keep their files.
     assert {path.parent for path in memory.rglob("*.state")} == {memory / "job" / "big-0"}
+
+
+def train_again(memory: Path, kill: Kill | None, told: Any) -> None:
+    """The script of a member that ``colossal-hetero launch`` has started."""
+    elastic = ElasticConfig(recovery="restart", memory=memory, max_members=3, dead_seconds=1.0, last_call_seconds=4.0)
+    train(STEPS, kill, None, (), told, elastic)
+
+
+def test_members_of_a_launched_job_end_and_start_again(tmp_path: Path) -> None:
+    """When a member joins, and when one is killed; as ``colossal-hetero launch`` does it."""
+    memory, ends = tmp_path / "memory", list[int]()
+    with Job(STEPS) as job:
+        job._script = (train_again, memory, None)
+        running = {job.start(node) for node in ("small-1", "small-0")}
+        job._script = (train_again, memory, Kill(5, "before commit"))
+        while running:
+            message = job.message()
+            if message is not None and message[1] == "step" and len(job.members) == 2:
+                running.add(job.start("big-0"))
+            for number in {number for number in running if job.members[number].exitcode is not None}:
+                running.remove(number)
+                ends.append(job.members[number].exitcode)
+                if ends[-1]:
+                    is_big = job.nodes[number] == "big-0"
+                    kill = Kill(5, "before commit") if is_big and -9 not in ends else None
+                    job._script = (train_again, memory, kill)
+                    running.add(job.start(job.nodes[number]))
+        outcome = job.finish()
+    assert sorted(ends) == [-9, 0, 0, 0, 1, 1, 1, 1]
+    assert sorted({start.step for start in outcome.starts})[-1] == 5
+    check_parameters(outcome)
+    assert len(outcome.parameters) == 3
+    assert not memory.exists()
