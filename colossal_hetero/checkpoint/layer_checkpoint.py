@@ -105,7 +105,7 @@ class LayerCheckpoint:
         self._participants: Participants | None = None
         self._store: dist.Store | None = None
 
-    def save(self, training: Training, *, step: int, epoch: int, plan: str) -> bool:
+    def save(self, training: Training, *, step: int, epoch: int, plan: str, always: bool = False) -> bool:
         """Save what all ranks hold, if ``step`` is a multiple of ``save_every``.
 
         Args:
@@ -113,6 +113,7 @@ class LayerCheckpoint:
             step: number of optimizer steps that are done.
             epoch: the epoch that the run is in.
             plan: the plan of the run in a few words.
+            always: save whatever the number of the step is.
 
         Returns:
             whether this step is saved.
@@ -120,7 +121,7 @@ class LayerCheckpoint:
         Raises:
             TypeError, ValueError: see :func:`.held_pieces.pieces_of` and :func:`.run_states.run_state_of`.
         """
-        if step % self._config.save_every:
+        if step % self._config.save_every and not always:
             return False
         model, optimizer, lr_scheduler, loader, outline = training
         wait_for_parameters(optimizer)

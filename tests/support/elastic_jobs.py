@@ -8,7 +8,7 @@ import queue
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +107,7 @@ def train(
     told: Any,
     elastic: ElasticConfig | None = None,
     topology: Topology | None = None,
+    at_end: Callable[[Booster, Any, Any], None] = lambda *_: None,
 ) -> None:
     """What every member does: the script of a user. It waits at the steps in ``joins`` until a member has started."""
     checkpoints = None if folder is None else CheckpointConfig(shared=folder, save_every=3)
@@ -148,6 +149,7 @@ def train(
                         time.sleep(0.05)
                 if step == steps:
                     break
+    at_end(booster, model, optimizer)
     named = model.unwrap().named_parameters()
     told.put(("done", {name: each.detach().clone().numpy() for name, each in named}, plugin.recoveries))
     plugin.finish()

@@ -59,12 +59,20 @@ class Checkpoints(PluginPart):
         self._outlines[model] = self._outline
 
     def save(
-        self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, step: int, epoch: int, plan: str
+        self,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any,
+        dataloader: Any,
+        step: int,
+        epoch: int,
+        plan: str,
+        always: bool = False,
     ) -> bool:
-        """See :meth:`CheckpointMethods.save`."""
+        """See :meth:`CheckpointMethods.save`; with ``always``, whatever ``save_every`` is."""
         training = self._training(model, optimizer, lr_scheduler, dataloader)
         with naming_ended_ranks():
-            return self._files.save(training, step=step, epoch=epoch, plan=plan)
+            return self._files.save(training, step=step, epoch=epoch, plan=plan, always=always)
 
     def resume(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, step: int | None) -> Start:
         """See :meth:`CheckpointMethods.resume`."""

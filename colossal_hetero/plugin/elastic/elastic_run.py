@@ -344,7 +344,7 @@ class ElasticRun(PluginPart):
         while True:
             try:
                 if not failed:
-                    received += self._hand_over()
+                    received += self._hand_over(plugin)
                 received += self._go_on(plugin, reason if failed else None)
                 break
             except RuntimeError as error:
@@ -354,7 +354,7 @@ class ElasticRun(PluginPart):
             Recovery(self.version, members, dist.get_world_size(), seconds, received, repeated, reason)
         )
         if dist.get_rank() == 0:
-            Console(stderr=True).print(self.recoveries[-1].in_words(), highlight=False, markup=False, soft_wrap=True)
+            _print(self.recoveries[-1].in_words())
 
     def _check_progress(self, reason: str) -> None:
         """Raise ``RuntimeError`` if the same step fails again and again although all members are there."""
@@ -367,9 +367,9 @@ class ElasticRun(PluginPart):
                 f"reason: {reason}"
             )
 
-    def _hand_over(self) -> int:
+    def _hand_over(self, plugin: Any) -> int:
         """Take what only members hold that leave, while they are there; returns the bytes received. Those that leave
-        end here."""
+        end here. If all leave, the last state is saved before."""
         leaving: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(leaving, self._members.is_leaving())
         if not any(leaving):
@@ -383,10 +383,22 @@ class ElasticRun(PluginPart):
             received = move_pieces(taken, held.pieces, holdings)
             self._held = dataclasses.replace(held, pieces=[*held.pieces, *taken])
             dist.barrier()
+        else:
+            self._save_last(plugin)
         if own:
             self._members.depart()
             raise SystemExit(0)
         return received
+
+    def _save_last(self, plugin: Any) -> None:
+        assert self._objects is not None
+        model, optimizer = self._objects.model, self._objects.optimizer
+        is_saved = plugin.save_last(model, optimizer, self._scheduler, self._loader, self.version)
+        if dist.get_rank() == 0:
+            what = (
+                "is saved" if is_saved else "is not saved, because the plugin has no checkpoints=CheckpointConfig(...)"
+            )
+            _print(f"all members leave; the state after step {self.version} {what}")
 
     def _go_on(self, plugin: Any, reason: str | None) -> int:
         if reason is not None:
@@ -405,6 +417,10 @@ class ElasticRun(PluginPart):
         received = self._restore(None, None)
         self.version, self._held, self._layers = self._agreed.version, None, self._new_layers
         return received
+
+
+def _print(words: str) -> None:
+    Console(stderr=True).print(words, highlight=False, markup=False, soft_wrap=True)
 
 
 def _lost(error: RuntimeError) -> str:

@@ -39,6 +39,7 @@ from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch
 from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
 from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_planning, seated
 from ..elastic.elastic_run import ElasticRun, Recovery
+from ..elastic.present_checkpoint_io import PresentCheckpointIO
 from ..elastic.recoveries import make_elastic_run
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
 from ..part import PluginPart, TrainingObjects
@@ -431,6 +432,21 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self._elastic is not None:
             self._elastic.finish()
 
+    def save_last(
+        self, model: ModelWrapper, optimizer: OptimizerWrapper, lr_scheduler: Any, dataloader: Any, step: int
+    ) -> bool:
+        """Save a layer checkpoint before all processes end, whatever ``save_every`` is; whether it is saved now.
+
+        Every rank calls it. Without ``checkpoints`` nothing is saved.
+        """
+        if self._checkpoints is None:
+            return False
+        epoch = int(dataloader.state_dict()["epoch"])
+        plan = self._plan_in_words()
+        self._checkpoints.save(model, optimizer, lr_scheduler, dataloader, step, epoch, plan, always=True)
+        self._checkpoints.wait()
+        return True
+
     def adopt(self, model: ModelWrapper, dataloader: Any) -> None:
         """Let the script's model and loader be those of this plugin, which was made again."""
         assert self._unequal is not None
@@ -439,7 +455,11 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             self._checkpoints.adopt(model)
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        """See ``Plugin.get_checkpoint_io``; called by ``Booster``."""
+        """See ``Plugin.get_checkpoint_io``; called by ``Booster``, once."""
+        return self._checkpoint_io() if self._elastic is None else PresentCheckpointIO(self._checkpoint_io)
+
+    def _checkpoint_io(self) -> CheckpointIO:
+        """``get_checkpoint_io`` for the groups that there are now."""
         checkpoint_io = super().get_checkpoint_io()
         if self._unequal is not None:
             groups = self.mixed_dp_group, self.pp_group, self.tp_group, self.sp_group
