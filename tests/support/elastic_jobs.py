@@ -76,7 +76,7 @@ class Kill:
     version: int
     """Optimizer steps that are done."""
     phase: str
-    """``forward``, ``backward``, ``sums``, ``before commit`` or ``after commit``."""
+    """``forward``, ``backward``, ``sums``, ``before commit``, ``after commit`` or ``evaluation``."""
 
 
 def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -108,6 +108,7 @@ def train(
     elastic: ElasticConfig | None = None,
     topology: Topology | None = None,
     at_end: Callable[[Booster, Any, Any], None] = lambda *_: None,
+    after_step: Callable[[Booster, Any], None] = lambda *_: None,
 ) -> None:
     """What every member does: the script of a user. It waits at the steps in ``joins`` until a member has started."""
     checkpoints = None if folder is None else CheckpointConfig(shared=folder, save_every=3)
@@ -144,6 +145,7 @@ def train(
                     plugin.wait_for_saves()
                 loss = None if result["loss"] is None else float(result["loss"])
                 told.put(("step", step, dist.get_world_size(), plugin.replica()[0], loss))
+                after_step(booster, model)
                 if step in joins and dist.get_rank() == 0:
                     while not plugin._elastic._members.is_somebody_waiting():
                         time.sleep(0.05)
@@ -165,7 +167,8 @@ def phases(kill: Kill | None, version: Any) -> Iterator[None]:
     def dying(function: Any, phase: str, after: bool = False) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs) if after else None
-            if kill.phase == phase and version() == kill.version:
+            is_there = phase not in ("forward", "evaluation") or (phase == "forward") == torch.is_grad_enabled()
+            if is_there and version() == kill.version:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result if after else function(*args, **kwargs)
 
@@ -179,6 +182,7 @@ def phases(kill: Kill | None, version: Any) -> Iterator[None]:
         "backward": (replica_optimizers.__name__ + ".ReplicaOptimizer.backward", False),
         "forward": ("transformers.models.gpt2.modeling_gpt2.GPT2Block.forward", False),
     }
+    places["evaluation"] = places["forward"]
     name, after = places[kill.phase]
     module, owner, attribute = name.rsplit(".", 2)
     kind = getattr(__import__(module, fromlist=[owner]), owner)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
@@ -43,6 +43,7 @@ from ...elastic.state.versions import Agreed, CatchUp, Standing, agree
 from ...processes.ended_ranks import is_lost_connection
 from ..part import PluginPart, TrainingObjects
 from ..unequal.commit import Commit, exchange
+from .evaluations import Evaluations, has_to_repeat
 from .template import Template
 
 __all__ = ["ElasticRun", "Members", "Recovery"]
@@ -120,6 +121,8 @@ class ElasticRun(PluginPart):
         self._held: Held | None = None
         self._calls: list[Callable[[], Any]] = []
         self._inner_step: Callable[..., Any] | None = None
+        self.evaluations = Evaluations()
+        self._repeats_evaluation = False
 
     # A world ------------------------------------------------------------------------------------------------------
 
@@ -136,9 +139,11 @@ class ElasticRun(PluginPart):
     def form(self) -> None:
         """Form a world, agree on the newest step, and make the plugin. Called by all members at once."""
         nodes = self._members.form()
-        standing = Standing(self.version if self._holds else None, self._complete, self._commit)
+        done, has_results = self.evaluations.done, self.evaluations.has_results
+        standing = Standing(self.version if self._holds else None, self._complete, self._commit, done, has_results)
         everyone: list[Any] = [None] * len(nodes)
         dist.all_gather_object(everyone, (standing, self._layers if self._holds else None))
+        self._follow(standing, [standing for standing, _ in everyone])
         self._agreed = agree([standing for standing, _ in everyone])
         if self._agreed is not None:
             catch_up = self._agreed.catch_ups[dist.get_rank()]
@@ -152,6 +157,19 @@ class ElasticRun(PluginPart):
         if self._holds and self._held is None:
             self._held = self._let_go()
         self._new_layers = self._build(nodes, [layers for _, layers in everyone])
+
+    def _follow(self, own: Standing, standings: Sequence[Standing]) -> None:
+        """What follows for an evaluation in which ranks may be; see [Note: evaluations].
+
+        Raises:
+            StateLost: ranks are in one, and others have joined, which are not.
+        """
+        stayed = [each for each in standings if each.version is not None]
+        if any(each.has_results is not None for each in stayed) and len(stayed) < len(standings):
+            raise StateLost(f"a process has joined while the others recover in an evaluation; {START_AGAIN}")
+        self._repeats_evaluation = own.version is not None and has_to_repeat(own, stayed)
+        if own.version is None:
+            self.evaluations.done = max((each.evaluations for each in stayed), default=0)
 
     def _make_step(self, commit: Commit) -> None:
         """Make the step that others have made, with what they agreed on."""
@@ -275,6 +293,28 @@ class ElasticRun(PluginPart):
             reason = _lost(error)
         self._change(plugin, reason)
         return self._repeat()
+
+    def evaluate(
+        self, plugin: Any, model: Any, batches: Iterator[Any], evaluate: Callable[[Iterator[Any]], dict]
+    ) -> dict:
+        """Run the forward passes of an evaluation, in another world if this one breaks.
+
+        Args:
+            plugin: that runs them.
+            model: the boosted model.
+            batches: the script's.
+            evaluate: draws a batch and runs its passes.
+        """
+        if not self._holds or self._calls:  # not in training yet, or gradients would be lost
+            return evaluate(batches)
+
+        def change(error: RuntimeError) -> bool:
+            is_training = model.training
+            self._change(plugin, _lost(error))
+            model.train(is_training)
+            return self._repeats_evaluation
+
+        return self.evaluations.run(evaluate, batches, change)
 
     def guarded(self, plugin: Any, action: Callable[[], T], otherwise: T) -> T:
         """What an action returns that all ranks do together; ``otherwise`` if a member is lost meanwhile."""

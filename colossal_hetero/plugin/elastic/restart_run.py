@@ -14,7 +14,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -141,14 +141,19 @@ class RestartRun(ElasticRun):
 
     def run(self, plugin: Any, passes: Callable[[], dict]) -> dict:
         """Run forward and backward passes; see :meth:`.ElasticRun.run`."""
-        if not self._calls:
-            self._note()
+        self._note()
         return super().run(plugin, passes)
+
+    def evaluate(
+        self, plugin: Any, model: Any, batches: Iterator[Any], evaluate: Callable[[Iterator[Any]], dict]
+    ) -> dict:
+        """Run the forward passes of an evaluation; see :meth:`.ElasticRun.evaluate`."""
+        self._note()
+        return super().evaluate(plugin, model, batches, evaluate)
 
     def guarded(self, plugin: Any, action: Callable[[], T], otherwise: T) -> T:
         """Do what all ranks do together after an iteration; see :meth:`.ElasticRun.guarded`."""
-        if not self._calls:
-            self._note()
+        self._note()
         return super().guarded(plugin, action, otherwise)
 
     def finish(self) -> None:
@@ -169,7 +174,9 @@ class RestartRun(ElasticRun):
         self._members.depart()
 
     def _note(self) -> None:
-        """The last step is done, with what the script does after it, so that its state can be kept."""
+        """If the last step is done, so is what the script does after it. From now on its state can be kept."""
+        if self._calls or not self._holds:
+            return
         assert self._objects is not None and self._keeper is not None and self._layers is not None
         if self._keeper.version == self.version:
             return

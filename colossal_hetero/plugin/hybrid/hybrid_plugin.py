@@ -312,6 +312,12 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self._elastic is not None and torch.is_grad_enabled():
             passes = functools.partial(self._execute, data_iter, model, criterion, *args, **kwargs)
             return self._elastic.run(self, passes)
+        if self._elastic is not None:
+
+            def evaluate(batches: Iterator) -> dict:
+                return self._execute(batches, model, criterion, *args, **kwargs)
+
+            return self._elastic.evaluate(self, model, data_iter, evaluate)
         return self._execute(data_iter, model, criterion, *args, **kwargs)
 
     def _execute(
