@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ..processes.ended_ranks import own_address
 from ..processes.every_rank import on_every_rank
 from .config import CheckpointConfig
 from .contents.held_pieces import agreed_buffers, pieces_of
@@ -259,6 +260,10 @@ class LayerCheckpoint:
         return self._saver
 
 
+def _is_loopback(address: str) -> bool:
+    return address.startswith(("127.", "::1"))
+
+
 def _new_store() -> dist.Store | None:
     """A store for messages between the threads that save, with a client for each rank; None if rank 0's address is
     unknown. The default store must not be used by other threads."""
@@ -266,10 +271,14 @@ def _new_store() -> dist.Store | None:
     if address is None or dist.get_world_size() == 1:
         return None
     timeout = timedelta(seconds=STORE_SECONDS)
-    ports: list[Any] = [None]
+    place: list[Any] = [None, None]
     store: dist.Store | None = None
     if dist.get_rank() == 0:
+        # In elastic training rank 0 need not be on the machine of MASTER_ADDR.
+        own = own_address()
+        address = address if _is_loopback(own) else own
         store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        ports = [store.port]
-    dist.broadcast_object_list(ports, src=0)
-    return store or dist.TCPStore(address, ports[0], is_master=False, wait_for_workers=False, timeout=timeout)
+        place = [address, store.port]
+    dist.broadcast_object_list(place, src=0)
+    address, port = place
+    return store or dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
