@@ -12,10 +12,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ...checkpoint.format.pieces import TensorPiece
 from ...checkpoint.saving.worker import Worker
 from .memory_file import KeptState, write_memory_file
 from .memory_folder import FileName, MemoryFolder
@@ -58,6 +60,12 @@ class StateKeeper:
             self._changed.notify_all()
         if self._written is None or kept.name.version % self._every == 0:
             self._worker.submit(self._write)
+
+    def note_again(self, pieces: list[TensorPiece]) -> None:
+        """This rank now holds these pieces of the state that is noted, which was written without them."""
+        with self._changed:
+            if self._noted is not None:
+                self._noted, self._written = replace(self._noted, pieces=pieces), None
 
     def settle(self) -> None:
         """Wait until what is being written is written."""

@@ -46,7 +46,7 @@ from ..unequal.commit import Commit, exchange
 from .evaluations import Evaluations, has_to_repeat
 from .template import Template
 
-__all__ = ["ElasticRun", "Members", "Recovery"]
+__all__ = ["Build", "ElasticRun", "Held", "Members", "Recovery"]
 
 T = TypeVar("T")
 

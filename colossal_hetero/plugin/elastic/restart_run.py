@@ -202,7 +202,16 @@ class RestartRun(ElasticRun):
         return commit
 
     def _change(self, plugin: Any, reason: str) -> None:
-        """A member is lost, leaves or joins: all processes end."""
+        """A member is lost, leaves or joins: all processes end. Those that stay first take what only those hold that
+        leave."""
+        assert self._keeper is not None
+        if self._commit is not None and any(self._commit.words) and not self._calls:
+            try:
+                self._hand_over(plugin)
+            except RuntimeError as error:
+                reason = f"{reason}; {error}"
+            if self._held is not None:
+                self._keeper.note_again(self._held.pieces)
         self._end(reason)
 
     def _end(self, reason: str) -> NoReturn:

@@ -72,6 +72,30 @@ def train_again(memory: Path, kill: Kill | None, told: Any) -> None:
     train(STEPS, kill, None, (), told, elastic)
 
 
+def test_a_launched_member_that_is_warned_hands_over_what_only_it_holds(tmp_path: Path) -> None:
+    """The machine of the second half of a pipeline is taken away, with its memory."""
+    memory = tmp_path / "memory"
+    with Job(STEPS) as job:
+        job._script = (train_again, memory, None)
+        for node in ("big-0", "small-0"):
+            job.start(node)
+        while job.alive():
+            message = job.message()
+            if message is not None and message[1] == "step" and message[2][0] == 4:
+                job.members[1].terminate()
+        assert [member.exitcode for member in job.members] == [1, 0]
+        reached = max(job.outcome.losses)
+        (folder,) = memory.glob("*/small-0")
+        shutil.rmtree(folder)
+        job.start("big-0")
+        while job.alive():
+            job.message()
+        outcome = job.finish()
+    assert 4 <= reached < STEPS
+    assert [start.step for start in outcome.starts] == [0, 0, reached]
+    check_parameters(outcome)
+
+
 def test_members_of_a_launched_job_end_and_start_again(tmp_path: Path) -> None:
     """When a member joins, and when one is killed; as ``colossal-hetero launch`` does it."""
     memory, ends = tmp_path / "memory", list[int]()
