@@ -43,7 +43,7 @@ from ...elastic.state.versions import Agreed, CatchUp, Standing, agree
 from ...processes.ended_ranks import is_lost_connection
 from ..part import PluginPart, TrainingObjects
 from ..unequal.commit import Commit, exchange
-from .evaluations import Evaluations, has_to_repeat
+from .evaluations import Evaluations, has_to_repeat, is_joined_inside
 from .template import Template
 
 __all__ = ["Build", "ElasticRun", "Held", "Members", "Recovery"]
@@ -165,7 +165,7 @@ class ElasticRun(PluginPart):
             StateLost: ranks are in one, and others have joined, which are not.
         """
         stayed = [each for each in standings if each.version is not None]
-        if any(each.has_results is not None for each in stayed) and len(stayed) < len(standings):
+        if is_joined_inside(standings):
             raise StateLost(f"a process has joined while the others recover in an evaluation; {START_AGAIN}")
         self._repeats_evaluation = own.version is not None and has_to_repeat(own, stayed)
         if own.version is None:

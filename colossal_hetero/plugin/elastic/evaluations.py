@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ...elastic.state.versions import Standing
 
-__all__ = ["Evaluations", "has_to_repeat"]
+__all__ = ["Evaluations", "has_to_repeat", "is_joined_inside"]
 
 
 class Evaluations:
@@ -77,6 +77,16 @@ def has_to_repeat(own: Standing, standings: Sequence[Standing]) -> bool:
     if own.has_results is None or own.evaluations < furthest:
         return False
     return not all(each.has_results and each.evaluations == furthest for each in standings)
+
+
+def is_joined_inside(standings: Sequence[Standing]) -> bool:
+    """Whether ranks of the new world are in an evaluation, and others have just joined, which are not.
+
+    Args:
+        standings: of all ranks of the new world.
+    """
+    has_new = any(each.version is None for each in standings)
+    return has_new and any(each.version is not None and each.has_results is not None for each in standings)
 
 
 def _drawing(batches: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:

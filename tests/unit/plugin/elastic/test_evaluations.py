@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from colossal_hetero.elastic.state.versions import Standing
-from colossal_hetero.plugin.elastic.evaluations import Evaluations, has_to_repeat
+from colossal_hetero.plugin.elastic.evaluations import Evaluations, has_to_repeat, is_joined_inside
 
 
 def standing(evaluations: int, has_results: bool | None) -> Standing:
@@ -33,6 +33,15 @@ def test_who_evaluates_again() -> None:
     for others in product([standing(3, True), standing(4, None)], repeat=2):  # rank 0 trains already
         ranks = (standing(4, None), *others)
         assert not any(has_to_repeat(each, ranks) for each in ranks)
+
+
+def test_a_process_that_joins_is_in_no_evaluation() -> None:
+    new = Standing(None, False, None)
+    for inside in (standing(3, False), standing(3, True)):
+        assert is_joined_inside([standing(4, None), inside, new])
+        assert not is_joined_inside([standing(4, None), inside])
+    assert not is_joined_inside([standing(4, None), new])
+    assert not is_joined_inside([new])
 
 
 def test_the_same_batches_are_drawn_again() -> None:
