@@ -132,7 +132,8 @@ class RestartRun(ElasticRun):
         start = super().resume(lr_scheduler, loader, load, saved_step)
         self._held = None
         if is_kept and dist.get_rank() == 0:
-            _say(f"{dist.get_world_size()} processes continue after step {start.step}, whose state was in memory")
+            members = dist.get_world_size()
+            _say(f"training continues after step {start.step}, whose state was in memory; members: {members}")
         self._watch = TerminationWatch(partial(self._write_within, SIGTERM_SECONDS)) if self._watches else None
         atexit.register(self._write_within, 0.0)
         return start
