@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ..processes.ended_ranks import own_address
 from ..processes.every_rank import on_every_rank
 from .config import CheckpointConfig
 from .contents.held_pieces import agreed_buffers, pieces_of
@@ -111,7 +112,7 @@ class LayerCheckpoint:
         self._participants: Participants | None = None
         self._store: dist.Store | None = None
 
-    def save(self, training: Training, *, step: int, epoch: int, plan: str) -> bool:
+    def save(self, training: Training, *, step: int, epoch: int, plan: str, always: bool = False) -> bool:
         """Save what all ranks hold, if ``step`` is a multiple of ``save_every``.
 
         Args:
@@ -119,6 +120,7 @@ class LayerCheckpoint:
             step: number of optimizer steps that are done.
             epoch: the epoch that the run is in.
             plan: the plan of the run in a few words.
+            always: save whatever the number of the step is.
 
         Returns:
             whether this step is saved.
@@ -126,7 +128,7 @@ class LayerCheckpoint:
         Raises:
             TypeError, ValueError: see :func:`.held_pieces.pieces_of` and :func:`.run_states.run_state_of`.
         """
-        if step % self._config.save_every:
+        if step % self._config.save_every and not always:
             return False
         model, optimizer, lr_scheduler, loader, outline = training
         wait_for_parameters(optimizer)
@@ -170,6 +172,16 @@ class LayerCheckpoint:
         restoring.finish()
         same = restore_run(model, optimizer, lr_scheduler, loader, outline, restoring.pieces, states, step=found.step)
         return Start(found.step, index.manifest.epoch, same, reader.bytes_read, reader.check_bytes_read, received)
+
+    def newest_step(self, step: int | None = None) -> int | None:
+        """The step of the checkpoint that :meth:`resume` would load; None if there is none that is whole. Every rank
+        calls it."""
+        copies, _ = self._everyones_copies(self._config.node or socket.gethostname())
+        try:
+            found = newest_whole(copies, step)
+        except FileNotFoundError:
+            return None
+        return None if found is None else found.step
 
     def _everyones_copies(self, node: str) -> tuple[list[NodeCopy], list[str]]:
         """What all ranks find in their folders, and the node of each rank."""
@@ -273,6 +285,10 @@ class LayerCheckpoint:
         return self._saver
 
 
+def _is_loopback(address: str) -> bool:
+    return address.startswith(("127.", "::1"))
+
+
 def _new_store() -> dist.Store | None:
     """A store for messages between the threads that save, with a client for each rank; None if rank 0's address is
     unknown. The default store must not be used by other threads."""
@@ -280,10 +296,14 @@ def _new_store() -> dist.Store | None:
     if address is None or dist.get_world_size() == 1:
         return None
     timeout = timedelta(seconds=STORE_SECONDS)
-    ports: list[Any] = [None]
+    place: list[Any] = [None, None]
     store: dist.Store | None = None
     if dist.get_rank() == 0:
+        # In elastic training rank 0 need not be on the machine of MASTER_ADDR.
+        own = own_address()
+        address = address if _is_loopback(own) else own
         store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        ports = [store.port]
-    dist.broadcast_object_list(ports, src=0)
-    return store or dist.TCPStore(address, ports[0], is_master=False, wait_for_workers=False, timeout=timeout)
+        place = [address, store.port]
+    dist.broadcast_object_list(place, src=0)
+    address, port = place
+    return store or dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)

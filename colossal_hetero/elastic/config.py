@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 __all__ = ["ElasticConfig"]
+
+LAST_CALL_SECONDS = {"in-process": 1.0, "restart": 30.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
     """When training goes on with the members that are left, and how long ranks wait for each other."""
+
+    recovery: Literal["in-process", "restart"] = "in-process"
+    """"in-process": the same processes form another group. "restart": all processes end when one is lost, and torchrun
+    or ``colossal-hetero launch`` starts them again."""
+
+    memory: str | Path | None = None
+    """With ``recovery="restart"``: a folder in the memory of each node, in which states outlive the processes. None:
+    ``/dev/shm/colossal_hetero-UID``."""
+
+    memory_every: int = 1
+    """With ``recovery="restart"``: after so many steps the state is written there, although nothing happens."""
 
     min_members: int = 1
     """With fewer processes, training waits for others."""
@@ -24,8 +38,9 @@ class ElasticConfig:
     dead_seconds: float = 2.0
     """A member of which nothing was heard for so long counts as dead."""
 
-    last_call_seconds: float = 1.0
-    """So long a world that could form waits for more members."""
+    last_call_seconds: float | None = None
+    """So long a world that could form waits for more members. None: 1 s, and with ``recovery="restart"`` 30 s, because
+    processes that start again take different times."""
 
     timeout_seconds: float = 60.0
     """Time limit of a collective operation. A member that hangs longer counts as dead."""
@@ -38,12 +53,20 @@ class ElasticConfig:
     the step, the micro-batch and the block. That of data augmentation is ``seed`` of ``plugin.prepare_dataloader``."""
 
     def __post_init__(self) -> None:
+        if self.recovery not in ("in-process", "restart"):
+            raise ValueError(f'recovery={self.recovery!r} must be "in-process" or "restart"')
+        if self.recovery == "in-process" and (self.memory is not None or self.memory_every != 1):
+            raise ValueError('memory and memory_every are used with recovery="restart" only; leave them out')
+        if isinstance(self.memory_every, bool) or not isinstance(self.memory_every, int) or self.memory_every < 1:
+            raise ValueError(f"memory_every={self.memory_every!r} must be a whole number of at least 1")
         if isinstance(self.min_members, bool) or not isinstance(self.min_members, int) or self.min_members < 1:
             raise ValueError(f"min_members={self.min_members!r} must be a whole number of at least 1")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed={self.seed!r} must be a whole number")
         if self.max_members is not None and self.max_members < self.min_members:
             raise ValueError(f"max_members={self.max_members} is less than min_members={self.min_members}")
+        if self.last_call_seconds is None:
+            object.__setattr__(self, "last_call_seconds", LAST_CALL_SECONDS[self.recovery])
         for name in ("dead_seconds", "last_call_seconds", "timeout_seconds", "join_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a positive number of seconds")

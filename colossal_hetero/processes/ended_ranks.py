@@ -27,7 +27,15 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["Address", "RankWatch", "is_lost_connection", "name_ended_ranks", "naming_ended_ranks", "watch_ranks"]
+__all__ = [
+    "Address",
+    "RankWatch",
+    "is_lost_connection",
+    "name_ended_ranks",
+    "naming_ended_ranks",
+    "own_address",
+    "watch_ranks",
+]
 
 PATIENCE_SECONDS = 1.0
 """Longest search for an ended rank. A connection may be closed a moment before the process has ended."""
@@ -183,7 +191,7 @@ def watch_ranks() -> RankWatch:
     global _watch
     if _watch is not None:
         _watch.close()
-    ip = _own_ip()
+    ip = own_address()
     listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
     listener.bind((ip, 0))
     listener.listen(4096)
@@ -193,8 +201,9 @@ def watch_ranks() -> RankWatch:
     return _watch
 
 
-def _own_ip() -> str:
-    """The address of this machine from which rank 0's machine is reached."""
+def own_address() -> str:
+    """The address of this machine from which that of ``MASTER_ADDR`` is reached; a loopback address if it is the same
+    machine or cannot be reached."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]

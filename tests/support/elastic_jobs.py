@@ -7,7 +7,7 @@ import os
 import queue
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,17 @@ BLOCKS, MICRO_BATCH, GLOBAL_BATCH, BATCHES = 4, 2, 12, 8
 NODES = ("big-0", "small-0", "small-1", "small-2", "big-1")
 
 
-def cluster() -> Topology:
-    """Five nodes with a device each; the small ones cannot hold the model alone."""
+def cluster(names: Sequence[str] = NODES, devices_per_node: Sequence[int] = (1, 1, 1, 1, 1)) -> Topology:
+    """Nodes, by default of a device each; the small ones cannot hold the model alone."""
     memory, network = Channel("shared memory", 1e10, 1e-6), Channel("Ethernet", 1e10, 1e-6)
     kinds = dict(big=DeviceKind("big", 10**9, 1e9), small=DeviceKind("small", 17 * 10**7, 1e9))
-    devices = tuple(Device(kinds[name.split("-")[0]], node=number, cluster=0) for number, name in enumerate(NODES))
-    nodes = tuple(Node(name, 0, (number,), memory, (network,)) for number, name in enumerate(NODES))
-    return Topology(devices, nodes, ("here",))
+    devices: list[Device] = []
+    nodes: list[Node] = []
+    for number, (name, count) in enumerate(zip(names, devices_per_node, strict=True)):
+        own = tuple(range(len(devices), len(devices) + count))
+        devices += [Device(kinds[name.split("-")[0]], node=number, cluster=0)] * count
+        nodes.append(Node(name, 0, own, memory, (network,)))
+    return Topology(tuple(devices), tuple(nodes), ("here",))
 
 
 def profile() -> ModelProfile:
@@ -83,14 +87,26 @@ def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: each.detach() for name, each in model.named_parameters()}
 
 
-def train(steps: int, kill: Kill | None, folder: Path | None, joins: Sequence[int], told: Any) -> None:
+def train(
+    steps: int,
+    kill: Kill | None,
+    folder: Path | None,
+    joins: Sequence[int],
+    told: Any,
+    elastic: ElasticConfig | None = None,
+    topology: Topology | None = None,
+    at_end: Callable[[Booster, Any, Any], None] = lambda *_: None,
+    after_step: Callable[[Booster, Any], None] = lambda *_: None,
+) -> None:
     """What every member does: the script of a user. It waits at the steps in ``joins`` until a member has started."""
     checkpoints = None if folder is None else CheckpointConfig(shared=folder, save_every=3)
-    planning = PlanConfig(cluster=cluster(), profile=profile(), global_batch_size=GLOBAL_BATCH, min_replicas=2)
+    planning = PlanConfig(
+        cluster=topology or cluster(), profile=profile(), global_batch_size=GLOBAL_BATCH, min_replicas=2
+    )
     plugin = HeteroHybridParallelPlugin(
         plan="auto",
         planning=planning,
-        elastic=ElasticConfig(dead_seconds=1.0, last_call_seconds=0.5),
+        elastic=elastic or ElasticConfig(dead_seconds=1.0, last_call_seconds=0.5),
         checkpoints=checkpoints,
         precision="fp32",
         max_norm=1.0,
@@ -117,11 +133,13 @@ def train(steps: int, kill: Kill | None, folder: Path | None, joins: Sequence[in
                     plugin.wait_for_saves()
                 loss = None if result["loss"] is None else float(result["loss"])
                 told.put(("step", step, dist.get_world_size(), plugin.replica()[0], loss))
+                after_step(booster, model)
                 if step in joins and dist.get_rank() == 0:
                     while not plugin._elastic._members.is_somebody_waiting():
                         time.sleep(0.05)
                 if step == steps:
                     break
+    at_end(booster, model, optimizer)
     named = model.unwrap().named_parameters()
     told.put(("done", {name: each.detach().clone().numpy() for name, each in named}, plugin.recoveries))
     plugin.finish()

@@ -55,12 +55,7 @@ class LaunchedNode:
 
     def processes(self) -> list[int]:
         """Ids of all running processes that have inherited the environment of this node."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if self._mark.encode() in (path / "environ").read_bytes().split(b"\0"):
-                    found.append(int(path.name))
-        return found
+        return processes_with(self._mark)
 
     def supervising_process(self) -> int:
         """The process id of the parent of the workers."""
@@ -76,6 +71,16 @@ class LaunchedNode:
         """Exit code, standard output and standard error, after the end."""
         output, errors = self.process.communicate(timeout=LIMIT_SECONDS)
         return self.process.returncode, output.decode(), errors.decode()
+
+
+def processes_with(variable: str) -> list[int]:
+    """Ids of all running processes whose environment has ``NAME=VALUE``."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if variable.encode() in (path / "environ").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+    return found
 
 
 def wait_until(is_true: Callable[[], bool], what: str) -> None:

@@ -51,7 +51,10 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 BENCHMARK = re.compile(r"(?<![\w/])((?:tensor_parallel|data_parallel|pipeline|planner)\.(?!py\b)[a-z]\w*)\b([^\n]*)")
 
-OTHER_FLAGS = {"--standalone", "--nnodes", "--nproc-per-node", "--nproc_per_node", "--numprocesses"}
+OTHER_FLAGS = {
+    *("--standalone", "--nnodes", "--nproc-per-node", "--nproc_per_node", "--numprocesses"),
+    *("--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id"),
+}
 """Flags of torchrun, colossalai and pytest, which the pages show as well."""
 
 

@@ -93,7 +93,7 @@ RULES: dict[str, set[str]] = {
         *("accelerator", "processes", "data_parallel", "pipeline_parallel", "plugin", "layers/dropout"),
         *("planner/cluster", "planner/plans", "planner/profile", "profiling/layers"),
         *("checkpoint", "checkpoint/contents", "checkpoint/format", "elastic", "elastic/membership", "elastic/state"),
-        "plugin/unequal",
+        *("elastic/restart", "plugin/unequal"),
     },
     "plugin/hybrid": {
         *("io", "processes", "accelerator", "gpu_over_gloo", "layers", "planner/*", "balance", "balance/*"),
@@ -126,6 +126,7 @@ RULES: dict[str, set[str]] = {
         *("planner/cluster", "planner/plans"),
     },
     "elastic/membership": {"accelerator", "cpu"},
+    "elastic/restart": {"elastic", "elastic/state", "checkpoint/format", "checkpoint/saving"},
     "elastic/supervisor": {"elastic"},
     "elastic/replay": {
         *("io", "planner/cluster", "planner/profile", "planner/plans", "planner/search", "elastic/state"),

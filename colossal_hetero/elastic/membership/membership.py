@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Sequence
 
@@ -216,6 +217,10 @@ class Membership:
         """The job has ended: spares, and members that come later, get ``JobEndedError``. Some member calls it."""
         self._stop_monitor()
         self._rendezvous.close()
+
+    def identity(self) -> str:
+        """A name of the job that no job has in another store, or had before."""
+        return f"{self._job}-{self._store.compare_set('identity', '', secrets.token_hex(8)).decode()}"
 
     def is_somebody_waiting(self) -> bool:
         """Whether a member waits that the next world would have a place for; as of a fraction of a second ago.

@@ -26,8 +26,8 @@ class ProcessGroups:
         self._default_limit: timedelta = distributed_c10d.default_pg_timeout
         self._hook = sys.excepthook
 
-    def initialize(self, store: dist.Store, world: World) -> None:
-        """Make torch's default group, over Gloo, through keys in ``store`` that only this world uses.
+    def initialize(self, store: dist.Store, world: World, backend: str = "gloo") -> None:
+        """Make torch's default group through keys in ``store`` that only this world uses.
 
         Raises:
             RuntimeError: a member died meanwhile.
@@ -36,7 +36,7 @@ class ProcessGroups:
         # torch numbers its groups, and the numbers are part of keys in the store. An initialization that failed counts.
         distributed_c10d._world.group_count = 0
         self._hook = sys.excepthook
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=self._limit)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=self._limit)
 
     def destroy(self) -> None:
         """Destroy all groups of this process, if there are any."""

@@ -20,6 +20,10 @@ class Standing:
     """Whether it has all sums of gradients of the next step, so that it can make this step alone."""
     commit: Any
     """What the ranks agreed on for its last step; None before the first one."""
+    evaluations: int = 0
+    """Evaluations that all ranks have finished, as far as it knows."""
+    has_results: bool | None = None
+    """Whether it has the results of the evaluation that it is in; None if it is in none."""
 
 
 class CatchUp(Enum):

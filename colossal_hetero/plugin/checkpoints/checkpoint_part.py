@@ -66,12 +66,20 @@ class Checkpoints(PluginPart):
         self._outlines[model] = self._outline
 
     def save(
-        self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, step: int, epoch: int, plan: str
+        self,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any,
+        dataloader: Any,
+        step: int,
+        epoch: int,
+        plan: str,
+        always: bool = False,
     ) -> bool:
-        """See :meth:`CheckpointMethods.save`."""
+        """See :meth:`CheckpointMethods.save`; with ``always``, whatever ``save_every`` is."""
         training = self._training(model, optimizer, lr_scheduler, dataloader)
         with naming_ended_ranks():
-            return self._files.save(training, step=step, epoch=epoch, plan=plan)
+            return self._files.save(training, step=step, epoch=epoch, plan=plan, always=always)
 
     def resume(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, step: int | None) -> Start:
         """See :meth:`CheckpointMethods.resume`."""
@@ -80,6 +88,10 @@ class Checkpoints(PluginPart):
             start = self._files.resume(training, step)
         self._weights_changed()
         return start
+
+    def newest_step(self, step: int | None = None) -> int | None:
+        """The step that :meth:`resume` would load; None if there is none. Every rank calls it."""
+        return self._files.newest_step(step)
 
     def give_up(self) -> None:
         """The ranks of the run have changed: what is not written yet is given up."""
@@ -173,6 +185,11 @@ class CheckpointMethods:
         """Wait until the last checkpoint is written, and raise its error if there was one. Call it before the script
         ends. In elastic training, a save that loses a rank is given up without an error."""
         self._needed().wait()
+
+    def give_up_saves(self) -> None:
+        """Other ranks have ended, so that nothing can be saved any more: the end of this process waits for nothing."""
+        if self._checkpoints is not None:
+            self._checkpoints.give_up()
 
     def _needed(self) -> Checkpoints:
         if self._checkpoints is None:

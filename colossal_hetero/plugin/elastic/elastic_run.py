@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
@@ -45,9 +45,10 @@ from ...processes.ended_ranks import is_lost_connection
 from ...profiling.layers.model_layers import find_block_row
 from ..part import PluginPart, TrainingObjects
 from ..unequal.commit import Commit, exchange
+from .evaluations import Evaluations, has_to_repeat, is_joined_inside
 from .template import Template
 
-__all__ = ["ElasticRun", "Members", "Recovery"]
+__all__ = ["Build", "ElasticRun", "Held", "Members", "Recovery"]
 
 T = TypeVar("T")
 
@@ -127,6 +128,8 @@ class ElasticRun(PluginPart):
         self._calls: list[Callable[[], Any]] = []
         self._inner_step: Callable[..., Any] | None = None
         self._random: SeededPasses | None = None
+        self.evaluations = Evaluations()
+        self._repeats_evaluation = False
 
     # A world ------------------------------------------------------------------------------------------------------
 
@@ -143,9 +146,11 @@ class ElasticRun(PluginPart):
     def form(self) -> None:
         """Form a world, agree on the newest step, and make the plugin. Called by all members at once."""
         nodes = self._members.form()
-        standing = Standing(self.version if self._holds else None, self._complete, self._commit)
+        done, has_results = self.evaluations.done, self.evaluations.has_results
+        standing = Standing(self.version if self._holds else None, self._complete, self._commit, done, has_results)
         everyone: list[Any] = [None] * len(nodes)
         dist.all_gather_object(everyone, (standing, self._layers if self._holds else None))
+        self._follow(standing, [standing for standing, _ in everyone])
         self._agreed = agree([standing for standing, _ in everyone])
         if self._agreed is not None:
             catch_up = self._agreed.catch_ups[dist.get_rank()]
@@ -159,6 +164,19 @@ class ElasticRun(PluginPart):
         if self._holds and self._held is None:
             self._held = self._let_go()
         self._new_layers = self._build(nodes, [layers for _, layers in everyone])
+
+    def _follow(self, own: Standing, standings: Sequence[Standing]) -> None:
+        """What follows for an evaluation in which ranks may be; see [Note: evaluations].
+
+        Raises:
+            StateLost: ranks are in one, and others have joined, which are not.
+        """
+        stayed = [each for each in standings if each.version is not None]
+        if is_joined_inside(standings):
+            raise StateLost(f"a process has joined while the others recover in an evaluation; {START_AGAIN}")
+        self._repeats_evaluation = own.version is not None and has_to_repeat(own, stayed)
+        if own.version is None:
+            self.evaluations.done = max((each.evaluations for each in stayed), default=0)
 
     def _make_step(self, commit: Commit) -> None:
         """Make the step that others have made, with what they agreed on."""
@@ -203,8 +221,16 @@ class ElasticRun(PluginPart):
         self._random = SeededPasses(model, blocks, dist.get_rank(plugin.tp_group))
         self._members.seal()
 
-    def resume(self, lr_scheduler: Any, loader: Any, load: Callable[[], Start]) -> Start:
+    def resume(
+        self, lr_scheduler: Any, loader: Any, load: Callable[[], Start], saved_step: Callable[[], int | None]
+    ) -> Start:
         """Begin to train: with the state that the others hold, or with what ``load`` finds. Every rank calls it.
+
+        Args:
+            lr_scheduler: the learning-rate schedule, or None.
+            loader: draws the batches.
+            load: loads the newest checkpoint, and returns where it is.
+            saved_step: its step, or None if there is none.
 
         Raises:
             TypeError: there is no loader that can draw its batches again.
@@ -295,6 +321,28 @@ class ElasticRun(PluginPart):
         """Whether a member of this world is known to be lost."""
         return self._members.is_broken()
 
+    def evaluate(
+        self, plugin: Any, model: Any, batches: Iterator[Any], evaluate: Callable[[Iterator[Any]], dict]
+    ) -> dict:
+        """Run the forward passes of an evaluation, in another world if this one breaks.
+
+        Args:
+            plugin: that runs them.
+            model: the boosted model.
+            batches: the script's.
+            evaluate: draws a batch and runs its passes.
+        """
+        if not self._holds or self._calls:  # not in training yet, or gradients would be lost
+            return evaluate(batches)
+
+        def change(error: RuntimeError) -> bool:
+            is_training = model.training
+            self._change(plugin, _lost(error))
+            model.train(is_training)
+            return self._repeats_evaluation
+
+        return self.evaluations.run(evaluate, batches, change)
+
     def guarded(self, plugin: Any, action: Callable[[], T], otherwise: T) -> T:
         """What an action returns that all ranks do together; ``otherwise`` if a member is lost meanwhile."""
         try:
@@ -363,7 +411,7 @@ class ElasticRun(PluginPart):
         while True:
             try:
                 if not failed:
-                    received += self._hand_over()
+                    received += self._hand_over(plugin)
                 received += self._go_on(plugin, reason if failed else None)
                 break
             except RuntimeError as error:
@@ -373,7 +421,7 @@ class ElasticRun(PluginPart):
             Recovery(self.version, members, dist.get_world_size(), seconds, received, repeated, reason)
         )
         if dist.get_rank() == 0:
-            Console(stderr=True).print(self.recoveries[-1].in_words(), highlight=False, markup=False, soft_wrap=True)
+            _print(self.recoveries[-1].in_words())
 
     def _check_progress(self, reason: str) -> None:
         """Raise ``RuntimeError`` if the same step fails again and again although all members are there."""
@@ -386,9 +434,9 @@ class ElasticRun(PluginPart):
                 f"reason: {reason}"
             )
 
-    def _hand_over(self) -> int:
+    def _hand_over(self, plugin: Any) -> int:
         """Take what only members hold that leave, while they are there; returns the bytes received. Those that leave
-        end here."""
+        end here. If all leave, the last state is saved before."""
         leaving: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(leaving, self._members.is_leaving())
         if not any(leaving):
@@ -402,10 +450,22 @@ class ElasticRun(PluginPart):
             received = move_pieces(taken, held.pieces, holdings)
             self._held = dataclasses.replace(held, pieces=[*held.pieces, *taken])
             dist.barrier()
+        else:
+            self._save_last(plugin)
         if own:
             self._members.depart()
             raise SystemExit(0)
         return received
+
+    def _save_last(self, plugin: Any) -> None:
+        assert self._objects is not None
+        model, optimizer = self._objects.model, self._objects.optimizer
+        is_saved = plugin.save_last(model, optimizer, self._scheduler, self._loader, self.version)
+        if dist.get_rank() == 0:
+            what = (
+                "is saved" if is_saved else "is not saved, because the plugin has no checkpoints=CheckpointConfig(...)"
+            )
+            _print(f"all members leave; the state after step {self.version} {what}")
 
     def _go_on(self, plugin: Any, reason: str | None) -> int:
         if reason is not None:
@@ -432,6 +492,10 @@ def _row_name(model: nn.Module) -> str | None:
         return find_block_row(model).name
     except ValueError:
         return None
+
+
+def _print(words: str) -> None:
+    Console(stderr=True).print(words, highlight=False, markup=False, soft_wrap=True)
 
 
 def _lost(error: RuntimeError) -> str:

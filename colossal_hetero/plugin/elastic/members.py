@@ -27,6 +27,7 @@ class JobMember:
 
     def __init__(self, config: ElasticConfig, node_order: Sequence[str]) -> None:
         place = ElasticEnvironment.from_environ()
+        assert config.last_call_seconds is not None
         timing = MembershipTiming(
             keep_alive_seconds=config.dead_seconds / KEEP_ALIVE_ATTEMPTS,
             keep_alive_attempts=KEEP_ALIVE_ATTEMPTS,
@@ -34,6 +35,8 @@ class JobMember:
             join_limit_seconds=config.join_seconds,
             collective_limit_seconds=config.timeout_seconds,
         )
+        self.node = place.node
+        """Name of this node."""
         self._membership = Membership(
             place.store_host,
             place.store_port,
@@ -48,6 +51,11 @@ class JobMember:
         if config.notice_file is not None:
             notices.append(FileNotice(config.notice_file))
         self._notice = AnyNotice(*notices)
+
+    @property
+    def job(self) -> str:
+        """A name that no other job on this node has."""
+        return self._membership.identity()
 
     def form(self) -> Sequence[str]:
         """Form a world; returns the node of each member, by rank. Ends the process if the job has ended."""

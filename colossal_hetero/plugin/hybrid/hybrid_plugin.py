@@ -39,7 +39,8 @@ from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch
 from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
 from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_planning, seated
 from ..elastic.elastic_run import ElasticRun, Recovery
-from ..elastic.members import JobMember
+from ..elastic.present_checkpoint_io import PresentCheckpointIO
+from ..elastic.recoveries import make_elastic_run
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
@@ -117,7 +118,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         arguments = arguments_by_name(args, given) | dict(tp_size=tp_size, pp_size=pp_size, plan=plan)
         check_elastic(elastic, arguments)
         cluster = cluster_of(arguments)
-        members = JobMember(elastic, [node.name for node in cluster.nodes])
 
         def build(nodes: Sequence[str], held: Sequence[HeldLayers | None]) -> HeldLayers:
             run = self._elastic
@@ -133,7 +133,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             self._build(**(arguments | dict(planning=planning, plan=plan)))
             return layers_by_rank(plan)[dist.get_rank()]
 
-        self._elastic = ElasticRun(members, build, elastic.seed)
+        self._elastic = make_elastic_run(elastic, [node.name for node in cluster.nodes], build)
         self._elastic.start()
 
     def _build(
@@ -320,6 +320,12 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self._elastic is not None and torch.is_grad_enabled():
             passes = functools.partial(self._execute, data_iter, model, criterion, *args, **kwargs)
             return self._elastic.run(self, passes)
+        if self._elastic is not None:
+
+            def evaluate(batches: Iterator) -> dict:
+                return self._execute(batches, model, criterion, *args, **kwargs)
+
+            return self._elastic.evaluate(self, model, data_iter, evaluate)
         return self._execute(data_iter, model, criterion, *args, **kwargs)
 
     def _execute(
@@ -424,14 +430,13 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     ) -> Start:
         """See ``CheckpointMethods.resume``. In elastic training every process calls it: one that joins gets the state
         of the others."""
-        resume = super().resume
-
-        def load() -> Start:
-            return resume(model, optimizer, lr_scheduler, dataloader, step=step)
-
+        load = functools.partial(super().resume, model, optimizer, lr_scheduler, dataloader, step=step)
         if self._elastic is None:
             return load()
-        return self._elastic.resume(lr_scheduler, dataloader, Start if self._checkpoints is None else load)
+        if self._checkpoints is None:
+            return self._elastic.resume(lr_scheduler, dataloader, Start, lambda: None)
+        saved_step = functools.partial(self._checkpoints.newest_step, step)
+        return self._elastic.resume(lr_scheduler, dataloader, load, saved_step)
 
     def finish(self) -> None:
         """Say that training has ended, in elastic training: every process calls it at the end of the script.
@@ -446,6 +451,21 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         assert self._unequal is not None
         return self._unequal.first_sample(number), self._unequal.plan.micro_batch
 
+    def save_last(
+        self, model: ModelWrapper, optimizer: OptimizerWrapper, lr_scheduler: Any, dataloader: Any, step: int
+    ) -> bool:
+        """Save a layer checkpoint before all processes end, whatever ``save_every`` is; whether it is saved now.
+
+        Every rank calls it. Without ``checkpoints`` nothing is saved.
+        """
+        if self._checkpoints is None:
+            return False
+        epoch = int(dataloader.state_dict()["epoch"])
+        plan = self._plan_in_words()
+        self._checkpoints.save(model, optimizer, lr_scheduler, dataloader, step, epoch, plan, always=True)
+        self._checkpoints.wait()
+        return True
+
     def adopt(self, model: ModelWrapper, dataloader: Any) -> None:
         """Let the script's model and loader be those of this plugin, which was made again."""
         assert self._unequal is not None
@@ -454,7 +474,11 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             self._checkpoints.adopt(model)
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        """See ``Plugin.get_checkpoint_io``; called by ``Booster``."""
+        """See ``Plugin.get_checkpoint_io``; called by ``Booster``, once."""
+        return self._checkpoint_io() if self._elastic is None else PresentCheckpointIO(self._checkpoint_io)
+
+    def _checkpoint_io(self) -> CheckpointIO:
+        """``get_checkpoint_io`` for the groups that there are now."""
         checkpoint_io = super().get_checkpoint_io()
         if self._unequal is not None:
             groups = self.mixed_dp_group, self.pp_group, self.tp_group, self.sp_group

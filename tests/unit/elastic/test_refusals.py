@@ -38,6 +38,9 @@ def test_arguments_that_are_not_possible(changes: dict[str, Any], error: type[Ex
         (dict(min_members=0), "min_members=0 must be"),
         (dict(min_members=True), "min_members=True must be"),
         (dict(min_members=3, max_members=2), "max_members=2 is less than min_members=3"),
+        (dict(recovery="again"), 'recovery=\'again\' must be "in-process" or "restart"'),
+        (dict(memory="/dev/shm/x"), 'used with recovery="restart" only'),
+        (dict(recovery="restart", memory_every=0), "memory_every=0 must be a whole number"),
         (dict(dead_seconds=0.0), "dead_seconds=0.0 must be a positive number"),
     ],
 )

@@ -1,0 +1,252 @@
+"""Training whose processes end when a member is lost or comes, and continue when they are started again.
+
+[Note: recovery by restart] Whoever has started the processes, torchrun or ``colossal-hetero launch``, starts them
+again. The new processes are where a script begins, in a world that may be another one. They do what a process does that
+joins (see [Note: between two worlds] in ``elastic_run.py``), but what each rank holds comes out of the memory files
+that its node's former processes have left. A step that only some ranks have made does not count if they do not have all
+of its state.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ...checkpoint.contents.held_pieces import pieces_of
+from ...checkpoint.contents.optimizer_memory import state_entries
+from ...checkpoint.contents.run_states import run_state_of
+from ...checkpoint.format.pieces import TensorPiece
+from ...checkpoint.layer_checkpoint import Start
+from ...elastic.config import ElasticConfig
+from ...elastic.restart.memory_file import KeptState, MemoryFile, read_memory_file
+from ...elastic.restart.memory_folder import MemoryFolder, default_memory
+from ...elastic.restart.newest_memory import StateName, newest_whole_state
+from ...elastic.restart.state_keeper import StateKeeper
+from ...elastic.restart.termination import TerminationWatch
+from ...elastic.state.versions import Agreed, CatchUp
+from ..part import TrainingObjects
+from ..unequal.commit import Commit
+from .elastic_run import Build, ElasticRun, Held, Members
+
+__all__ = ["RestartMembers", "RestartRun"]
+
+T = TypeVar("T")
+
+START_AGAIN_CODE = 1
+"""Exit code of a process that is to be started again."""
+SIGTERM_SECONDS = 20.0
+"""After SIGTERM, so long a process may take to finish a step before its state is written. torchrun kills after 30 s."""
+
+
+class RestartMembers(Members, Protocol):
+    """The members of a job; also says which memory files are theirs."""
+
+    @property
+    def job(self) -> str:
+        """A name that no other job on this node has."""
+
+    @property
+    def node(self) -> str:
+        """Name of this node."""
+
+
+class RestartRun(ElasticRun):
+    """Lets a hybrid plugin go on in other processes; see [Note: recovery by restart].
+
+    Args:
+        config: the user's options.
+        members: of the job.
+        build: see :class:`.ElasticRun`.
+        watches: whether SIGTERM ends the process after its state is written; otherwise ``members`` say who leaves.
+    """
+
+    def __init__(self, config: ElasticConfig, members: RestartMembers, build: Build, watches: bool) -> None:
+        super().__init__(members, build, config.seed)
+        self._config, self._job = config, members
+        self._watches = watches
+        self._keeper: StateKeeper | None = None
+        self._watch: TerminationWatch | None = None
+        self._plugin: Any = None
+
+    # A world ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Form the only world of this process; an error ends it."""
+        self.form()
+
+    def form(self) -> None:
+        """Form the world, find the newest whole state in memory files, and make the plugin."""
+        nodes = self._members.form()
+        self._folder = MemoryFolder(self._config.memory or default_memory(), self._job.job, self._job.node)
+        self._folder.prepare()
+        files = self._own_files(nodes)
+        everyone: list[Any] = [None] * len(nodes)
+        token = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
+        dist.all_gather_object(everyone, (token, [file.found for file in files]))
+        self._world = everyone[0][0]
+        newest = newest_whole_state(found for _, of_rank in everyone for found in of_rank)
+        chosen = [file for file in files if file.found.name == newest]
+        layers: list[Any] = [None] * len(nodes)
+        dist.all_gather_object(layers, chosen[0].layers if chosen else None)
+        if newest is not None:
+            self._held = _held(chosen)
+            catch_ups = tuple(CatchUp.FORGET if each is None else CatchUp.KEEP for each in layers)
+            self._agreed = Agreed(newest.version, None, catch_ups)
+        rank = dist.get_rank()
+        self._slot = nodes[:rank].count(nodes[rank])
+        self._keeper = StateKeeper(self._folder, self._slot, self._config.memory_every, tidies=self._slot == 0)
+        self._new_layers = self._build(nodes, layers)
+
+    def _own_files(self, nodes: Sequence[str]) -> list[MemoryFile]:
+        """This rank's share of the files on its node."""
+        rank = dist.get_rank()
+        first, count = nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank])
+        read = (read_memory_file(self._folder.file(name)) for name in self._folder.files()[first::count])
+        return [file for file in read if file is not None]
+
+    # The plugin's moments -----------------------------------------------------------------------------------------
+
+    def attach(self, plugin: Any, objects: TrainingObjects) -> None:
+        """See :meth:`.ElasticRun.attach`."""
+        self._plugin = plugin
+        super().attach(plugin, objects)
+
+    def resume(
+        self, lr_scheduler: Any, loader: Any, load: Callable[[], Start], saved_step: Callable[[], int | None]
+    ) -> Start:
+        """Begin to train: with the state in memory files, or, if that on disks is newer, with what ``load`` finds."""
+        if self._agreed is not None and (saved_step() or 0) > self._agreed.version:
+            self._agreed, self._held = None, None
+        is_kept = self._agreed is not None
+        start = super().resume(lr_scheduler, loader, load, saved_step)
+        self._held = None
+        if is_kept and dist.get_rank() == 0:
+            members = dist.get_world_size()
+            _say(f"training continues after step {start.step}, whose state was in memory; members: {members}")
+        self._watch = TerminationWatch(partial(self._write_within, SIGTERM_SECONDS)) if self._watches else None
+        atexit.register(self._write_within, 0.0)
+        return start
+
+    # Iterations ---------------------------------------------------------------------------------------------------
+
+    def run(self, plugin: Any, passes: Callable[[], dict]) -> dict:
+        """Run forward and backward passes; see :meth:`.ElasticRun.run`."""
+        self._note()
+        return super().run(plugin, passes)
+
+    def evaluate(
+        self, plugin: Any, model: Any, batches: Iterator[Any], evaluate: Callable[[Iterator[Any]], dict]
+    ) -> dict:
+        """Run the forward passes of an evaluation; see :meth:`.ElasticRun.evaluate`."""
+        self._note()
+        return super().evaluate(plugin, model, batches, evaluate)
+
+    def guarded(self, plugin: Any, action: Callable[[], T], otherwise: T) -> T:
+        """Do what all ranks do together after an iteration; see :meth:`.ElasticRun.guarded`."""
+        self._note()
+        return super().guarded(plugin, action, otherwise)
+
+    def finish(self) -> None:
+        """Training has ended, and the memory files are not needed any more. Every rank calls it."""
+        assert self._keeper is not None
+        try:
+            self._keeper.settle()
+            dist.barrier()
+        except RuntimeError as error:
+            self._end(str(error))
+        self._keeper.close()
+        atexit.unregister(self._write_within)
+        if self._watch is not None:
+            self._watch.close()
+        if self._slot == 0:
+            self._folder.remove_all()
+        self._members.end_job()
+        self._members.depart()
+
+    def _note(self) -> None:
+        """If the last step is done, so is what the script does after it. From now on its state can be kept."""
+        if self._calls or not self._holds:
+            return
+        assert self._objects is not None and self._keeper is not None and self._layers is not None
+        if self._keeper.version == self.version:
+            return
+        model, optimizer = self._objects.model, self._objects.optimizer
+        pieces = pieces_of(model, optimizer, self._outline)
+        state = run_state_of(model, optimizer, self._scheduler, self._loader, self._outline, pieces, epoch=0, plan="")
+        self._keeper.note(
+            KeptState(
+                StateName(self.version, self._world),
+                tuple(self._outline.shapes),
+                self._layers,
+                [_unchanging(piece) for piece in pieces],
+                state_entries(optimizer),
+                state,
+            )
+        )
+
+    def _exchange(self, squared_norm: Tensor, has_gradient: Sequence[bool]) -> Commit:
+        assert self._keeper is not None
+        self._keeper.settle()
+        commit = super()._exchange(squared_norm, has_gradient)
+        self._keeper.forget()
+        return commit
+
+    def _change(self, plugin: Any, reason: str) -> None:
+        """A member is lost, leaves or joins: all processes end. Those that stay first take what only those hold that
+        leave."""
+        assert self._keeper is not None
+        if self._commit is not None and any(self._commit.words) and not self._calls:
+            try:
+                self._hand_over(plugin)
+            except RuntimeError as error:
+                reason = f"{reason}; {error}"
+            if self._held is not None:
+                self._keeper.note_again(self._held.pieces)
+        self._end(reason)
+
+    def _end(self, reason: str) -> NoReturn:
+        assert self._keeper is not None
+        version = self._keeper.version
+        is_written = self._write_within(0.0)
+        if self._plugin is not None:
+            self._plugin.give_up_saves()
+        if os.environ.get("LOCAL_RANK") == "0":
+            kept = f"; the state after step {version} is in {self._folder.path}" if is_written else ""
+            _say(f"the processes of node {self._job.node} end, to be started again: {reason}{kept}")
+        with suppress(RuntimeError):
+            self._members.fail(reason)
+            self._members.depart()
+        raise SystemExit(START_AGAIN_CODE)
+
+    def _write_within(self, seconds: float) -> bool:
+        assert self._keeper is not None
+        return self._keeper.write_within(seconds)
+
+
+def _held(files: Sequence[MemoryFile]) -> Held | None:
+    """What a rank holds in its files; boxes that several of them have occur once."""
+    if not files:
+        return None
+    pieces = {(piece.key, piece.box): piece for file in files for piece in file.pieces()}
+    kinds = {entry: kind for file in files for entry, kind in file.kinds.items()}
+    return Held(list(pieces.values()), kinds, files[0].state)
+
+
+def _unchanging(piece: TensorPiece) -> TensorPiece:
+    """The piece; a copy of it, if passes change it."""
+    return replace(piece, data=piece.data.clone()) if piece.key.startswith("buffer.") else piece
+
+
+def _say(words: str) -> None:
+    print(f"colossal_hetero: {words}", file=sys.stderr, flush=True)

@@ -1,0 +1,182 @@
+"""Memory files: what is written is read, torn and foreign files are not, and only the latest two stay."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from colossal_hetero.checkpoint.format.box import Box
+from colossal_hetero.checkpoint.format.pieces import TensorPiece
+from colossal_hetero.checkpoint.format.run_state import RunState
+from colossal_hetero.elastic.restart import state_keeper
+from colossal_hetero.elastic.restart.memory_file import KeptState, read_memory_file, write_memory_file
+from colossal_hetero.elastic.restart.memory_folder import FileName, MemoryFolder
+from colossal_hetero.elastic.restart.newest_memory import StateName
+from colossal_hetero.elastic.restart.state_keeper import StateKeeper
+from colossal_hetero.elastic.restart.torchrun_place import launcher_name
+from colossal_hetero.elastic.state.held_layers import HeldLayers
+
+
+def piece(key: str, data: torch.Tensor) -> TensorPiece:
+    offsets = (3,) * data.dim()
+    return TensorPiece("block-0001", key, tuple(9 + size for size in data.shape), Box(offsets, data.shape), data, "tp0")
+
+
+def kept(version: int, world: str = "w1", fill: float = 0.0) -> KeptState:
+    pieces = [
+        piece("param.a", torch.arange(15.0, dtype=torch.float64).reshape(3, 5).t() + fill),  # not contiguous
+        piece("param.b", torch.randn(7, generator=torch.Generator().manual_seed(version)).bfloat16()),
+        piece("step.a", torch.tensor(5.0)),
+        piece("param.c", torch.empty(0, 4)),
+    ]
+    state = RunState(
+        epoch=2, plan="p", param_groups=[{"lr": 0.1}], common={"loader": {"a": 1}}, binary={"r": b"\0\xff"}
+    )
+    return KeptState(
+        StateName(version, world),
+        ("a", "b", "c"),
+        HeldLayers(((0, 2), (4, 5)), 1, 2),
+        pieces,
+        {"step": "number"},
+        state,
+    )
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    written = kept(4)
+    write_memory_file(tmp_path / "file", written)
+    read = read_memory_file(tmp_path / "file")
+    assert read is not None
+    assert (read.found.name, read.found.tensors) == (written.name, written.tensors)
+    assert (read.layers, read.kinds, read.state) == (written.layers, written.kinds, written.state)
+    for before, after in zip(written.pieces, read.pieces(), strict=True):
+        assert replace(before, data=None) == replace(after, data=None)
+        assert before.data.dtype == after.data.dtype
+        assert torch.equal(before.data, after.data)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_that_is_cut_off_or_not_ours_is_not_read(tmp_path: Path) -> None:
+    write_memory_file(tmp_path / "file", kept(4))
+    content = (tmp_path / "file").read_bytes()
+    for size in (0, 4, 12, 100, len(content) // 2, len(content) - 1):
+        (tmp_path / "torn").write_bytes(content[:size])
+        assert read_memory_file(tmp_path / "torn") is None
+    (tmp_path / "torn").write_bytes(b"CHSTATE9" + content[8:])
+    assert read_memory_file(tmp_path / "torn") is None
+    assert read_memory_file(tmp_path / "missing") is None
+
+
+def test_files_of_other_jobs_and_nodes_are_not_seen(tmp_path: Path) -> None:
+    ended = "launcher-999999999-1"
+    for job, node in (("job/1", "a"), ("job/1", "b"), ("job-2", "a"), (ended, "a"), (launcher_name(os.getpid()), "a")):
+        folder = MemoryFolder(tmp_path, job, node)
+        folder.path.mkdir(parents=True)
+        write_memory_file(folder.file(FileName(StateName(3, "w"), 0)), kept(3))
+    folder = MemoryFolder(tmp_path, "job/1", "a")
+    folder.prepare()
+    assert folder.files() == [FileName(StateName(3, "w"), 0)]
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(["job%2F1", "job-2", launcher_name(os.getpid())])
+    folder.remove_all()
+    assert folder.files() == [] and MemoryFolder(tmp_path, "job/1", "b").files() != []
+    MemoryFolder(tmp_path, "job/1", "b").remove_all()
+    assert not (tmp_path / "job%2F1").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"memory=.*file.*give a folder in memory"):
+        MemoryFolder(tmp_path / "file", "job", "node").prepare()
+
+
+def versions(folder: MemoryFolder) -> list[tuple[str, int]]:
+    return [(each.state.world, each.state.version) for each in folder.files()]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, [4, 5]), (2, [2, 4]), (3, [0, 3])])
+def test_the_latest_two_states_stay(tmp_path: Path, every: int, expected: list[int]) -> None:
+    folder = MemoryFolder(tmp_path, "job", "node")
+    folder.prepare()
+    write_memory_file(folder.file(FileName(StateName(9, "w0"), 3)), kept(9, "w0"))
+    keeper = StateKeeper(folder, 0, every, tidies=True)
+    for version in range(6):
+        keeper.note(kept(version))
+        keeper.settle()
+        if version == 0:  # other ranks may not have written theirs
+            assert versions(folder) == [("w1", 0), ("w0", 9)]
+        keeper.forget()
+    assert versions(folder) == [("w1", version) for version in expected]
+    keeper.note(kept(6))
+    assert keeper.write()  # the process is about to end
+    assert versions(folder)[-1] == ("w1", 6) and len(versions(folder)) <= 2
+    keeper.close()
+    assert not keeper.write()
+
+
+def test_a_worker_that_does_not_tidy_leaves_the_files_of_others(tmp_path: Path) -> None:
+    folder = MemoryFolder(tmp_path, "job", "node")
+    folder.prepare()
+    others = [FileName(StateName(9, "w0"), 1), FileName(StateName(0, "w1"), 0)]
+    for name in others:
+        write_memory_file(folder.file(name), kept(*name.state))
+    keeper = StateKeeper(folder, 1, 1, tidies=False)
+    for version in range(4):
+        keeper.note(kept(version))
+        keeper.settle()
+        keeper.forget()
+    assert set(others) <= set(folder.files()) and len(folder.files()) == 4
+    keeper.close()
+
+
+def test_a_state_is_not_changed_while_it_is_written(tmp_path: Path) -> None:
+    """Whoever makes a step calls ``forget`` first, which waits for a thread that writes."""
+    folder = MemoryFolder(tmp_path, "job", "node")
+    folder.prepare()
+    keeper = StateKeeper(folder, 0, 100, tidies=True)
+    keeper.note(kept(0))
+    keeper.settle()
+    keeper.forget()
+    state = kept(1, fill=1.0)
+    started = threading.Event()
+
+    def slow(*arguments: object) -> None:
+        started.set()
+        time.sleep(0.3)
+        write_memory_file(*arguments)  # type: ignore[arg-type]
+
+    with patch.object(state_keeper, "write_memory_file", slow):
+        waiting = threading.Thread(target=keeper.write_within, args=(10.0,))
+        waiting.start()  # while a step is made
+        time.sleep(0.1)
+        keeper.note(state)
+        started.wait()
+        keeper.forget()
+        state.pieces[0].data.zero_()
+        waiting.join()
+    read = read_memory_file(folder.file(FileName(state.name, 0)))
+    assert read is not None
+    assert torch.equal(read.pieces()[0].data, kept(1, fill=1.0).pieces[0].data)
+    keeper.close()
+
+
+def test_a_full_memory_is_told_once_and_training_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = MemoryFolder(tmp_path, "job", "node")
+    folder.prepare()
+    keeper = StateKeeper(folder, 0, 1, tidies=True)
+    with patch.object(state_keeper, "write_memory_file", side_effect=OSError(28, "No space left on device")):
+        for version in range(3):
+            keeper.note(kept(version))
+            keeper.settle()
+            keeper.forget()
+    assert capfd.readouterr().err.count("No space left on device") == 1
+    keeper.note(kept(3))
+    keeper.settle()
+    assert versions(folder) == [("w1", 3)]
+    keeper.close()

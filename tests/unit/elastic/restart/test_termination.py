@@ -1,0 +1,59 @@
+"""A process that gets SIGTERM does something first, even if its main thread waits for ever."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import REPOSITORY
+
+SCRIPT = """
+import ctypes, os, signal, sys, time
+from colossal_hetero.elastic.restart.termination import TerminationWatch
+watch = TerminationWatch(lambda: print("acted", flush=True))
+what = sys.argv[1]
+if what == "closed":
+    watch.close()
+if what == "child":
+    child = os.fork()
+    if child == 0:
+        print("ready", flush=True)
+        time.sleep(60)
+    _, status = os.waitpid(child, 0)
+    print(f"child ended by {os.WTERMSIG(status)}", flush=True)
+    time.sleep(0.3)
+    os._exit(0)
+print("ready", flush=True)
+ctypes.CDLL(None).pause() if what == "stuck" else time.sleep(60)
+ctypes.CDLL(None).sleep(60)
+"""
+
+
+def run(what: str) -> tuple[int, str]:
+    """Exit code and output of a process that got SIGTERM."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, what], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, start_new_session=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    number = process.pid
+    if what == "child":
+        (number,) = map(int, subprocess.check_output(["pgrep", "-P", str(number)], text=True).split())
+    subprocess.run(["kill", "-TERM", str(number)], check=True)
+    output, _ = process.communicate(timeout=30)
+    return process.returncode, output
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "output"),
+    [
+        ("stuck", 128 + signal.SIGTERM, "acted\n"),
+        ("sleeping", 128 + signal.SIGTERM, "acted\n"),
+        ("closed", -signal.SIGTERM, ""),
+        ("child", 0, f"child ended by {int(signal.SIGTERM)}\n"),
+    ],
+)
+def test_what_a_process_does(what: str, code: int, output: str) -> None:
+    assert run(what) == (code, output)

@@ -1,0 +1,69 @@
+"""What ranks do that were in an evaluation when a member was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from unittest.mock import patch
+
+import torch
+
+from colossal_hetero.elastic.state.versions import Standing
+from colossal_hetero.plugin.elastic.evaluations import Evaluations, has_to_repeat, is_joined_inside
+
+
+def standing(evaluations: int, has_results: bool | None) -> Standing:
+    return Standing(5, False, None, evaluations, has_results)
+
+
+def test_who_evaluates_again() -> None:
+    """For all that three ranks can have done: afterwards all have finished the same evaluations, and a rank repeats
+    only together with all others that are not behind it."""
+    inside = [standing(3, False), standing(3, True)]
+    for ranks in product(inside, repeat=3):  # nobody is ahead
+        repeats = {has_to_repeat(each, ranks) for each in ranks}
+        assert repeats == {not all(each.has_results for each in ranks)}
+    ahead = [standing(4, False), standing(4, True)]
+    for others in product([standing(3, True), *ahead], repeat=2):  # rank 0 has got the message of evaluation 3
+        for first in ahead:
+            ranks = (first, *others)
+            for each in ranks:
+                everyone_has = all(other.evaluations == 4 and other.has_results for other in ranks)
+                assert has_to_repeat(each, ranks) == (each.evaluations == 4 and not everyone_has)
+    for others in product([standing(3, True), standing(4, None)], repeat=2):  # rank 0 trains already
+        ranks = (standing(4, None), *others)
+        assert not any(has_to_repeat(each, ranks) for each in ranks)
+
+
+def test_a_process_that_joins_is_in_no_evaluation() -> None:
+    new = Standing(None, False, None)
+    for inside in (standing(3, False), standing(3, True)):
+        assert is_joined_inside([standing(4, None), inside, new])
+        assert not is_joined_inside([standing(4, None), inside])
+    assert not is_joined_inside([standing(4, None), new])
+    assert not is_joined_inside([new])
+
+
+def test_the_same_batches_are_drawn_again() -> None:
+    evaluations, seen, changes = Evaluations(), list[int](), list[bool]()
+
+    def evaluate(batches: Iterator[int]) -> dict:
+        assert not torch.is_grad_enabled()
+        seen.append(next(batches))
+        if len(seen) in (2, 3):
+            raise RuntimeError("Connection closed by peer")
+        return {"loss": seen[-1]}
+
+    def change(error: RuntimeError) -> bool:
+        changes.append(torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
+        assert evaluations.has_results == (len(changes) == 3)
+        return len(changes) < 3
+
+    with patch("torch.distributed.barrier") as barrier, torch.inference_mode():
+        batches = iter(range(9))
+        assert evaluations.run(evaluate, batches, change) == {"loss": 0}
+        assert evaluations.run(evaluate, batches, change) == {"loss": 1}
+        barrier.side_effect = RuntimeError("Connection closed by peer")
+        assert evaluations.run(evaluate, batches, change) == {"loss": 2}
+    assert seen == [0, 1, 1, 1, 2] and changes == [True] * 3
+    assert (evaluations.done, evaluations.has_results) == (3, None)
