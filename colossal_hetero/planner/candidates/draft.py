@@ -126,13 +126,20 @@ class DraftBuilder:
         return min(found, key=lambda draft: draft.seconds) if found else next(iter(drafts.values()))
 
     def build_placed(
-        self, pool: SlotPool, places: Sequence[Sequence[Place]], *, symmetric: bool = False, thorough: bool = False
+        self,
+        pool: SlotPool,
+        places: Sequence[Sequence[Place]],
+        *,
+        symmetric: bool = False,
+        thorough: bool = False,
+        in_order: bool = False,
     ) -> Draft | str:
         """The draft with these slots, or in words why there is none; further arguments as in :meth:`build`.
 
         Args:
             places: The slots of each pipeline, ``[pipelines][slots]``. If the pipelines are cut alike, the first slots
                 of all pipelines run the same blocks, and so on; they need not be of one kind.
+            in_order: Whether only splits count that keep the slots in this order.
         """
         nodes = [[self.node(pool, place) for place in pipeline] for pipeline in places]
         sequences: list[Kinds] = [tuple((kind,) for kind, _ in pipeline) for pipeline in places]
@@ -145,7 +152,7 @@ class DraftBuilder:
         else:
             counts = [max(each, round(total / len(places))) for each in minimum]
         while True:
-            splits = self._splits(pool, nodes, sequences, counts, symmetric, thorough)
+            splits = self._splits(pool, nodes, sequences, counts, symmetric, thorough, in_order)
             if isinstance(splits, str):
                 return splits
             priced = self._priced(pool, nodes, sequences, splits)
@@ -187,8 +194,8 @@ class DraftBuilder:
         nodes = [[self.node(pool, place) for place in row] for row in rows]
         sequences: list[Kinds] = [tuple((kind,) for kind, _ in row) for row in rows]
         splits = [Split(tuple(range(len(row))), cut) for row, cut in zip(rows, bounds, strict=True)]
-        costs = self._priced(pool, nodes, sequences, splits)(micro_batches)
-        if not max(cost.seconds for cost in costs) < below:
+        costs = self._priced(pool, nodes, sequences, splits)(micro_batches, below)
+        if not costs[-1].seconds < below:
             return "a pipeline takes too long"
         return self._draft(pool, rows, splits, micro_batches, costs)
 
@@ -200,6 +207,7 @@ class DraftBuilder:
         counts: Sequence[int],
         symmetric: bool,
         thorough: bool,
+        in_order: bool,
     ) -> list[Split] | str:
         """A split for each pipeline, or in words why there is none; arguments as in :meth:`build_placed`.
 
@@ -221,6 +229,8 @@ class DraftBuilder:
         for number, each in enumerate(kinds):
             wholly = self._prices.chooses_order and thorough
             found = None if wholly else self._prices.split_in_order(pool, each, hops[number], counts[number])
+            if found is None and in_order:
+                return "no split in this order fits in memory"
             if found is None:
                 if matrices is None:
                     matrices = self._matrices(pool, nodes)
@@ -238,17 +248,22 @@ class DraftBuilder:
         nodes: Sequence[Sequence[int]],
         sequences: Sequence[Kinds],
         splits: Sequence[Split],
-    ) -> Callable[[Sequence[int]], list[PipelineCost]]:
-        """A function that gives the costs of the pipelines for numbers of micro-batches."""
+    ) -> Callable[..., list[PipelineCost]]:
+        """A function that gives the costs of the pipelines for numbers of micro-batches.
+
+        As a second argument it takes seconds: the first pipeline that does not take less is the last one in the list.
+        """
         ordered = [[row[slot] for slot in cut.order] for row, cut in zip(nodes, splits, strict=True)]
         kinds = [tuple(each[slot] for slot in cut.order) for each, cut in zip(sequences, splits, strict=True)]
         rows = list(zip(kinds, self._hops(pool, ordered), [cut.bounds for cut in splits], strict=True))
 
-        def priced(counts: Sequence[int]) -> list[PipelineCost]:
-            return [
-                self._prices.cost(pool, each, hops, count, bounds)
-                for (each, hops, bounds), count in zip(rows, counts, strict=True)
-            ]
+        def priced(counts: Sequence[int], below: float = np.inf) -> list[PipelineCost]:
+            costs = []
+            for (each, hops, bounds), count in zip(rows, counts, strict=True):
+                costs.append(self._prices.cost(pool, each, hops, count, bounds))
+                if not costs[-1].seconds < below:
+                    break
+            return costs
 
         return priced
 

@@ -114,9 +114,10 @@ class PipelinePrices:
             worst = [pool.kinds[kind] for kind in kinds]
             costs = worst[0].costs
             if len(worst) > 1:
-                each = [vars(kind.costs) for kind in worst]
                 names = [field.name for field in fields(LayerCosts)]
-                costs = LayerCosts(**{name: np.max([one[name] for one in each], axis=0) for name in names})
+                costs = LayerCosts(
+                    **{name: np.max([getattr(kind.costs, name) for kind in worst], axis=0) for name in names}
+                )
             name = " or ".join(dict.fromkeys(kind.device for kind in worst))
             self._slots[key] = Slot(name, costs, min(kind.memory_in_pipeline(stages) for kind in worst))
         return self._slots[key]

@@ -66,7 +66,7 @@ class PlacedPipelines:
         count = pool.total_micro_batches // len(rows)
         bounds = all_bounds(self.blocks, stages)
         if bounds is None or not self.builder.chooses_cuts:
-            draft = self.builder.build_placed(pool, rows, symmetric=True)
+            draft = self.builder.build_placed(pool, rows, symmetric=True, in_order=True)
             return draft if isinstance(draft, Draft) and draft.seconds < below else None
         times = self._times(rows)
         if times is None:

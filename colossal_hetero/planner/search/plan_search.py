@@ -209,7 +209,7 @@ class PlanSearch:
         for each in sorted(groups_of, key=lambda each: each.expected_seconds):
             if not each.expected_seconds < self.unequal_below:
                 break
-            for groups in each.candidates(self.stages):
+            for groups in each.candidates(self.stages, self.unequal_below):
                 needed = self.builder.min_micro_batches(each.stages(groups))
                 if sum(needed) <= each.pool.total_micro_batches and each.min_seconds(groups) < self.unequal_below:
                     self._try(each.pool, groups, symmetric=False)
