@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
 from ..slots.placement import SlotPool
+from ..stages.exact import exact
 from ..stages.fixed_order import split_in_order
 from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate_stages
 from ..stages.split_methods import split
@@ -85,8 +86,13 @@ class PipelinePrices:
             channels = [*pool.links.channels, NO_LINK]
             slots = tuple(self.slot(pool, each, len(kinds)) for each in kinds)
             rows = tuple(tuple(channels[number] for number in row) for row in matrix)
+            pipeline = Pipeline(slots, rows, micro_batches)
+            found = None
+            if self.method == "exact":
+                known = self.split_in_order(pool, kinds, tuple(np.diagonal(matrix, 1).tolist()), micro_batches)
+                found = exact(pipeline, None, known) if isinstance(known, Split) else None
             try:
-                self._splits[key] = split(Pipeline(slots, rows, micro_batches), self.method, order=order)
+                self._splits[key] = found or split(pipeline, self.method, order=order)
             except ValueError as error:
                 self._splits[key] = str(error)
         return self._splits[key]
