@@ -40,10 +40,12 @@ from ...data_parallel.loader import HeteroDataLoader
 from ...elastic.state.held_layers import HeldLayers
 from ...elastic.state.moves import HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
 from ...elastic.state.versions import Agreed, CatchUp, Standing, agree
+from ...planner.plans.runnable import NoPlanError
 from ...processes.ended_ranks import is_lost_connection
 from ..part import PluginPart, TrainingObjects
 from ..unequal.commit import Commit, exchange
 from .template import Template
+from .waiting import WaitForNodes
 
 __all__ = ["ElasticRun", "Members", "Recovery"]
 
@@ -99,11 +101,14 @@ class ElasticRun(PluginPart):
     Args:
         members: of the job.
         build: makes the plugin for the world that was formed, on all its ranks at once, from the node of each rank
-            and what it holds; returns what this rank holds in the new plan.
+            and what it holds; returns what this rank holds in the new plan. It raises ``NoPlanError`` on all ranks if
+            no plan fits the devices that are there.
+        join_seconds: so long members wait for others if there is no plan without them.
     """
 
-    def __init__(self, members: Members, build: Build) -> None:
+    def __init__(self, members: Members, build: Build, join_seconds: float) -> None:
         self._members, self._build = members, build
+        self._waiting = WaitForNodes(members, join_seconds)
         self.version = 0
         """Optimizer steps that are done."""
         self.recoveries: list[Recovery] = []
@@ -134,7 +139,23 @@ class ElasticRun(PluginPart):
             self._members.leave()
 
     def form(self) -> None:
-        """Form a world, agree on the newest step, and make the plugin. Called by all members at once."""
+        """Form a world with enough devices, agree on the newest step, and make the plugin. Called by all members."""
+        while True:
+            nodes, held = self._form_world()
+            try:
+                self._new_layers = self._build(nodes, held)
+            except NoPlanError as error:
+                problem = str(error)
+            else:
+                self._waiting.end()
+                return
+            self._waiting.wait(problem)
+            self._hand_over()
+            with suppress(RuntimeError):
+                self._members.leave()
+
+    def _form_world(self) -> tuple[Sequence[str], list[HeldLayers | None]]:
+        """Form a world and agree on the newest step; the node of each member, and what it holds."""
         nodes = self._members.form()
         standing = Standing(self.version if self._holds else None, self._complete, self._commit)
         everyone: list[Any] = [None] * len(nodes)
@@ -151,7 +172,7 @@ class ElasticRun(PluginPart):
                 self._make_step(self._agreed.commit)
         if self._holds and self._held is None:
             self._held = self._let_go()
-        self._new_layers = self._build(nodes, [layers for _, layers in everyone])
+        return nodes, [layers for _, layers in everyone]
 
     def _make_step(self, commit: Commit) -> None:
         """Make the step that others have made, with what they agreed on."""
@@ -369,7 +390,7 @@ class ElasticRun(PluginPart):
         received = 0
         own = leaving[dist.get_rank()]
         if not all(leaving):
-            held = self._held = self._let_go()
+            held = self._held or (self._let_go() if self._holds else Held([], {}, None))
             holdings = all_holdings(held.pieces)
             taken = [empty_piece(each) for each in inheritance(holdings, leaving)[dist.get_rank()]]
             received = move_pieces(taken, held.pieces, holdings)

@@ -133,7 +133,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             self._build(**(arguments | dict(planning=planning, plan=plan)))
             return layers_by_rank(plan)[dist.get_rank()]
 
-        self._elastic = ElasticRun(members, build)
+        self._elastic = ElasticRun(members, build, elastic.join_seconds)
         self._elastic.start()
 
     def _build(

@@ -13,7 +13,7 @@ from ...pipeline_parallel.config import PlanConfig
 from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
 from ...planner.plans.plan import Plan, load_plan
-from ...planner.plans.runnable import why_not_runnable
+from ...planner.plans.runnable import NoPlanError, why_not_runnable
 from ...planner.profile.layer_profile import ModelProfile, load_model_profile
 
 __all__ = ["Agreement", "agree_on_plan", "as_launched", "best_plan"]
@@ -55,11 +55,12 @@ def agree_on_plan(
 
     Raises:
         TypeError: ``plan`` has another type.
+        NoPlanError: on every rank, if there is no plan for the devices.
         ValueError: on every rank, if rank 0 could not read or make a plan, or if ranks were given different plans.
     """
     if not isinstance(plan, Plan | str | Path):
         raise TypeError(f'plan={plan!r} is neither a Plan, nor the path of a plan file, nor "auto"')
-    found: list[Any] = [None, None]
+    found: list[Any] = [None, None, ValueError]
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
@@ -67,10 +68,11 @@ def agree_on_plan(
         except Exception as error:
             # Any error: the other ranks wait for rank 0's answer.
             failure, found[1] = error, str(error)
+            found[2] = NoPlanError if isinstance(error, NoPlanError) else ValueError
     dist.broadcast_object_list(found)
-    agreed, error_text = found
+    agreed, error_text, error_type = found
     if error_text is not None:
-        raise failure or ValueError(error_text)
+        raise failure or error_type(error_text)
     if isinstance(plan, Plan):
         others: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(others, plan == agreed.plan)
@@ -141,7 +143,7 @@ def best_plan(
         tp_size, pp_size, unequal: see :func:`agree_on_plan`.
 
     Raises:
-        ValueError: there is no plan; the message says why.
+        NoPlanError: there is no plan; the message says why.
     """
     from ...planner.search.make_plans import make_plans
 
