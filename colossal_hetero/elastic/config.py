@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 __all__ = ["ElasticConfig"]
 
@@ -21,6 +23,11 @@ class ElasticConfig:
     notice_file: str | Path | None = None
     """A file that appears when this machine is going to be taken away; SIGTERM says the same."""
 
+    measure: Callable[[], Any] | None = None
+    """Measures the model's layers on the device of this process, if the profile does not have its kind: a function that
+    returns a ``ModelProfile``, such as ``lambda: profile_layers(make_model(), batch, criterion).profile``. It is called
+    before the process joins. None: such a process is refused."""
+
     dead_seconds: float = 2.0
     """A member of which nothing was heard for so long counts as dead."""
 
@@ -31,13 +38,15 @@ class ElasticConfig:
     """Time limit of a collective operation. A member that hangs longer counts as dead."""
 
     join_seconds: float = 600.0
-    """So long a member waits for a world, for example for ``min_members``."""
+    """So long a member waits for a world, for example for ``min_members`` or for devices that can hold the model."""
 
     def __post_init__(self) -> None:
         if isinstance(self.min_members, bool) or not isinstance(self.min_members, int) or self.min_members < 1:
             raise ValueError(f"min_members={self.min_members!r} must be a whole number of at least 1")
         if self.max_members is not None and self.max_members < self.min_members:
             raise ValueError(f"max_members={self.max_members} is less than min_members={self.min_members}")
+        if self.measure is not None and not callable(self.measure):
+            raise TypeError(f"measure={self.measure!r} is not a function that measures the layers")
         for name in ("dead_seconds", "last_call_seconds", "timeout_seconds", "join_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a positive number of seconds")

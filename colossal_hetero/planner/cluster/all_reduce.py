@@ -61,7 +61,7 @@ def synchronization_seconds(topology: Topology, group: Sequence[int], gradient_b
     ring = _ring(topology, _nodes(topology, group))
     if ring.members < 2 or gradient_bytes == 0:
         return 0.0
-    ends = _ends(topology, ring, lambda *end: sharing * (ring.inside[end[0]] if end[2] == INSIDE else 1))
+    ends = _limits(topology, ring, lambda *end: sharing * (ring.inside[end[0]] if end[2] == INSIDE else 1))
     return _ring_seconds(ring.members, ends, gradient_bytes)
 
 
@@ -112,7 +112,7 @@ class ConcurrentRings:
                     self._load[node, way, ring.network] += number
             for node, messages in ring.inside.items():
                 self._load[node, 0, INSIDE] += number * messages
-        self._ends: dict[tuple[int, ...], _Ends] = {}
+        self._limits: dict[tuple[int, ...], _Limits] = {}
 
     def seconds(self, ring: tuple[int, ...], gradient_bytes: float) -> float:
         """Seconds of one of the rings if it sums so many bytes per device; 0 for no bytes."""
@@ -120,9 +120,9 @@ class ConcurrentRings:
             raise ValueError(f"gradient_bytes={gradient_bytes} must be at least 0")
         if len(ring) < 2 or gradient_bytes == 0:
             return 0.0
-        if ring not in self._ends:
-            self._ends[ring] = _ends(self._topology, self._rings[ring], lambda *end: self._load[end])
-        return _ring_seconds(len(ring), self._ends[ring], gradient_bytes)
+        if ring not in self._limits:
+            self._limits[ring] = _limits(self._topology, self._rings[ring], lambda *end: self._load[end])
+        return _ring_seconds(len(ring), self._limits[ring], gradient_bytes)
 
 
 def ring_hops(topology: Topology, group: Sequence[int]) -> tuple[Hop, ...]:
@@ -209,7 +209,7 @@ def _nics(topology: Topology, node: int, channel: Channel) -> tuple[Channel, ...
     return tuple(nic for nic in topology.nodes[node].nics if nic.kind == channel.kind) or (channel,)
 
 
-class _Ends(NamedTuple):
+class _Limits(NamedTuple):
     """What limits a ring, each different limit once: a ring over many nodes has few."""
 
     inside: frozenset[Channel]
@@ -218,7 +218,7 @@ class _Ends(NamedTuple):
     """Between nodes: the channel; and of both ends, the NICs and how many messages share them."""
 
 
-def _ends(topology: Topology, ring: _Ring, load: Callable[[int, int, str], int]) -> _Ends:
+def _limits(topology: Topology, ring: _Ring, load: Callable[[int, int, str], int]) -> _Limits:
     inside = set()
     for number in ring.inside:
         node = topology.nodes[number]
@@ -228,10 +228,10 @@ def _ends(topology: Topology, ring: _Ring, load: Callable[[int, int, str], int])
         channel = hop_channel(topology, hop, ring.network)
         ends = tuple((_nics(topology, node, channel), load(node, way, ring.network)) for way, node in enumerate(hop))
         hops.add((channel, ends))
-    return _Ends(frozenset(inside), frozenset(hops))
+    return _Limits(frozenset(inside), frozenset(hops))
 
 
-def _ring_seconds(members: int, ends: _Ends, gradient_bytes: float) -> float:
+def _ring_seconds(members: int, ends: _Limits, gradient_bytes: float) -> float:
     """Seconds of a ring of at least two members that sum something."""
     chunk = gradient_bytes / members
     step = max((channel.seconds(chunk) for channel in ends.inside), default=0.0)

@@ -11,6 +11,8 @@ from ...elastic.membership.errors import JobEndedError
 from ...elastic.membership.membership import Membership
 from ...elastic.membership.timing import MembershipTiming
 from ...elastic.notices import AnyNotice, FileNotice, Notice, SignalNotice
+from ...planner.cluster.topology import Topology
+from .new_kinds import own_kind
 
 __all__ = ["JobMember"]
 
@@ -22,11 +24,17 @@ class JobMember:
 
     Args:
         config: the user's options.
-        node_order: names of all nodes that may be members; ranks are in their order.
+        cluster: all nodes that may be members; ranks are in their order.
+
+    Raises:
+        ValueError: the environment names no place in a job, or one that is not in the cluster.
     """
 
-    def __init__(self, config: ElasticConfig, node_order: Sequence[str]) -> None:
+    def __init__(self, config: ElasticConfig, cluster: Topology) -> None:
         place = ElasticEnvironment.from_environ()
+        self.kind = own_kind(cluster, place.node, place.local_rank)
+        """The kind of this process's device in the cluster."""
+        node_order = [node.name for node in cluster.nodes]
         timing = MembershipTiming(
             keep_alive_seconds=config.dead_seconds / KEEP_ALIVE_ATTEMPTS,
             keep_alive_attempts=KEEP_ALIVE_ATTEMPTS,
@@ -34,7 +42,7 @@ class JobMember:
             join_limit_seconds=config.join_seconds,
             collective_limit_seconds=config.timeout_seconds,
         )
-        self._membership = Membership(
+        self.membership = Membership(
             place.store_host,
             place.store_port,
             place.job,
@@ -52,34 +60,34 @@ class JobMember:
     def form(self) -> Sequence[str]:
         """Form a world; returns the node of each member, by rank. Ends the process if the job has ended."""
         try:
-            return self._membership.form().nodes
+            return self.membership.form().nodes
         except JobEndedError as error:
             print(error, file=sys.stderr)
             raise SystemExit(0) from None
 
     def seal(self) -> None:
         """All groups of this world exist."""
-        self._membership.seal()
+        self.membership.seal()
 
     def fail(self, reason: str) -> None:
         """Tell the others that this world is broken."""
-        self._membership.fail(reason)
+        self.membership.fail(reason)
 
     def leave(self) -> None:
         """Drop all groups of this world."""
-        self._membership.leave()
+        self.membership.leave()
 
     def depart(self) -> None:
         """Leave the job."""
-        self._membership.depart()
+        self.membership.depart()
 
     def end_job(self) -> None:
         """The job has ended: processes that come later end at once."""
-        self._membership.end_job()
+        self.membership.end_job()
 
     def is_somebody_waiting(self) -> bool:
         """Whether a process waits to join."""
-        return self._membership.is_somebody_waiting()
+        return self.membership.is_somebody_waiting()
 
     def is_leaving(self) -> bool:
         """Whether this member was told that it will be taken away."""

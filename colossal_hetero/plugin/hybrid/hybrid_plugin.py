@@ -37,9 +37,10 @@ from ...pipeline_parallel.drift import DriftReport
 from ...planner.plans.plan import Plan
 from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch_ranks
 from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
-from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_planning, seated
+from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_planning, profile_of, seated
 from ..elastic.elastic_run import ElasticRun, Recovery
 from ..elastic.members import JobMember
+from ..elastic.new_kinds import KnownKinds
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
@@ -117,7 +118,10 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         arguments = arguments_by_name(args, given) | dict(tp_size=tp_size, pp_size=pp_size, plan=plan)
         check_elastic(elastic, arguments)
         cluster = cluster_of(arguments)
-        members = JobMember(elastic, [node.name for node in cluster.nodes])
+        profile = profile_of(arguments)
+        members = JobMember(elastic, cluster)
+        known = KnownKinds(profile, members.membership, elastic.measure, elastic.join_seconds)
+        known.learn(members.kind)
 
         def build(nodes: Sequence[str], held: Sequence[HeldLayers | None]) -> HeldLayers:
             run = self._elastic
@@ -126,7 +130,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
                 before.give_up()
             self.__dict__.clear()
             self._elastic = run
-            planning = elastic_planning(arguments, cluster, nodes)
+            planning = elastic_planning(arguments, cluster, known, nodes)
             agreed = agree_on_plan("auto", planning, arguments["tp_size"])
             assert agreed.topology is not None and agreed.profile is not None
             plan = seated(agreed.plan, agreed.topology, agreed.profile, held)
