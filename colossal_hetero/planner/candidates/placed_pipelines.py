@@ -41,7 +41,14 @@ class PlacedPipelines:
         for kind, each in enumerate(pool.kinds):
             for slot in range(len(each.slots)):
                 on_node.setdefault(builder.node(pool, (kind, slot)), []).append(kind)
-        self._node_type = {node: (int(pool.links.node_kind[node]), tuple(kinds)) for node, kinds in on_node.items()}
+        types = {node: (int(pool.links.node_kind[node]), tuple(kinds)) for node, kinds in on_node.items()}
+        numbers = {each: number for number, each in enumerate(dict.fromkeys(types.values()))}
+        self._look_of: dict[Place, tuple[int, int, int]] = {}
+        """By slot: its kind, its node, and a number that nodes have in common that are alike."""
+        for kind, each in enumerate(pool.kinds):
+            for slot in range(len(each.slots)):
+                node = builder.node(pool, (kind, slot))
+                self._look_of[kind, slot] = kind, node, numbers[types[node]]
 
     def look(self, rows: Rows) -> object:
         """A key that is equal only for pipelines that differ by slots of a kind in a node, or by nodes that are alike.
@@ -51,13 +58,8 @@ class PlacedPipelines:
         numbers: dict[int, int] = {}
         named = []
         for row in rows:
-            nodes = [self.builder.node(self.pool, place) for place in row]
-            named.append(
-                tuple(
-                    (kind, numbers.setdefault(node, len(numbers)), self._node_type[node])
-                    for (kind, _), node in zip(row, nodes, strict=True)
-                )
-            )
+            looks = [self._look_of[place] for place in row]
+            named.append(tuple((kind, numbers.setdefault(node, len(numbers)), alike) for kind, node, alike in looks))
         return tuple(sorted(named))
 
     def best(self, rows: Rows, below: float) -> Draft | None:

@@ -39,8 +39,10 @@ MAX_EXCHANGED, MAX_RESTARTED, MAX_EXCHANGES, MAX_RESTARTS = 12, 12, 400, 16
 MANY_TYPES, FEW_DEVICES = 6, 12
 """All these numbers are for clusters with that many different types of slots, or with few devices. With more devices of
 fewer types less is tried, because most exchanges change nothing."""
-NEAR_REORDERED, NEAR_EXCHANGED, NEAR_RESTARTED, NEAR_MOVED = 1.2, 1.5, 1.3, 1.25
-"""Only candidates are improved in these ways that take at most so many times as long as the best one."""
+NEAR_REORDERED, NEAR_MOVED = (1.2, 1.1), (2.0, 1.25)
+"""Only candidates that take at most so many times as long as the best one are improved in these ways: in clusters of up
+to SMALL devices, and in larger ones, where it takes longer and other slots change less."""
+SMALL = 16
 MAX_OF_PART = 3
 """Best plans of each part of the cluster that are taken over."""
 MAX_MOVED = 8
@@ -151,9 +153,9 @@ class PlanSearch:
         """Pipelines that differ are only worth trying if they take less than these seconds."""
         return self.best_seconds / MIN_UNEQUAL_GAIN
 
-    def _near(self, draft: Draft, factor: float) -> bool:
-        """Whether a candidate takes at most ``factor`` times as long as the best one."""
-        return draft.ranking_seconds <= factor * self.best_seconds
+    def _near(self, draft: Draft, factors: tuple[float, float]) -> bool:
+        """Whether a candidate takes at most so many times as long as the best one, in a small and a large cluster."""
+        return draft.ranking_seconds <= factors[len(self.topology.devices) > SMALL] * self.best_seconds
 
     def _allowed(self, draft: Draft) -> bool:
         return not self.all_devices or draft.devices == len(self.topology.devices)
@@ -229,7 +231,7 @@ class PlanSearch:
                 break
             if self.all_devices and each.pool.slots * each.pool.tensor_parallel < len(self.topology.devices):
                 continue
-            for groups in each.candidates(self.stages, self.unequal_below):
+            for groups in each.candidates(self.stages, self.unequal_below, may_be_idle=not self.all_devices):
                 used = sum(each.stages(groups)) * each.pool.tensor_parallel
                 if self.all_devices and used < len(self.topology.devices):
                     continue
@@ -324,12 +326,12 @@ class PlanSearch:
         by_time = sorted((shape for shape in best if shape in worth), key=lambda shape: best[shape].seconds)
         by_time = by_time[: number(EXCHANGED, MAX_EXCHANGED)]
         for shape in by_time:
-            if worth[shape] < self.best_seconds and self._near(best[shape], NEAR_EXCHANGED):
+            if worth[shape] < self.best_seconds:
                 best[shape] = exchanges[shape[0]].improved(best[shape], most)
                 self._add(("exchanged", *shape), best[shape])
         by_time.sort(key=lambda shape: best[shape].seconds)
         for shape in by_time[: number(RESTARTED, MAX_RESTARTED, effort**2)]:
-            if worth[shape] < self.best_seconds and self._near(best[shape], NEAR_RESTARTED):
+            if worth[shape] < self.best_seconds:
                 times = number(RESTARTS, MAX_RESTARTS, effort**2)
                 self._add(("restarted", *shape), exchanges[shape[0]].restarted(best[shape], times, most // 2))
 

@@ -31,6 +31,7 @@ and behind the stage, K the number of micro-batches, P the number of stages.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -160,17 +161,17 @@ def evaluate_stages(
     stages = len(slots)
     sent = [0.0]
     for s, slot in enumerate(slots):
-        costs, totals = slot.costs, slot.costs.cumulative
+        costs = slot.costs
         start, stop = bounds[s], bounds[s + 1]
-        forward.append(float(totals.forward_seconds[stop] - totals.forward_seconds[start]))
-        backward.append(float(totals.backward_seconds[stop] - totals.backward_seconds[start]))
+        forwards, backwards, updates, states, activations = costs.running_totals
+        forward.append(forwards[stop] - forwards[start])
+        backward.append(backwards[stop] - backwards[start])
         schedule.append(costs.schedule_seconds * ((s > 0) + (s + 1 < stages)))
-        update.append(float(totals.update_seconds[stop] - totals.update_seconds[start]))
-        state = float(totals.state_bytes[stop] - totals.state_bytes[start])
+        update.append(updates[stop] - updates[start])
         in_flight = min(micro_batches, stages - s)
-        memory.append(state + in_flight * float(totals.activation_bytes[stop] - totals.activation_bytes[start]))
+        memory.append(states[stop] - states[start] + in_flight * (activations[stop] - activations[start]))
         if s + 1 < stages:
-            sent.append(hops[s].seconds(float(costs.output_bytes[stop - 1])))
+            sent.append(_seconds_sent(hops[s], float(costs.output_bytes[stop - 1])))
     sent.append(0.0)
     transfer = [before + after for before, after in itertools.pairwise(sent)]
     times = [sum(parts) for parts in zip(forward, backward, transfer, schedule, strict=True)]
@@ -186,6 +187,12 @@ def evaluate_stages(
         fits=fits,
         seconds=sum(times) + (micro_batches - 1) * max(times) + max(update),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _seconds_sent(channel: Channel, message_bytes: float) -> float:
+    """Seconds of one message."""
+    return channel.seconds(message_bytes)
 
 
 def earliest_starts(costs: LayerCosts, memory_bytes: float, in_flight: int) -> NDArray[np.int_]:
