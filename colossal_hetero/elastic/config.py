@@ -37,6 +37,10 @@ class ElasticConfig:
     timeout_seconds: float = 60.0
     """Time limit of a collective operation. A member that hangs longer counts as dead."""
 
+    start_seconds: float = 0.0
+    """So long the first world waits for ``max_members`` (without it: for all devices of the cluster file), so that they
+    need not join one after the other."""
+
     join_seconds: float = 600.0
     """So long a member waits for a world, for example for ``min_members`` or for devices that can hold the model."""
 
@@ -47,6 +51,8 @@ class ElasticConfig:
             raise ValueError(f"max_members={self.max_members} is less than min_members={self.min_members}")
         if self.measure is not None and not callable(self.measure):
             raise TypeError(f"measure={self.measure!r} is not a function that measures the layers")
+        if not self.start_seconds >= 0:
+            raise ValueError(f"start_seconds={self.start_seconds!r} must be at least 0")
         for name in ("dead_seconds", "last_call_seconds", "timeout_seconds", "join_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a positive number of seconds")

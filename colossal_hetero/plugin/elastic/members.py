@@ -12,6 +12,7 @@ from ...elastic.membership.membership import Membership
 from ...elastic.membership.timing import MembershipTiming
 from ...elastic.notices import AnyNotice, FileNotice, Notice, SignalNotice
 from ...planner.cluster.topology import Topology
+from .first_world import a_world_has_formed, wait_for_the_first_world
 from .new_kinds import own_kind
 
 __all__ = ["JobMember"]
@@ -48,10 +49,12 @@ class JobMember:
             place.job,
             place.node,
             min_members=config.min_members,
-            max_members=config.max_members or len(node_order) * place.local_world_size,
+            max_members=config.max_members or len(cluster.devices),
             timing=timing,
             node_order=node_order,
         )
+        self._expected, self._start_seconds = config.max_members or len(cluster.devices), config.start_seconds
+        self._has_formed = False
         notices: list[Notice] = [SignalNotice()]
         if config.notice_file is not None:
             notices.append(FileNotice(config.notice_file))
@@ -59,11 +62,17 @@ class JobMember:
 
     def form(self) -> Sequence[str]:
         """Form a world; returns the node of each member, by rank. Ends the process if the job has ended."""
+        if not self._has_formed:
+            wait_for_the_first_world(self.membership, self._expected, self._start_seconds)
         try:
-            return self.membership.form().nodes
+            nodes = self.membership.form().nodes
         except JobEndedError as error:
             print(error, file=sys.stderr)
             raise SystemExit(0) from None
+        if not self._has_formed:
+            a_world_has_formed(self.membership)
+            self._has_formed = True
+        return nodes
 
     def seal(self) -> None:
         """All groups of this world exist."""
