@@ -63,7 +63,7 @@ class WaitForNodes:
         there = f"{size} member{'s' if size > 1 else ''}"
         if dist.get_rank() == 0:
             left = max(self._limit - waited, 0.0)
-            words = f"colossal_hetero: {there}, and {problem}; waiting up to {left:.0f} s for more nodes"
+            words = f"colossal_hetero: there is no plan for {there}; waiting up to {left:.0f} s for more nodes: {problem}"
             print(words, file=sys.stderr, flush=True)
         while True:
             words_of_all: list[Any] = [None] * size
