@@ -63,8 +63,8 @@ class WaitForNodes:
         there = f"{size} member{'s' if size > 1 else ''}"
         if dist.get_rank() == 0:
             left = max(self._limit - waited, 0.0)
-            words = f"colossal_hetero: there is no plan for {there}; waiting up to {left:.0f} s for more nodes: {problem}"
-            print(words, file=sys.stderr, flush=True)
+            words = f"there is no plan for {there}; waiting up to {left:.0f} s for more nodes: {problem}"
+            print(f"colossal_hetero: {words}", file=sys.stderr, flush=True)
         while True:
             words_of_all: list[Any] = [None] * size
             comes = dist.get_rank() == 0 and self._members.is_somebody_waiting()
