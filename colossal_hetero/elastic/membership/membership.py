@@ -232,6 +232,19 @@ class Membership:
         roster = self._monitor.roster
         return roster.waiting > 0 and self.world.size < self._max_members
 
+    def publish(self, name: str, text: str) -> None:
+        """Show a text to all members, also to those that come later."""
+        self._store.set(f"published/{name}", text)
+
+    def published(self, name: str) -> str | None:
+        """The text that some member has published with this name; None if there is none."""
+        key = f"published/{name}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def count(self, name: str, number: int) -> int:
+        """Add to a number that all members share, which is 0 at first; the sum."""
+        return self._store.add(f"counted/{name}", number)
+
     def _initialize(self, roster: Roster) -> World:
         members = sorted(roster.members, key=lambda each: self._places.get(each.node, len(self._places)))
         roster = roster._replace(members=tuple(members))

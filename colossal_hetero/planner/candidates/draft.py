@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster.topology import Channel, Topology
+from ..cluster.topology import Topology
 from ..plans.overlap import exposed_seconds
 from ..plans.plan import Plan
 from ..plans.predict import StageGroup, finished_plan, finished_replica
 from ..plans.ranked_plan import ranking_seconds
-from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
 from ..slots.placement import Place, SlotPool, place, place_together
 from ..stages.event_simulation import simulate_cost
-from ..stages.fixed_order import split_in_order
-from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
-from ..stages.split_methods import split
-from .gradient_times import GradientTimes
+from ..stages.pipeline import PipelineCost, Slot, Split
+from .gradient_times import GradientTimes, Summing
+from .micro_batch_division import divide_micro_batches
+from .pipeline_prices import NO_LINK, Hops, Kinds, PipelinePrices
 
-__all__ = ["Draft", "DraftBuilder", "divide_micro_batches", "simulated_seconds", "write_plan"]
-
-NO_LINK = Channel("none", 1e-6)
-"""Between nodes that cannot reach each other. A draft in which stages send over it is rejected."""
-
-
-Kinds = tuple[tuple[int, ...], ...]
-"""By slot of a pipeline: its kind. If several pipelines are cut alike: the kinds that it has in any of them."""
+__all__ = ["Draft", "DraftBuilder", "simulated_seconds", "write_plan"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,48 +73,6 @@ class Draft:
         return ranking_seconds(self.seconds, equal=self.is_equal)
 
 
-def divide_micro_batches(
-    fill: Sequence[float], longest: Sequence[float], micro_batches: int, minimum: Sequence[int]
-) -> list[int]:
-    """How many micro-batches each pipeline runs so that the last pipeline ends as early as possible.
-
-    Args:
-        fill: By pipeline, seconds of one micro-batch through the empty pipeline.
-        longest: By pipeline, seconds that each further micro-batch adds: the time of its longest stage.
-        micro_batches: How many to divide; not fewer than the sum of ``minimum``.
-        minimum: By pipeline, how many it runs at least; not below 1.
-    """
-    # What a pipeline runs in any case counts as its first micro-batch.
-    extra = np.asarray(minimum) - 1
-    step = np.maximum(np.asarray(longest), 1e-15)
-    first = np.asarray(fill) + extra * step
-    micro_batches -= int(extra.sum())
-
-    def done(seconds: float) -> NDArray[np.int64]:
-        """Micro-batches that each pipeline finishes in this time; at least one."""
-        counts: NDArray[np.float64] = np.minimum(np.maximum((seconds - first) // step + 1, 1), micro_batches)
-        return counts.astype(np.int64)
-
-    low, high = float(first.max()), float((first + (micro_batches - 1) * step).max()) * (1 + 1e-12)
-    if done(low).sum() < micro_batches:
-        while high - low > 1e-13 * high:
-            middle = (low + high) / 2
-            count = done(middle).sum()
-            low, high = (low, middle) if count >= micro_batches else (middle, high)
-            if count == micro_batches:
-                break
-        counts, max_counts = done(low), done(high)
-    else:
-        # The pipeline that takes longest for a single micro-batch decides the time; the others share the rest.
-        counts, max_counts = np.ones(len(first), dtype=np.int64), done(low)
-    rest = micro_batches - int(counts.sum())
-    for pipeline in np.lexsort((np.arange(len(first)), first + counts * step)):
-        more = min(rest, int(max_counts[pipeline] - counts[pipeline]))
-        counts[pipeline] += more
-        rest -= more
-    return [int(count) for count in counts + extra]
-
-
 class DraftBuilder:
     """Builds drafts. Results for slots that are alike are computed once and then looked up.
 
@@ -142,10 +92,8 @@ class DraftBuilder:
         self.runnable = runnable
         self._node_of = [device.node for device in topology.devices]
         self._cluster_of = [node.cluster for node in topology.nodes]
-        self._splits: dict[object, Split | str] = {}
-        self._costs: dict[object, PipelineCost] = {}
+        self._prices = PipelinePrices(method)
         self._gradients = GradientTimes(topology)
-        self._slots: dict[object, Slot] = {}
 
     @property
     def chooses_cuts(self) -> bool:
@@ -178,17 +126,23 @@ class DraftBuilder:
         return min(found, key=lambda draft: draft.seconds) if found else next(iter(drafts.values()))
 
     def build_placed(
-        self, pool: SlotPool, places: Sequence[Sequence[Place]], *, symmetric: bool = False, thorough: bool = False
+        self,
+        pool: SlotPool,
+        places: Sequence[Sequence[Place]],
+        *,
+        symmetric: bool = False,
+        thorough: bool = False,
+        in_order: bool = False,
     ) -> Draft | str:
         """The draft with these slots, or in words why there is none; further arguments as in :meth:`build`.
 
         Args:
             places: The slots of each pipeline, ``[pipelines][slots]``. If the pipelines are cut alike, the first slots
                 of all pipelines run the same blocks, and so on; they need not be of one kind.
+            in_order: Whether only splits count that keep the slots in this order.
         """
-        nodes = [np.array([self.node(pool, (kind, slot)) for kind, slot in pipeline]) for pipeline in places]
+        nodes = [[self.node(pool, place) for place in pipeline] for pipeline in places]
         sequences: list[Kinds] = [tuple((kind,) for kind, _ in pipeline) for pipeline in places]
-        numbers = as_given = self._shared_numbers(pool, nodes, nodes)
         total = pool.total_micro_batches
         minimum = self.min_micro_batches(map(len, places))
         if symmetric:
@@ -197,33 +151,19 @@ class DraftBuilder:
             return f"{total} micro-batches are too few for the stages of all replicas"
         else:
             counts = [max(each, round(total / len(places))) for each in minimum]
-        shared_numbers, shared_kinds = numbers, sequences
-        if symmetric:
-            # One split for all pipelines, made for the slowest link between two stages and the slowest slot of each.
-            shared_numbers = [pool.links.slowest(np.stack(numbers), axis=0)] * len(places)
-            if len(set(sequences)) > 1:
-                shared_kinds = [
-                    tuple(tuple(sorted(set().union(*stage))) for stage in zip(*sequences, strict=True))
-                ] * len(places)
         while True:
-            splits = []
-            for sequence, matrix, count in zip(shared_kinds, shared_numbers, counts, strict=True):
-                found = self._split(pool, sequence, matrix, count, thorough)
-                if isinstance(found, str):
-                    return found
-                splits.append(found)
-            numbers = as_given
-            if any(cut.order != tuple(range(len(cut.order))) for cut in splits):
-                ordered = [row[list(cut.order)] for row, cut in zip(nodes, splits, strict=True)]
-                numbers = self._shared_numbers(pool, nodes, ordered)
-            costs = self._evaluate(pool, sequences, numbers, counts, splits)
+            splits = self._splits(pool, nodes, sequences, counts, symmetric, thorough, in_order)
+            if isinstance(splits, str):
+                return splits
+            priced = self._priced(pool, nodes, sequences, splits)
+            costs = priced(counts)
             if symmetric:
                 break
             steps = [max(cost.stage_seconds) for cost in costs]
             fill = [cost.seconds - (count - 1) * step for cost, count, step in zip(costs, counts, steps, strict=True)]
             divided_counts = divide_micro_batches(fill, steps, total, minimum)
             # With more micro-batches than a split was made for, more memory may be needed. Then split again for more.
-            again = self._evaluate(pool, sequences, numbers, divided_counts, splits)
+            again = priced(divided_counts)
             if all(cost.fits for cost in again):
                 counts, costs = divided_counts, again
                 break
@@ -240,6 +180,7 @@ class DraftBuilder:
         rows: Sequence[Sequence[Place]],
         bounds: Sequence[tuple[int, ...]],
         micro_batches: Sequence[int],
+        below: float = np.inf,
     ) -> Draft | str:
         """The draft in which nothing is left to choose, or in words why there is none.
 
@@ -248,12 +189,83 @@ class DraftBuilder:
             rows: The slots of each pipeline in the order of the stages.
             bounds: Of the stages of each pipeline.
             micro_batches: Of each pipeline.
+            below: A draft whose pipelines take this many seconds or longer is not wanted.
         """
-        nodes = [np.array([self.node(pool, place) for place in row]) for row in rows]
+        nodes = [[self.node(pool, place) for place in row] for row in rows]
         sequences: list[Kinds] = [tuple((kind,) for kind, _ in row) for row in rows]
         splits = [Split(tuple(range(len(row))), cut) for row, cut in zip(rows, bounds, strict=True)]
-        costs = self._evaluate(pool, sequences, self._shared_numbers(pool, nodes, nodes), micro_batches, splits)
+        costs = self._priced(pool, nodes, sequences, splits)(micro_batches, below)
+        if not costs[-1].seconds < below:
+            return "a pipeline takes too long"
         return self._draft(pool, rows, splits, micro_batches, costs)
+
+    def _splits(
+        self,
+        pool: SlotPool,
+        nodes: Sequence[Sequence[int]],
+        sequences: Sequence[Kinds],
+        counts: Sequence[int],
+        symmetric: bool,
+        thorough: bool,
+        in_order: bool,
+    ) -> list[Split] | str:
+        """A split for each pipeline, or in words why there is none; arguments as in :meth:`build_placed`.
+
+        If the pipelines are cut alike, it is one split, made for the slowest link between two stages and the slowest
+        slot of each.
+        """
+        hops: Sequence[Hops] = [()] * len(nodes)
+        if self._prices.chooses_order and not thorough:
+            hops = self._hops(pool, nodes)
+        matrices: list[NDArray[np.int64]] | None = None
+        kinds = sequences
+        if symmetric:
+            kinds = [sequences[0]]
+            if len(set(sequences)) > 1:
+                kinds = [tuple(tuple(sorted(set().union(*stage))) for stage in zip(*sequences, strict=True))]
+            if len(set(hops)) > 1:
+                hops = [tuple(pool.links.slowest(np.array(hops), axis=0).tolist())]
+        splits: list[Split] = []
+        for number, each in enumerate(kinds):
+            wholly = self._prices.chooses_order and thorough
+            found = None if wholly else self._prices.split_in_order(pool, each, hops[number], counts[number])
+            if found is None and in_order:
+                return "no split in this order fits in memory"
+            if found is None:
+                if matrices is None:
+                    matrices = self._matrices(pool, nodes)
+                    if symmetric:
+                        matrices = [pool.links.slowest(np.stack(matrices), axis=0)]
+                found = self._prices.split(pool, each, matrices[number], counts[number])
+            if isinstance(found, str):
+                return found
+            splits.append(found)
+        return splits * len(nodes) if symmetric else splits
+
+    def _priced(
+        self,
+        pool: SlotPool,
+        nodes: Sequence[Sequence[int]],
+        sequences: Sequence[Kinds],
+        splits: Sequence[Split],
+    ) -> Callable[..., list[PipelineCost]]:
+        """A function that gives the costs of the pipelines for numbers of micro-batches.
+
+        As a second argument it takes seconds: the first pipeline that does not take less is the last one in the list.
+        """
+        ordered = [[row[slot] for slot in cut.order] for row, cut in zip(nodes, splits, strict=True)]
+        kinds = [tuple(each[slot] for slot in cut.order) for each, cut in zip(sequences, splits, strict=True)]
+        rows = list(zip(kinds, self._hops(pool, ordered), [cut.bounds for cut in splits], strict=True))
+
+        def priced(counts: Sequence[int], below: float = np.inf) -> list[PipelineCost]:
+            costs = []
+            for (each, hops, bounds), count in zip(rows, counts, strict=True):
+                costs.append(self._prices.cost(pool, each, hops, count, bounds))
+                if not costs[-1].seconds < below:
+                    break
+            return costs
+
+        return priced
 
     def _draft(
         self,
@@ -291,88 +303,38 @@ class DraftBuilder:
         Raises:
             ValueError: Slots cannot reach each other.
         """
+        return self.summing(pool, rows).seconds(bounds)
+
+    def summing(self, pool: SlotPool, rows: Sequence[Sequence[Place]]) -> Summing:
+        """The sums of gradients of these pipelines for any cuts; ``rows`` as for :meth:`synchronize`."""
         groups = [[pool.kinds[kind].slots[slot] for kind, slot in row] for row in rows]
-        return self._gradients.seconds(pool.links.node_kind, groups, bounds, pool.kinds[0].costs.gradient_bytes)
+        return Summing(self._gradients, pool.links.node_kind, groups, pool.kinds[0].costs.gradient_bytes)
 
     @staticmethod
-    def _shared_numbers(
-        pool: SlotPool, nodes: Sequence[NDArray[np.int64]], ordered: Sequence[NDArray[np.int64]]
-    ) -> list[NDArray[np.int64]]:
-        """The numbers of the channels between the slots of each pipeline, which share NICs with the other pipelines.
+    def _hops(pool: SlotPool, nodes: Sequence[Sequence[int]]) -> list[Hops]:
+        """The channels between neighboring slots of each pipeline, which share NICs with the other pipelines.
 
         Args:
             pool: The slots there are.
-            nodes: The node of each slot, ``[pipelines][slots]``.
-            ordered: The same in the order of the stages.
+            nodes: The node of each slot in the order of the stages, ``[pipelines][slots]``.
         """
-        load = pool.links.load(ordered, pool.tensor_parallel)
-        return [pool.links.shared(row[:, None], row[None, :], load, pool.tensor_parallel) for row in nodes]
+        return [tuple(row) for row in pool.links.hops(nodes, pool.tensor_parallel)]
+
+    @staticmethod
+    def _matrices(pool: SlotPool, nodes: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
+        """The channels between each two slots of each pipeline if its other stages are in this order."""
+        rows = [np.array(row) for row in nodes]
+        load = pool.links.load(rows, pool.tensor_parallel)
+        return [pool.links.shared(row[:, None], row[None, :], load, pool.tensor_parallel) for row in rows]
 
     def node(self, pool: SlotPool, place: Place) -> int:
         """The node of a slot."""
         kind, slot = place
         return self._node_of[pool.kinds[kind].slots[slot][0]]
 
-    def _pipeline(self, pool: SlotPool, sequence: Kinds, matrix: NDArray[np.int64], micro_batches: int) -> Pipeline:
-        channels = [*pool.links.channels, NO_LINK]
-        slots = tuple(self.slot(pool, kinds, len(sequence)) for kinds in sequence)
-        return Pipeline(slots, tuple(tuple(channels[number] for number in row) for row in matrix), micro_batches)
-
     def slot(self, pool: SlotPool, kinds: tuple[int, ...], stages: int) -> Slot:
-        """A slot that takes as long and needs as much memory, per block, as the worst of these kinds.
-
-        Args:
-            pool: The slots there are.
-            kinds: Numbers of the kinds.
-            stages: Of the slot's pipeline.
-        """
-        key = (pool, kinds, stages == 1)
-        if key not in self._slots:
-            worst = [pool.kinds[kind] for kind in kinds]
-            costs = worst[0].costs
-            if len(worst) > 1:
-                each = [vars(kind.costs) for kind in worst]
-                names = [field.name for field in fields(LayerCosts)]
-                costs = LayerCosts(**{name: np.max([one[name] for one in each], axis=0) for name in names})
-            name = " or ".join(dict.fromkeys(kind.device for kind in worst))
-            self._slots[key] = Slot(name, costs, min(kind.memory_in_pipeline(stages) for kind in worst))
-        return self._slots[key]
-
-    def _split(
-        self, pool: SlotPool, sequence: Kinds, matrix: NDArray[np.int64], micro_batches: int, thorough: bool
-    ) -> Split | str:
-        key = (pool, sequence, matrix.tobytes(), micro_batches, thorough)
-        if key not in self._splits:
-            pipeline = self._pipeline(pool, sequence, matrix, micro_batches)
-            self._splits[key] = self._compute_split(pipeline, thorough)
-        return self._splits[key]
-
-    def _compute_split(self, pipeline: Pipeline, thorough: bool) -> Split | str:
-        method_orders = self.method in ("exact", "simulated", "adapt")
-        if method_orders and not thorough:
-            found = split_in_order(pipeline)
-            if found is not None:
-                return found
-        try:
-            return split(pipeline, self.method, order=None if method_orders else range(len(pipeline.slots)))
-        except ValueError as error:
-            return str(error)
-
-    def _evaluate(
-        self,
-        pool: SlotPool,
-        sequences: Sequence[Kinds],
-        numbers: Sequence[NDArray[np.int64]],
-        micro_batches: Sequence[int],
-        splits: Sequence[Split],
-    ) -> list[PipelineCost]:
-        costs = []
-        for sequence, matrix, count, cut in zip(sequences, numbers, micro_batches, splits, strict=True):
-            key = (pool, sequence, matrix.tobytes(), count, cut)
-            if key not in self._costs:
-                self._costs[key] = evaluate(self._pipeline(pool, sequence, matrix, count), cut)
-            costs.append(self._costs[key])
-        return costs
+        """See :meth:`.PipelinePrices.slot`."""
+        return self._prices.slot(pool, kinds, stages)
 
 
 def simulated_seconds(draft: Draft) -> float:

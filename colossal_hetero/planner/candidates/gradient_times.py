@@ -6,28 +6,36 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster.all_reduce import concurrent_seconds, synchronization_seconds
+from ..cluster.all_reduce import ConcurrentRings, synchronization_seconds
 from ..cluster.topology import Topology
 from ..slots.tp_groups import cut_points
 
-__all__ = ["GradientTimes"]
+__all__ = ["GradientTimes", "Summing"]
 
 Groups = Sequence[Sequence[tuple[int, ...]]]
 """Ranks of the tensor-parallel group of each stage of each pipeline."""
 
+Ring = tuple[int, ...]
+"""The nodes of the members of a ring, ascending."""
+
 
 class GradientTimes:
-    """Times on one cluster. What was computed once is looked up."""
+    """Times on one cluster. What was computed once is looked up.
+
+    Nodes of one kind have equal links. So two sets of rings take equally long if they differ only by nodes of one kind,
+    as long as the order of the nodes is the same, which is the order in which a ring visits them.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self._node_of = [device.node for device in topology.devices]
+        self.node_of = [device.node for device in topology.devices]
+        self._alike: dict[object, _EqualCuts] = {}
         self._rings: dict[object, float] = {}
-        self._of_size: dict[object, tuple[float, ...]] = {}
 
     def seconds(
         self,
@@ -50,41 +58,101 @@ class GradientTimes:
         Raises:
             ValueError: Ranks cannot reach each other.
         """
-        if len(groups) == 1:
+        return Summing(self, node_kind, groups, gradient_bytes).seconds(bounds)
+
+    def equal_cuts(self, node_kind: NDArray[np.int64], rings: Sequence[Ring], width: int) -> _EqualCuts:
+        """The rings of pipelines that are cut alike: ``width`` equal ones for each stage."""
+        nodes = sorted(set(itertools.chain.from_iterable(rings)))
+        number = {node: place for place, node in enumerate(nodes)}
+        key = (
+            width,
+            tuple(node_kind[nodes].tolist()),
+            tuple(tuple(map(number.__getitem__, ring)) for ring in rings),
+        )
+        if key not in self._alike:
+            self._alike[key] = _EqualCuts(self.topology, rings, width)
+        return self._alike[key]
+
+    def ring_seconds(self, node_kind: NDArray[np.int64], ranks: Sequence[int], size: float, sharing: int) -> float:
+        """Seconds of a ring of these ranks that sums ``size`` bytes; see ``synchronization_seconds``."""
+        nodes = Counter(self.node_of[rank] for rank in ranks)
+        alike = Counter((int(node_kind[node]), count) for node, count in nodes.items())
+        key = (len(nodes) == 1, frozenset(alike.items()), size, sharing)
+        if key not in self._rings:
+            self._rings[key] = synchronization_seconds(self.topology, ranks, size, sharing)
+        return self._rings[key]
+
+
+class _EqualCuts:
+    """The rings of pipelines that are cut alike; all sum something."""
+
+    def __init__(self, topology: Topology, rings: Sequence[Ring], width: int) -> None:
+        self._rings = rings
+        self._concurrent = ConcurrentRings(topology, [ring for ring in rings for _ in range(width)])
+        self._seconds: dict[tuple[int, float], float] = {}
+
+    def seconds(self, stage: int, size: float) -> float:
+        """Of the rings of a stage whose gradients have so many bytes."""
+        key = stage, size
+        if key not in self._seconds:
+            self._seconds[key] = self._concurrent.seconds(self._rings[stage], size)
+        return self._seconds[key]
+
+
+class Summing:
+    """The sums of given pipelines, for any cuts; arguments as for :meth:`GradientTimes.seconds`."""
+
+    def __init__(
+        self, times: GradientTimes, node_kind: NDArray[np.int64], groups: Groups, gradient_bytes: NDArray[np.float64]
+    ) -> None:
+        self._times, self._node_kind, self._groups = times, node_kind, groups
+        self._nodes = [[times.node_of[ranks[0]] for ranks in pipeline] for pipeline in groups]
+        self._width = len(groups[0][0])
+        self._gradient_bytes = gradient_bytes
+        self._bytes_of: dict[tuple[int, int], float] = {}
+
+    def seconds(self, bounds: Sequence[tuple[int, ...]]) -> float:
+        """Seconds with these cuts; see :meth:`GradientTimes.seconds`."""
+        if len(self._groups) == 1:
             return 0.0
-        if len(set(bounds)) == 1:
-            return self._of_equal_cuts(groups, bounds[0], gradient_bytes)
-        width = len(groups[0][0])
-        node_of = self._node_of
-        slots_on = Counter(node_of[ranks[0]] for pipeline in groups for ranks in pipeline)
+        return self._of_equal_cuts(bounds[0]) if len(set(bounds)) == 1 else self._of_any_cuts(bounds)
+
+    def _of_equal_cuts(self, bounds: tuple[int, ...]) -> float:
+        sizes = [self._bytes(start, stop) for start, stop in itertools.pairwise(bounds)]
+        if min(sizes) <= 0:
+            # Rings that sum nothing leave their share of the networks to the others.
+            used = [(ring, size) for ring, size in zip(self._rings, sizes, strict=True) if size > 0]
+            concurrent = ConcurrentRings(self._times.topology, [ring for ring, _ in used for _ in range(self._width)])
+            return max((concurrent.seconds(ring, size) for ring, size in used), default=0.0)
+        return max(self._equal_cuts.seconds(stage, size) for stage, size in enumerate(sizes))
+
+    @cached_property
+    def _rings(self) -> list[Ring]:
+        """By stage, if all pipelines have equally many."""
+        return [tuple(sorted(members)) for members in zip(*self._nodes, strict=True)]
+
+    @cached_property
+    def _equal_cuts(self) -> _EqualCuts:
+        return self._times.equal_cuts(self._node_kind, self._rings, self._width)
+
+    def _of_any_cuts(self, bounds: Sequence[tuple[int, ...]]) -> float:
+        slots_on = Counter(itertools.chain.from_iterable(self._nodes))
         cuts = cut_points(bounds)
-        total = np.concatenate([[0.0], np.cumsum(gradient_bytes)])
-        spent: Counter[int] = Counter()
-        stage_of = [np.searchsorted(cut, cuts[:-1], side="right") - 1 for cut in bounds]
-        for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
-            ring = [pipeline[int(stages[number])][0] for pipeline, stages in zip(groups, stage_of, strict=True)]
-            nodes = Counter(node_of[rank] for rank in ring)
+        total = np.concatenate([[0.0], np.cumsum(self._gradient_bytes)])
+        stage_of = np.array([np.searchsorted(cut, cuts[:-1], side="right") - 1 for cut in bounds])
+        spent: Counter[tuple[int, int]] = Counter()
+        for (start, stop), stages in zip(itertools.pairwise(cuts), stage_of.T.tolist(), strict=True):
+            ring = [pipeline[stage][0] for pipeline, stage in zip(self._groups, stages, strict=True)]
+            count_on = Counter(nodes[stage] for nodes, stage in zip(self._nodes, stages, strict=True))
             # A ring leaves a node once, no matter how many of its members are in the node.
-            sharing = width * max(math.ceil(slots_on[node] / count) for node, count in nodes.items())
-            alike = Counter((int(node_kind[node]), count) for node, count in nodes.items())
-            key = (len(nodes) == 1, frozenset(alike.items()), float(total[stop] - total[start]), sharing)
-            if key not in self._rings:
-                self._rings[key] = synchronization_seconds(self.topology, ring, key[2], sharing)
-            for rank in ring:
-                spent[rank] += self._rings[key]  # type: ignore[assignment]
+            sharing = self._width * max(math.ceil(slots_on[node] / count) for node, count in count_on.items())
+            seconds = self._times.ring_seconds(self._node_kind, ring, float(total[stop] - total[start]), sharing)
+            for member in enumerate(stages):
+                spent[member] += seconds  # type: ignore[assignment]
         return float(max(spent.values()))
 
-    def _of_equal_cuts(self, groups: Groups, bounds: tuple[int, ...], gradient_bytes: NDArray[np.float64]) -> float:
-        rings, stage_of = [], []
-        for stage, members in enumerate(zip(*groups, strict=True)):
-            rings += list(zip(*members, strict=True))
-            stage_of += [stage] * len(members[0])
-        sizes = [float(gradient_bytes[start:stop].sum()) for start, stop in itertools.pairwise(bounds)]
-        if min(sizes) <= 0:
-            return max(concurrent_seconds(self.topology, rings, [sizes[stage] for stage in stage_of]))
-        # If all rings sum something, the time of each depends on its own size only, and on the nodes of all rings.
-        same = tuple(tuple(sorted(self._node_of[rank] for rank in ring)) for ring in rings)
-        for size in sizes:
-            if (same, size) not in self._of_size:
-                self._of_size[same, size] = concurrent_seconds(self.topology, rings, [size] * len(rings))
-        return max(self._of_size[same, sizes[stage]][ring] for ring, stage in enumerate(stage_of))
+    def _bytes(self, start: int, stop: int) -> float:
+        key = start, stop
+        if key not in self._bytes_of:
+            self._bytes_of[key] = float(self._gradient_bytes[start:stop].sum())
+        return self._bytes_of[key]

@@ -6,7 +6,7 @@ has slots and links of its own, and how long the gradients of each stage take.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,14 @@ class PlacedPipelines:
         for kind, each in enumerate(pool.kinds):
             for slot in range(len(each.slots)):
                 on_node.setdefault(builder.node(pool, (kind, slot)), []).append(kind)
-        self._node_type = {node: (int(pool.links.node_kind[node]), tuple(kinds)) for node, kinds in on_node.items()}
+        types = {node: (int(pool.links.node_kind[node]), tuple(kinds)) for node, kinds in on_node.items()}
+        numbers = {each: number for number, each in enumerate(dict.fromkeys(types.values()))}
+        self._look_of: dict[Place, tuple[int, int, int]] = {}
+        """By slot: its kind, its node, and a number that nodes have in common that are alike."""
+        for kind, each in enumerate(pool.kinds):
+            for slot in range(len(each.slots)):
+                node = builder.node(pool, (kind, slot))
+                self._look_of[kind, slot] = kind, node, numbers[types[node]]
 
     def look(self, rows: Rows) -> object:
         """A key that is equal only for pipelines that differ by slots of a kind in a node, or by nodes that are alike.
@@ -51,13 +58,8 @@ class PlacedPipelines:
         numbers: dict[int, int] = {}
         named = []
         for row in rows:
-            nodes = [self.builder.node(self.pool, place) for place in row]
-            named.append(
-                tuple(
-                    (kind, numbers.setdefault(node, len(numbers)), self._node_type[node])
-                    for (kind, _), node in zip(row, nodes, strict=True)
-                )
-            )
+            looks = [self._look_of[place] for place in row]
+            named.append(tuple((kind, numbers.setdefault(node, len(numbers)), alike) for kind, node, alike in looks))
         return tuple(sorted(named))
 
     def best(self, rows: Rows, below: float) -> Draft | None:
@@ -66,7 +68,7 @@ class PlacedPipelines:
         count = pool.total_micro_batches // len(rows)
         bounds = all_bounds(self.blocks, stages)
         if bounds is None or not self.builder.chooses_cuts:
-            draft = self.builder.build_placed(pool, rows, symmetric=True)
+            draft = self.builder.build_placed(pool, rows, symmetric=True, in_order=True)
             return draft if isinstance(draft, Draft) and draft.seconds < below else None
         times = self._times(rows)
         if times is None:
@@ -77,11 +79,11 @@ class PlacedPipelines:
             return self._draft(rows, [bounds[cut]], [count]) if seconds[cut] < below else None
         order = np.argsort(seconds, kind="stable")
         order = order[seconds[order] < below][:MAX_SUMMED]
-        best, chosen = below, -1
+        best, chosen, summing = below, -1, self._summing(rows)
         for cut in order.tolist():
             if seconds[cut] >= best:
                 break
-            total = seconds[cut] + self._summing(rows, [bounds[cut]] * len(rows))
+            total = seconds[cut] + summing([bounds[cut]] * len(rows))
             if total < best:
                 best, chosen = total, cut
         return None if chosen < 0 else self._draft(rows, [bounds[chosen]] * len(rows), [count] * len(rows))
@@ -120,12 +122,12 @@ class PlacedPipelines:
         worth = np.maximum(together * (1 - 1e-9), fill.max(axis=0)) < below
         grid, fill, step, most = grid[:, worth], fill[:, worth], step[:, worth], most[:, worth]
         seconds = _last_end(fill, step, most, total, below)
-        best, found = below, None
+        best, found, summing = below, None, self._summing(rows)
         for number in np.argsort(seconds, kind="stable")[:MAX_SUMMED].tolist():
             if not seconds[number] < best:
                 break
             bounds = [each[cut] for each, cut in zip(all_of, grid[:, number].tolist(), strict=True) if each is not None]
-            if seconds[number] + self._summing(rows, bounds) < best:
+            if seconds[number] + summing(bounds) < best:
                 counts = _counts(fill[:, number], step[:, number], most[:, number], total, float(seconds[number]))
                 draft = self._draft(rows, bounds, [int(count) for count in counts + extra])
                 if draft is not None and draft.seconds < best:
@@ -154,16 +156,22 @@ class PlacedPipelines:
         for numbers in self.pool.links.hops(nodes, self.pool.tensor_parallel):
             yield None if -1 in numbers else [channels[number] for number in numbers]
 
-    def _summing(self, rows: Rows, bounds: Sequence[NDArray[np.int64]]) -> float:
-        cuts = [tuple(each.tolist()) for each in bounds]
-        if self.builder.overlap:
-            # What is hidden depends on the passes of each stage, but not on the number of micro-batches.
-            draft = self.builder.build_cut(self.pool, rows, cuts, [1] * len(rows))
-            return draft.synchronization_seconds if isinstance(draft, Draft) else np.inf
-        try:
-            return self.builder.synchronize(self.pool, rows, cuts)
-        except ValueError:
-            return np.inf
+    def _summing(self, rows: Rows) -> Callable[[Sequence[NDArray[np.int64]]], float]:
+        """A function that gives the seconds of sums for cuts; infinite if slots cannot reach each other."""
+        summing = self.builder.summing(self.pool, rows)
+
+        def seconds(bounds: Sequence[NDArray[np.int64]]) -> float:
+            cuts = [tuple(each.tolist()) for each in bounds]
+            if self.builder.overlap:
+                # What is hidden depends on the passes of each stage, but not on the number of micro-batches.
+                draft = self.builder.build_cut(self.pool, rows, cuts, [1] * len(rows))
+                return draft.synchronization_seconds if isinstance(draft, Draft) else np.inf
+            try:
+                return summing.seconds(cuts)
+            except ValueError:
+                return np.inf
+
+        return seconds
 
     def _draft(self, rows: Rows, bounds: Sequence[NDArray[np.int64]], counts: Sequence[int]) -> Draft | None:
         found = self.builder.build_cut(self.pool, rows, [tuple(each.tolist()) for each in bounds], counts)

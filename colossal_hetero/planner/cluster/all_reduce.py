@@ -24,6 +24,7 @@ from .topology import Channel, Topology
 
 __all__ = [
     "INSIDE",
+    "ConcurrentRings",
     "Hop",
     "concurrent_seconds",
     "nic_bandwidth",
@@ -55,10 +56,13 @@ def synchronization_seconds(topology: Topology, group: Sequence[int], gradient_b
     """
     if sharing < 1:
         raise ValueError(f"sharing={sharing} must be at least 1, the ring itself")
+    if not gradient_bytes >= 0:
+        raise ValueError(f"gradient_bytes={gradient_bytes} must be at least 0")
     ring = _ring(topology, _nodes(topology, group))
-    return _ring_seconds(
-        topology, ring, gradient_bytes, lambda *end: sharing * (ring.inside[end[0]] if end[2] == INSIDE else 1)
-    )
+    if ring.members < 2 or gradient_bytes == 0:
+        return 0.0
+    ends = _limits(topology, ring, lambda *end: sharing * (ring.inside[end[0]] if end[2] == INSIDE else 1))
+    return _ring_seconds(ring.members, ends, gradient_bytes)
 
 
 def concurrent_seconds(
@@ -76,21 +80,49 @@ def concurrent_seconds(
     """
     if len(groups) != len(gradient_bytes):
         raise ValueError(f"{len(groups)} groups and {len(gradient_bytes)} numbers of bytes; give one per group")
-    # Rings over the same nodes are alike; a large cluster has few different ones.
     nodes = [_nodes(topology, group) for group in groups]
-    rings = {each: _ring(topology, each) for each in dict.fromkeys(nodes)}
-    load: Counter[tuple[int, int, str]] = Counter()
-    for each, number in Counter(each for each, size in zip(nodes, gradient_bytes, strict=True) if size > 0).items():
-        ring = rings[each]
-        for hop in ring.hops:
-            for way, node in enumerate(hop):
-                load[node, way, ring.network] += number
-        for node, messages in ring.inside.items():
-            load[node, 0, INSIDE] += number * messages
-    known: dict[object, float] = {}
+    summing = [each for each, size in zip(nodes, gradient_bytes, strict=True) if not size <= 0]
+    rings = ConcurrentRings(topology, summing)
+    known: dict[tuple[tuple[int, ...], float], float] = {}
     for key in dict.fromkeys(zip(nodes, gradient_bytes, strict=True)):
-        known[key] = _ring_seconds(topology, rings[key[0]], key[1], lambda *end: load[end])
+        known[key] = rings.seconds(*key)
     return tuple(known[key] for key in zip(nodes, gradient_bytes, strict=True))
+
+
+class ConcurrentRings:
+    """Rings that synchronize at the same time. See Note: shared NICs.
+
+    Args:
+        topology: Machines.
+        rings: The nodes of the members of each ring, ascending.
+
+    Raises:
+        ValueError: Two nodes cannot reach each other.
+    """
+
+    def __init__(self, topology: Topology, rings: Sequence[tuple[int, ...]]) -> None:
+        self._topology = topology
+        # Rings over the same nodes are alike; a large cluster has few different ones.
+        self._rings = {each: _ring(topology, each) for each in dict.fromkeys(rings)}
+        self._load: Counter[tuple[int, int, str]] = Counter()
+        for each, number in Counter(rings).items():
+            ring = self._rings[each]
+            for hop in ring.hops:
+                for way, node in enumerate(hop):
+                    self._load[node, way, ring.network] += number
+            for node, messages in ring.inside.items():
+                self._load[node, 0, INSIDE] += number * messages
+        self._limits: dict[tuple[int, ...], _Limits] = {}
+
+    def seconds(self, ring: tuple[int, ...], gradient_bytes: float) -> float:
+        """Seconds of one of the rings if it sums so many bytes per device; 0 for no bytes."""
+        if not gradient_bytes >= 0:
+            raise ValueError(f"gradient_bytes={gradient_bytes} must be at least 0")
+        if len(ring) < 2 or gradient_bytes == 0:
+            return 0.0
+        if ring not in self._limits:
+            self._limits[ring] = _limits(self._topology, self._rings[ring], lambda *end: self._load[end])
+        return _ring_seconds(len(ring), self._limits[ring], gradient_bytes)
 
 
 def ring_hops(topology: Topology, group: Sequence[int]) -> tuple[Hop, ...]:
@@ -168,25 +200,42 @@ def nic_bandwidth(topology: Topology, node: int, channel: Channel, message_bytes
     Args:
         message_bytes: Of each message; None for the largest messages.
     """
-    nics = [nic for nic in topology.nodes[node].nics if nic.kind == channel.kind] or [channel]
+    nics = _nics(topology, node, channel)
     return sum(nic.bytes_per_second if message_bytes is None else nic.bandwidth(message_bytes) for nic in nics)
 
 
-def _ring_seconds(
-    topology: Topology, ring: _Ring, gradient_bytes: float, load: Callable[[int, int, str], int]
-) -> float:
-    if not gradient_bytes >= 0:
-        raise ValueError(f"gradient_bytes={gradient_bytes} must be at least 0")
-    if ring.members < 2 or gradient_bytes == 0:
-        return 0.0
-    chunk = gradient_bytes / ring.members
-    step = 0.0
+def _nics(topology: Topology, node: int, channel: Channel) -> tuple[Channel, ...]:
+    """The NICs of a node that have the channel's kind; if the topology lists none, the channel itself."""
+    return tuple(nic for nic in topology.nodes[node].nics if nic.kind == channel.kind) or (channel,)
+
+
+class _Limits(NamedTuple):
+    """What limits a ring, each different limit once: a ring over many nodes has few."""
+
+    inside: frozenset[Channel]
+    """Inside nodes, with the bandwidth that is left for a message."""
+    hops: frozenset[tuple[Channel, tuple[tuple[tuple[Channel, ...], int], ...]]]
+    """Between nodes: the channel; and of both ends, the NICs and how many messages share them."""
+
+
+def _limits(topology: Topology, ring: _Ring, load: Callable[[int, int, str], int]) -> _Limits:
+    inside = set()
     for number in ring.inside:
         node = topology.nodes[number]
-        share = node.inside_bytes_per_second / load(number, 0, INSIDE)
-        step = max(step, node.inside.limited(share).seconds(chunk))
+        inside.add(node.inside.limited(node.inside_bytes_per_second / load(number, 0, INSIDE)))
+    hops = set()
     for hop in ring.hops:
         channel = hop_channel(topology, hop, ring.network)
-        shares = [nic_bandwidth(topology, n, channel, chunk) / load(n, way, ring.network) for way, n in enumerate(hop)]
+        ends = tuple((_nics(topology, node, channel), load(node, way, ring.network)) for way, node in enumerate(hop))
+        hops.add((channel, ends))
+    return _Limits(frozenset(inside), frozenset(hops))
+
+
+def _ring_seconds(members: int, ends: _Limits, gradient_bytes: float) -> float:
+    """Seconds of a ring of at least two members that sum something."""
+    chunk = gradient_bytes / members
+    step = max((channel.seconds(chunk) for channel in ends.inside), default=0.0)
+    for channel, both in ends.hops:
+        shares = [sum(nic.bandwidth(chunk) for nic in nics) / load for nics, load in both]
         step = max(step, channel.latency_seconds + chunk / min(channel.bandwidth(chunk), *shares))
-    return 2 * (ring.members - 1) * step
+    return 2 * (members - 1) * step

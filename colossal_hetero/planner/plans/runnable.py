@@ -15,10 +15,14 @@ from ...io.text import count, spans
 from ..schedules.pass_order import why_not_schedulable
 from .plan import Plan
 
-__all__ = ["enough_micro_batches", "why_not_runnable"]
+__all__ = ["NoPlanError", "enough_micro_batches", "why_not_runnable"]
 
 MAX_REPLICAS_SHOWN = 4
 MAX_STAGES_SHOWN = 12
+
+
+class NoPlanError(ValueError):
+    """There is no plan for these machines; for others there may be one."""
 
 
 @overload

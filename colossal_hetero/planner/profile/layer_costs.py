@@ -80,8 +80,19 @@ class LayerCosts:
 
     def hop_seconds(self, channel: Channel) -> NDArray[np.float64]:
         """Seconds of one transfer over ``channel`` by place of the cut, ``[blocks + 1]``; 0 at both ends."""
-        sizes, which = np.unique(self.output_bytes[:-1], return_inverse=True)
+        sizes, which = self._outputs
         seconds = np.zeros(len(self.output_bytes) + 1)
         if len(sizes):
-            seconds[1:-1] = np.array([channel.seconds(float(size)) for size in sizes])[which]
+            seconds[1:-1] = np.array([channel.seconds(size) for size in sizes])[which]
         return seconds
+
+    @cached_property
+    def running_totals(self) -> tuple[list[float], ...]:
+        """:attr:`cumulative` as lists: one number of a list is read several times as fast as one of an array."""
+        return tuple(values.tolist() for values in self.cumulative)
+
+    @cached_property
+    def _outputs(self) -> tuple[list[float], NDArray[np.int64]]:
+        """The different sizes of what is sent, and which of them each block but the last one has."""
+        sizes, which = np.unique(self.output_bytes[:-1], return_inverse=True)
+        return sizes.tolist(), which

@@ -99,8 +99,10 @@ class Exchanges:
         return self.placed.best(rows, draft.seconds * (1 - LEAST_GAIN))
 
     def _with_same_cuts(self, draft: Draft, rows: Rows) -> Draft | None:
-        found = self.builder.build_cut(self.pool, rows, [cut.bounds for cut in draft.splits], draft.micro_batches)
-        return found if isinstance(found, Draft) and found.seconds < draft.seconds * (1 - LEAST_GAIN) else None
+        below = draft.seconds * (1 - LEAST_GAIN)
+        bounds = [cut.bounds for cut in draft.splits]
+        found = self.builder.build_cut(self.pool, rows, bounds, draft.micro_batches, below)
+        return found if isinstance(found, Draft) and found.seconds < below else None
 
     def _neighbors(self, draft: Draft) -> Iterator[Rows]:
         """The slots after each exchange of two slots, those of the slowest pipeline first."""

@@ -17,6 +17,7 @@ from ..cluster.topology import Topology
 from ..plans.launch_order import compare_with_launch_order
 from ..plans.plan import Plan
 from ..plans.ranked_plan import RankedPlan, ranking_seconds
+from ..plans.runnable import NoPlanError
 from ..profile.as_profiled import as_profiled
 from ..profile.layer_profile import ModelProfile
 from ..schedules.pass_order import Schedule
@@ -85,7 +86,8 @@ def make_plans(
         profile_file: Name of the profile file, for the plans' ``profile`` field.
 
     Raises:
-        ValueError: There is no such plan. The message says why, and what to change.
+        NoPlanError: There is no such plan for these machines. The message says why, and what to change.
+        ValueError: An argument is not possible.
     """
     topology = as_profiled(topology, profile)
     if method not in METHODS:
@@ -128,11 +130,11 @@ def make_plans(
         pipelines = pipelines_to_divide(search)
         chunked = ranked_by_time(makes.plans(pipelines), keep)
         if not chunked and "1f1b" not in schedules:
-            raise ValueError(why_no_chunks(schedules, makes))
+            raise NoPlanError(why_no_chunks(schedules, makes))
     if "1f1b" not in schedules:
         drafts = []
     if not drafts and not chunked:
-        raise ValueError(why_nothing(topology, profile, search))
+        raise NoPlanError(why_nothing(topology, profile, search))
     ranked = [
         RankedPlan(
             write_plan(draft, topology, profile, method, impossible_degrees(search) if draft is drafts[0] else ()),

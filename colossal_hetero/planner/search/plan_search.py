@@ -39,6 +39,10 @@ MAX_EXCHANGED, MAX_RESTARTED, MAX_EXCHANGES, MAX_RESTARTS = 12, 12, 400, 16
 MANY_TYPES, FEW_DEVICES = 6, 12
 """All these numbers are for clusters with that many different types of slots, or with few devices. With more devices of
 fewer types less is tried, because most exchanges change nothing."""
+NEAR_REORDERED, NEAR_MOVED = (1.2, 1.1), (2.0, 1.25)
+"""Only candidates that take at most so many times as long as the best one are improved in these ways: in clusters of up
+to SMALL devices, and in larger ones, where it takes longer and other slots change less."""
+SMALL = 16
 MAX_OF_PART = 3
 """Best plans of each part of the cluster that are taken over."""
 MAX_MOVED = 8
@@ -130,7 +134,13 @@ class PlanSearch:
         for draft in known:
             if draft.ranking_seconds < self.best_seconds:
                 self._add("known", draft)
-        return _diverse(self.found(), keep)
+        found = _diverse(self.found(), keep)
+        if not found and self.all_devices:
+            # Only to say which plans there are that leave devices out.
+            self.all_devices = False
+            self._look_through()
+            self._look_through_unequal()
+        return found
 
     def found(self) -> list[Draft]:
         """All candidates that were built and may be returned, best first."""
@@ -142,6 +152,10 @@ class PlanSearch:
     def unequal_below(self) -> float:
         """Pipelines that differ are only worth trying if they take less than these seconds."""
         return self.best_seconds / MIN_UNEQUAL_GAIN
+
+    def _near(self, draft: Draft, factors: tuple[float, float]) -> bool:
+        """Whether a candidate takes at most so many times as long as the best one, in a small and a large cluster."""
+        return draft.ranking_seconds <= factors[len(self.topology.devices) > SMALL] * self.best_seconds
 
     def _allowed(self, draft: Draft) -> bool:
         return not self.all_devices or draft.devices == len(self.topology.devices)
@@ -155,14 +169,19 @@ class PlanSearch:
 
     def _look_through(self) -> None:
         """Try pipelines that are cut alike."""
-        kinds = self._device_kinds()
         world = len(self.topology.devices)
+        mixed = mixed_shapes(self.pools, self.bounds, self.stages, runnable=self.runnable)
+        if self.all_devices:
+            mixed = [shape for shape in mixed if self._devices(shape) == world]
+            self._try_rows(self.rows.of_size(world), self.best_seconds)
+            self._try_mixed([shape for shape in mixed if shape.seconds < self.best_seconds][:MAX_MIXED])
+            return
+        kinds = self._device_kinds()
         alone = [frozenset([kind]) for kind in sorted(kinds)]
         for allowed in dict.fromkeys([kinds, *alone]):
             self._try_rows(self.rows.of_kinds(allowed), self.best_seconds)
         for one in alone if len(alone) > 2 else ():
             self._try_rows(self.rows.of_kinds(kinds - one), self.best_seconds)
-        mixed = mixed_shapes(self.pools, self.bounds, self.stages, runnable=self.runnable)
         self._try_mixed([shape for shape in mixed if shape.seconds < self.best_seconds][:MAX_MIXED])
         if self.runnable:
             # The best plan may leave slow devices idle, but a run may need all of them.
@@ -172,7 +191,8 @@ class PlanSearch:
     def _look_through_unequal(self) -> None:
         """Try pipelines that differ."""
         kinds = self._device_kinds()
-        for allowed in dict.fromkeys([kinds, *(frozenset([kind]) for kind in sorted(kinds))]):
+        alone = () if self.all_devices else (frozenset([kind]) for kind in sorted(kinds))
+        for allowed in dict.fromkeys([kinds, *alone]):
             self._try_unequal(allowed)
 
     def _device_kinds(self) -> frozenset[str]:
@@ -209,7 +229,12 @@ class PlanSearch:
         for each in sorted(groups_of, key=lambda each: each.expected_seconds):
             if not each.expected_seconds < self.unequal_below:
                 break
-            for groups in each.candidates(self.stages):
+            if self.all_devices and each.pool.slots * each.pool.tensor_parallel < len(self.topology.devices):
+                continue
+            for groups in each.candidates(self.stages, self.unequal_below, may_be_idle=not self.all_devices):
+                used = sum(each.stages(groups)) * each.pool.tensor_parallel
+                if self.all_devices and used < len(self.topology.devices):
+                    continue
                 needed = self.builder.min_micro_batches(each.stages(groups))
                 if sum(needed) <= each.pool.total_micro_batches and each.min_seconds(groups) < self.unequal_below:
                     self._try(each.pool, groups, symmetric=False)
@@ -229,7 +254,7 @@ class PlanSearch:
     def _try_restricted(self) -> None:
         """Try the best plans that leave out nodes or kinds of devices, or ignore small differences in speed."""
         pool_of = {(pool.tensor_parallel, pool.micro_batch): pool for pool in self.pools}
-        for number, pools in enumerate(restricted_pools(self.topology, self.pools)):
+        for number, pools in enumerate(restricted_pools(self.topology, self.pools, whole=self.all_devices)):
             part = PlanSearch(
                 self.topology,
                 pools,
@@ -255,9 +280,9 @@ class PlanSearch:
     def _reorder(self) -> None:
         """Try other orders of the stages for the best candidates, and for those with the lowest bounds."""
         for key in self._promising():
-            if not self.lower_bounds.get(key, 0.0) < self.best_seconds:
-                continue
             old = self.drafts[key]
+            if not self.lower_bounds.get(key, 0.0) < self.best_seconds or not self._near(old, NEAR_REORDERED):
+                continue
             new = self.builder.build_placed(old.pool, old.places, symmetric=old.is_equal, thorough=True)
             if isinstance(new, Draft) and new.seconds < old.seconds:
                 self._add(key, new)
@@ -329,6 +354,8 @@ class PlanSearch:
         allowed = None if self.stages is None else frozenset(self.stages)
         most = min(max(MOVES // devices, 1), MAX_MOVES)
         for number, draft in enumerate(list(best.values())[:MAX_MOVED]):
+            if not self._near(draft, NEAR_MOVED):
+                continue
             moves = UnequalMoves(self.builder, draft.pool, self.bounds[self.pools.index(draft.pool)])
             self._add(("moved", number), moves.improved(draft, most, allowed, self.all_devices))
 

@@ -19,6 +19,12 @@ __all__ = ["UnequalGroups"]
 MIN_IDLE_GAIN = 1.01
 """Groups that leave devices idle are tried if their objective (AutoHet, Eq. 3a) is larger by this factor."""
 
+PRECISION = 1e-3
+"""By this share groups may be less balanced than the best ones: blocks cannot be divided so finely."""
+MIN_SHARE = 0.9
+"""Groups are looked for whose stages, if they are balanced, take at most the wanted time divided by this: stages that
+are not balanced can be faster."""
+
 Groups = list[tuple[int, ...]]
 """Slots by kind of each pipeline, ``[pipelines][kinds]``."""
 
@@ -52,22 +58,31 @@ class UnequalGroups:
         power = (np.array(groups) / self.bounds.work_seconds).sum()
         return float(self.pool.total_micro_batches / power)
 
-    def candidates(self, stages: Sequence[int] | None) -> list[Groups]:
-        """Different groups; ``stages``: numbers of stages that are allowed, None for all."""
-        found = [*self._balanced(), *self._of_one_kind()]
+    def candidates(
+        self, stages: Sequence[int] | None, below: float = np.inf, *, may_be_idle: bool = True
+    ) -> list[Groups]:
+        """Different groups.
+
+        Args:
+            stages: Numbers of stages that are allowed; None for all.
+            below: Groups of which all plans take longer than this many seconds need not be found.
+            may_be_idle: Whether groups that leave slots out are looked for too.
+        """
+        found = [*self._balanced(below, may_be_idle), *self._of_one_kind()]
         distinct: dict[tuple[tuple[int, ...], ...], None] = dict.fromkeys(tuple(sorted(each)) for each in found)
         return [list(each) for each in distinct if stages is None or {sum(group) for group in each} <= set(stages)]
 
-    def _balanced(self) -> Iterator[Groups]:
-        """AutoHet's groups."""
+    def _balanced(self, below: float, may_be_idle: bool) -> Iterator[Groups]:
+        """AutoHet's groups, if they can take less than ``below`` seconds."""
         pool, available = self.pool, self._available
         present = np.flatnonzero(available)
         kinds = [
             MemberKind(1.0 / pool.kinds[place].model_seconds, pool.kinds[place].memory_bytes, int(available[place]))
             for place in present
         ]
-        reached = 0.0
-        for idle in (False, True) if len(kinds) > 1 else (False,):
+        # Stages that are balanced take as many seconds as there are micro-batches, divided by the objective.
+        reached = MIN_SHARE * pool.total_micro_batches / below
+        for idle in (False, True) if may_be_idle and len(kinds) > 1 else (False,):
             grouping = find_grouping(
                 kinds,
                 self._model_bytes,
@@ -75,7 +90,8 @@ class UnequalGroups:
                 allow_idle=idle,
                 max_members=self.bounds.blocks,
                 max_groups=pool.total_micro_batches,
-                above=reached * MIN_IDLE_GAIN,
+                above=reached * MIN_IDLE_GAIN if idle else reached,
+                precision=PRECISION,
             )
             if grouping is not None:
                 reached = grouping.objective

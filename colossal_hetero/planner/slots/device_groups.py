@@ -97,6 +97,7 @@ def find_grouping(
     max_members: int | None = None,
     max_groups: int | None = None,
     above: float = 0.0,
+    precision: float = 4 * TOLERANCE,
 ) -> Grouping | None:
     """The groups with the largest objective (AutoHet, Eq. 3a); None if there are none.
 
@@ -109,6 +110,7 @@ def find_grouping(
         max_members: Of a group; usually as many as the model has blocks. None: no limit.
         max_groups: Usually as many as there are micro-batches in all. None: no limit.
         above: Only groupings with an objective above this.
+        precision: The largest objective may be larger by this share than that of the result.
     """
     members = sum(kind.count for kind in kinds)
     max_members = max_members or members
@@ -128,9 +130,9 @@ def find_grouping(
     best = max(found, key=lambda grouping: grouping.objective, default=None)
     for bound, negative, problem in sorted(problems, key=lambda each: each[:2]):
         reached = max(best.objective if best else 0.0, above)
-        if -bound <= reached * (1 + TOLERANCE):
+        if -bound <= reached * (1 + max(precision, TOLERANCE)):
             break
-        best = problem.solve(reached / -negative) or best
+        best = problem.solve(reached / -negative, precision) or best
     return best
 
 
@@ -163,14 +165,14 @@ class _Covering:
         best = power * self.micro_batches / (self.groups * (self.micro_batches - 1) + np.maximum(members, self.groups))
         return float(best.max() if self.allow_idle else best[-1])
 
-    def solve(self, above: float) -> Grouping | None:
+    def solve(self, above: float, precision: float) -> Grouping | None:
         """The best grouping whose weakest group has a power above ``above``; None if there is none."""
         best = self._cover(max(above, self.bound * TOLERANCE) * (1 + 2 * TOLERANCE))
         if best is None:
             return None
         low, high = best.power, self.bound * (1 + 3 * TOLERANCE)
         values = self._values(low, high)
-        while high > low * (1 + 4 * TOLERANCE) and (values is None or len(values)):
+        while high > low * (1 + precision) and (values is None or len(values)):
             target = (low + high) / 2 if values is None else float(values[len(values) // 2])
             found = self._cover(target)
             if found is not None:

@@ -39,6 +39,7 @@ class NodeLinks:
                 for node in topology.nodes
             ]
         )
+        self._kinds: list[int] = self.node_kind.tolist()
         self.node_of = np.array([device.node for device in topology.devices])
         self.message_bytes = message_bytes
         size = len(kinds)
@@ -158,14 +159,15 @@ class NodeLinks:
         return [list(islice(numbers, len(nodes) - 1)) for nodes in pipelines]
 
     def _network(self, node_a: int, node_b: int) -> int:
-        """The kind of channel between two nodes."""
-        key = node_a, node_b
+        """The kind of channel between two different nodes."""
+        key = self._kinds[node_a], self._kinds[node_b]
         if key not in self._hops:
             self._hops[key] = int(self._kind_of[self.numbers(np.array(node_a), np.array(node_b))])
         return self._hops[key]
 
     def _shared_number(self, a: int, b: int, kind: int, load: Mapping[tuple[int, int], int], width: int) -> int:
-        key = a, b, load[kind, a], load[kind, b], width
+        """The number of a channel whose ends are shared by so many messages."""
+        key = self._kinds[a], self._kinds[b], a == b, load[kind, a], load[kind, b], width
         if key not in self._hops:
             loads = np.zeros(self._node_rate.shape, dtype=np.int64)
             loads[kind, [a, b]] = load[kind, a], load[kind, b]

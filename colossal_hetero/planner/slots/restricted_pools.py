@@ -25,8 +25,10 @@ SIMILAR_SPEEDS = (1.05, 1.3, 4.0)
 """Devices of one kind count as equally fast if the next faster one is faster by at most these factors."""
 
 
-def restricted_pools(topology: Topology, pools: Sequence[SlotPool]) -> Iterator[list[SlotPool]]:
+def restricted_pools(topology: Topology, pools: Sequence[SlotPool], *, whole: bool) -> Iterator[list[SlotPool]]:
     """The pools without each type of node, without each kind of device, and with similar speeds rounded down.
+
+    With ``whole``, only those with all devices.
 
     Nodes are of one type if they have the same devices and links. In clusters of more than :data:`MAX_DEVICES` devices
     only the links count, and no kind is left out.
@@ -46,7 +48,7 @@ def restricted_pools(topology: Topology, pools: Sequence[SlotPool]) -> Iterator[
         if len(parts) > 1 and (is_small or parts is ranks_by_type)
         for ranks in sorted(parts.values(), key=len)[:MAX_LEFT_OUT]
     )
-    for ranks in left_out:
+    for ranks in () if whole else left_out:
         yield _changed(pools, partial(_without, ranks=ranks))
     seen = [[len(pool.kinds) for pool in pools]]
     for factor in SIMILAR_SPEEDS:

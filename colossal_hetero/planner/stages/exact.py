@@ -258,8 +258,10 @@ def _distinct(values: _Floats, min_seconds: float, max_seconds: float) -> _Float
     return kept[np.append(kept[1:] > kept[:-1] * (1 + TOLERANCE), True)] if len(kept) else kept
 
 
-def exact(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
+def exact(pipeline: Pipeline, order: Sequence[int] | None, known: Split | None = None) -> Split | None:
     """The split with the smallest ``evaluate(pipeline, split).seconds``; None if none fits in memory.
+
+    A split that is ``known`` already, and fits, saves the time to find a first one to compare with.
 
     If there are too many different slots (``MAX_STATES``), only several good orders are searched. Then the result may
     not be the best one, and it may be None although a split in another order fits in memory.
@@ -267,7 +269,7 @@ def exact(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
     if order is not None:
         return best_split(pipeline, one_order(pipeline, order))
     try:
-        return best_split(pipeline, all_orders(pipeline, MAX_STATES))
+        return best_split(pipeline, all_orders(pipeline, MAX_STATES), known)
     except TooManyOrders:
         return _best_of_several_orders(pipeline)
 
@@ -290,9 +292,12 @@ def _best_of_several_orders(pipeline: Pipeline) -> Split | None:
     return None if best is None else best[1]
 
 
-def best_split(pipeline: Pipeline, orders: Orders) -> Split | None:
-    """The split with the smallest ``evaluate(pipeline, split).seconds`` over ``orders``; None if none fits."""
-    search = _BranchAndBound(pipeline, _DynamicProgram(pipeline, orders))
+def best_split(pipeline: Pipeline, orders: Orders, known: Split | None = None) -> Split | None:
+    """The split with the smallest ``evaluate(pipeline, split).seconds`` over ``orders``; None if none fits.
+
+    A ``known`` split is one of them.
+    """
+    search = _BranchAndBound(pipeline, _DynamicProgram(pipeline, orders), known)
     search.run()
     return search.best
 
@@ -335,12 +340,12 @@ class _BranchAndBound:
     The first split is found by raising τ from its lower bound.
     """
 
-    def __init__(self, pipeline: Pipeline, program: _DynamicProgram) -> None:
+    def __init__(self, pipeline: Pipeline, program: _DynamicProgram, known: Split | None) -> None:
         self.pipeline = pipeline
         self.program = program
         self.weight = pipeline.micro_batches - 1
-        self.best: Split | None = None
-        self.best_seconds = np.inf
+        self.best = known
+        self.best_seconds = evaluate(pipeline, known).seconds if known is not None else np.inf
         self.relaxation = _Relaxation(program.orders)
         self.times = np.array([0.0])
         self.updates = np.array([0.0])
@@ -351,7 +356,7 @@ class _BranchAndBound:
     def run(self) -> None:
         """Search; ``best`` remains None if no split fits in memory."""
         above = below = self.relaxation.longest
-        for step in STEPS:
+        for step in STEPS if self.best is None else ():
             below = self.relaxation.longest * step
             if self._solve(below, np.inf) is not None:
                 break

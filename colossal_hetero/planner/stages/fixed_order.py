@@ -9,10 +9,15 @@ are divided further.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from .pipeline import Pipeline, Split
+from ..cluster.topology import Channel
+from ..profile.layer_costs import LayerCosts
+from .pipeline import Slot, Split
 
 __all__ = ["split_in_order"]
 
@@ -22,15 +27,21 @@ LIMITS = 16
 _Floats = NDArray[np.float64]
 
 
-def split_in_order(pipeline: Pipeline) -> Split | None:
-    """The fastest split that keeps the slots in this order and fits in memory; None if none fits."""
-    stages, blocks = len(pipeline.slots), pipeline.blocks
+def split_in_order(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int) -> Split | None:
+    """The fastest split that keeps the slots in this order and fits in memory; None if none fits.
+
+    Args:
+        slots: By stage.
+        hops: The channels between neighboring stages, ``[stages − 1]``.
+        micro_batches: Per iteration, K.
+    """
+    stages, blocks = len(slots), len(slots[0].costs.forward_seconds)
     if stages > blocks:
         return None
-    seconds = _stage_seconds(pipeline)
+    seconds = _stage_seconds(slots, hops, micro_batches)
     if stages == 1:
         return Split((0,), (0, blocks)) if np.isfinite(seconds[0, 0, blocks]) else None
-    repetitions = pipeline.micro_batches - 1
+    repetitions = micro_batches - 1
     shortest = _min_longest(seconds)
     if not np.isfinite(shortest):
         return None
@@ -59,29 +70,44 @@ def split_in_order(pipeline: Pipeline) -> Split | None:
     return Split(tuple(range(stages)), tuple(int(bound) for bound in bounds))
 
 
-def _stage_seconds(pipeline: Pipeline) -> _Floats:
+def _stage_seconds(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int) -> _Floats:
     """Time per micro-batch of each stage with blocks ``[a, b)``, ``[stages, a, b]``; infinite if it does not fit."""
-    stages, blocks = len(pipeline.slots), pipeline.blocks
-    seconds = np.full((stages, blocks + 1, blocks + 1), np.inf)
-    possible = np.triu(np.ones((blocks + 1, blocks + 1), dtype=bool), 1)
-    before = np.zeros(blocks + 1)
-    output = pipeline.slots[0].costs.output_bytes[:-1]
-    for stage, slot in enumerate(pipeline.slots):
-        costs = slot.costs
-        after = np.zeros(blocks + 1)
-        if stage + 1 < stages:
-            channel = pipeline.channels[stage][stage + 1]
-            sizes, which = np.unique(output, return_inverse=True)
-            after[1:-1] = np.array([channel.seconds(float(size)) for size in sizes])[which]
-        work = np.concatenate([[0.0], np.cumsum(costs.forward_seconds + costs.backward_seconds)])
-        in_flight = min(pipeline.micro_batches, stages - stage)
-        held = np.concatenate([[0.0], np.cumsum(costs.state_bytes + in_flight * costs.activation_bytes)])
-        fits = held[None, :] - held[:, None] <= slot.memory_bytes
-        each = (work + after)[None, :] - (work - before)[:, None]
-        each += costs.schedule_seconds * ((stage > 0) + (stage + 1 < stages))
-        seconds[stage] = np.where(possible & fits, each, np.inf)
-        before = after
-    return seconds
+    stages, before = len(slots), None
+    seconds = []
+    for stage, (slot, after) in enumerate(zip(slots, [*hops, None], strict=True)):
+        in_flight = min(micro_batches, stages - stage)
+        seconds.append(_seconds_of_stage(slot.costs, slot.memory_bytes, in_flight, before, after))
+        before = None if after is None else (slot.costs, after)
+    return np.stack(seconds)
+
+
+@functools.lru_cache(maxsize=512)
+def _seconds_of_stage(
+    costs: LayerCosts,
+    memory_bytes: float,
+    in_flight: int,
+    before: tuple[LayerCosts, Channel] | None,
+    after: Channel | None,
+) -> _Floats:
+    """One stage of :func:`_stage_seconds`, ``[a, b]``.
+
+    Args:
+        costs: Of the blocks in the stage's slot.
+        memory_bytes: Of the slot.
+        in_flight: Micro-batches whose activations the stage holds.
+        before: The costs in the slot before, and the channel from there; None for the first stage.
+        after: The channel to the next stage; None for the last one.
+    """
+    blocks = len(costs.forward_seconds)
+    nothing = np.zeros(blocks + 1)
+    received = nothing if before is None else before[0].hop_seconds(before[1])
+    sent = nothing if after is None else costs.hop_seconds(after)
+    work = np.concatenate([[0.0], np.cumsum(costs.forward_seconds + costs.backward_seconds)])
+    held = np.concatenate([[0.0], np.cumsum(costs.state_bytes + in_flight * costs.activation_bytes)])
+    each = (work + sent)[None, :] - (work - received)[:, None]
+    each += costs.schedule_seconds * ((before is not None) + (after is not None))
+    possible = np.triu(np.ones(each.shape, dtype=bool), 1) & (held[None, :] - held[:, None] <= memory_bytes)
+    return np.where(possible, each, np.inf)
 
 
 def _min_longest(seconds: _Floats) -> float:

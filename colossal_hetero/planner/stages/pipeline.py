@@ -31,7 +31,9 @@ and behind the stage, K the number of micro-batches, P the number of stages.
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +42,7 @@ from numpy.typing import NDArray
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
 
-__all__ = ["Pipeline", "PipelineCost", "Slot", "Split", "earliest_starts", "evaluate"]
+__all__ = ["Pipeline", "PipelineCost", "Slot", "Split", "earliest_starts", "evaluate", "evaluate_stages"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +131,16 @@ class PipelineCost:
 
 
 def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
-    """Time and memory of ``split`` by the closed form; see Note: closed form.
+    """Time and memory of ``split`` by the closed form; see :func:`evaluate_stages`."""
+    slots = [pipeline.slots[index] for index in split.order]
+    hops = [pipeline.channels[a][b] for a, b in itertools.pairwise(split.order)]
+    return evaluate_stages(slots, hops, pipeline.micro_batches, split.bounds)
+
+
+def evaluate_stages(
+    slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int, bounds: Sequence[int]
+) -> PipelineCost:
+    """Time and memory of stages by the closed form; see Note: closed form.
 
     A transfer keeps both of its stages busy, because the sender waits until the receiver has taken the message, as in
     Colossal-AI's schedule with NCCL. Activations in one direction and gradients in the other are sent at the same
@@ -139,39 +150,49 @@ def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
     The schedule itself takes time on both sides of a cut, in the slot of each side; a single stage has no schedule.
 
     Under 1F1B, stage s holds the activations of ``min(K, P − s)`` micro-batches.
+
+    Args:
+        slots: By stage.
+        hops: The channels between neighboring stages, ``[stages − 1]``.
+        micro_batches: Per iteration, K.
+        bounds: First block of each stage, and the number of blocks at the end, ``[stages + 1]``.
     """
     forward, backward, schedule, update, memory = [], [], [], [], []
-    stages = len(split.order)
-    hops = [0.0]
-    for s, slot_index in enumerate(split.order):
-        slot = pipeline.slots[slot_index]
-        costs, totals = slot.costs, slot.costs.cumulative
-        start, stop = split.bounds[s], split.bounds[s + 1]
-        forward.append(float(totals.forward_seconds[stop] - totals.forward_seconds[start]))
-        backward.append(float(totals.backward_seconds[stop] - totals.backward_seconds[start]))
+    stages = len(slots)
+    sent = [0.0]
+    for s, slot in enumerate(slots):
+        costs = slot.costs
+        start, stop = bounds[s], bounds[s + 1]
+        forwards, backwards, updates, states, activations = costs.running_totals
+        forward.append(forwards[stop] - forwards[start])
+        backward.append(backwards[stop] - backwards[start])
         schedule.append(costs.schedule_seconds * ((s > 0) + (s + 1 < stages)))
-        update.append(float(totals.update_seconds[stop] - totals.update_seconds[start]))
-        state = float(totals.state_bytes[stop] - totals.state_bytes[start])
-        in_flight = min(pipeline.micro_batches, stages - s)
-        memory.append(state + in_flight * float(totals.activation_bytes[stop] - totals.activation_bytes[start]))
+        update.append(updates[stop] - updates[start])
+        in_flight = min(micro_batches, stages - s)
+        memory.append(states[stop] - states[start] + in_flight * (activations[stop] - activations[start]))
         if s + 1 < stages:
-            channel = pipeline.channels[slot_index][split.order[s + 1]]
-            hops.append(channel.seconds(float(costs.output_bytes[stop - 1])))
-    hops.append(0.0)
-    transfer = [before + after for before, after in itertools.pairwise(hops)]
+            sent.append(_seconds_sent(hops[s], float(costs.output_bytes[stop - 1])))
+    sent.append(0.0)
+    transfer = [before + after for before, after in itertools.pairwise(sent)]
     times = [sum(parts) for parts in zip(forward, backward, transfer, schedule, strict=True)]
-    fits = all(used <= pipeline.slots[index].memory_bytes for used, index in zip(memory, split.order, strict=True))
+    fits = all(used <= slot.memory_bytes for used, slot in zip(memory, slots, strict=True))
     return PipelineCost(
         forward_seconds=tuple(forward),
         backward_seconds=tuple(backward),
         transfer_seconds=tuple(transfer),
-        hop_seconds=tuple(hops[1:-1]),
+        hop_seconds=tuple(sent[1:-1]),
         schedule_seconds=tuple(schedule),
         update_seconds=tuple(update),
         memory_bytes=tuple(memory),
         fits=fits,
-        seconds=sum(times) + (pipeline.micro_batches - 1) * max(times) + max(update),
+        seconds=sum(times) + (micro_batches - 1) * max(times) + max(update),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _seconds_sent(channel: Channel, message_bytes: float) -> float:
+    """Seconds of one message."""
+    return channel.seconds(message_bytes)
 
 
 def earliest_starts(costs: LayerCosts, memory_bytes: float, in_flight: int) -> NDArray[np.int_]:

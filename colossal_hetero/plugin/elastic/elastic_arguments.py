@@ -15,10 +15,11 @@ from ...pipeline_parallel.config import PlanConfig
 from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
 from ...planner.plans.plan import Plan
-from ...planner.profile.layer_profile import ModelProfile
+from ...planner.profile.layer_profile import ModelProfile, load_model_profile
 from ..unequal.unequal_replicas import why_not_unequal
+from .new_kinds import KnownKinds
 
-__all__ = ["check_elastic", "cluster_of", "elastic_planning", "seated"]
+__all__ = ["check_elastic", "cluster_of", "elastic_planning", "profile_of", "seated"]
 
 
 def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
@@ -35,7 +36,11 @@ def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
     if not isinstance(elastic, ElasticConfig):
         raise TypeError(f"elastic={elastic!r} is not an ElasticConfig; write ElasticConfig(min_members=...)")
     planning = arguments["planning"]
-    if arguments["plan"] != "auto" or not isinstance(planning, PlanConfig) or planning.cluster is None:
+    if (
+        arguments["plan"] != "auto"
+        or not isinstance(planning, PlanConfig)
+        or None in (planning.cluster, planning.profile)
+    ):
         raise ValueError(
             'elastic training makes a plan whenever members come or go; use plan="auto" with '
             "planning=PlanConfig(cluster=..., profile=..., global_batch_size=...)"
@@ -58,19 +63,30 @@ def cluster_of(arguments: Mapping[str, Any]) -> Topology:
     return load_cluster(cluster) if isinstance(cluster, str | Path) else cluster
 
 
-def elastic_planning(arguments: Mapping[str, Any], cluster: Topology, nodes: Sequence[str]) -> PlanConfig:
+def profile_of(arguments: Mapping[str, Any]) -> ModelProfile:
+    """The profile of the model."""
+    profile = arguments["planning"].profile
+    return load_model_profile(profile) if isinstance(profile, str | Path) else profile
+
+
+def elastic_planning(
+    arguments: Mapping[str, Any], cluster: Topology, known: KnownKinds, nodes: Sequence[str]
+) -> PlanConfig:
     """What to plan from in a world.
 
     Args:
         arguments: as the script gave them.
         cluster: see :func:`cluster_of`.
+        known: the profile with the kinds of devices that members have measured.
         nodes: of the members, by rank.
 
     Raises:
         ValueError: a node is not in the cluster, or has fewer devices than members.
     """
     planning: PlanConfig = arguments["planning"]
-    return dataclasses.replace(planning, cluster=surviving_topology(cluster, nodes), layer_sums=True)
+    there = surviving_topology(cluster, nodes)
+    profile = known.with_kinds({device.kind.name for device in there.devices})
+    return dataclasses.replace(planning, cluster=there, profile=profile, layer_sums=True)
 
 
 def seated(plan: Plan, topology: Topology, profile: ModelProfile, held: Sequence[HeldLayers | None]) -> Plan:

@@ -37,16 +37,19 @@ from ...checkpoint.format.pieces import TensorPiece
 from ...checkpoint.format.run_state import RunState
 from ...checkpoint.layer_checkpoint import Start
 from ...data_parallel.loader import HeteroDataLoader
+from ...elastic.config import ElasticConfig
 from ...elastic.state.held_layers import HeldLayers
 from ...elastic.state.moves import HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
 from ...elastic.state.versions import Agreed, CatchUp, Standing, agree
 from ...layers.dropout.seeded_passes import SeededPasses
+from ...planner.plans.runnable import NoPlanError
 from ...processes.ended_ranks import is_lost_connection
 from ...profiling.layers.model_layers import find_block_row
 from ..part import PluginPart, TrainingObjects
 from ..unequal.commit import Commit, exchange
 from .evaluations import Evaluations, has_to_repeat, is_joined_inside
 from .template import Template
+from .waiting import WaitForNodes
 
 __all__ = ["Build", "ElasticRun", "Held", "Members", "Recovery"]
 
@@ -105,12 +108,14 @@ class ElasticRun(PluginPart):
     Args:
         members: of the job.
         build: makes the plugin for the world that was formed, on all its ranks at once, from the node of each rank
-            and what it holds; returns what this rank holds in the new plan.
-        seed: of the model's random numbers in training.
+            and what it holds; returns what this rank holds in the new plan. It raises ``NoPlanError`` on all ranks if
+            no plan fits the devices that are there.
+        config: the user's options.
     """
 
-    def __init__(self, members: Members, build: Build, seed: int) -> None:
-        self._members, self._build, self._seed = members, build, seed
+    def __init__(self, members: Members, build: Build, config: ElasticConfig) -> None:
+        self._members, self._build, self._seed = members, build, config.seed
+        self._waiting = WaitForNodes(members, config.join_seconds)
         self.version = 0
         """Optimizer steps that are done."""
         self.recoveries: list[Recovery] = []
@@ -144,7 +149,23 @@ class ElasticRun(PluginPart):
             self._members.leave()
 
     def form(self) -> None:
-        """Form a world, agree on the newest step, and make the plugin. Called by all members at once."""
+        """Form a world with enough devices, agree on the newest step, and make the plugin. Called by all members."""
+        while True:
+            nodes, held = self._form_world()
+            try:
+                self._new_layers = self._build(nodes, held)
+            except NoPlanError as error:
+                problem = str(error)
+            else:
+                self._waiting.end()
+                return
+            self._waiting.wait(problem)
+            self._hand_over(None)
+            with suppress(RuntimeError):
+                self._members.leave()
+
+    def _form_world(self) -> tuple[Sequence[str], list[HeldLayers | None]]:
+        """Form a world and agree on the newest step; the node of each member, and what it holds."""
         nodes = self._members.form()
         done, has_results = self.evaluations.done, self.evaluations.has_results
         standing = Standing(self.version if self._holds else None, self._complete, self._commit, done, has_results)
@@ -163,7 +184,7 @@ class ElasticRun(PluginPart):
                 self._make_step(self._agreed.commit)
         if self._holds and self._held is None:
             self._held = self._let_go()
-        self._new_layers = self._build(nodes, [layers for _, layers in everyone])
+        return nodes, [layers for _, layers in everyone]
 
     def _follow(self, own: Standing, standings: Sequence[Standing]) -> None:
         """What follows for an evaluation in which ranks may be; see [Note: evaluations].
@@ -436,7 +457,7 @@ class ElasticRun(PluginPart):
 
     def _hand_over(self, plugin: Any) -> int:
         """Take what only members hold that leave, while they are there; returns the bytes received. Those that leave
-        end here. If all leave, the last state is saved before."""
+        end here. If all leave, the last state is saved before, if there is a plugin."""
         leaving: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(leaving, self._members.is_leaving())
         if not any(leaving):
@@ -444,13 +465,13 @@ class ElasticRun(PluginPart):
         received = 0
         own = leaving[dist.get_rank()]
         if not all(leaving):
-            held = self._held = self._let_go()
+            held = self._held or (self._let_go() if self._holds else Held([], {}, None))
             holdings = all_holdings(held.pieces)
             taken = [empty_piece(each) for each in inheritance(holdings, leaving)[dist.get_rank()]]
             received = move_pieces(taken, held.pieces, holdings)
             self._held = dataclasses.replace(held, pieces=[*held.pieces, *taken])
             dist.barrier()
-        else:
+        elif plugin is not None:
             self._save_last(plugin)
         if own:
             self._members.depart()

@@ -11,6 +11,9 @@ from ...elastic.membership.errors import JobEndedError
 from ...elastic.membership.membership import Membership
 from ...elastic.membership.timing import MembershipTiming
 from ...elastic.notices import AnyNotice, FileNotice, Notice, SignalNotice
+from ...planner.cluster.topology import Topology
+from .first_world import a_world_has_formed, wait_for_the_first_world
+from .new_kinds import own_kind
 
 __all__ = ["JobMember"]
 
@@ -22,12 +25,18 @@ class JobMember:
 
     Args:
         config: the user's options.
-        node_order: names of all nodes that may be members; ranks are in their order.
+        cluster: all nodes that may be members; ranks are in their order.
+
+    Raises:
+        ValueError: the environment names no place in a job, or one that is not in the cluster.
     """
 
-    def __init__(self, config: ElasticConfig, node_order: Sequence[str]) -> None:
+    def __init__(self, config: ElasticConfig, cluster: Topology) -> None:
         place = ElasticEnvironment.from_environ()
         assert config.last_call_seconds is not None
+        self.kind = own_kind(cluster, place.node, place.local_rank)
+        """The kind of this process's device in the cluster."""
+        node_order = [node.name for node in cluster.nodes]
         timing = MembershipTiming(
             keep_alive_seconds=config.dead_seconds / KEEP_ALIVE_ATTEMPTS,
             keep_alive_attempts=KEEP_ALIVE_ATTEMPTS,
@@ -37,61 +46,74 @@ class JobMember:
         )
         self.node = place.node
         """Name of this node."""
-        self._membership = Membership(
+        self.membership = Membership(
             place.store_host,
             place.store_port,
             place.job,
             place.node,
             min_members=config.min_members,
-            max_members=config.max_members or len(node_order) * place.local_world_size,
+            max_members=config.max_members or len(cluster.devices),
             timing=timing,
             node_order=node_order,
         )
+        self._expected, self._start_seconds = config.max_members or len(cluster.devices), config.start_seconds
+        self._has_formed = False
         notices: list[Notice] = [SignalNotice()]
         if config.notice_file is not None:
             notices.append(FileNotice(config.notice_file))
         self._notice = AnyNotice(*notices)
 
     @property
+    def board(self) -> Membership:
+        """Where all members of the job can read."""
+        return self.membership
+
+    @property
     def job(self) -> str:
         """A name that no other job on this node has."""
-        return self._membership.identity()
+        return self.membership.identity()
 
     def form(self) -> Sequence[str]:
         """Form a world; returns the node of each member, by rank. Ends the process if the job has ended."""
+        if not self._has_formed:
+            wait_for_the_first_world(self.membership, self._expected, self._start_seconds)
         try:
-            return self._membership.form().nodes
+            nodes = self.membership.form().nodes
         except JobEndedError as error:
             print(error, file=sys.stderr)
             raise SystemExit(0) from None
+        if not self._has_formed:
+            a_world_has_formed(self.membership)
+            self._has_formed = True
+        return nodes
 
     def seal(self) -> None:
         """All groups of this world exist."""
-        self._membership.seal()
+        self.membership.seal()
 
     def fail(self, reason: str) -> None:
         """Tell the others that this world is broken."""
-        self._membership.fail(reason)
+        self.membership.fail(reason)
 
     def is_broken(self) -> bool:
         """Whether a member of this world is known to be lost."""
-        return self._membership.failure is not None
+        return self.membership.failure is not None
 
     def leave(self) -> None:
         """Drop all groups of this world."""
-        self._membership.leave()
+        self.membership.leave()
 
     def depart(self) -> None:
         """Leave the job."""
-        self._membership.depart()
+        self.membership.depart()
 
     def end_job(self) -> None:
         """The job has ended: processes that come later end at once."""
-        self._membership.end_job()
+        self.membership.end_job()
 
     def is_somebody_waiting(self) -> bool:
         """Whether a process waits to join."""
-        return self._membership.is_somebody_waiting()
+        return self.membership.is_somebody_waiting()
 
     def is_leaving(self) -> bool:
         """Whether this member was told that it will be taken away."""

@@ -72,7 +72,7 @@ class RestartRun(ElasticRun):
     """
 
     def __init__(self, config: ElasticConfig, members: RestartMembers, build: Build, watches: bool) -> None:
-        super().__init__(members, build, config.seed)
+        super().__init__(members, build, config)
         self._config, self._job = config, members
         self._watches = watches
         self._keeper: StateKeeper | None = None

@@ -14,6 +14,8 @@ from ...elastic.membership.process_groups import ProcessGroups
 from ...elastic.membership.world import World
 from ...elastic.restart.handshake import find_each_other
 from ...elastic.restart.torchrun_place import TorchrunPlace
+from ...planner.cluster.topology import Topology
+from .new_kinds import own_kind
 
 __all__ = ["RestartedMember"]
 
@@ -26,12 +28,20 @@ class RestartedMember:
 
     Args:
         config: the user's options.
-        node_order: names of all nodes that may be members; ranks are in their order, so they differ from torchrun's.
+        cluster: all nodes that may be members; ranks are in their order, so they differ from torchrun's.
+
+    Raises:
+        ValueError: torchrun has not started this process, or on a node that is not in the cluster.
     """
 
-    def __init__(self, config: ElasticConfig, node_order: Sequence[str]) -> None:
-        self._config, self._order = config, {name: number for number, name in enumerate(node_order)}
+    board = None
+    """Workers of torchrun have no place for messages that outlives them."""
+
+    def __init__(self, config: ElasticConfig, cluster: Topology) -> None:
+        self._config, self._order = config, {node.name: number for number, node in enumerate(cluster.nodes)}
         self.place = TorchrunPlace.from_environ()
+        self.kind = own_kind(cluster, self.place.node, self.place.local_rank)
+        """The kind of this process's device in the cluster."""
 
     @property
     def job(self) -> str:

@@ -37,10 +37,11 @@ from ...pipeline_parallel.drift import DriftReport
 from ...planner.plans.plan import Plan
 from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch_ranks
 from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
-from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_planning, seated
+from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_planning, profile_of, seated
 from ..elastic.elastic_run import ElasticRun, Recovery
+from ..elastic.new_kinds import KnownKinds
 from ..elastic.present_checkpoint_io import PresentCheckpointIO
-from ..elastic.recoveries import make_elastic_run
+from ..elastic.recoveries import elastic_run_of, members_of
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
@@ -118,6 +119,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         arguments = arguments_by_name(args, given) | dict(tp_size=tp_size, pp_size=pp_size, plan=plan)
         check_elastic(elastic, arguments)
         cluster = cluster_of(arguments)
+        members = members_of(elastic, cluster)
+        known = KnownKinds(profile_of(arguments), members.board, elastic.measure, elastic.join_seconds)
+        known.learn(members.kind)
 
         def build(nodes: Sequence[str], held: Sequence[HeldLayers | None]) -> HeldLayers:
             run = self._elastic
@@ -126,14 +130,14 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
                 before.give_up()
             self.__dict__.clear()
             self._elastic = run
-            planning = elastic_planning(arguments, cluster, nodes)
+            planning = elastic_planning(arguments, cluster, known, nodes)
             agreed = agree_on_plan("auto", planning, arguments["tp_size"])
             assert agreed.topology is not None and agreed.profile is not None
             plan = seated(agreed.plan, agreed.topology, agreed.profile, held)
             self._build(**(arguments | dict(planning=planning, plan=plan)))
             return layers_by_rank(plan)[dist.get_rank()]
 
-        self._elastic = make_elastic_run(elastic, [node.name for node in cluster.nodes], build)
+        self._elastic = elastic_run_of(elastic, members, build)
         self._elastic.start()
 
     def _build(

@@ -13,10 +13,10 @@ from ...pipeline_parallel.config import PlanConfig
 from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
 from ...planner.plans.plan import Plan, load_plan
-from ...planner.plans.runnable import why_not_runnable
+from ...planner.plans.runnable import NoPlanError, why_not_runnable
 from ...planner.profile.layer_profile import ModelProfile, load_model_profile
 
-__all__ = ["Agreement", "agree_on_plan", "as_launched"]
+__all__ = ["Agreement", "agree_on_plan", "as_launched", "best_plan"]
 
 SEARCHED = 100
 """Of so many plans, the fastest with ``min_replicas`` is taken."""
@@ -55,11 +55,12 @@ def agree_on_plan(
 
     Raises:
         TypeError: ``plan`` has another type.
+        NoPlanError: on every rank, if there is no plan for the devices.
         ValueError: on every rank, if rank 0 could not read or make a plan, or if ranks were given different plans.
     """
     if not isinstance(plan, Plan | str | Path):
         raise TypeError(f'plan={plan!r} is neither a Plan, nor the path of a plan file, nor "auto"')
-    found: list[Any] = [None, None]
+    found: list[Any] = [None, None, ValueError]
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
@@ -67,10 +68,11 @@ def agree_on_plan(
         except Exception as error:
             # Any error: the other ranks wait for rank 0's answer.
             failure, found[1] = error, str(error)
+            found[2] = NoPlanError if isinstance(error, NoPlanError) else ValueError
     dist.broadcast_object_list(found)
-    agreed, error_text = found
+    agreed, error_text, error_type = found
     if error_text is not None:
-        raise failure or ValueError(error_text)
+        raise failure or error_type(error_text)
     if isinstance(plan, Plan):
         others: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(others, plan == agreed.plan)
@@ -106,7 +108,6 @@ def _make(
 ) -> Plan:
     """The best plan that can be run on the started ranks, with the given sizes if there are any."""
     from ...planner.report.plan_table import one_line
-    from ...planner.search.make_plans import make_plans
 
     global_batch = planning.global_batch_size
     if topology is None or profile is None or global_batch is None:
@@ -120,10 +121,37 @@ def _make(
             f"the cluster has {len(topology.devices)} devices, but {world} ranks were started; start one rank per "
             "device, in the order of the cluster file, or describe the devices that are in use"
         )
+    plan = best_plan(planning, topology, profile, tp_size, pp_size, unequal)
+    Console(stderr=True).print(one_line(plan), soft_wrap=True, highlight=False, markup=False)
+    return plan
+
+
+def best_plan(
+    planning: PlanConfig,
+    topology: Topology,
+    profile: ModelProfile,
+    tp_size: int | None = None,
+    pp_size: int | None = None,
+    unequal: bool = True,
+) -> Plan:
+    """The fastest plan that uses every device of ``topology``.
+
+    Args:
+        planning: what to plan for. Its cluster and profile are not read.
+        topology: the devices.
+        profile: the model's layers.
+        tp_size, pp_size, unequal: see :func:`agree_on_plan`.
+
+    Raises:
+        NoPlanError: there is no plan; the message says why.
+    """
+    from ...planner.search.make_plans import make_plans
+
+    assert planning.global_batch_size is not None
     ranked = make_plans(
         topology,
         profile,
-        global_batch=global_batch,
+        global_batch=planning.global_batch_size,
         micro_batches=planning.micro_batch_sizes,
         tensor_parallel=None if tp_size is None else [tp_size],
         stages=None if pp_size is None else [pp_size],
@@ -135,9 +163,7 @@ def _make(
         keep=1 if planning.min_replicas == 1 else SEARCHED,
     )
     enough = (each.plan for each in ranked if len(each.plan.replicas) >= planning.min_replicas)
-    plan = next(enough, ranked[0].plan)
-    Console(stderr=True).print(one_line(plan), soft_wrap=True, highlight=False, markup=False)
-    return plan
+    return next(enough, ranked[0].plan)
 
 
 def as_launched(plan: Plan) -> Plan:

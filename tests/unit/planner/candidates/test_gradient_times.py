@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 
 from colossal_hetero.planner.candidates.gradient_times import GradientTimes
+from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.plans.overlap import exposed_seconds
+from colossal_hetero.planner.slots.placement import NodeLinks
 from colossal_hetero.plugin.unequal.holders import HeldParameter, divide_into_buckets
+from tests.support.random_clusters import random_cluster
 
 
 @pytest.mark.parametrize("shared", [math.inf, 8e9])
@@ -62,3 +66,37 @@ def test_each_layer_is_summed_by_the_ranks_that_hold_it() -> None:
 def test_parameters_of_replicas_that_are_not_alike_are_gathered_after_the_step() -> None:
     # Half of the time is hidden behind a backward pass of 2 s; the gathers of the other 3 s are not.
     assert exposed_seconds(6.0, [(1.0, 2.0)], equal=False) == pytest.approx(1.0 + 3.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_looked_up_is_what_rings_take(seed: int) -> None:
+    """Many arrangements of equal pipelines, priced one after the other, take what each takes on its own."""
+    random = np.random.default_rng(seed)
+    topology = random_cluster(random, 16)
+    links = NodeLinks(topology, 1e6)
+    times = GradientTimes(topology)
+    sizes = random.choice([0.0, 1e6, 3e8], 4)
+    for _ in range(60):
+        width = 2 if random.random() < 0.3 else 1
+        # Slots are neighboring devices of a node.
+        slots = [
+            node.devices[first : first + width]
+            for node in topology.nodes
+            for first in range(0, len(node.devices) - width + 1, width)
+        ]
+        pipelines = int(random.integers(2, 4))
+        stages = int(random.integers(1, 4))
+        if len(slots) < pipelines * stages:
+            continue
+        chosen = [slots[slot] for slot in random.permutation(len(slots))[: pipelines * stages]]
+        groups = [chosen[first * stages : (first + 1) * stages] for first in range(pipelines)]
+        bounds = (0, *sorted(random.choice([1, 2, 3], stages - 1, replace=False).tolist()), 4)
+        rings = [list(zip(*members, strict=True)) for members in zip(*groups, strict=True)]
+        bytes_of = [float(sizes[start:stop].sum()) for start, stop in itertools.pairwise(bounds)]
+        expected = concurrent_seconds(
+            topology,
+            [ring for stage in rings for ring in stage],
+            [size for size, stage in zip(bytes_of, rings, strict=True) for _ in stage],
+        )
+        found = times.seconds(links.node_kind, groups, [bounds] * pipelines, sizes)
+        assert found == pytest.approx(max(expected), rel=1e-12)

@@ -60,7 +60,7 @@ def test_best_of_all_splits_of_this_order(
         for inner in itertools.combinations(range(1, blocks), stages - 1)
     ]
     best = min((cost.seconds for cost in costs if cost.fits), default=None)
-    found = split_in_order(pipeline)
+    found = split_in_order(pipeline.slots, [pipeline.channels[a][a + 1] for a in order[:-1]], micro_batches)
     if best is None:
         assert found is None
     else:

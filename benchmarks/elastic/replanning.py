@@ -1,0 +1,163 @@
+"""How long planning takes after devices have come or gone, and how good the plans are. No training.
+
+Devices that are left seldom fill their nodes. In the rows "whole", all devices of some nodes are there; in the rows
+"partly", each is a random choice of the devices of a cluster that is larger by a third. Plans are those that elastic
+training makes: they use every device that is there. "held twice" are those for ``min_replicas=2``.
+
+With ``--save`` the predicted times of all plans go into a file, with ``--compare`` those of a file are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.common import print_table
+from benchmarks.planner.planning import cluster as gpt_cluster
+from benchmarks.planner.planning import gpt
+from colossal_hetero.pipeline_parallel.config import PlanConfig
+from colossal_hetero.planner.cluster.cluster_file import load_cluster
+from colossal_hetero.planner.cluster.topology import Node, Topology
+from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile
+from colossal_hetero.plugin.hybrid.plan_agreement import best_plan
+
+HERE = Path(__file__).resolve().parent
+CLUSTER, PROFILE = HERE / "a100-v100.toml", HERE.parents[1] / "examples/plans/opt-350-a100-v100.json"
+SIZES = (12, 16, 32, 64)
+AIMS = {12: 1.0, 64: 2.0}
+"""Seconds by number of devices."""
+GLOBAL_BATCH = 256
+
+
+class Case(NamedTuple):
+    """What is planned for."""
+
+    name: str
+    devices: int
+    fill: str
+    topology: Topology
+    profile: ModelProfile
+    min_replicas: int
+
+
+def part(topology: Topology, devices: frozenset[int]) -> Topology:
+    """The cluster with these devices only."""
+    kept, nodes = [], list[Node]()
+    for node in topology.nodes:
+        there = [device for device in node.devices if device in devices]
+        if there:
+            first = len(kept)
+            kept += [dataclasses.replace(topology.devices[device], node=len(nodes)) for device in there]
+            nodes.append(dataclasses.replace(node, devices=tuple(range(first, len(kept)))))
+    return dataclasses.replace(topology, devices=tuple(kept), nodes=tuple(nodes))
+
+
+def repeated(topology: Topology, times: int) -> Topology:
+    """The cluster with each of its nodes so many times."""
+    devices, nodes = [], list[Node]()
+    for node in topology.nodes:
+        for number in range(times):
+            first = len(devices)
+            devices += [dataclasses.replace(topology.devices[each], node=len(nodes)) for each in node.devices]
+            ranks = tuple(range(first, len(devices)))
+            nodes.append(dataclasses.replace(node, name=f"{node.name}-{number}", devices=ranks))
+    return dataclasses.replace(topology, devices=tuple(devices), nodes=tuple(nodes))
+
+
+def clusters() -> dict[str, tuple[Topology, ModelProfile]]:
+    """By name: clusters of at least 86 devices, and a model."""
+    a100_v100 = repeated(load_cluster(CLUSTER), 6)
+    return {
+        "A100, V100; OPT-350": (a100_v100, load_model_profile(PROFILE)),
+        "A100, H800, H20; GPT-3 6.7B": (gpt_cluster((32, 32, 32)), gpt()),
+    }
+
+
+def subset(topology: Topology, size: int, fill: str, random: np.random.Generator) -> frozenset[int]:
+    """Which devices are there: whole nodes, or some of a few more nodes."""
+    wanted = size if fill == "whole" else -(-size * 4 // 3)
+    chosen: list[int] = []
+    for number in random.permutation(len(topology.nodes)).tolist():
+        if len(chosen) < wanted:
+            chosen += topology.nodes[number].devices
+    if fill == "whole":
+        return frozenset(chosen[:size])
+    return frozenset(random.choice(chosen, size, replace=False).tolist())
+
+
+def cases(count: int, sizes: list[int]) -> Iterator[Case]:
+    """``count`` random ones for each number of devices and fill, with each number of replicas that is asked for."""
+    for name, (topology, profile) in clusters().items():
+        for size in sizes:
+            for fill in ("whole", "partly"):
+                random = np.random.default_rng([size, fill == "whole"])
+                for _ in range(count):
+                    there = part(topology, subset(topology, size, fill, random))
+                    for replicas in (1, 2):
+                        yield Case(name, size, fill, there, profile, replicas)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=10, help="random choices of devices per row (default: 10)")
+    parser.add_argument("--devices", type=int, nargs="+", default=list(SIZES), help="numbers of devices")
+    parser.add_argument("--save", type=Path, help="file for the predicted times")
+    parser.add_argument("--compare", type=Path, help="file of --save with the same cases")
+    arguments = parser.parse_args()
+    seconds: dict[tuple[str, int, str, int], list[tuple[float, float]]] = {}
+    predicted = []
+    for case in cases(arguments.cases, arguments.devices):
+        planning = PlanConfig(
+            cluster=case.topology,
+            profile=case.profile,
+            global_batch_size=GLOBAL_BATCH,
+            min_replicas=case.min_replicas,
+            layer_sums=True,
+        )
+        start, start_cpu = time.perf_counter(), time.process_time()
+        plan = best_plan(planning, case.topology, case.profile)
+        key = case.name, case.devices, case.fill, case.min_replicas
+        took = time.perf_counter() - start, time.process_time() - start_cpu
+        seconds.setdefault(key, []).append(took)
+        predicted.append((*key, len(plan.replicas), plan.iteration_seconds))
+    rows = []
+    for (name, devices, fill, replicas), each in seconds.items():
+        (wall, cpu), twice = zip(*each, strict=True), "yes" if replicas > 1 else "no"
+        rows.append((name, devices, fill, twice, median(wall), max(wall), median(cpu), AIMS.get(devices, "-")))
+    print_table(
+        f"Planning after a change, {arguments.cases} choices of devices per row, global batch {GLOBAL_BATCH}",
+        (
+            "cluster; model",
+            "devices",
+            "fill",
+            "held twice",
+            "median [s]",
+            "max [s]",
+            "processor [s]",
+            "aim [s]",
+        ),
+        rows,
+    )
+    if arguments.save:
+        arguments.save.write_text(json.dumps(predicted))
+    if arguments.compare:
+        before = json.loads(arguments.compare.read_text())
+        assert [row[:4] for row in before] == [list(row[:4]) for row in predicted], "other cases"
+        ratios = [new[5] / old[5] for new, old in zip(predicted, before, strict=True)]
+        fewer = sum(new[4] < min(new[3], old[4]) for new, old in zip(predicted, before, strict=True))
+        print(
+            f"\npredicted iteration against before, {len(ratios)} plans: median {median(ratios):.4f}, "
+            f"largest {max(ratios):.4f}, smallest {min(ratios):.4f}; fewer replicas than wanted and before: {fewer}"
+        )
+
+
+if __name__ == "__main__":
+    main()

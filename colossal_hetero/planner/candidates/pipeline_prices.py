@@ -1,0 +1,135 @@
+"""Splits and costs of single pipelines whose slots are given. What was computed once is looked up.
+
+Among the thousands of candidates of a search, few pipelines differ in the kinds of their slots and in the channels
+between neighboring stages; only these matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster.topology import Channel
+from ..profile.layer_costs import LayerCosts
+from ..slots.placement import SlotPool
+from ..stages.exact import exact
+from ..stages.fixed_order import split_in_order
+from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate_stages
+from ..stages.split_methods import split
+
+__all__ = ["NO_LINK", "Hops", "Kinds", "PipelinePrices"]
+
+NO_LINK = Channel("none", 1e-6)
+"""Between nodes that cannot reach each other. A draft in which stages send over it is rejected."""
+
+Kinds = tuple[tuple[int, ...], ...]
+"""By slot of a pipeline: its kind. If several pipelines are cut alike: the kinds that it has in any of them."""
+Hops = tuple[int, ...]
+"""Numbers of the channels between neighboring slots of a pipeline; −1 where there is no link."""
+
+
+class PipelinePrices:
+    """Splits and costs of pipelines.
+
+    Args:
+        method: How the layers of a pipeline are split into stages.
+    """
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.chooses_order = method in ("exact", "simulated", "adapt")
+        """Whether the method also chooses the order of the stages."""
+        self._in_order: dict[object, Split | None] = {}
+        self._splits: dict[object, Split | str] = {}
+        self._costs: dict[object, PipelineCost] = {}
+        self._slots: dict[object, Slot] = {}
+
+    def split_in_order(self, pool: SlotPool, kinds: Kinds, hops: Hops, micro_batches: int) -> Split | str | None:
+        """The blocks of each slot if each runs the stage of its place.
+
+        Returns:
+            A split, or in words why the method makes none. None if a method that chooses the order finds none in this
+            order.
+        """
+        if self.chooses_order:
+            key = (pool, kinds, hops, micro_batches)
+            if key not in self._in_order:
+                slots, channels = self._described(pool, kinds, hops)
+                self._in_order[key] = split_in_order(slots, channels, micro_batches)
+            return self._in_order[key]
+        # Other methods do not look at channels.
+        return self._split(pool, kinds, np.full((len(kinds), len(kinds)), -1), micro_batches, range(len(kinds)))
+
+    def split(self, pool: SlotPool, kinds: Kinds, matrix: NDArray[np.int64], micro_batches: int) -> Split | str:
+        """The blocks of each slot, and the order of the slots if the method chooses it.
+
+        Args:
+            pool: The slots there are.
+            kinds: Of the pipeline's slots.
+            matrix: Numbers of the channels between each two slots.
+            micro_batches: Of the pipeline.
+
+        Returns:
+            A split, or in words why there is none.
+        """
+        order = None if self.chooses_order else range(len(kinds))
+        return self._split(pool, kinds, matrix, micro_batches, order)
+
+    def _split(
+        self, pool: SlotPool, kinds: Kinds, matrix: NDArray[np.int64], micro_batches: int, order: range | None
+    ) -> Split | str:
+        key = (pool, kinds, matrix.tobytes(), micro_batches)
+        if key not in self._splits:
+            channels = [*pool.links.channels, NO_LINK]
+            slots = tuple(self.slot(pool, each, len(kinds)) for each in kinds)
+            rows = tuple(tuple(channels[number] for number in row) for row in matrix)
+            pipeline = Pipeline(slots, rows, micro_batches)
+            found = None
+            if self.method == "exact":
+                known = self.split_in_order(pool, kinds, tuple(np.diagonal(matrix, 1).tolist()), micro_batches)
+                found = exact(pipeline, None, known) if isinstance(known, Split) else None
+            try:
+                self._splits[key] = found or split(pipeline, self.method, order=order)
+            except ValueError as error:
+                self._splits[key] = str(error)
+        return self._splits[key]
+
+    def cost(
+        self, pool: SlotPool, kinds: Kinds, hops: Hops, micro_batches: int, bounds: tuple[int, ...]
+    ) -> PipelineCost:
+        """Times and memory of a pipeline whose slots are in the order of its stages."""
+        key = (pool, kinds, hops, micro_batches, bounds)
+        if key not in self._costs:
+            slots, channels = self._described(pool, kinds, hops)
+            self._costs[key] = evaluate_stages(slots, channels, micro_batches, bounds)
+        return self._costs[key]
+
+    def slot(self, pool: SlotPool, kinds: tuple[int, ...], stages: int) -> Slot:
+        """A slot that takes as long and needs as much memory, per block, as the worst of these kinds.
+
+        Args:
+            pool: The slots there are.
+            kinds: Numbers of the kinds.
+            stages: Of the slot's pipeline.
+        """
+        key = (pool, kinds, stages == 1)
+        if key not in self._slots:
+            worst = [pool.kinds[kind] for kind in kinds]
+            costs = worst[0].costs
+            if len(worst) > 1:
+                names = [field.name for field in fields(LayerCosts)]
+                costs = LayerCosts(
+                    **{name: np.max([getattr(kind.costs, name) for kind in worst], axis=0) for name in names}
+                )
+            name = " or ".join(dict.fromkeys(kind.device for kind in worst))
+            self._slots[key] = Slot(name, costs, min(kind.memory_in_pipeline(stages) for kind in worst))
+        return self._slots[key]
+
+    def _described(self, pool: SlotPool, kinds: Kinds, hops: Sequence[int]) -> tuple[list[Slot], list[Channel]]:
+        """The slots and the channels with these numbers."""
+        channels = pool.links.channels
+        slots = [self.slot(pool, each, len(kinds)) for each in kinds]
+        return slots, [channels[number] if number >= 0 else NO_LINK for number in hops]
