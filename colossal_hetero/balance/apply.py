@@ -26,6 +26,7 @@ from .decide.plan import BalancePlan
 from .decide.ratios import layer_ratios
 from .decide.traffic import BlockShape, LayerShape, block_ports, busiest_port, column_traffic
 from .late_numbers import LateNumbers
+from .resharding import Resharding
 
 __all__ = ["Applier", "Pruning", "Shares", "columns_stay"]
 
@@ -153,6 +154,8 @@ class Shares:
 
     resized: float = 0.0
     migrated: float = 0.0
+    resharded: float = 0.0
+    """What the rank has given away for good."""
     received: float = 0.0
     loads: tuple[float, ...] = ()
     """For each kind of layers, how many units the rank computes in each of its blocks."""
@@ -160,7 +163,7 @@ class Shares:
     @property
     def load(self) -> float:
         """How much the rank computes; 1 is its full share."""
-        return 1.0 - self.resized - self.migrated + self.received
+        return 1.0 - self.resized - self.migrated - self.resharded + self.received
 
 
 def columns_stay(config: BalanceConfig, blocks: Sequence[Block]) -> bool:
@@ -183,6 +186,7 @@ class Applier:
         migrates.
         is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.exchange.UnitExchange`.
         clock: the clock that the layers mark.
+        resharding: gives units of the blocks away for good; None: they only migrate.
     """
 
     def __init__(
@@ -194,6 +198,7 @@ class Applier:
         transport: Transport | None = None,
         is_last_pass: Callable[[int], bool] | None = None,
         clock: Clock | None = None,
+        resharding: Resharding | None = None,
     ) -> None:
         inside = {id(layer) for block in blocks for layer in block.layers}
         self._blocks = list(blocks)
@@ -216,6 +221,10 @@ class Applier:
         self.kinds = self._number_kinds()
         """What is balanced. Layers and blocks know their kind by its place in this list."""
         self._plan: BalancePlan | None = None
+        self._resharding = resharding
+        self._for_good = False
+        self._uneven: frozenset[int] = frozenset()
+        """The numbers of the blocks whose units are given away for good."""
         self._shares = Shares(loads=tuple(kind.full for kind in self.kinds))
 
     def _number_kinds(self) -> list[LayerKind]:
@@ -246,14 +255,22 @@ class Applier:
                 kinds.append(LayerKind(first.columns, effective_grain(first.columns, self._config.grain), weight))
         return kinds
 
-    def present_kinds(self) -> list[LayerKind]:
-        """:attr:`kinds`, where ``moves`` is false for blocks that cannot migrate now."""
+    def present_kinds(self, for_good: bool = False) -> list[LayerKind]:
+        """:attr:`kinds`, where ``moves`` is false for blocks that cannot migrate now, and ``sends`` for those whose
+        units are moved once, if a plan is applied ``for_good``."""
         fixed = {
             number
             for target, number in zip(self._targets, self._kind_of, strict=True)
             if isinstance(target, _Units) and not target.block.moves
         }
-        return [replace(kind, moves=number not in fixed) for number, kind in enumerate(self.kinds)]
+        once: set[int | None] = set()
+        if for_good and self._resharding is not None:
+            of_blocks = self._kind_of[len(self._layers) :]
+            possible = self._resharding.possible
+            once = set(of_blocks) - {kind for block, kind in enumerate(of_blocks) if block not in possible}
+        return [
+            replace(kind, moves=number not in fixed, sends=number not in once) for number, kind in enumerate(self.kinds)
+        ]
 
     @property
     def shares(self) -> Shares:
@@ -264,13 +281,17 @@ class Applier:
         """For a single rank: prune ``ratio`` of its work from the next forward pass on."""
         self.apply(BalancePlan(resize=(ratio,), migrate=(0.0,), receive=(0.0,)))
 
-    def apply(self, plan: BalancePlan) -> None:
+    def apply(self, plan: BalancePlan, for_good: bool = False) -> None:
         """Apply this rank's part of ``plan`` from the next iteration on. Call it on all ranks of the group.
+
+        With ``for_good``, units of blocks change their rank at once, where that is possible; all others migrate in each
+        iteration. Units that were given away for good and are not any more are taken back.
 
         Raises:
             RuntimeError: there is not enough memory for the units that this rank takes.
         """
         self._plan = plan
+        self._for_good = for_good
         self._pruning.start(plan.resize[self._rank])
         self._assign()
 
@@ -384,27 +405,38 @@ class Applier:
         selectors: Sequence[ColumnSelector | None] = self._pruning.selectors[first:] or [None] * len(self._blocks)
         if self._unit_exchange is not None:
             assert self._plan is not None
+            moves = [division.moves for division in divisions[first:]]
+            if self._resharding is not None:
+                self._unit_exchange.release(self._blocks)
+                self._uneven = self._resharding.arrange(moves if self._for_good else [()] * len(moves))
+            migrates = [number not in self._uneven for number in range(len(moves))]
             self._unit_exchange.assign(
                 self._blocks,
-                [division.moves for division in divisions[first:]],
-                kept[first:],
+                [each if migrates[number] else () for number, each in enumerate(moves)],
+                [
+                    count if migrates[number] else self._blocks[number].units
+                    for number, count in enumerate(kept[first:])
+                ],
                 selectors,
                 in_evaluation=not any(self._plan.resize),
             )
 
     def _measure(self, kept: Sequence[int], divisions: Sequence[Division]) -> Shares:
-        resized = migrated = received = 0.0
+        resized = migrated = resharded = received = 0.0
         loads, costs = [0.0] * len(self.kinds), [0.0] * len(self.kinds)
-        for target, kind, cost, kept_units, division in zip(
-            self._targets, self._kind_of, self._costs, kept, divisions, strict=True
+        for number, (target, kind, cost, kept_units, division) in enumerate(
+            zip(self._targets, self._kind_of, self._costs, kept, divisions, strict=True), -len(self._layers)
         ):
             given, taken = division.given(self._rank), division.taken(self._rank)
             if kind is not None:
                 loads[kind] += cost * (kept_units + taken) / target.columns
                 costs[kind] += cost
             resized += cost * (target.columns - given - kept_units) / target.columns
-            migrated += cost * given / target.columns
+            if number in self._uneven:
+                resharded += cost * given / target.columns
+            else:
+                migrated += cost * given / target.columns
             received += cost * taken / target.columns
         total = sum(self._costs) or 1
         loads = [kind.full * load / cost for kind, load, cost in zip(self.kinds, loads, costs, strict=True)]
-        return Shares(resized / total, migrated / total, received / total, tuple(loads))
+        return Shares(resized / total, migrated / total, resharded / total, received / total, tuple(loads))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,11 +34,19 @@ class Checkpoints(PluginPart):
     Args:
         config: where to save.
         weights_changed: called after weights were loaded.
+        ordinary_shards: a context in which ranks hold the shards that Colossal-AI gave them.
     """
 
-    def __init__(self, config: CheckpointConfig, weights_changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        weights_changed: Callable[[], None] = lambda: None,
+        ordinary_shards: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._save_every = config.save_every
         self._files = LayerCheckpoint(config)
         self._weights_changed = weights_changed
+        self._ordinary_shards = ordinary_shards
         self._outlines: WeakKeyDictionary[nn.Module, ModelOutline] = WeakKeyDictionary()
 
     def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
@@ -63,13 +72,15 @@ class Checkpoints(PluginPart):
     ) -> bool:
         """See :meth:`CheckpointMethods.save`."""
         training = self._training(model, optimizer, lr_scheduler, dataloader)
-        with naming_ended_ranks():
+        if step % self._save_every:
+            return False
+        with naming_ended_ranks(), self._ordinary_shards():
             return self._files.save(training, step=step, epoch=epoch, plan=plan)
 
     def resume(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, step: int | None) -> Start:
         """See :meth:`CheckpointMethods.resume`."""
         training = self._training(model, optimizer, lr_scheduler, dataloader)
-        with naming_ended_ranks():
+        with naming_ended_ranks(), self._ordinary_shards():
             start = self._files.resume(training, step)
         self._weights_changed()
         return start

@@ -165,9 +165,13 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         self.custom_policy: Policy | None
         arguments = arguments_by_name(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
         self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches)
-        self._balancing = LayerBalancing(self.balance)
+        self._balancing = LayerBalancing(self.balance, is_elastic=self._elastic is not None)
         self._uneven_batches = None if batches is None else self._make_uneven_batches(batches, arguments)
-        self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints, self._balancing.weights_changed)
+        self._checkpoints = None
+        if checkpoints is not None:
+            self._checkpoints = Checkpoints(
+                checkpoints, self._balancing.weights_changed, self._balancing.ordinary_shards
+            )
         # In the order in which they attach, each around the parts before it. The plan's clock times only the passes.
         # Balancing ends an iteration when the optimizer steps; uneven batches, around it, step once per global batch.
         self._unequal = None if self._planned is None else self._planned.unequal
@@ -446,15 +450,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self._unequal is not None:
             groups = self.mixed_dp_group, self.pp_group, self.tp_group, self.sp_group
             checkpoint_io = ReplicaCheckpointIO(self._unequal.index, *groups, self.zero_stage)
-        load_model = checkpoint_io.load_model
-
-        @functools.wraps(load_model)
-        def load_and_notify(*args: Any, **kwargs: Any) -> Any:
-            result = load_model(*args, **kwargs)
-            self._balancing.weights_changed()
-            return result
-
-        checkpoint_io.load_model = load_and_notify
+        self._balancing.attach_to(checkpoint_io)
         return checkpoint_io
 
     # For uneven batches ------------------------------------------------------------------------------------------
