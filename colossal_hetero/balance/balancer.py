@@ -299,7 +299,7 @@ class Balancer:
     def _replan(self) -> None:
         """Decide on a plan and apply it."""
         is_settled = len(self._migration_seconds) >= SETTLED_AFTER
-        if sum(self._plan.migrate) > 0 and is_settled and not self._has_resharded:
+        if sum(self._plan.migrate) > 0 and is_settled and not self.has_resharded:
             self._costs = self._costs.corrected(
                 self._costs.phi1(fsum(self._plan.migrate)), median(self._migration_seconds)
             )
@@ -317,7 +317,7 @@ class Balancer:
             self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=changed)
 
     @property
-    def _has_resharded(self) -> bool:
+    def has_resharded(self) -> bool:
         """Whether units have been given away for good."""
         return self._resharding is not None and self._resharding.is_active
 
@@ -331,7 +331,7 @@ class Balancer:
 
     def _stays_resharded(self, plan: BalancePlan) -> bool:
         """Whether ``plan`` is applied for good, because the present one is."""
-        return self._has_resharded and stays_resharded(self._plan, plan)
+        return self.has_resharded and stays_resharded(self._plan, plan)
 
     def _reshard_if_due(self) -> None:
         """Give the units that migrate away for good if their owners have been slow for long. Collective."""
@@ -369,7 +369,7 @@ class Balancer:
         It differs from the present one only if that saves a larger share of the time than the ``uncertainty``. Units
         that are, or with ``for_good`` will be, given away for good are sent at no cost.
         """
-        kinds = self._applier.present_kinds(for_good or self._has_resharded)
+        kinds = self._applier.present_kinds(for_good or self.has_resharded)
         if self.config.is_exact and any(kind.units is not None for kind in kinds):
             return decide_units(
                 self._speed, kinds, self._costs, self.config, self._plan, uncertainty, self._max_received

@@ -20,7 +20,7 @@ __all__ = ["ELEMENTWISE", "HybridOptimizerMemory"]
 
 ELEMENTWISE: tuple[type, ...] = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
-    *(torch.optim.Adagrad, torch.optim.RMSprop, FusedAdam, CPUAdam, HybridAdam),
+    *(torch.optim.RMSprop, FusedAdam, CPUAdam, HybridAdam),
 )
 """Optimizers that update each element of a parameter from its own gradients alone. Others, such as LAMB and Adafactor,
 use norms of whole parameters, which would change with the parameter's shape."""
