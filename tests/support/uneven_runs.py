@@ -20,9 +20,11 @@ AFTER = 2
 """Iterations in which a rank is relieved before its units are given away for good."""
 MAX_NORM = 0.5
 """Below the norm of the gradients, so that they are clipped."""
-RECOVERY = 7
-"""The iteration in which the slow rank is as fast as the others again."""
-STEPS = 14
+FASTER = 6
+"""The iteration in which the slow rank becomes faster."""
+RECOVERY = 13
+"""The iteration in which it is as fast as the others again."""
+STEPS = 19
 NEVER = 10**6
 """No iteration."""
 
@@ -35,12 +37,15 @@ def config(**choices: Any) -> BalanceConfig:
 
 
 def slow_until(straggler: int, recovery: int = RECOVERY) -> SlowdownScript:
-    """Before the iteration ``recovery`` the straggler is four times slower, and the other ranks differ a little."""
+    """Before the iteration ``recovery`` the straggler is four times slower, at the end 2.5 times, and the other ranks
+    differ a little."""
 
     def slowdown(rank: int, iteration: int) -> float:
         if iteration >= recovery:
             return 1.0
-        return 4.0 if rank == straggler else 1.0 + 0.2 * (rank % 3)
+        if rank == straggler:
+            return 2.5 if iteration >= FASTER and recovery < NEVER else 4.0
+        return 1.0 + 0.2 * (rank % 3)
 
     return slowdown
 

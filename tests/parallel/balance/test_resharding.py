@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.support.checkpoints import read_weights
 from tests.support.harness import run_ranks
 from tests.support.uneven_runs import (
+    FASTER,
     RECOVERY,
     STEPS,
     largest_difference,
@@ -27,21 +28,21 @@ def _train_with_a_straggler(straggler: int, folder: Path) -> dict[str, Any]:
     run = uneven_run(slow_until(straggler))
     balancer = run.plugin.balancer
     weight = run.model.unwrap().blocks[0].mlp.fc1.weight
-    sent = []
+    sent, widths = [], []
 
     def watch(step: int) -> None:
+        widths.append(len(weight))
         sent.append(sum(found.messages for found in balancer.traffic.sent.values()))
         balancer.traffic.reset()
 
     train(run, RECOVERY, watch)
-    uneven = len(weight)
     run.booster.save_model(run.model, str(folder / "uneven"), shard=True)
     train(run, STEPS - RECOVERY, watch)
     run.booster.save_model(run.model, str(folder / "even"), shard=True)
     run.model.eval()
     with torch.no_grad():
         evaluated = loss_of(run.model, STEPS).item()
-    return dict(widths=(uneven, len(weight)), sent=sent, losses=[*run.losses, evaluated])
+    return dict(widths=widths, sent=sent, losses=[*run.losses, evaluated])
 
 
 def _train_with_each_straggler(folder: Path) -> list[dict[str, Any]]:
@@ -56,17 +57,19 @@ def test_training_is_that_of_the_unsharded_model_in_one_process(ranks: int, tmp_
         losses = [*losses, loss_of(model.eval(), STEPS).item()]
     even = 60 // ranks
     for straggler, found in enumerate(zip(*run_ranks(ranks, _train_with_each_straggler, tmp_path), strict=True)):
-        held = [of_rank["widths"][0] for of_rank in found]
+        held = [of_rank["widths"][FASTER - 1] for of_rank in found]
         assert sum(held) == 60
         assert held[straggler] < even < max(held)
         assert ranks == 2 or len({*held[:straggler], *held[straggler + 1 :]}) > 1, held
         for rank, of_rank in enumerate(found):
             where = f"rank {rank}, straggler {straggler}"
             assert of_rank["losses"] == pytest.approx(losses, rel=1e-10), where
-            assert of_rank["widths"][1] == even, where
+            assert of_rank["widths"][-1] == even, where
+            # When the straggler became faster, a part of the units moved back.
+            assert ranks > 2 or len(set(of_rank["widths"])) == 3, f"{where}: {of_rank['widths']}"
             # Weights migrate before; nothing is sent while units are given away for good.
             assert rank != straggler or max(of_rank["sent"]) > 0, where
-            assert of_rank["sent"][RECOVERY - 1] == 0, f"{where}: {of_rank['sent']}"
+            assert of_rank["sent"][FASTER - 1] == of_rank["sent"][RECOVERY - 1] == 0, f"{where}: {of_rank['sent']}"
         for name, steps in (("uneven", RECOVERY), ("even", STEPS)):
             weights = read_weights(tmp_path / str(straggler) / name)
             assert largest_difference(weights, expected[steps][0].state_dict()) <= 1e-10, f"{name}, {straggler}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from colossal_hetero.balance import BalanceConfig, Costs
+from colossal_hetero.balance.decide.modes import LayerKind, decide_units
 from colossal_hetero.balance.decide.plan import BalancePlan, Counts
 from colossal_hetero.balance.decide.resharding import (
     relieved_for,
@@ -11,6 +13,7 @@ from colossal_hetero.balance.decide.resharding import (
     stays_resharded,
     wants_resharding,
 )
+from colossal_hetero.balance.decide.whole_units import Line
 
 
 def relieving(*ranks: int, size: int = 4) -> BalancePlan:
@@ -74,3 +77,33 @@ def test_units_are_given_away_when_each_relieved_rank_was_slow_for_long(
 )
 def test_units_are_taken_back_when_other_ranks_are_slow(current: BalancePlan, wanted: BalancePlan, stays: bool) -> None:
     assert stays_resharded(current, wanted) is stays
+
+
+# What units cost that are moved once ----------------------------------------------------------------------------------
+
+
+class TwoRanks:
+    """Rank 1 takes four times as long for a unit."""
+
+    scale = 1.0
+
+    def lines(self, kind: int) -> list[Line]:
+        return [Line(64.0, 64.0, 1.0, 1.0, 64.0), Line(64.0, 256.0, 4.0, 4.0, 64.0)]
+
+
+def units_of_rank_1(seconds_per_share: float, fixed: float, *sends: bool) -> list[int]:
+    """How many of its 64 units of each kind rank 1 keeps; ``sends``: whether each kind is sent in every iteration."""
+    kinds = [LayerKind(64, 1, 1.0 / len(sends), sends=each) for each in sends]
+    costs = Costs(migrate_seconds_per_share=seconds_per_share, migrate_fixed_seconds=fixed)
+    plan = decide_units(TwoRanks(), kinds, costs, BalanceConfig(mode="auto"), BalancePlan.idle(2), 0.0)
+    return [counts[1] for counts in plan.units] if plan.units else [64] * len(kinds)
+
+
+def test_units_that_are_moved_once_are_sent_at_no_cost() -> None:
+    # Each share that is sent costs more than it saves; and so does sending anything.
+    assert units_of_rank_1(10**4, 0.0, True) == [64]
+    assert units_of_rank_1(0.0, 10**4, True) == [64]
+    # With 25 units it takes 100 s, and the other rank with 103 units 103 s.
+    assert units_of_rank_1(10**4, 10**4, False) == units_of_rank_1(0.0, 0.0, True) == [25]
+    # Kinds that are sent in every iteration still cost what they do.
+    assert units_of_rank_1(10**4, 0.0, False, True) == [25, 64]
