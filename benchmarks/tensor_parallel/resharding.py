@@ -4,9 +4,10 @@ python -m benchmarks.tensor_parallel.resharding [--slowdown 4] [--rounds 20]
 sudo python -m benchmarks.tensor_parallel.resharding --quota 0.25
 
 Rank 1 of 2 computes its products ``slowdown`` times, or with ``--quota`` all of its process runs under a CPU quota
-(Linux cgroups, version 1 or 2). Mode ``auto``; each variant decides by itself how much to move. Models take turns in
-the same two processes. A ratio is the median over rounds of a variant's time in the round divided by that of migrating
-each iteration; the control is a second model that migrates each iteration.
+(Linux cgroups, version 1 or 2). A first model, in mode ``auto``, decides how many units to move while it settles. Three
+others follow its plan: two that migrate in each iteration, of which one is the control, and one that gives the units
+away for good. A last one gives them away for good and decides by itself; it may move more. Models take turns in the
+same two processes. A ratio is the median over rounds of a variant's time in the round divided by that of migrating.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import argparse
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import common
 from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
 from colossal_hetero.testing.cpu_quota import cpu_quota
 from colossal_hetero.testing.stragglers import Stragglers
 
+NEVER = 10**9
+"""So many iterations are never reached."""
 BLOCK = 4
 """Iterations of a variant in a round."""
 
@@ -62,54 +67,59 @@ def main() -> None:
     parser.add_argument("--quota", type=float, default=None, help="share of a core for rank 1, instead of --slowdown")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=40, help="iterations in which plans may settle")
-    parser.add_argument("--reshard-after", type=int, default=10)
     parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
     parser.add_argument("--depth", type=int, default=MODEL["depth"], help="number of its blocks")
+    parser.add_argument("--batch", type=int, default=common.BATCH, help="images, of 65 tokens each")
     arguments = parser.parse_args()
     start_ranks(2)
     MODEL.update(embed_dim=arguments.hidden, depth=arguments.depth)
+    common.BATCH = arguments.batch
     slow = Stragglers(slowdowns={1: arguments.slowdown}) if arguments.quota is None else None
-    migrating = BalanceConfig(mode="auto", reshard_after=None)
-    variants = [
+    free = Variant("no straggler, off", BalanceConfig(mode="off"))
+    deciding = Variant("deciding", BalanceConfig(mode="auto", reshard_after=None), slow)
+    migrating = BalanceConfig(mode="auto", reshard_after=None, warmup_iterations=NEVER)
+    following = [
         Variant("migrating each iteration", migrating, slow),
         Variant("migrating each iteration (control)", migrating, slow),
-        Variant("given away for good", BalanceConfig(mode="auto", reshard_after=arguments.reshard_after), slow),
+        Variant("given away for good", replace(migrating, reshard_after=1), slow),
     ]
-    free = Variant("no straggler, off", BalanceConfig(mode="off"))
-    for variant in [free, *variants]:
+    variants = [
+        *following,
+        Variant("given away for good, own plan", BalanceConfig(mode="auto", reshard_after=10), slow),
+    ]
+    for variant in [free, deciding, *variants]:
         variant.build()
     take_turns([free], warmup=4, rounds=5, block=BLOCK)
     is_slowed = arguments.quota is not None and dist.get_rank() == 1
     with cpu_quota(arguments.quota) if is_slowed else nullcontext():
-        take_turns(variants, warmup=arguments.warmup, rounds=0, block=BLOCK)
+        take_turns([deciding, variants[-1]], warmup=arguments.warmup, rounds=0, block=BLOCK)
+        for variant in following:
+            variant.plugin.balancer.follow(deciding.plugin.balancer.plan)
+        take_turns(following, warmup=4, rounds=0, block=BLOCK)
         for variant in variants:
             variant.plugin.balancer.traffic.reset()
         take_turns(variants, warmup=0, rounds=arguments.rounds, block=BLOCK)
         sent = sent_bytes(variants)
         iterations = arguments.rounds * (BLOCK + 1)
-        move = seconds_of_a_move(variants[-1])
-    records = [variant.plugin.balancer.collect() for variant in variants]
+        move = seconds_of_a_move(following[-1])
+    shares = [variant.plugin.balancer.shares for variant in variants]
+    given = [torch.tensor([share.migrated, share.resharded]) for share in shares]
+    for pair in given:
+        dist.broadcast(pair, src=1)
     if dist.get_rank() != 0:
         return
     rows: list[tuple[object, ...]] = [(free.name, free.median_seconds, "", "", "", "", "")]
-    for variant, found, count in zip(variants, records, sent, strict=True):
-        assert found is not None
+    for variant, pair, count in zip(variants, given, sent, strict=True):
         of_round = sorted(ratios(variant, variants[0]))
         middle = f"{of_round[len(of_round) // 4]:.3f} to {of_round[-1 - len(of_round) // 4]:.3f}"
-        straggler = found[-1].ranks[1]
-        shares = f"{straggler.migrated:.0%}", f"{straggler.resharded:.0%}"
+        percentages = [f"{share:.0%}" for share in pair.tolist()]
         mean = f"{count / iterations / 1e6:.1f}"
-        rows.append((variant.name, variant.median_seconds, median(of_round), middle, *shares, mean))
+        rows.append((variant.name, variant.median_seconds, median(of_round), middle, *percentages, mean))
     how = f"Slowdown {arguments.slowdown:g}" if arguments.quota is None else f"CPU quota {arguments.quota:g}"
     columns = ("variant", "iteration [s]", "ratio", "middle half", "migrated", "resharded", "sent / iteration [MB]")
-    saved = variants[0].median_seconds - variants[-1].median_seconds
-    notes = [
-        f"Moving the units once takes {move:.3f} s, as long as {move / saved:.1f} iterations save."
-        if saved > 0
-        else f"Moving the units once takes {move:.3f} s.",
-        *(f"{variant.name}: {found[-1].note}." for variant, found in zip(variants, records, strict=True) if found),
-    ]
-    print_table(f"{how} on rank 1 of 2", columns, rows, notes)
+    saved = following[0].median_seconds - following[-1].median_seconds
+    pays = f", which is saved in {move / saved:.1f} iterations" if saved > 0 else ""
+    print_table(f"{how} on rank 1 of 2", columns, rows, [f"Moving the units once takes {move:.3f} s{pays}."])
 
 
 if __name__ == "__main__":
