@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..layers.block import Block
 from ..layers.column_migration import COLUMN_EXCHANGES, ColumnExchange, ColumnMigration
@@ -17,135 +14,17 @@ from ..layers.transport import Transport
 from ..layers.unit_exchange.exchange import Purpose, UnitExchange
 from ..layers.unit_exchange.transfers import bucket_numbers
 from ..layers.workload import Clock, Workload, kept_count
-from .column_selection import ColumnSelector, make_selector
+from .column_selection import ColumnSelector
 from .config import BalanceConfig
 from .decide.costs import Traffic
 from .decide.divide import Division, divide, divide_counts, effective_grain
 from .decide.modes import LayerKind
 from .decide.plan import BalancePlan
-from .decide.ratios import layer_ratios
 from .decide.traffic import BlockShape, LayerShape, block_ports, busiest_port, column_traffic
-from .late_numbers import LateNumbers
+from .pruning import Columns, Prunable, Pruning, Units
 from .resharding import Resharding
 
-__all__ = ["Applier", "Pruning", "Shares", "columns_stay"]
-
-
-class Prunable(Protocol):
-    """A layer with its contraction columns, or a block with its units."""
-
-    @property
-    def columns(self) -> int: ...
-    @property
-    def cost(self) -> int:
-        """The work of its products, in any unit."""
-
-    @property
-    def matrix(self) -> Tensor:
-        """The weights, ``[N, L]`` with one column per contraction column (or unit)."""
-
-    def set_kind(self, kind: int) -> None:
-        """Tell the layers which kind they mark in the clock."""
-
-
-@dataclass(frozen=True)
-class _Columns:
-    layer: HeteroLinear
-
-    @property
-    def columns(self) -> int:
-        return self.layer.contraction_columns
-
-    @property
-    def cost(self) -> int:
-        return self.layer.matrix.numel()
-
-    @property
-    def matrix(self) -> Tensor:
-        return self.layer.matrix
-
-    def set_kind(self, kind: int) -> None:
-        self.layer.kind = kind
-
-
-@dataclass(frozen=True)
-class _Units:
-    block: Block
-
-    @property
-    def columns(self) -> int:
-        return self.block.units
-
-    @property
-    def cost(self) -> int:
-        return self.block.elements_per_unit * self.block.units
-
-    @property
-    def matrix(self) -> Tensor:
-        return self.block.matrices[1]
-
-    def set_kind(self, kind: int) -> None:
-        self.block.kind = kind
-        for layer in self.block.layers:
-            layer.kind = kind
-
-
-class Pruning:
-    """How much of each layer or block a rank prunes, and the selectors that choose the columns."""
-
-    def __init__(self, targets: Sequence[Prunable], config: BalanceConfig, iterations_per_interval: int) -> None:
-        self._targets = targets
-        self._config = config
-        self._interval = iterations_per_interval
-        self._ratio = 0.0
-        self._iterations = 0
-        self._candidates = [0.0] * len(targets)
-        """Of each target, the share of columns that ``priority-diff`` may prune."""
-        self._new_candidates: LateNumbers | None = None
-        """The same after the last interval, until the next iteration ends."""
-        self.selectors: list[ColumnSelector] = []
-        """One selector for each target while the rank prunes, else none."""
-
-    def start(self, ratio: float) -> None:
-        """Prune ``ratio`` of the work from now on; 0 discards all priorities."""
-        self._ratio = ratio
-        if ratio == 0.0:
-            self.selectors = []
-        elif not self.selectors:
-            # Counting starts here, so that the first interval has full length.
-            self._iterations = 0
-            self._candidates, self._new_candidates = [0.0] * len(self._targets), None
-            self.selectors = [
-                make_selector(self._config.priority, target.matrix, self._config.seed + number)
-                for number, target in enumerate(self._targets)
-            ]
-
-    def ratios(self) -> np.ndarray:
-        """γ of every target, float64 ``[targets]``."""
-        if self._ratio == 0.0 or self._config.priority != "priority-diff":
-            return np.full(len(self._targets), self._ratio)
-        return layer_ratios(self._ratio, self._candidates, [target.cost for target in self._targets], self._config)
-
-    def end_iteration(self) -> bool:
-        """Count an iteration; returns whether ratios may have changed.
-
-        They do so one iteration after the end of an interval of priorities. The host does not wait for the device to
-        find the columns that varied little, but reads their numbers when another iteration has ended.
-        """
-        if not self.selectors:
-            return False
-        may_have_changed = self._new_candidates is not None
-        if self._new_candidates is not None:
-            self._candidates, self._new_candidates = self._new_candidates.read(), None
-        self._iterations += 1
-        if self._iterations % self._interval == 0:
-            for selector, target in zip(self.selectors, self._targets, strict=True):
-                selector.end_interval(target.matrix)
-            if self._config.priority == "priority-diff":
-                threshold = self._interval * self._config.variation_threshold
-                shares = [selector.candidate_share(threshold) for selector in self.selectors]
-                self._new_candidates = LateNumbers(torch.stack(shares))
-        return may_have_changed
+__all__ = ["Applier", "Shares", "columns_stay"]
 
 
 @dataclass(frozen=True)
@@ -204,8 +83,8 @@ class Applier:
         self._blocks = list(blocks)
         self._layers = [layer for layer in layers.values() if id(layer) not in inside]
         self._config = config
-        self._targets: list[Prunable] = [_Columns(layer) for layer in self._layers]
-        self._targets += [_Units(block) for block in self._blocks]
+        self._targets: list[Prunable] = [Columns(layer) for layer in self._layers]
+        self._targets += [Units(block) for block in self._blocks]
         self._costs = [target.cost for target in self._targets]
         self._pruning = Pruning(self._targets, config, iterations_per_interval)
         self._transport = transport
@@ -232,8 +111,8 @@ class Applier:
         self._kind_of = [None] * len(self._targets)
         numbers: dict[str, int] = {}
         # Kinds of blocks come first: a plan has their counts in this order.
-        for place, target in sorted(enumerate(self._targets), key=lambda item: isinstance(item[1], _Columns)):
-            if isinstance(target, _Units):
+        for place, target in sorted(enumerate(self._targets), key=lambda item: isinstance(item[1], Columns)):
+            if isinstance(target, Units):
                 shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in target.block.parameters]
                 sizes = f"{target.columns} units of {shapes}"
             elif self._columns_stay:
@@ -249,7 +128,7 @@ class Applier:
             members = [place for place, kind in enumerate(self._kind_of) if kind == number]
             first = self._targets[members[0]]
             weight = sum(self._costs[place] for place in members) / total
-            if isinstance(first, _Columns):
+            if isinstance(first, Columns):
                 kinds.append(LayerKind(None, 1, weight))
             else:
                 kinds.append(LayerKind(first.columns, effective_grain(first.columns, self._config.grain), weight))
@@ -261,7 +140,7 @@ class Applier:
         fixed = {
             number
             for target, number in zip(self._targets, self._kind_of, strict=True)
-            if isinstance(target, _Units) and not target.block.moves
+            if isinstance(target, Units) and not target.block.moves
         }
         once: set[int | None] = set()
         if for_good and self._resharding is not None:
@@ -382,7 +261,7 @@ class Applier:
         idle = BalancePlan.idle(len(plan.resize))
         divisions = []
         for target, kind in zip(self._targets, self._kind_of, strict=True):
-            if plan.units and isinstance(target, _Units):
+            if plan.units and isinstance(target, Units):
                 assert kind is not None
                 divisions.append(divide_counts(target.columns, plan.units[kind]))
             else:

@@ -34,8 +34,8 @@ class OptimizerMemory(Protocol):
     def obstacle(self) -> str | None:
         """Why units cannot change their rank for good, as a clause; None if they can. The same on all ranks."""
 
-    def release_shapes(self) -> None:
-        """Let nothing depend any more on the shapes that the model's parameters have. Called before they change."""
+    def prepare(self) -> None:
+        """Called before units move: nothing may depend any more on the shapes that parameters have."""
 
     def slots_of(self, parameter: Tensor) -> Sequence[StateSlot]:
         """What the optimizer keeps of a parameter of the model: a master in higher precision, moments."""
@@ -136,6 +136,7 @@ class Resharding:
         changed = [number for number in sorted(self.possible) if wanted.get(number) != self._held.get(number)]
         if not changed:
             return True
+        self._memory.prepare()
         contents = "\n".join(line for number in changed for line in self._mover.contents(self._blocks[number]))
         if not self._exchange.all_equal(zlib.crc32(contents.encode())):
             raise RuntimeError(
@@ -143,7 +144,6 @@ class Resharding:
                 "state, or types), so units cannot change their rank; all ranks must take the same steps. To migrate "
                 "units without moving them for good, set BalanceConfig(reshard_after=None)"
             )
-        self._memory.release_shapes()
         for number in changed:
             block = self._blocks[number]
             ordinary = ordinary_holdings(block.units, self._ranks)

@@ -15,7 +15,8 @@ from colossalai.interface import ModelWrapper, OptimizerWrapper
 from torch import nn
 
 from ...accelerator import get_accelerator
-from ...balance.balancer import Balancer, attach_balancer
+from ...balance.attach import attach_balancer
+from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
 from ...balance.measure.clock import IterationClock, make_clock
 from ...layers.policy import hetero_policy

@@ -39,6 +39,8 @@ class HybridOptimizerMemory:
     def __init__(self, plugin: Any, model: Any, optimizer: OptimizerWrapper, is_elastic: bool) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._masters: dict[int, Tensor] = {}
+        """What the optimizer updates, by the ``id`` of the model's parameter, when units were moved last."""
         self._obstacle = _plugin_obstacle(plugin, is_elastic) or _optimizer_obstacle(inner_optimizer(optimizer))
 
     @property
@@ -46,22 +48,22 @@ class HybridOptimizerMemory:
         """Why units cannot change their rank for good, as a clause; None if they can."""
         return self._obstacle
 
-    def release_shapes(self) -> None:
-        """Take the model out of torch's ``DistributedDataParallel``.
+    def prepare(self) -> None:
+        """Take the model out of torch's ``DistributedDataParallel``, and note what the optimizer updates.
 
-        The plugin uses it also for a single replica, where it has nothing to sum. But it copies gradients into buckets
-        of fixed sizes, and keeps the graph's nodes that add them up.
+        The plugin uses ``DistributedDataParallel`` also for a single replica, where it has nothing to sum. But it
+        copies gradients into buckets of fixed sizes, and keeps the graph's nodes that add them up.
         """
+        self._masters = {key: found.tensor for key, found in masters_of(self._optimizer).items()}
         if isinstance(self._model.module, DistributedDataParallel):
             self._model.module = self._model.module.module
             self._model.use_ddp = False
 
     def slots_of(self, parameter: Tensor) -> list[StateSlot]:
         """The master of a parameter, if it is another tensor, with its gradient; and the optimizer's state."""
-        found = masters_of(self._optimizer).get(id(parameter))
-        if found is None:
+        master = self._masters.get(id(parameter))
+        if master is None:
             return []
-        master = found.tensor
         slots = []
         if master is not parameter:
             slots.append(StateSlot("master", master.detach(), partial(put_data, master)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,10 +18,22 @@ from torch import Tensor, nn
 from colossal_hetero.checkpoint.contents.optimizer_memory import masters_of
 from colossal_hetero.layers.resharding import unit_mover
 from colossal_hetero.profiling.preserved_state import inner_optimizer
+from tests.support.checkpoints import read_weights
 from tests.support.harness import run_ranks
 from tests.support.language_models import MODELS, tokens
 from tests.support.training import Trained, batch, boost, ours, scripted, tiny_vit
-from tests.support.uneven_runs import NEVER, adamw, config, slow_until, train, train_alone, uneven_run
+from tests.support.uneven_runs import (
+    MAX_NORM,
+    NEVER,
+    adamw,
+    config,
+    exact_norms,
+    largest_difference,
+    slow_until,
+    train,
+    train_alone,
+    uneven_run,
+)
 
 STEPS = 7
 
@@ -179,6 +192,49 @@ def _losses_with_dropout() -> list[list[float]]:
 def test_dropout_and_frozen_weights() -> None:
     for without, given in run_ranks(3, _losses_with_dropout):
         assert given == pytest.approx(without, rel=1e-10)
+
+
+# Pipelines ------------------------------------------------------------------------------------------------------------
+
+
+def _losses_in_a_pipeline(folder: Path) -> list[float]:
+    """Two stages of two ranks, of which one in each stage is slow from other iterations on."""
+    script = {1: 0, 2: 3}
+    with scripted(lambda rank, iteration: 4.0 if script.get(rank, NEVER) <= iteration else 1.0):
+        plugin = ours(config(), tp_size=2, pp_size=2, num_microbatches=2, max_norm=MAX_NORM)
+        run = boost(plugin, tiny_vit().double(), adamw)
+    widths = []
+    for step in range(STEPS):
+        images, labels = batch(step)
+        result = run.booster.execute_pipeline(
+            iter([(images.double(), labels)]),
+            run.model,
+            lambda outputs, inputs: nn.functional.cross_entropy(outputs, inputs[1]),
+            run.optimizer,
+            return_loss=True,
+        )
+        with exact_norms():
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        widths.append(plugin.balancer.has_resharded)
+        if result["loss"] is not None:
+            run.losses.append(result["loss"].item())
+        if step == 3:
+            # The first stage has moved units, and the second one has not.
+            assert widths[-1] == (dist.get_rank() < 2)
+            run.booster.save_model(run.model, str(folder / "one"), shard=True)
+    assert widths[-1]
+    run.booster.save_model(run.model, str(folder / "both"), shard=True)
+    return run.losses
+
+
+def test_a_pipeline_whose_stages_move_units_at_other_times(tmp_path: Path) -> None:
+    for rank, losses in enumerate(run_ranks(4, _losses_in_a_pipeline, tmp_path)):
+        # The pipeline adds up losses in fp32.
+        assert losses == pytest.approx(train_alone(STEPS)[1] if rank >= 2 else [], rel=1e-6)
+    for name, steps in (("one", 4), ("both", STEPS)):
+        expected = train_alone(steps)[0].state_dict()
+        assert largest_difference(read_weights(tmp_path / name), expected) <= 1e-10, name
 
 
 # Where it is not possible ---------------------------------------------------------------------------------------------
