@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from colossal_hetero.checkpoint.contents.optimizer_memory import masters_of
 from colossal_hetero.layers.resharding import unit_mover
 from colossal_hetero.profiling.preserved_state import inner_optimizer
 from tests.support.checkpoints import read_weights
-from tests.support.harness import run_ranks
+from tests.support.harness import answer, run_ranks, start_ranks
 from tests.support.language_models import MODELS, tokens
 from tests.support.training import Trained, batch, boost, ours, scripted, tiny_vit
 from tests.support.uneven_runs import (
@@ -308,3 +309,30 @@ def test_units_migrate_if_there_is_too_little_memory() -> None:
 def test_other_errors_are_raised() -> None:
     with pytest.raises(RuntimeError, match="broken"):
         run_ranks(2, _without_memory, "broken")
+
+
+def _die_while_units_move(victim: int, function: str) -> None:
+    original = getattr(unit_mover, function)
+
+    def die(*arguments: Any) -> Any:
+        if dist.get_rank() == victim:
+            os._exit(1)
+        return original(*arguments)
+
+    with patch.object(unit_mover, function, die):
+        train(uneven_run(slow_until(0, NEVER)), STEPS)
+    raise AssertionError("training ended without an error although a rank died")
+
+
+@pytest.mark.parametrize(("victim", "function"), [(0, "_packed"), (1, "_fill")])
+def test_if_a_rank_dies_while_units_move_the_others_end(victim: int, function: str) -> None:
+    with start_ranks(3, _die_while_units_move, victim, function) as ranks:
+        ranks[victim][0].join(60)
+        assert ranks[victim][0].exitcode == 1
+        for rank, (process, receiver) in enumerate(ranks):
+            if rank != victim:
+                assert receiver.poll(20), f"rank {rank} hangs after rank {victim} died"
+                succeeded, error = answer(receiver)
+                assert not succeeded and "RuntimeError" in error and "AssertionError" not in error, error
+                process.join(20)
+                assert process.exitcode == 1
