@@ -108,9 +108,9 @@ class BalanceConfig:
     its speed has flickered."""
 
     reshard_after: int | None = 50
-    """After this many successive iterations in which the same ranks were relieved, ≥ 1, their units are given away for
-    good: weights and optimizer state move once, and nothing is sent in each iteration any more. They are taken back
-    when the ranks recover. None means never. It needs ``migration="block"`` and a mode that prunes nothing."""
+    """After a rank was relieved for this many successive iterations, ≥ 1, units are given away for good: weights and
+    optimizer state move once, and nothing is sent in each iteration any more. They are taken back when the rank
+    recovers. None means never. It needs ``migration="block"`` and a mode that prunes nothing."""
 
     warmup_iterations: int = 2
     """The number of first iterations that are ignored (allocation, caches), ≥ 0."""

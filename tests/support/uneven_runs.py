@@ -37,14 +37,20 @@ def config(**choices: Any) -> BalanceConfig:
 
 
 def slow_until(straggler: int, recovery: int = RECOVERY) -> SlowdownScript:
-    """Before the iteration ``recovery`` the straggler is four times slower, at the end 2.5 times, and the other ranks
-    differ a little."""
+    """Before the iteration ``recovery`` the straggler is slow, and the other ranks differ a little.
+
+    With a recovery, the straggler becomes faster in the iteration :data:`FASTER`, and the next rank slow if there are
+    more than two.
+    """
 
     def slowdown(rank: int, iteration: int) -> float:
         if iteration >= recovery:
             return 1.0
+        changes = recovery < NEVER and iteration >= FASTER
         if rank == straggler:
-            return 2.5 if iteration >= FASTER and recovery < NEVER else 4.0
+            return 2.5 if changes else 4.0
+        if changes and dist.get_world_size() > 2 and rank == (straggler + 1) % dist.get_world_size():
+            return 4.0
         return 1.0 + 0.2 * (rank % 3)
 
     return slowdown

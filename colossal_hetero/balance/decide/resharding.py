@@ -37,17 +37,17 @@ def relieved_for(before: Sequence[int], plan: BalancePlan) -> tuple[int, ...]:
 def wants_resharding(plan: BalancePlan, relieved: Sequence[int], after: int | None) -> bool:
     """Whether the units that ``plan`` migrates are to be given away for good.
 
-    They are once each rank that it relieves has been relieved for ``after`` iterations, also by earlier plans. Ranks
-    that have become slow only lately may recover soon.
+    They are once one of the ranks that it relieves has been relieved for ``after`` iterations, also by earlier plans.
+    Units of other ranks move with them: if those recover soon, taking them back takes as long as few iterations in
+    which they migrate.
     """
-    ranks = relieved_ranks(plan)
-    return after is not None and bool(ranks) and all(relieved[rank] >= after for rank in ranks)
+    return after is not None and any(relieved[rank] >= after for rank in relieved_ranks(plan))
 
 
 def stays_resharded(current: BalancePlan, wanted: BalancePlan) -> bool:
     """Whether units stay given away for good when ``wanted`` replaces ``current``, which was carried out in this way.
 
-    They do if the new plan relieves some of the same ranks and no others: then only the difference moves. Otherwise all
-    of them are taken back, and what the new plan moves migrates in each iteration at first.
+    They do if the new plan relieves some of the same ranks; then only the difference moves. Otherwise all units are
+    taken back, and what the new plan moves migrates in each iteration at first.
     """
-    return bool(relieved_ranks(wanted)) and relieved_ranks(wanted) <= relieved_ranks(current)
+    return bool(relieved_ranks(wanted) & relieved_ranks(current))
