@@ -304,14 +304,13 @@ class Balancer:
         # Ranks that followed different plans would not agree on whether there is a change.
         self._exchange.check_same(self._plan.digest, plan.digest)
         self._speed.relieved([resize + migrate for resize, migrate in zip(plan.resize, plan.migrate, strict=True)])
-        changed = plan != self._plan
-        if changed:
+        if plan != self._plan:
             self._follows = False
             self._change_plan(plan, self._stays_resharded(plan))
-        else:
-            self._plan = plan
+            return
+        self._plan = plan
         if self._records:
-            self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=changed)
+            self._records[-1] = replace(self._records[-1], exchanged=True)
 
     @property
     def has_resharded(self) -> bool:
@@ -324,7 +323,7 @@ class Balancer:
         self._timelines.plan_changed(self._iteration)
         self._migration_seconds = []
         if self._records:
-            self._records[-1] = replace(self._records[-1], plan_changed=True)
+            self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=True)
 
     def _stays_resharded(self, plan: BalancePlan) -> bool:
         """Whether ``plan`` is applied for good, because the present one is."""

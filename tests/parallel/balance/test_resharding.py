@@ -41,6 +41,11 @@ def _train_with_a_straggler(straggler: int, folder: Path) -> dict[str, Any]:
     run.booster.save_model(run.model, str(folder / "uneven"), shard=True)
     train(run, STEPS - RECOVERY, watch)
     run.booster.save_model(run.model, str(folder / "even"), shard=True)
+    if (records := balancer.collect()) is not None:
+        moved = [(record.ranks[straggler].migrated > 0, record.ranks[straggler].resharded > 0) for record in records]
+        # An iteration without a plan, some in which units migrate, then those in which they are given away for good.
+        assert list(dict.fromkeys(moved)) == [(False, False), (True, False), (False, True)], moved
+        assert moved[-1] == (False, False)
     return dict(widths=widths, sent=sent, losses=[*run.losses, evaluated, evaluate(run.model)])
 
 
