@@ -2,7 +2,8 @@
 
 :mod:`.decide` has pure functions without torch. :mod:`.measure` reads clocks and measures costs. :mod:`.report`
 describes what happened. The modules of this folder apply plans: :mod:`.balancer` runs once per optimizer step,
-:mod:`.apply` gives layers their workloads, :mod:`.host_messages` exchanges numbers between ranks.
+:mod:`.apply` gives layers their workloads, :mod:`.resharding` moves units for good, :mod:`.host_messages` exchanges
+numbers between ranks.
 """
 
 from .config import BalanceConfig

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..layers.block import Block
 from ..layers.column_migration import COLUMN_EXCHANGES, ColumnExchange, ColumnMigration
@@ -17,134 +14,17 @@ from ..layers.transport import Transport
 from ..layers.unit_exchange.exchange import Purpose, UnitExchange
 from ..layers.unit_exchange.transfers import bucket_numbers
 from ..layers.workload import Clock, Workload, kept_count
-from .column_selection import ColumnSelector, make_selector
+from .column_selection import ColumnSelector
 from .config import BalanceConfig
 from .decide.costs import Traffic
 from .decide.divide import Division, divide, divide_counts, effective_grain
 from .decide.modes import LayerKind
 from .decide.plan import BalancePlan
-from .decide.ratios import layer_ratios
 from .decide.traffic import BlockShape, LayerShape, block_ports, busiest_port, column_traffic
-from .late_numbers import LateNumbers
+from .pruning import Columns, Prunable, Pruning, Units
+from .resharding import Resharding
 
-__all__ = ["Applier", "Pruning", "Shares", "columns_stay"]
-
-
-class Prunable(Protocol):
-    """A layer with its contraction columns, or a block with its units."""
-
-    @property
-    def columns(self) -> int: ...
-    @property
-    def cost(self) -> int:
-        """The work of its products, in any unit."""
-
-    @property
-    def matrix(self) -> Tensor:
-        """The weights, ``[N, L]`` with one column per contraction column (or unit)."""
-
-    def set_kind(self, kind: int) -> None:
-        """Tell the layers which kind they mark in the clock."""
-
-
-@dataclass(frozen=True)
-class _Columns:
-    layer: HeteroLinear
-
-    @property
-    def columns(self) -> int:
-        return self.layer.contraction_columns
-
-    @property
-    def cost(self) -> int:
-        return self.layer.matrix.numel()
-
-    @property
-    def matrix(self) -> Tensor:
-        return self.layer.matrix
-
-    def set_kind(self, kind: int) -> None:
-        self.layer.kind = kind
-
-
-@dataclass(frozen=True)
-class _Units:
-    block: Block
-
-    @property
-    def columns(self) -> int:
-        return self.block.units
-
-    @property
-    def cost(self) -> int:
-        return self.block.elements_per_unit * self.block.units
-
-    @property
-    def matrix(self) -> Tensor:
-        return self.block.matrices[1]
-
-    def set_kind(self, kind: int) -> None:
-        self.block.kind = kind
-        for layer in self.block.layers:
-            layer.kind = kind
-
-
-class Pruning:
-    """How much of each layer or block a rank prunes, and the selectors that choose the columns."""
-
-    def __init__(self, targets: Sequence[Prunable], config: BalanceConfig, iterations_per_interval: int) -> None:
-        self._targets = targets
-        self._config = config
-        self._interval = iterations_per_interval
-        self._ratio = 0.0
-        self._iterations = 0
-        self._candidates = [0.0] * len(targets)
-        """Of each target, the share of columns that ``priority-diff`` may prune."""
-        self._new_candidates: LateNumbers | None = None
-        """The same after the last interval, until the next iteration ends."""
-        self.selectors: list[ColumnSelector] = []
-        """One selector for each target while the rank prunes, else none."""
-
-    def start(self, ratio: float) -> None:
-        """Prune ``ratio`` of the work from now on; 0 discards all priorities."""
-        self._ratio = ratio
-        if ratio == 0.0:
-            self.selectors = []
-        elif not self.selectors:
-            # Counting starts here, so that the first interval has full length.
-            self._iterations = 0
-            self._candidates, self._new_candidates = [0.0] * len(self._targets), None
-            self.selectors = [
-                make_selector(self._config.priority, target.matrix, self._config.seed + number)
-                for number, target in enumerate(self._targets)
-            ]
-
-    def ratios(self) -> np.ndarray:
-        """γ of every target, float64 ``[targets]``."""
-        if self._ratio == 0.0 or self._config.priority != "priority-diff":
-            return np.full(len(self._targets), self._ratio)
-        return layer_ratios(self._ratio, self._candidates, [target.cost for target in self._targets], self._config)
-
-    def end_iteration(self) -> bool:
-        """Count an iteration; returns whether ratios may have changed.
-
-        They do so one iteration after the end of an interval of priorities. The host does not wait for the device to
-        find the columns that varied little, but reads their numbers when another iteration has ended.
-        """
-        if not self.selectors:
-            return False
-        may_have_changed = self._new_candidates is not None
-        if self._new_candidates is not None:
-            self._candidates, self._new_candidates = self._new_candidates.read(), None
-        self._iterations += 1
-        if self._iterations % self._interval == 0:
-            for selector, target in zip(self.selectors, self._targets, strict=True):
-                selector.end_interval(target.matrix)
-            if self._config.priority == "priority-diff":
-                threshold = self._interval * self._config.variation_threshold
-                shares = [selector.candidate_share(threshold) for selector in self.selectors]
-                self._new_candidates = LateNumbers(torch.stack(shares))
-        return may_have_changed
+__all__ = ["Applier", "Shares", "columns_stay"]
 
 
 @dataclass(frozen=True)
@@ -153,6 +33,8 @@ class Shares:
 
     resized: float = 0.0
     migrated: float = 0.0
+    resharded: float = 0.0
+    """What the rank has given away for good."""
     received: float = 0.0
     loads: tuple[float, ...] = ()
     """For each kind of layers, how many units the rank computes in each of its blocks."""
@@ -160,7 +42,7 @@ class Shares:
     @property
     def load(self) -> float:
         """How much the rank computes; 1 is its full share."""
-        return 1.0 - self.resized - self.migrated + self.received
+        return 1.0 - self.resized - self.migrated - self.resharded + self.received
 
 
 def columns_stay(config: BalanceConfig, blocks: Sequence[Block]) -> bool:
@@ -183,6 +65,7 @@ class Applier:
         migrates.
         is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.exchange.UnitExchange`.
         clock: the clock that the layers mark.
+        resharding: gives units of the blocks away for good; None: they only migrate.
     """
 
     def __init__(
@@ -194,13 +77,14 @@ class Applier:
         transport: Transport | None = None,
         is_last_pass: Callable[[int], bool] | None = None,
         clock: Clock | None = None,
+        resharding: Resharding | None = None,
     ) -> None:
         inside = {id(layer) for block in blocks for layer in block.layers}
         self._blocks = list(blocks)
         self._layers = [layer for layer in layers.values() if id(layer) not in inside]
         self._config = config
-        self._targets: list[Prunable] = [_Columns(layer) for layer in self._layers]
-        self._targets += [_Units(block) for block in self._blocks]
+        self._targets: list[Prunable] = [Columns(layer) for layer in self._layers]
+        self._targets += [Units(block) for block in self._blocks]
         self._costs = [target.cost for target in self._targets]
         self._pruning = Pruning(self._targets, config, iterations_per_interval)
         self._transport = transport
@@ -216,6 +100,10 @@ class Applier:
         self.kinds = self._number_kinds()
         """What is balanced. Layers and blocks know their kind by its place in this list."""
         self._plan: BalancePlan | None = None
+        self._resharding = resharding
+        self._for_good = False
+        self._uneven: frozenset[int] = frozenset()
+        """The numbers of the blocks whose units are given away for good."""
         self._shares = Shares(loads=tuple(kind.full for kind in self.kinds))
 
     def _number_kinds(self) -> list[LayerKind]:
@@ -223,8 +111,8 @@ class Applier:
         self._kind_of = [None] * len(self._targets)
         numbers: dict[str, int] = {}
         # Kinds of blocks come first: a plan has their counts in this order.
-        for place, target in sorted(enumerate(self._targets), key=lambda item: isinstance(item[1], _Columns)):
-            if isinstance(target, _Units):
+        for place, target in sorted(enumerate(self._targets), key=lambda item: isinstance(item[1], Columns)):
+            if isinstance(target, Units):
                 shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in target.block.parameters]
                 sizes = f"{target.columns} units of {shapes}"
             elif self._columns_stay:
@@ -240,20 +128,28 @@ class Applier:
             members = [place for place, kind in enumerate(self._kind_of) if kind == number]
             first = self._targets[members[0]]
             weight = sum(self._costs[place] for place in members) / total
-            if isinstance(first, _Columns):
+            if isinstance(first, Columns):
                 kinds.append(LayerKind(None, 1, weight))
             else:
                 kinds.append(LayerKind(first.columns, effective_grain(first.columns, self._config.grain), weight))
         return kinds
 
-    def present_kinds(self) -> list[LayerKind]:
-        """:attr:`kinds`, where ``moves`` is false for blocks that cannot migrate now."""
+    def present_kinds(self, for_good: bool = False) -> list[LayerKind]:
+        """:attr:`kinds`, where ``moves`` is false for blocks that cannot migrate now, and ``sends`` for those whose
+        units are moved once, if a plan is applied ``for_good``."""
         fixed = {
             number
             for target, number in zip(self._targets, self._kind_of, strict=True)
-            if isinstance(target, _Units) and not target.block.moves
+            if isinstance(target, Units) and not target.block.moves
         }
-        return [replace(kind, moves=number not in fixed) for number, kind in enumerate(self.kinds)]
+        once: set[int | None] = set()
+        if for_good and self._resharding is not None:
+            of_blocks = self._kind_of[len(self._layers) :]
+            possible = self._resharding.possible
+            once = set(of_blocks) - {kind for block, kind in enumerate(of_blocks) if block not in possible}
+        return [
+            replace(kind, moves=number not in fixed, sends=number not in once) for number, kind in enumerate(self.kinds)
+        ]
 
     @property
     def shares(self) -> Shares:
@@ -264,13 +160,17 @@ class Applier:
         """For a single rank: prune ``ratio`` of its work from the next forward pass on."""
         self.apply(BalancePlan(resize=(ratio,), migrate=(0.0,), receive=(0.0,)))
 
-    def apply(self, plan: BalancePlan) -> None:
+    def apply(self, plan: BalancePlan, for_good: bool = False) -> None:
         """Apply this rank's part of ``plan`` from the next iteration on. Call it on all ranks of the group.
+
+        With ``for_good``, units of blocks change their rank at once, where that is possible; all others migrate in each
+        iteration. Units that were given away for good and are not any more are taken back.
 
         Raises:
             RuntimeError: there is not enough memory for the units that this rank takes.
         """
         self._plan = plan
+        self._for_good = for_good
         self._pruning.start(plan.resize[self._rank])
         self._assign()
 
@@ -361,7 +261,7 @@ class Applier:
         idle = BalancePlan.idle(len(plan.resize))
         divisions = []
         for target, kind in zip(self._targets, self._kind_of, strict=True):
-            if plan.units and isinstance(target, _Units):
+            if plan.units and isinstance(target, Units):
                 assert kind is not None
                 divisions.append(divide_counts(target.columns, plan.units[kind]))
             else:
@@ -384,27 +284,38 @@ class Applier:
         selectors: Sequence[ColumnSelector | None] = self._pruning.selectors[first:] or [None] * len(self._blocks)
         if self._unit_exchange is not None:
             assert self._plan is not None
+            moves = [division.moves for division in divisions[first:]]
+            if self._resharding is not None:
+                self._unit_exchange.release(self._blocks)
+                self._uneven = self._resharding.arrange(moves if self._for_good else [()] * len(moves))
+            migrates = [number not in self._uneven for number in range(len(moves))]
             self._unit_exchange.assign(
                 self._blocks,
-                [division.moves for division in divisions[first:]],
-                kept[first:],
+                [each if migrates[number] else () for number, each in enumerate(moves)],
+                [
+                    count if migrates[number] else self._blocks[number].units
+                    for number, count in enumerate(kept[first:])
+                ],
                 selectors,
                 in_evaluation=not any(self._plan.resize),
             )
 
     def _measure(self, kept: Sequence[int], divisions: Sequence[Division]) -> Shares:
-        resized = migrated = received = 0.0
+        resized = migrated = resharded = received = 0.0
         loads, costs = [0.0] * len(self.kinds), [0.0] * len(self.kinds)
-        for target, kind, cost, kept_units, division in zip(
-            self._targets, self._kind_of, self._costs, kept, divisions, strict=True
+        for number, (target, kind, cost, kept_units, division) in enumerate(
+            zip(self._targets, self._kind_of, self._costs, kept, divisions, strict=True), -len(self._layers)
         ):
             given, taken = division.given(self._rank), division.taken(self._rank)
             if kind is not None:
                 loads[kind] += cost * (kept_units + taken) / target.columns
                 costs[kind] += cost
             resized += cost * (target.columns - given - kept_units) / target.columns
-            migrated += cost * given / target.columns
+            if number in self._uneven:
+                resharded += cost * given / target.columns
+            else:
+                migrated += cost * given / target.columns
             received += cost * taken / target.columns
         total = sum(self._costs) or 1
         loads = [kind.full * load / cost for kind, load, cost in zip(self.kinds, loads, costs, strict=True)]
-        return Shares(resized / total, migrated / total, received / total, tuple(loads))
+        return Shares(resized / total, migrated / total, resharded / total, received / total, tuple(loads))

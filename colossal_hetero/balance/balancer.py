@@ -12,28 +12,29 @@ without the time for loading data, evaluating and saving in between. At the end 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import fsum
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from ..layers.block import Block, attach_blocks
-from ..layers.dropout.residual_dropout import draw_residual_dropout_equally
-from ..layers.language_head.head_block import attach_head_blocks
-from ..layers.linear import HeteroLinear, hetero_layers
+from ..layers.block import Block
+from ..layers.linear import HeteroLinear
+from ..layers.out_of_memory import is_out_of_memory
 from ..layers.transport import Transport
-from .apply import Applier, Shares, columns_stay
+from .apply import Applier, Shares
 from .config import BalanceConfig
 from .decide.costs import Costs, Traffic
 from .decide.modes import LayerKind, decide, decide_units
 from .decide.plan import BalancePlan
-from .host_messages import Groups, make_groups
+from .decide.resharding import relieved_for, stays_resharded, wants_resharding
+from .host_messages import Groups
 from .measure.clock import IterationClock, IterationTimes, KindTimes
 from .measure.equal_work import EqualWork
 from .measure.group_speed import GroupSpeed, KindWork
@@ -41,8 +42,11 @@ from .measure.pretest import ProductShape, prepare_costs
 from .measure.timeline_sampler import RankSegments, SampledIterations, TimelineSampler
 from .report.records import IterationRecord, LocalRecord, merge_records
 from .report.timeline import Timelines, choose_timelines
+from .resharding import Resharding
 
-__all__ = ["Balancer", "attach_balancer"]
+__all__ = ["Balancer"]
+
+log = logging.getLogger(__name__)
 
 MAX_RECORDS = 100_000
 """The number of iterations kept for :meth:`Balancer.collect`; older ones are dropped."""
@@ -69,6 +73,7 @@ class Balancer:
         groups: Groups,
         iterations_per_interval: int,
         is_last_pass: Callable[[int], bool] | None,
+        make_resharding: Callable[[Transport], Resharding | None] = lambda transport: None,
     ) -> None:
         self.config = config
         self._layers = layers
@@ -78,7 +83,13 @@ class Balancer:
         self._transport = Transport(groups.migration)
         self._plan = BalancePlan.idle(self._exchange.size)
         self._costs = Costs()
-        self._applier = Applier(layers, blocks, config, iterations_per_interval, self._transport, is_last_pass, clock)
+        self._resharding = make_resharding(self._transport)
+        self._applier = Applier(
+            *(layers, blocks, config, iterations_per_interval, self._transport, is_last_pass, clock, self._resharding)
+        )
+        self._relieved_for = (0,) * self._exchange.size
+        self._follows = False
+        """Whether :meth:`follow` has given the plan."""
         self._equal_work = EqualWork(config.patience)
         self._speed = GroupSpeed([kind.full for kind in self._applier.kinds], self._exchange.size, config)
         self._records: deque[LocalRecord] = deque(maxlen=MAX_RECORDS)
@@ -90,6 +101,9 @@ class Balancer:
         self._max_received = math.inf
         self._iteration = 0
         self._running = False
+        self._not_for_good: BalancePlan | None = None
+        """The plan that was last found not to be applicable for good."""
+        self._has_told_obstacle = False
         self._is_measured = False
         """Whether the current iteration is measured."""
 
@@ -127,7 +141,8 @@ class Balancer:
             RuntimeError: ranks were given different plans.
         """
         self._exchange.check_same(plan.digest)
-        self._plan = self._adopt(plan)
+        self._follows = True
+        self._plan = self._adopt(plan, self._stays_resharded(plan))
 
     def begin(self) -> None:
         """Call this before a training forward pass; the first one since :meth:`tick` begins an iteration."""
@@ -209,9 +224,11 @@ class Balancer:
             if self._iteration == 0 and self.config.mode in ("semi", "auto"):
                 self._costs = self._measure_costs()
                 self._speed.receive_factor = self._costs.receive_factor
+            self._relieved_for = relieved_for(self._relieved_for, self._plan)
             # Not any(…), which would stop at the first iteration after which to decide.
             if sum([self._compare(rows) for rows in self._exchange.take()]):
                 self._replan()
+            self._reshard_if_due()
             nothing = (-1, [0.0] * (1 + 3 * len(self._applier.kinds)))
             self._exchange.post(*(self._unsent.popleft() if self._unsent else nothing), self._plan.digest)
             self._applier.end_iteration()
@@ -246,6 +263,7 @@ class Balancer:
                 exchanged=False,
                 plan_changed=False,
                 migrated=shares.migrated,
+                resharded=shares.resharded,
                 received=shares.received,
                 note=self._plan.note,
                 block_seconds=times.block_seconds,
@@ -277,7 +295,8 @@ class Balancer:
 
     def _replan(self) -> None:
         """Decide on a plan and apply it."""
-        if sum(self._plan.migrate) > 0 and len(self._migration_seconds) >= SETTLED_AFTER:
+        is_settled = len(self._migration_seconds) >= SETTLED_AFTER
+        if sum(self._plan.migrate) > 0 and is_settled and not self.has_resharded:
             self._costs = self._costs.corrected(
                 self._costs.phi1(fsum(self._plan.migrate)), median(self._migration_seconds)
             )
@@ -285,21 +304,68 @@ class Balancer:
         # Ranks that followed different plans would not agree on whether there is a change.
         self._exchange.check_same(self._plan.digest, plan.digest)
         self._speed.relieved([resize + migrate for resize, migrate in zip(plan.resize, plan.migrate, strict=True)])
-        changed = plan != self._plan
-        if changed:
-            plan = self._adopt(plan)
-            self._timelines.plan_changed(self._iteration)
-            self._migration_seconds = []
-        if self._records:
-            self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=changed)
+        if plan != self._plan:
+            self._follows = False
+            self._change_plan(plan, self._stays_resharded(plan))
+            return
         self._plan = plan
+        if self._records:
+            self._records[-1] = replace(self._records[-1], exchanged=True)
 
-    def _decide(self, uncertainty: float) -> BalancePlan:
+    @property
+    def has_resharded(self) -> bool:
+        """Whether units have been given away for good."""
+        return self._resharding is not None and self._resharding.is_active
+
+    def _change_plan(self, plan: BalancePlan, for_good: bool) -> None:
+        """Follow ``plan``, which differs from the present one or in whether it is applied for good."""
+        self._plan = self._adopt(plan, for_good)
+        self._timelines.plan_changed(self._iteration)
+        self._migration_seconds = []
+        if self._records:
+            self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=True)
+
+    def _stays_resharded(self, plan: BalancePlan) -> bool:
+        """Whether ``plan`` is applied for good, because the present one is."""
+        return self.has_resharded and stays_resharded(self._plan, plan)
+
+    def _reshard_if_due(self) -> None:
+        """Give the units that migrate away for good if their owners have been slow for long. Collective."""
+        sharding = self._resharding
+        if sharding is None or sharding.is_active or self._plan == self._not_for_good:
+            return
+        if not wants_resharding(self._plan, self._relieved_for, self.config.reshard_after):
+            return
+        if sharding.obstacle is None:
+            # Without messages in each iteration it may pay to move more units.
+            plan = self._plan if self._follows else self._decide(self._speed.uncertainty, for_good=True)
+            self._exchange.check_same(self._plan.digest, plan.digest)
+            self._change_plan(plan, for_good=True)
+        if sharding.is_active:
+            return
+        self._not_for_good = self._plan
+        if not self._has_told_obstacle and dist.get_rank() == 0:
+            log.info("units migrate in each iteration and are not given away for good: %s", sharding.obstacle)
+        self._has_told_obstacle = True
+
+    def ordinary_shards(self) -> AbstractContextManager[None]:
+        """A context in which this rank holds its ordinary shard of every parameter, gradient and optimizer state, also
+        if units were given away for good. Collective over the group, at its beginning and end.
+
+        The plugin enters it to save and to load. Code that reads or writes shards itself enters it too.
+
+        Raises:
+            RuntimeError: some rank has too little memory to hold its own units.
+        """
+        return nullcontext() if self._resharding is None else self._resharding.ordinary_shards()
+
+    def _decide(self, uncertainty: float, for_good: bool = False) -> BalancePlan:
         """The plan for the present speeds, within the memory that receivers are known to have.
 
-        It differs from the present one only if that saves a larger share of the time than the ``uncertainty``.
+        It differs from the present one only if that saves a larger share of the time than the ``uncertainty``. Units
+        that are, or with ``for_good`` will be, given away for good are sent at no cost.
         """
-        kinds = self._applier.present_kinds()
+        kinds = self._applier.present_kinds(for_good or self.has_resharded)
         if self.config.is_exact and any(kind.units is not None for kind in kinds):
             return decide_units(
                 self._speed, kinds, self._costs, self.config, self._plan, uncertainty, self._max_received
@@ -307,20 +373,21 @@ class Balancer:
         plan = decide(self._speed.equal_work(), self._costs, self.config, self._plan, uncertainty)
         return plan.limited(self._max_received)
 
-    def _adopt(self, plan: BalancePlan) -> BalancePlan:
+    def _adopt(self, plan: BalancePlan, for_good: bool = False) -> BalancePlan:
         """Apply ``plan``, or if receivers have too little memory one that migrates less; returns what was applied."""
         if sum(plan.migrate) > 0:
             self._transport.connect(next(iter(self._layers.values())).matrix.device)
         while True:
             try:
-                self._applier.apply(plan)
+                self._applier.apply(plan, for_good)
                 fits = True
             except RuntimeError as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 fits = False
             if self._exchange.all_agree(fits):
                 return plan
+            for_good = False
             # Release memory on all ranks before the next attempt.
             self._applier.apply(BalancePlan.idle(self._exchange.size))
             self._max_received = plan.max_received / 2
@@ -363,61 +430,6 @@ class Balancer:
         return choose_timelines(gathered, self._groups.tensor_parallel)  # type: ignore[arg-type]
 
 
-def attach_balancer(
-    model: nn.Module,
-    config: BalanceConfig,
-    clock: IterationClock,
-    tp_group: dist.ProcessGroup,
-    iterations_per_interval: int,
-    is_last_pass: Callable[[int], bool] | None = None,
-) -> Balancer:
-    """A balancer for the tensor-parallel layers of ``model``. Collective over all ranks.
-
-    Args:
-        model: the boosted model.
-        config: how to balance; the same on all ranks.
-        clock: the clock that the layers mark.
-        tp_group: this rank's tensor-parallel group.
-        iterations_per_interval: the length of an interval of the priorities.
-        is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.exchange.UnitExchange`.
-
-    Raises:
-        ValueError: a layer has an option that the mode cannot be combined with, or ranks were given different
-        ``config``.
-    """
-    layers = hetero_layers(model)
-    blocks = attach_blocks(model) if config.moves_blocks else []
-    if config.moves_heads:
-        blocks += attach_head_blocks(model)
-    if config.mode != "off":
-        _check_options(layers, blocks, config)
-    divided = any(layer.seq_parallel_mode is not None for layer in layers.values())  # type: ignore[attr-defined]
-    if config.mode not in ("off", "resize") and not divided:
-        # Migrated work is exact only if all ranks hold the same activations.
-        draw_residual_dropout_equally(model, tp_group)
-    groups = make_groups(tp_group)
-    _check_same_on_all_ranks(config, groups.world)
-    return Balancer(layers, blocks, config, clock, groups, iterations_per_interval, is_last_pass)
-
-
-def _check_options(layers: Mapping[str, HeteroLinear], blocks: Sequence[Block], config: BalanceConfig) -> None:
-    """Raise ValueError if a layer that would be balanced has an option that excludes it."""
-    for name, layer in layers.items():
-        obstacle = layer.option_obstacle()
-        if obstacle is not None:
-            raise ValueError(f"balance mode {config.mode!r} cannot be combined with {obstacle} (layer {name})")
-        if layer.block is not None or columns_stay(config, blocks) or layer.column_obstacle() is None:
-            continue
-        choice = "leave sequence parallelism out, or choose mode 'auto', which balances only blocks"
-        if not config.moves_blocks:
-            form = "resizing" if config.mode == "resize" else "migration"
-            choice = f"choose {form}='block'"
-        raise ValueError(
-            f"balance mode {config.mode!r} would balance the columns of layer {name}, which is in no block; that "
-            f"cannot be combined with {layer.column_obstacle()}, where a rank has only a part of the sequence: {choice}"
-        )
-
-
 def _numbers(times: IterationTimes, kinds: int) -> tuple[int, list[float]]:
     """An iteration, and what a rank tells the others of it."""
     iteration, shares = times.tag
@@ -425,17 +437,3 @@ def _numbers(times: IterationTimes, kinds: int) -> tuple[int, list[float]]:
     for kind in range(kinds):
         numbers += (shares.loads[kind], *times.kinds.get(kind, KindTimes()))
     return iteration, numbers
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a tensor could not be allocated, on a GPU or the host."""
-    return isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def _check_same_on_all_ranks(config: BalanceConfig, world: dist.ProcessGroup) -> None:
-    """Raise ValueError if the configs differ: ranks would decide differently and wait for each other forever."""
-    configs: list[BalanceConfig] = [config] * dist.get_world_size()
-    dist.all_gather_object(configs, config, group=world)
-    for rank, other in enumerate(configs):
-        if other != configs[0]:
-            raise ValueError(f"ranks were given different BalanceConfigs: rank 0 {configs[0]}, rank {rank} {other}")

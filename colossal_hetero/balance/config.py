@@ -107,6 +107,11 @@ class BalanceConfig:
     """Consecutive iterations after which a change of speed is accepted, ≥ 1; more for a rank that becomes slower after
     its speed has flickered."""
 
+    reshard_after: int | None = 50
+    """After a rank was relieved for this many successive iterations, ≥ 1, units are given away for good: weights and
+    optimizer state move once, and nothing is sent in each iteration any more. They are taken back when the rank
+    recovers. None means never. It needs ``migration="block"`` and a mode that prunes nothing."""
+
     warmup_iterations: int = 2
     """The number of first iterations that are ignored (allocation, caches), ≥ 0."""
 
@@ -150,6 +155,8 @@ class BalanceConfig:
         for name, minimum in (("patience", 1), ("warmup_iterations", 0), ("grain", 1)):
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {minimum}")
+        if self.reshard_after is not None and self.reshard_after < 1:
+            raise ValueError(f"reshard_after={self.reshard_after} must be at least 1 iteration, or None for never")
         if self.priority_interval is not None and self.priority_interval < 1:
             raise ValueError(f"priority_interval={self.priority_interval} must be at least 1 iteration, or None")
 
@@ -157,6 +164,11 @@ class BalanceConfig:
     def is_exact(self) -> bool:
         """Whether nothing is ever pruned."""
         return self.mode == "migrate" or (self.mode == "auto" and self.max_resize == 0.0)
+
+    @property
+    def reshards(self) -> bool:
+        """Whether units may be given away for good."""
+        return self.reshard_after is not None and self.is_exact and self.moves_blocks
 
     @property
     def moves_heads(self) -> bool:

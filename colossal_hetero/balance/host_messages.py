@@ -75,6 +75,12 @@ class Exchange:
         if not torch.equal(largest[0], -largest[1]):
             raise RuntimeError(_DIFFERENT_PLANS)
 
+    def all_equal(self, number: int) -> bool:
+        """Whether ``number``, below 2⁶³, is the same on every rank."""
+        largest = torch.tensor([number, -number], dtype=torch.int64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(largest[0] == -largest[1])
+
     def all_agree(self, yes: bool) -> bool:
         """Whether ``yes`` is true on every rank."""
         vote = torch.tensor([yes], dtype=torch.int64)

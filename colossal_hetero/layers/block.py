@@ -93,6 +93,8 @@ class Block:
         self.units = places[-1][0].units
         self.kind: int | None = None
         self.workload: BlockWorkload | None = None
+        self.held: tuple[UnitRange, ...] | None = None
+        """The units that this rank's parameters hold, in their order; None: its own :attr:`units`, as ordinarily."""
         self.evaluates = False
         """Whether the workload applies to the current pass although it has no gradients."""
         self.before_forward: Callable[[bool], None] | None = None
@@ -112,6 +114,11 @@ class Block:
     @property
     def moves(self) -> bool:
         """Whether units can migrate now; the same on all ranks."""
+        return True
+
+    @property
+    def reshards(self) -> bool:
+        """Whether units can change their rank for good."""
         return True
 
     @property
@@ -181,6 +188,11 @@ class Block:
     def _assigned(self) -> None:
         """A workload was assigned. Kinds of blocks that keep more about it define this."""
 
+    def hold(self, held: tuple[UnitRange, ...] | None) -> None:
+        """Compute exactly these units, which the parameters hold from now on; None: the rank's own ones."""
+        assert self.workload is None, "units migrate only between ordinary shards"
+        self.held = held
+
     def begin_iteration(self) -> None:
         """The weights have changed: fetch the taken units and choose the kept ones again in the next forward pass."""
         self._prepared = False
@@ -202,6 +214,8 @@ class Block:
     def computed_units(self) -> list[UnitRange]:
         """The units of the current forward pass, in the order of activations; see :meth:`BlockWorkload.units_of`."""
         rank = dist.get_rank(self.output.process_group)  # type: ignore[attr-defined]
+        if self.held is not None:
+            return list(self.held)
         if not self._is_active(self.output):
             return [UnitRange(rank, 0, self.units)]
         assert self.workload is not None
@@ -223,9 +237,8 @@ class Block:
 
     @torch.compiler.disable
     def _set_widths(self, module: nn.Module, _: Any) -> None:
-        if self._is_active(self.output):
-            assert self.workload is not None
-            units = self.workload.kept + self.workload.taken_count
+        if self.held is not None or self._is_active(self.output):
+            units = sum(stop - start for _, start, stop in self.computed_units())
             for name, width in self._widths.items():
                 setattr(module, name, width // self.units * units)
 

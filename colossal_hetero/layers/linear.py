@@ -65,7 +65,11 @@ class LayerBlock(Protocol):
 
     @property
     def workload(self) -> object | None:
-        """None while every rank computes exactly its own units."""
+        """None while every rank computes exactly the units that it holds."""
+
+    @property
+    def held(self) -> object | None:
+        """None while every rank holds its own units."""
 
     def share_of(self, layer: HeteroLinear) -> UnitShare | None:
         """What ``layer`` computes in the current forward pass; None if it computes exactly its own units."""
@@ -188,7 +192,7 @@ class HeteroLinear:
     def _passes_through(self) -> bool:
         """Whether the parent's forward runs."""
         assigned = self._workload is not None or self._migration is not None
-        in_block = self.block is not None and self.block.workload is not None
+        in_block = self.block is not None and (self.block.workload or self.block.held) is not None
         if not (assigned or in_block or self.clock or self.slow_down):
             return True
         # Mode "ring" computes parts of the product while the sequence is gathered, so that their times are unknown.

@@ -20,7 +20,8 @@ SUMMARY_KEYS = {
     *("schema", "args", "world_size", "iterations", "warmup_iterations", "iteration_seconds", "samples_per_second"),
     *("loss", "accuracy", "peak_memory_bytes", "ranks", "bound", "what_if"),
 }
-RANK_KEYS = {"rank", "work_seconds", "matmul_seconds", "wait_seconds", "resized", "migrated", "received"}
+RANK_KEYS = {"rank", "work_seconds", "matmul_seconds", "wait_seconds"}
+RANK_KEYS |= {"resized", "migrated", "resharded", "received"}
 TRACE_RANK_KEYS = RANK_KEYS | {
     *("communication_seconds", "block_seconds", "equal_work_seconds", "equal_matmul_seconds", "slowdown"),
     *("relative_score", "own_score"),

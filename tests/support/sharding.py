@@ -27,8 +27,8 @@ from colossal_hetero.layers.policy import HETERO_LAYERS
 
 LossOf = Callable[[nn.Module], torch.Tensor]
 
-Prepare = Callable[[nn.Module], None]
-"""Changes a sharded model before it runs."""
+Prepare = Callable[[nn.Module], Callable[[], None] | None]
+"""Changes a sharded model before it runs; returns what to call before its gradients are compared, or None."""
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -121,9 +121,12 @@ def _assert_loss_and_gradients(
 ) -> None:
     """After each of ``prepare``, assert ``model``'s loss and, for each parameter, the gradient that this rank holds."""
     for number, change in enumerate(prepare):
-        change(model)
+        after = change(model)
         model.zero_grad()
         loss, own = _loss_and_gradients(model, loss_of)
+        if after is not None:
+            after()
+            own = {name: parameter.grad for name, parameter in model.named_parameters()}
         what = f"run {number}: "
         close = partial(torch.testing.assert_close, rtol=2e-4, atol=2e-5)
         close(loss, expected, msg=lambda text, what=what: f"{what}loss: {text}")

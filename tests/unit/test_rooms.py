@@ -66,6 +66,7 @@ RULES: dict[str, set[str]] = {
     "layers/dropout": set(),
     "layers/unit_exchange": {"layers", "layers/dropout"},
     "layers/language_head": {"layers"},
+    "layers/resharding": {"layers", "layers/dropout"},
     "balance/config": set(),
     "balance/decide": {"balance/config"},
     "balance/measure": {"io", "layers", "balance/config", "balance/decide"},
@@ -85,6 +86,7 @@ RULES: dict[str, set[str]] = {
     "plugin": {"accelerator", "planner/batches", "data_parallel", "data_parallel/training_loop", "profiling/batches"},
     "plugin/overlap": {"accelerator"},
     "plugin/checkpoints": {"processes", "checkpoint", "checkpoint/contents", "plugin"},
+    "plugin/resharding": {"layers/resharding", "checkpoint/contents", "profiling"},
     "plugin/unequal": {
         *("accelerator", "module_proxy", "planner/batches", "planner/plans", "data_parallel", "plugin"),
         "plugin/overlap",
@@ -99,6 +101,7 @@ RULES: dict[str, set[str]] = {
         *("io", "processes", "accelerator", "gpu_over_gloo", "layers", "planner/*", "balance", "balance/*"),
         *("profiling", "profiling/*", "data_parallel", "pipeline_parallel", "plugin", "plugin/overlap"),
         *("checkpoint", "plugin/checkpoints", "plugin/unequal", "elastic", "elastic/state", "plugin/elastic"),
+        "plugin/resharding",
     },
     "plugin/zero": {
         "gpu_over_gloo",

@@ -40,6 +40,8 @@ class LayerKind:
     """The kind's share of the cost of all products that can be divided."""
     moves: bool = True
     """Whether units can migrate now."""
+    sends: bool = True
+    """Whether units that are moved are sent in each iteration; not if they are given away for good."""
 
     @property
     def full(self) -> float:
@@ -93,7 +95,7 @@ def decide_units(
             KindProblem(
                 UnitKind(kind.units, kind.grain, int(most * kind.units)),
                 speeds.lines(number),
-                sends * costs.migrate_seconds_per_share * kind.weight / kind.units,
+                kind.sends * sends * costs.migrate_seconds_per_share * kind.weight / kind.units,
             )
         )
     now = current.units or tuple((problem.kind.units,) * ranks for problem in problems)
@@ -101,7 +103,8 @@ def decide_units(
         of_kind if max(of_kind) <= problem.kind.units + problem.kind.max_taken else (problem.kind.units,) * ranks
         for of_kind, problem in zip(now, problems, strict=True)
     )
-    counts, note = decide_counts(problems, now, uncertainty, sends * costs.migrate_fixed_seconds)
+    fixed = sends * costs.migrate_fixed_seconds if any(kind.sends for _, kind in blocks) else 0.0
+    counts, note = decide_counts(problems, now, uncertainty, fixed)
     if math.isfinite(max_received):
         note = f"receivers have memory for no more than {max_received:.0%} of their own work; {note}"
     note += _coarseness(problems)

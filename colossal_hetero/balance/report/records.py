@@ -27,7 +27,9 @@ class LocalRecord:
     plan_changed: bool
     """Whether another plan applies from the iteration after this one on."""
     migrated: float = 0.0
-    """Share of its work that the rank gave away."""
+    """Share of its work that other ranks did, for which it sent them weights."""
+    resharded: float = 0.0
+    """Share of its work that the rank has given away for good."""
     received: float = 0.0
     """Work of others that the rank took on, as a share of its own."""
     block_seconds: float = 0.0
@@ -53,6 +55,7 @@ class RankRecord:
     equal_matmul_seconds: float
     resized: float
     migrated: float = 0.0
+    resharded: float = 0.0
     received: float = 0.0
     block_seconds: float = 0.0
     relative_score: float = 1.0
@@ -111,6 +114,7 @@ def _rank_record(rank: int, view: LocalRecord, group: Sequence[LocalRecord]) -> 
         equal_matmul_seconds=view.equal_matmul_seconds,
         resized=view.resized,
         migrated=view.migrated,
+        resharded=view.resharded,
         received=view.received,
         block_seconds=view.block_seconds,
         relative_score=min(other.equal_work_seconds for other in group) / view.equal_work_seconds,

@@ -45,6 +45,7 @@ class RankSummary:
     wait_seconds: float
     resized: float
     migrated: float
+    resharded: float
     received: float
     relative_score: float
     """The time of the fastest rank of the tensor-parallel group for the same work, divided by this rank's time."""

@@ -11,16 +11,16 @@ from .summary import BalanceReport
 
 __all__ = ["comparison_text", "moved_shares", "rank_table"]
 
-MOVED = ("resized", "migrated", "received")
+MOVED = ("resized", "migrated", "resharded", "received")
 """Fields of a rank that say which share of its work balancing moved."""
 
 
-def moved_shares(resized: float, migrated: float, received: float) -> str:
+def moved_shares(resized: float, migrated: float, received: float, resharded: float = 0.0) -> str:
     """What balancing does to a rank, in words, for example "resized 40%, migrated 37%"; empty if nothing.
 
     The arguments are shares of the rank's own work, in [0, 1].
     """
-    shares = zip(MOVED, (resized, migrated, received), strict=True)
+    shares = zip(MOVED, (resized, migrated, resharded, received), strict=True)
     return ", ".join(f"{name} {share:.0%}" for name, share in shares if share > 0)
 
 

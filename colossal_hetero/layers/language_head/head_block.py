@@ -66,6 +66,11 @@ class HeadBlock(Block):
         """Whether units can migrate: the model has computed a loss in training."""
         return self._has_computed_loss
 
+    @property
+    def reshards(self) -> bool:
+        """Never: in evaluation, loops use the logits of the rank's own rows."""
+        return False
+
     def _assigned(self) -> None:
         self._rows = None if self.workload is None else VocabularyRows(self._numbers(), self._head.old_num_embeddings)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,6 +36,7 @@ class Checkpoints(PluginPart):
         weights_changed: called after weights were loaded.
         is_broken: whether other ranks are known to be lost; nobody waits for them then. None if training does not go on
             without them.
+        ordinary_shards: a context in which ranks hold the shards that Colossal-AI gave them.
     """
 
     def __init__(
@@ -42,9 +44,12 @@ class Checkpoints(PluginPart):
         config: CheckpointConfig,
         weights_changed: Callable[[], None] = lambda: None,
         is_broken: Callable[[], bool] | None = None,
+        ordinary_shards: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._save_every = config.save_every
         self._files = LayerCheckpoint(config, is_broken)
         self._weights_changed = weights_changed
+        self._ordinary_shards = ordinary_shards
         self._outlines: WeakKeyDictionary[nn.Module, ModelOutline] = WeakKeyDictionary()
 
     def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
@@ -78,13 +83,15 @@ class Checkpoints(PluginPart):
     ) -> bool:
         """See :meth:`CheckpointMethods.save`; with ``always``, whatever ``save_every`` is."""
         training = self._training(model, optimizer, lr_scheduler, dataloader)
-        with naming_ended_ranks():
+        if step % self._save_every and not always:
+            return False
+        with naming_ended_ranks(), self._ordinary_shards():
             return self._files.save(training, step=step, epoch=epoch, plan=plan, always=always)
 
     def resume(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, step: int | None) -> Start:
         """See :meth:`CheckpointMethods.resume`."""
         training = self._training(model, optimizer, lr_scheduler, dataloader)
-        with naming_ended_ranks():
+        with naming_ended_ranks(), self._ordinary_shards():
             start = self._files.resume(training, step)
         self._weights_changed()
         return start

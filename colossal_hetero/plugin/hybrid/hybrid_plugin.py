@@ -169,7 +169,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         self.custom_policy: Policy | None
         arguments = arguments_by_name(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
         self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches)
-        self._balancing = LayerBalancing(self.balance)
+        self._balancing = LayerBalancing(self.balance, is_elastic=self._elastic is not None)
         self._uneven_batches = None if batches is None else self._make_uneven_batches(batches, arguments)
         self._checkpoints = None if checkpoints is None else self._make_checkpoints(checkpoints)
         # In the order in which they attach, each around the parts before it. The plan's clock times only the passes.
@@ -206,10 +206,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
 
     def _make_checkpoints(self, config: CheckpointConfig) -> Checkpoints:
-        weights_changed = self._balancing.weights_changed
-        if self._elastic is None:
-            return Checkpoints(config, weights_changed)
-        return Checkpoints(config, weights_changed, self._elastic.is_broken)
+        is_broken = None if self._elastic is None else self._elastic.is_broken
+        return Checkpoints(config, self._balancing.weights_changed, is_broken, self._balancing.ordinary_shards)
 
     def _plan_in_words(self) -> str:
         zero = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""
@@ -487,15 +485,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self._unequal is not None:
             groups = self.mixed_dp_group, self.pp_group, self.tp_group, self.sp_group
             checkpoint_io = ReplicaCheckpointIO(self._unequal.index, *groups, self.zero_stage)
-        load_model = checkpoint_io.load_model
-
-        @functools.wraps(load_model)
-        def load_and_notify(*args: Any, **kwargs: Any) -> Any:
-            result = load_model(*args, **kwargs)
-            self._balancing.weights_changed()
-            return result
-
-        checkpoint_io.load_model = load_and_notify
+        self._balancing.attach_to(checkpoint_io)
         return checkpoint_io
 
     # For uneven batches ------------------------------------------------------------------------------------------

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from torch import nn
 
 from ...accelerator import get_accelerator
-from ...balance.balancer import Balancer, attach_balancer
+from ...balance.attach import attach_balancer
+from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
 from ...balance.measure.clock import IterationClock, make_clock
 from ...layers.policy import hetero_policy
 from ..part import PluginPart, TrainingObjects
+from ..resharding.optimizer_slots import HybridOptimizerMemory
 from .timed_collectives import time_collectives, time_end_of_backward, time_late_parameters
 
 __all__ = ["LayerBalancing"]
@@ -28,12 +32,16 @@ class LayerBalancing(PluginPart):
 
     Args:
         config: what to do about slow ranks.
+        is_elastic: whether training is elastic.
     """
 
-    def __init__(self, config: BalanceConfig) -> None:
+    def __init__(self, config: BalanceConfig, is_elastic: bool) -> None:
         self.balancer: Balancer | None = None
         """Of the model that was configured last; None before that."""
         self._config = config
+        self._is_elastic = is_elastic
+        self._balancers: list[ReferenceType[Balancer]] = []
+        """Those of all models."""
 
     @contextmanager
     def hetero_layers(self, plugin: HybridParallelPlugin, model: nn.Module) -> Iterator[None]:
@@ -58,8 +66,10 @@ class LayerBalancing(PluginPart):
             plugin.tp_group,
             self._config.priority_interval or objects.iterations_per_epoch,
             _last_pass_rule(plugin, model, optimizer),
+            HybridOptimizerMemory(plugin, model, optimizer, self._is_elastic),
         )
         self.balancer = balancer
+        self._balancers.append(ref(balancer))
         _begin_on_forward(model, balancer)
         # Zero-bubble schedules have other passes, so their layers can neither be balanced nor timed.
         if hasattr(plugin.scheduler, "backward_step"):
@@ -70,6 +80,33 @@ class LayerBalancing(PluginPart):
         _complete_gradients_before_use(optimizer, balancer)
         _tick_on_step(optimizer, balancer)
         _drop_gradients_on_zero_grad(optimizer, balancer)
+
+    @contextmanager
+    def ordinary_shards(self) -> Iterator[None]:
+        """A context in which ranks hold the ordinary shards of all models; see :meth:`.Balancer.ordinary_shards`."""
+        with ExitStack() as stack:
+            for reference in self._balancers:
+                balancer = reference()
+                if balancer is not None:
+                    stack.enter_context(balancer.ordinary_shards())
+            yield
+
+    def attach_to(self, checkpoint_io: CheckpointIO) -> None:
+        """Let ``checkpoint_io`` save and load ordinary shards, and the balancer know when weights were loaded."""
+
+        def with_ordinary_shards(function: Callable, after: Callable[[], None] = lambda: None) -> Callable:
+            @functools.wraps(function)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with self.ordinary_shards():
+                    result = function(*args, **kwargs)
+                after()
+                return result
+
+            return run
+
+        checkpoint_io.load_model = with_ordinary_shards(checkpoint_io.load_model, self.weights_changed)
+        for name in ("save_model", "save_optimizer", "load_optimizer"):
+            setattr(checkpoint_io, name, with_ordinary_shards(getattr(checkpoint_io, name)))
 
     def weights_changed(self) -> None:
         """Tell the balancer that weights were loaded."""

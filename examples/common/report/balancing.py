@@ -132,7 +132,7 @@ class BalancingReport(Terminal):
         )
         record = measured.records.get(numbers[-1])
         moved = [
-            (rank.rank, moved_shares(rank.resized, rank.migrated, rank.received))
+            (rank.rank, moved_shares(rank.resized, rank.migrated, rank.received, rank.resharded))
             for rank in (record.ranks if record else ())
         ]
         self._console.print(
@@ -173,7 +173,7 @@ class BalancingReport(Terminal):
             )
             self._console.print(comparison_text(found, balanced=self._options.balance != "off"))
             if found.notes:
-                migrated = any(rank.migrated for rank in found.ranks)
+                migrated = any(rank.migrated + rank.resharded for rank in found.ranks)
                 subject = "The last decision" if migrated else "Nothing was migrated"
                 self._console.print(f"{subject}: {found.notes[-1].rstrip('.')}.")
         if self.measurements.accuracy:

@@ -16,7 +16,7 @@ from .summary_file import finite, write_json
 __all__ = ["TensorBoardLog", "TraceFile", "write_timelines"]
 
 RANK_VALUES = (
-    *("work_seconds", "matmul_seconds", "wait_seconds", "resized", "migrated", "received"),
+    *("work_seconds", "matmul_seconds", "wait_seconds", "resized", "migrated", "resharded", "received"),
     *("relative_score", "own_score"),
 )
 """What is logged about a rank in an iteration."""

@@ -87,7 +87,7 @@ def summarize(measurements: Measurements, peak_memory_bytes: list[int]) -> dict[
     """The run as ``--summary`` writes it, schema 1. Seconds, bytes, shares in [0, 1]."""
     seconds = quantiles(measurements.seconds[measurements.warmup_iterations :])
     found = measurements.report()
-    names = ("rank", "work_seconds", "matmul_seconds", "wait_seconds", "resized", "migrated", "received")
+    names = ("rank", "work_seconds", "matmul_seconds", "wait_seconds", "resized", "migrated", "resharded", "received")
     ideal = measurements.ideal_ratio()
     return {
         "schema": 1,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colossal_hetero.balance import apply
+from colossal_hetero.balance import pruning
 from colossal_hetero.layers import hetero_layers
 from tests.support.harness import run_ranks
 from tests.support.migration_runs import (
@@ -143,7 +143,7 @@ def check_semi() -> None:
     for sender in (0, 1):
         for method in methods_for(sender):
             what = f"{method}, sender {sender}"
-            with scripted(slow(sender)), patch.object(apply, "make_selector", First):
+            with scripted(slow(sender)), patch.object(pruning, "make_selector", First):
                 # The part that may not be pruned is migrated.
                 run = boost(ours(migrate(method, mode="semi", max_resize=0.3), tp_size=2), None, sgd)
                 train(run, IN_FORCE)

@@ -114,7 +114,7 @@ def check_address_space(receiver: int) -> None:
     attempts: list[BalancePlan] = []
     ballast: list[torch.Tensor] = []
 
-    def limited(applier: Applier, plan: BalancePlan) -> None:
+    def limited(applier: Applier, plan: BalancePlan, for_good: bool = False) -> None:
         if not attempts and dist.get_rank() == receiver:
             ballast.extend(_limit_address_space(SPARE_MEGABYTES))
         attempts.append(plan)

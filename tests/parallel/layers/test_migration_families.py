@@ -1,12 +1,13 @@
 """While one of two ranks migrates work, each model family of Colossal-AI computes the same as its unsharded model.
 
-In column form all layers migrate columns. In block form layers of a block migrate units, and all others columns.
+In column form all layers migrate columns. In block form layers of a block migrate units, and all others columns. Units
+are also given away for good.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any
@@ -18,8 +19,11 @@ from torch import nn
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.decide.plan import BalancePlan
+from colossal_hetero.balance.host_messages import Exchange
+from colossal_hetero.balance.resharding import Resharding
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.layers.block import attach_blocks
+from colossal_hetero.layers.resharding.unit_mover import StateSlot
 from colossal_hetero.layers.transport import Transport
 from tests.support.harness import run_ranks
 from tests.support.model_families import (
@@ -40,6 +44,17 @@ Falcon with ALiBi, SAM)."""
 METHODS = ("broadcast-reduce", "scatter-gather", "block")
 
 
+class NoOptimizer:
+    """Nothing is kept of parameters."""
+
+    obstacle = None
+
+    def prepare(self) -> None: ...
+
+    def slots_of(self, parameter: torch.Tensor) -> list[StateSlot]:
+        return []
+
+
 class Migration:
     """Changes the plan of a sharded model before each run: another method, or another of the two ranks as the sender.
 
@@ -56,6 +71,7 @@ class Migration:
         self._method = ""
         self._applier: Applier | None = None
         self._transport: Transport | None = None
+        self._resharding: Resharding | None = None
 
     def cases(self) -> Iterator[Prepare]:
         column_forms = (
@@ -63,13 +79,15 @@ class Migration:
         )
         for method, sender in [*column_forms, ("block", 0), ("block", 1)]:
             yield partial(self._migrate, method, sender)
+        yield partial(self._migrate, "block", self._number % 2, for_good=True)
 
     def finish(self) -> None:
         """Assert that this rank sent messages since the plan was changed."""
         assert self._transport is not None
         assert sum(sent.messages for sent in self._transport.sent.values()) > 0, f"{self._method} sent nothing"
 
-    def _migrate(self, method: str, sender: int, model: nn.Module) -> None:
+    def _migrate(self, method: str, sender: int, model: nn.Module, for_good: bool = False) -> Callable[[], None] | None:
+        """Returns what gives all ranks their own units again, with their gradients, if units are moved for good."""
         if self._applier is not None:
             self._applier.end_iteration()
             self.finish()
@@ -77,9 +95,15 @@ class Migration:
             self._attach(method, model)
         assert self._applier is not None and self._transport is not None
         shares = (0.5, 0.0) if sender == 0 else (0.0, 0.5)
-        self._applier.apply(BalancePlan(resize=(0.0, 0.0), migrate=shares, receive=shares[::-1]))
         self._transport.reset()
+        self._applier.apply(BalancePlan(resize=(0.0, 0.0), migrate=shares, receive=shares[::-1]), for_good)
+        if not for_good:
+            self._transport.reset()
         self._applier.begin_pass()
+        if not for_good:
+            return None
+        assert self._resharding is not None and self._resharding.is_active
+        return partial(self._applier.apply, BalancePlan.idle(2))
 
     def _attach(self, method: str, model: nn.Module) -> None:
         """Let later runs migrate with ``method``."""
@@ -91,7 +115,11 @@ class Migration:
         self.immovable = sum(block.units == 1 for block in blocks)
         self._method, self._transport = method, Transport(dist.new_group([0, 1]))
         config = BalanceConfig(mode="migrate", migration=method)  # type: ignore[arg-type]
-        self._applier = Applier(layers, blocks, config, 100, self._transport)
+        self._resharding = None
+        if blocks:
+            exchange = Exchange(dist.new_group([0, 1]))
+            self._resharding = Resharding(model, blocks, self._transport, exchange, NoOptimizer())
+        self._applier = Applier(layers, blocks, config, 100, self._transport, resharding=self._resharding)
 
 
 def _check(names: list[str]) -> dict[str, Any]:

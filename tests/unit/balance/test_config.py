@@ -48,6 +48,19 @@ def test_shares_outside_their_range(name: str, bad: float) -> None:
     assert_refused(f"{name}={bad} is outside [0, 1)", **{name: bad})
 
 
+def test_units_are_given_away_for_good_only_in_exact_modes_that_move_blocks() -> None:
+    assert_refused("reshard_after=0", "at least 1", "None for never", reshard_after=0)
+    assert BalanceConfig(mode="auto").reshards and BalanceConfig(mode="migrate", reshard_after=1).reshards
+    for options in (
+        dict(reshard_after=None),
+        dict(max_resize=0.5),
+        dict(migration="broadcast-reduce"),
+        dict(mode="semi"),
+        dict(mode="off"),
+    ):
+        assert not BalanceConfig(**(dict(mode="auto") | options)).reshards, options  # type: ignore[arg-type]
+
+
 def test_imputation_of_whole_units() -> None:
     assert_refused("imputation='same'", "resizing='block'", "resizing='column'", mode="resize", imputation="same")
     assert BalanceConfig(mode="resize", resizing="column", imputation="same").imputation == "same"

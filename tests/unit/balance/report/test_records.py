@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from colossal_hetero.balance.report.records import IterationRecord, LocalRecord, merge_records
 from colossal_hetero.balance.report.summary import ideal_ratio, lossless_seconds, report, what_if
+from colossal_hetero.balance.report.table import moved_shares, rank_table
 
 
 def local(
@@ -243,3 +244,14 @@ def test_bounds_are_in_order() -> None:
 def test_records_are_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         local(0).resized = 1.0  # type: ignore[misc]
+
+
+def test_what_was_given_away_for_good_stands_beside_what_migrated() -> None:
+    records = [local(0, resharded=0.4), local(0, received=0.4)]
+    (record,) = merge_records([[each] for each in records], [[0, 1]])
+    assert [rank.resharded for rank in record.ranks] == [0.4, 0.0]
+    found = report([record], [0, 1])
+    assert found is not None
+    headings = [str(column.header) for column in rank_table(found).columns]
+    assert "resharded" in headings and "received" in headings and "migrated" not in headings
+    assert moved_shares(0.0, 0.1, 0.0, 0.4) == "migrated 10%, resharded 40%"

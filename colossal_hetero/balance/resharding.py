@@ -1,0 +1,170 @@
+"""Shards of blocks that are uneven for good: carrying out a plan by moving units once.
+
+Ordinarily each rank owns equally many units, and units migrate in each iteration. Here weights, gradients and optimizer
+state of units change their rank, so that a block's layers are ordinary layers of uneven width. Whatever reads or
+writes shards, such as a checkpoint, does so inside :meth:`Resharding.ordinary_shards`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from ..layers.block import Block
+from ..layers.column_migration import MovedRange
+from ..layers.resharding.holdings import Holding, holdings, ordinary_holdings
+from ..layers.resharding.unit_mover import StateSlot, UnitMover
+from ..layers.transport import Transport
+from .host_messages import Exchange
+
+__all__ = ["OptimizerMemory", "Resharding"]
+
+Arrangement = dict[int, tuple[Holding, ...]]
+"""By the number of a block: what each rank holds of it. Blocks that are left out have ordinary shards."""
+
+
+class OptimizerMemory(Protocol):
+    """What an optimizer keeps of parameters."""
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why units cannot change their rank for good, as a clause; None if they can. The same on all ranks."""
+
+    def prepare(self) -> None:
+        """Called before units move: nothing may depend any more on the shapes that parameters have."""
+
+    def slots_of(self, parameter: Tensor) -> Sequence[StateSlot]:
+        """What the optimizer keeps of a parameter of the model: a master in higher precision, moments."""
+
+
+class Resharding:
+    """Moves units of the blocks of one tensor-parallel group for good.
+
+    Args:
+        model: the model, in which parameters may be shared.
+        blocks: its blocks.
+        transport: of the group.
+        exchange: of the group.
+        memory: of the model's optimizer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        transport: Transport,
+        exchange: Exchange,
+        memory: OptimizerMemory,
+    ) -> None:
+        self._blocks = blocks
+        self._rank, self._ranks = transport.rank, transport.size
+        self._exchange = exchange
+        self._memory = memory
+        self._mover = UnitMover(transport, memory.slots_of, exchange.all_agree)
+        shared = _shared_parameters(model)
+        self.possible = frozenset(
+            number
+            for number, block in enumerate(blocks)
+            if block.reshards
+            and not any(id(tensor) in shared for tensors in block.unit_parameters for tensor in tensors)
+        )
+        """The numbers of the blocks whose units can be given away for good."""
+        self._held: Arrangement = {}
+        self._failure: str | None = None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why no units can be given away for good, as a clause; None if some can."""
+        if not self.possible:
+            return "no block has units that can be"
+        return self._failure or self._memory.obstacle
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any units have been given away for good."""
+        return bool(self._held)
+
+    def arrange(self, moves: Sequence[Sequence[MovedRange]]) -> frozenset[int]:
+        """Let ranks hold their units as after ``moves``, by block. Collective over the group.
+
+        If a rank has too little memory, all blocks get ordinary shards instead, and :attr:`obstacle` tells why.
+
+        Returns:
+            the numbers of the blocks whose shards are uneven now.
+
+        Raises:
+            RuntimeError: ranks keep different things of their units, or a rank has stopped.
+        """
+        wanted = {
+            number: holdings(self._blocks[number].units, self._ranks, moves[number])
+            for number in sorted(self.possible)
+            if moves[number]
+        }
+        if not self._exchange_units(wanted):
+            self._failure = "a rank has too little memory for them"
+            self._take_back()
+        return frozenset(self._held)
+
+    @contextmanager
+    def ordinary_shards(self) -> Iterator[None]:
+        """Inside of it, every rank holds its own units. Collective over the group, at the beginning and the end.
+
+        Raises:
+            RuntimeError: some rank has too little memory to hold its own units.
+        """
+        held = dict(self._held)
+        self._take_back()
+        try:
+            yield
+        finally:
+            if not self._exchange_units(held):
+                self._take_back()
+
+    def _take_back(self) -> None:
+        if not self._exchange_units({}):
+            raise RuntimeError(
+                "a rank has too little memory to take back units that it has given away for good; use smaller batches, "
+                "or BalanceConfig(reshard_after=None)"
+            )
+
+    def _exchange_units(self, wanted: Arrangement) -> bool:
+        """Let ranks hold ``wanted``; False if it does not fit, where blocks may have the old or the new shards."""
+        changed = [number for number in sorted(self.possible) if wanted.get(number) != self._held.get(number)]
+        if not changed:
+            return True
+        self._memory.prepare()
+        contents = "\n".join(line for number in changed for line in self._mover.contents(self._blocks[number]))
+        if not self._exchange.all_equal(zlib.crc32(contents.encode())):
+            raise RuntimeError(
+                "the ranks of a tensor-parallel group keep different things of their units (gradients, optimizer "
+                "state, or types), so units cannot change their rank; all ranks must take the same steps. To migrate "
+                "units without moving them for good, set BalanceConfig(reshard_after=None)"
+            )
+        for number in changed:
+            block = self._blocks[number]
+            ordinary = ordinary_holdings(block.units, self._ranks)
+            after = wanted.get(number, ordinary)
+            if not self._mover.move(block, self._held.get(number, ordinary), after):
+                return False
+            if after == ordinary:
+                self._held.pop(number, None)
+                block.hold(None)
+            else:
+                self._held[number] = after
+                block.hold(after[self._rank])
+        return True
+
+
+def _shared_parameters(model: nn.Module) -> frozenset[int]:
+    """The ``id`` of each parameter that several modules have."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                (shared if id(parameter) in seen else seen).add(id(parameter))
+    return frozenset(shared)

@@ -1,0 +1,1 @@
+"""What the optimizers of the hybrid plugin keep of parameters whose units change their rank for good."""

@@ -1,0 +1,338 @@
+"""Models, optimizers and options with units that are given away for good; the reference is one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.shardformer.layer.utils import Randomizer
+from torch import Tensor, nn
+
+from colossal_hetero.checkpoint.contents.optimizer_memory import masters_of
+from colossal_hetero.layers.resharding import unit_mover
+from colossal_hetero.profiling.preserved_state import inner_optimizer
+from tests.support.checkpoints import read_weights
+from tests.support.harness import answer, run_ranks, start_ranks
+from tests.support.language_models import MODELS, tokens
+from tests.support.training import Trained, batch, boost, ours, scripted, tiny_vit
+from tests.support.uneven_runs import (
+    MAX_NORM,
+    NEVER,
+    adamw,
+    config,
+    exact_norms,
+    largest_difference,
+    slow_until,
+    train,
+    train_alone,
+    uneven_run,
+)
+
+STEPS = 7
+
+
+# Language models ------------------------------------------------------------------------------------------------------
+
+
+def token_loss(model: Any, number: int) -> Tensor:
+    inputs, labels = tokens(number)
+    return model(input_ids=inputs, attention_mask=torch.ones_like(inputs), labels=labels)["loss"]
+
+
+def accumulate(loss: Callable[[int], Tensor], backward: Callable[[Tensor], None], step: int) -> float:
+    """Two micro-batches; returns the mean loss."""
+    total = 0.0
+    for micro in range(2):
+        found = loss(2 * step + micro) / 2
+        backward(found)
+        total += found.item()
+    return total
+
+
+def language_losses_alone(family: str) -> list[float]:
+    model = MODELS[family]().double().train()
+    optimizer = adamw(model)
+    losses = []
+    for step in range(STEPS):
+        losses.append(accumulate(partial(token_loss, model), lambda loss: loss.backward(), step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _language_losses(family: str, straggler: int) -> list[float]:
+    with scripted(slow_until(straggler, NEVER)):
+        plugin = ours(config(), tp_size=dist.get_world_size(), make_vocab_size_divisible_by=4)
+        run = boost(plugin, MODELS[family]().double(), adamw)
+    backward = partial(run.booster.backward, optimizer=run.optimizer)
+    for step in range(STEPS):
+        run.losses.append(accumulate(partial(token_loss, run.model), backward, step))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert plugin.balancer.has_resharded
+    if dist.get_rank() == straggler:
+        # Rows of the head migrate in each iteration.
+        assert plugin.balancer.shares.resharded > 0.3 and plugin.balancer.shares.migrated > 0
+    return run.losses
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "straggler"),
+    [
+        ("gpt2", 2, 0),  # fused weights in Conv1D, a head that is tied to the embedding
+        ("llama", 3, 2),  # key/value groups, gated MLPs
+    ],
+)
+def test_language_models(family: str, ranks: int, straggler: int) -> None:
+    expected = language_losses_alone(family)
+    for losses in run_ranks(ranks, _language_losses, family, straggler):
+        # The models compute the loss, and Llama its norms, in fp32.
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+# Optimizers -----------------------------------------------------------------------------------------------------------
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=3e-3, amsgrad=True, foreach=False),
+    "Adamax": lambda model: torch.optim.Adamax(model.parameters(), lr=3e-3),
+    "NAdam": lambda model: torch.optim.NAdam(model.parameters(), lr=3e-3),
+    "RAdam": lambda model: torch.optim.RAdam(model.parameters(), lr=3e-3),
+    "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3, centered=True, momentum=0.5),
+}
+
+
+def _losses_of_optimizers() -> dict[str, list[float]]:
+    found = {}
+    for name, make in OPTIMIZERS.items():
+        run = uneven_run(slow_until(1, NEVER), make)
+        train(run, STEPS)
+        assert run.plugin.balancer.has_resharded, name
+        found[name] = run.losses
+    return found
+
+
+def test_optimizers() -> None:
+    for of_rank in run_ranks(2, _losses_of_optimizers):
+        for name, losses in of_rank.items():
+            assert losses == pytest.approx(train_alone(STEPS, OPTIMIZERS[name])[1], rel=1e-10), name
+
+
+# Half precision -------------------------------------------------------------------------------------------------------
+
+
+def _state_in_half_precision(precision: str) -> None:
+    """Give units away for good, and compare everything with a run that does not."""
+
+    def state(run: Trained) -> dict[str, Tensor]:
+        """Parameters, masters and moments with ordinary shards."""
+        found = {}
+        with run.plugin.balancer.ordinary_shards():
+            masters = masters_of(run.optimizer)
+            for name, weight in run.model.unwrap().named_parameters():
+                master = masters[id(weight)].tensor
+                kept = dict(inner_optimizer(run.optimizer).state[master])
+                for entry, value in dict(values=weight, master=master, **kept).items():
+                    found[f"{name} {entry}"] = value.detach().clone()
+        return found
+
+    runs = []
+    for after in (2, None):
+        with scripted(slow_until(1, NEVER)):
+            plugin = ours(config(reshard_after=after), tp_size=2, precision=precision, max_norm=0.5, initial_scale=16)
+            runs.append(boost(plugin, tiny_vit(), adamw))
+    uneven, migrating = runs
+    while not uneven.plugin.balancer.has_resharded:
+        for run in runs:
+            train(run, 1)
+    actual, expected = state(uneven), state(migrating)
+    assert list(actual) == list(expected)
+    for name in expected:
+        assert torch.equal(actual[name], expected[name]), name
+    for run in runs:
+        train(run, STEPS)
+    assert uneven.losses == pytest.approx(migrating.losses, rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_masters_move_with_the_parameters(precision: str) -> None:
+    run_ranks(2, _state_in_half_precision, precision)
+
+
+# Dropout, frozen weights, kept losses ---------------------------------------------------------------------------------
+
+
+def _losses_with_dropout() -> list[list[float]]:
+    """Without and with a straggler; the hidden neurons of the first MLP are frozen."""
+    found = []
+    for slowdown in (lambda rank, iteration: 1.0, slow_until(0, NEVER)):
+        Randomizer.reset_index()
+        model = tiny_vit(attn_drop_rate=0.2, proj_drop_rate=0.2).double()
+        for weight in model.blocks[0].mlp.parameters():
+            weight.requires_grad_(False)
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        torch.manual_seed(11)
+        with scripted(slowdown):
+            plugin = ours(config(), tp_size=dist.get_world_size())
+            run = boost(plugin, model, lambda _, trained=trained: torch.optim.AdamW(trained, lr=3e-3))
+        train(run, STEPS)
+        found.append(run.losses)
+    assert plugin.balancer.has_resharded
+    return found
+
+
+def test_dropout_and_frozen_weights() -> None:
+    for without, given in run_ranks(3, _losses_with_dropout):
+        assert given == pytest.approx(without, rel=1e-10)
+
+
+# Pipelines ------------------------------------------------------------------------------------------------------------
+
+
+def _losses_in_a_pipeline(folder: Path) -> list[float]:
+    """Two stages of two ranks, of which one in each stage is slow from other iterations on."""
+    script = {1: 0, 2: 3}
+    with scripted(lambda rank, iteration: 4.0 if script.get(rank, NEVER) <= iteration else 1.0):
+        plugin = ours(config(), tp_size=2, pp_size=2, num_microbatches=2, max_norm=MAX_NORM)
+        run = boost(plugin, tiny_vit().double(), adamw)
+    widths = []
+    for step in range(STEPS):
+        images, labels = batch(step)
+        result = run.booster.execute_pipeline(
+            iter([(images.double(), labels)]),
+            run.model,
+            lambda outputs, inputs: nn.functional.cross_entropy(outputs, inputs[1]),
+            run.optimizer,
+            return_loss=True,
+        )
+        with exact_norms():
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        widths.append(plugin.balancer.has_resharded)
+        if result["loss"] is not None:
+            run.losses.append(result["loss"].item())
+        if step == 3:
+            # The first stage has moved units, and the second one has not.
+            assert widths[-1] == (dist.get_rank() < 2)
+            run.booster.save_model(run.model, str(folder / "one"), shard=True)
+    assert widths[-1]
+    run.booster.save_model(run.model, str(folder / "both"), shard=True)
+    return run.losses
+
+
+def test_a_pipeline_whose_stages_move_units_at_other_times(tmp_path: Path) -> None:
+    for rank, losses in enumerate(run_ranks(4, _losses_in_a_pipeline, tmp_path)):
+        # The pipeline adds up losses in fp32.
+        assert losses == pytest.approx(train_alone(STEPS)[1] if rank >= 2 else [], rel=1e-6)
+    for name, steps in (("one", 4), ("both", STEPS)):
+        expected = train_alone(steps)[0].state_dict()
+        assert largest_difference(read_weights(tmp_path / name), expected) <= 1e-10, name
+
+
+# Where it is not possible ---------------------------------------------------------------------------------------------
+
+
+def asgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.ASGD(model.parameters())
+
+
+def _log_without_resharding(options: dict[str, Any], make: Callable[[nn.Module], torch.optim.Optimizer]) -> list[str]:
+    """What is logged in training in which units migrate in each iteration, although they might be given away."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("colossal_hetero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    with scripted(lambda rank, iteration: 4.0 if rank % 2 else 1.0):
+        run = boost(ours(config(), tp_size=2, **options), tiny_vit(), make)
+    for _ in range(STEPS):
+        images, labels = batch()
+        run.booster.backward(nn.functional.cross_entropy(run.model(images).float(), labels), run.optimizer)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert not run.plugin.balancer.has_resharded
+    assert run.plugin.balancer.shares.migrated + run.plugin.balancer.shares.received > 0
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "make", "reason"),
+    [
+        (2, dict(zero_stage=1, precision="bf16"), adamw, "ZeRO stage 1"),
+        (4, {}, adamw, "2 replicas"),
+        (2, {}, asgd, "ASGD is not known"),
+    ],
+)
+def test_elsewhere_units_migrate_in_each_iteration(
+    ranks: int, options: dict[str, Any], make: Callable[[nn.Module], torch.optim.Optimizer], reason: str
+) -> None:
+    first, *others = run_ranks(ranks, _log_without_resharding, options, make)
+    assert len(first) == 1 and reason in first[0], first
+    assert not any(others)
+
+
+def _without_memory(failing: str) -> tuple[int, list[float]]:
+    """Training in which rank 1 has too little memory for the second block whose units it is given."""
+    run = uneven_run(slow_until(0, NEVER))
+    resized, calls = unit_mover._resized, []
+
+    def allocate(*arguments: Any) -> Tensor:
+        calls.append(arguments)
+        if dist.get_rank() == 1 and len(calls) == 20:
+            raise RuntimeError(failing)
+        return resized(*arguments)
+
+    with patch.object(unit_mover, "_resized", allocate):
+        train(run, STEPS)
+    assert not run.plugin.balancer.has_resharded
+    assert run.plugin.balancer.shares.migrated + run.plugin.balancer.shares.received > 0
+    return len(calls), run.losses
+
+
+def test_units_migrate_if_there_is_too_little_memory() -> None:
+    expected = train_alone(STEPS)[1]
+    for calls, losses in run_ranks(2, _without_memory, "DefaultCPUAllocator: can't allocate memory"):
+        assert calls > 20
+        assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def test_other_errors_are_raised() -> None:
+    with pytest.raises(RuntimeError, match="broken"):
+        run_ranks(2, _without_memory, "broken")
+
+
+def _die_while_units_move(victim: int, function: str) -> None:
+    original = getattr(unit_mover, function)
+
+    def die(*arguments: Any) -> Any:
+        if dist.get_rank() == victim:
+            os._exit(1)
+        return original(*arguments)
+
+    with patch.object(unit_mover, function, die):
+        train(uneven_run(slow_until(0, NEVER)), STEPS)
+    raise AssertionError("training ended without an error although a rank died")
+
+
+@pytest.mark.parametrize(("victim", "function"), [(0, "_packed"), (1, "_fill")])
+def test_if_a_rank_dies_while_units_move_the_others_end(victim: int, function: str) -> None:
+    with start_ranks(3, _die_while_units_move, victim, function) as ranks:
+        ranks[victim][0].join(60)
+        assert ranks[victim][0].exitcode == 1
+        for rank, (process, receiver) in enumerate(ranks):
+            if rank != victim:
+                assert receiver.poll(20), f"rank {rank} hangs after rank {victim} died"
+                succeeded, error = answer(receiver)
+                assert not succeeded and "RuntimeError" in error and "AssertionError" not in error, error
+                process.join(20)
+                assert process.exitcode == 1
