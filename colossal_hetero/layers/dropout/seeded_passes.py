@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from colossalai.shardformer.layer import DropoutForParallelInput
 from colossalai.shardformer.layer.utils import Randomizer
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["SeededPasses"]
 
@@ -47,6 +47,9 @@ class SeededPasses:
         self._seed_of: Callable[[int], int] | None = None
         self._passes = 0
         self._inside = 0
+        self._seeded: list[Tensor] = []
+        self.draws = False
+        """Whether a block of the model has drawn random numbers."""
         in_blocks = {id(module) for block in blocks.values() for module in block.modules()}
         outside = [module for module in model.modules() if id(module) not in in_blocks]
         model.register_forward_pre_hook(partial(self._begin_pass, _randomizers(outside)))
@@ -82,10 +85,14 @@ class SeededPasses:
         if self._seed_of is not None:
             self._inside = torch.initial_seed() & ~AFTER_BLOCKS
             self._reseed(_mixed(self._inside, number), randomizers)
+            if not self.draws:
+                self._seeded = _states()
 
     @torch.compiler.disable
     def _end_block(self, *_: Any) -> None:
         if self._seed_of is not None:
+            if not self.draws:
+                self.draws = not all(map(torch.equal, self._seeded, _states()))
             _seed(self._inside | AFTER_BLOCKS)
 
     def _reseed(self, seed: int, randomizers: Sequence[tuple[Randomizer, bool]]) -> None:
@@ -104,6 +111,14 @@ def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+
+
+def _states() -> list[Tensor]:
+    """The states of the generators that :func:`_seed` seeds."""
+    states = [torch.default_generator.get_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.default_generators[torch.cuda.current_device()].get_state())
+    return states
 
 
 def _randomizers(modules: Any) -> list[tuple[Randomizer, bool]]:

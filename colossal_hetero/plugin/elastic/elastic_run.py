@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -33,13 +34,13 @@ from ...checkpoint.contents.model_outline import outline_of
 from ...checkpoint.contents.optimizer_memory import state_entries
 from ...checkpoint.contents.restoring import Restoring
 from ...checkpoint.contents.run_states import restore_run, run_state_of
-from ...checkpoint.format.pieces import TensorPiece
-from ...checkpoint.format.run_state import RunState
 from ...checkpoint.layer_checkpoint import Start
 from ...data_parallel.loader import HeteroDataLoader
 from ...elastic.config import ElasticConfig
 from ...elastic.state.held_layers import HeldLayers
+from ...elastic.state.held_state import Held
 from ...elastic.state.moves import HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
+from ...elastic.state.recovery import Recovery
 from ...elastic.state.versions import Agreed, CatchUp, Standing, agree
 from ...layers.dropout.seeded_passes import SeededPasses
 from ...planner.plans.runnable import NoPlanError
@@ -51,12 +52,14 @@ from .evaluations import Evaluations, has_to_repeat, is_joined_inside
 from .template import Template
 from .waiting import WaitForNodes
 
-__all__ = ["Build", "ElasticRun", "Held", "Members", "Recovery"]
+__all__ = ["Build", "ElasticRun", "Members"]
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
 
-Build = Callable[[Sequence[str], Sequence[HeldLayers | None]], HeldLayers]
+
+Build = Callable[[Sequence[str], Sequence[HeldLayers | None], int | None], tuple[HeldLayers, int]]
 
 START_AGAIN = (
     "all processes must start again, and continue from the latest checkpoint (colossal-hetero launch does that)"
@@ -107,11 +110,15 @@ class ElasticRun(PluginPart):
 
     Args:
         members: of the job.
-        build: makes the plugin for the world that was formed, on all its ranks at once, from the node of each rank
-            and what it holds; returns what this rank holds in the new plan. It raises ``NoPlanError`` on all ranks if
-            no plan fits the devices that are there.
+        build: makes the plugin for the world that was formed, on all its ranks at once, from the node of each rank,
+            what it holds, and the size of micro-batches so far (None at first, and if it does not matter); returns what
+            this rank holds in the new plan, and the size of its micro-batches. It raises ``NoPlanError`` on all ranks
+            if no plan fits the devices that are there.
         config: the user's options.
     """
+
+    rejoins = True
+    """Whether this process can join another world, if a member is lost while it joins one."""
 
     def __init__(self, members: Members, build: Build, config: ElasticConfig) -> None:
         self._members, self._build, self._seed = members, build, config.seed
@@ -128,11 +135,13 @@ class ElasticRun(PluginPart):
         self._holds = False
         self._complete = False
         self._layers: HeldLayers | None = None
+        self._micro_batch: int | None = None
         self._commit: Commit | None = None
         self._held: Held | None = None
         self._calls: list[Callable[[], Any]] = []
         self._inner_step: Callable[..., Any] | None = None
         self._random: SeededPasses | None = None
+        self._loader_is_old = False
         self.evaluations = Evaluations()
         self._repeats_evaluation = False
 
@@ -151,9 +160,9 @@ class ElasticRun(PluginPart):
     def form(self) -> None:
         """Form a world with enough devices, agree on the newest step, and make the plugin. Called by all members."""
         while True:
-            nodes, held = self._form_world()
+            nodes, held, micro_batch = self._form_world()
             try:
-                self._new_layers = self._build(nodes, held)
+                self._new_layers, self._micro_batch = self._build(nodes, held, micro_batch)
             except NoPlanError as error:
                 problem = str(error)
             else:
@@ -164,15 +173,19 @@ class ElasticRun(PluginPart):
             with suppress(RuntimeError):
                 self._members.leave()
 
-    def _form_world(self) -> tuple[Sequence[str], list[HeldLayers | None]]:
-        """Form a world and agree on the newest step; the node of each member, and what it holds."""
+    def _form_world(self) -> tuple[Sequence[str], list[HeldLayers | None], int | None]:
+        """Form a world and agree on the newest step; the node of each member, what it holds, and the size of
+        micro-batches so far."""
         nodes = self._members.form()
         done, has_results = self.evaluations.done, self.evaluations.has_results
         standing = Standing(self.version if self._holds else None, self._complete, self._commit, done, has_results)
         everyone: list[Any] = [None] * len(nodes)
-        dist.all_gather_object(everyone, (standing, self._layers if self._holds else None))
-        self._follow(standing, [standing for standing, _ in everyone])
-        self._agreed = agree([standing for standing, _ in everyone])
+        draws = self._holds and self._random is not None and self._random.draws
+        micro_batch = self._micro_batch if draws else None
+        dist.all_gather_object(everyone, (standing, self._layers if self._holds else None, micro_batch))
+        standings = [each for each, _, _ in everyone]
+        self._follow(standing, standings)
+        self._agreed = agree(standings)
         if self._agreed is not None:
             catch_up = self._agreed.catch_ups[dist.get_rank()]
             if self._holds and catch_up is CatchUp.FORGET:
@@ -184,7 +197,8 @@ class ElasticRun(PluginPart):
                 self._make_step(self._agreed.commit)
         if self._holds and self._held is None:
             self._held = self._let_go()
-        return nodes, [layers for _, layers in everyone]
+        micro_batch = next((size for _, _, size in everyone if size is not None), None)
+        return nodes, [layers for _, layers, _ in everyone], micro_batch
 
     def _follow(self, own: Standing, standings: Sequence[Standing]) -> None:
         """What follows for an evaluation in which ranks may be; see [Note: evaluations].
@@ -242,12 +256,51 @@ class ElasticRun(PluginPart):
         self._random = SeededPasses(model, blocks, dist.get_rank(plugin.tp_group))
         self._members.seal()
 
+    def configure(
+        self, configure: Callable[[TrainingObjects], TrainingObjects], objects: TrainingObjects
+    ) -> TrainingObjects:
+        """Configure what the script boosts, in another world if a member is lost while this process joins.
+
+        Args:
+            configure: does it in the world that there is.
+            objects: what is boosted.
+        """
+        is_first = self._template is None and objects.optimizer is not None
+        try:
+            return configure(objects)
+        except RuntimeError as error:
+            if not is_first:
+                raise
+            reason = self._lost_while_joining(error)
+        self._loader_is_old = True
+        while True:
+            self._objects = None
+            try:
+                self._form_again(reason)
+                assert self._template is not None
+                model, optimizer = self._template.make(), self._template.optimizer
+                return configure(objects._replace(model=model, optimizer=optimizer))
+            except RuntimeError as error:
+                reason = _lost(error)
+
+    def _lost_while_joining(self, error: RuntimeError) -> str:
+        """Why a collective has failed while this process joins others; raises any other error again."""
+        if self._agreed is None or self._template is None or not self.rejoins:
+            raise error  # without others, only the script has the model's first weights
+        return _lost(error)
+
     def resume(
-        self, lr_scheduler: Any, loader: Any, load: Callable[[], Start], saved_step: Callable[[], int | None]
+        self,
+        plugin: Any,
+        lr_scheduler: Any,
+        loader: Any,
+        load: Callable[[], Start],
+        saved_step: Callable[[], int | None],
     ) -> Start:
         """Begin to train: with the state that the others hold, or with what ``load`` finds. Every rank calls it.
 
         Args:
+            plugin: that has configured the model.
             lr_scheduler: the learning-rate schedule, or None.
             loader: draws the batches.
             load: loads the newest checkpoint, and returns where it is.
@@ -266,11 +319,26 @@ class ElasticRun(PluginPart):
             start = load()
             self.version = start.step
         else:
-            received = self._restore(lr_scheduler, loader)
+            received = self._join(plugin, lr_scheduler, loader)
             self.version = self._agreed.version
             start = Start(self.version, int(loader.state_dict()["epoch"]), received_bytes=received)
         self._holds, self._layers = True, self._new_layers
         return start
+
+    def _join(self, plugin: Any, lr_scheduler: Any, loader: Any) -> int:
+        """Get the state of the others, in another world if this one breaks; returns the bytes received."""
+        assert self._objects is not None
+        if self._loader_is_old:
+            plugin.adopt(self._objects.model, loader)
+        try:
+            return self._restore(lr_scheduler, loader)
+        except RuntimeError as error:
+            reason = self._lost_while_joining(error)
+        while True:
+            try:
+                return self._go_on(plugin, reason, lr_scheduler, loader)
+            except RuntimeError as error:
+                reason = _lost(error)
 
     def _restore(self, lr_scheduler: Any, loader: Any) -> int:
         """Fill model and optimizer from what all ranks hold; returns the bytes received."""
@@ -441,8 +509,10 @@ class ElasticRun(PluginPart):
         self.recoveries.append(
             Recovery(self.version, members, dist.get_world_size(), seconds, received, repeated, reason)
         )
+        words = self.recoveries[-1].in_words()
+        log.info("rank %d: %s", dist.get_rank(), words)
         if dist.get_rank() == 0:
-            _print(self.recoveries[-1].in_words())
+            _print(words)
 
     def _check_progress(self, reason: str) -> None:
         """Raise ``RuntimeError`` if the same step fails again and again although all members are there."""
@@ -488,13 +558,31 @@ class ElasticRun(PluginPart):
             )
             _print(f"all members leave; the state after step {self.version} {what}")
 
-    def _go_on(self, plugin: Any, reason: str | None) -> int:
+    def _form_again(self, reason: str | None) -> None:
+        """Leave the world, which is broken if there is a ``reason``, and form another one.
+
+        Raises:
+            StateLost: nobody in it holds a state.
+        """
         if reason is not None:
             self._members.fail(reason)
         with suppress(RuntimeError):
             self._members.leave()
         gc.collect()
         self.form()
+        if self._agreed is None:
+            raise StateLost(f"all members with a state of training were lost; {START_AGAIN}")
+
+    def _go_on(self, plugin: Any, reason: str | None, lr_scheduler: Any = None, loader: Any = None) -> int:
+        """Take part in another world, with the script's objects; returns the bytes received.
+
+        Args:
+            plugin: that is made again.
+            reason: why this world is broken; None if it is not.
+            lr_scheduler: the learning-rate schedule, if it is to get the state of the others.
+            loader: the same for the loader.
+        """
+        self._form_again(reason)
         assert self._objects is not None and self._template is not None and self._agreed is not None
         user = self._objects
         configured = TrainingObjects(
@@ -502,7 +590,7 @@ class ElasticRun(PluginPart):
         )
         user.model.__dict__, user.optimizer.__dict__ = configured.model.__dict__, configured.optimizer.__dict__
         plugin.adopt(user.model, self._loader)
-        received = self._restore(None, None)
+        received = self._restore(lr_scheduler, loader)
         self.version, self._held, self._layers = self._agreed.version, None, self._new_layers
         return received
 
@@ -526,37 +614,3 @@ def _lost(error: RuntimeError) -> str:
         raise error
     ended, _, _ = words.partition(", and the other ranks")
     return ended if "ended" in ended else "a connection was lost"
-
-
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """What a rank holds between two worlds."""
-
-    pieces: list[TensorPiece]
-    kinds: dict[str, str]
-    """See :func:`.optimizer_memory.state_entries`."""
-    state: RunState | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Recovery:
-    """A change of the world."""
-
-    version: int
-    """Optimizer steps that were done."""
-    before: int
-    """Members."""
-    after: int
-    seconds: float
-    received_bytes: int
-    """By this rank."""
-    iterations_repeated: int
-    """1 if the passes since the last step are run once more, else 0."""
-    reason: str
-
-    def in_words(self) -> str:
-        """For the terminal."""
-        return (
-            f"{self.before} members became {self.after} after step {self.version}: {self.seconds:.1f} s, "
-            f"{self.received_bytes / 1e6:.1f} MB received by rank 0 ({self.reason})"
-        )

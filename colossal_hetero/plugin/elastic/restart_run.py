@@ -34,10 +34,11 @@ from ...elastic.restart.memory_folder import MemoryFolder, default_memory
 from ...elastic.restart.newest_memory import StateName, newest_whole_state
 from ...elastic.restart.state_keeper import StateKeeper
 from ...elastic.restart.termination import TerminationWatch
+from ...elastic.state.held_state import Held
 from ...elastic.state.versions import Agreed, CatchUp
 from ..part import TrainingObjects
 from ..unequal.commit import Commit
-from .elastic_run import Build, ElasticRun, Held, Members
+from .elastic_run import Build, ElasticRun, Members
 
 __all__ = ["RestartMembers", "RestartRun"]
 
@@ -70,6 +71,8 @@ class RestartRun(ElasticRun):
         build: see :class:`.ElasticRun`.
         watches: whether SIGTERM ends the process after its state is written; otherwise ``members`` say who leaves.
     """
+
+    rejoins = False
 
     def __init__(self, config: ElasticConfig, members: RestartMembers, build: Build, watches: bool) -> None:
         super().__init__(members, build, config)
@@ -106,7 +109,7 @@ class RestartRun(ElasticRun):
         rank = dist.get_rank()
         self._slot = nodes[:rank].count(nodes[rank])
         self._keeper = StateKeeper(self._folder, self._slot, self._config.memory_every, tidies=self._slot == 0)
-        self._new_layers = self._build(nodes, layers)
+        self._new_layers, _ = self._build(nodes, layers, None)
 
     def _own_files(self, nodes: Sequence[str]) -> list[MemoryFile]:
         """This rank's share of the files on its node."""
@@ -123,13 +126,18 @@ class RestartRun(ElasticRun):
         super().attach(plugin, objects)
 
     def resume(
-        self, lr_scheduler: Any, loader: Any, load: Callable[[], Start], saved_step: Callable[[], int | None]
+        self,
+        plugin: Any,
+        lr_scheduler: Any,
+        loader: Any,
+        load: Callable[[], Start],
+        saved_step: Callable[[], int | None],
     ) -> Start:
         """Begin to train: with the state in memory files, or, if that on disks is newer, with what ``load`` finds."""
         if self._agreed is not None and (saved_step() or 0) > self._agreed.version:
             self._agreed, self._held = None, None
         is_kept = self._agreed is not None
-        start = super().resume(lr_scheduler, loader, load, saved_step)
+        start = super().resume(plugin, lr_scheduler, loader, load, saved_step)
         self._held = None
         if is_kept and dist.get_rank() == 0:
             members = dist.get_world_size()

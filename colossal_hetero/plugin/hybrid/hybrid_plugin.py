@@ -31,6 +31,7 @@ from ...data_parallel.config import BatchConfig
 from ...data_parallel.resumable_loader import make_resumable
 from ...elastic.config import ElasticConfig
 from ...elastic.state.held_layers import HeldLayers, layers_by_rank
+from ...elastic.state.recovery import Recovery
 from ...gpu_over_gloo import support_gpus_over_gloo
 from ...pipeline_parallel.config import PlanConfig
 from ...pipeline_parallel.drift import DriftReport
@@ -38,7 +39,7 @@ from ...planner.plans.plan import Plan
 from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch_ranks
 from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
 from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_planning, profile_of, seated
-from ..elastic.elastic_run import ElasticRun, Recovery
+from ..elastic.elastic_run import ElasticRun
 from ..elastic.new_kinds import KnownKinds
 from ..elastic.present_checkpoint_io import PresentCheckpointIO
 from ..elastic.recoveries import elastic_run_of, members_of
@@ -49,7 +50,7 @@ from ..unequal.replica_checkpoints import ReplicaCheckpointIO
 from ..uneven_batches import UnevenBatches
 from .layer_balancing import LayerBalancing
 from .one_stage import OneStageSchedule
-from .plan_agreement import agree_on_plan
+from .plan_agreement import agree_on_next_plan
 from .plan_checks import check_lora
 from .planned_run import PlannedRun, training_sizes_kept
 from .plugin_arguments import arguments_by_name, check_uneven_batches, check_world_size
@@ -123,7 +124,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         known = KnownKinds(profile_of(arguments), members.board, elastic.measure, elastic.join_seconds)
         known.learn(members.kind)
 
-        def build(nodes: Sequence[str], held: Sequence[HeldLayers | None]) -> HeldLayers:
+        def build(
+            nodes: Sequence[str], held: Sequence[HeldLayers | None], micro_batch: int | None
+        ) -> tuple[HeldLayers, int]:
             run = self._elastic
             before: Checkpoints | None = self.__dict__.get("_checkpoints")
             if before is not None:
@@ -131,11 +134,11 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             self.__dict__.clear()
             self._elastic = run
             planning = elastic_planning(arguments, cluster, known, nodes)
-            agreed = agree_on_plan("auto", planning, arguments["tp_size"])
+            agreed = agree_on_next_plan(planning, arguments["tp_size"], micro_batch)
             assert agreed.topology is not None and agreed.profile is not None
             plan = seated(agreed.plan, agreed.topology, agreed.profile, held)
             self._build(**(arguments | dict(planning=planning, plan=plan)))
-            return layers_by_rank(plan)[dist.get_rank()]
+            return layers_by_rank(plan)[dist.get_rank()], plan.micro_batch
 
         self._elastic = elastic_run_of(elastic, members, build)
         self._elastic.start()
@@ -274,6 +277,12 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         """See ``Plugin.configure``; called by ``Booster.boost``."""
         objects = TrainingObjects(model, optimizer, criterion, dataloader, lr_scheduler)
+        if self._elastic is None:
+            return self._configure(objects)
+        return self._elastic.configure(self._configure, objects)
+
+    def _configure(self, objects: TrainingObjects) -> TrainingObjects:
+        """Configure ``objects`` in the world that there is."""
         watch_ranks()
         for part in self._parts:
             objects = part.before_configure(self, objects)
@@ -436,9 +445,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self._elastic is None:
             return load()
         if self._checkpoints is None:
-            return self._elastic.resume(lr_scheduler, dataloader, Start, lambda: None)
+            return self._elastic.resume(self, lr_scheduler, dataloader, Start, lambda: None)
         saved_step = functools.partial(self._checkpoints.newest_step, step)
-        return self._elastic.resume(lr_scheduler, dataloader, load, saved_step)
+        return self._elastic.resume(self, lr_scheduler, dataloader, load, saved_step)
 
     def finish(self) -> None:
         """Say that training has ended, in elastic training: every process calls it at the end of the script.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ...planner.plans.plan import Plan, load_plan
 from ...planner.plans.runnable import NoPlanError, why_not_runnable
 from ...planner.profile.layer_profile import ModelProfile, load_model_profile
 
-__all__ = ["Agreement", "agree_on_plan", "as_launched", "best_plan"]
+__all__ = ["Agreement", "agree_on_next_plan", "agree_on_plan", "as_launched", "best_plan"]
 
 SEARCHED = 100
 """Of so many plans, the fastest with ``min_replicas`` is taken."""
@@ -82,6 +83,21 @@ def agree_on_plan(
                 "than rank 0; give all ranks the same plan"
             )
     return agreed
+
+
+def agree_on_next_plan(planning: PlanConfig, tp_size: int | None, micro_batch: int | None) -> Agreement:
+    """A plan for the devices that there are now; see :func:`agree_on_plan`.
+
+    Args:
+        planning: what to plan from.
+        tp_size: ranks in a tensor-parallel group; None for any.
+        micro_batch: the size of micro-batches so far, if the model draws random numbers, which depend on it. It is kept
+            if there is a plan with it. None: any size.
+    """
+    if micro_batch is not None:
+        with suppress(NoPlanError):
+            return agree_on_plan("auto", replace(planning, micro_batch_sizes=(micro_batch,)), tp_size)
+    return agree_on_plan("auto", planning, tp_size)
 
 
 def _find(

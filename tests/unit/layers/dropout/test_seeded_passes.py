@@ -87,6 +87,15 @@ def test_the_random_state_is_kept_and_used_outside_of_training() -> None:
     assert not torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_it_is_known_whether_the_model_draws_random_numbers(is_training: bool) -> None:
+    model = Model("012").train(is_training)
+    passes = seeded(model)
+    with passes.run(seed_of):
+        model(inputs(0))
+    assert passes.draws is is_training
+
+
 def test_parallel_dropout_differs_between_ranks_only_where_it_should() -> None:
     model = Model("012")
     model.blocks["1"][1] = DropoutForParallelInput(0.5)
