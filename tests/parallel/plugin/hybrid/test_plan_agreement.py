@@ -13,6 +13,7 @@ from colossal_hetero import PlanConfig
 from colossal_hetero.planner.cluster.cluster_file import save_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.plans.runnable import NoPlanError
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile, save_model_profile
 from colossal_hetero.plugin.hybrid import plan_agreement
 from tests.parallel.plugin.hybrid.test_planned_run import train_alone, train_planned
@@ -165,3 +166,15 @@ def check_replicas_that_differ() -> None:
 
 def test_replicas_of_plan_auto_may_differ() -> None:
     run_ranks(2, check_replicas_that_differ)
+
+
+def test_the_size_of_micro_batches_is_kept_if_there_is_a_plan_with_it() -> None:
+    def agree(plan: str, planning: PlanConfig, tp_size: int | None) -> Any:
+        if planning.micro_batch_sizes == (4,):
+            raise NoPlanError("the model does not fit")
+        return planning.micro_batch_sizes
+
+    planning = PlanConfig(micro_batch_sizes=(1, 2, 4))
+    with patch.object(plan_agreement, "agree_on_plan", agree):
+        found = [plan_agreement.agree_on_next_plan(planning, None, size) for size in (2, 4, None)]
+    assert found == [(2,), (1, 2, 4), (1, 2, 4)]
