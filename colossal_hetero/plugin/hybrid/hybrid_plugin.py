@@ -308,7 +308,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             return self._uneven_batches.prepare_dataloader(self, make_loader, dataset, batch_size, *args, **kwargs)
         if self._unequal is not None:
             if self._elastic is not None and batch_size is None:
-                kwargs.setdefault("seeds_samples", True)
+                # Samples are seeded one by one, and data sets with __getitems__ are asked for whole batches.
+                kwargs.setdefault("seeds_samples", not hasattr(dataset, "__getitems__"))
             return self._unequal.prepare_dataloader(make_loader, dataset, batch_size, *args, **kwargs)
         if self._planned is not None and batch_size is None:
             batch_size = self._planned.batch_size
