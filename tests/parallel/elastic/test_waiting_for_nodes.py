@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -59,7 +60,7 @@ def test_a_member_that_is_left_alone_keeps_the_state_until_another_one_comes() -
         outcome = run_until_all_end(job, lambda *_: None)
     assert outcome.errors == [] and outcome.ended == {0: 0, 1: 0, 2: 0}
     assert sorted(outcome.losses) == list(range(1, STEPS + 1))
-    assert [(each.before, each.after) for each in outcome.recoveries[0]] == [(2, 2)]
+    assert [(each.before, each.after) for each in chain(*outcome.recoveries)] == [(2, 2)]
     check_parameters(outcome)
 
 
