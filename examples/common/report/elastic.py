@@ -111,8 +111,12 @@ class History:
         worlds = sorted(self._worlds.items())
         if worlds and len(worlds[-1][1]) < worlds[-1][1][0].members:
             worlds.pop()  # not all members have written yet
-        for (_, before), (since, after) in itertools.pairwise(worlds):
+        stepped: dict[int, set[str]] = {}
+        for entry in itertools.chain.from_iterable(self._steps.values()):
+            stepped.setdefault(entry.since, set()).add(entry.node)
+        for (began, before), (since, after) in itertools.pairwise(worlds):
             old, new = ({world.node for world in each} for each in (before, after))
+            old |= stepped.get(began, set())  # a node that was killed may not have written that the world began
             start, stop = times.get(since), times.get(since + 1)
             changes.append(
                 Change(
