@@ -53,11 +53,6 @@ class BlockWorkload:
     """Chooses the kept units if some are pruned, from two matrices with one column per unit: ``x [b, U]`` holds the
     units' columns of the row-parallel weight, ``weight [a, U]`` the units' rows of the column-parallel weights."""
 
-    @property
-    def taken_count(self) -> int:
-        """How many units of other ranks the rank computes."""
-        return sum(stop - start for _, start, stop in self.taken)
-
     def units_of(self, rank: int) -> list[UnitRange]:
         """The units that the rank, number ``rank`` of the group, computes, in the order of activations. Kept units
         count as the first ones, also if others are pruned."""

@@ -17,7 +17,7 @@ from ...planner.cluster.topology import Topology
 from ...planner.plans.plan import Plan
 from ...planner.profile.layer_profile import ModelProfile, load_model_profile
 from ..unequal.unequal_replicas import why_not_unequal
-from .new_kinds import KnownKinds
+from .joining.new_kinds import KnownKinds
 
 __all__ = ["check_elastic", "cluster_of", "elastic_planning", "profile_of", "seated"]
 

@@ -16,30 +16,25 @@ A process that joins goes through 1 to 3 in the plugin's constructor and in ``bo
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial, wraps
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
-from ...checkpoint.contents.held_pieces import pieces_of
 from ...checkpoint.contents.model_outline import outline_of
-from ...checkpoint.contents.optimizer_memory import state_entries
-from ...checkpoint.contents.restoring import Restoring
-from ...checkpoint.contents.run_states import restore_run, run_state_of
 from ...checkpoint.layer_checkpoint import Start
 from ...data_parallel.loader import HeteroDataLoader
 from ...elastic.config import ElasticConfig
+from ...elastic.members import Members
 from ...elastic.state.held_layers import HeldLayers
 from ...elastic.state.held_state import Held
-from ...elastic.state.moves import HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
 from ...elastic.state.recovery import Recovery
 from ...elastic.state.versions import Agreed, CatchUp, Standing, agree
 from ...layers.dropout.seeded_passes import SeededPasses
@@ -49,10 +44,11 @@ from ...profiling.layers.model_layers import find_block_row
 from ..part import PluginPart, TrainingObjects
 from ..unequal.commit import Commit, exchange
 from .evaluations import Evaluations, has_to_repeat, is_joined_inside
+from .joining.waiting import WaitForNodes
+from .moving_state import NOTHING, START_AGAIN, StateLost, let_go, restore, take_over
 from .template import Template
-from .waiting import WaitForNodes
 
-__all__ = ["Build", "ElasticRun", "Members"]
+__all__ = ["Build", "ElasticRun"]
 
 T = TypeVar("T")
 
@@ -61,48 +57,8 @@ log = logging.getLogger(__name__)
 
 Build = Callable[[Sequence[str], Sequence[HeldLayers | None], int | None], tuple[HeldLayers, int]]
 
-START_AGAIN = (
-    "all processes must start again, and continue from the latest checkpoint (colossal-hetero launch does that)"
-)
-
-
 MAX_FAILURES = 3
 """After so many failures of a step with the same members, training ends."""
-
-
-class StateLost(Exception):
-    """The last holder of a part of the state is gone."""
-
-
-class Members(Protocol):
-    """The members of a job; see ``elastic/membership``."""
-
-    def form(self) -> Sequence[str]:
-        """Form a world; returns the node of each member, by rank."""
-
-    def seal(self) -> None:
-        """All groups of this world exist."""
-
-    def fail(self, reason: str) -> None:
-        """Tell the others that this world is broken."""
-
-    def is_broken(self) -> bool:
-        """Whether a member of this world is known to be lost."""
-
-    def leave(self) -> None:
-        """Drop all groups of this world."""
-
-    def is_somebody_waiting(self) -> bool:
-        """Whether a process waits to join."""
-
-    def depart(self) -> None:
-        """Leave the job for good."""
-
-    def end_job(self) -> None:
-        """The job has ended: processes that come later end at once."""
-
-    def is_leaving(self) -> bool:
-        """Whether this member was told that it will be taken away."""
 
 
 class ElasticRun(PluginPart):
@@ -222,15 +178,9 @@ class ElasticRun(PluginPart):
 
     def _let_go(self) -> Held:
         """What this rank holds, out of the old model and optimizer, which then have no groups of the old world."""
-        assert self._objects is not None and self._template is not None
-        model, optimizer = self._objects.model, self._objects.optimizer
-        pieces = pieces_of(model, optimizer, self._outline)
-        state = run_state_of(model, optimizer, self._scheduler, self._loader, self._outline, pieces, epoch=0, plan="")
-        held = Held(pieces, state_entries(optimizer), state)
-        model.__dict__ = nn.Module().__dict__
-        optimizer.__dict__ = {}
+        assert self._objects is not None
         self._inner_step = None
-        return held
+        return let_go(self._objects, self._outline, self._scheduler, self._loader)
 
     # The plugin's moments -----------------------------------------------------------------------------------------
 
@@ -343,37 +293,7 @@ class ElasticRun(PluginPart):
     def _restore(self, lr_scheduler: Any, loader: Any) -> int:
         """Fill model and optimizer from what all ranks hold; returns the bytes received."""
         assert self._objects is not None and self._agreed is not None
-        model, optimizer = self._objects.model, self._objects.optimizer
-        held = self._held or Held([], {}, None)
-        holdings = all_holdings(held.pieces)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, held.kinds)
-        shapes = {each.key: each.shape for of_rank in holdings for each in of_rank}
-        kinds = {entry: kind for of_rank in everyone for entry, kind in of_rank.items()}
-        self._check_complete(shapes)
-        restoring = Restoring(model, optimizer, self._outline, shapes, kinds)
-        try:
-            received = move_pieces(restoring.pieces, held.pieces, holdings)
-        except HoldingsLost as error:
-            raise StateLost(f"the members that are left do not hold all elements: {error}; {START_AGAIN}") from None
-        restoring.finish()
-        source = self._agreed.catch_ups.index(CatchUp.KEEP)
-        state: list[Any] = [held.state]
-        dist.broadcast_object_list(state, src=source)
-        pieces = restoring.pieces
-        restore_run(model, optimizer, lr_scheduler, loader, self._outline, pieces, state, step=self._agreed.version)
-        return received
-
-    def _check_complete(self, held: Collection[str]) -> None:
-        """Raise ``StateLost`` if no rank holds some tensor of the model any more."""
-        lost = [
-            self._outline.layers[name]
-            for name in self._outline.shapes
-            if f"param.{name}" not in held and f"buffer.{name}" not in held
-        ]
-        if lost:
-            layers = ", ".join(dict.fromkeys(lost))
-            raise StateLost(f"the members that are left do not hold {layers}; {START_AGAIN}")
+        return restore(self._objects, self._outline, self._held, self._agreed, lr_scheduler, loader)
 
     # Iterations ---------------------------------------------------------------------------------------------------
 
@@ -535,11 +455,8 @@ class ElasticRun(PluginPart):
         received = 0
         own = leaving[dist.get_rank()]
         if not all(leaving):
-            held = self._held or (self._let_go() if self._holds else Held([], {}, None))
-            holdings = all_holdings(held.pieces)
-            taken = [empty_piece(each) for each in inheritance(holdings, leaving)[dist.get_rank()]]
-            received = move_pieces(taken, held.pieces, holdings)
-            self._held = dataclasses.replace(held, pieces=[*held.pieces, *taken])
+            held = self._held or (self._let_go() if self._holds else NOTHING)
+            self._held, received = take_over(held, leaving)
             dist.barrier()
         elif plugin is not None:
             self._save_last(plugin)

@@ -12,8 +12,8 @@ from ...elastic.membership.membership import Membership
 from ...elastic.membership.timing import MembershipTiming
 from ...elastic.notices import AnyNotice, FileNotice, Notice, SignalNotice
 from ...planner.cluster.topology import Topology
-from .first_world import a_world_has_formed, wait_for_the_first_world
-from .new_kinds import own_kind
+from .joining.first_world import a_world_has_formed, wait_for_the_first_world
+from .joining.new_kinds import own_kind
 
 __all__ = ["JobMember"]
 

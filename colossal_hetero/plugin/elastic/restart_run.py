@@ -29,6 +29,7 @@ from ...checkpoint.contents.run_states import run_state_of
 from ...checkpoint.format.pieces import TensorPiece
 from ...checkpoint.layer_checkpoint import Start
 from ...elastic.config import ElasticConfig
+from ...elastic.members import Members
 from ...elastic.restart.memory_file import KeptState, MemoryFile, read_memory_file
 from ...elastic.restart.memory_folder import MemoryFolder, default_memory
 from ...elastic.restart.newest_memory import StateName, newest_whole_state
@@ -38,7 +39,7 @@ from ...elastic.state.held_state import Held
 from ...elastic.state.versions import Agreed, CatchUp
 from ..part import TrainingObjects
 from ..unequal.commit import Commit
-from .elastic_run import Build, ElasticRun, Members
+from .elastic_run import Build, ElasticRun
 
 __all__ = ["RestartMembers", "RestartRun"]
 

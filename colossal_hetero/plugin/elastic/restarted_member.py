@@ -15,7 +15,7 @@ from ...elastic.membership.world import World
 from ...elastic.restart.handshake import find_each_other
 from ...elastic.restart.torchrun_place import TorchrunPlace
 from ...planner.cluster.topology import Topology
-from .new_kinds import own_kind
+from .joining.new_kinds import own_kind
 
 __all__ = ["RestartedMember"]
 

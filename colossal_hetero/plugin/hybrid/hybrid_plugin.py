@@ -40,7 +40,7 @@ from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch
 from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
 from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_planning, profile_of, seated
 from ..elastic.elastic_run import ElasticRun
-from ..elastic.new_kinds import KnownKinds
+from ..elastic.joining.new_kinds import KnownKinds
 from ..elastic.present_checkpoint_io import PresentCheckpointIO
 from ..elastic.recoveries import elastic_run_of, members_of
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
+
+from ....elastic.members import Members
 
 __all__ = ["TooFewNodes", "WaitForNodes"]
 
@@ -22,14 +24,6 @@ class TooFewNodes(Exception):
     """No plan fits the members that are there, and nobody came within the limit."""
 
 
-class _Members(Protocol):
-    """See ``elastic_run.Members``."""
-
-    def is_somebody_waiting(self) -> bool: ...
-
-    def is_leaving(self) -> bool: ...
-
-
 class WaitForNodes:
     """How long this member has been waiting for nodes.
 
@@ -38,7 +32,7 @@ class WaitForNodes:
         limit_seconds: longest wait, from the first plan that was not possible to one that is.
     """
 
-    def __init__(self, members: _Members, limit_seconds: float) -> None:
+    def __init__(self, members: Members, limit_seconds: float) -> None:
         self._members, self._limit = members, limit_seconds
         self._since: float | None = None
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from ...planner.cluster.topology import Topology
-from ...planner.profile.layer_profile import ModelProfile
-from ...planner.profile.more_kinds import with_kind
+from ....planner.cluster.topology import Topology
+from ....planner.profile.layer_profile import ModelProfile
+from ....planner.profile.more_kinds import with_kind
 
 __all__ = ["Board", "KnownKinds", "own_kind"]
 

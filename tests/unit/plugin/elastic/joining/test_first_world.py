@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from colossal_hetero.plugin.elastic.first_world import a_world_has_formed, wait_for_the_first_world
-from tests.unit.plugin.test_new_kinds import SharedBoard
+from colossal_hetero.plugin.elastic.joining.first_world import a_world_has_formed, wait_for_the_first_world
+from tests.unit.plugin.elastic.joining.test_new_kinds import SharedBoard
 
 
 def test_all_go_on_when_the_last_one_comes(capsys: pytest.CaptureFixture[str]) -> None:
