@@ -10,9 +10,9 @@
   exist for a moment. The last block, which has the head, may need more for this moment than the others; only the last
   stage has it, which holds one micro-batch, so this part counts like its activations, as in ``layer_profile.py``.
 - ZeRO stage 1. Of ``state_factor`` bytes per byte of parameters, one is the parameters and one their gradients. The
-  rest is the optimizer's state (master copies and moments), of which a device keeps, and updates, one of ``zero_shards``
-  equal parts. Gradients are summed by a reduce-scatter and parameters returned by an all-gather, which together send
-  what a ring all-reduce sends (Rajbhandari et al., ZeRO, 2020, section 7.2.1).
+  rest is the optimizer's state (master copies and moments), of which a device keeps, and updates, one of
+  ``zero_shards`` equal parts. Gradients are summed by a reduce-scatter and parameters returned by an all-gather, which
+  together send what a ring all-reduce sends (Rajbhandari et al., ZeRO, 2020, section 7.2.1).
 """
 
 from __future__ import annotations
