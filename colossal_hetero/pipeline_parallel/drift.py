@@ -18,6 +18,7 @@ from ..planner.cluster.topology import Channel
 from ..planner.plans.plan import Plan, Replica, StagePlan
 from ..planner.profile.layer_costs import LayerCosts
 from ..planner.profile.layer_profile import ModelProfile
+from ..planner.profile.stage_costs import stage_costs
 from ..planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from ..planner.stages.split_methods import split
 
@@ -187,7 +188,17 @@ def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | Non
     whole = [_costs_of_mean(stage, plan.blocks) for stage in placed]
     if profile is not None and profile.blocks == plan.blocks:
         try:
-            whole = [profile.costs(stage.device, plan.tensor_parallel, plan.micro_batch) for stage in placed]
+            shards = len(plan.replicas) if plan.zero_stage else 1
+            whole = [
+                stage_costs(
+                    profile,
+                    stage.device,
+                    tensor_parallel=plan.tensor_parallel,
+                    micro_batch=plan.micro_batch,
+                    zero_shards=shards,
+                )
+                for stage in placed
+            ]
             basis = "profile"
         except ValueError:
             # The plan was made from another profile. Its means per stage are used instead.

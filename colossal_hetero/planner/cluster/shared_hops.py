@@ -8,18 +8,43 @@ are full duplex. Each message gets an equal share, at most the bandwidth of the 
 two such neighbors and others one, or pipelines differ, fewer messages may be on their way at times, so the result is an
 upper bound. Hops inside a node share what the node says that all transfers inside share; both devices of a hop send at
 the same time. As in ``all_reduce.py``, the bandwidth of a link between clusters is that of one pair of nodes.
+
+[Note: hops between unlike stages] A stage consists of one or more tensor-parallel groups, each of which runs an equal
+part of a micro-batch's samples, in order. A group sends the samples of another group directly to it. Between groups of
+degrees t and t', min(t, t') pairs of devices send each sample, as Colossal-AI's t pairs do in stages that are alike;
+the other devices of the larger group get it inside their node, which is not counted. Of two stages, the one with fewer
+groups has more samples per group, so each of its groups sends and receives a message of 1 / groups of the micro-batch.
+The hop takes as long as this message over the channel with the lowest bandwidth, of those to the groups that share its
+samples. A node's network carries as many such messages
+as its groups take part in; a group of the stage with more groups takes part in a fraction of a message. For equal
+degrees and one group per stage this is what Note: shared hops says.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from itertools import pairwise
+from typing import NamedTuple
 
 from .all_reduce import INSIDE, nic_bandwidth
 from .topology import Channel, Topology
 
-__all__ = ["hop_channels"]
+__all__ = ["StageNodes", "group_exchanges", "hop_channels", "stage_channels", "stage_loads", "unlike_hop_channels"]
+
+
+class StageNodes(NamedTuple):
+    """Where a stage is."""
+
+    nodes: tuple[int, ...]
+    """The node of each of its tensor-parallel groups."""
+    tensor_parallel: int
+    """Devices in each group."""
+
+
+Loads = dict[tuple[int, str], Fraction]
+"""Messages at the same time, by node and kind of network."""
 
 
 def hop_channels(topology: Topology, pipelines: Sequence[Sequence[int]]) -> list[list[Channel]]:
@@ -54,3 +79,87 @@ def hop_channels(topology: Topology, pipelines: Sequence[Sequence[int]]) -> list
         [shared(channel, hop) for channel, hop in zip(channels, pairwise(row), strict=True)]
         for row, channels in zip(nodes, plain, strict=True)
     ]
+
+
+def group_exchanges(senders: int, receivers: int) -> Iterator[tuple[int, int, Fraction]]:
+    """Which groups of two stages have samples in common: sender, receiver, and their share of the micro-batch."""
+    for sender in range(senders):
+        for receiver in range(receivers):
+            first = max(Fraction(sender, senders), Fraction(receiver, receivers))
+            last = min(Fraction(sender + 1, senders), Fraction(receiver + 1, receivers))
+            if first < last:
+                yield sender, receiver, last - first
+
+
+def unlike_hop_channels(topology: Topology, pipelines: Sequence[Sequence[StageNodes]]) -> list[list[Channel]]:
+    """The channel of each hop of each pipeline, ``[pipelines][stages − 1]``, if stages may differ.
+
+    It is for messages of what one group of the sending stage sends. See Note: hops between unlike stages.
+
+    Raises:
+        ValueError: Neighboring stages cannot reach each other.
+    """
+    loads = stage_loads(topology, pipelines)
+    return [[stage_channels(topology, a, b, loads) for a, b in pairwise(stages)] for stages in pipelines]
+
+
+def stage_loads(topology: Topology, pipelines: Sequence[Sequence[StageNodes]]) -> Loads:
+    """How many messages share a node's NICs of each kind, and its inside; as for :func:`unlike_hop_channels`."""
+    loads: Loads = {}
+    for stages in pipelines:
+        hops = [_hop_loads(topology, a, b) for a, b in pairwise(stages)]
+        for before, behind in zip(
+            [{}, *(arriving for _, arriving in hops)], [*(leaving for leaving, _ in hops), {}], strict=True
+        ):
+            # A stage takes part in one exchange at a time.
+            for end in before | behind:
+                loads[end] = loads.get(end, Fraction(0)) + max(
+                    before.get(end, Fraction(0)), behind.get(end, Fraction(0))
+                )
+    return loads
+
+
+def _hop_loads(topology: Topology, one: StageNodes, other: StageNodes) -> tuple[Loads, Loads]:
+    """The messages of a hop, at the nodes of both stages."""
+    pairs = min(one.tensor_parallel, other.tensor_parallel)
+    narrow = min(len(one.nodes), len(other.nodes))
+    ends: tuple[Loads, Loads] = ({}, {})
+    for sender, receiver, share in group_exchanges(len(one.nodes), len(other.nodes)):
+        hop = one.nodes[sender], other.nodes[receiver]
+        kind = INSIDE if hop[0] == hop[1] else topology.node_channel(*hop).kind
+        for node, load in zip(hop, ends, strict=True):
+            load[node, kind] = load.get((node, kind), Fraction(0)) + pairs * narrow * share
+    return ends
+
+
+def stage_channels(topology: Topology, one: StageNodes, other: StageNodes, loads: Loads) -> Channel:
+    """The channel of a hop for messages of what one group of the stage ``one`` sends, if networks have these loads.
+
+    Where ``loads`` are of other hops, at least the messages of this hop share a network.
+    """
+    own: Loads = {}
+    for load in _hop_loads(topology, one, other):
+        for end, messages in load.items():
+            own[end] = own.get(end, Fraction(0)) + messages
+    slowest = None
+    for sender, receiver, _ in group_exchanges(len(one.nodes), len(other.nodes)):
+        hop = one.nodes[sender], other.nodes[receiver]
+        channel = topology.node_channel(*hop)
+        if hop[0] == hop[1]:
+            end = hop[0], INSIDE
+            share = topology.nodes[hop[0]].inside_bytes_per_second / max(float(loads.get(end, 0)), float(own[end]))
+        else:
+            share = min(
+                nic_bandwidth(topology, node, channel)
+                / max(float(loads.get((node, channel.kind), 0)), float(own[node, channel.kind]))
+                for node in hop
+            )
+        channel = channel.limited(share)
+        if slowest is None or _slowness(channel) > _slowness(slowest):
+            slowest = channel
+    assert slowest is not None
+    return slowest.repeated(len(one.nodes) / min(len(one.nodes), len(other.nodes)))
+
+
+def _slowness(channel: Channel) -> tuple[float, float]:
+    return -channel.bytes_per_second, channel.latency_seconds

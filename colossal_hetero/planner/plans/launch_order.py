@@ -7,6 +7,7 @@ from ..layout.layout import naive_layout
 from ..profile.layer_profile import ModelProfile
 from .plan import Plan
 from .predict import predict_plan
+from .runnable import why_unlike_stages
 
 __all__ = ["compare_with_launch_order"]
 
@@ -24,9 +25,10 @@ def compare_with_launch_order(
 
     Returns:
         One line of text for the plan's notes. None if there is nothing to compare: the plan is in that order and has
-        equal stages, leaves devices idle, its replicas are not alike, or its schedule is not 1F1B.
+        equal stages, leaves devices idle, its replicas or the forms of its stages are not alike, it uses ZeRO, or its
+        schedule is not 1F1B.
     """
-    if plan.schedule != "1f1b":
+    if plan.schedule != "1f1b" or plan.zero_stage or why_unlike_stages(plan) is not None:
         return None
     degrees = (plan.tensor_parallel, len(plan.layers_per_stage), len(plan.replicas))
     if not plan.symmetric or plan.world_size != len(topology.devices):

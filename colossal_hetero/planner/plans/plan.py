@@ -7,7 +7,7 @@ in it are not checked.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -47,6 +47,12 @@ def _at_least_one(blocks: tuple[int, int], part: str) -> tuple[int, int]:
     return blocks
 
 
+def without_defaults(part: FilePart, content: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """``content`` without those of these fields that have their default value."""
+    left_out = {name for name in names if getattr(part, name) == type(part).model_fields[name].default}
+    return {name: value for name, value in content.items() if name not in left_out}
+
+
 class ChunkPlan(FilePart):
     """Consecutive blocks of a stage that holds several such chunks."""
 
@@ -77,8 +83,16 @@ class StagePlan(FilePart):
     device: Name
     """Kind of device."""
     ranks: Annotated[tuple[NonNegative, ...], Field(min_length=1)]
-    """Its tensor-parallel group. Devices are numbered in the order of the cluster file; if one rank is launched per
-    device, these are the numbers of the ranks."""
+    """Its tensor-parallel group; of a stage with a width, its groups one after the other. Devices are numbered in the
+    order of the cluster file; if one rank is launched per device, these are the numbers of the ranks."""
+    tensor_parallel: PositiveCount | None = None
+    """Ranks of each tensor-parallel group of this stage. None: as many as the plan says; files leave this out."""
+    width: PositiveCount = 1
+    """Tensor-parallel groups that divide the samples of each micro-batch equally among them. They sum their gradients
+    once per iteration, together with the other replicas. Files leave out 1."""
+    recompute: bool = False
+    """Whether only the inputs of blocks are kept until the backward pass, which runs the forward pass again. Files
+    leave out False."""
     node: str
     """Name of the node that the group is in."""
     forward_seconds: Seconds
@@ -119,7 +133,7 @@ class StagePlan(FilePart):
     def _one_of_both(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = write(self)
         content.pop("blocks" if self.chunks else "chunks", None)
-        return content
+        return without_defaults(self, content, ("tensor_parallel", "width", "recompute"))
 
     @property
     def block_ranges(self) -> tuple[tuple[int, int], ...]:
@@ -238,7 +252,10 @@ class Plan(FilePart):
     order_seconds: GraphSeconds | None = None
     """With the schedule ``zbv``: the times from which Colossal-AI orders the passes of all stages."""
     tensor_parallel: PositiveCount
-    """Ranks per stage and replica."""
+    """Ranks of each tensor-parallel group, where a stage says nothing else."""
+    zero_stage: Literal[0, 1] = 0
+    """ZeRO stage. In stage 1 each replica keeps an equal part of the optimizer's state of every block; the groups of a
+    stage with a width divide their replica's part. Files leave out 0."""
     micro_batch: PositiveCount
     """Samples per micro-batch."""
     global_batch: PositiveCount
@@ -263,11 +280,8 @@ class Plan(FilePart):
         return units
 
     @model_serializer(mode="wrap")
-    def _without_other_schedules(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        content: dict[str, Any] = write(self)
-        if self.order_seconds is None:
-            content.pop("order_seconds", None)
-        return content
+    def _without_what_it_does_not_use(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_defaults(self, write(self), ("order_seconds", "zero_stage"))
 
     @model_validator(mode="after")
     def _whole(self) -> Plan:
@@ -282,11 +296,7 @@ class Plan(FilePart):
                 )
             for index, stage in enumerate(replica.stages):
                 place = f"replicas[{number}].stages[{index}]"
-                if len(stage.ranks) != self.tensor_parallel:
-                    raise ValueError(
-                        f"{place} has {count(len(stage.ranks), 'rank')} ({', '.join(map(str, stage.ranks))}), but "
-                        f"tensor_parallel={self.tensor_parallel}; every stage needs a group of that size"
-                    )
+                self._check_groups(stage, place)
                 for rank in stage.ranks:
                     if rank in seen:
                         raise ValueError(
@@ -297,6 +307,22 @@ class Plan(FilePart):
                     seen[rank] = place
         self._check_samples()
         return self
+
+    def _check_groups(self, stage: StagePlan, place: str) -> None:
+        degree = self.degree(stage)
+        if len(stage.ranks) != degree * stage.width:
+            needed = "every stage needs a group of that size"
+            if stage.width > 1:
+                needed = f"with width={stage.width} it needs {stage.width} groups of that size"
+            raise ValueError(
+                f"{place} has {count(len(stage.ranks), 'rank')} ({', '.join(map(str, stage.ranks))}), but "
+                f"tensor_parallel={degree}; {needed}"
+            )
+        if self.micro_batch % stage.width:
+            raise ValueError(
+                f"{place} has width={stage.width}, but its {stage.width} groups cannot divide a micro-batch of "
+                f"{count(self.micro_batch, 'sample')} equally; the width must divide micro_batch"
+            )
 
     def _check_schedule(self) -> None:
         for number, replica in enumerate(self.replicas):
@@ -338,6 +364,15 @@ class Plan(FilePart):
                 "samples; change global_batch, micro_batch or the replicas' micro_batches"
             )
 
+    def degree(self, stage: StagePlan) -> int:
+        """Ranks of each tensor-parallel group of a stage."""
+        return stage.tensor_parallel or self.tensor_parallel
+
+    def groups(self, stage: StagePlan) -> tuple[tuple[int, ...], ...]:
+        """The tensor-parallel groups of a stage, ``[width][tensor parallel]``."""
+        degree = self.degree(stage)
+        return tuple(stage.ranks[start : start + degree] for start in range(0, len(stage.ranks), degree))
+
     @property
     def world_size(self) -> int:
         """Number of ranks in use."""
@@ -359,7 +394,7 @@ class Plan(FilePart):
     @property
     def rank_order(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Ranks by replica, stage and place in the tensor-parallel group, ``[replicas][stages][tensor parallel]``;
-        numbered in the order of the cluster file."""
+        numbered in the order of the cluster file. Stages with a width have the places of all their groups."""
         return tuple(tuple(stage.ranks for stage in replica.stages) for replica in self.replicas)
 
     @property
@@ -395,7 +430,8 @@ def load_plan(path: Path | str) -> Plan:
         ValueError: There is no such file, it is not JSON, has another schema version, or has fields that are wrong,
             missing or unknown (all of them are named); or the plan is not consistent: a block belongs to no stage or to
             two stages, the chunks are not in the stages where the schedule needs them, a rank is in two places, a group
-            has another size than ``tensor_parallel``, or the micro-batches do not make up the global batch.
+            has another size than its degree, a width does not divide the micro-batch, or the micro-batches do not make
+            up the global batch.
     """
     return load_json_file(path, Plan, kind="plan", schema=SCHEMA, remedy="plan again", other_kind=_other_kind)
 

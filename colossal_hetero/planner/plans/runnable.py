@@ -2,6 +2,8 @@
 
 Colossal-AI's 1F1B schedule needs at least one micro-batch per stage, and its other schedules a multiple of the number
 of stages. With 1F1B, replicas may have different stages and batches; in the other schedules all replicas are alike.
+Every stage is one tensor-parallel group of the plan's degree, and keeps its activations. ZeRO stage 1 is Colossal-AI's,
+which needs half precision.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from ...io.text import count, spans
 from ..schedules.pass_order import why_not_schedulable
 from .plan import Plan
 
-__all__ = ["NoPlanError", "enough_micro_batches", "why_not_runnable"]
+__all__ = ["NoPlanError", "enough_micro_batches", "why_not_runnable", "why_unlike_stages"]
 
 MAX_REPLICAS_SHOWN = 4
 MAX_STAGES_SHOWN = 12
@@ -55,6 +57,14 @@ def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
             f"the plan is for {plan.world_size} ranks, but {ranks} were started; start {plan.world_size}, or plan for "
             f"{count(ranks, 'device')}"
         )
+    unlike = why_unlike_stages(plan)
+    if unlike is not None:
+        return f"{unlike}, which cannot be run yet; plan again without --search-space whole"
+    if plan.zero_stage and plan.precision == "fp32":
+        return (
+            "the plan has zero_stage=1 with the precision fp32, which Colossal-AI refuses; plan from a profile in bf16 "
+            "or fp16, or without ZeRO"
+        )
     if not plan.symmetric and plan.schedule != "1f1b":
         return (
             f"the plan's {len(plan.replicas)} replicas are not alike ({_shapes(plan)}), which is possible with the "
@@ -69,6 +79,22 @@ def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
                 f"{who} has {count(micro_batches, 'micro-batch')} for {count(stages, 'stage')}, but {problem}; plan "
                 "with smaller micro-batches or a larger global batch"
             )
+    return None
+
+
+def why_unlike_stages(plan: Plan) -> str | None:
+    """In which way the first stage that is not one tensor-parallel group of the plan's degree, or that recomputes, is
+    special; None if there is no such stage.
+    """
+    for number, replica in enumerate(plan.replicas):
+        for index, stage in enumerate(replica.stages):
+            place = f"stage {index} of replica {number}"
+            if plan.degree(stage) != plan.tensor_parallel:
+                return f"{place} has tensor parallelism {plan.degree(stage)}, and the plan {plan.tensor_parallel}"
+            if stage.width > 1:
+                return f"{place} divides each micro-batch over {stage.width} tensor-parallel groups"
+            if stage.recompute:
+                return f"{place} runs its forward passes again in the backward passes"
     return None
 
 

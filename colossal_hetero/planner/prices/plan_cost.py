@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ..cluster.shared_hops import group_exchanges
 from ..cluster.topology import Topology
-from ..plans.plan import Plan
+from ..plans.plan import Plan, StagePlan
 from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
 
@@ -75,30 +75,38 @@ def _sent_bytes(topology: Topology, profile: ModelProfile, plan: Plan) -> list[t
         if cluster[one] != cluster[other]:
             sent.append((cluster[one], cluster[other], message))
 
-    costs = _costs(profile, plan)
     for replica in plan.replicas:
         for before, after in pairwise(replica.stages):
-            # Activations one way and their gradients the other; each member of a tensor-parallel group sends all.
-            message = 2.0 * replica.micro_batches * float(costs.output_bytes[before.blocks[1] - 1])
-            for one, other in zip(before.ranks, after.ranks, strict=True):
-                send(one, other, message)
+            # Activations one way and their gradients the other; each member of a tensor-parallel group sends all. If
+            # groups have different sizes, as many members send as the smaller group has.
+            of_a_group = _sizes(profile, plan, before).output_bytes[before.blocks[1] - 1]
+            message = 2.0 * replica.micro_batches * before.width * float(of_a_group)
+            senders, receivers = plan.groups(before), plan.groups(after)
+            for sender, receiver, share in group_exchanges(before.width, after.width):
+                for one, other in zip(senders[sender], receivers[receiver], strict=False):
+                    send(one, other, message * float(share))
     for block in range(plan.blocks):
-        for ring in _holders(plan, block):
-            message = 2.0 * (len(ring) - 1) / len(ring) * float(costs.gradient_bytes[block])
+        holders = _holders(plan, block)
+        groups = [group for stage in holders for group in plan.groups(stage)]
+        # With different degrees, there are as many rings as the smallest group has members, see gradient_times.py.
+        smallest = min(holders, key=plan.degree)
+        gradients = float(_sizes(profile, plan, smallest).gradient_bytes[block])
+        for place in range(plan.degree(smallest)):
+            ring = [group[place] for group in groups]
+            message = 2.0 * (len(ring) - 1) / len(ring) * gradients
             for one, other in zip(ring, [*ring[1:], ring[0]], strict=True):
                 send(one, other, message)
     return sent
 
 
-def _holders(plan: Plan, block: int) -> Sequence[Sequence[int]]:
-    """The ranks that sum the gradients of a block, by place in the tensor-parallel group."""
-    stages = [
+def _holders(plan: Plan, block: int) -> list[StagePlan]:
+    """The stages that sum the gradients of a block, one of each replica."""
+    return [
         next(stage for stage in replica.stages if any(start <= block < stop for start, stop in stage.block_ranges))
         for replica in plan.replicas
     ]
-    return list(zip(*(stage.ranks for stage in stages), strict=True))
 
 
-def _costs(profile: ModelProfile, plan: Plan) -> LayerCosts:
-    """Sizes of the model's blocks; they do not depend on the kind of device."""
-    return profile.costs(plan.replicas[0].stages[0].device, plan.tensor_parallel, plan.micro_batch)
+def _sizes(profile: ModelProfile, plan: Plan, stage: StagePlan) -> LayerCosts:
+    """Sizes of the model's blocks for a group of a stage; they do not depend on the kind of device."""
+    return profile.costs(stage.device, plan.degree(stage), plan.micro_batch // stage.width)

@@ -10,7 +10,7 @@ so that the planner does not choose by noise. If measured times rise with the mi
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -283,12 +283,19 @@ class ModelProfile(FilePart):
             ValueError: That kind, degree or micro-batch was not measured. The message says what was.
         """
         key = (device, tensor_parallel, micro_batch, speed)
+        return self.remembered(key, lambda: self._make_costs(*key))
+
+    def remembered(self, key: object, make: Callable[[], LayerCosts]) -> LayerCosts:
+        """What ``make`` returned when it was first called for this key. Its arrays are read-only from then on."""
         if key not in self._costs:
-            self._costs[key] = self._make_costs(*key)
+            self._costs[key] = made = make()
+            for value in vars(made).values():
+                if isinstance(value, np.ndarray):
+                    value.flags.writeable = False
         return self._costs[key]
 
     @functools.cached_property
-    def _costs(self) -> dict[tuple[str, int, int, float], LayerCosts]:
+    def _costs(self) -> dict[object, LayerCosts]:
         return {}
 
     @functools.cached_property
@@ -306,7 +313,7 @@ class ModelProfile(FilePart):
         inner = temporaries[self.before : self.layers - self.after].max()
         # The last stage holds one micro-batch, so what only its last layers need for a moment counts like activations.
         activations[-1] += max(temporaries[self.layers - self.after :].max(initial=0.0) - inner, 0.0)
-        costs = LayerCosts(
+        return LayerCosts(
             forward_seconds=self._by_block(forward),
             backward_seconds=self._by_block(backward),
             update_seconds=self._by_block(update),
@@ -319,10 +326,6 @@ class ModelProfile(FilePart):
             bucket_bytes=float(parameters.sum()),
             schedule_seconds=self._schedule_seconds(device, tensor_parallel, micro_batch) / speed,
         )
-        for value in vars(costs).values():
-            if isinstance(value, np.ndarray):
-                value.flags.writeable = False
-        return costs
 
     def _interpolated(self, device: str, tensor_parallel: int, micro_batch: int) -> NDArray[np.float64]:
         """Seconds of forward, backward and update, ``[3, layers]``."""

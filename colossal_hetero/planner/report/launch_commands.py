@@ -36,7 +36,8 @@ def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False)
         return f"# It cannot be run: {problem}.\n# It can be simulated: colossal-hetero simulate {path}"
     # Without equal replicas, parameters are not gathered while the model computes.
     gathered = ", overlap_allgather=True" if plan.symmetric else ""
-    options = f", zero_stage=1, overlap_communication=True{gathered}" if overlap else ""
+    options = ", zero_stage=1" if overlap or plan.zero_stage else ""
+    options += f", overlap_communication=True{gathered}" if overlap else ""
     lines = [
         *launch_lines(plan),
         "",
@@ -95,6 +96,8 @@ def _colossal_call(plan: Plan) -> list[str]:
     if order == "stages outside":
         arguments.append("dp_outside=False")
     arguments.append(f'precision="{plan.precision}"')
+    if plan.zero_stage:
+        arguments.append("zero_stage=1")
     lines = [
         "# the same with Colossal-AI alone, without balancing",
         "from colossalai.booster.plugin import HybridParallelPlugin",

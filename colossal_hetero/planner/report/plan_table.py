@@ -19,6 +19,7 @@ from ..plans.ranked_plan import RankedPlan
 __all__ = [
     "ReplicaGroup",
     "Row",
+    "form_in_words",
     "layout",
     "one_line",
     "ranges_in_words",
@@ -66,7 +67,7 @@ def replica_groups(plan: Plan) -> list[ReplicaGroup]:
 def _shown(stage: StagePlan) -> tuple[object, ...]:
     numbers = (stage.forward_seconds, stage.backward_seconds, stage.transfer_seconds, stage.schedule_seconds)
     return (
-        stage.device,
+        *_form(stage),
         stage.block_ranges,
         *(
             f"{number:.3g}"
@@ -102,6 +103,7 @@ def layout(plan: Plan) -> str:
     replicas = f"dp {parts[0]}" if len(shapes) == 1 else f"dp {len(plan.replicas)} = {' + '.join(parts)}"
     steps = f" × {counts.pop()}" if alike else ""
     schedule = "" if plan.schedule == "1f1b" else f" · {plan.schedule}"
+    schedule += " · ZeRO 1" if plan.zero_stage else ""
     return f"tp {plan.tensor_parallel} · {replicas} · micro-batch {plan.micro_batch}{steps}{schedule}"
 
 
@@ -111,15 +113,28 @@ def _pipeline(replica: Replica) -> str:
     The chunks of a stage are joined by "+": ``[A100-40 0-7 + 16-19 | V100-16 8-15 + 20-23]``.
     """
     parts = []
-    for (device, _), run in itertools.groupby(replica.stages, key=lambda stage: (stage.device, _layers(stage))):
+    for (device, *_), run in itertools.groupby(replica.stages, key=_form):
         stages = list(run)
         layers = " + ".join(
             str(start) if stop - start == 1 else f"{start}-{stop - 1}" for start, stop in _joined(stages)
         )
-        parts.append(f"{f'{len(stages)} × ' if len(stages) > 1 else ''}{device} {layers}")
+        parts.append(f"{f'{len(stages)} × ' if len(stages) > 1 else ''}{device}{form_in_words(stages[0])} {layers}")
     if len(parts) > MAX_PARTS:
         parts = [*parts[: MAX_PARTS - 2], "…", parts[-1]]
     return f"pp [{' | '.join(parts)}]"
+
+
+def _form(stage: StagePlan) -> tuple[object, ...]:
+    """What stages have in common that are shown together: kind of device, form and numbers of layers."""
+    return stage.device, stage.tensor_parallel, stage.width, stage.recompute, _layers(stage)
+
+
+def form_in_words(stage: StagePlan) -> str:
+    """What is special about a stage, e.g. " (tp 4, width 2, recompute)"; empty for most stages."""
+    parts = [f"tp {stage.tensor_parallel}"] if stage.tensor_parallel else []
+    parts += [f"width {stage.width}"] if stage.width > 1 else []
+    parts += ["recompute"] if stage.recompute else []
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _layers(stage: StagePlan) -> tuple[int, ...]:
@@ -150,7 +165,7 @@ class Row:
     stages: tuple[int, ...]
     """Numbers of the stages."""
     device: str
-    """Kind."""
+    """Kind, and what is special about the form of these stages."""
     nodes: tuple[str, ...]
     ranks: tuple[int, ...]
     """Of all these stages and replicas, ascending."""
@@ -177,7 +192,7 @@ def rows(plan: Plan) -> list[Row]:
         bubbles = group.first.bubble_shares
         stages = list(enumerate(group.first.stages))
         runs = (
-            [list(run) for _, run in itertools.groupby(stages, key=lambda each: (each[1].device, _layers(each[1])))]
+            [list(run) for _, run in itertools.groupby(stages, key=lambda each: _form(each[1]))]
             if fold
             else [[each] for each in stages]
         )
@@ -192,7 +207,7 @@ def rows(plan: Plan) -> list[Row]:
                     replicas=group.numbers,
                     micro_batches=group.first.micro_batches,
                     stages=tuple(numbers),
-                    device=members[0].device,
+                    device=f"{members[0].device}{form_in_words(members[0])}",
                     nodes=tuple(dict.fromkeys(stage.node for stage in every)),
                     ranks=tuple(sorted(rank for stage in every for rank in stage.ranks)),
                     block_ranges=_joined(members),
@@ -232,7 +247,8 @@ def _title(plan: Plan) -> Text:
         (plan.model, "bold"),
         f", {plan.precision}: {count(plan.blocks, 'layer')} on {count(plan.world_size, 'device')}, a global batch of "
         f"{count(plan.global_batch, 'sample')} as {count(len(plan.replicas), 'replica')} × {steps} of "
-        f"{plan.micro_batch}; method {plan.method}, tensor parallel {plan.tensor_parallel}{schedule}",
+        f"{plan.micro_batch}; method {plan.method}, tensor parallel {plan.tensor_parallel}{schedule}"
+        f"{', ZeRO stage 1' if plan.zero_stage else ''}",
     )
 
 

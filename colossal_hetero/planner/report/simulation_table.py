@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ...io.text import aligned, count, times
 from ..plans.simulate import PlanSimulation
-from .plan_table import layout, ranges_in_words, replica_groups, short_ranks
+from .plan_table import form_in_words, layout, ranges_in_words, replica_groups, short_ranks
 
 __all__ = ["render_replanning", "render_simulation"]
 
@@ -80,7 +80,12 @@ def _stages(simulation: PlanSimulation) -> Table:
         ranks = sorted(rank for replica in group.replicas for rank in replica.stages[index].ranks)
         number = f" (×{len(group.numbers)})" if len(group.numbers) > 1 else ""
         cells = [f"{short_ranks(group.numbers)}{number}" if index == 0 else ""] if many else []
-        cells += [str(index), stage.device, short_ranks(ranks), ranges_in_words(stage.block_ranges)]
+        cells += [
+            str(index),
+            f"{stage.device}{form_in_words(stage)}",
+            short_ranks(ranks),
+            ranges_in_words(stage.block_ranges),
+        ]
         cells += [column[row] for column in texts[: 4 if many else 3]]
         cells.append(f"{100 * columns[2][row] / whole:.0f}")
         table.add_row(*(Text(cell) for cell in cells))

@@ -12,7 +12,7 @@ from ..cluster.topology import Topology
 from ..plans.plan import Plan
 from ..plans.predict import predict_plan
 from ..plans.ranked_plan import ranking_seconds
-from ..plans.runnable import why_not_runnable
+from ..plans.runnable import why_not_runnable, why_unlike_stages
 from ..plans.simulate import PlanSimulation, simulate_plan, slowed
 from ..profile.as_profiled import as_profiled
 from ..profile.layer_profile import ModelProfile
@@ -57,10 +57,15 @@ def replan(
         transfers: Model of the transfers, see :mod:`~colossal_hetero.planner.stages.event_simulation`.
 
     Raises:
-        ValueError: The plan is not one for these machines or this profile, it does not use a slow rank, or a factor is
-            not above 0.
+        ValueError: The plan is not one for these machines or this profile, its stages have different forms or it uses
+            ZeRO, it does not use a slow rank, or a factor is not above 0.
     """
     before = slowed(plan, slow)
+    unlike = "it uses ZeRO stage 1" if plan.zero_stage else why_unlike_stages(plan)
+    if unlike is not None:
+        raise ValueError(
+            f"this plan cannot be compared with others on slower devices: {unlike}; make a new plan for these"
+        )
     devices, last = len(topology.devices), max(rank for group in _groups(plan) for rank in group)
     if last >= devices:
         raise ValueError(f"the plan uses rank {last}, but the cluster has only ranks 0 to {devices - 1}; give its own")

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster.topology import Channel
+from ..profile.layer_costs import LayerCosts
 from .pipeline import Slot
 
 __all__ = ["MAX_CUTS", "AllCuts", "CutTimes", "all_bounds"]
@@ -36,7 +37,8 @@ class CutTimes:
     step_seconds: NDArray[np.float64]
     """That each further micro-batch adds."""
     max_micro_batches: NDArray[np.int64]
-    """How many micro-batches fit in memory: 0 if not even one does."""
+    """How many micro-batches fit in memory: 0 if not even one does. A stage that may recompute does so if more fit
+    then: if there are fewer micro-batches than stages, it might not need to."""
 
     def seconds(self, micro_batches: int) -> NDArray[np.float64]:
         """Of an iteration; infinite where it does not fit in memory."""
@@ -106,15 +108,27 @@ class AllCuts:
             sums = slot.costs.cumulative
             work = sums.forward_seconds + sums.backward_seconds
             schedule = slot.costs.schedule_seconds * ((stage > 0) + (stage + 1 < stages))
-            state, activation = (each[stop] - each[start] for each in (sums.state_bytes, sums.activation_bytes))
-            most = np.full(len(self.bounds), _NO_LIMIT)
-            for in_flight in range(1, stages - stage + 1):
-                # Up to the last number, this is the number of micro-batches; with more of them no more are in flight.
-                too_much = state + in_flight * activation > slot.memory_bytes
-                most = np.where(too_much, np.minimum(most, in_flight - 1), most)
+            seconds = work[stop] - work[start] + schedule
+            most = self._max_micro_batches(stage, slot.costs, slot.memory_bytes)
+            if slot.recomputed is not None:
+                more = self._max_micro_batches(stage, *slot.recomputed)
+                again = more > most
+                forward = sums.forward_seconds[stop] - sums.forward_seconds[start]
+                seconds, most = np.where(again, seconds + forward, seconds), np.where(again, more, most)
             update = sums.update_seconds[stop] - sums.update_seconds[start]
-            self._stages[key] = _StageTimes(work[stop] - work[start] + schedule, update, most)
+            self._stages[key] = _StageTimes(seconds, update, most)
         return self._stages[key]
+
+    def _max_micro_batches(self, stage: int, costs: LayerCosts, memory_bytes: float) -> NDArray[np.int64]:
+        start, stop = self.bounds[:, stage], self.bounds[:, stage + 1]
+        sums = costs.cumulative
+        state, activation = (each[stop] - each[start] for each in (sums.state_bytes, sums.activation_bytes))
+        most = np.full(len(self.bounds), _NO_LIMIT)
+        for in_flight in range(1, self.bounds.shape[1] - stage):
+            # Up to the last number, this is the number of micro-batches; with more of them no more are in flight.
+            too_much = state + in_flight * activation > memory_bytes
+            most = np.where(too_much, np.minimum(most, in_flight - 1), most)
+        return most
 
     def _hop(self, stage: int, slot: Slot, channel: Channel) -> NDArray[np.float64]:
         key = stage, slot.costs, channel

@@ -83,7 +83,7 @@ class _DynamicProgram:
         self.stages = len(orders.depths)
         self.blocks = pipeline.blocks
         self.width = self.blocks - self.stages + 1
-        totals = [costs.cumulative for costs, _ in orders.kinds]
+        totals = [form.costs.cumulative for form in orders.kinds]
         self.work = np.array([total.forward_seconds + total.backward_seconds for total in totals])
         self.update = np.array([total.update_seconds for total in totals])
         # All (kind, incoming hop, outgoing hop) that occur, and the one of each exit at each depth.
@@ -95,28 +95,45 @@ class _DynamicProgram:
         self.exit_triples = np.split(which.reshape(-1), np.cumsum([len(part) for part in triples])[:-1])
         kinds, hops_in, hops_out = self.triples.T
         self.kinds = kinds
-        schedule = np.array([costs.schedule_seconds for costs, _ in orders.kinds])[kinds]
+        schedule = np.array([form.costs.schedule_seconds for form in orders.kinds])[kinds]
         self.ends = self.work[kinds] + orders.hop_seconds[hops_out] + (schedule * (hops_out != NO_HOP))[:, None]
         self.begins = self.work[kinds] - orders.hop_seconds[hops_in] - (schedule * (hops_in != NO_HOP))[:, None]
         # Only the first stage, which has no incoming hop, can start at block 0.
         self.begins[hops_in != NO_HOP, 0] = -np.inf
         self.windows = bool((np.diff(self.begins[:, :-1], axis=1) >= 0).all())
         self.earliest_by_memory = [self._earliest_by_memory(stage) for stage in range(self.stages)]
+        self.again: list[_Floats] | None = None
+        """By stage, what recomputation adds to a stage of each kind with blocks ``[a, b)``, ``[kinds, b, a]``. None if
+        no slot may recompute. See [Note: recomputation] in ``pipeline.py``."""
+        self.forward = np.array([total.forward_seconds for total in totals])
+        if any(form.recomputed is not None for form in orders.kinds):
+            self.windows = False
+            self.again = [self._again(stage) for stage in range(self.stages)]
 
     def _earliest_by_memory(self, stage: int) -> _Ints:
         """Earliest start of this stage by memory, for each triple and each end, ``[triples, blocks + 1]``."""
         in_flight = min(self.pipeline.micro_batches, self.stages - stage)
-        by_kind = [earliest_starts(costs, memory, in_flight) for costs, memory in self.orders.kinds]
+        by_kind = [earliest_starts(form, in_flight) for form in self.orders.kinds]
         return np.asarray(np.array(by_kind)[self.kinds])
+
+    def _again(self, stage: int) -> _Floats:
+        in_flight = min(self.pipeline.micro_batches, self.stages - stage)
+        start = np.arange(self.blocks + 1)
+        added = []
+        for form, forward in zip(self.orders.kinds, self.forward, strict=True):
+            fits = start >= earliest_starts(form._replace(recomputed=None), in_flight)[:, None]
+            added.append(np.where(fits, 0.0, forward[:, None] - forward))
+        return np.array(added)
 
     def times(self, min_seconds: float, max_seconds: float) -> _Floats:
         """Possible times of a stage between two values, ascending; of times that are equal within ``TOLERANCE``, only
         the longest.
         """
-        rows = [
-            (ends - begins[:, None])[np.triu_indices(len(ends), 1)]
-            for begins, ends in zip(self.begins, self.ends, strict=True)
-        ]
+        some = np.triu_indices(self.blocks + 1, 1)
+        rows = [(ends - begins[:, None])[some] for begins, ends in zip(self.begins, self.ends, strict=True)]
+        if self.again is not None:
+            again = [(forward - forward[:, None])[some] for forward in self.forward]
+            rows += [row + again[kind] for row, kind in zip(rows, self.kinds, strict=True)]
         return _distinct(np.concatenate(rows), min_seconds, max_seconds)
 
     def updates(self, min_seconds: float, max_seconds: float) -> _Floats:
@@ -196,9 +213,12 @@ class _DynamicProgram:
         ends = np.where(possible, self.ends.reshape(-1)[pairs], np.inf)
         last = np.minimum(stops - 1 - base[:, None], table_range.width - 1)
         if not self.windows:
-            return self._all_pairs(
-                values[depth.exits], self.begins[triples[:, None], starts[depth.exits]], ends, first, last, longest
-            )
+            begins = self.begins[triples[:, None], starts[depth.exits]]
+            again = None
+            if self.again is not None:
+                kinds = self.kinds[triples][:, None, None]
+                again = self.again[stage][kinds, stops[:, None, :], starts[depth.exits][:, :, None]]
+            return self._all_pairs(values[depth.exits], begins, ends, first, last, longest, again)
         length = last - first + 1
         ends[length <= 0] = np.inf
         level = np.frexp(np.maximum(length, 1))[1] - 1
@@ -215,15 +235,26 @@ class _DynamicProgram:
         return np.asarray(np.minimum(flat[left], flat[right]) + ends)
 
     def _all_pairs(
-        self, values: _Floats, begins: _Floats, ends: _Floats, first: _Ints, last: _Ints, longest: float
+        self,
+        values: _Floats,
+        begins: _Floats,
+        ends: _Floats,
+        first: _Ints,
+        last: _Ints,
+        longest: float,
+        again: _Floats | None,
     ) -> _Floats:
-        """As :meth:`_extended`, without the assumption that the allowed starts are a window: tries every start."""
+        """As :meth:`_extended`, without the assumption that the allowed starts are a window: tries every start.
+
+        ``again`` is what recomputation adds for each exit, start and end, ``[exits, width, width]``.
+        """
         place = np.arange(values.shape[1])[:, None]
         extended = np.empty_like(values)
         for row in range(len(values)):
+            added = 0.0 if again is None else again[row]
             allowed = (place >= first[row]) & (place <= last[row])
-            allowed &= ends[row] - begins[row][:, None] <= longest * (1 + ROUNDING)
-            extended[row] = np.where(allowed, values[row][:, None], np.inf).min(axis=0)
+            allowed &= ends[row] - begins[row][:, None] + added <= longest * (1 + ROUNDING)
+            extended[row] = np.where(allowed, values[row][:, None] + added, np.inf).min(axis=0)
         return extended + ends
 
     def _backtrack(self, tables: Sequence[_Floats], earliest: _Ints, longest: float, table_range: _TableRange) -> Split:
@@ -241,6 +272,8 @@ class _DynamicProgram:
             inside = (starts >= stage) & (starts < end)
             starts = np.clip(starts, 0, self.blocks)
             times = self.ends[triples, end][:, None] - self.begins[triples[:, None], starts]
+            if self.again is not None:
+                times = times + self.again[stage][self.kinds[triples][:, None], end, starts]
             first = np.maximum(earliest[triples, end], self.earliest_by_memory[stage][triples, end])[:, None]
             inside &= (starts >= first) & (times <= longest * (1 + ROUNDING))
             sums = np.where(inside, tables[stage][nodes] + times, np.inf)
@@ -459,8 +492,8 @@ class _Relaxation:
 
     def __init__(self, orders: Orders) -> None:
         left = orders.depths[0].left[0]
-        work = np.array([costs.forward_seconds + costs.backward_seconds for costs, _ in orders.kinds])
-        update = np.array([costs.update_seconds for costs, _ in orders.kinds])
+        work = np.array([form.costs.forward_seconds + form.costs.backward_seconds for form in orders.kinds])
+        update = np.array([form.costs.update_seconds for form in orders.kinds])
         self.count = left
         self.work, self.rate, self.smallest, lowest = _relaxed_bounds(work, left)
         self.hop = float(orders.hop_seconds[_hops_used(orders), 1:-1].min()) if len(orders.depths) > 1 else 0.0

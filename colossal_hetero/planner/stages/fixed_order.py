@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
-from .pipeline import Slot, Split
+from .pipeline import Slot, SlotForm, Split
 
 __all__ = ["split_in_order"]
 
@@ -76,15 +76,14 @@ def _stage_seconds(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches
     seconds = []
     for stage, (slot, after) in enumerate(zip(slots, [*hops, None], strict=True)):
         in_flight = min(micro_batches, stages - stage)
-        seconds.append(_seconds_of_stage(slot.costs, slot.memory_bytes, in_flight, before, after))
+        seconds.append(_seconds_of_stage(slot.kind, in_flight, before, after))
         before = None if after is None else (slot.costs, after)
     return np.stack(seconds)
 
 
 @functools.lru_cache(maxsize=512)
 def _seconds_of_stage(
-    costs: LayerCosts,
-    memory_bytes: float,
+    form: SlotForm,
     in_flight: int,
     before: tuple[LayerCosts, Channel] | None,
     after: Channel | None,
@@ -92,22 +91,32 @@ def _seconds_of_stage(
     """One stage of :func:`_stage_seconds`, ``[a, b]``.
 
     Args:
-        costs: Of the blocks in the stage's slot.
-        memory_bytes: Of the slot.
+        form: Costs of the blocks in the stage's slot, and its memory.
         in_flight: Micro-batches whose activations the stage holds.
         before: The costs in the slot before, and the channel from there; None for the first stage.
         after: The channel to the next stage; None for the last one.
     """
+    costs = form.costs
     blocks = len(costs.forward_seconds)
     nothing = np.zeros(blocks + 1)
     received = nothing if before is None else before[0].hop_seconds(before[1])
     sent = nothing if after is None else costs.hop_seconds(after)
     work = np.concatenate([[0.0], np.cumsum(costs.forward_seconds + costs.backward_seconds)])
-    held = np.concatenate([[0.0], np.cumsum(costs.state_bytes + in_flight * costs.activation_bytes)])
     each = (work + sent)[None, :] - (work - received)[:, None]
     each += costs.schedule_seconds * ((before is not None) + (after is not None))
-    possible = np.triu(np.ones(each.shape, dtype=bool), 1) & (held[None, :] - held[:, None] <= memory_bytes)
-    return np.where(possible, each, np.inf)
+    some = np.triu(np.ones(each.shape, dtype=bool), 1)
+    seconds = np.where(some & _fit(costs, form.memory_bytes, in_flight), each, np.inf)
+    if form.recomputed is not None:
+        again = costs.cumulative.forward_seconds
+        possible = some & _fit(*form.recomputed, in_flight) & ~np.isfinite(seconds)
+        seconds = np.where(possible, each + (again[None, :] - again[:, None]), seconds)
+    return seconds
+
+
+def _fit(costs: LayerCosts, memory_bytes: float, in_flight: int) -> NDArray[np.bool_]:
+    """Whether the blocks ``[a, b)`` fit in memory, ``[a, b]``."""
+    held = np.concatenate([[0.0], np.cumsum(costs.state_bytes + in_flight * costs.activation_bytes)])
+    return np.asarray(held[None, :] - held[:, None] <= memory_bytes)
 
 
 def _min_longest(seconds: _Floats) -> float:

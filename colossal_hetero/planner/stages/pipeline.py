@@ -35,6 +35,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,27 @@ from numpy.typing import NDArray
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
 
-__all__ = ["Pipeline", "PipelineCost", "Slot", "Split", "earliest_starts", "evaluate", "evaluate_stages"]
+__all__ = ["Pipeline", "PipelineCost", "Slot", "SlotForm", "Split", "earliest_starts", "evaluate", "evaluate_stages"]
+
+
+class SlotForm(NamedTuple):
+    """What decides the time and the memory of a stage in a slot.
+
+    It can be a dictionary key, because ``LayerCosts`` objects are compared by identity.
+    """
+
+    costs: LayerCosts
+    """Time and memory of each block."""
+    memory_bytes: float
+    """Memory that may be used on each device, in bytes."""
+    recomputed: tuple[LayerCosts, float] | None = None
+    """Both if the stage recomputes; see [Note: recomputation]. None: it may not."""
+
+
+# [Note: recomputation]
+# A stage that runs its forward passes again in the backward passes needs less memory and never less time. So it does
+# not recompute if it fits without, and recomputes if it fits only so. This holds for each stage alone, because neither
+# what it sends nor its optimizer's step depend on it.
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,14 +76,13 @@ class Slot:
     """Time and memory of each block in this slot."""
     memory_bytes: float
     """Memory that may be used on each device, in bytes."""
+    recomputed: tuple[LayerCosts, float] | None = None
+    """Costs and memory if the stage recomputes; see [Note: recomputation]. None: it may not."""
 
     @property
-    def kind(self) -> tuple[LayerCosts, float]:
-        """The costs object and the memory: slots with equal values are interchangeable, except for their channels.
-
-        It can be a dictionary key, because ``LayerCosts`` objects are compared by identity.
-        """
-        return self.costs, self.memory_bytes
+    def kind(self) -> SlotForm:
+        """Slots with equal values are interchangeable, except for their channels."""
+        return SlotForm(self.costs, self.memory_bytes, self.recomputed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +142,8 @@ class PipelineCost:
     """Whether every stage fits in the memory of its slot."""
     seconds: float
     """Time of an iteration: ``Σ t + (K − 1)·max t`` (see ``stage_seconds``) plus the longest update."""
+    recompute: tuple[bool, ...] = ()
+    """Whether each stage recomputes. Empty if no slot may."""
 
     @property
     def stage_seconds(self) -> tuple[float, ...]:
@@ -157,25 +179,32 @@ def evaluate_stages(
         micro_batches: Per iteration, K.
         bounds: First block of each stage, and the number of blocks at the end, ``[stages + 1]``.
     """
-    forward, backward, schedule, update, memory = [], [], [], [], []
+    forward, backward, schedule, update, memory, recompute = [], [], [], [], [], []
     stages = len(slots)
+    fits = True
     sent = [0.0]
     for s, slot in enumerate(slots):
-        costs = slot.costs
+        costs, available = slot.costs, slot.memory_bytes
         start, stop = bounds[s], bounds[s + 1]
-        forwards, backwards, updates, states, activations = costs.running_totals
+        in_flight = min(micro_batches, stages - s)
+        used = _bytes_used(costs, start, stop, in_flight)
+        again = slot.recomputed is not None and used > available
+        if slot.recomputed is not None and again:
+            costs, available = slot.recomputed
+            used = _bytes_used(costs, start, stop, in_flight)
+        recompute.append(again)
+        memory.append(used)
+        fits = fits and used <= available
+        forwards, backwards, updates, _, _ = costs.running_totals
         forward.append(forwards[stop] - forwards[start])
         backward.append(backwards[stop] - backwards[start])
         schedule.append(costs.schedule_seconds * ((s > 0) + (s + 1 < stages)))
         update.append(updates[stop] - updates[start])
-        in_flight = min(micro_batches, stages - s)
-        memory.append(states[stop] - states[start] + in_flight * (activations[stop] - activations[start]))
         if s + 1 < stages:
             sent.append(_seconds_sent(hops[s], float(costs.output_bytes[stop - 1])))
     sent.append(0.0)
     transfer = [before + after for before, after in itertools.pairwise(sent)]
     times = [sum(parts) for parts in zip(forward, backward, transfer, schedule, strict=True)]
-    fits = all(used <= slot.memory_bytes for used, slot in zip(memory, slots, strict=True))
     return PipelineCost(
         forward_seconds=tuple(forward),
         backward_seconds=tuple(backward),
@@ -186,7 +215,14 @@ def evaluate_stages(
         memory_bytes=tuple(memory),
         fits=fits,
         seconds=sum(times) + (micro_batches - 1) * max(times) + max(update),
+        recompute=tuple(recompute) if any(slot.recomputed is not None for slot in slots) else (),
     )
+
+
+def _bytes_used(costs: LayerCosts, start: int, stop: int, in_flight: int) -> float:
+    """Bytes of state and kept activations of the blocks ``[start, stop)``."""
+    _, _, _, states, activations = costs.running_totals
+    return states[stop] - states[start] + in_flight * (activations[stop] - activations[start])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -195,13 +231,15 @@ def _seconds_sent(channel: Channel, message_bytes: float) -> float:
     return channel.seconds(message_bytes)
 
 
-def earliest_starts(costs: LayerCosts, memory_bytes: float, in_flight: int) -> NDArray[np.int_]:
+def earliest_starts(form: SlotForm, in_flight: int) -> NDArray[np.int_]:
     """First block that a stage can have, by memory, for each end of the stage, ``[blocks + 1]``.
 
     Args:
-        costs: Costs of the blocks in the stage's slot.
-        memory_bytes: Memory that may be used on each device.
+        form: Costs of the blocks in the stage's slot, and its memory.
         in_flight: Number of micro-batches whose activations the stage holds.
     """
-    total = costs.cumulative.state_bytes + in_flight * costs.cumulative.activation_bytes
-    return np.asarray(np.searchsorted(total, total - memory_bytes, side="left"))
+    total = form.costs.cumulative.state_bytes + in_flight * form.costs.cumulative.activation_bytes
+    earliest = np.searchsorted(total, total - form.memory_bytes, side="left")
+    if form.recomputed is not None:
+        earliest = np.minimum(earliest, earliest_starts(SlotForm(*form.recomputed), in_flight))
+    return np.asarray(earliest)

@@ -122,7 +122,7 @@ def _earliest_by_memory(pipeline: Pipeline, order: Sequence[int]) -> NDArray[np.
     earliest = []
     for stage, slot in enumerate(pipeline.slots[index] for index in order):
         in_flight = min(pipeline.micro_batches, len(order) - stage)
-        earliest.append(earliest_starts(slot.costs, slot.memory_bytes, in_flight))
+        earliest.append(earliest_starts(slot.kind, in_flight))
     return np.array(earliest)
 
 

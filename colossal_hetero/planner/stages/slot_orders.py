@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
-from .pipeline import Pipeline
+from .pipeline import Pipeline, SlotForm
 
 __all__ = ["Depth", "Orders", "TooManyOrders", "all_orders", "one_order"]
 
@@ -74,8 +74,8 @@ class Orders:
 
     depths: tuple[Depth, ...]
     """One depth per stage."""
-    kinds: tuple[tuple[LayerCosts, float], ...]
-    """Costs and memory in bytes of each kind of slot."""
+    kinds: tuple[SlotForm, ...]
+    """Costs and memory of each kind of slot."""
     hop_seconds: NDArray[np.float64]
     """Time of each hop for each place of the cut, ``[hops, blocks + 1]``. Hop 0 takes no time."""
     groups: tuple[tuple[tuple[int, ...], ...], ...] | None
@@ -256,9 +256,9 @@ def _flat(nested: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(sorted(slot for slots in nested for slot in slots))
 
 
-def _kinds(pipeline: Pipeline) -> tuple[tuple[tuple[LayerCosts, float], ...], list[int]]:
+def _kinds(pipeline: Pipeline) -> tuple[tuple[SlotForm, ...], list[int]]:
     """The different kinds of slots, and the number of each slot's kind."""
-    numbers: dict[tuple[LayerCosts, float], int] = {}
+    numbers: dict[SlotForm, int] = {}
     of_slot = [numbers.setdefault(slot.kind, len(numbers)) for slot in pipeline.slots]
     return tuple(numbers), of_slot
 

@@ -57,6 +57,11 @@ def arguments_from_plan(plan: Plan, replica: Replica, given: Mapping[str, Any]) 
             raise ValueError(f"{name}={value!r} contradicts the plan, which has {planned!r}; leave it out")
     if given.get("scheduler_nodes") is not None:
         raise ValueError("scheduler_nodes follow from the plan; leave them out")
+    if plan.zero_stage and not given.get("zero_stage"):
+        raise ValueError(
+            "the plan counts on ZeRO stage 1, without which its stages need more memory; give zero_stage=1, or plan "
+            "without it"
+        )
     if plan.order_seconds is not None:
         only_pipelines["scheduler_nodes"] = zero_bubble_nodes(pp_size, micro_batches, plan.order_seconds)
     return {**given, **follows, **(only_pipelines if pp_size > 1 else {})}

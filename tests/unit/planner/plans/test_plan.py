@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.plans.plan import Plan, Replica, StagePlan, load_plan, save_plan
+from colossal_hetero.planner.plans.runnable import why_not_runnable
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from tests.support.changed_files import error_after, put
@@ -226,3 +227,59 @@ def test_ranks_are_renumbered_where_devices_are_left_out() -> None:
     some = plan(replica(stage(0, 3, (9, 4)), stage(3, 6, (2, 7))))
     assert some.launched_order == (((3, 1), (0, 2)),)
     assert some.world_size == 4
+
+
+def test_stages_of_other_forms(tmp_path: Path) -> None:
+    wide = plan(
+        replica(stage(0, 4, (0, 1), width=2), stage(4, 6, (2, 3, 4, 5), tensor_parallel=4, recompute=True)),
+        tensor_parallel=1,
+        zero_stage=1,
+    )
+    path = tmp_path / "plan.json"
+    save_plan(wide, path)
+    assert load_plan(path) == wide
+    assert wide.world_size == 6
+    first, second = wide.replicas[0].stages
+    assert wide.groups(first) == ((0,), (1,)) and wide.groups(second) == ((2, 3, 4, 5),)
+    assert [wide.degree(each) for each in (first, second)] == [1, 4]
+
+
+def test_files_do_not_mention_forms_that_they_do_not_use(tmp_path: Path) -> None:
+    save_plan(plan(), tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert "zero_stage" not in content
+    for name in ("tensor_parallel", "width", "recompute"):
+        assert name not in content["replicas"][0]["stages"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 2}, r"stages\[0\] has 1 rank \(0\), but tensor_parallel=1; with width=2 it needs 2 groups"),
+        ({"width": 3, "ranks": (0, 7, 8)}, r"width=3, but its 3 groups cannot divide a micro-batch of 2 samples"),
+        ({"tensor_parallel": 2}, r"has 1 rank \(0\), but tensor_parallel=2; every stage needs a group of that size"),
+    ],
+)
+def test_forms_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    first = stage(0, 4, (0,)).model_copy(update=changes)
+    with pytest.raises(ValueError, match=message):
+        plan(replica(first, stage(4, 6, (1,))), tensor_parallel=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": (1, 2), "width": 2}, "stage 1 of replica 0 divides each micro-batch over 2 tensor-parallel groups"),
+        ({"ranks": (1, 2), "tensor_parallel": 2}, "stage 1 of replica 0 has tensor parallelism 2, and the plan 1"),
+        ({"recompute": True}, "stage 1 of replica 0 runs its forward passes again"),
+    ],
+)
+def test_stages_of_other_forms_cannot_be_run(changes: dict[str, Any], message: str) -> None:
+    second = stage(4, 6, (1,)).model_copy(update=changes)
+    made = plan(replica(stage(0, 4, (0,)), second), tensor_parallel=1)
+    assert message in (why_not_runnable(made) or "")
+
+
+def test_zero_stage_1_needs_half_precision() -> None:
+    assert "zero_stage=1 with the precision fp32" in (why_not_runnable(plan(zero_stage=1)) or "")
+    assert why_not_runnable(plan(zero_stage=1, precision="bf16")) is None

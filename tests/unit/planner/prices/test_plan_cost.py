@@ -33,7 +33,11 @@ def zones() -> Topology:
 
 def model(degrees: tuple[int, ...] = (1, 2)) -> ModelProfile:
     """Four blocks of a second per micro-batch, with gradients of 2 GB and outputs of 3 GB per sample."""
-    times = tuple(layer_times("gpu", (0.0, 1.0, 1.0, 1.0, 1.0, 0.0), tensor_parallel=degree) for degree in degrees)
+    times = tuple(
+        layer_times("gpu", (0.0, 1.0, 1.0, 1.0, 1.0, 0.0), tensor_parallel=degree, micro_batch=size)
+        for degree in degrees
+        for size in (1, 2)
+    )
     sizes = tuple(
         LayerSizes(
             tensor_parallel=degree,
@@ -66,6 +70,30 @@ def test_replicas_send_their_gradients_around_a_ring() -> None:
     gradients = float(model().costs("gpu", 1, 1).gradient_bytes.sum()) / 1e9
     # The ring of three crosses the zones twice, with 2 · (3 − 1) / 3 of all gradients each time.
     assert plan_cost(zones(), model(), plan).egress_dollars == pytest.approx(2 * 4 / 3 * gradients * 0.5)
+
+
+def test_stages_of_different_degree_and_width() -> None:
+    """One device with all samples, before two groups of one device each, in the other zone; in two pipelines."""
+    plan = predict_plan(zones(), model(), [[[0], [4]], [[1], [6]]], micro_batch=2, global_batch=4)
+    wide = tuple(
+        replica.model_copy(
+            update={"stages": (replica.stages[0], replica.stages[1].model_copy(update={"ranks": ranks, "width": 2}))}
+        )
+        for replica, ranks in zip(plan.replicas, [(4, 5), (6, 7)], strict=True)
+    )
+    cost = plan_cost(zones(), model(), plan.model_copy(update={"replicas": wide}))
+    # Of 6 GB of each micro-batch, half goes to each group, and back; gradients stay in their zones.
+    assert cost.egress_dollars == pytest.approx(2 * 2 * 6 * 0.5)
+    mixed = [
+        replica.stages[1].model_copy(update={"ranks": ranks, "tensor_parallel": 2})
+        for replica, ranks in zip(plan.replicas, [(4, 5), (6, 7)], strict=True)
+    ]
+    replicas = tuple(
+        replica.model_copy(update={"stages": (replica.stages[0], stage)})
+        for replica, stage in zip(plan.replicas, mixed, strict=True)
+    )
+    cost = plan_cost(zones(), model(), plan.model_copy(update={"replicas": replicas}))
+    assert cost.egress_dollars == pytest.approx(2 * 2 * 6 * 0.5)
 
 
 def test_a_part_of_the_nodes_is_taken() -> None:

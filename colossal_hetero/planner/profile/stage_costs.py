@@ -1,0 +1,99 @@
+"""Costs of a model's blocks in a stage of any form: several groups, recomputation, a divided optimizer state.
+
+[Note: costs of a stage]
+
+- Width. A stage with the width w consists of w tensor-parallel groups, each of which runs micro_batch / w samples of
+  every micro-batch. Times and activations are those of so many samples. State, gradients and the optimizer's step are
+  those of one group, because each group has all parameters of the stage.
+- Recomputation. A block keeps only its input: what the block before sends, and of the first block what it sends itself.
+  The backward pass runs the forward pass again, so it takes one forward pass longer. Then all activations of one block
+  exist for a moment. The last block, which has the head, may need more for this moment than the others; only the last
+  stage has it, which holds one micro-batch, so this part counts like its activations, as in ``layer_profile.py``.
+- ZeRO stage 1. Of ``state_factor`` bytes per byte of parameters, one is the parameters and one their gradients. The
+  rest is the optimizer's state (master copies and moments), of which a device keeps, and updates, one of
+  ``zero_shards`` equal parts. Gradients are summed by a reduce-scatter and parameters returned by an all-gather, which
+  together send what a ring all-reduce sends (Rajbhandari et al., ZeRO, 2020, section 7.2.1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from .layer_costs import LayerCosts
+from .layer_profile import ModelProfile
+
+__all__ = ["stage_costs"]
+
+WHOLE_FACTOR = 2.0
+"""Bytes of parameters and of gradients, per byte of parameters, which ZeRO stage 1 does not divide."""
+
+
+def stage_costs(
+    profile: ModelProfile,
+    device: str,
+    *,
+    tensor_parallel: int,
+    micro_batch: int,
+    speed: float = 1.0,
+    width: int = 1,
+    recompute: bool = False,
+    zero_shards: int = 1,
+) -> LayerCosts:
+    """Costs per block, ``[blocks]``, and device of a stage of this form; see [Note: costs of a stage].
+
+    ``output_bytes`` is what each group sends: that of its own samples. The same arguments return the same object, and
+    without width, recomputation and shards it is that of :meth:`.ModelProfile.costs`.
+
+    Args:
+        profile: Times and sizes of the model's layers.
+        device: Kind of device.
+        tensor_parallel: Devices in each group.
+        micro_batch: Samples per micro-batch, of all groups together.
+        speed: Share of its kind's speed that the slowest device reaches.
+        width: Number of groups.
+        recompute: Whether the backward pass runs the forward pass again.
+        zero_shards: Into how many parts the optimizer's state is divided.
+
+    Raises:
+        ValueError: The micro-batch cannot be divided by the width, ``zero_shards`` is below 1, or that kind, degree or
+            number of samples was not measured. The message says what was.
+    """
+    if width < 1 or micro_batch % width:
+        raise ValueError(
+            f"width={width} does not divide micro_batch={micro_batch}; each group of a stage runs equally many samples"
+        )
+    if zero_shards < 1:
+        raise ValueError(f"zero_shards={zero_shards}: must be at least 1")
+    costs = profile.costs(device, tensor_parallel, micro_batch // width, speed)
+    if recompute:
+        costs = profile.remembered((costs, "recompute"), lambda: _recomputed(costs))
+    if zero_shards > 1:
+        whole = costs
+        costs = profile.remembered(
+            (whole, "shards", zero_shards), lambda: _divided(whole, profile.state_factor, zero_shards)
+        )
+    return costs
+
+
+def _recomputed(costs: LayerCosts) -> LayerCosts:
+    activations, outputs = costs.activation_bytes, costs.output_bytes
+    kept = np.concatenate([outputs[:1], outputs[:-1]])
+    for_a_moment = float(activations[: max(len(activations) - 1, 1)].max())
+    kept[-1] += max(float(activations[-1]) - for_a_moment, 0.0)
+    return dataclasses.replace(
+        costs,
+        backward_seconds=costs.backward_seconds + costs.forward_seconds,
+        activation_bytes=kept,
+        temporary_bytes=costs.temporary_bytes + for_a_moment,
+    )
+
+
+def _divided(costs: LayerCosts, state_factor: float, shards: int) -> LayerCosts:
+    whole = min(WHOLE_FACTOR / state_factor, 1.0)
+    return dataclasses.replace(
+        costs,
+        state_bytes=costs.state_bytes * (whole + (1.0 - whole) / shards),
+        update_seconds=costs.update_seconds / shards,
+    )
