@@ -42,12 +42,13 @@ RULES: dict[str, set[str]] = {
     "planner/candidates": {
         *("planner/cluster", "planner/profile", "planner/stages", "planner/plans", "planner/slots"),
     },
+    "planner/bounds": {"planner/cluster", "planner/plans", "planner/slots"},
     "planner/search": {
         *("io", "planner/cluster", "planner/profile", "planner/stages", "planner/schedules", "planner/layout"),
-        *("planner/plans", "planner/chunks", "planner/slots", "planner/candidates"),
+        *("planner/plans", "planner/chunks", "planner/slots", "planner/candidates", "planner/bounds"),
     },
     "planner/prices": {
-        *("planner/cluster", "planner/profile", "planner/plans", "planner/slots", "planner/search"),
+        *("planner/cluster", "planner/profile", "planner/plans", "planner/slots", "planner/bounds", "planner/search"),
     },
     "planner/report": {
         "io",

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from ..cluster.topology import Topology
 from ..plans.plan import Plan
-from ..profile.as_profiled import as_profiled
 from ..profile.layer_profile import ModelProfile
 from ..search.make_plans import make_plans
-from ..search.settings import degrees_to_try, micro_batch_sizes, slot_pools
+from ..search.settings import search_space
 from .node_choice import NodeType, choices, node_types, taken
 from .plan_cost import HOUR, PlanCost, check_prices, plan_cost
 from .time_bounds import time_bounds
@@ -72,9 +71,7 @@ def pareto_front(
     """
     check_prices(topology)
     begin = time.monotonic()
-    known = as_profiled(topology, profile)
-    sizes = micro_batch_sizes(profile, global_batch, micro_batches)
-    pools = slot_pools(known, profile, global_batch, sizes, degrees_to_try(known, profile, tensor_parallel))
+    known, pools = search_space(topology, profile, global_batch, micro_batches, tensor_parallel)
     types = node_types(known)
     counts = choices(types)
     seconds = time_bounds(known, pools, types, counts)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..cluster.topology import Topology
-from ..profile.as_profiled import as_profiled
 from ..profile.layer_profile import ModelProfile
-from ..search.settings import degrees_to_try, micro_batch_sizes, slot_pools
+from ..search.settings import search_space
 from .node_choice import node_types
 from .time_bounds import time_bounds
 
@@ -32,9 +31,7 @@ def proved_gap(
         profile: See :func:`.make_plans.make_plans`, as are ``global_batch``, ``micro_batches`` and ``tensor_parallel``.
         iteration_seconds: Of a plan.
     """
-    known = as_profiled(topology, profile)
-    sizes = micro_batch_sizes(profile, global_batch, micro_batches)
-    pools = slot_pools(known, profile, global_batch, sizes, degrees_to_try(known, profile, tensor_parallel))
+    known, pools = search_space(topology, profile, global_batch, micro_batches, tensor_parallel)
     types = node_types(known)
     # With more nodes, no bound is larger. So that of all nodes holds for every choice.
     everything = np.array([[len(each.nodes) for each in types]])

@@ -1,7 +1,7 @@
 """Lower bounds on the time of any plan that uses given numbers of nodes.
 
 [Note: a bound for all plans] Let ρ[t] be the time that a slot of kind t needs at least for a whole micro-batch (see
-[Note: a lower bound on a pipeline's time] in ``search/lower_bounds.py``): for a share σ of the model's work it needs at
+[Note: a lower bound on a pipeline's time] in ``bounds/pipeline_bounds.py``): for a share σ of the model's work it needs at
 least σ·ρ[t]. Let P = Σ 1/ρ over all slots, and K the number of micro-batches of an iteration of T seconds.
 
 - Work over speed. A slot of a pipeline with K_p micro-batches takes at least K_p·σ·ρ ≤ T. Summed over its slots, whose
@@ -27,8 +27,8 @@ from itertools import combinations_with_replacement, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bounds.pipeline_bounds import PipelineBounds
 from ..cluster.topology import Topology
-from ..search.lower_bounds import PipelineBounds
 from ..slots.placement import SlotPool
 from .node_choice import NodeType
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bounds.pipeline_bounds import PipelineBounds
 from ..plans.runnable import enough_micro_batches
 from ..slots.placement import SlotPool
 from ..slots.tp_groups import compositions, divisors
-from .lower_bounds import PipelineBounds
 
 __all__ = ["EqualRows", "Shape", "mixed_shapes", "shapes"]
 

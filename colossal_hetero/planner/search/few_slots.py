@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bounds.pipeline_bounds import PipelineBounds
 from ..candidates.draft import Draft, DraftBuilder
 from ..candidates.placed_pipelines import PlacedPipelines, Rows
 from ..plans.runnable import enough_micro_batches
 from ..slots.placement import Place, SlotPool
-from .lower_bounds import PipelineBounds
 
 __all__ = ["FewSlots"]
 

@@ -18,7 +18,6 @@ from ..plans.launch_order import compare_with_launch_order
 from ..plans.plan import Plan
 from ..plans.ranked_plan import RankedPlan, ranking_seconds
 from ..plans.runnable import NoPlanError
-from ..profile.as_profiled import as_profiled
 from ..profile.layer_profile import ModelProfile
 from ..schedules.pass_order import Schedule
 from ..stages.rules import uniform_bounds
@@ -26,7 +25,7 @@ from ..stages.split_methods import METHODS
 from .explanations import against_equal_replicas, impossible_degrees, reason, why_no_chunks, why_nothing
 from .pipelines_to_divide import pipelines_to_divide
 from .plan_search import PlanSearch
-from .settings import check_schedules, degrees_to_try, micro_batch_sizes, slot_pools
+from .settings import check_schedules, search_space
 
 __all__ = ["make_plans"]
 
@@ -89,7 +88,6 @@ def make_plans(
         NoPlanError: There is no such plan for these machines. The message says why, and what to change.
         ValueError: An argument is not possible.
     """
-    topology = as_profiled(topology, profile)
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: valid are {', '.join(METHODS)}")
     if keep < 1:
@@ -103,8 +101,7 @@ def make_plans(
     check_schedules(schedules, model_chunks, method)
     if overlap and set(schedules) != {"1f1b"}:
         raise ValueError(f"overlap is predicted for the schedule 1f1b only, not for {', '.join(schedules)}")
-    sizes = micro_batch_sizes(profile, global_batch, micro_batches)
-    pools = slot_pools(topology, profile, global_batch, sizes, degrees_to_try(topology, profile, tensor_parallel))
+    topology, pools = search_space(topology, profile, global_batch, micro_batches, tensor_parallel)
 
     def search_by(method: str, unequal: bool = unequal) -> PlanSearch:
         builder = DraftBuilder(topology, method, overlap=overlap, runnable=runnable)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bounds.pipeline_bounds import PipelineBounds
 from ..candidates.draft import Draft, DraftBuilder
 from ..cluster.topology import Topology
 from ..plans.ranked_plan import MIN_UNEQUAL_GAIN
@@ -17,7 +18,6 @@ from ..slots.restricted_pools import places_in, restricted_pools
 from .equal_rows import EqualRows, Shape, mixed_shapes, shapes
 from .exchanges import Exchanges
 from .few_slots import FewSlots
-from .lower_bounds import PipelineBounds
 from .unequal_groups import UnequalGroups
 from .unequal_moves import UnequalMoves
 

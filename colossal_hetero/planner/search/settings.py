@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ..chunks.chunked_plans import DIVISION_METHODS
 from ..cluster.topology import Topology
+from ..profile.as_profiled import as_profiled
 from ..profile.layer_profile import ModelProfile
 from ..schedules.pass_order import CHUNKED, SCHEDULES, Schedule
 from ..slots.placement import NodeLinks, SlotPool
 from ..slots.tp_groups import divisors, slot_kinds, tensor_parallel_degrees
 
-__all__ = ["check_schedules", "degrees_to_try", "micro_batch_sizes", "slot_pools"]
+__all__ = ["SearchSpace", "check_schedules", "degrees_to_try", "micro_batch_sizes", "search_space", "slot_pools"]
 
 MAX_SAMPLES = 10**9
 """In a global batch: its divisors are looked for one by one."""
+
+
+class SearchSpace(NamedTuple):
+    """What plans are made of."""
+
+    topology: Topology
+    """The machines with the times that were measured on them."""
+    pools: list[SlotPool]
+    """The slots for each tensor-parallel degree and micro-batch."""
+
+
+def search_space(
+    topology: Topology,
+    profile: ModelProfile,
+    global_batch: int,
+    micro_batches: Sequence[int] | None,
+    tensor_parallel: Sequence[int] | None,
+) -> SearchSpace:
+    """The slots that the devices form; arguments as for :func:`.make_plans.make_plans`.
+
+    Raises:
+        ValueError: An argument is not possible.
+    """
+    known = as_profiled(topology, profile)
+    sizes = micro_batch_sizes(profile, global_batch, micro_batches)
+    degrees = degrees_to_try(known, profile, tensor_parallel)
+    return SearchSpace(known, slot_pools(known, profile, global_batch, sizes, degrees))
 
 
 def check_schedules(schedules: Sequence[Schedule], model_chunks: Sequence[int], method: str) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ..bounds.pipeline_bounds import PipelineBounds
 from ..slots.device_groups import MemberKind, find_grouping
 from ..slots.placement import SlotPool
-from .lower_bounds import PipelineBounds
 
 __all__ = ["UnequalGroups"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from ..bounds.pipeline_bounds import PipelineBounds
 from ..candidates.draft import Draft, DraftBuilder
 from ..candidates.placed_pipelines import PlacedPipelines, Rows
 from ..slots.placement import Place, SlotPool
-from .lower_bounds import PipelineBounds
 
 __all__ = ["UnequalMoves"]
 

@@ -13,9 +13,8 @@ from colossal_hetero.planner.prices.pareto_front import choose, pareto_front
 from colossal_hetero.planner.prices.plan_cost import plan_cost
 from colossal_hetero.planner.prices.proved_gap import proved_gap
 from colossal_hetero.planner.prices.time_bounds import time_bounds
-from colossal_hetero.planner.profile.as_profiled import as_profiled
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.search.settings import degrees_to_try, micro_batch_sizes, slot_pools
+from colossal_hetero.planner.search.settings import search_space
 from tests.support.random_clusters import Problem, large_problem, small_problem
 
 pytestmark = pytest.mark.unit
@@ -53,10 +52,7 @@ def all_plans(problem: Problem) -> dict[tuple[int, ...], list[Plan]]:
 @pytest.mark.parametrize("seed", [2, 3, 4, 6, 7])
 def test_no_plan_is_faster_than_the_bound_of_its_nodes(seed: int) -> None:
     problem = priced(large_problem(seed) if seed % 2 else small_problem(seed), seed)
-    known = as_profiled(problem.topology, problem.profile)
-    sizes = micro_batch_sizes(problem.profile, problem.global_batch, None)
-    degrees = degrees_to_try(known, problem.profile, None)
-    pools = slot_pools(known, problem.profile, problem.global_batch, sizes, degrees)
+    known, pools = search_space(problem.topology, problem.profile, problem.global_batch, None, None)
     types = node_types(known)
     counts = choices(types)
     if len(counts) > 10:
