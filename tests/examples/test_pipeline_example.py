@@ -20,8 +20,8 @@ def test_both_ways_have_the_same_losses_and_the_slow_rank_gets_fewer_blocks(tmp_
     paths = {name: tmp_path / f"{name}.json" for name in ("summary", "plan", "profile")}
     outputs = " ".join(f"--{name} {path}" for name, path in paths.items())
     flags = f"{SMALL} --straggler 1:8 --straggler-means repeat {outputs} --plot {tmp_path / 'plan.png'}"
-    # One block is best for the slow rank if it is measured to be at least 2.5 times slower. It is slowed 8 times, but on
-    # a busy machine the measured times may differ by more than that.
+    # One block is best for the slow rank if it is measured to be at least 2.5 times slower. It is slowed 8 times, but
+    # times that are measured on a busy machine may differ by more than that.
     (summary,), shown = compared("pipeline", 2, flags)
     for text in (
         "ViT, 32 wide, 6 deep",

@@ -1,8 +1,8 @@
 """Lower bounds on the time of any plan that uses given numbers of nodes.
 
 [Note: a bound for all plans] Let ρ[t] be the time that a slot of kind t needs at least for a whole micro-batch (see
-[Note: a lower bound on a pipeline's time] in ``bounds/pipeline_bounds.py``): for a share σ of the model's work it needs at
-least σ·ρ[t]. Let P = Σ 1/ρ over all slots, and K the number of micro-batches of an iteration of T seconds.
+[Note: a lower bound on a pipeline's time] in ``bounds/pipeline_bounds.py``): for a share σ of the model's work it needs
+at least σ·ρ[t]. Let P = Σ 1/ρ over all slots, and K the number of micro-batches of an iteration of T seconds.
 
 - Work over speed. A slot of a pipeline with K_p micro-batches takes at least K_p·σ·ρ ≤ T. Summed over its slots, whose
   shares are 1 together, K_p ≤ T·P_p; summed over pipelines, T ≥ K / P.
