@@ -34,7 +34,8 @@ def node_types(topology: Topology) -> list[NodeType]:
     numbers: dict[object, list[int]] = {}
     for number, node in enumerate(topology.nodes):
         devices = tuple((topology.devices[rank].kind, topology.devices[rank].speed) for rank in node.devices)
-        key = (node.cluster, devices, node.inside, node.nics, node.inside_bytes_per_second, node.dollars_per_hour)
+        same = (node.inside, node.nics, node.inside_bytes_per_second, node.dollars_per_hour, node.spot)
+        key = (node.cluster, devices, *same)
         numbers.setdefault(key, []).append(number)
     return [
         NodeType(
