@@ -6,9 +6,9 @@ go] in ``node_states.py``). A node of type t is lost in s with the rate π(s)·n
 type comes back in the state without it. What these changes cost is computed from the plans themselves, one node after
 the other:
 
-- A node is lost whose devices the plan uses: a pause of a recovery and of what must be moved to the nodes that are left,
-  and half an iteration on average, which must be repeated. If nobody else holds some layer, the job goes back to the
-  last checkpoint, which is loaded instead of moving.
+- A node is lost whose devices the plan uses: a pause of a recovery and of what must be moved to the nodes that are
+  left, and half an iteration on average, which must be repeated. If nobody else holds some layer, the job goes back to
+  the last checkpoint, which is loaded instead of moving.
 - A node comes with which the plan is faster: the others finish their iteration first, for half of it on average at
   their lower speed; then there is a pause of a join and of what must be moved.
 
@@ -85,7 +85,8 @@ def expected_goodput(
     whole = sum(state.probability * chain.speed(state.counts) for state in states)
     lost = sum(chain.lost(state) for state in states)
     dollars = sum(
-        count * each.dollars_per_hour * there_share(term) for count, each, term in zip(counts, types, terms, strict=True)
+        count * each.dollars_per_hour * there_share(term)
+        for count, each, term in zip(counts, types, terms, strict=True)
     )
     goodput = max(whole - lost, 0.0) * _left_after_going_back(sum(map(chain.going_back, states)), whole, assumptions)
     return ExpectedGoodput(

@@ -168,8 +168,8 @@ class NodeFields(FilePart):
     def _both(self) -> NodeFields:
         if (self.preemptions_per_hour is None) != (self.replacement_minutes is None):
             raise ValueError(
-                "of a spot node, preemptions_per_hour says how often it is taken away, and replacement_minutes how long "
-                "it takes on average until there is another one; give both or neither"
+                "preemptions_per_hour says how often a spot node is taken away, and replacement_minutes how long it "
+                "takes on average until there is another one; give both or neither"
             )
         return self
 

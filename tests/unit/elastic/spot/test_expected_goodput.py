@@ -46,7 +46,7 @@ def topology_of(spot: int, fixed: int, terms: SpotTerms) -> Topology:
 
 
 def plans(blocks_per_device: int, *, most: int = 64) -> FitPlan:
-    """Plans of equal pipelines, as many as there are devices for, at most ``most``; a micro-batch takes 4 s, and 16 are one iteration."""
+    """Plans of as many equal pipelines as there are devices for; a micro-batch takes 4 s, and 16 are an iteration."""
 
     def fit(devices: frozenset[int], held: Holdings) -> FittedPlan | None:
         stages = BLOCKS // blocks_per_device
