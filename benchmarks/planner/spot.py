@@ -1,9 +1,9 @@
 """Expected goodput on spot nodes, compared with simulations of random traces.
 
 The clusters have nodes of four A100 and of four V100; the model is OPT-350 with the profile in `examples/plans`. Nodes
-are taken away and given back at random moments. The expected goodput is computed from the plans for the numbers of nodes
-that may be there; the simulation follows each trace event by event, with the same plans. Without interruptions, the job
-would have the goodput of all nodes; "share" is how much of it is expected.
+are taken away and given back at random moments. The expected goodput is computed from the plans for the numbers of
+nodes that may be there; the simulation follows each trace event by event, with the same plans. Without interruptions,
+the job would have the goodput of all nodes; "share" is how much of it is expected.
 """
 
 from __future__ import annotations
