@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..planner.profile.layer_profile import ModelProfile
 
 __all__ = [
-    *("Choices", "Numbers", "check_outputs", "errors_on_one_line", "make_console", "micro_batch_option"),
+    *("Choices", "Numbers", "Quotas", "check_outputs", "errors_on_one_line", "make_console", "micro_batch_option"),
     *("profile_out_option", "show_profile", "status_line", "warn_old_option"),
 ]
 
@@ -45,6 +45,26 @@ class Numbers(click.ParamType):
         if numbers[0] < 1:
             self.fail(f"{value!r}: {numbers[0]} is below 1", param, ctx)
         return numbers
+
+
+class Quotas(click.ParamType):
+    """Whole numbers of at least 0 by name, separated by commas."""
+
+    name = "name=n,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
+        """The number of each name."""
+        if isinstance(value, dict):
+            return value
+        quotas: dict[str, int] = {}
+        for part in str(value).split(","):
+            name, _, number = part.rpartition("=")
+            if not name or not number.isdecimal():
+                self.fail(f"{part!r} is not a name and a whole number; write it like A100-40=16,v100=2", param, ctx)
+            if name in quotas:
+                self.fail(f"{name} is given twice", param, ctx)
+            quotas[name] = int(number)
+        return quotas
 
 
 class Choices(click.ParamType):

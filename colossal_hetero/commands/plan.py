@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from .common import Choices, Numbers, check_outputs, errors_on_one_line, make_console, status_line, warn_old_option
+from .common import (
+    Choices,
+    Numbers,
+    Quotas,
+    check_outputs,
+    errors_on_one_line,
+    make_console,
+    status_line,
+    warn_old_option,
+)
 from .option_groups import GroupedCommand
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from ..elastic.replay.assumptions import Assumptions
     from ..planner.cluster.topology import Topology
     from ..planner.plans.ranked_plan import RankedPlan
     from ..planner.prices.pareto_front import Objective
@@ -23,10 +34,13 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 
+FOLDER_BYTES_PER_SECOND = 1.2e9
+"""Of a shared folder with checkpoints; as in ``colossal-hetero replay``."""
+
 GROUPS = {
     "What to train": ("global_batch", "memory_reserve"),
     "Plans to try": ("micro_batch", "tp", "method", "schedules", "model_chunks", "equal", "overlap"),
-    "Prices": ("objective", "samples", "budget", "deadline", "time_limit", "front_plot"),
+    "Prices": ("objective", "samples", "budget", "deadline", "at_most", "recovery", "time_limit", "front_plot"),
     "Output": ("out", "plot", "top"),
 }
 
@@ -107,6 +121,18 @@ GROUPS = {
     help="The training may take so long at most; needs --samples.",
 )
 @click.option(
+    "--at-most",
+    type=Quotas(),
+    help="Take at most so many nodes of a type, or devices of a kind, of those in the cluster file: A100-40=16,v100=2.",
+)
+@click.option(
+    "--recovery",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="How long training pauses when a spot node is taken away, without what moves between devices; for clusters "
+    "with preemptions_per_hour. Default: 4.5.",
+)
+@click.option(
     "--time-limit",
     type=click.FloatRange(min=0),
     default=5.0,
@@ -145,6 +171,8 @@ def plan(
     samples: int | None,
     budget: float | None,
     deadline: float | None,
+    at_most: dict[str, int] | None,
+    recovery: float | None,
     time_limit: float,
     front_plot: Path | None,
     out: Path | None,
@@ -178,7 +206,7 @@ def plan(
         for name, given in (("--budget", budget), ("--deadline", deadline)):
             if given is not None and samples is None:
                 raise ValueError(f"{name} is for the whole training; say with --samples how long that is")
-        by_price = any(each is not None for each in (objective, samples, budget, deadline, front_plot))
+        by_price = any(each is not None for each in (objective, samples, budget, deadline, at_most, front_plot))
         if by_price and (schedules != ("1f1b",) or overlap):
             raise ValueError("plans are compared by price for the schedule 1f1b without --overlap only; leave them out")
         check_outputs(out, picture=plot)
@@ -196,7 +224,7 @@ def plan(
         console = make_console()
         with status_line(f"planning for {len(topology.devices):,} devices"):
             if by_price:
-                wish = _Wish(objective, samples, budget, deadline)
+                wish = _Wish(objective, samples, budget, deadline, recovery, at_most or {})
                 table, plans = _by_price(topology, model, wish, time_limit, front_plot, options | names)
             else:
                 table, plans = (
@@ -245,6 +273,8 @@ class _Wish(NamedTuple):
     samples: int | None
     budget: float | None
     deadline: float | None
+    recovery: float | None
+    at_most: Mapping[str, int]
 
 
 def _by_price(
@@ -256,13 +286,18 @@ def _by_price(
     options: Mapping[str, Any],
 ) -> tuple[RenderableType, list[RankedPlan]]:
     """The table of plans that are worth their price, and the plan that is chosen."""
+    from ..elastic.spot.interrupted_front import interrupted_front
     from ..planner.plans.ranked_plan import RankedPlan
     from ..planner.prices.node_choice import node_types
     from ..planner.prices.pareto_front import choose, pareto_front
     from ..planner.report.front_picture import plot_front
     from ..planner.report.front_table import render_front
 
-    front = pareto_front(topology, model, time_limit_seconds=time_limit, **options)
+    quotas: dict[str, Any] = dict(at_most=dict(wish.at_most), time_limit_seconds=time_limit)
+    if any(node.spot is not None for node in topology.nodes):
+        front = interrupted_front(topology, model, _assumed(model, wish.recovery), **quotas, **options)
+    else:
+        front = pareto_front(topology, model, **quotas, **options)
     limits = {}
     if wish.samples is not None:
         iterations = wish.samples / options["global_batch"]
@@ -275,6 +310,18 @@ def _by_price(
     if picture is not None:
         plot_front(front, types, chosen, picture)
     return render_front(front, types, chosen, wish.samples), [RankedPlan(chosen.plan, "the best within the limits")]
+
+
+def _assumed(model: ModelProfile, recovery: float | None) -> Assumptions:
+    """What recoveries cost, as in ``colossal-hetero replay``."""
+    from ..elastic.replay.assumptions import Assumptions
+    from ..elastic.replay.fitted_plans import state_bytes_by_block
+
+    folder_seconds = sum(state_bytes_by_block(model)) / FOLDER_BYTES_PER_SECOND
+    assumed = Assumptions(load_seconds=folder_seconds, save_seconds=folder_seconds)
+    if recovery is None:
+        return assumed
+    return replace(assumed, dead_wait_seconds=recovery, last_call_seconds=0.0, resume_seconds=0.0)
 
 
 def _print(console: Console, text: str) -> None:

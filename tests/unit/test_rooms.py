@@ -144,11 +144,14 @@ RULES: dict[str, set[str]] = {
     "elastic/replay": {
         *("io", "planner/cluster", "planner/profile", "planner/plans", "planner/search", "elastic/state"),
     },
+    "elastic/spot": {
+        *("planner/cluster", "planner/profile", "planner/plans", "planner/prices", "elastic/replay", "elastic/state"),
+    },
     "testing": {"io", "layers"},
     "commands": {
         *("io", "processes", "planner/*", "probe", "profiling", "profiling/*"),
         *("checkpoint/format", "checkpoint/storage", "checkpoint/reading"),
-        *("elastic", "elastic/supervisor", "elastic/replay"),
+        *("elastic", "elastic/supervisor", "elastic/replay", "elastic/spot"),
     },
     "cli": {"commands"},
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -57,6 +57,7 @@ class FittedPlans:
         global_batch: Samples per iteration.
         micro_batches: Sizes to try, in samples. None: all in the profile.
         tensor_parallel: Degrees to try. None: all in the profile.
+        options: Further arguments of :func:`~colossal_hetero.planner.search.make_plans.make_plans`.
         link: The channel over which a node gets what its devices lack. All nodes get theirs at the same time.
 
     Raises:
@@ -72,12 +73,13 @@ class FittedPlans:
         link: Channel,
         micro_batches: Sequence[int] | None = None,
         tensor_parallel: Sequence[int] | None = None,
+        **options: Any,
     ) -> None:
         self._topology = as_profiled(topology, profile)
         # Each device has its measured times now, so the ranks that measured them are no longer needed.
         self._profile = profile.model_copy(update={"rank_devices": ()})
         self._global_batch, self._link = global_batch, link
-        self._micro_batches, self._tensor_parallel = micro_batches, tensor_parallel
+        self._options = dict(micro_batches=micro_batches, tensor_parallel=tensor_parallel, **options)
         self._block_bytes = state_bytes_by_block(profile)
         node_classes: dict[object, int] = {}
         self._node_classes = [
@@ -139,9 +141,8 @@ class FittedPlans:
             part,
             self._profile,
             global_batch=self._global_batch,
-            micro_batches=self._micro_batches,
-            tensor_parallel=self._tensor_parallel,
             keep=1,
+            **self._options,
         )
         return plans[0].plan
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster.topology import Device, Node, Topology
+from ..plans.runnable import NoPlanError
 
-__all__ = ["NodeType", "choices", "node_types", "taken"]
+__all__ = ["NodeType", "choices", "node_types", "taken", "within"]
 
 MAX_CHOICES = 20_000
 """If there are more ways to choose numbers of nodes, some numbers are left out, first of the types with most nodes."""
@@ -34,7 +36,8 @@ def node_types(topology: Topology) -> list[NodeType]:
     numbers: dict[object, list[int]] = {}
     for number, node in enumerate(topology.nodes):
         devices = tuple((topology.devices[rank].kind, topology.devices[rank].speed) for rank in node.devices)
-        key = (node.cluster, devices, node.inside, node.nics, node.inside_bytes_per_second, node.dollars_per_hour)
+        same = (node.inside, node.nics, node.inside_bytes_per_second, node.dollars_per_hour, node.spot)
+        key = (node.cluster, devices, *same)
         numbers.setdefault(key, []).append(number)
     return [
         NodeType(
@@ -56,6 +59,39 @@ def choices(types: Sequence[NodeType]) -> NDArray[np.int64]:
         counts[longest] = np.unique(np.concatenate([counts[longest][::2], counts[longest][-1:]]))
     rows = np.array(list(itertools.islice(itertools.product(*counts), 1, MAX_CHOICES + 1)), dtype=np.int64)
     return rows.reshape(-1, len(types))
+
+
+def within(
+    topology: Topology, types: Sequence[NodeType], counts: NDArray[np.int64], at_most: Mapping[str, int]
+) -> NDArray[np.bool_]:
+    """Which choices keep to quotas, ``[choices]``.
+
+    Args:
+        topology: all nodes.
+        types: of nodes.
+        counts: nodes of each type, ``[choices, types]``.
+        at_most: by the name of a type of nodes, how many of these nodes; by a kind of devices, how many such devices.
+
+    Raises:
+        NoPlanError: no choice keeps to the quotas.
+        ValueError: there is no such type or kind.
+    """
+    allowed = np.ones(len(counts), dtype=bool)
+    devices = [
+        Counter(topology.devices[rank].kind.name for rank in topology.nodes[each.nodes[0]].devices) for each in types
+    ]
+    known = {each.name: [float(each is other) for other in types] for each in types}
+    known |= {kind: [each[kind] for each in devices] for kind in sorted(set().union(*devices))}
+    for name, most in at_most.items():
+        if name not in known:
+            raise ValueError(
+                f"at most {most} of {name}: there are no such nodes or devices; the cluster has {', '.join(known)}"
+            )
+        allowed &= counts @ np.array(known[name]) <= most
+    if not allowed.any():
+        words = ", ".join(f"{most} of {name}" for name, most in at_most.items())
+        raise NoPlanError(f"at most {words}: no node is left; allow more")
+    return allowed
 
 
 def taken(topology: Topology, types: Sequence[NodeType], counts: Sequence[int]) -> tuple[Topology, tuple[int, ...]]:

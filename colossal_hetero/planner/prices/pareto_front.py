@@ -8,23 +8,24 @@ What no plan was made for still counts in the bounds, so each plan says how far 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster.topology import Topology
 from ..plans.plan import Plan
+from ..plans.runnable import NoPlanError
 from ..profile.layer_profile import ModelProfile
 from ..search.make_plans import make_plans
 from ..search.settings import search_space
-from .node_choice import NodeType, choices, node_types, taken
+from .node_choice import NodeType, choices, node_types, taken, within
 from .plan_cost import HOUR, PlanCost, check_prices, plan_cost
 from .time_bounds import time_bounds
 
-__all__ = ["FrontPoint", "Objective", "choose", "pareto_front"]
+__all__ = ["FrontPoint", "Interrupted", "Objective", "choose", "pareto_front", "worth_their_price"]
 
 Objective = Literal["time", "cost"]
 
@@ -32,6 +33,14 @@ PER_CHOICE = 3
 """Plans that are kept for each choice of nodes. They may leave nodes out."""
 
 ROUNDING = 1e-9
+
+
+class Interrupted(NamedTuple):
+    """Averages over a long time in which spot nodes are taken away and come back."""
+
+    iteration_seconds: float
+    """Per iteration that counts; infinite if none ever does."""
+    dollars_per_iteration: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +53,20 @@ class FrontPoint:
     nodes: tuple[int, ...]
     """How many nodes of each type it uses."""
     gap: float
-    """No plan can be both faster and cheaper by more than this share (0.03: 3 %), by the lower bounds."""
+    """No plan can be both faster and cheaper by more than this share (0.03: 3 %), by the lower bounds; without
+    interruptions."""
+    interrupted: Interrupted | None = None
+    """With interruptions, if there are spot nodes and it was computed."""
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration, with interruptions if they are known."""
+        return self.plan.iteration_seconds if self.interrupted is None else self.interrupted.iteration_seconds
+
+    @property
+    def dollars(self) -> float:
+        """Of an iteration, with interruptions if they are known."""
+        return self.cost.dollars_per_iteration if self.interrupted is None else self.interrupted.dollars_per_iteration
 
 
 def pareto_front(
@@ -54,6 +76,7 @@ def pareto_front(
     global_batch: int,
     micro_batches: Sequence[int] | None = None,
     tensor_parallel: Sequence[int] | None = None,
+    at_most: Mapping[str, int] | None = None,
     time_limit_seconds: float = 5.0,
     tolerance: float = 0.01,
     **options: Any,
@@ -63,17 +86,20 @@ def pareto_front(
     Args:
         topology: all nodes that can be had, with prices.
         profile: see :func:`.make_plans.make_plans`, as are the following arguments and ``options``.
+        at_most: quotas, by the name of a type of nodes or by a kind of devices: how many of these nodes or devices.
         time_limit_seconds: no search for another choice of nodes begins after this, once both ends are known.
         tolerance: choices that promise less than this share in time and in cost are not searched.
 
     Raises:
-        ValueError: a price is not known, or there is no plan.
+        NoPlanError: there is no plan; the message says why.
+        ValueError: a price is not known, or a quota is not possible.
     """
     check_prices(topology)
     begin = time.monotonic()
     known, pools = search_space(topology, profile, global_batch, micro_batches, tensor_parallel)
     types = node_types(known)
     counts = choices(types)
+    counts = counts[within(known, types, counts, at_most or {})]
     seconds = time_bounds(known, pools, types, counts)
     possible = np.isfinite(seconds)
     counts, seconds = counts[possible], seconds[possible]
@@ -92,7 +118,7 @@ def pareto_front(
         if time.monotonic() - begin > time_limit_seconds and search.knows_both_ends:
             break
     if not search.points:
-        raise ValueError(problem)
+        raise NoPlanError(problem)
     return search.front()
 
 
@@ -117,23 +143,31 @@ def choose(
     allowed = [
         point
         for point in front
-        if point.plan.iteration_seconds <= max_seconds * (1 + ROUNDING)
-        and point.cost.dollars_per_iteration <= max_dollars * (1 + ROUNDING)
+        if point.seconds <= max_seconds * (1 + ROUNDING) and point.dollars <= max_dollars * (1 + ROUNDING)
     ]
+    by: dict[Objective, Callable[[FrontPoint], float]] = {
+        "time": lambda point: point.seconds,
+        "cost": lambda point: point.dollars,
+    }
     if not allowed:
         ends = " and ".join(
-            f"{point.plan.iteration_seconds:.4g} s for ${point.cost.dollars_per_iteration:.4g}"
-            for point in dict.fromkeys((front[0], front[-1]))
+            f"{point.seconds:.4g} s for ${point.dollars:.4g}"
+            for point in dict.fromkeys(min(front, key=each) for each in by.values())
         )
         raise ValueError(
             f"no plan has an iteration of at most {max_seconds:.4g} s for at most ${max_dollars:.4g}; the fastest and "
             f"the cheapest take {ends}"
         )
-    by: dict[Objective, Callable[[FrontPoint], float]] = {
-        "time": lambda point: point.plan.iteration_seconds,
-        "cost": lambda point: point.cost.dollars_per_iteration,
-    }
     return min(allowed, key=by[objective])
+
+
+def worth_their_price(points: Iterable[FrontPoint]) -> list[FrontPoint]:
+    """The points that no other one is better than, from the fastest to the cheapest."""
+    kept: list[FrontPoint] = []
+    for point in sorted(points, key=lambda each: (each.seconds, each.dollars)):
+        if not kept or point.dollars < kept[-1].dollars * (1 - ROUNDING):
+            kept.append(point)
+    return kept
 
 
 class _Search:
@@ -190,11 +224,7 @@ class _Search:
 
     def front(self) -> list[FrontPoint]:
         """The points that no other is better than, from the fastest to the cheapest, with their gaps."""
-        kept: list[FrontPoint] = []
-        for point in sorted(self.points, key=lambda each: (each.plan.iteration_seconds, _dollars(each))):
-            if not kept or _dollars(point) < _dollars(kept[-1]) * (1 - ROUNDING):
-                kept.append(point)
-        return [self._with_gap(point) for point in kept]
+        return [self._with_gap(point) for point in worth_their_price(self.points)]
 
     def _with_gap(self, point: FrontPoint) -> FrontPoint:
         faster = point.plan.iteration_seconds / self._seconds

@@ -34,6 +34,9 @@ def render_front(
     table.add_column(Text(f"iteration\n[{unit}]"), justify="right", no_wrap=True)
     table.add_column("\n$ / hour", justify="right", no_wrap=True)
     table.add_column("$ / 1,000\niterations", justify="right", no_wrap=True)
+    interrupted = any(point.interrupted is not None for point in front)
+    if interrupted:
+        table.add_column(Text("with interruptions\n/ without"), justify="right", no_wrap=True)
     if samples is not None:
         table.add_column(Text("training\n[h]"), justify="right", no_wrap=True)
         table.add_column(Text("training\n[$]"), justify="right", no_wrap=True)
@@ -44,8 +47,10 @@ def render_front(
             nodes_in_words(point, types),
             iteration,
             f"{point.cost.dollars_per_hour:,.2f}",
-            dollars(1000 * point.cost.dollars_per_iteration),
+            dollars(1000 * point.dollars),
         ]
+        if interrupted:
+            cells.append(f"{point.seconds / point.plan.iteration_seconds:.3f}")
         if samples is not None:
             hours, price = totals(point, samples)
             cells += [f"{hours:,.1f}", dollars(price)]
@@ -55,9 +60,9 @@ def render_front(
 
 
 def totals(point: FrontPoint, samples: int) -> tuple[float, float]:
-    """Hours and dollars of a training of so many samples."""
+    """Hours and dollars of a training of so many samples, with interruptions if they are known."""
     iterations = samples / point.plan.global_batch
-    return iterations * point.plan.iteration_seconds / HOUR, iterations * point.cost.dollars_per_iteration
+    return iterations * point.seconds / HOUR, iterations * point.dollars
 
 
 def nodes_in_words(point: FrontPoint, types: Sequence[NodeType]) -> str:

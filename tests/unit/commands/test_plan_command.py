@@ -256,6 +256,31 @@ def test_nodes_are_chosen_by_their_price(files: tuple[Path, Path], tmp_path: Pat
     assert "no plan has an iteration of at most" in failure(*arguments, "--deadline", 0.5 * hours)
 
 
+def test_quotas_and_interruptions(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """A100s are fastest; none may be taken, or they are taken away most of the time."""
+    with_prices(files[0])
+    arguments = ("plan", *files, "--global-batch", 16, "--samples", 16 * 10**6, "--objective", "time")
+    saved = tmp_path / "plan.json"
+
+    def kinds() -> set[str]:
+        return {stage.device for replica in load_plan(saved).replicas for stage in replica.stages}
+
+    output(*arguments, "--at-most", "new=0", "--out", saved)
+    assert kinds() == {"V100-16"}
+    output(*arguments, "--at-most", "V100-16=0", "--out", saved)
+    assert kinds() == {"A100-40"}
+    assert "'new' is not a name and a whole number" in failure(*arguments, "--at-most", "new")
+    assert "there are no such nodes or devices" in failure(*arguments, "--at-most", "H100=1")
+    node = 'name = "new"\n'
+    terms = f"{node}preemptions_per_hour = 30\nreplacement_minutes = 60\n"
+    files[0].write_text(files[0].read_text().replace(node, terms))
+    text = output(*arguments, "--at-most", "old=0", "--recovery", 20)
+    row = next(line for line in text.splitlines() if line.lstrip().startswith("1 × new"))
+    # The node is there in one of 31 hours, in two minutes of which its processes start; then it does not reach each
+    # checkpoint before it is taken away again.
+    assert any(42 < float(cell) < 100 for cell in row.split() if cell.replace(".", "").isdecimal())
+
+
 def test_prices_that_are_missing_or_cannot_be_used(files: tuple[Path, Path]) -> None:
     words = failure("plan", *files, "--global-batch", 16, "--objective", "cost")
     assert "the price of new, old is not known" in words and "dollars_per_hour" in words

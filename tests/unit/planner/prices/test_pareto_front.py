@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.prices.node_choice import choices, node_types, taken
+from colossal_hetero.planner.prices.node_choice import choices, node_types, taken, within
 from colossal_hetero.planner.prices.pareto_front import choose, pareto_front
 from colossal_hetero.planner.prices.plan_cost import plan_cost
 from colossal_hetero.planner.prices.proved_gap import proved_gap
@@ -127,3 +128,28 @@ def test_a_price_that_is_not_known_is_named() -> None:
     problem = small_problem(3)
     with pytest.raises(ValueError, match=r"the price of .* is not known; give these nodes dollars_per_hour"):
         pareto_front(problem.topology, problem.profile, global_batch=problem.global_batch)
+
+
+def test_quotas_are_kept() -> None:
+    problem = priced(large_problem(3), 3)
+    topology = problem.topology
+    types = node_types(topology)
+    rows = choices(types)
+    kinds = Counter(device.kind.name for device in topology.devices)
+    kind, number = kinds.most_common()[-1]
+    quotas = {kind: number - 1, types[-1].name: len(types[-1].nodes) - 1}
+    kept = within(topology, types, rows, quotas)
+    for row, is_kept in zip(rows.tolist(), kept, strict=True):
+        part, _ = taken(topology, types, row)
+        devices = sum(device.kind.name == kind for device in part.devices)
+        assert is_kept == (devices <= quotas[kind] and row[-1] <= quotas[types[-1].name])
+    assert 0 < kept.sum() < len(kept)
+    front = pareto_front(topology, problem.profile, global_batch=problem.global_batch, at_most=quotas)
+    for point in front:
+        used = [rank for replica in point.plan.rank_order for stage in replica for rank in stage]
+        assert sum(topology.devices[rank].kind.name == kind for rank in used) <= quotas[kind]
+        assert point.nodes[-1] <= quotas[types[-1].name]
+    with pytest.raises(ValueError, match="there are no such nodes or devices; the cluster has"):
+        within(topology, types, rows, {"Z": 1})
+    with pytest.raises(ValueError, match="no node is left"):
+        within(topology, types, rows, dict.fromkeys(kinds, 0))
