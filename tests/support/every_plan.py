@@ -22,7 +22,7 @@ from colossal_hetero.planner.plans.ranked_plan import MIN_UNEQUAL_GAIN
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
 
-__all__ = ["EveryPlan", "arrangements"]
+__all__ = ["EveryPlan", "arrangements", "last_end"]
 
 Arrangement = tuple[tuple[int, ...], ...]
 """Devices of each pipeline in the order of the stages."""
@@ -117,7 +117,7 @@ class EveryPlan:
                     choice.append((bounds, by_count))
             choices.append(choice)
         for chosen in itertools.product(*choices):
-            seconds = _last_end([by_count for _, by_count in chosen], total)
+            seconds = last_end([by_count for _, by_count in chosen], total)
             if seconds < best:
                 try:
                     summed = self._synchronization(arrangement, size, [bounds for bounds, _ in chosen])
@@ -176,7 +176,7 @@ class EveryPlan:
         return max(spent.values())
 
 
-def _last_end(by_count: Sequence[NDArray[np.float64]], total: int) -> float:
+def last_end(by_count: Sequence[NDArray[np.float64]], total: int) -> float:
     """The earliest end of the last pipeline over all divisions of ``total`` micro-batches, from their ends by count."""
     reached = np.full(total + 1, np.inf)
     reached[0] = 0.0

@@ -12,7 +12,7 @@ from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from tests.support.layer_profiles import layer_times, small_sizes
 
-__all__ = ["CHANGES", "Problem", "improved", "large_problem", "random_model", "small_problem"]
+__all__ = ["CHANGES", "Problem", "improved", "large_problem", "random_model", "small_problem", "whole_space_problem"]
 
 KINDS = ("A", "B", "C")
 CHANGES = ("bandwidth", "memory", "speed", "device")
@@ -41,7 +41,45 @@ def large_problem(seed: int) -> Problem:
     return Problem(random_cluster(random, 16), profile, int(random.choice([8, 16, 24, 32])))
 
 
-def random_model(random: np.random.Generator, degrees: tuple[int, ...] = (1,), max_blocks: int = 6) -> ModelProfile:
+def whole_space_problem(seed: int) -> Problem:
+    """1 to 4 devices, often several in a node, and a model of 2 to 4 blocks with times for tensor parallelism.
+
+    Memory is scarce in most problems, and activations are larger than what blocks send.
+    """
+    random = np.random.default_rng([3, seed])
+    profile = random_model(random, (1, 2), 4, (1, 2, 4) if random.random() < 0.5 else (1, 2))
+    output, temporary = (float(each) for each in (random.choice([1e7, 1e8, 1e9]), random.choice([0.0, 1e9])))
+    activation = float(random.choice([1e9, 4e9]))
+    sizes = tuple(
+        each.model_copy(
+            update={
+                "parameter_bytes": tuple(1e9 * size for size in each.parameter_bytes),
+                "activation_bytes": tuple(activation * size for size in each.activation_bytes),
+                "output_bytes": tuple(output for _ in each.output_bytes),
+                "temporary_bytes": tuple(temporary for _ in each.temporary_bytes),
+            }
+        )
+        for each in profile.sizes
+    )
+    changes = {"sizes": sizes, "gradient_factor": float(random.choice([0.01, 0.1, 1.0])), "state_factor": 4.0}
+    topology = random_cluster(random)
+    scarce = float(random.choice([0.3, 0.6, 1.0, 1.5]))
+    devices = tuple(
+        dataclasses.replace(
+            device, kind=dataclasses.replace(device.kind, memory_bytes=int(scarce * 1e9 * device.kind.memory_bytes))
+        )
+        for device in topology.devices
+    )
+    topology = dataclasses.replace(topology, devices=devices)
+    return Problem(topology, profile.model_copy(update=changes), int(random.choice([4, 8, 12])))
+
+
+def random_model(
+    random: np.random.Generator,
+    degrees: tuple[int, ...] = (1,),
+    max_blocks: int = 6,
+    micro_batches: tuple[int, ...] = (1, 2),
+) -> ModelProfile:
     """2 to ``max_blocks`` blocks, timed on :data:`KINDS`: each has 2 bytes of parameters, 6 of state, and 4 bytes of
     activations per sample."""
     schedule = float(random.spawn(1)[0].choice([0.0, 0.3]))
@@ -51,7 +89,7 @@ def random_model(random: np.random.Generator, degrees: tuple[int, ...] = (1,), m
     fixed = random.choice([0.0, 0.3])
     speeds = {"A": 1.0, "B": random.choice([1.05, 1.5, 3.0]), "C": random.choice([0.5, 1.2, 4.0])}
     times = []
-    for (name, each), degree, size in itertools.product(speeds.items(), degrees, (1, 2)):
+    for (name, each), degree, size in itertools.product(speeds.items(), degrees, micro_batches):
         work = each * (fixed + (1 - fixed) * size) / degree**0.8
         forward = (0.0, *(work * weight), head * work)
         updates = (0.0, *(update * each * weight), 0.0)

@@ -42,7 +42,7 @@ RULES: dict[str, set[str]] = {
     "planner/candidates": {
         *("planner/cluster", "planner/profile", "planner/stages", "planner/plans", "planner/slots"),
     },
-    "planner/bounds": {"planner/cluster", "planner/plans", "planner/slots"},
+    "planner/bounds": {"planner/profile", "planner/cluster", "planner/plans", "planner/slots"},
     "planner/search": {
         *("io", "planner/cluster", "planner/profile", "planner/stages", "planner/schedules", "planner/layout"),
         *("planner/plans", "planner/chunks", "planner/slots", "planner/candidates", "planner/bounds"),

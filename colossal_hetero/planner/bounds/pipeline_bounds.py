@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ..profile.layer_costs import LayerCosts
 from ..slots.tp_groups import SlotKind
 
 __all__ = ["PipelineBounds"]
@@ -55,16 +56,26 @@ class PipelineBounds:
 
         The last stage keeps the activations of one micro-batch, the stage before it of two, and so on.
         """
-        state = np.concatenate([[0.0], np.cumsum(kind.costs.state_bytes)])
-        activation = np.concatenate([[0.0], np.cumsum(kind.costs.activation_bytes)])
+        held = self._held(kind.costs, kind.memory_bytes)
+        if (recomputed := kind.recomputed_in_pipeline(2)) is not None:
+            held = np.maximum(held, self._held(*recomputed))
+        return np.concatenate([[0], np.cumsum(held)])
+
+    def _held(self, costs: LayerCosts, memory_bytes: float) -> NDArray[np.int64]:
+        """How many blocks a stage holds at most with 1, 2, … micro-batches in flight, ``[blocks]``."""
+        state = np.concatenate([[0.0], np.cumsum(costs.state_bytes)])
+        activation = np.concatenate([[0.0], np.cumsum(costs.activation_bytes)])
         needed = _min_sums(state) + np.arange(1, self.blocks + 1)[:, None] * _min_sums(activation)
-        return np.concatenate([[0], np.cumsum((needed <= kind.memory_bytes).sum(axis=1))])
+        return np.asarray((needed <= memory_bytes).sum(axis=1))
 
     @staticmethod
     def _holds_the_model(kind: SlotKind) -> bool:
         """Whether a pipeline of one stage fits."""
-        needed = kind.costs.cumulative.state_bytes[-1] + kind.costs.cumulative.activation_bytes[-1]
-        return bool(needed <= kind.memory_in_pipeline(1))
+        forms = [(kind.costs, kind.memory_in_pipeline(1)), kind.recomputed_in_pipeline(1)]
+        return any(
+            bool(costs.cumulative.state_bytes[-1] + costs.cumulative.activation_bytes[-1] <= memory)
+            for costs, memory in (form for form in forms if form is not None)
+        )
 
     @property
     def work_seconds(self) -> NDArray[np.float64]:

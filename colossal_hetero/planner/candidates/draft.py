@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cluster.shared_hops import StageNodes, stage_channels, stage_loads, unlike_hop_channels
 from ..cluster.topology import Topology
 from ..plans.overlap import exposed_seconds
 from ..plans.plan import Plan
@@ -20,8 +23,13 @@ from ..stages.pipeline import PipelineCost, Slot, Split
 from .gradient_times import GradientTimes, Summing
 from .micro_batch_division import divide_micro_batches
 from .pipeline_prices import NO_LINK, Hops, Kinds, PipelinePrices
+from .unlike_sums import SummingStage, UnlikeSumming
 
-__all__ = ["Draft", "DraftBuilder", "simulated_seconds", "write_plan"]
+__all__ = ["Draft", "DraftBuilder", "Where", "simulated_seconds", "write_plan"]
+
+
+Where = int | StageNodes
+"""The node of a slot; if slots have different forms, the nodes of its groups, and their degree."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +63,7 @@ class Draft:
     @property
     def devices(self) -> int:
         """Devices in use."""
-        return self.pool.tensor_parallel * sum(len(slots) for slots in self.places)
+        return sum(self.pool.kinds[kind].devices for slots in self.places for kind, _ in slots)
 
     @property
     def pipeline_seconds(self) -> float:
@@ -94,6 +102,7 @@ class DraftBuilder:
         self._cluster_of = [node.cluster for node in topology.nodes]
         self._prices = PipelinePrices(method)
         self._gradients = GradientTimes(topology)
+        self._unlike_hops: dict[object, list[Hops]] = {}
 
     @property
     def chooses_cuts(self) -> bool:
@@ -119,7 +128,9 @@ class DraftBuilder:
         drafts: dict[object, Draft | str] = {}
         for placed in (place, place_together):
             places = placed(groups, pool.kinds, self._node_of, self._cluster_of)
-            look = tuple(sorted(tuple((kind, self.node(pool, (kind, slot))) for kind, slot in each) for each in places))
+            look = tuple(
+                sorted(tuple((kind, self.where(pool, (kind, slot))) for kind, slot in each) for each in places)
+            )
             if look not in drafts:
                 drafts[look] = self.build_placed(pool, places, symmetric=symmetric, thorough=thorough)
         found = [draft for draft in drafts.values() if isinstance(draft, Draft)]
@@ -141,7 +152,7 @@ class DraftBuilder:
                 of all pipelines run the same blocks, and so on; they need not be of one kind.
             in_order: Whether only splits count that keep the slots in this order.
         """
-        nodes = [[self.node(pool, place) for place in pipeline] for pipeline in places]
+        nodes = [[self.where(pool, place) for place in pipeline] for pipeline in places]
         sequences: list[Kinds] = [tuple((kind,) for kind, _ in pipeline) for pipeline in places]
         total = pool.total_micro_batches
         minimum = self.min_micro_batches(map(len, places))
@@ -191,7 +202,7 @@ class DraftBuilder:
             micro_batches: Of each pipeline.
             below: A draft whose pipelines take this many seconds or longer is not wanted.
         """
-        nodes = [[self.node(pool, place) for place in row] for row in rows]
+        nodes = [[self.where(pool, place) for place in row] for row in rows]
         sequences: list[Kinds] = [tuple((kind,) for kind, _ in row) for row in rows]
         splits = [Split(tuple(range(len(row))), cut) for row, cut in zip(rows, bounds, strict=True)]
         costs = self._priced(pool, nodes, sequences, splits)(micro_batches, below)
@@ -202,7 +213,7 @@ class DraftBuilder:
     def _splits(
         self,
         pool: SlotPool,
-        nodes: Sequence[Sequence[int]],
+        nodes: Sequence[Sequence[Where]],
         sequences: Sequence[Kinds],
         counts: Sequence[int],
         symmetric: bool,
@@ -216,7 +227,7 @@ class DraftBuilder:
         """
         hops: Sequence[Hops] = [()] * len(nodes)
         if self._prices.chooses_order and not thorough:
-            hops = self._hops(pool, nodes)
+            hops = self.hops(pool, nodes)
         matrices: list[NDArray[np.int64]] | None = None
         kinds = sequences
         if symmetric:
@@ -245,7 +256,7 @@ class DraftBuilder:
     def _priced(
         self,
         pool: SlotPool,
-        nodes: Sequence[Sequence[int]],
+        nodes: Sequence[Sequence[Where]],
         sequences: Sequence[Kinds],
         splits: Sequence[Split],
     ) -> Callable[..., list[PipelineCost]]:
@@ -255,7 +266,7 @@ class DraftBuilder:
         """
         ordered = [[row[slot] for slot in cut.order] for row, cut in zip(nodes, splits, strict=True)]
         kinds = [tuple(each[slot] for slot in cut.order) for each, cut in zip(sequences, splits, strict=True)]
-        rows = list(zip(kinds, self._hops(pool, ordered), [cut.bounds for cut in splits], strict=True))
+        rows = list(zip(kinds, self.hops(pool, ordered), [cut.bounds for cut in splits], strict=True))
 
         def priced(counts: Sequence[int], below: float = np.inf) -> list[PipelineCost]:
             costs = []
@@ -305,32 +316,74 @@ class DraftBuilder:
         """
         return self.summing(pool, rows).seconds(bounds)
 
-    def summing(self, pool: SlotPool, rows: Sequence[Sequence[Place]]) -> Summing:
+    def summing(self, pool: SlotPool, rows: Sequence[Sequence[Place]]) -> Summing | UnlikeSumming:
         """The sums of gradients of these pipelines for any cuts; ``rows`` as for :meth:`synchronize`."""
+        if not pool.has_one_form:
+            stages = [
+                [
+                    SummingStage(pool.kinds[kind].groups(slot), pool.kinds[kind].costs.gradient_bytes)
+                    for kind, slot in row
+                ]
+                for row in rows
+            ]
+            return UnlikeSumming(self.topology, stages)
         groups = [[pool.kinds[kind].slots[slot] for kind, slot in row] for row in rows]
         return Summing(self._gradients, pool.links.node_kind, groups, pool.kinds[0].costs.gradient_bytes)
 
-    @staticmethod
-    def _hops(pool: SlotPool, nodes: Sequence[Sequence[int]]) -> list[Hops]:
+    def hops(self, pool: SlotPool, nodes: Sequence[Sequence[Where]]) -> list[Hops]:
         """The channels between neighboring slots of each pipeline, which share NICs with the other pipelines.
 
         Args:
             pool: The slots there are.
-            nodes: The node of each slot in the order of the stages, ``[pipelines][slots]``.
+            nodes: Where each slot is, in the order of the stages, ``[pipelines][slots]``.
         """
-        return [tuple(row) for row in pool.links.hops(nodes, pool.tensor_parallel)]
+        if pool.has_one_form:
+            return [tuple(row) for row in pool.links.hops(cast(Sequence[Sequence[int]], nodes), pool.tensor_parallel)]
+        key = (pool, tuple(map(tuple, nodes)))
+        if key not in self._unlike_hops:
+            stages = cast(Sequence[Sequence[StageNodes]], nodes)
+            try:
+                channels = unlike_hop_channels(self.topology, stages)
+            except ValueError:
+                self._unlike_hops[key] = [(-1,) * (len(row) - 1) for row in nodes]
+            else:
+                self._unlike_hops[key] = [tuple(map(pool.links.number, row)) for row in channels]
+        return self._unlike_hops[key]
 
-    @staticmethod
-    def _matrices(pool: SlotPool, nodes: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
+    def _matrices(self, pool: SlotPool, nodes: Sequence[Sequence[Where]]) -> list[NDArray[np.int64]]:
         """The channels between each two slots of each pipeline if its other stages are in this order."""
-        rows = [np.array(row) for row in nodes]
-        load = pool.links.load(rows, pool.tensor_parallel)
-        return [pool.links.shared(row[:, None], row[None, :], load, pool.tensor_parallel) for row in rows]
+        if pool.has_one_form:
+            rows = [np.array(row) for row in nodes]
+            load = pool.links.load(rows, pool.tensor_parallel)
+            return [pool.links.shared(row[:, None], row[None, :], load, pool.tensor_parallel) for row in rows]
+        stages = cast(Sequence[Sequence[StageNodes]], nodes)
+        try:
+            loads = stage_loads(self.topology, stages)
+        except ValueError:
+            loads = {}
 
-    def node(self, pool: SlotPool, place: Place) -> int:
-        """The node of a slot."""
+        def number(one: StageNodes, other: StageNodes) -> int:
+            try:
+                return pool.links.number(stage_channels(self.topology, one, other, loads))
+            except ValueError:
+                return -1
+
+        return [
+            np.array([[number(one, other) for other in row] for one in row], dtype=np.int64).reshape(len(row), -1)
+            for row in stages
+        ]
+
+    def where(self, pool: SlotPool, place: Place) -> Where:
+        """Where a slot is."""
         kind, slot = place
-        return self._node_of[pool.kinds[kind].slots[slot][0]]
+        if pool.has_one_form:
+            return self._node_of[pool.kinds[kind].slots[slot][0]]
+        return StageNodes(self.nodes(pool, place), pool.kinds[kind].tensor_parallel)
+
+    def nodes(self, pool: SlotPool, place: Place) -> tuple[int, ...]:
+        """The node of each tensor-parallel group of a slot."""
+        kind, slot = place
+        return tuple(self._node_of[group[0]] for group in pool.kinds[kind].groups(slot))
 
     def slot(self, pool: SlotPool, kinds: tuple[int, ...], stages: int) -> Slot:
         """See :meth:`.PipelinePrices.slot`."""
@@ -349,22 +402,29 @@ def _in_order(places: Sequence[Sequence[Place]], splits: Sequence[Split]) -> lis
 
 
 def write_plan(draft: Draft, topology: Topology, profile: ModelProfile, method: str, notes: Sequence[str]) -> Plan:
-    """The draft as a plan."""
+    """The draft as a plan. Its degree is that of most stages."""
     pool = draft.pool
+    degrees = Counter(pool.kinds[kind].tensor_parallel for row in draft.places for kind, _ in row)
+    degree = max(degrees, key=lambda each: (degrees[each], each))
     replicas = []
     for pipeline, cut, cost, count in zip(draft.places, draft.splits, draft.costs, draft.micro_batches, strict=True):
         groups: list[StageGroup] = []
-        for slot in cut.order:
+        for slot, again in zip(cut.order, cost.recompute or [False] * len(cut.order), strict=True):
             kind, index = pipeline[slot]
             slots = pool.kinds[kind]
-            groups.append((slots.slots[index], slots.device, slots.memory_in_pipeline(len(cut.order))))
+            memory = slots.memory_in_pipeline(len(cut.order))
+            if again and (form := slots.recomputed_in_pipeline(len(cut.order))) is not None:
+                memory = form[1]
+            other = None if slots.tensor_parallel == degree else slots.tensor_parallel
+            groups.append(StageGroup(slots.slots[index], slots.device, memory, other, slots.width, again))
         replicas.append(finished_replica(topology, groups, cut.bounds, cost, count))
     return finished_plan(
         profile,
         replicas,
         method,
-        pool.tensor_parallel,
+        degree,
         pool.micro_batch,
         draft.synchronization_seconds,
         notes,
+        zero_stage=0 if pool.pipelines is None else 1,
     )

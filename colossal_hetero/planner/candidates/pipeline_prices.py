@@ -117,15 +117,15 @@ class PipelinePrices:
         """
         key = (pool, kinds, stages == 1)
         if key not in self._slots:
-            worst = [pool.kinds[kind] for kind in kinds]
-            costs = worst[0].costs
-            if len(worst) > 1:
-                names = [field.name for field in fields(LayerCosts)]
-                costs = LayerCosts(
-                    **{name: np.max([getattr(kind.costs, name) for kind in worst], axis=0) for name in names}
-                )
-            name = " or ".join(dict.fromkeys(kind.device for kind in worst))
-            self._slots[key] = Slot(name, costs, min(kind.memory_in_pipeline(stages) for kind in worst))
+            several = [pool.kinds[kind] for kind in kinds]
+            name = " or ".join(dict.fromkeys(kind.device for kind in several))
+            again = [form for kind in several if (form := kind.recomputed_in_pipeline(stages)) is not None]
+            self._slots[key] = Slot(
+                name,
+                _worst([kind.costs for kind in several]),
+                min(kind.memory_in_pipeline(stages) for kind in several),
+                (_worst([costs for costs, _ in again]), min(memory for _, memory in again)) if again else None,
+            )
         return self._slots[key]
 
     def _described(self, pool: SlotPool, kinds: Kinds, hops: Sequence[int]) -> tuple[list[Slot], list[Channel]]:
@@ -133,3 +133,11 @@ class PipelinePrices:
         channels = pool.links.channels
         slots = [self.slot(pool, each, len(kinds)) for each in kinds]
         return slots, [channels[number] if number >= 0 else NO_LINK for number in hops]
+
+
+def _worst(costs: Sequence[LayerCosts]) -> LayerCosts:
+    """Of each block the longest time and the largest size; a single one as it is."""
+    if len(costs) == 1:
+        return costs[0]
+    names = [field.name for field in fields(LayerCosts)]
+    return LayerCosts(**{name: np.max([getattr(each, name) for each in costs], axis=0) for name in names})

@@ -38,17 +38,20 @@ class PlacedPipelines:
         self._cuts: dict[int, AllCuts] = {}
         self._cut_times: dict[object, CutTimes] = {}
         on_node: dict[int, list[int]] = {}
-        for kind, each in enumerate(pool.kinds):
-            for slot in range(len(each.slots)):
-                on_node.setdefault(builder.node(pool, (kind, slot)), []).append(kind)
+        nodes_of = {
+            (kind, slot): builder.nodes(pool, (kind, slot))
+            for kind, each in enumerate(pool.kinds)
+            for slot in range(len(each.slots))
+        }
+        for (kind, _), nodes in nodes_of.items():
+            for node in nodes:
+                on_node.setdefault(node, []).append(kind)
         types = {node: (int(pool.links.node_kind[node]), tuple(kinds)) for node, kinds in on_node.items()}
         numbers = {each: number for number, each in enumerate(dict.fromkeys(types.values()))}
-        self._look_of: dict[Place, tuple[int, int, int]] = {}
-        """By slot: its kind, its node, and a number that nodes have in common that are alike."""
-        for kind, each in enumerate(pool.kinds):
-            for slot in range(len(each.slots)):
-                node = builder.node(pool, (kind, slot))
-                self._look_of[kind, slot] = kind, node, numbers[types[node]]
+        self._look_of: dict[Place, tuple[tuple[int, int, int], ...]] = {}
+        """By slot, for each of its groups: kind, node, and a number that nodes have in common that are alike."""
+        for (kind, slot), nodes in nodes_of.items():
+            self._look_of[kind, slot] = tuple((kind, node, numbers[types[node]]) for node in nodes)
 
     def look(self, rows: Rows) -> object:
         """A key that is equal only for pipelines that differ by slots of a kind in a node, or by nodes that are alike.
@@ -58,7 +61,7 @@ class PlacedPipelines:
         numbers: dict[int, int] = {}
         named = []
         for row in rows:
-            looks = [self._look_of[place] for place in row]
+            looks = [look for place in row for look in self._look_of[place]]
             named.append(tuple((kind, numbers.setdefault(node, len(numbers)), alike) for kind, node, alike in looks))
         return tuple(sorted(named))
 
@@ -151,9 +154,10 @@ class PlacedPipelines:
 
     def _hops(self, rows: Rows) -> Iterator[list[Channel] | None]:
         """By pipeline, the channels between neighbors; None where there is no link."""
+        where = [[self.builder.where(self.pool, place) for place in row] for row in rows]
+        hops = self.builder.hops(self.pool, where)
         channels = self.pool.links.channels
-        nodes = [[self.builder.node(self.pool, place) for place in row] for row in rows]
-        for numbers in self.pool.links.hops(nodes, self.pool.tensor_parallel):
+        for numbers in hops:
             yield None if -1 in numbers else [channels[number] for number in numbers]
 
     def _summing(self, rows: Rows) -> Callable[[Sequence[NDArray[np.int64]]], float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal, NamedTuple
 
 from ..cluster.all_reduce import concurrent_seconds
 from ..cluster.shared_hops import hop_channels
@@ -21,9 +22,19 @@ __all__ = [
     *("stage_slots", "summing_seconds"),
 ]
 
-StageGroup = tuple[tuple[int, ...], str, float]
-"""The tensor-parallel group that runs a stage: ranks, kind of device, and bytes of memory that each device has for the
-state and the activations of its blocks."""
+
+class StageGroup(NamedTuple):
+    """The devices that run a stage."""
+
+    ranks: tuple[int, ...]
+    device: str
+    """Kind."""
+    block_bytes: float
+    """Memory that each device has for the state and the activations of its blocks."""
+    tensor_parallel: int | None = None
+    """If it is not the plan's."""
+    width: int = 1
+    recompute: bool = False
 
 
 def predict_plan(
@@ -83,8 +94,9 @@ def predict_plan(
     cut = Split(order, tuple(bounds))
     written = []
     for groups, pipeline in zip(ranks, pipelines, strict=True):
-        members: list[StageGroup] = [
-            (tuple(group), slot.name, slot.memory_bytes) for group, slot in zip(groups, pipeline.slots, strict=True)
+        members = [
+            StageGroup(tuple(group), slot.name, slot.memory_bytes)
+            for group, slot in zip(groups, pipeline.slots, strict=True)
         ]
         written.append(finished_replica(topology, members, cut.bounds, evaluate(pipeline, cut), micro_batches))
     gradient_bytes = [
@@ -130,23 +142,26 @@ def finished_replica(
         cost: What was predicted, by stage.
         micro_batches: K, per iteration.
     """
-    kinds = [topology.devices[ranks[0]].kind for ranks, _, _ in groups]
+    kinds = [topology.devices[group.ranks[0]].kind for group in groups]
     stages = tuple(
         StagePlan(
             blocks=(bounds[stage], bounds[stage + 1]),
-            device=device,
-            ranks=ranks,
-            node=topology.nodes[topology.devices[ranks[0]].node].name,
+            device=group.device,
+            ranks=group.ranks,
+            tensor_parallel=group.tensor_parallel,
+            width=group.width,
+            recompute=group.recompute,
+            node=topology.nodes[topology.devices[group.ranks[0]].node].name,
             forward_seconds=cost.forward_seconds[stage],
             backward_seconds=cost.backward_seconds[stage],
             transfer_seconds=cost.transfer_seconds[stage],
             schedule_seconds=cost.schedule_seconds[stage],
             update_seconds=cost.update_seconds[stage],
-            memory_bytes=cost.memory_bytes[stage] + kinds[stage].memory_bytes - block_bytes,
-            memory_overhead_bytes=kinds[stage].memory_bytes - block_bytes,
+            memory_bytes=cost.memory_bytes[stage] + kinds[stage].memory_bytes - group.block_bytes,
+            memory_overhead_bytes=kinds[stage].memory_bytes - group.block_bytes,
             memory_available_bytes=kinds[stage].memory_bytes,
         )
-        for stage, (ranks, device, block_bytes) in enumerate(groups)
+        for stage, group in enumerate(groups)
     )
     return Replica(stages=stages, micro_batches=micro_batches, pipeline_seconds=cost.seconds)
 
@@ -161,6 +176,7 @@ def finished_plan(
     notes: Sequence[str] = (),
     schedule: Schedule = "1f1b",
     order_seconds: GraphSeconds | None = None,
+    zero_stage: Literal[0, 1] = 0,
 ) -> Plan:
     """The plan of these replicas. Its iteration takes as long as the slowest pipeline and the synchronization."""
     return Plan(
@@ -171,6 +187,7 @@ def finished_plan(
         schedule=schedule,
         order_seconds=order_seconds,
         tensor_parallel=tensor_parallel,
+        zero_stage=zero_stage,
         micro_batch=micro_batch,
         global_batch=micro_batch * sum(replica.micro_batches for replica in replicas),
         replicas=tuple(replicas),

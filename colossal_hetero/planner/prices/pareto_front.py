@@ -20,7 +20,7 @@ from ..plans.plan import Plan
 from ..plans.runnable import NoPlanError
 from ..profile.layer_profile import ModelProfile
 from ..search.make_plans import make_plans
-from ..search.settings import search_space
+from ..search.settings import slots_to_try
 from .node_choice import NodeType, choices, node_types, taken, within
 from .plan_cost import HOUR, PlanCost, check_prices, plan_cost
 from .time_bounds import time_bounds
@@ -96,7 +96,7 @@ def pareto_front(
     """
     check_prices(topology)
     begin = time.monotonic()
-    known, pools = search_space(topology, profile, global_batch, micro_batches, tensor_parallel)
+    known, pools, *_ = slots_to_try(topology, profile, global_batch, micro_batches, tensor_parallel)
     types = node_types(known)
     counts = choices(types)
     counts = counts[within(known, types, counts, at_most or {})]

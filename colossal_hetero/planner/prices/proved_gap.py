@@ -8,7 +8,7 @@ import numpy as np
 
 from ..cluster.topology import Topology
 from ..profile.layer_profile import ModelProfile
-from ..search.settings import search_space
+from ..search.settings import slots_to_try
 from .node_choice import node_types
 from .time_bounds import time_bounds
 
@@ -31,7 +31,7 @@ def proved_gap(
         profile: See :func:`.make_plans.make_plans`, as are ``global_batch``, ``micro_batches`` and ``tensor_parallel``.
         iteration_seconds: Of a plan.
     """
-    known, pools = search_space(topology, profile, global_batch, micro_batches, tensor_parallel)
+    known, pools, *_ = slots_to_try(topology, profile, global_batch, micro_batches, tensor_parallel)
     types = node_types(known)
     # With more nodes, no bound is larger. So that of all nodes holds for every choice.
     everything = np.array([[len(each.nodes) for each in types]])

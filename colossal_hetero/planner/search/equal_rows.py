@@ -69,14 +69,14 @@ class EqualRows:
             copies_by_kind = np.array(available) // np.maximum(rows, 1)
             max_copies = np.where(rows > 0, copies_by_kind, 1 << 40).min(axis=1)
             parts = [(1, rows[:0])]
-            for pipelines in divisors(pool.total_micro_batches):
+            for pipelines in pipeline_counts(pool):
                 fitting = np.flatnonzero(max_copies >= pipelines)
                 if not len(fitting):
                     break
                 parts.append((pipelines, rows[fitting]))
             counts = np.concatenate([rows for _, rows in parts])
             copies = np.concatenate([np.full(len(rows), count) for count, rows in parts])
-            gradients = float(pool.kinds[0].costs.gradient_bytes.sum())
+            gradients = min(float(kind.costs.gradient_bytes.sum()) for kind in pool.kinds)
             summed = 2 * (copies - 1) / copies * gradients / counts.sum(axis=1) / fastest
             self._counts.append(counts)
             self._start.append(total)
@@ -87,8 +87,9 @@ class EqualRows:
         self._pool_of, self._pipelines = np.concatenate(numbers), np.concatenate(groups)
         self.seconds = np.concatenate(seconds)
         """Lower bounds, ``[rows]``."""
-        held = {pool.tensor_parallel for pool, each in zip(pools, seconds, strict=True) if np.isfinite(each).any()}
-        self.too_large = {pool.tensor_parallel for pool in pools} - held
+        ordinary = [(pool, each) for pool, each in zip(pools, seconds, strict=True) if pool.has_one_form]
+        held = {pool.tensor_parallel for pool, each in ordinary if np.isfinite(each).any()}
+        self.too_large = {pool.tensor_parallel for pool, _ in ordinary} - held
         """Tensor-parallel degrees with which the devices cannot hold the model."""
         if runnable:
             counts_of_stages = np.concatenate([counts.sum(axis=1) for counts in self._counts])
@@ -115,12 +116,17 @@ class EqualRows:
         whole = np.zeros(len(self.seconds), dtype=bool)
         for number, pool in enumerate(self.pools):
             part = self._part(number)
-            used = self._counts[number].sum(axis=1) * self._pipelines[part] * pool.tensor_parallel
+            used = self._counts[number] @ [kind.devices for kind in pool.kinds] * self._pipelines[part]
             whole[part] = used == devices
         return self._by_bound[whole[self._by_bound]]
 
     def _part(self, number: int) -> slice:
         return slice(self._start[number], self._start[number] + len(self._counts[number]))
+
+
+def pipeline_counts(pool: SlotPool) -> list[int]:
+    """How many pipelines with equally many micro-batches there may be, ascending."""
+    return [number for number in divisors(pool.total_micro_batches) if pool.allows(number)]
 
 
 def shapes(
@@ -133,7 +139,7 @@ def shapes(
         # By number of slots: the power of the fastest of them.
         power = np.cumsum(np.sort(power)[::-1])
         total = pool.total_micro_batches
-        for pipelines in divisors(total):
+        for pipelines in pipeline_counts(pool):
             for length in range(1, min(len(power) // pipelines, bound.blocks) + 1):
                 allowed = stages is None or length in stages
                 if allowed and (not runnable or enough_micro_batches(length, total // pipelines)):
@@ -153,7 +159,7 @@ def mixed_shapes(
     found: list[Shape] = []
     for number, (pool, bound) in enumerate(zip(pools, bounds, strict=True)):
         kinds = np.repeat(np.arange(len(pool.kinds)), [len(kind.slots) for kind in pool.kinds])
-        for pipelines in divisors(pool.total_micro_batches):
+        for pipelines in pipeline_counts(pool):
             if not 1 < pipelines <= len(kinds):
                 continue
             lengths, counts = [], []

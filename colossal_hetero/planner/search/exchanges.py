@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from random import Random
 
-from ..candidates.draft import Draft, DraftBuilder
+from ..candidates.draft import Draft, DraftBuilder, Where
 from ..candidates.placed_pipelines import PlacedPipelines, Rows
 from ..candidates.starting_rows import starting_rows
 from ..slots.placement import Place, SlotPool
@@ -33,7 +33,7 @@ class Exchanges:
         self.pool = pool
         self.placed = PlacedPipelines(builder, pool)
         places = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
-        self._node_of = {place: builder.node(pool, place) for place in places}
+        self._where = {place: builder.where(pool, place) for place in places}
 
     def start(self, pipelines: int, stages: int) -> Draft | None:
         """The fastest of some ways to give out the slots; None if none fits in memory."""
@@ -82,7 +82,7 @@ class Exchanges:
 
         No single exchange makes a result of :meth:`improved` faster, but several together can.
         """
-        best, slots, random = draft, sorted(self._node_of), Random(0)
+        best, slots, random = draft, sorted(self._where), Random(0)
         seen: set[object] = set()
         for _ in range(times):
             rows = [list(row) for row in best.rows]
@@ -110,7 +110,7 @@ class Exchanges:
         rows = draft.rows
         used = [place for row in (rows[slowest], *rows[:slowest], *rows[slowest + 1 :]) for place in row]
         free: dict[object, Place] = {}
-        for place in sorted(self._node_of.keys() - set(used)):
+        for place in sorted(self._where.keys() - set(used)):
             free.setdefault(self._type(place), place)
         pairs = itertools.chain(itertools.combinations(used, 2), itertools.product(used, free.values()))
         for one, other in pairs:
@@ -118,6 +118,6 @@ class Exchanges:
                 swap = {one: other, other: one}
                 yield tuple(tuple(swap.get(place, place) for place in row) for row in rows)
 
-    def _type(self, place: Place) -> tuple[int, int]:
+    def _type(self, place: Place) -> tuple[int, Where]:
         """Kind and node: slots of one type are interchangeable."""
-        return place[0], self._node_of[place]
+        return place[0], self._where[place]

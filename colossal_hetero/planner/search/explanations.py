@@ -25,7 +25,7 @@ def impossible_degrees(search: PlanSearch) -> list[str]:
     """The tensor-parallel degrees that are not possible, and why."""
     # A degree with neither a draft nor a problem was skipped because of a lower bound on its time.
     problems = search.problems | dict.fromkeys(search.rows.too_large, "the model does not fit")
-    possible = {draft.pool.tensor_parallel for draft in search.drafts.values()}
+    possible = {draft.pool.tensor_parallel for draft in search.drafts.values() if draft.pool.has_one_form}
     return [
         f"tensor parallelism {degree} is not possible: {problem}"
         for degree, problem in sorted(problems.items())
@@ -70,9 +70,9 @@ def reason(draft: Draft, best: Draft, search: PlanSearch, seconds_of: Callable[[
     waits = 1 - float(np.mean(times)) / times[stage]
     if len(times) > 1 and waits > 0.01:
         return f"{slower}: the others wait for {text}, {100 * waits:.0f} % of the time on average"
-    idle = sum(len(kind.slots) for kind in draft.pool.kinds) - sum(len(places) for places in draft.places)
+    idle = draft.pool.devices - draft.devices
     if idle:
-        return f"{slower}: {idle * draft.pool.tensor_parallel} devices are idle"
+        return f"{slower}: {idle} devices are idle"
     number_of = count(draft.micro_batches[number], "micro-batch")
     return f"{slower}: replica {number} needs {duration(steady)} for {number_of} in {text}"
 

@@ -90,7 +90,9 @@ class FewSlots:
 
     def _allowed(self, rows: Rows) -> bool:
         total, lengths = self.pool.total_micro_batches, {len(row) for row in rows}
-        if sum(len(row) for row in rows) * self.pool.tensor_parallel < self.devices:
+        if not self.pool.allows(len(rows)):
+            return False
+        if sum(self.pool.kinds[kind].devices for row in rows for kind, _ in row) < self.devices:
             return False
         if max(lengths) > self.bounds.blocks or len(rows) > total:
             return False

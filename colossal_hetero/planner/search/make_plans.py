@@ -20,12 +20,13 @@ from ..plans.ranked_plan import RankedPlan, ranking_seconds
 from ..plans.runnable import NoPlanError
 from ..profile.layer_profile import ModelProfile
 from ..schedules.pass_order import Schedule
+from ..slots.search_space import RUNNABLE, SearchSpace
 from ..stages.rules import uniform_bounds
 from ..stages.split_methods import METHODS
 from .explanations import against_equal_replicas, impossible_degrees, reason, why_no_chunks, why_nothing
 from .pipelines_to_divide import pipelines_to_divide
 from .plan_search import PlanSearch
-from .settings import check_schedules, search_space
+from .settings import MAX_FORMED_DEVICES, check_schedules, slots_to_try, wider_pools
 
 __all__ = ["make_plans"]
 
@@ -51,6 +52,7 @@ def make_plans(
     keep: int = 5,
     compare: bool = False,
     overlap: bool = False,
+    space: SearchSpace = RUNNABLE,
     cluster_file: str = "",
     profile_file: str = "",
 ) -> list[RankedPlan]:
@@ -81,6 +83,8 @@ def make_plans(
         overlap: Whether communication between replicas overlaps with passes, as with ZeRO stage 1 and Colossal-AI's
             options ``overlap_communication`` and ``overlap_allgather``; only for ``1f1b``. See
             :func:`~colossal_hetero.planner.plans.overlap.exposed_seconds`.
+        space: Which forms stages may have; see :class:`~colossal_hetero.planner.slots.search_space.SearchSpace`. By
+            default only those that the plugin runs; wider spaces are for the schedule ``1f1b``.
         cluster_file: Name of the cluster file, for the plans' ``cluster`` field.
         profile_file: Name of the profile file, for the plans' ``profile`` field.
 
@@ -101,7 +105,10 @@ def make_plans(
     check_schedules(schedules, model_chunks, method)
     if overlap and set(schedules) != {"1f1b"}:
         raise ValueError(f"overlap is predicted for the schedule 1f1b only, not for {', '.join(schedules)}")
-    topology, pools = search_space(topology, profile, global_batch, micro_batches, tensor_parallel)
+    if space != RUNNABLE and set(schedules) != {"1f1b"}:
+        raise ValueError(f"a wider search space is for the schedule 1f1b only, not for {', '.join(schedules)}")
+    tried = slots_to_try(topology, profile, global_batch, micro_batches, tensor_parallel)
+    topology, pools = tried.topology, tried.pools
 
     def search_by(method: str, unequal: bool = unequal) -> PlanSearch:
         builder = DraftBuilder(topology, method, overlap=overlap, runnable=runnable)
@@ -120,6 +127,20 @@ def make_plans(
         drafts = sorted(drafts, key=lambda draft: ranking_seconds(seconds_of(draft), equal=draft.is_equal))[:keep]
     else:
         drafts = search.run(keep, uniform_drafts if method == "exact" else ())
+    if space != RUNNABLE:
+        builder = DraftBuilder(topology, method, overlap=overlap, runnable=runnable)
+        wider = wider_pools(topology, profile, global_batch, tried.micro_batches, tried.degrees, space)
+        search = PlanSearch(
+            topology,
+            wider,
+            builder,
+            stages,
+            unequal=unequal,
+            all_devices=all_devices,
+            all_formations=len(topology.devices) <= MAX_FORMED_DEVICES,
+        )
+        search.start_from(drafts if 0 in space.zero_stages else ())
+        drafts = search.run(keep)
     chunked: list[RankedPlan] = []
     if set(schedules) != {"1f1b"}:
         with_chunks = [each for each in schedules if each != "1f1b"]

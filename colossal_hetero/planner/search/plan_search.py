@@ -79,6 +79,7 @@ class PlanSearch:
         unequal: bool = True,
         all_devices: bool = False,
         below: float = np.inf,
+        all_formations: bool = False,
     ) -> None:
         """What is searched.
 
@@ -90,6 +91,8 @@ class PlanSearch:
             unequal: Whether to search also plans whose pipelines differ.
             all_devices: Whether to return only plans that use every device.
             below: Plans that certainly take this many seconds or longer are not looked for.
+            all_formations: Whether the pools are all ways to divide the devices into slots. If all of these are of few
+                slots, nothing else is tried than all their plans.
         """
         self.topology = topology
         self.pools = pools
@@ -98,6 +101,7 @@ class PlanSearch:
         self.runnable = builder.runnable
         self.unequal = unequal
         self.all_devices = all_devices
+        self.all_formations = all_formations
         self.bounds = [PipelineBounds(pool.kinds, pool.links.min_seconds) for pool in pools]
         self.rows = EqualRows(pools, self.bounds, stages, runnable=self.runnable)
         self.drafts: dict[object, Draft] = {}
@@ -118,6 +122,9 @@ class PlanSearch:
         """
         few = all(each.are_few for each in self._all_of_few())
         self._look_through()
+        if few and self.all_formations and self.builder.chooses_cuts:
+            self._try_all_of_few()
+            return _diverse(self.found(), keep)
         if not few:
             self._reorder()
             self._exchange()
@@ -141,6 +148,11 @@ class PlanSearch:
             self._look_through()
             self._look_through_unequal()
         return found
+
+    def start_from(self, drafts: Sequence[Draft]) -> None:
+        """Count these plans of another search among those that were found: others must be faster."""
+        for number, draft in enumerate(drafts):
+            self._add(("known", number), draft)
 
     def found(self) -> list[Draft]:
         """All candidates that were built and may be returned, best first."""
@@ -229,10 +241,10 @@ class PlanSearch:
         for each in sorted(groups_of, key=lambda each: each.expected_seconds):
             if not each.expected_seconds < self.unequal_below:
                 break
-            if self.all_devices and each.pool.slots * each.pool.tensor_parallel < len(self.topology.devices):
+            if self.all_devices and each.pool.devices < len(self.topology.devices):
                 continue
             for groups in each.candidates(self.stages, self.unequal_below, may_be_idle=not self.all_devices):
-                used = sum(each.stages(groups)) * each.pool.tensor_parallel
+                used = int(np.sum(np.array(groups) @ [kind.devices for kind in each.pool.kinds]))
                 if self.all_devices and used < len(self.topology.devices):
                     continue
                 needed = self.builder.min_micro_batches(each.stages(groups))
@@ -244,7 +256,8 @@ class PlanSearch:
         if key not in self.drafts:
             draft = self.builder.build(pool, groups, symmetric=symmetric)
             if isinstance(draft, str):
-                self.problems.setdefault(pool.tensor_parallel, draft)
+                if pool.has_one_form:
+                    self.problems.setdefault(pool.tensor_parallel, draft)
                 return None
             self._add(key, draft)
         return self.drafts[key]
@@ -253,7 +266,8 @@ class PlanSearch:
 
     def _try_restricted(self) -> None:
         """Try the best plans that leave out nodes or kinds of devices, or ignore small differences in speed."""
-        pool_of = {(pool.tensor_parallel, pool.micro_batch): pool for pool in self.pools}
+        # A restricted pool has the links of the whole one.
+        pool_of = {pool.links: pool for pool in self.pools}
         for number, pools in enumerate(restricted_pools(self.topology, self.pools, whole=self.all_devices)):
             part = PlanSearch(
                 self.topology,
@@ -267,7 +281,7 @@ class PlanSearch:
             part._look_through_unequal()
             for key in sorted(part.drafts, key=lambda key: part.drafts[key].ranking_seconds)[:MAX_OF_PART]:
                 draft = part.drafts[key]
-                pool = pool_of[draft.pool.tensor_parallel, draft.pool.micro_batch]
+                pool = pool_of[draft.pool.links]
                 rows = places_in(pool, draft.pool, draft.rows)
                 bounds = [cut.bounds for cut in draft.splits]
                 tried = [self.builder.build_cut(pool, rows, bounds, draft.micro_batches)]
@@ -371,7 +385,11 @@ class PlanSearch:
         return len(types)
 
     def _devices(self, shape: Shape) -> int:
-        return shape.pipelines * shape.stages * self.pools[shape.pool].tensor_parallel
+        """Devices in use; if slots have different forms, as many as there can be."""
+        pool = self.pools[shape.pool]
+        if not pool.has_one_form:
+            return len(self.topology.devices)
+        return shape.pipelines * shape.stages * pool.tensor_parallel
 
     def _all_of_few(self) -> list[FewSlots]:
         """All plans of each pool: first those that are cut alike, then the others if they are wanted."""

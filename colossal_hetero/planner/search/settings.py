@@ -13,30 +13,45 @@ from ..profile.as_profiled import as_profiled
 from ..profile.layer_profile import ModelProfile
 from ..schedules.pass_order import CHUNKED, SCHEDULES, Schedule
 from ..slots.placement import NodeLinks, SlotPool
-from ..slots.tp_groups import divisors, slot_kinds, tensor_parallel_degrees
+from ..slots.search_space import SearchSpace
+from ..slots.tp_groups import SlotKind, divisors, slot_kinds, tensor_parallel_degrees
+from ..slots.unlike_slots import formations, kinds_of, mixtures
 
-__all__ = ["SearchSpace", "check_schedules", "degrees_to_try", "micro_batch_sizes", "search_space", "slot_pools"]
+__all__ = [
+    *("MAX_FORMED_DEVICES", "SlotsToTry", "check_schedules", "degrees_to_try", "micro_batch_sizes", "slot_pools"),
+    *("slots_to_try", "wider_pools"),
+]
 
+MAX_FORMED_DEVICES = 4
+"""Up to so many devices, slots of all forms are tried; with more, one form for each kind of device."""
+MAX_MIXTURES = 12
+"""Mixtures of forms that are tried per size of micro-batch."""
+MAX_ZERO_POOLS = 24
+"""Pools with different numbers of pipelines for ZeRO stage 1 that are tried, in clusters of more devices."""
 MAX_SAMPLES = 10**9
 """In a global batch: its divisors are looked for one by one."""
 
 
-class SearchSpace(NamedTuple):
+class SlotsToTry(NamedTuple):
     """What plans are made of."""
 
     topology: Topology
     """The machines with the times that were measured on them."""
     pools: list[SlotPool]
     """The slots for each tensor-parallel degree and micro-batch."""
+    micro_batches: list[int]
+    """Sizes, in samples."""
+    degrees: list[int]
+    """Tensor-parallel degrees."""
 
 
-def search_space(
+def slots_to_try(
     topology: Topology,
     profile: ModelProfile,
     global_batch: int,
     micro_batches: Sequence[int] | None,
     tensor_parallel: Sequence[int] | None,
-) -> SearchSpace:
+) -> SlotsToTry:
     """The slots that the devices form; arguments as for :func:`.make_plans.make_plans`.
 
     Raises:
@@ -45,7 +60,7 @@ def search_space(
     known = as_profiled(topology, profile)
     sizes = micro_batch_sizes(profile, global_batch, micro_batches)
     degrees = degrees_to_try(known, profile, tensor_parallel)
-    return SearchSpace(known, slot_pools(known, profile, global_batch, sizes, degrees))
+    return SlotsToTry(known, slot_pools(known, profile, global_batch, sizes, degrees), sizes, degrees)
 
 
 def check_schedules(schedules: Sequence[Schedule], model_chunks: Sequence[int], method: str) -> None:
@@ -112,8 +127,7 @@ def slot_pools(
         for size in sizes:
             kinds = slot_kinds(topology, profile, degree, size)
             if kinds:
-                message = float(np.max(kinds[0].costs.output_bytes))
-                pools.append(SlotPool(degree, size, tuple(kinds), global_batch // size, NodeLinks(topology, message)))
+                pools.append(_pool(topology, degree, size, kinds, global_batch))
     if not pools:
         measured = ", ".join(
             f"{device} with tensor parallelism {degree}: {', '.join(map(str, profile.micro_batches(device, degree)))}"
@@ -122,3 +136,72 @@ def slot_pools(
         )
         raise ValueError(f"micro_batch={', '.join(map(str, sizes))} was not measured on any device; {measured} were")
     return pools
+
+
+def _pool(
+    topology: Topology,
+    degree: int,
+    size: int,
+    kinds: Sequence[SlotKind],
+    global_batch: int,
+    pipelines: int | None = None,
+) -> SlotPool:
+    message = min(float(np.max(kind.costs.output_bytes)) for kind in kinds)
+    return SlotPool(degree, size, tuple(kinds), global_batch // size, NodeLinks(topology, message), pipelines)
+
+
+def wider_pools(
+    topology: Topology,
+    profile: ModelProfile,
+    global_batch: int,
+    sizes: Sequence[int],
+    degrees: Sequence[int],
+    space: SearchSpace,
+) -> list[SlotPool]:
+    """The pools of a wider search; arguments as for :func:`slot_pools`.
+
+    Args:
+        space: What stages may be.
+    """
+    few = len(topology.devices) <= MAX_FORMED_DEVICES
+    formed = formations(topology, degrees, space) if few else []
+    pools = []
+    for size in sizes:
+        forms = formed or (
+            mixtures(topology, profile, size, degrees, space, MAX_MIXTURES) if space.has_other_forms else []
+        )
+        for pipelines in _numbers_of_pipelines(topology, space, global_batch // size, few):
+            make = kinds_of(topology, profile, size, space, pipelines)
+            # Formations of a few devices have those of one form among them.
+            ordinary = (
+                []
+                if formed
+                else [
+                    (
+                        degree,
+                        slot_kinds(topology, profile, degree, size, recompute=space.recompute, pipelines=pipelines),
+                    )
+                    for degree in degrees
+                ]
+            )
+            unlike = [(kinds[-1].tensor_parallel, kinds) for form in forms if (kinds := make(form))]
+            pools += [
+                _pool(topology, degree, size, kinds, global_batch, pipelines)
+                for degree, kinds in (*ordinary, *unlike)
+                if kinds
+            ]
+    return pools
+
+
+def _numbers_of_pipelines(topology: Topology, space: SearchSpace, micro_batches: int, few: bool) -> list[int | None]:
+    """Numbers of pipelines to try with ZeRO stage 1; None for any number, with stage 0."""
+    numbers: list[int | None] = [None] if 0 in space.zero_stages else []
+    if 1 in space.zero_stages:
+        most = min(len(topology.devices), micro_batches)
+        tried = (
+            range(1, most + 1)
+            if few
+            else sorted({2**power for power in range(12)} | {3 * 2**power for power in range(11)})
+        )
+        numbers += [number for number in tried if number <= most]
+    return numbers

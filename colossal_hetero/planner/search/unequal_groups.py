@@ -7,6 +7,7 @@ of one kind each, with as few stages as memory allows or more.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -40,9 +41,11 @@ class UnequalGroups:
     @property
     def expected_seconds(self) -> float:
         """Estimated seconds of the best plan: as many pipelines as memory allows, idle only while they fill."""
-        memory = float(self._available @ np.array([kind.memory_bytes for kind in self.pool.kinds]))
+        memory = float(self._available @ np.array(self._memory_bytes))
         slots, total = int(self._available.sum()), self.pool.total_micro_batches
         pipelines = min(int(memory / self._model_bytes), total, slots)
+        if self.pool.pipelines is not None:
+            pipelines = self.pool.pipelines if self.pool.pipelines <= pipelines else 0
         if pipelines < 1:
             return np.inf
         power = float((self._available / self.bounds.work_seconds).sum())
@@ -70,14 +73,18 @@ class UnequalGroups:
         """
         found = [*self._balanced(below, may_be_idle), *self._of_one_kind()]
         distinct: dict[tuple[tuple[int, ...], ...], None] = dict.fromkeys(tuple(sorted(each)) for each in found)
-        return [list(each) for each in distinct if stages is None or {sum(group) for group in each} <= set(stages)]
+        return [
+            list(each)
+            for each in distinct
+            if self.pool.allows(len(each)) and (stages is None or {sum(group) for group in each} <= set(stages))
+        ]
 
     def _balanced(self, below: float, may_be_idle: bool) -> Iterator[Groups]:
         """AutoHet's groups, if they can take less than ``below`` seconds."""
         pool, available = self.pool, self._available
         present = np.flatnonzero(available)
         kinds = [
-            MemberKind(1.0 / pool.kinds[place].model_seconds, pool.kinds[place].memory_bytes, int(available[place]))
+            MemberKind(1.0 / pool.kinds[place].model_seconds, self._memory_bytes[place], int(available[place]))
             for place in present
         ]
         # Stages that are balanced take as many seconds as there are micro-batches, divided by the objective.
@@ -89,6 +96,7 @@ class UnequalGroups:
                 lambda groups: max(1.0, pool.total_micro_batches / groups),
                 allow_idle=idle,
                 max_members=self.bounds.blocks,
+                groups=pool.pipelines,
                 max_groups=pool.total_micro_batches,
                 above=reached * MIN_IDLE_GAIN if idle else reached,
                 precision=PRECISION,
@@ -125,3 +133,10 @@ class UnequalGroups:
         """Bytes that the slots of a pipeline hold together at least (AutoHet's MIN_mem)."""
         costs = self.pool.kinds[0].costs
         return float(costs.state_bytes.sum() + costs.activation_bytes.sum())
+
+    @cached_property
+    def _memory_bytes(self) -> list[float]:
+        """By kind, the memory of a slot, as if its blocks needed as many bytes as those of the first kind's slots."""
+        if self.pool.has_one_form and self.pool.kinds[0].recomputed is None:
+            return [kind.memory_bytes for kind in self.pool.kinds]
+        return [kind.models_in_memory * self._model_bytes for kind in self.pool.kinds]

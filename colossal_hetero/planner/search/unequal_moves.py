@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from ..bounds.pipeline_bounds import PipelineBounds
-from ..candidates.draft import Draft, DraftBuilder
+from ..candidates.draft import Draft, DraftBuilder, Where
 from ..candidates.placed_pipelines import PlacedPipelines, Rows
 from ..slots.placement import Place, SlotPool
 
@@ -26,7 +26,7 @@ class UnequalMoves:
         self._work = bounds.work_seconds
         self._blocks = bounds.blocks
         places = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
-        self._node_of = {place: builder.node(pool, place) for place in places}
+        self._where = {place: builder.where(pool, place) for place in places}
 
     def improved(self, draft: Draft, most: int, stages: frozenset[int] | None, all_slots: bool) -> Draft:
         """``draft``, or a faster one with other slots.
@@ -60,7 +60,7 @@ class UnequalMoves:
 
     def _allowed(self, rows: Rows, stages: frozenset[int] | None, all_slots: bool) -> bool:
         lengths = [len(row) for row in rows]
-        if not lengths or (all_slots and sum(lengths) < len(self._node_of)):
+        if not lengths or not self.pool.allows(len(rows)) or (all_slots and sum(lengths) < len(self._where)):
             return False
         if max(lengths) > self._blocks or (stages is not None and not stages.issuperset(lengths)):
             return False
@@ -80,7 +80,7 @@ class UnequalMoves:
         rows = [tuple(draft.rows[number]) for number in order]
         used = {place for row in rows for place in row}
         free: dict[object, Place] = {}
-        for place in sorted(self._node_of.keys() - used):
+        for place in sorted(self._where.keys() - used):
             free.setdefault(self._type(place), place)
         for source, row in enumerate(rows):
             others = [*rows[:source], *rows[source + 1 :]]
@@ -109,6 +109,6 @@ class UnequalMoves:
             if len(row) > 2:
                 yield (*rows[:at], *rows[at + 1 :], row[::2], row[1::2])
 
-    def _type(self, place: Place) -> tuple[int, int]:
+    def _type(self, place: Place) -> tuple[int, Where]:
         """Kind and node: slots of one type are interchangeable."""
-        return place[0], self._node_of[place]
+        return place[0], self._where[place]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations_with_replacement, islice, pairwise
 
 import numpy as np
@@ -47,25 +48,18 @@ class NodeLinks:
         # Channel number by (kind of node, kind of node, whether it is the same node); −1 without a link.
         self._number = np.full((size, size, 2), -1)
         self.channels: list[Channel] = []
-        numbers: dict[Channel, int] = {}
-
-        def number(channel: Channel) -> int:
-            if channel not in numbers:
-                numbers[channel] = len(self.channels)
-                self.channels.append(channel)
-            return numbers[channel]
-
+        self._numbers: dict[Channel, int] = {}
+        self._seconds: list[float] = []
         for a, b in combinations_with_replacement(range(size), 2):
             if a == b:
-                self._number[a, a, 1] = number(topology.nodes[examples[a][0]].inside)
+                self._number[a, a, 1] = self.number(topology.nodes[examples[a][0]].inside)
                 if len(examples[a]) < 2:
                     continue
             try:
                 channel = topology.node_channel(int(examples[a][0]), int(examples[b][-1]))
             except ValueError:
                 continue
-            self._number[a, b, 0] = self._number[b, a, 0] = number(channel)
-        self._seconds = [channel.seconds(message_bytes) for channel in self.channels]
+            self._number[a, b, 0] = self._number[b, a, 0] = self.number(channel)
         self.min_seconds = min(self._seconds)
         """Seconds of a message over the fastest channel."""
         kinds_of_channel = sorted({channel.kind for channel in self.channels})
@@ -85,6 +79,14 @@ class NodeLinks:
         self._inside = len(kinds_of_channel)
         self._limited: dict[tuple[int, float], int] = {}
         self._hops: dict[object, int] = {}
+
+    def number(self, channel: Channel) -> int:
+        """The number of a channel, which gets one if it has none."""
+        if channel not in self._numbers:
+            self._numbers[channel] = len(self.channels)
+            self.channels.append(channel)
+            self._seconds.append(channel.seconds(self.message_bytes))
+        return self._numbers[channel]
 
     def numbers(self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64]) -> NDArray[np.int64]:
         """Channel numbers between nodes, element by element; -1 where there is no link."""
@@ -193,10 +195,10 @@ class NodeLinks:
 
 @dataclass(frozen=True, eq=False)
 class SlotPool:
-    """The slots that the devices form with one tensor-parallel degree, timed for one size of micro-batch."""
+    """Slots that the devices form, timed for one size of micro-batch."""
 
     tensor_parallel: int
-    """Devices per slot."""
+    """Devices per slot; in a wider search, slots may have other degrees and widths."""
     micro_batch: int
     """Samples per micro-batch."""
     kinds: tuple[SlotKind, ...]
@@ -204,11 +206,28 @@ class SlotPool:
     total_micro_batches: int
     """Per iteration, over all pipelines."""
     links: NodeLinks
+    pipelines: int | None = None
+    """How many pipelines plans have, over which ZeRO stage 1 divides the optimizer's state. None: any number, and ZeRO
+    stage 0."""
 
     @property
     def slots(self) -> int:
         """How many slots there are, of all kinds."""
         return sum(len(kind.slots) for kind in self.kinds)
+
+    @property
+    def devices(self) -> int:
+        """Devices of all slots."""
+        return sum(len(kind.slots) * kind.devices for kind in self.kinds)
+
+    @cached_property
+    def has_one_form(self) -> bool:
+        """Whether every slot is one tensor-parallel group of the pool's degree."""
+        return all(kind.tensor_parallel == self.tensor_parallel and kind.width == 1 for kind in self.kinds)
+
+    def allows(self, pipelines: int) -> bool:
+        """Whether plans may have so many pipelines."""
+        return self.pipelines in (None, pipelines)
 
 
 def place(

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from ..cluster.topology import Topology
 from .placement import Place, SlotPool
-from .tp_groups import SlotKind
+from .tp_groups import SlotKind, by_power
 
 __all__ = ["places_in", "restricted_pools"]
 
@@ -79,9 +79,9 @@ def _without(kinds: Sequence[SlotKind], ranks: frozenset[int]) -> list[SlotKind]
 
 def _rounded_down(kinds: Sequence[SlotKind], factor: float) -> list[SlotKind]:
     """The kinds, with each run of similar speeds of one device as one kind of the lowest speed."""
-    by_device: dict[str, list[SlotKind]] = {}
+    by_device: dict[object, list[SlotKind]] = {}
     for kind in kinds:
-        by_device.setdefault(kind.device, []).append(kind)
+        by_device.setdefault((kind.device, kind.tensor_parallel, kind.width), []).append(kind)
     merged = []
     for same in by_device.values():
         same = sorted(same, key=lambda kind: kind.speed)
@@ -89,4 +89,4 @@ def _rounded_down(kinds: Sequence[SlotKind], factor: float) -> list[SlotKind]:
         for start, stop in pairwise(starts):
             slots = tuple(sorted(slot for kind in same[start:stop] for slot in kind.slots))
             merged.append(dataclasses.replace(same[start], slots=slots))
-    return sorted(merged, key=lambda kind: (-kind.model_seconds, kind.device, kind.speed))
+    return by_power(merged)

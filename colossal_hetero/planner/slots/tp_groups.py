@@ -1,16 +1,18 @@
 """Tensor-parallel groups by kind of device, and how many of each kind a pipeline can have.
 
-A *slot* is a tensor-parallel group of devices of one kind in one node; it can run one stage of a pipeline. A
-*composition* says how many slots of each kind a pipeline has, ``[kinds]``. Slots of a kind are interchangeable here;
-:mod:`.placement` decides later which of them, in which node, are used.
+A *slot* is a tensor-parallel group of devices of one kind in one node; it can run one stage of a pipeline. In a wider
+search (:mod:`.search_space`) a slot may be several such groups, of one kind in any nodes, which divide the samples of a
+micro-batch. A *composition* says how many slots of each kind a pipeline has, ``[kinds]``. Slots of a kind are
+interchangeable here; :mod:`.placement` decides later which of them, in which node, are used.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -19,10 +21,11 @@ from numpy.typing import NDArray
 from ..cluster.topology import Topology
 from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
+from ..profile.stage_costs import stage_costs
 
 __all__ = [
-    *("SlotKind", "compositions", "cut_points", "divisors", "number_of_compositions", "slot_kinds"),
-    "tensor_parallel_degrees",
+    *("SlotKind", "by_power", "compositions", "cut_points", "divisors", "number_of_compositions", "slot_kind"),
+    *("slot_kinds", "tensor_parallel_degrees"),
 ]
 
 MAX_COMPOSITIONS = 200_000
@@ -43,7 +46,23 @@ class SlotKind:
     """Memory of one device without its reserve."""
     costs: LayerCosts
     slots: tuple[tuple[int, ...], ...]
-    """Ranks of each tensor-parallel group, as launched."""
+    """Ranks of each slot, as launched: of a tensor-parallel group, or of its groups one after the other."""
+    tensor_parallel: int
+    """Devices of each group."""
+    width: int = 1
+    """Groups of each slot."""
+    recomputed: LayerCosts | None = None
+    """Costs of a stage that recomputes; None: none may."""
+
+    @property
+    def devices(self) -> int:
+        """Devices per slot."""
+        return self.tensor_parallel * self.width
+
+    def groups(self, slot: int) -> tuple[tuple[int, ...], ...]:
+        """The tensor-parallel groups of a slot."""
+        ranks, degree = self.slots[slot], self.tensor_parallel
+        return tuple(ranks[start : start + degree] for start in range(0, len(ranks), degree))
 
     @property
     def memory_bytes(self) -> float:
@@ -56,6 +75,21 @@ class SlotKind:
     def memory_in_pipeline(self, stages: int) -> float:
         """Memory that one device has for the state and the activations of its blocks."""
         return self.costs.memory_for_blocks(self.usable_bytes, stages)
+
+    def recomputed_in_pipeline(self, stages: int) -> tuple[LayerCosts, float] | None:
+        """Costs and memory of a stage that recomputes, as :meth:`memory_in_pipeline`; None if none may."""
+        if self.recomputed is None:
+            return None
+        return self.recomputed, self.recomputed.memory_for_blocks(self.usable_bytes, stages)
+
+    @property
+    def models_in_memory(self) -> float:
+        """How many models the memory of a slot holds, by the bytes of state and of one micro-batch's activations."""
+        forms = [(self.costs, self.memory_bytes), self.recomputed_in_pipeline(2)]
+        return max(
+            memory / max(float(costs.state_bytes.sum() + costs.activation_bytes.sum()), 1e-300)
+            for costs, memory in (form for form in forms if form is not None)
+        )
 
     @property
     def block_seconds(self) -> NDArray[np.float64]:
@@ -98,22 +132,77 @@ def tensor_parallel_groups(topology: Topology, degree: int) -> dict[tuple[str, f
     return groups
 
 
-def slot_kinds(topology: Topology, profile: ModelProfile, degree: int, micro_batch: int) -> list[SlotKind]:
-    """Slots by kind, the kind with the least computing power first.
+def slot_kinds(
+    topology: Topology,
+    profile: ModelProfile,
+    degree: int,
+    micro_batch: int,
+    *,
+    recompute: bool = False,
+    pipelines: int | None = None,
+) -> list[SlotKind]:
+    """Slots of one group each by kind, the kind with the least computing power first; further arguments as for
+    :func:`slot_kind`.
 
     A kind is left out if its profiled micro-batches with this ``degree`` do not enclose ``micro_batch``.
     """
-    usable = {device.kind.name: device.kind.usable_bytes for device in topology.devices}
-    measured: dict[str, list[int]] = {}
-    for times in profile.times:
-        if times.tensor_parallel == degree:
-            measured.setdefault(times.device, []).append(times.micro_batch)
-    kinds = []
-    for (name, speed), slots in tensor_parallel_groups(topology, degree).items():
-        if min(measured.get(name, [micro_batch + 1])) <= micro_batch <= max(measured[name]):
-            costs = profile.costs(name, degree, micro_batch, speed)
-            kinds.append(SlotKind(name, speed, usable[name], costs, tuple(slots)))
+    kinds = [
+        slot_kind(topology, profile, key, slots, degree, 1, micro_batch, recompute=recompute, pipelines=pipelines)
+        for key, slots in tensor_parallel_groups(topology, degree).items()
+    ]
+    return by_power(kind for kind in kinds if kind is not None)
+
+
+def by_power(kinds: Iterable[SlotKind]) -> list[SlotKind]:
+    """Kinds in ascending order of computing power."""
     return sorted(kinds, key=lambda kind: (-kind.model_seconds, kind.device, kind.speed))
+
+
+def slot_kind(
+    topology: Topology,
+    profile: ModelProfile,
+    key: tuple[str, float],
+    slots: Sequence[tuple[int, ...]],
+    degree: int,
+    width: int,
+    micro_batch: int,
+    *,
+    recompute: bool = False,
+    pipelines: int | None = None,
+) -> SlotKind | None:
+    """The kind of slots of ``width`` groups each; None if so many samples were not measured with this degree.
+
+    Args:
+        topology: Machines.
+        profile: Times and sizes of the model's layers.
+        key: Kind and speed of the slowest device in a slot.
+        slots: Ranks of each.
+        degree: Devices per group.
+        width: Groups per slot, which divide a micro-batch.
+        micro_batch: Samples.
+        recompute: Whether stages may recompute.
+        pipelines: With ZeRO stage 1, the number of pipelines, which divide the optimizer's state. None: stage 0.
+    """
+    name, speed = key
+    if micro_batch % width or degree not in profile.tensor_parallel_degrees(name):
+        return None
+    measured = profile.micro_batches(name, degree)
+    if not measured[0] <= micro_batch // width <= measured[-1]:
+        return None
+    costs = partial(
+        stage_costs,
+        profile,
+        name,
+        tensor_parallel=degree,
+        micro_batch=micro_batch,
+        speed=speed,
+        width=width,
+        zero_shards=1 if pipelines is None else pipelines * width,
+    )
+    usable = next(device.kind.usable_bytes for device in topology.devices if device.kind.name == name)
+    return SlotKind(
+        name, speed, usable, costs(), tuple(slots), degree, width, costs(recompute=True) if recompute else None
+    )
 
 
 def compositions(seconds: Sequence[float], available: Sequence[int], max_stages: int) -> NDArray[np.int64]:

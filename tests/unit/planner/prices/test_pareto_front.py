@@ -15,7 +15,7 @@ from colossal_hetero.planner.prices.plan_cost import plan_cost
 from colossal_hetero.planner.prices.proved_gap import proved_gap
 from colossal_hetero.planner.prices.time_bounds import time_bounds
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.search.settings import search_space
+from colossal_hetero.planner.search.settings import slots_to_try
 from tests.support.random_clusters import Problem, large_problem, small_problem
 
 pytestmark = pytest.mark.unit
@@ -53,7 +53,7 @@ def all_plans(problem: Problem) -> dict[tuple[int, ...], list[Plan]]:
 @pytest.mark.parametrize("seed", [2, 3, 4, 6, 7])
 def test_no_plan_is_faster_than_the_bound_of_its_nodes(seed: int) -> None:
     problem = priced(large_problem(seed) if seed % 2 else small_problem(seed), seed)
-    known, pools = search_space(problem.topology, problem.profile, problem.global_batch, None, None)
+    known, pools, *_ = slots_to_try(problem.topology, problem.profile, problem.global_batch, None, None)
     types = node_types(known)
     counts = choices(types)
     if len(counts) > 10:
