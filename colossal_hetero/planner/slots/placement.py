@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, islice, pairwise
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from ..cluster.topology import Channel, Topology
 from .tp_groups import SlotKind
 
-__all__ = ["NodeLinks", "Place", "SlotPool", "place", "place_together"]
+__all__ = ["DeviceSlots", "NodeLinks", "Place", "SlotPool", "place", "place_together"]
 
 Place = tuple[int, int]
 """A slot: its kind, and which of that kind's slots."""
@@ -211,9 +212,21 @@ class SlotPool:
         return sum(len(kind.slots) for kind in self.kinds)
 
 
+class DeviceSlots(Protocol):
+    """Slots of one kind, such as a :class:`~.tp_groups.SlotKind`."""
+
+    @property
+    def device(self) -> str:
+        """Kind of the devices."""
+
+    @property
+    def slots(self) -> Sequence[tuple[int, ...]]:
+        """Ranks of each slot."""
+
+
 def place(
     groups: Sequence[Sequence[int]],
-    kinds: Sequence[SlotKind],
+    kinds: Sequence[DeviceSlots],
     node_of: Sequence[int],
     cluster_of: Sequence[int],
 ) -> list[list[Place]]:
@@ -253,7 +266,7 @@ def place(
 
 def place_together(
     groups: Sequence[Sequence[int]],
-    kinds: Sequence[SlotKind],
+    kinds: Sequence[DeviceSlots],
     node_of: Sequence[int],
     cluster_of: Sequence[int],
 ) -> list[list[Place]]:
