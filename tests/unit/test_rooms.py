@@ -35,6 +35,7 @@ RULES: dict[str, set[str]] = {
     "planner/plans": {
         *("io", "planner/cluster", "planner/profile", "planner/stages", "planner/schedules", "planner/layout"),
     },
+    "planner/layout_line": {"io", "planner/schedules", "planner/plans"},
     "planner/chunks": {
         *("io", "planner/cluster", "planner/profile", "planner/stages", "planner/schedules", "planner/plans"),
     },
@@ -50,8 +51,13 @@ RULES: dict[str, set[str]] = {
     "planner/prices": {
         *("planner/cluster", "planner/profile", "planner/plans", "planner/slots", "planner/bounds", "planner/search"),
     },
+    "planner/evaluation": {
+        *("io", "planner/cluster", "planner/profile", "planner/schedules", "planner/layout_line", "planner/plans"),
+        *("planner/chunks", "planner/slots", "planner/candidates", "planner/prices"),
+    },
     "planner/report": {
         "io",
+        "planner/evaluation",
         "planner/prices",
         "planner/cluster",
         "planner/profile",
@@ -59,6 +65,7 @@ RULES: dict[str, set[str]] = {
         "planner/stages",
         "planner/schedules",
         "planner/layout",
+        "planner/layout_line",
         "planner/plans",
     },
     "planner/published": {"io", "planner/cluster", "planner/profile", "planner/stages"},

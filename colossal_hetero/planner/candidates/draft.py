@@ -192,6 +192,8 @@ class DraftBuilder:
         bounds: Sequence[tuple[int, ...]],
         micro_batches: Sequence[int],
         below: float = np.inf,
+        *,
+        must_fit: bool = True,
     ) -> Draft | str:
         """The draft in which nothing is left to choose, or in words why there is none.
 
@@ -201,6 +203,7 @@ class DraftBuilder:
             bounds: Of the stages of each pipeline.
             micro_batches: Of each pipeline.
             below: A draft whose pipelines take this many seconds or longer is not wanted.
+            must_fit: Whether only drafts that fit in memory are wanted.
         """
         nodes = [[self.where(pool, place) for place in row] for row in rows]
         sequences: list[Kinds] = [tuple((kind,) for kind, _ in row) for row in rows]
@@ -208,7 +211,7 @@ class DraftBuilder:
         costs = self._priced(pool, nodes, sequences, splits)(micro_batches, below)
         if not costs[-1].seconds < below:
             return "a pipeline takes too long"
-        return self._draft(pool, rows, splits, micro_batches, costs)
+        return self._draft(pool, rows, splits, micro_batches, costs, must_fit=must_fit)
 
     def _splits(
         self,
@@ -285,8 +288,10 @@ class DraftBuilder:
         splits: Sequence[Split],
         counts: Sequence[int],
         costs: Sequence[PipelineCost],
+        *,
+        must_fit: bool = True,
     ) -> Draft | str:
-        if not all(cost.fits for cost in costs):
+        if must_fit and not all(cost.fits for cost in costs):
             return f"the split by {self.method} does not fit into memory"
         if any(max(cost.transfer_seconds) >= 1.0 / NO_LINK.bytes_per_second for cost in costs):
             return "consecutive stages have no link"

@@ -56,8 +56,8 @@ def predict_chunked_plan(
         global_batch: Samples per iteration; each replica gets equally many.
         bounds: Chunk c, in the order of the model, has the blocks ``[bounds[c], bounds[c + 1])``. None: equal chunks
             with the method "uniform", otherwise those with the shortest simulated iteration that fit in memory.
-        order_seconds: The times from which Colossal-AI orders the passes of ``zbv``. None: the means of the chunks; if
-            the bounds are chosen, also others.
+        order_seconds: The times from which Colossal-AI orders the passes of ``zbv``. None: the best of
+            :data:`FORWARD_FACTORS`.
         method: Written into the plan.
         notes: Written into the plan, for its readers.
 
@@ -92,7 +92,12 @@ def predict_chunked_plan(
         )
     cut = np.array([bounds], dtype=np.int64)
     if schedule == "zbv" and order_seconds is None:
-        order_seconds = lines.mean_seconds(cut)
+        order_seconds = min(
+            _variants(lines.mean_seconds(cut)),
+            key=lambda each: max(
+                float(row.seconds(cut)[0]) for row in lines.distinct(lines.order(micro_batches, each))
+            ),
+        )
     pipelines = lines.pipelines(lines.order(micro_batches, order_seconds))
     written = [
         _replica(topology, groups, pipeline, cut, micro_batches)

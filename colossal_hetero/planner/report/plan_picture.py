@@ -13,7 +13,7 @@ from ...io.pictures import BLUE, GRAY, LIGHT_BLUE, ORANGE, check_matplotlib, che
 from ...io.text import count, spans, times
 from ..plans.plan import Plan
 from ..plans.simulate import PlanSimulation, simulate_plan
-from .plan_table import form_in_words, layout, replica_groups, short_ranks
+from .plan_table import layout, replica_groups, short_ranks, special_form
 
 __all__ = ["Lane", "StageBar", "lanes", "plot_plan", "windows"]
 
@@ -95,7 +95,7 @@ def lanes(simulation: PlanSimulation) -> list[Lane]:
             stage_ranks = sorted(rank for replica in group.replicas for rank in replica.stages[index].ranks)
             ranks = f"{'rank' if len(stage_ranks) == 1 else 'ranks'} {short_ranks(stage_ranks)}"
             rows.append(
-                Lane(group.numbers, index, f"{stage.device}{form_in_words(stage)}, {ranks}\n{layers}", tuple(bars))
+                Lane(group.numbers, index, f"{stage.device}{special_form(stage)}, {ranks}\n{layers}", tuple(bars))
             )
     return rows
 

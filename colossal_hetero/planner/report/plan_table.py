@@ -13,13 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ...io.text import aligned, byte_unit, count, spans, times
+from ..layout_line.plan_layout import layout_of
+from ..layout_line.write_layout import form_in_words, joined_ranges, write_layout
 from ..plans.plan import Plan, Replica, StagePlan
 from ..plans.ranked_plan import RankedPlan
 
 __all__ = [
     "ReplicaGroup",
     "Row",
-    "form_in_words",
     "layout",
     "one_line",
     "ranges_in_words",
@@ -27,10 +28,8 @@ __all__ = [
     "replica_groups",
     "rows",
     "short_ranks",
+    "special_form",
 ]
-
-MAX_PARTS = 8
-"""Parts of a pipeline, or different pipelines, that a one-line layout shows at most."""
 
 MAX_ROWS = 16
 """With more stages than this, consecutive stages of one kind with equally many layers share a row."""
@@ -88,70 +87,18 @@ def one_line(plan: Plan) -> str:
 
 def layout(plan: Plan) -> str:
     """:func:`one_line` without the predicted times; a schedule other than 1F1B is named at the end."""
-    shapes: dict[tuple[str, int], int] = {}
-    for replica in plan.replicas:
-        shape = (_pipeline(replica), replica.micro_batches)
-        shapes[shape] = shapes.get(shape, 0) + 1
-    counts = {micro_batches for _, micro_batches in shapes}
-    alike = len(counts) == 1
-    parts = []
-    for (pipeline, micro_batches), number in list(shapes.items())[:MAX_PARTS]:
-        times_ = "" if number == 1 and len(shapes) > 1 else f"{number} × "
-        parts.append(f"{times_}{pipeline}{'' if alike else f' × {micro_batches}'}")
-    if len(shapes) > MAX_PARTS:
-        parts.append("…")
-    replicas = f"dp {parts[0]}" if len(shapes) == 1 else f"dp {len(plan.replicas)} = {' + '.join(parts)}"
-    steps = f" × {counts.pop()}" if alike else ""
-    schedule = "" if plan.schedule == "1f1b" else f" · {plan.schedule}"
-    schedule += " · ZeRO 1" if plan.zero_stage else ""
-    return f"tp {plan.tensor_parallel} · {replicas} · micro-batch {plan.micro_batch}{steps}{schedule}"
+    return write_layout(layout_of(plan), shortened=True)
 
 
-def _pipeline(replica: Replica) -> str:
-    """``pp [A100-40 0-15 | V100-16 16-23]``; "4 × T4 0-7" are four stages of one kind that hold two layers each.
-
-    The chunks of a stage are joined by "+": ``[A100-40 0-7 + 16-19 | V100-16 8-15 + 20-23]``.
-    """
-    parts = []
-    for (device, *_), run in itertools.groupby(replica.stages, key=_form):
-        stages = list(run)
-        layers = " + ".join(
-            str(start) if stop - start == 1 else f"{start}-{stop - 1}" for start, stop in _joined(stages)
-        )
-        parts.append(f"{f'{len(stages)} × ' if len(stages) > 1 else ''}{device}{form_in_words(stages[0])} {layers}")
-    if len(parts) > MAX_PARTS:
-        parts = [*parts[: MAX_PARTS - 2], "…", parts[-1]]
-    return f"pp [{' | '.join(parts)}]"
+def special_form(stage: StagePlan) -> str:
+    """What is special about a stage, see :func:`~..layout_line.write_layout.form_in_words`."""
+    return form_in_words(stage.tensor_parallel, stage.width, stage.recompute)
 
 
 def _form(stage: StagePlan) -> tuple[object, ...]:
     """What stages have in common that are shown together: kind of device, form and numbers of layers."""
-    return stage.device, stage.tensor_parallel, stage.width, stage.recompute, _layers(stage)
-
-
-def form_in_words(stage: StagePlan) -> str:
-    """What is special about a stage, e.g. " (tp 4, width 2, recompute)"; empty for most stages."""
-    parts = [f"tp {stage.tensor_parallel}"] if stage.tensor_parallel else []
-    parts += [f"width {stage.width}"] if stage.width > 1 else []
-    parts += ["recompute"] if stage.recompute else []
-    return f" ({', '.join(parts)})" if parts else ""
-
-
-def _layers(stage: StagePlan) -> tuple[int, ...]:
-    """Of each chunk."""
-    return tuple(stop - start for start, stop in stage.block_ranges)
-
-
-def _joined(stages: Sequence[StagePlan]) -> tuple[tuple[int, int], ...]:
-    """``[a, b)`` of each chunk of a stage, or of all blocks of several stages, each run of consecutive blocks once."""
-    if len(stages) == 1:
-        return stages[0].block_ranges
-    joined: list[tuple[int, int]] = []
-    for start, stop in sorted(each for stage in stages for each in stage.block_ranges):
-        if joined and joined[-1][1] == start:
-            start = joined.pop()[0]
-        joined.append((start, stop))
-    return tuple(joined)
+    layers = tuple(stop - start for start, stop in stage.block_ranges)
+    return stage.device, stage.tensor_parallel, stage.width, stage.recompute, layers
 
 
 @dataclass(frozen=True)
@@ -207,10 +154,10 @@ def rows(plan: Plan) -> list[Row]:
                     replicas=group.numbers,
                     micro_batches=group.first.micro_batches,
                     stages=tuple(numbers),
-                    device=f"{members[0].device}{form_in_words(members[0])}",
+                    device=f"{members[0].device}{special_form(members[0])}",
                     nodes=tuple(dict.fromkeys(stage.node for stage in every)),
                     ranks=tuple(sorted(rank for stage in every for rank in stage.ranks)),
-                    block_ranges=_joined(members),
+                    block_ranges=joined_ranges([stage.block_ranges for stage in members]),
                     memory_bytes=(min(memory), max(memory)),
                     available_bytes=min(stage.memory_available_bytes for stage in every),
                     compute_seconds=max(

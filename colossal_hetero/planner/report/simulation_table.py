@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ...io.text import aligned, count, times
 from ..plans.simulate import PlanSimulation
-from .plan_table import form_in_words, layout, ranges_in_words, replica_groups, short_ranks
+from .plan_table import layout, ranges_in_words, replica_groups, short_ranks, special_form
 
 __all__ = ["render_replanning", "render_simulation"]
 
@@ -82,7 +82,7 @@ def _stages(simulation: PlanSimulation) -> Table:
         cells = [f"{short_ranks(group.numbers)}{number}" if index == 0 else ""] if many else []
         cells += [
             str(index),
-            f"{stage.device}{form_in_words(stage)}",
+            f"{stage.device}{special_form(stage)}",
             short_ranks(ranks),
             ranges_in_words(stage.block_ranges),
         ]

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations_with_replacement, islice, pairwise
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from ..cluster.topology import Channel, Topology
 from .tp_groups import SlotKind
 
-__all__ = ["NodeLinks", "Place", "SlotPool", "place", "place_together"]
+__all__ = ["DeviceSlots", "NodeLinks", "Place", "SlotPool", "place", "place_together"]
 
 Place = tuple[int, int]
 """A slot: its kind, and which of that kind's slots."""
@@ -230,9 +231,21 @@ class SlotPool:
         return self.pipelines in (None, pipelines)
 
 
+class DeviceSlots(Protocol):
+    """Slots of one kind, such as a :class:`~.tp_groups.SlotKind`."""
+
+    @property
+    def device(self) -> str:
+        """Kind of the devices."""
+
+    @property
+    def slots(self) -> Sequence[tuple[int, ...]]:
+        """Ranks of each slot."""
+
+
 def place(
     groups: Sequence[Sequence[int]],
-    kinds: Sequence[SlotKind],
+    kinds: Sequence[DeviceSlots],
     node_of: Sequence[int],
     cluster_of: Sequence[int],
 ) -> list[list[Place]]:
@@ -272,7 +285,7 @@ def place(
 
 def place_together(
     groups: Sequence[Sequence[int]],
-    kinds: Sequence[SlotKind],
+    kinds: Sequence[DeviceSlots],
     node_of: Sequence[int],
     cluster_of: Sequence[int],
 ) -> list[list[Place]]:

@@ -1,0 +1,1 @@
+"""One-line layouts of plans: what they say, written and read."""

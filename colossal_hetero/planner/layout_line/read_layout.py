@@ -1,0 +1,251 @@
+"""Reads a layout from one line of text, such as ``tp 2 · dp 4 × pp [2 × V100-16 0-9 | A100-40 10-23]``.
+
+The grammar is in ``docs/evaluating.md``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...io.marked_error import MarkedError
+from ...io.text import count
+from ..schedules.pass_order import SCHEDULES, Schedule
+from .plan_layout import PipelineLayout, PlanLayout, StageLayout
+
+__all__ = ["read_layout"]
+
+TIMES = r"[×xX*]"
+RANGE = r"\d+(?:\s*[-–]\s*\d+)?"
+FORM = r"tp\s+(?P<tp>\d+)|width\s+(?P<width>\d+)|(?P<recompute>recompute)"
+ONE_FORM = re.sub(r"\?P<\w+>", "?:", FORM)
+STAGE = re.compile(
+    rf"(?:(?P<number>\d+)\s*{TIMES}\s*)?(?P<device>\S.*?)"
+    rf"(?P<form>\s+\(\s*(?:{ONE_FORM})(?:\s*,\s*(?:{ONE_FORM}))*\s*\)|(?:\s+(?:{ONE_FORM}))*)"
+    rf"\s+(?P<ranges>{RANGE}(?:\s*\+\s*{RANGE})*)",
+    re.IGNORECASE,
+)
+"""A part of a pipeline: number of stages, device, its form in brackets or without, and ranges of blocks."""
+MAX_PIPELINES = 100_000
+
+
+def read_layout(text: str) -> PlanLayout:
+    """The layout that a line says, as :func:`~.write_layout.write_layout` writes it or a person does.
+
+    ``x`` or ``*`` may stand for ``×``, ``,`` for ``·``, and ``;`` for ``+`` between pipelines. Predicted times at the
+    end, as ``colossal-hetero plan`` prints them, are ignored.
+
+    Raises:
+        MarkedError: The text is not a layout, or blocks belong to no stage or to two. The message says where.
+    """
+    return _Reader(text).layout()
+
+
+class _Reader:
+    """A position in a line of text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.place = 0
+
+    def layout(self) -> PlanLayout:
+        degree = micro_batch = steps = zero = None
+        schedule: Schedule | None = None
+        pipelines: list[PipelineLayout] = []
+        while self._after_separator() < len(self.text):
+            start = self.place
+            if found := self._match(r"tp\s*(\d+)"):
+                self._check_first(degree, "tp", start)
+                degree = self._positive(found)
+            elif found := self._match(rf"micro-?batch\s*(\d+)(?:\s*{TIMES}\s*(\d+))?"):
+                self._check_first(micro_batch, "micro-batch", start)
+                micro_batch = self._positive(found)
+                steps = self._positive(found, 2) if found[2] else None
+            elif found := self._match(rf"({'|'.join(SCHEDULES)})(?![\w-])"):
+                self._check_first(schedule, "the schedule", start)
+                schedule = next(each for each in SCHEDULES if each == found[1].lower())
+            elif found := self._match(r"zero\s*([01])(?!\d)"):
+                self._check_first(zero, "ZeRO", start)
+                zero = int(found[1])
+            elif found := self._match(rf"dp\s*(\d+)\s*(=|{TIMES})\s*"):
+                self._check_first(pipelines or None, "the pipelines", start)
+                pipelines = self._replicas(self._positive(found), found[2], start)
+            elif self._looks_at(rf"(\d+\s*{TIMES}\s*)?(pp\s*)?\["):
+                self._check_first(pipelines or None, "the pipelines", start)
+                pipelines = self._sum()
+            elif not self._match(r"[\d.,]+\s*(s|ms|µs)\s*\([^)]*samples/s\)"):
+                raise self._unknown(f"tp N, dp N × pp […], micro-batch N × K, ZeRO 1, or {', '.join(SCHEDULES)}")
+        if not pipelines:
+            raise self._wrong("there are no pipelines; write them like dp 4 × pp [V100-16 0-9 | A100-40 10-23]")
+        layout = PlanLayout(tuple(pipelines), micro_batch, schedule or "1f1b", 1 if zero else 0, degree or 1, self.text)
+        return self._checked(layout, steps)
+
+    def _replicas(self, number: int, sign: str, start: int) -> list[PipelineLayout]:
+        """What follows ``dp N ×`` or ``dp N =``."""
+        pipelines = self._sum() if sign == "=" else self._repeated(number)
+        if sign != "=" and self._looks_at(r"\s*[+;]\s*(\d+\s*[×xX*]|pp|\[)"):
+            raise self._wrong(
+                f"several different pipelines are written dp N = 2 × pp […] + pp […]; dp {number} × is one"
+            )
+        if len(pipelines) != number:
+            raise self._wrong(f"dp {number}, but there are {count(len(pipelines), 'pipeline')}", start)
+        return pipelines
+
+    def _sum(self) -> list[PipelineLayout]:
+        """Different pipelines, joined by ``+`` or ``;``."""
+        pipelines: list[PipelineLayout] = []
+        while not pipelines or self._match(rf"\s*[+;]\s*(?=(\d+\s*{TIMES}\s*)?(pp\s*\[|\[|…))"):
+            found = self._match(rf"(\d+)\s*{TIMES}\s*")
+            pipelines += self._repeated(self._positive(found) if found else 1)
+        return pipelines
+
+    def _repeated(self, number: int) -> list[PipelineLayout]:
+        """``pp [ … ] × K``, so many times."""
+        if number > MAX_PIPELINES:
+            raise self._wrong(f"{number:,} pipelines are too many; at most {MAX_PIPELINES:,} are possible")
+        if not self._match(r"(?:pp\s*)?\["):
+            raise self._unknown("a pipeline like pp [V100-16 0-9 | A100-40 10-23]")
+        start, end = self.place, self.text.find("]", self.place)
+        if end < 0:
+            raise self._wrong("the bracket [ is not closed by ]", start - 1)
+        stages: list[StageLayout] = []
+        for part in re.finditer(r"[^|]*(?:\||$)", self.text[start:end]):
+            if part[0] or not stages:
+                stages += self._stages(part[0].rstrip("|"), start + part.start())
+        self.place = end + 1
+        found = self._match(rf"\s*{TIMES}\s*(\d+)(?!\s*{TIMES})")
+        return [PipelineLayout(tuple(stages), self._positive(found) if found else None)] * number
+
+    def _stages(self, part: str, start: int) -> list[StageLayout]:
+        """The stages of one part, e.g. of "4 × T4 tp 2 0-7"."""
+        start += len(part) - len(part.lstrip())
+        found = STAGE.fullmatch(part.strip())
+        if found is None:
+            self.place = start
+            raise self._unknown("a kind of device and its blocks, like A100-40 0-9 or 2 × V100-16 tp 4 10-23")
+        place = start + found.start("device")
+        ranges = []
+        for each in re.finditer(r"(\d+)(?:\s*[-–]\s*(\d+))?", found["ranges"]):
+            first, last = int(each[1]), int(each[2] or each[1])
+            if last < first:
+                raise self._wrong(
+                    f"blocks {first} to {last} are none; write the first block before the last one",
+                    start + found.start("ranges") + each.start(),
+                )
+            ranges.append((first, last + 1))
+        form = {"tp": 0, "width": 1, "recompute": 0}
+        for each in re.finditer(FORM, found["form"], re.IGNORECASE):
+            name = each.lastgroup or ""
+            form[name] = 1 if name == "recompute" else int(each[name])
+            if not form[name]:
+                raise self._wrong(f"{name} 0: it is at least 1", start + found.start("form") + each.start())
+        number = int(found["number"] or 1)
+        stage = StageLayout(found["device"], tuple(ranges), form["tp"], form["width"], bool(form["recompute"]), place)
+        if number == 1:
+            return [stage]
+        blocks = sum(stage.blocks_per_chunk)
+        if len(ranges) > 1:
+            raise self._wrong("stages with several chunks are written one by one", start)
+        if number < 1 or blocks % number:
+            raise self._wrong(
+                f"{count(blocks, 'block')} cannot be divided equally over {count(number, 'stage')}; write the stages "
+                "one by one, or other numbers",
+                start,
+            )
+        first, each_has = ranges[0][0], blocks // number
+        return [
+            replace(stage, block_ranges=((first + n * each_has, first + (n + 1) * each_has),)) for n in range(number)
+        ]
+
+    def _checked(self, layout: PlanLayout, steps: int | None) -> PlanLayout:
+        """The layout, in which all stages have a degree and all pipelines hold all blocks.
+
+        Args:
+            layout: What was read.
+            steps: Micro-batches of all pipelines, if they were given together.
+        """
+        finished: dict[PipelineLayout, PipelineLayout] = {}
+        for each in dict.fromkeys(layout.pipelines):
+            if steps is not None and each.micro_batches not in (None, steps):
+                raise self._wrong(
+                    f"a pipeline has {each.micro_batches} micro-batches, but micro-batch {layout.micro_batch} × "
+                    f"{steps} says {steps} for all; leave one of both out",
+                    each.stages[0].place,
+                )
+            degree = layout.tensor_parallel
+            stages = tuple(replace(stage, tensor_parallel=stage.tensor_parallel or degree) for stage in each.stages)
+            finished[each] = PipelineLayout(stages, each.micro_batches or steps)
+        ends = [self._end(each.stages) for each in finished.values()]
+        for each, end in zip(finished, ends, strict=True):
+            if end != max(ends):
+                raise self._wrong(
+                    f"{_blocks(end, max(ends))} the other pipelines but not in this one; each holds the whole model",
+                    each.stages[-1].place,
+                )
+        self._check_chunks(tuple(finished.values()), layout.schedule)
+        return replace(layout, pipelines=tuple(finished[each] for each in layout.pipelines))
+
+    def _end(self, stages: Sequence[StageLayout]) -> int:
+        """The number of blocks that consecutive stages hold."""
+        ranges = sorted((start, stop, stage.place) for stage in stages for start, stop in stage.block_ranges)
+        end = 0
+        # Stages are in the order of the blocks; only the chunks of stages are not.
+        if all(len(stage.block_ranges) == 1 for stage in stages):
+            ranges = [(*stage.block_ranges[0], stage.place) for stage in stages]
+        for start, stop, place in ranges:
+            if start > end:
+                raise self._wrong(f"{_blocks(end, start)} no stage; this one must start at {end}", place)
+            if start < end:
+                raise self._wrong(f"{_blocks(start, end)} two stages; this one must start at {end}", place)
+            end = stop
+        return end
+
+    def _check_chunks(self, pipelines: Sequence[PipelineLayout], schedule: Schedule) -> None:
+        for pipeline in pipelines:
+            for stage in pipeline.stages:
+                chunks = len(stage.block_ranges)
+                if schedule == "1f1b" and chunks > 1:
+                    raise self._wrong(
+                        "a stage with several chunks needs a schedule: write · interleaved or · zbv", stage.place
+                    )
+                if schedule != "1f1b" and chunks != len(pipelines[0].stages[0].block_ranges):
+                    raise self._wrong("all stages have equally many chunks", stage.place)
+
+    def _unknown(self, expected: str) -> MarkedError:
+        """An error that says what was expected at this place."""
+        if self._looks_at(r"\s*…"):
+            return self._wrong(
+                "… stands for parts that were left out of this line; write all parts, or give the plan's file"
+            )
+        return self._wrong(f"expected {expected}")
+
+    def _wrong(self, message: str, place: int | None = None) -> MarkedError:
+        return MarkedError(message, self.text, min(self.place if place is None else place, len(self.text)))
+
+    def _check_first(self, before: object, name: str, start: int) -> None:
+        if before is not None:
+            raise self._wrong(f"{name}: given twice", start)
+
+    def _positive(self, found: re.Match[str], group: int = 1) -> int:
+        number = int(found[group])
+        if number < 1:
+            raise self._wrong("0 is not possible here; numbers start at 1", found.start(group))
+        return number
+
+    def _match(self, pattern: str) -> re.Match[str] | None:
+        found = re.compile(pattern, re.IGNORECASE).match(self.text, self.place)
+        if found:
+            self.place = found.end()
+        return found
+
+    def _after_separator(self) -> int:
+        self._match(r"\s*[·,;]?\s*")
+        return self.place
+
+    def _looks_at(self, pattern: str) -> bool:
+        return re.compile(pattern, re.IGNORECASE).match(self.text, self.place) is not None
+
+
+def _blocks(start: int, stop: int) -> str:
+    return f"block {start} is in" if stop - start == 1 else f"blocks {start} to {stop - 1} are in"
