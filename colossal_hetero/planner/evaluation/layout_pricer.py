@@ -127,7 +127,7 @@ class LayoutPricer:
         for (device, speed), groups in alike.items():
             costs = self.profile.costs(device, degree, self.micro_batch, speed)
             usable = devices[groups[0][0]].kind.usable_bytes
-            kinds.append(SlotKind(device, speed, usable, costs, tuple(groups)))
+            kinds.append(SlotKind(device, speed, usable, costs, tuple(groups), degree))
         message = float(np.max(kinds[0].costs.output_bytes))
         links = NodeLinks(self.topology, message)
         pool = SlotPool(degree, self.micro_batch, tuple(kinds), self.total_micro_batches, links)
