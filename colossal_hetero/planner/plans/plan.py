@@ -262,6 +262,9 @@ class Plan(FilePart):
     """Samples per optimizer step, over all replicas."""
     iteration_seconds: PositiveSeconds
     """Predicted time of an iteration."""
+    relative_error: Annotated[float, Field(ge=0)] | None = None
+    """Standard error of ``iteration_seconds`` as a share of it, from the errors of the profile's times; None, and left
+    out of files, if the profile has none."""
     synchronization_seconds: Seconds = Field(
         validation_alias=AliasChoices("synchronization_seconds", "synchronisation_seconds")  # as 0.1 wrote it
     )
@@ -281,7 +284,7 @@ class Plan(FilePart):
 
     @model_serializer(mode="wrap")
     def _without_what_it_does_not_use(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_defaults(self, write(self), ("order_seconds", "zero_stage"))
+        return without_defaults(self, write(self), ("order_seconds", "zero_stage", "relative_error"))
 
     @model_validator(mode="after")
     def _whole(self) -> Plan:

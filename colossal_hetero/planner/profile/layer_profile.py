@@ -71,6 +71,9 @@ class LayerTimes(FilePart):
     """Per micro-batch and cut next to a stage: what a pipeline takes beyond its layers, on this side of the cut, to
     send and receive a message each way and to run the schedule. A stage in the middle of a pipeline, which has two
     cuts, takes twice this. 0 if it was not measured."""
+    relative_error: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Standard error of the times of all layers together, as a share of them (0.02: 2 %), from how much repeated passes
+    differ. 0 if it is not known."""
     block_runs: tuple[BlockRun, ...] = ()
     """Times of several blocks together, if they were measured; the times of single blocks come from these."""
 
@@ -269,6 +272,13 @@ class ModelProfile(FilePart):
         measured = self.micro_batches(device, tensor_parallel)
         place = _in_words(device, tensor_parallel, micro_batch)
         raise ValueError(f"{place} was not measured; {_listed(measured)} were")
+
+    def relative_error(self, device: str, tensor_parallel: int, micro_batch: int) -> float:
+        """Standard error of the times as a share of them; between two measured micro-batches the larger of theirs."""
+        sizes = self.micro_batches(device, tensor_parallel)
+        near = [max((size for size in sizes if size <= micro_batch), default=sizes[0])]
+        near.append(min((size for size in sizes if size >= micro_batch), default=sizes[-1]))
+        return max(self.times_of(device, tensor_parallel, size).relative_error for size in near)
 
     # What a planner asks for ------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from ...io.text import aligned, byte_unit, count, spans, times
 from ..layout_line.plan_layout import layout_of
 from ..layout_line.write_layout import form_in_words, joined_ranges, write_layout
 from ..plans.plan import Plan, Replica, StagePlan
+from ..plans.prediction_error import CERTAIN
 from ..plans.ranked_plan import RankedPlan
 
 __all__ = [
@@ -290,8 +291,9 @@ def _totals(plan: Plan) -> list[str]:
     bubble = sum(number * share for number, share in devices) / sum(number for number, _ in devices)
     speed = aligned([plan.samples_per_second])[0]
     summed = "" if len(plan.replicas) == 1 else f" + synchronization {synchronization} {unit}"
+    sure = "" if plan.relative_error is None else f" ± {CERTAIN * plan.relative_error:.1%}"
     lines = [
-        f"predicted: an iteration of {iteration} {unit}, {speed} samples/s "
+        f"predicted: an iteration of {iteration} {unit}{sure}, {speed} samples/s "
         f"(pipeline {pipeline} {unit}{summed}; bubble {bubble:.0%} on average)"
     ]
     if plan.uniform_seconds is not None:

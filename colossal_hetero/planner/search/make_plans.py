@@ -16,6 +16,7 @@ from ..chunks.ranking import merged_by_time, ranked_by_time
 from ..cluster.topology import Topology
 from ..plans.launch_order import compare_with_launch_order
 from ..plans.plan import Plan
+from ..plans.prediction_error import prediction_error, ties_resolved
 from ..plans.ranked_plan import RankedPlan, ranking_seconds
 from ..plans.runnable import NoPlanError
 from ..profile.layer_profile import ModelProfile
@@ -56,7 +57,8 @@ def make_plans(
     cluster_file: str = "",
     profile_file: str = "",
 ) -> list[RankedPlan]:
-    """The plans with the shortest predicted iteration, best first.
+    """The plans with the shortest predicted iteration, best first; of plans that the times of the profile cannot tell
+    from the fastest, the simplest comes first (see ``plans/prediction_error.py``).
 
     Args:
         topology: Machines. If the profile was taken on them, each device has the times that were measured on it.
@@ -162,6 +164,7 @@ def make_plans(
     ]
     if chunked:
         ranked = merged_by_time(ranked, chunked, keep)
+    ranked = ties_resolved(ranked, profile)
     changes: dict[str, Any] = {"cluster": cluster_file, "profile": profile_file}
     best = ranked[0].plan
     if compare:
@@ -179,7 +182,10 @@ def make_plans(
         launch_order = compare_with_launch_order(topology, profile, best, overlap=overlap)
         best = best.model_copy(update={"notes": (*notes, launch_order) if launch_order else tuple(notes)})
     plans = [best, *(each.plan for each in ranked[1:])]
-    return [RankedPlan(plan.model_copy(update=changes), each.reason) for plan, each in zip(plans, ranked, strict=True)]
+    return [
+        RankedPlan(plan.model_copy(update=changes | {"relative_error": prediction_error(plan, profile) or None}), why)
+        for plan, why in zip(plans, (each.reason for each in ranked), strict=True)
+    ]
 
 
 def _has_uniform_stages(plan: Plan) -> bool:

@@ -28,7 +28,7 @@ import copy
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from ...processes.every_rank import on_every_rank
 from ..batches.device_profiler import device_name
 from ..memory import allocator_of, is_out_of_memory, memory_limit, recover
 from ..preserved_state import preserved_state
+from ..standard_error import relative_error
 from .layer_memory import measure_memory
 from .layer_passes import Duration, LayerPasses, clock, resized
 from .merge_ranks import MeasuredLayers, RankLayers, merge_ranks
@@ -218,6 +219,7 @@ class _Measurement:
         for size, parts in times.items():
             seconds = {part: self._typical(durations, pace) for part, durations in parts.items()}
             result.schedule[size] = seconds[SCHEDULE][0]
+            result.errors[size] = self._relative_error(parts)
             result.runs[size] = {count: seconds["run", 0, count] for _, _, count in self._runs}
             result.forward[size], result.backward[size] = (
                 [seconds[BEFORE][way], *self._single_blocks(seconds, way), seconds[AFTER][way]] for way in (0, 1)
@@ -299,6 +301,13 @@ class _Measurement:
             return wall * share, wall * (1 - share)
         forward, backward = (statistics.median(each.wall for each in way) for way in ways)
         return forward, backward
+
+    def _relative_error(self, parts: Mapping[Part, Sequence[tuple[Duration, Duration]]]) -> float:
+        """Standard error of the typical time of all parts together, as a share of it."""
+        rounds = zip(*(durations for part, durations in parts.items() if part != SCHEDULE), strict=True)
+        cpu = self._by_cpu_time
+        totals = [sum(each.cpu if cpu else each.wall for part in of_round for each in part) for of_round in rounds]
+        return relative_error(totals, of_median=cpu or self._device.type != "cpu")
 
     def _single_blocks(self, seconds: dict[Part, tuple[float, float]], way: int) -> list[float]:
         """Seconds of each block, such that the sum of the predicted times of all runs equals the measured one.

@@ -40,6 +40,8 @@ class RankLayers:
     """Seconds of backward, by micro-batch."""
     schedule: dict[int, float] = field(default_factory=dict)
     """Seconds of the schedule itself per micro-batch and cut, by micro-batch."""
+    errors: dict[int, float] = field(default_factory=dict)
+    """Standard error of the times as a share of them, by micro-batch."""
     runs: dict[int, dict[int, tuple[float, float]]] = field(default_factory=dict)
     """Seconds of forward and backward of a run of blocks, by micro-batch and number of blocks."""
     update: list[float] = field(default_factory=list)
@@ -167,6 +169,7 @@ def _times(measured: Sequence[RankLayers], device: str, tensor_parallel: int, si
         backward_seconds=mean(each.backward[size] for each in measured),
         update_seconds=mean(each.update for each in measured),
         schedule_seconds=statistics.fmean(each.schedule[size] for each in measured),
+        relative_error=max(each.errors.get(size, 0.0) for each in measured),
         block_runs=tuple(
             BlockRun(blocks=count, forward_seconds=forward, backward_seconds=backward)
             for count, (forward, backward) in runs.items()

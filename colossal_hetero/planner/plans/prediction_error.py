@@ -1,0 +1,133 @@
+"""How sure the predicted time of a plan is, and which plans a profile cannot tell apart.
+
+[Note: how sure a prediction is] The times of a kind of device, at a degree and a size of micro-batch, were measured
+together, with a relative standard error that the profile has. So they are all wrong by one unknown factor, near to 1.
+How much an iteration's time is wrong is found by trying: random factors are drawn for everything that was measured,
+and the closed form (``stages/pipeline.py``) is computed with each of them. The draws of a kind, degree and size are the
+same for every plan. So two plans that use the same times are wrong in the same direction, and the ratio of their times
+can be surer than each of them. Errors of bandwidths, and of the model itself (``benchmarks/planner``), are not in these
+numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..profile.layer_profile import ModelProfile
+from .plan import Plan, Replica, StagePlan
+from .ranked_plan import ROUNDING, RankedPlan
+
+__all__ = ["CERTAIN", "difference_error", "prediction_error", "ties_resolved"]
+
+CERTAIN = 2.0
+"""Plans that differ by less than so many standard errors count as equally fast. Of normal errors, 95 % are smaller."""
+
+DRAWS = 512
+"""Half of them are the inverse of the others, so that the mean error is 0."""
+
+Measured = tuple[str, int, int]
+"""Kind of device, tensor-parallel degree and samples that were measured together."""
+
+
+def prediction_error(plan: Plan, profile: ModelProfile) -> float:
+    """Relative standard error of the predicted time of an iteration; see [Note: how sure a prediction is]."""
+    return _spread(_logarithms(plan, profile))
+
+
+def difference_error(plan: Plan, other: Plan, profile: ModelProfile) -> float:
+    """Standard error of the logarithm of the ratio of two predicted times."""
+    return _spread(_logarithms(plan, profile) - _logarithms(other, profile))
+
+
+def ties_resolved(ranked: Sequence[RankedPlan], profile: ModelProfile) -> list[RankedPlan]:
+    """The plans with the simplest one first of those that the profile cannot tell from the fastest.
+
+    Simpler is, in this order: replicas that are alike, the schedule 1F1B, fewer stages, a smaller tensor-parallel
+    degree, equal stages, fewer devices.
+
+    Args:
+        ranked: the fastest first.
+        profile: with the errors of its times.
+    """
+    fastest, *others = ranked
+    margins = [CERTAIN * difference_error(fastest.plan, each.plan, profile) for each in others]
+    tied = [
+        each
+        for each, margin in zip(others, margins, strict=True)
+        if margin > 0 and -ROUNDING <= _behind(each.plan, fastest.plan) <= margin
+    ]
+    if not tied:
+        return list(ranked)
+    words = {
+        id(each): f"{each.reason}; a tie, because the times of the profile leave ±{margin:.1%} open"
+        for each, margin in zip(others, margins, strict=True)
+        if each in tied
+    }
+    simplest = min([fastest, *tied], key=lambda each: _complexity(each.plan))
+    if simplest is fastest:
+        return [replace(each, reason=words.get(id(each), each.reason)) for each in ranked]
+    plan = simplest.plan.model_copy(update={"notes": fastest.plan.notes})
+    first = RankedPlan(
+        plan,
+        f"the simplest of {len(tied) + 1} plans that the times of the profile cannot tell apart; the fastest is "
+        f"predicted to be {_behind(plan, fastest.plan):.1%} faster",
+    )
+    without_notes = fastest.plan.model_copy(update={"notes": ()})
+    second = RankedPlan(without_notes, "the fastest by its prediction, but not simpler, and the difference is a tie")
+    rest = [replace(each, reason=words.get(id(each), each.reason)) for each in others if each is not simplest]
+    return [first, second, *rest]
+
+
+def _behind(plan: Plan, fastest: Plan) -> float:
+    return math.log(plan.iteration_seconds / fastest.iteration_seconds)
+
+
+def _spread(values: NDArray[np.float64]) -> float:
+    """Standard deviation; exactly 0 for equal values."""
+    return float(values.std()) if values.max() > values.min() else 0.0
+
+
+def _logarithms(plan: Plan, profile: ModelProfile) -> NDArray[np.float64]:
+    """Logarithms of the time of an iteration for the factors that are drawn, ``[draws]``, up to a constant."""
+    shapes = {(replica.stages, replica.micro_batches): replica for replica in plan.replicas}
+    pipelines = []
+    for replica in shapes.values():
+        passes = np.array([stage.forward_seconds + stage.backward_seconds for stage in replica.stages])
+        whole = np.array([stage.micro_batch_seconds for stage in replica.stages])
+        factors = np.stack([_factors(_measured(plan, stage), profile) for stage in replica.stages])
+        seconds = whole[:, None] + passes[:, None] * (factors - 1.0)
+        update = np.array([stage.update_seconds for stage in replica.stages])[:, None] * factors
+        pipelines.append(seconds.sum(axis=0) + (replica.micro_batches - 1) * seconds.max(axis=0) + update.max(axis=0))
+    return np.asarray(np.log(np.max(pipelines, axis=0) + plan.synchronization_seconds))
+
+
+def _factors(measured: Measured, profile: ModelProfile) -> NDArray[np.float64]:
+    """By what the times that were measured together may be wrong, ``[draws]``."""
+    half = np.random.default_rng(zlib.crc32(repr(measured).encode())).normal(size=DRAWS // 2)
+    return np.exp(profile.relative_error(*measured) * np.concatenate([half, -half]))
+
+
+def _measured(plan: Plan, stage: StagePlan) -> Measured:
+    return stage.device, stage.tensor_parallel or plan.tensor_parallel, plan.micro_batch // stage.width
+
+
+def _complexity(plan: Plan) -> tuple[bool, bool, int, int, bool, int]:
+    return (
+        not plan.symmetric,
+        plan.schedule != "1f1b",
+        max(len(replica.stages) for replica in plan.replicas),
+        plan.tensor_parallel,
+        not all(map(_has_equal_stages, plan.replicas)),
+        plan.world_size,
+    )
+
+
+def _has_equal_stages(replica: Replica) -> bool:
+    layers = replica.layers_per_stage
+    return max(layers) - min(layers) <= 1
