@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..profile.layer_costs import LayerCosts
+from ..slots.placement import SlotPool
 from ..slots.tp_groups import SlotKind
 
-__all__ = ["PipelineBounds"]
+__all__ = ["BlockLimits", "PipelineBounds", "smallest_message"]
 
 # [Note: a lower bound on a pipeline's time]
 # Let w[t, b] be the time of block b on kind t, f any weights of the blocks with Σ f = 1, and ρ[t] = min_b w[t, b] /
@@ -20,7 +21,28 @@ __all__ = ["PipelineBounds"]
 # the stages' times is smallest if the fast kinds are filled first. This sum is piecewise linear in m, so the minimum of
 # sum + (K − 1)·m is at the smallest possible m, or at an m for which the fastest kinds alone do all the work. The
 # embedding and the head are in cap: the stage that holds the first or the last block holds fewer blocks if that block
-# takes longer.
+# takes longer. It is at most what fits in memory beside the activations of one micro-batch, and what is allowed.
+# A stage has at least the smallest f. And cap is the same for all m between two sums of blocks, so for the first of
+# these sums the largest f of cap blocks limits the share of a stage.
+# A stage of several also sends over a cut, and the schedule takes time on each side of it.
+
+
+WHOLE_LEVELS = 3
+"""So many times of a longest stage, from the shortest one on, are looked at with whole blocks only."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLimits:
+    """How many blocks the stages of a pipeline may hold: some are *free*, the others limited."""
+
+    free: NDArray[np.int64]
+    """By kind, how many stages are free at most."""
+    in_a_node: int
+    """Of the limited stages in one node together."""
+    nodes: NDArray[np.int64]
+    """By kind, how many there are."""
+    together: int
+    """Of all limited stages."""
 
 
 @dataclass(eq=False)
@@ -28,9 +50,18 @@ class PipelineBounds:
     """Lower bounds on the seconds of pipelines of these kinds, see [Note: a lower bound on a pipeline's time]."""
 
     kinds: Sequence[SlotKind]
-    hop_seconds: float = 0.0
+    transfer_seconds: float = 0.0
     """The shortest possible transfer between stages, one way."""
+    schedule_seconds: float = 0.0
+    """What the schedule takes at least on one side of a cut."""
     _work: NDArray[np.float64] = field(init=False)
+
+    @classmethod
+    def of_pool(cls, pool: SlotPool) -> PipelineBounds:
+        """Bounds for the slots of a pool, whose stages send over its fastest channel."""
+        sent = smallest_message(pool)
+        transfer = min(channel.seconds(sent) for channel in pool.links.channels)
+        return cls(pool.kinds, transfer, min(kind.costs.schedule_seconds for kind in pool.kinds))
 
     def __post_init__(self) -> None:
         seconds = np.maximum(np.array([kind.block_seconds for kind in self.kinds]), 1e-15)
@@ -44,10 +75,16 @@ class PipelineBounds:
         heads, tails = ends[:, 1:], np.cumsum(seconds[:, ::-1], axis=1)
         self._levels = np.unique(np.concatenate([np.ravel(windows), np.ravel(heads), np.ravel(tails)]))
         grid = self._levels * (1 + 1e-12)
-        self._capacity, self._head, self._tail = (
+        self._tables = tuple(
             np.stack([np.searchsorted(row, grid, side="right") for row in table], axis=1)
             for table in (windows, heads, tails)
         )
+        self._min_share = float(shares.min())
+        # The largest shares of 0, 1, 2, … neighboring blocks.
+        largest = np.concatenate([[0.0], -_min_sums(np.concatenate([[0.0], -np.cumsum(shares)]))])
+        # A longest stage that has these capacities is shorter than the next level.
+        longest = np.append(grid[1:], np.inf)
+        self._level_shares = np.minimum(largest[self._tables[0]], longest[:, None] / self._work)
         self._memory = np.array([self._blocks_in_memory(kind) for kind in self.kinds])
         self._whole = np.array([self._holds_the_model(kind) for kind in self.kinds])
 
@@ -119,41 +156,113 @@ class PipelineBounds:
         return bound
 
     def _seconds(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.float64]:
-        power = counts / self._work
-        longest = np.maximum(1.0 / power.sum(axis=1), self._levels[self._min_level(counts)])
-        order = self._fastest_first
-        power = power[:, order]
-        times, summed_power = self._work[order], np.cumsum(power, axis=1)
-        best = np.full(len(counts), np.inf)
-        with np.errstate(divide="ignore"):
-            candidates = [longest, *(np.maximum(longest, 1.0 / summed_power[:, kind]) for kind in range(len(order)))]
-        for stage_seconds in candidates:
-            left, total = np.ones(len(counts)), np.zeros(len(counts))
-            finite = np.isfinite(stage_seconds)
-            stage_seconds = np.where(finite, stage_seconds, 1.0)
-            for kind, seconds in enumerate(times):
-                part = np.minimum(left, power[:, kind] * stage_seconds)
-                total += part * seconds
-                left -= part
-            best = np.minimum(best, np.where(finite, total + (micro_batches - 1) * stage_seconds, np.inf))
-        stages = counts.sum(axis=1)
-        hops = (2 * (stages - 1) + (micro_batches - 1) * (stages > 1)) * self.hop_seconds
-        return np.asarray(best * (1 - 1e-9) + hops + self._update / stages)
+        first, further = self.options(counts)
+        return np.asarray((first + (micro_batches - 1) * further).min(axis=0))
 
-    def _min_level(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """By row, the index in ``_levels`` of the shortest longest stage with which the stages hold all blocks."""
-        low, high = np.full(len(counts), -1), np.full(len(counts), len(self._levels) - 1)
+    def options(
+        self, counts: NDArray[np.int64], limits: BlockLimits | None = None
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Seconds of the first micro-batch and of each further one, ``[options, rows]`` both.
+
+        K micro-batches take at least ``min(first + (K − 1) · further)`` over the options, without regard to memory in
+        flight. If a composition cannot hold the model, its first micro-batch takes infinitely long.
+
+        Args:
+            counts: Slots by kind, ``[rows, kinds]``, at least one and at most as many as blocks in each row.
+            limits: How many blocks stages may hold, beside memory.
+        """
+        level = self._min_level(counts, limits or self._no_limits)
+        last = len(self._levels) - 1
+        power = counts / self._work
+        balanced = 1.0 / power.sum(axis=1)
+        steps, sums = [], []
+        for further in range(WHOLE_LEVELS):
+            steps.append(np.maximum(self._levels[np.minimum(level + further, last)], balanced))
+            sums.append(self._min_sum(counts, self._level_shares[np.minimum(level + further, last)]))
+        longest = np.maximum(self._levels[np.minimum(level + WHOLE_LEVELS, last)], balanced)
+        for step in self._turns(counts, longest):
+            steps.append(step)
+            sums.append(self._min_sum(counts, step[:, None] / self._work))
+        stages, hop = counts.sum(axis=1), self.transfer_seconds + self.schedule_seconds
+        first = np.stack(sums) * (1 - 1e-9) + 2 * (stages - 1) * hop + self._update / stages
+        return np.where(level <= last, first, np.inf), np.stack(steps) * (1 - 1e-9) + (stages > 1) * hop
+
+    def _turns(self, counts: NDArray[np.int64], longest: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
+        """Longest stages, ``[rows]`` each: ``longest``, and those from which the fastest kinds alone do all the work.
+
+        Stages of the other kinds have the smallest block.
+        """
+        yield longest
+        order = self._fastest_first
+        slots, power = counts[:, order], (counts / self._work)[:, order]
+        rest = 1.0 - self._min_share * (slots.sum(axis=1)[:, None] - np.cumsum(slots, axis=1))
+        summed = np.cumsum(power, axis=1)
+        for kind in range(len(order) - 1):
+            turn = np.divide(rest[:, kind], summed[:, kind], out=longest.copy(), where=summed[:, kind] > 0)
+            yield np.maximum(longest, turn)
+
+    def _min_sum(self, counts: NDArray[np.int64], shares: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The smallest sum of the stages' times, ``[rows]``, if each has at most a share of the work.
+
+        Args:
+            counts: Slots by kind, ``[rows, kinds]``.
+            shares: By kind, ``[rows, kinds]``.
+        """
+        least = counts * self._min_share
+        total, left = least @ self._work, 1.0 - least.sum(axis=1)
+        for kind in self._fastest_first:
+            part = np.clip(counts[:, kind] * (shares[:, kind] - self._min_share), 0.0, left)
+            total += part * self._work[kind]
+            left -= part
+        return np.asarray(total)
+
+    @property
+    def _no_limits(self) -> BlockLimits:
+        every = np.full(len(self.kinds), self.blocks)
+        return BlockLimits(every, 0, every, self.blocks)
+
+    def _min_level(self, counts: NDArray[np.int64], limits: BlockLimits) -> NDArray[np.int64]:
+        """By row, the index in ``_levels`` of the shortest longest stage with which the stages hold all blocks.
+
+        Each stage holds at least one. If they cannot, it is the number of levels.
+
+        Args:
+            counts: Slots by kind, ``[rows, kinds]``.
+            limits: How many blocks stages may hold.
+        """
+        kinds = len(self.kinds)
+        free = np.minimum(counts, limits.free)
+        counts = np.concatenate([free, counts - free], axis=1)
+        each = np.minimum(np.tile(self.blocks_per_stage, 2), [*[self.blocks] * kinds, *[limits.in_a_node] * kinds])
+        of_kind = limits.in_a_node * limits.nodes
+        capacities, heads, tails = (np.minimum(np.tile(table, 2), each) for table in self._tables)
         absent = np.where(counts > 0, 0, self.blocks)
+
+        def held(capacity: NDArray[np.int64]) -> NDArray[np.int64]:
+            """Blocks by row, from those of a stage of each kind, free or limited."""
+            by_kind = counts * capacity
+            limited = np.minimum(by_kind[:, kinds:], of_kind).sum(axis=1)
+            return np.asarray(by_kind[:, :kinds].sum(axis=1) + np.minimum(limited, limits.together))
+
+        low, high = np.full(len(counts), -1), np.full(len(counts), len(self._levels))
         while (open_ := high - low > 1).any():
             middle = (low + high) // 2
-            capacity = self._capacity[middle]
+            capacity = capacities[middle]
             total = (counts * capacity).sum(axis=1)
-            tail = total - (capacity - self._tail[middle] + absent).min(axis=1)
-            head = total - (capacity - self._head[middle] + absent).min(axis=1)
-            enough = np.minimum(head, tail) >= self.blocks
+            tail = total - (capacity - tails[middle] + absent).min(axis=1)
+            head = total - (capacity - heads[middle] + absent).min(axis=1)
+            enough = np.minimum(np.minimum(head, tail), held(capacity)) >= self.blocks
+            enough &= (capacity + absent).min(axis=1) >= 1
             high = np.where(open_ & enough, middle, high)
             low = np.where(open_ & ~enough, middle, low)
         return high
+
+
+def smallest_message(pool: SlotPool) -> float:
+    """Bytes that a micro-batch sends over a cut at least; 0 if the model cannot be cut."""
+    if len(pool.kinds[0].costs.output_bytes) < 2:
+        return 0.0
+    return min(float(kind.costs.output_bytes[:-1].min(initial=np.inf)) for kind in pool.kinds)
 
 
 def _min_sums(cumulative: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -57,7 +57,7 @@ def _of_pool(
 ) -> NDArray[np.float64]:
     per_node = _slots_per_node(topology, pool, types)
     slots = counts @ per_node
-    bounds = PipelineBounds(pool.kinds, pool.links.min_seconds)
+    bounds = PipelineBounds.of_pool(pool)
     work, present, held = bounds.work_seconds, slots > 0, bounds.blocks_per_stage
     fits = ((slots * held).sum(axis=1) >= bounds.blocks) & (
         (slots.sum(axis=1) > 1) | (present & bounds.hold_the_model).any(axis=1)

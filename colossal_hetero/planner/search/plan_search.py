@@ -102,7 +102,7 @@ class PlanSearch:
         self.unequal = unequal
         self.all_devices = all_devices
         self.all_formations = all_formations
-        self.bounds = [PipelineBounds(pool.kinds, pool.links.min_seconds) for pool in pools]
+        self.bounds = [PipelineBounds.of_pool(pool) for pool in pools]
         self.rows = EqualRows(pools, self.bounds, stages, runnable=self.runnable)
         self.drafts: dict[object, Draft] = {}
         """Candidates that were built. The keys are made of what they were built from."""

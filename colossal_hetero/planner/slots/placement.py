@@ -89,6 +89,16 @@ class NodeLinks:
             self._seconds.append(channel.seconds(self.message_bytes))
         return self._numbers[channel]
 
+    @property
+    def between(self) -> list[Channel]:
+        """The different channels between nodes."""
+        return [channel for kind in range(len(self._number)) for channel in self.from_kind(kind)]
+
+    def from_kind(self, kind: int) -> list[Channel]:
+        """The different channels from a node of this kind, a number in :attr:`node_kind`, to other nodes."""
+        numbers = np.unique(self._number[kind, :, 0])
+        return [self.channels[number] for number in numbers.tolist() if number >= 0]
+
     def numbers(self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64]) -> NDArray[np.int64]:
         """Channel numbers between nodes, element by element; -1 where there is no link."""
         same_node = np.asarray(nodes_a == nodes_b).astype(int)

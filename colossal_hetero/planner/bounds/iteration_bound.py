@@ -1,0 +1,240 @@
+"""A lower bound on the time of an iteration of all plans.
+
+[Note: how the bound is found] A plan belongs to one pool (tensor-parallel degree and micro-batch), has D pipelines, and
+either no block whose gradients are summed inside a node, or one. Let j be the largest number of blocks in a slot whose
+rings cross (see [Note: a lower bound on sums of gradients]). Its time is at least that of its sums, S, and that in
+which pipelines can run all micro-batches, P (see [Note: a bound on the micro-batches of all pipelines]):
+
+- If all rings cross, no stage has more than j blocks, and S is at least that of D pipelines and that of j blocks.
+- Else let Q be the kinds with a slot that sums a block inside its node. There all D pipelines have a slot, so if each
+  node has slots of one kind only, every pipeline has a slot of each kind in Q. Stages of other kinds have at most j
+  blocks. S is at least that of j blocks.
+- With one pipeline S is 0.
+
+P falls and S grows with D and with j. So of ranges of D and j, S at the beginning and P at the end give a bound. Ranges
+are halved, those with the lowest bound first, until no bound is below what was asked for.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster.topology import Topology
+from ..slots.placement import SlotPool
+from ..slots.tp_groups import compositions
+from .few_kinds import few_kinds
+from .gradient_bounds import GradientBounds
+from .pipeline_bounds import BlockLimits, PipelineBounds, smallest_message
+from .pipeline_types import PipelineTypes
+
+__all__ = ["iteration_bound"]
+
+PRECISION = 1e-3
+"""Relative: ranges are not halved if the bound can grow by less."""
+ROUNDING = 1e-9
+NO_LINK = 1e15
+"""Seconds of a transfer between nodes that cannot reach each other."""
+MAX_KINDS_INSIDE = 3
+"""With more kinds, the sets Q are not told apart."""
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Some of the plans of a pool."""
+
+    pipelines: tuple[int, int]
+    """The smallest and the largest number."""
+    blocks: tuple[int, int]
+    """j, the smallest and the largest."""
+    inside: frozenset[int] | None
+    """Q; empty if all rings cross, None if the range has all plans."""
+    seconds: float
+    """The bound."""
+    prices: tuple[float, ...]
+
+
+class _Pool:
+    """The plans of one pool."""
+
+    def __init__(self, topology: Topology, pool: SlotPool, *, runnable: bool) -> None:
+        kinds = few_kinds(pool.kinds)
+        pool = replace(pool, kinds=kinds)
+        self.total = pool.total_micro_batches
+        self.available = np.array([len(kind.slots) for kind in kinds])
+        self.bounds = PipelineBounds.of_pool(pool)
+        self.gradients = GradientBounds(topology, pool)
+        self._message = smallest_message(pool)
+        self.runnable = runnable
+        self._types: dict[object, PipelineTypes] = {}
+
+    @property
+    def whole(self) -> _Range:
+        """All plans."""
+        power = 1.0 / self.bounds.work_seconds
+        total = float(self.available @ power)
+        prices = self.total * power / total
+        pipelines = int(min(self.available.sum(), self.total))
+        return _Range((1, pipelines), (0, self.bounds.blocks), None, self.total / total, tuple(prices.tolist()))
+
+    def evaluated(self, part: _Range, below: float) -> _Range:
+        """The range with a better bound; one that is not below ``below`` need not be the best."""
+        sums = self.sums(part)
+        if part.seconds >= below or sums >= below:
+            return replace(part, seconds=np.inf)
+        low, prices = self._types_of(part).least_seconds(
+            self.available,
+            part.pipelines[1],
+            max(part.seconds - sums, 0.0),
+            below - sums,
+            np.array(part.prices),
+            PRECISION,
+        )
+        return replace(part, seconds=max(low + sums, part.seconds), prices=tuple(prices.tolist()))
+
+    def sums(self, part: _Range) -> float:
+        """Seconds that the sums of gradients take at least."""
+        if part.inside is None:
+            return 0.0
+        sums = self.gradients.of_blocks(part.pipelines[0], part.blocks[0])
+        return sums if part.inside else max(sums, self.gradients.of_pipelines(part.pipelines[0]))
+
+    def parts(self, part: _Range) -> Iterator[_Range]:
+        """The range in parts; none if it is not worth dividing."""
+        (least, most), (low, high) = part.pipelines, part.blocks
+        if part.inside is None:
+            yield replace(part, pipelines=(1, 1), inside=frozenset())
+            if most > 1:
+                yield replace(part, pipelines=(2, most), blocks=(1, high), inside=frozenset())
+            for pipelines in range(2, min(most, self.gradients.slots_in_a_node) + 1):
+                for inside in self._kinds_inside(pipelines):
+                    yield replace(part, pipelines=(pipelines, pipelines), inside=inside)
+            return
+        begin = self.sums(part)
+        by_pipelines = self.sums(replace(part, pipelines=(most, most))) - begin
+        by_blocks = self.sums(replace(part, blocks=(high, high))) - begin
+        if least < most and (by_pipelines >= by_blocks or low == high):
+            middle = math.isqrt(least * most)
+            yield replace(part, pipelines=(least, middle))
+            yield replace(part, pipelines=(middle + 1, most))
+        elif low < high and by_blocks > PRECISION * part.seconds:
+            middle = (low + high) // 2
+            yield replace(part, blocks=(low, middle))
+            yield replace(part, blocks=(middle + 1, high))
+
+    def _kinds_inside(self, pipelines: int) -> Iterator[frozenset[int]]:
+        """The sets of kinds that may have a node in which all pipelines have a slot, see Q."""
+        if not self._tells_kinds:
+            yield frozenset(range(len(self.available)))
+            return
+        kinds = np.flatnonzero(self.gradients.most_in_a_node >= pipelines).tolist()
+        for number in range(1, len(kinds) + 1):
+            yield from map(frozenset, itertools.combinations(kinds, number))
+
+    @property
+    def _tells_kinds(self) -> bool:
+        """Whether the sets Q are told apart."""
+        return self.gradients.one_kind_per_node and len(self.available) <= MAX_KINDS_INSIDE
+
+    def _types_of(self, part: _Range) -> PipelineTypes:
+        """The types of pipelines that plans of the range can have."""
+        kinds = len(self.available)
+        free, needed = np.full(kinds, self.bounds.blocks), np.zeros(kinds, dtype=np.int64)
+        (pipelines, _), (_, crossing) = part.pipelines, part.blocks
+        together = self.bounds.blocks
+        if part.inside is not None and part.pipelines[1] > 1:
+            outside = [kind for kind in range(kinds) if kind not in part.inside]
+            free[outside] = 0
+            if part.inside:
+                together = self.gradients.crossing_blocks(pipelines, crossing)
+            if part.inside and self._tells_kinds:
+                inside = list(part.inside)
+                needed[inside] = 1
+                # In a node where all have a slot, this many are left for one of them.
+                left = self.gradients.most_in_a_node - pipelines + 1
+                free[inside] = (self.gradients.nodes_with(pipelines) * left)[inside]
+        key = free.tobytes(), crossing, together, needed.tobytes()
+        if key not in self._types:
+            counts = self._compositions
+            counts = counts[(counts >= needed).all(axis=1)]
+            limits = BlockLimits(free, crossing, self.gradients.nodes_with(1), together)
+            first, further = self.bounds.options(counts, limits)
+            stages, nodes = counts.sum(axis=1), self._nodes(counts)
+            more = self.gradients.message_seconds(self._message) - self.bounds.transfer_seconds
+            if more > 0:
+                first = np.where(nodes > 1, first + 2 * np.maximum(nodes - 1, 0) * min(more, NO_LINK), first)
+                # In a pipeline with one stage in each node, also the longest stage sends to another node.
+                further = np.where((nodes == stages) & (stages > 1), further + min(more, NO_LINK), further)
+            self._types[key] = PipelineTypes(
+                counts,
+                first,
+                further,
+                stages if self.runnable else np.ones_like(stages),
+                self.total,
+            )
+        return self._types[key]
+
+    @cached_property
+    def _compositions(self) -> NDArray[np.int64]:
+        """Slots by kind of all pipelines that may hold the model, ``[types, kinds]``."""
+        counts = compositions(
+            [1.0] * len(self.available), np.minimum(self.available, self.bounds.blocks), self.bounds.blocks
+        )
+        in_flight = counts.sum(axis=1) if self.runnable else np.ones(len(counts), dtype=np.int64)
+        return counts[self.bounds.fits(counts, in_flight)]
+
+    def _nodes(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """In how many nodes pipelines of these compositions are at least, ``[types]``."""
+        if self.gradients.one_kind_per_node:
+            return np.asarray((-(-counts // np.maximum(self.gradients.most_in_a_node, 1))).sum(axis=1))
+        return np.asarray(-(-counts.sum(axis=1) // self.gradients.slots_in_a_node))
+
+
+def iteration_bound(
+    topology: Topology,
+    pools: Sequence[SlotPool],
+    *,
+    below: float,
+    enough: float = np.inf,
+    runnable: bool = True,
+    time_limit_seconds: float = np.inf,
+) -> float:
+    """No 1F1B plan, with communication that does not overlap, takes less than this time; see Note above.
+
+    Args:
+        topology: machines; plans may leave some out.
+        pools: the slots for each degree and micro-batch that plans may have.
+        below: seconds of a plan; the bound is not larger.
+        enough: a bound that is not lower than this need not be the best.
+        runnable: whether only plans count in which every pipeline has as many micro-batches as stages.
+        time_limit_seconds: after this the bound need not be the best.
+    """
+    begin = time.monotonic()
+    found: list[tuple[float, int, _Pool, _Range]] = []
+    number = itertools.count()
+
+    def add(pool: _Pool, part: _Range) -> None:
+        each = pool.evaluated(part, below)
+        if each.seconds < below:
+            heapq.heappush(found, (each.seconds, next(number), pool, each))
+
+    for each in pools:
+        pool = _Pool(topology, each, runnable=runnable)
+        add(pool, pool.whole)
+    while found:
+        seconds, _, pool, part = found[0]
+        parts = list(pool.parts(part))
+        if not parts or seconds >= enough or time.monotonic() - begin > time_limit_seconds:
+            return seconds * (1 - ROUNDING)
+        heapq.heappop(found)
+        for each_part in parts:
+            add(pool, each_part)
+    return below
