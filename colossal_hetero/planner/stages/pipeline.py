@@ -179,23 +179,24 @@ def evaluate_stages(
         micro_batches: Per iteration, K.
         bounds: First block of each stage, and the number of blocks at the end, ``[stages + 1]``.
     """
-    forward, backward, schedule, update, memory, recompute = [], [], [], [], [], []
+    forward, backward, schedule, update, memory = [], [], [], [], []
     stages = len(slots)
-    fits = True
+    fits, may_recompute, recompute = True, False, [False] * stages
     sent = [0.0]
     for s, slot in enumerate(slots):
         costs, available = slot.costs, slot.memory_bytes
         start, stop = bounds[s], bounds[s + 1]
         in_flight = min(micro_batches, stages - s)
-        used = _bytes_used(costs, start, stop, in_flight)
-        again = slot.recomputed is not None and used > available
-        if slot.recomputed is not None and again:
-            costs, available = slot.recomputed
-            used = _bytes_used(costs, start, stop, in_flight)
-        recompute.append(again)
+        forwards, backwards, updates, states, activations = costs.running_totals
+        used = states[stop] - states[start] + in_flight * (activations[stop] - activations[start])
+        if slot.recomputed is not None:
+            may_recompute, recompute[s] = True, used > available
+            if used > available:
+                costs, available = slot.recomputed
+                forwards, backwards, updates, states, activations = costs.running_totals
+                used = states[stop] - states[start] + in_flight * (activations[stop] - activations[start])
         memory.append(used)
         fits = fits and used <= available
-        forwards, backwards, updates, _, _ = costs.running_totals
         forward.append(forwards[stop] - forwards[start])
         backward.append(backwards[stop] - backwards[start])
         schedule.append(costs.schedule_seconds * ((s > 0) + (s + 1 < stages)))
@@ -215,14 +216,8 @@ def evaluate_stages(
         memory_bytes=tuple(memory),
         fits=fits,
         seconds=sum(times) + (micro_batches - 1) * max(times) + max(update),
-        recompute=tuple(recompute) if any(slot.recomputed is not None for slot in slots) else (),
+        recompute=tuple(recompute) if may_recompute else (),
     )
-
-
-def _bytes_used(costs: LayerCosts, start: int, stop: int, in_flight: int) -> float:
-    """Bytes of state and kept activations of the blocks ``[start, stop)``."""
-    _, _, _, states, activations = costs.running_totals
-    return states[stop] - states[start] + in_flight * (activations[stop] - activations[start])
 
 
 @functools.lru_cache(maxsize=4096)
