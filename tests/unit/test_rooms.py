@@ -152,12 +152,14 @@ RULES: dict[str, set[str]] = {
         *("io", "planner/cluster", "planner/profile", "planner/plans", "planner/search", "elastic/state"),
     },
     "testing": {"io", "layers"},
-    "commands": {
-        *("io", "processes", "planner/*", "probe", "profiling", "profiling/*"),
-        *("checkpoint/format", "checkpoint/storage", "checkpoint/reading"),
-        *("elastic", "elastic/supervisor", "elastic/replay"),
+    "commands": {"io", "planner/*", "checkpoint/storage"},
+    "commands/profiles": {"io", "processes", "planner/*", "probe", "profiling", "profiling/*", "commands"},
+    "commands/planning": {"io", "planner/*", "elastic/replay", "commands"},
+    "commands/jobs": {
+        *("io", "checkpoint/format", "checkpoint/storage", "checkpoint/reading", "elastic", "elastic/supervisor"),
+        "commands",
     },
-    "cli": {"commands"},
+    "cli": {"commands", "commands/*"},
 }
 """By room: the rooms that it may import. ``planner/*`` is every room in ``planner/`` except ``planner/published``."""
 
