@@ -5,16 +5,18 @@ from __future__ import annotations
 import click
 
 from . import __version__
-from .commands.batches import batches
-from .commands.checkpoint import checkpoint
-from .commands.estimate import estimate
-from .commands.launch import launch
+from .commands.jobs.checkpoint import checkpoint
+from .commands.jobs.launch import launch
+from .commands.jobs.store import store
 from .commands.plan import plan
-from .commands.probe import probe
-from .commands.profile import profile
-from .commands.replay import replay
-from .commands.simulate import simulate
-from .commands.store import store
+from .commands.planning.batches import batches
+from .commands.planning.compare import compare
+from .commands.planning.evaluate import evaluate
+from .commands.planning.replay import replay
+from .commands.planning.simulate import simulate
+from .commands.profiles.estimate import estimate
+from .commands.profiles.probe import probe
+from .commands.profiles.profile import profile
 
 __all__ = ["main"]
 
@@ -25,7 +27,11 @@ def main() -> None:
     """Plan and launch training on devices that are not equally fast, and look after checkpoints."""
 
 
-for command in (probe, profile, estimate, plan, simulate, replay, batches, checkpoint, launch, store):
+for command in (
+    *(probe, profile, estimate),
+    *(plan, evaluate, compare, simulate, replay, batches),
+    *(checkpoint, launch, store),
+):
     main.add_command(command)
 
 

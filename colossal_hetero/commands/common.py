@@ -13,6 +13,7 @@ import click
 
 from ..checkpoint.storage.errors import CheckpointError
 from ..io.atomic import check_writable
+from ..io.marked_error import MarkedError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,9 +113,14 @@ class CommandError(click.ClickException):
 
 @contextmanager
 def errors_on_one_line() -> Iterator[None]:
-    """Turn errors that the user can correct into one line without a traceback."""
+    """Turn errors that the user can correct into one line without a traceback.
+
+    An error at a place of a text that the user wrote is followed by this text and a mark at the place.
+    """
     try:
         yield
+    except MarkedError as error:
+        raise CommandError(f"{' '.join(str(error).split())}\n{error.pointer}") from None
     except (ValueError, ImportError, OSError, CheckpointError) as error:
         raise CommandError(" ".join(str(error).split())) from None
 

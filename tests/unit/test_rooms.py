@@ -155,12 +155,14 @@ RULES: dict[str, set[str]] = {
         *("planner/cluster", "planner/profile", "planner/plans", "planner/prices", "elastic/replay", "elastic/state"),
     },
     "testing": {"io", "layers"},
-    "commands": {
-        *("io", "processes", "planner/*", "probe", "profiling", "profiling/*"),
-        *("checkpoint/format", "checkpoint/storage", "checkpoint/reading"),
-        *("elastic", "elastic/supervisor", "elastic/replay", "elastic/spot"),
+    "commands": {"io", "planner/*", "checkpoint/storage", "elastic/replay", "elastic/spot"},
+    "commands/profiles": {"io", "processes", "planner/*", "probe", "profiling", "profiling/*", "commands"},
+    "commands/planning": {"io", "planner/*", "elastic/replay", "elastic/spot", "commands"},
+    "commands/jobs": {
+        *("io", "checkpoint/format", "checkpoint/storage", "checkpoint/reading", "elastic", "elastic/supervisor"),
+        "commands",
     },
-    "cli": {"commands"},
+    "cli": {"commands", "commands/*"},
 }
 """By room: the rooms that it may import. ``planner/*`` is every room in ``planner/`` except ``planner/published``."""
 

@@ -41,7 +41,7 @@ class GradientBounds:
         node_of = np.array([device.node for device in topology.devices])
         by_kind = np.zeros((len(topology.nodes), len(pool.kinds)), dtype=np.int64)
         for kind, each in enumerate(pool.kinds):
-            np.add.at(by_kind, (node_of[[ranks[0] for ranks in each.slots]], kind), 1)
+            by_kind[:, kind] = np.bincount(node_of[[ranks[0] for ranks in each.slots]], minlength=len(by_kind))
         self._by_kind = by_kind
         self._slots = by_kind.sum(axis=1)
         """By node."""

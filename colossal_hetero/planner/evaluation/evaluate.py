@@ -18,7 +18,7 @@ from .layout_places import exchanged_places, first_places, look
 from .layout_pricer import LayoutPricer
 from .layout_slots import available_slots
 
-__all__ = ["EvaluatedPlan", "evaluate_layout", "evaluate_plan"]
+__all__ = ["EvaluatedPlan", "evaluate_layout", "evaluate_plan", "why_other_devices"]
 
 MAX_EXCHANGES = 2_000
 """Exchanges of two slots that are tried at most."""

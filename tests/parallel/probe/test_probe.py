@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import torch
 
-from colossal_hetero.commands.probe import probe
+from colossal_hetero.commands.profiles.probe import probe
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.link import MeasuredLink
 from tests.support.forked_command import run_with_forked_ranks
 from tests.support.harness import free_port, run_ranks
 from tests.support.paths import REPOSITORY
 
-COMMAND = [sys.executable, "-m", "colossal_hetero.commands.probe"]
+COMMAND = [sys.executable, "-m", "colossal_hetero.commands.profiles.probe"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from colossal_hetero.commands.probe import probe
+from colossal_hetero.commands.profiles.probe import probe
 from colossal_hetero.planner.cluster.cluster_file import load_cluster, parse_cluster, save_cluster
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS, kind_name
 from colossal_hetero.planner.cluster.link import MeasuredLink

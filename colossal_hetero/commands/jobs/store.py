@@ -6,7 +6,7 @@ import signal
 
 import click
 
-from .common import errors_on_one_line
+from ..common import errors_on_one_line
 
 __all__ = ["store"]
 
@@ -28,7 +28,7 @@ def store(host: str | None, port: int) -> None:
     with errors_on_one_line():
         signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # also in the threads of the server
         try:
-            from ..elastic.store_server import start_store
+            from ...elastic.store_server import start_store
 
             server, address = start_store(host, port)
             click.echo(address)

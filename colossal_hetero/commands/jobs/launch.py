@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .common import errors_on_one_line
+from ..common import errors_on_one_line
 
 __all__ = ["launch"]
 
@@ -60,10 +60,10 @@ def launch(
     A worker that ends with an error is started again, and the others go on. SIGTERM and SIGINT are forwarded to the
     workers. The exit code is 0 if all workers ended with 0, otherwise that of the first worker that failed.
     """
-    from ..elastic.environment import ElasticEnvironment, parse_address
-    from ..elastic.supervisor.launch_node import launch_node
-    from ..elastic.supervisor.supervise import Launch
-    from ..elastic.supervisor.worker import python_command
+    from ...elastic.environment import ElasticEnvironment, parse_address
+    from ...elastic.supervisor.launch_node import launch_node
+    from ...elastic.supervisor.supervise import Launch
+    from ...elastic.supervisor.worker import python_command
 
     with errors_on_one_line():
         if not module and not Path(script).exists():

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from ..io.rank_factors import parse_rank_factors
-from .common import check_outputs, errors_on_one_line, make_console
+from ...io.rank_factors import parse_rank_factors
+from ..common import check_outputs, errors_on_one_line, make_console
 
 if TYPE_CHECKING:
-    from ..planner.plans.plan import Plan
-    from ..planner.search.replan import Replanned
-    from ..planner.stages.event_simulation import Transfers
+    from ...planner.plans.plan import Plan
+    from ...planner.search.replan import Replanned
+    from ...planner.stages.event_simulation import Transfers
 
 __all__ = ["simulate"]
 
@@ -77,9 +77,9 @@ def simulate(
     form. With --slow, it also compares with the iteration without slow ranks, and with the best plan for the slow
     ranks.
     """
-    from ..planner.plans.plan import load_plan, save_plan
-    from ..planner.plans.simulate import simulate_plan
-    from ..planner.report.simulation_table import render_replanning, render_simulation
+    from ...planner.plans.plan import load_plan, save_plan
+    from ...planner.plans.simulate import simulate_plan
+    from ...planner.report.simulation_table import render_replanning, render_simulation
 
     with errors_on_one_line():
         given = {"--cluster": cluster, "--profile": profile, "--out": out}
@@ -96,7 +96,7 @@ def simulate(
             if replanned is not None and out is not None:
                 save_plan(replanned.best.plan, out)
         if plot is not None:
-            from ..planner.report.plan_picture import plot_plan
+            from ...planner.report.plan_picture import plot_plan
 
             plot_plan(planned, plot, simulation=simulation)
     console = make_console()
@@ -123,9 +123,9 @@ def _replanned(
     Raises:
         ValueError: As :func:`~..planner.search.replan.replan`, or a file that was given is missing or wrong.
     """
-    from ..planner.cluster.cluster_file import load_cluster
-    from ..planner.profile.layer_profile import load_model_profile
-    from ..planner.search.replan import replan
+    from ...planner.cluster.cluster_file import load_cluster
+    from ...planner.profile.layer_profile import load_model_profile
+    from ...planner.search.replan import replan
 
     found = [
         given or (path.parent / name if name else None)

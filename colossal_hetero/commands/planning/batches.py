@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .common import check_outputs, errors_on_one_line, make_console
+from ..common import check_outputs, errors_on_one_line, make_console
 
 __all__ = ["batches"]
 
@@ -17,7 +17,7 @@ class _Accumulation(click.Choice):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "own":
-            from ..planner.batches.allocation import accumulation_named
+            from ...planner.batches.allocation import accumulation_named
 
             value = accumulation_named(value)
         return super().convert(value, param, ctx)
@@ -68,11 +68,11 @@ def batches(
 
     Prints each device's samples, compute time and waiting time, and compares the methods.
     """
-    from ..planner.batches.batch_profile import load_profile
-    from ..planner.batches.cluster_links import with_cluster_links
-    from ..planner.batches.comparison import compare
-    from ..planner.cluster.cluster_file import load_cluster
-    from ..planner.report.batch_table import render, save_report
+    from ...planner.batches.batch_profile import load_profile
+    from ...planner.batches.cluster_links import with_cluster_links
+    from ...planner.batches.comparison import compare
+    from ...planner.cluster.cluster_file import load_cluster
+    from ...planner.report.batch_table import render, save_report
 
     with errors_on_one_line():
         check_outputs(out, picture=plot)
@@ -83,7 +83,7 @@ def batches(
         if out is not None:
             save_report(report, out)
         if plot is not None:
-            from ..planner.report.batch_picture import plot_report
+            from ...planner.report.batch_picture import plot_report
 
             plot_report(report, plot)
     make_console().print(render(report))

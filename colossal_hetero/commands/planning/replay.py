@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import click
 
-from .common import Numbers, check_outputs, errors_on_one_line, make_console, status_line
+from ..common import Numbers, check_outputs, errors_on_one_line, make_console, status_line
 
 __all__ = ["replay"]
 
@@ -97,16 +97,16 @@ def replay(
     devices that are left; restarts of all processes from checkpoints in a shared folder; and waiting until a fixed
     number of devices is there. All ways train with the best plan for their devices.
     """
-    from ..elastic.replay.assumptions import Assumptions
-    from ..elastic.replay.availability_trace import load_availability
-    from ..elastic.replay.available_devices import available_devices
-    from ..elastic.replay.fitted_plans import FittedPlans, slowest_channel, state_bytes_by_block
-    from ..elastic.replay.replay import replay_trace
-    from ..elastic.replay.replay_table import render_replay, replay_content
-    from ..io.json_files import write_json
-    from ..planner.cluster.cluster_file import load_cluster
-    from ..planner.cluster.topology import Channel
-    from ..planner.profile.layer_profile import load_model_profile
+    from ...elastic.replay.assumptions import Assumptions
+    from ...elastic.replay.availability_trace import load_availability
+    from ...elastic.replay.available_devices import available_devices
+    from ...elastic.replay.fitted_plans import FittedPlans, slowest_channel, state_bytes_by_block
+    from ...elastic.replay.replay import replay_trace
+    from ...elastic.replay.replay_table import render_replay, replay_content
+    from ...io.json_files import write_json
+    from ...planner.cluster.cluster_file import load_cluster
+    from ...planner.cluster.topology import Channel
+    from ...planner.profile.layer_profile import load_model_profile
 
     with errors_on_one_line():
         check_outputs(out, picture=plot)
@@ -149,7 +149,7 @@ def replay(
             content = replay_content(result, assumptions, **names, seed=seed, restart_on=restart_on)
             write_json(content, out, fill=True)
         if plot is not None:
-            from ..elastic.replay.replay_picture import plot_replay
+            from ...elastic.replay.replay_picture import plot_replay
 
             plot_replay(result, plot)
     console = make_console()

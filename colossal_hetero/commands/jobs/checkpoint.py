@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..io.text import byte_unit, count
-from .common import check_outputs, errors_on_one_line, make_console
+from ...io.text import byte_unit, count
+from ..common import check_outputs, errors_on_one_line, make_console
 
 if TYPE_CHECKING:
-    from ..checkpoint.reading.verify import Entry
+    from ...checkpoint.reading.verify import Entry
 
 __all__ = ["checkpoint"]
 
@@ -29,7 +29,7 @@ def list_checkpoints(folder: Path) -> None:
     """List the checkpoints in FOLDER: step, time, size, plan, and whether they are complete."""
     from rich.table import Table
 
-    from ..checkpoint.reading.verify import entries
+    from ...checkpoint.reading.verify import entries
 
     with errors_on_one_line():
         found = entries(folder)
@@ -50,7 +50,7 @@ def verify(folder: Path, step: int | None) -> None:
 
     Names damaged files. The exit code is 1 if there are any, or if a checkpoint is not complete.
     """
-    from ..checkpoint.reading.verify import damaged_files, entries
+    from ...checkpoint.reading.verify import damaged_files, entries
 
     damaged = False
     with errors_on_one_line():
@@ -75,8 +75,8 @@ def verify(folder: Path, step: int | None) -> None:
 def export(folder: Path, step: int | None, out: Path | None) -> None:
     """Write the parameters of a checkpoint in FOLDER to one file, as a plain state dict of Hugging Face or timm."""
     with errors_on_one_line():
-        from ..checkpoint.reading.export import default_ending
-        from ..checkpoint.reading.export import export as export_checkpoint
+        from ...checkpoint.reading.export import default_ending
+        from ...checkpoint.reading.export import export as export_checkpoint
 
         target = out or Path(f"model{default_ending()}")
         check_outputs(target)

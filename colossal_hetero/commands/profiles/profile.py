@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .common import (
+from ..common import (
     Numbers,
     check_outputs,
     errors_on_one_line,
@@ -143,8 +143,8 @@ def profile(
 
 
 def _measure(model: str, out: Path, nproc: int | None, given: dict[str, Any]) -> None:
-    from ..processes.launch import is_rank, local_devices, start_ranks
-    from ..profiling.layers.named_profile import ProfileRequest, check_request, profile_named_model
+    from ...processes.launch import is_rank, local_devices, start_ranks
+    from ...profiling.layers.named_profile import ProfileRequest, check_request, profile_named_model
 
     given["min_seconds"] = given.pop("seconds")
     request = ProfileRequest(model=model, out=out, **given)
@@ -167,7 +167,7 @@ def _measure(model: str, out: Path, nproc: int | None, given: dict[str, Any]) ->
         arguments += ["--image-size", str(request.image_size)]
     for key, value in request.options.items():
         arguments += ["--set", f"{key}={json.dumps(value)}"]
-    start_ranks(ranks, "colossal_hetero.commands.profile", arguments)
+    start_ranks(ranks, "colossal_hetero.commands.profiles.profile", arguments)
 
 
 if __name__ == "__main__":  # a rank

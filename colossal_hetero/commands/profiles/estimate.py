@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from .common import (
+from ..common import (
     Numbers,
     check_outputs,
     errors_on_one_line,
@@ -83,10 +83,10 @@ def write_estimate(
     """
     from difflib import get_close_matches
 
-    from ..planner.cluster.gpu_catalog import GPUS
-    from ..planner.profile.estimate import estimated_profile
-    from ..planner.profile.gpt import Transformer
-    from ..planner.profile.layer_profile import save_model_profile
+    from ...planner.cluster.gpu_catalog import GPUS
+    from ...planner.profile.estimate import estimated_profile
+    from ...planner.profile.gpt import Transformer
+    from ...planner.profile.layer_profile import save_model_profile
 
     given = {name: size for name, size in sizes.items() if size is not None}
     missing = [f"--{name}" for name in SIZES if name not in given]

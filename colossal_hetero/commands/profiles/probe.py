@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from .common import check_outputs, errors_on_one_line, make_console
+from ..common import check_outputs, errors_on_one_line, make_console
 
 __all__ = ["probe"]
 
@@ -53,8 +53,8 @@ def probe(out: Path, nproc: int | None, cluster_of: list[tuple[str, str]], timeo
 
     torchrun --nnodes ... --nproc-per-node ... -m colossal_hetero.cli probe --out cluster.toml
     """
-    from ..probe.probe_command import probe_as_rank
-    from ..processes.launch import is_rank, local_devices, start_ranks
+    from ...probe.probe_command import probe_as_rank
+    from ...processes.launch import is_rank, local_devices, start_ranks
 
     with errors_on_one_line():
         check_outputs(out)
@@ -66,7 +66,7 @@ def probe(out: Path, nproc: int | None, cluster_of: list[tuple[str, str]], timeo
             arguments = ["--out", str(out), "--timeout", str(timeout)]
             for host, name in cluster_of:
                 arguments += ["--cluster-of", f"{host}={name}"]
-            start_ranks(nproc or local_devices(), "colossal_hetero.commands.probe", arguments)
+            start_ranks(nproc or local_devices(), "colossal_hetero.commands.profiles.probe", arguments)
 
 
 if __name__ == "__main__":  # a rank

@@ -1,0 +1,1 @@
+"""Commands around a training job: its processes, their store, its checkpoints."""

@@ -1,0 +1,190 @@
+"""Given plans and layouts, priced: the planner's own numbers come out again, and errors are in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from colossal_hetero.io.marked_error import MarkedError
+from colossal_hetero.planner.cluster.cluster_file import load_cluster
+from colossal_hetero.planner.cluster.topology import Topology
+from colossal_hetero.planner.evaluation.evaluate import evaluate_layout, evaluate_plan, why_other_devices
+from colossal_hetero.planner.layout_line.plan_layout import layout_of
+from colossal_hetero.planner.layout_line.read_layout import read_layout
+from colossal_hetero.planner.layout_line.write_layout import write_layout
+from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.plans.predict import predict_plan
+from colossal_hetero.planner.plans.simulate import simulate_plan
+from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile
+from colossal_hetero.planner.search.make_plans import make_plans
+from tests.support.paths import REPOSITORY
+from tests.support.random_clusters import large_problem, small_problem
+
+EXAMPLES = REPOSITORY / "examples/plans"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Topology:
+    return load_cluster(EXAMPLES / "clusters/a100-v100.toml")
+
+
+@pytest.fixture(scope="module")
+def profile() -> ModelProfile:
+    return load_model_profile(EXAMPLES / "opt-350-a100-v100.json")
+
+
+def same_times(one: Plan, other: Plan) -> bool:
+    def numbers(plan: Plan) -> list[float]:
+        stages = [stage for replica in plan.replicas for stage in replica.stages]
+        return [plan.iteration_seconds, plan.synchronization_seconds] + [
+            value
+            for stage in stages
+            for value in (stage.forward_seconds, stage.transfer_seconds, stage.memory_bytes, stage.update_seconds)
+        ]
+
+    return bool(np.allclose(numbers(one), numbers(other), rtol=1e-9, atol=0))
+
+
+def test_the_planners_plans_as_lines(cluster: Topology, profile: ModelProfile) -> None:
+    schedules = ("1f1b", "interleaved", "zbv")
+    for ranked in make_plans(cluster, profile, global_batch=128, keep=6, schedules=schedules):  # type: ignore[arg-type]
+        line = write_layout(layout_of(ranked.plan))
+        evaluated = evaluate_layout(cluster, profile, read_layout(line))
+        assert same_times(evaluated.plan, ranked.plan), line
+        assert evaluated.simulated_seconds == simulate_plan(evaluated.plan).seconds
+        assert evaluated.fits and evaluated.problem is None and evaluated.cost is None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_plans_of_random_clusters(seed: int) -> None:
+    problem = large_problem if seed % 3 == 0 else small_problem
+    topology, profile, global_batch = problem(seed)
+    schedules = ("1f1b", "zbv") if seed % 2 else ("1f1b",)
+    try:
+        plans = make_plans(topology, profile, global_batch=global_batch, keep=3, schedules=schedules)  # type: ignore[arg-type]
+    except ValueError:
+        return
+    for ranked in plans:
+        assert same_times(evaluate_plan(topology, profile, ranked.plan).plan, ranked.plan)
+        if problem is small_problem:
+            # With few devices, exchanges find slots that are at least as good.
+            line = write_layout(layout_of(ranked.plan))
+            evaluated = evaluate_layout(topology, profile, read_layout(line))
+            assert evaluated.plan.iteration_seconds <= ranked.plan.iteration_seconds * (1 + 1e-8), line
+
+
+def test_any_ranks_are_priced_as_by_the_prediction_of_equal_replicas(cluster: Topology, profile: ModelProfile) -> None:
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        v100 = random.permutation(np.arange(4, 12)).reshape(4, 2)
+        ranks = [[(int(a),), (int(b),), (r,)] for r, (a, b) in enumerate(v100)]
+        bounds = [0, *sorted(random.choice(np.arange(1, 24), 2, replace=False).tolist()), 24]
+        given = predict_plan(cluster, profile, ranks, micro_batch=2, global_batch=64, bounds=bounds)
+        assert same_times(evaluate_plan(cluster, profile, given).plan, given)
+        overlapped = predict_plan(cluster, profile, ranks, micro_batch=2, global_batch=64, bounds=bounds, overlap=True)
+        assert same_times(evaluate_plan(cluster, profile, given, overlap=True).plan, overlapped)
+
+
+def test_micro_batches_are_divided_for_the_earliest_end(cluster: Topology, profile: ModelProfile) -> None:
+    line = "dp 2 = pp [A100-40 0-23] + pp [4 x V100-16 0-23]"
+    free = evaluate_layout(cluster, profile, read_layout(line).with_batches(2), global_batch=48).plan
+    assert sum(replica.micro_batches for replica in free.replicas) == 24
+    others = []
+    for first in range(1, 21):
+        given = read_layout(f"pp [A100-40 0-23] x {first} + pp [4 x V100-16 0-23] x {24 - first}, micro-batch 2")
+        others.append(evaluate_layout(cluster, profile, given).plan.iteration_seconds)
+    assert free.iteration_seconds == pytest.approx(min(others), rel=1e-9)
+    alike = evaluate_layout(cluster, profile, read_layout("dp 4 x [A100-40 0-23], micro-batch 2"), global_batch=64)
+    assert [replica.micro_batches for replica in alike.plan.replicas] == [8] * 4
+
+
+def test_what_does_not_fit_is_priced_and_named(cluster: Topology, profile: ModelProfile) -> None:
+    evaluated = evaluate_layout(cluster, profile, read_layout("dp 2 x pp [V100-16 0-23], micro-batch 4 x 8"))
+    assert not evaluated.fits
+    assert [(replica, stage) for replica, stage, _ in evaluated.too_large] == [(0, 0), (1, 0)]
+    assert evaluated.fullest.memory_bytes > evaluated.fullest.memory_available_bytes
+    few = evaluate_layout(cluster, profile, read_layout("dp 1 x pp [4 x V100-16 0-23], micro-batch 1 x 2"))
+    assert few.problem is not None and "2 micro-batches for 4 stages" in few.problem
+
+
+def test_prices(cluster: Topology, profile: ModelProfile) -> None:
+    priced = dataclasses.replace(
+        cluster, nodes=tuple(dataclasses.replace(node, dollars_per_hour=3.0) for node in cluster.nodes)
+    )
+    evaluated = evaluate_layout(priced, profile, read_layout("dp 4 x pp [A100-40 0-23], micro-batch 2 x 8"))
+    assert evaluated.cost is not None and evaluated.cost.dollars_per_hour == 3.0
+    assert evaluated.cost.dollars_per_iteration == pytest.approx(3.0 * evaluated.plan.iteration_seconds / 3600)
+
+
+def test_slow_devices_are_left_out(cluster: Topology, profile: ModelProfile) -> None:
+    devices = list(cluster.devices)
+    for slow in (4, 9):
+        devices[slow] = dataclasses.replace(devices[slow], speed=0.5)
+    throttled = dataclasses.replace(cluster, devices=tuple(devices))
+    line = read_layout("dp 3 x pp [2 x V100-16 0-23], micro-batch 1 x 8")
+    used = {
+        rank for row in evaluate_layout(throttled, profile, line).plan.rank_order for ranks in row for rank in ranks
+    }
+    assert used == set(range(4, 12)) - {4, 9}
+
+
+@pytest.mark.parametrize(
+    ("line", "at", "words"),
+    [
+        (
+            "dp 4 x pp [3 x V100-16 0-8 | A100-40 9-23], micro-batch 1 x 8",
+            "V100",
+            "needs 12 × V100-16, but the cluster has",
+        ),
+        (
+            "dp 1 x pp [V100-15 0-23], micro-batch 1 x 8",
+            "V100",
+            "the cluster has no V100-15; it has A100-40, V100-16; did you",
+        ),
+        (
+            "pp [2 x V100-16 (tp 3) 0-11 | V100-16 (tp 2) 12-23], micro-batch 1 x 8",
+            "V100-16 (tp 2",
+            "1 group of 2 × V100-16, each inside a node, but the nodes of the cluster have only 0",
+        ),
+        ("dp 1 x pp [A100-40 0-11 | V100-16 12-22], micro-batch 1 x 8", "V100", "has 23 blocks, but OPT-350 has 24"),
+    ],
+)
+def test_errors_of_layouts(cluster: Topology, profile: ModelProfile, line: str, at: str, words: str) -> None:
+    with pytest.raises(MarkedError, match=re.escape(words)) as caught:
+        evaluate_layout(cluster, profile, read_layout(line))
+    assert caught.value.place == line.index(at)
+
+
+@pytest.mark.parametrize(
+    ("line", "global_batch", "words"),
+    [
+        ("[A100-40 0-23]", None, "does not say how large a micro-batch is"),
+        ("[A100-40 0-23], micro-batch 2", None, "does not say how many micro-batches there are"),
+        ("[A100-40 0-23], micro-batch 2", 7, "a global batch of 7 samples cannot be divided into micro-batches of 2"),
+        (
+            "[A100-40 0-23], micro-batch 2 x 8",
+            32,
+            "8 micro-batches of 2, which are 16 samples, not a global batch of 32",
+        ),
+        ("[A100-40 0-23] x 2 + [A100-40 0-23], micro-batch 2", 32, "some pipelines of the layout have a number"),
+        ("[A100-40 0-23], micro-batch 64 x 2", None, "micro-batch 64 on A100-40 at tensor_parallel 1 is outside"),
+    ],
+)
+def test_errors_of_batches(
+    cluster: Topology, profile: ModelProfile, line: str, global_batch: int | None, words: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        evaluate_layout(cluster, profile, read_layout(line), global_batch=global_batch)
+
+
+def test_plans_of_other_machines(cluster: Topology, profile: ModelProfile) -> None:
+    plan = make_plans(cluster, profile, global_batch=128, keep=1)[0].plan
+    assert why_other_devices(cluster, plan) is None
+    smaller = dataclasses.replace(cluster, devices=cluster.devices[:8], nodes=cluster.nodes[:2])
+    problem = why_other_devices(smaller, plan)
+    assert problem is not None and "the cluster has only ranks 0 to 7" in problem
+    with pytest.raises(ValueError, match="the cluster has only ranks 0 to 7"):
+        evaluate_plan(smaller, profile, plan)
