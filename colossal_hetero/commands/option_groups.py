@@ -19,7 +19,9 @@ class GroupedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """See ``click.Command.format_options``."""
-        left = {option.name: option.get_help_record(ctx) for option in self.get_params(ctx)}
+        # Some versions of click have a record of arguments, too, which say nothing here.
+        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        left = {option.name: option.get_help_record(ctx) for option in options}
         for title, names in self._groups.items():
             records = [record for name in names if (record := left.pop(name)) is not None]
             with formatter.section(title):

@@ -256,6 +256,13 @@ def test_nodes_are_chosen_by_their_price(files: tuple[Path, Path], tmp_path: Pat
     assert "no plan has an iteration of at most" in failure(*arguments, "--deadline", 0.5 * hours)
 
 
+def test_the_help_shows_options_in_groups_and_nothing_else() -> None:
+    text = output("plan", "--help")
+    titles = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles[-1] == "Other options:" and {"What to train:", "Prices:", "Output:"} < set(titles)
+    assert [line.split()[0] for line in text.partition("Other options:\n")[2].splitlines()] == ["-h,"]
+
+
 def test_quotas_and_interruptions(files: tuple[Path, Path], tmp_path: Path) -> None:
     """A100s are fastest; none may be taken, or they are taken away most of the time."""
     with_prices(files[0])
