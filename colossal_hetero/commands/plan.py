@@ -37,10 +37,23 @@ __all__ = ["plan"]
 FOLDER_BYTES_PER_SECOND = 1.2e9
 """Of a shared folder with checkpoints; as in ``colossal-hetero replay``."""
 
+PROOF_SECONDS = 1.0
+"""For the lower bound on the time of all plans, if no gap is asked for."""
+
 GROUPS = {
     "What to train": ("global_batch", "memory_reserve"),
-    "Plans to try": ("micro_batch", "tp", "method", "schedules", "model_chunks", "equal", "overlap"),
-    "Prices": ("objective", "samples", "budget", "deadline", "at_most", "recovery", "time_limit", "front_plot"),
+    "Plans to try": (
+        "micro_batch",
+        "tp",
+        "method",
+        "schedules",
+        "model_chunks",
+        "equal",
+        "overlap",
+        "gap",
+        "time_limit",
+    ),
+    "Prices": ("objective", "samples", "budget", "deadline", "at_most", "recovery", "front_plot"),
     "Output": ("out", "plot", "top"),
 }
 
@@ -138,7 +151,14 @@ GROUPS = {
     default=5.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long to look for nodes to take.",
+    help="How long to look for nodes to take; with --gap, for a plan and a proof.",
+)
+@click.option(
+    "--gap",
+    type=click.FloatRange(min=0),
+    metavar="PERCENT",
+    help="End the search when no plan can be faster by more than this; else search everything, and prove what can be "
+    "proved in a second. Only for the schedule 1f1b without --overlap.",
 )
 @click.option(
     "--front-plot",
@@ -174,6 +194,7 @@ def plan(
     at_most: dict[str, int] | None,
     recovery: float | None,
     time_limit: float,
+    gap: float | None,
     front_plot: Path | None,
     out: Path | None,
     plot: Path | None,
@@ -186,6 +207,7 @@ def plan(
     layers. Prints the plan with the shortest predicted iteration, the next best plans and why they are slower, and how
     to train with the best plan.
     """
+    from ..planner.bounds.gap_goal import Effort
     from ..planner.cluster.cluster_file import load_cluster
     from ..planner.plans.plan import save_plan
     from ..planner.profile.layer_profile import load_model_profile
@@ -209,6 +231,8 @@ def plan(
         by_price = any(each is not None for each in (objective, samples, budget, deadline, at_most, front_plot))
         if by_price and (schedules != ("1f1b",) or overlap):
             raise ValueError("plans are compared by price for the schedule 1f1b without --overlap only; leave them out")
+        if by_price and gap is not None:
+            raise ValueError("--gap is for one cluster; plans that are compared by price say their gaps, leave it out")
         check_outputs(out, picture=plot)
         check_outputs(None, picture=front_plot)
         if cluster.suffix == ".json" and profile.suffix == ".toml":
@@ -237,18 +261,14 @@ def plan(
                         keep=top,
                         compare=True,
                         overlap=overlap,
+                        effort=Effort(bound_seconds=PROOF_SECONDS)
+                        if gap is None
+                        else Effort(gap=gap / 100, bound_seconds=time_limit, search_seconds=time_limit),
                         **options,
                         **names,
                     ),
                 )
         best = plans[0].plan
-        gap = None
-        if schedules == ("1f1b",) and not overlap and not by_price:
-            from ..planner.prices.proved_gap import proved_gap
-
-            seconds = min(each.plan.iteration_seconds for each in plans)
-            tried = {name: options[name] for name in ("global_batch", "micro_batches", "tensor_parallel")}
-            gap = proved_gap(topology, model, seconds, **tried)
         if out is not None:
             save_plan(best, out)
         if plot is not None:
@@ -259,8 +279,6 @@ def plan(
     if table is not None:
         console.print(table)
     console.print(render(plans))
-    if gap is not None:
-        _print(console, f"proved: no plan is faster than this by more than {gap:.1%}, under the model of the planner\n")
     _print(console, f"{one_line(best)}\n\n{training_call(best, str(out or 'plan.json'), overlap=overlap)}")
     if out is None:
         _print(console, "\n# --out plan.json writes this plan to that file")

@@ -12,7 +12,10 @@ from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from tests.support.layer_profiles import layer_times, small_sizes
 
-__all__ = ["CHANGES", "Problem", "improved", "large_problem", "random_model", "small_problem", "whole_space_problem"]
+__all__ = [
+    *("CHANGES", "Problem", "improved", "large_problem", "like_nodes_problem", "random_model", "small_problem"),
+    "whole_space_problem",
+]
 
 KINDS = ("A", "B", "C")
 CHANGES = ("bandwidth", "memory", "speed", "device")
@@ -72,6 +75,22 @@ def whole_space_problem(seed: int) -> Problem:
     )
     topology = dataclasses.replace(topology, devices=devices)
     return Problem(topology, profile.model_copy(update=changes), int(random.choice([4, 8, 12])))
+
+
+def like_nodes_problem(seed: int) -> Problem:
+    """2 to 4 nodes of 2 or 4 equal devices, of up to three kinds, and a model with times for tensor parallelism."""
+    random = np.random.default_rng([4, seed])
+    profile = random_model(random, (1, 2), 8)
+    size, number = int(random.choice([2, 4])), int(random.integers(2, 5))
+    kinds = [DeviceKind(name, int(random.choice([100, 60, 30])), 1e12) for name in KINDS]
+    inside, rate = Channel("NVLink", 3e11, 1e-5), float(random.choice([1e9, 1e10, 5e10]))
+    chosen = sorted(random.integers(0, 3, number).tolist())
+    devices = tuple(Device(kinds[kind], node, 0) for node, kind in enumerate(chosen) for _ in range(size))
+    nodes = tuple(
+        Node(f"n{node}", 0, tuple(range(node * size, (node + 1) * size)), inside, (Channel("RoCE", rate, 2e-5),))
+        for node in range(number)
+    )
+    return Problem(Topology(devices, nodes, ("here",)), profile, int(random.choice([8, 12, 16])))
 
 
 def random_model(

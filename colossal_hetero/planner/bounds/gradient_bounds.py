@@ -38,10 +38,10 @@ class GradientBounds:
         self._width = pool.tensor_parallel
         sizes = np.sort(pool.kinds[0].costs.gradient_bytes)
         self._bytes = np.concatenate([[0.0], np.cumsum(sizes)])
-        node_of = np.array([device.node for device in topology.devices])
         by_kind = np.zeros((len(topology.nodes), len(pool.kinds)), dtype=np.int64)
         for kind, each in enumerate(pool.kinds):
-            by_kind[:, kind] = np.bincount(node_of[[ranks[0] for ranks in each.slots]], minlength=len(by_kind))
+            for ranks in each.slots:
+                by_kind[topology.devices[ranks[0]].node, kind] += 1
         self._by_kind = by_kind
         self._slots = by_kind.sum(axis=1)
         """By node."""

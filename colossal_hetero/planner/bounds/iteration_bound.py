@@ -36,7 +36,7 @@ from .gradient_bounds import GradientBounds
 from .pipeline_bounds import BlockLimits, PipelineBounds, smallest_message
 from .pipeline_types import PipelineTypes
 
-__all__ = ["iteration_bound"]
+__all__ = ["IterationBound"]
 
 PRECISION = 1e-3
 """Relative: ranges are not halved if the bound can grow by less."""
@@ -198,43 +198,45 @@ class _Pool:
         return np.asarray(-(-counts.sum(axis=1) // self.gradients.slots_in_a_node))
 
 
-def iteration_bound(
-    topology: Topology,
-    pools: Sequence[SlotPool],
-    *,
-    below: float,
-    enough: float = np.inf,
-    runnable: bool = True,
-    time_limit_seconds: float = np.inf,
-) -> float:
-    """No 1F1B plan, with communication that does not overlap, takes less than this time; see Note above.
+class IterationBound:
+    """No 1F1B plan, with communication that does not overlap, takes less than a time that is found step by step.
 
     Args:
         topology: machines; plans may leave some out.
-        pools: the slots for each degree and micro-batch that plans may have.
-        below: seconds of a plan; the bound is not larger.
-        enough: a bound that is not lower than this need not be the best.
+        pools: the slots for each degree and micro-batch that plans may have; all of one form, without ZeRO.
         runnable: whether only plans count in which every pipeline has as many micro-batches as stages.
-        time_limit_seconds: after this the bound need not be the best.
     """
-    begin = time.monotonic()
-    found: list[tuple[float, int, _Pool, _Range]] = []
-    number = itertools.count()
 
-    def add(pool: _Pool, part: _Range) -> None:
+    def __init__(self, topology: Topology, pools: Sequence[SlotPool], *, runnable: bool = True) -> None:
+        self._whole = [_Pool(topology, pool, runnable=runnable) for pool in pools]
+        self._open: list[tuple[float, int, _Pool, _Range]] = []
+        self._number = itertools.count()
+
+    def seconds(self, below: float, *, enough: float = np.inf, time_limit_seconds: float = np.inf) -> float:
+        """The bound; not larger than ``below``.
+
+        Args:
+            below: seconds of a plan; finite, and not larger than in earlier calls.
+            enough: a bound that is not lower than this need not be the best.
+            time_limit_seconds: after this the bound need not be the best.
+        """
+        end = time.monotonic() + time_limit_seconds
+        while self._whole:
+            pool = self._whole.pop()
+            self._add(pool, pool.whole, below)
+        while self._open and self._open[0][0] < below:
+            seconds, _, pool, part = self._open[0]
+            if seconds >= enough or time.monotonic() > end:
+                return seconds
+            parts = list(pool.parts(part))
+            if not parts:
+                return seconds
+            heapq.heappop(self._open)
+            for each in parts:
+                self._add(pool, each, below)
+        return below * (1 - ROUNDING)
+
+    def _add(self, pool: _Pool, part: _Range, below: float) -> None:
         each = pool.evaluated(part, below)
         if each.seconds < below:
-            heapq.heappush(found, (each.seconds, next(number), pool, each))
-
-    for each in pools:
-        pool = _Pool(topology, each, runnable=runnable)
-        add(pool, pool.whole)
-    while found:
-        seconds, _, pool, part = found[0]
-        parts = list(pool.parts(part))
-        if not parts or seconds >= enough or time.monotonic() - begin > time_limit_seconds:
-            return seconds * (1 - ROUNDING)
-        heapq.heappop(found)
-        for each_part in parts:
-            add(pool, each_part)
-    return below
+            heapq.heappush(self._open, (each.seconds * (1 - ROUNDING), next(self._number), pool, each))

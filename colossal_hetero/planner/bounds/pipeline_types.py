@@ -65,7 +65,7 @@ class PipelineTypes:
             first: Prices to begin with, ``[kinds]``.
             precision: Relative; the bound may be lower than the best one by about this share.
         """
-        problem = _Program(self, available, pipelines)
+        problem = _Packing(self, available, pipelines)
         prices, tried = first, high
         low = problem.impossible_until(prices, low, high, precision)
         while low < high and high > low * (1 + precision):
@@ -79,7 +79,7 @@ class PipelineTypes:
         return low, prices
 
 
-class _Program:
+class _Packing:
     """All micro-batches are to be run by at most so many pipelines of some types.
 
     Args:
@@ -127,7 +127,7 @@ class _Program:
             if found.status != 0 or -found.fun >= self._needed:
                 return None
             *slots, each = (-found.ineqlin.marginals).tolist()
-            prices = np.asarray(np.maximum(slots, 0.0))
+            prices: Floats = np.maximum(slots, 0.0)
             if self._too_few(prices, worth):
                 return prices
             gain = worth - counts @ prices - each

@@ -272,6 +272,8 @@ class Plan(FilePart):
     uniform_seconds: PositiveSeconds | None = None
     """Predicted time of an iteration of the best plan with equally many layers per stage. None if there is no such
     plan, or it was not computed."""
+    bound_seconds: PositiveSeconds | None = None
+    """No plan of those that were searched for takes less than this, by the predictions. None if it was not computed."""
     notes: tuple[str, ...] = ()
     """Decisions and their reasons, for readers."""
     replicas: Annotated[tuple[Replica, ...], Field(min_length=1)]
@@ -284,7 +286,8 @@ class Plan(FilePart):
 
     @model_serializer(mode="wrap")
     def _without_what_it_does_not_use(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_defaults(self, write(self), ("order_seconds", "zero_stage", "relative_error"))
+        names = ("order_seconds", "zero_stage", "relative_error", "bound_seconds")
+        return without_defaults(self, write(self), names)
 
     @model_validator(mode="after")
     def _whole(self) -> Plan:
@@ -385,6 +388,11 @@ class Plan(FilePart):
     def samples_per_second(self) -> float:
         """Predicted samples per second."""
         return self.global_batch / self.iteration_seconds
+
+    @property
+    def gap(self) -> float | None:
+        """No plan is faster by more than this share (0.03: 3 %); None if it was not computed."""
+        return None if self.bound_seconds is None else max(self.iteration_seconds / self.bound_seconds - 1.0, 0.0)
 
     @property
     def symmetric(self) -> bool:

@@ -150,6 +150,7 @@ def slowed(plan: Plan, slow: Mapping[int, float]) -> Plan:
             "replicas": replicas,
             "iteration_seconds": longest + plan.synchronization_seconds,
             "uniform_seconds": None,
+            "bound_seconds": None,
         }
     )
 

@@ -301,6 +301,8 @@ def _totals(plan: Plan) -> list[str]:
         uniform_unit = times([plan.uniform_seconds])[0]
         ratio = plan.uniform_seconds / plan.iteration_seconds
         lines.append(f"{ratio:.2f} × as fast as the best plan with uniform stages ({uniform} {uniform_unit})")
+    if plan.gap is not None:
+        lines.append(f"within {max(plan.gap, 0.001):.1%} of the best possible under this model")
     return lines
 
 

@@ -10,6 +10,8 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
+from ..bounds.gap_goal import PLAIN, Effort, GapGoal
+from ..bounds.iteration_bound import IterationBound
 from ..candidates.draft import Draft, DraftBuilder, simulated_seconds, write_plan
 from ..chunks.chunked_plans import ChunkedPlans
 from ..chunks.ranking import merged_by_time, ranked_by_time
@@ -54,6 +56,7 @@ def make_plans(
     compare: bool = False,
     overlap: bool = False,
     space: SearchSpace = RUNNABLE,
+    effort: Effort = PLAIN,
     cluster_file: str = "",
     profile_file: str = "",
 ) -> list[RankedPlan]:
@@ -87,6 +90,8 @@ def make_plans(
             :func:`~colossal_hetero.planner.plans.overlap.exposed_seconds`.
         space: Which forms stages may have; see :class:`~colossal_hetero.planner.slots.search_space.SearchSpace`. By
             default only those that the plugin runs; wider spaces are for the schedule ``1f1b``.
+        effort: How much is done to find a plan, and to prove how good it is: with a gap that is wanted the search ends
+            early. Bounds are for the schedule ``1f1b`` in the default space without ``overlap`` only.
         cluster_file: Name of the cluster file, for the plans' ``cluster`` field.
         profile_file: Name of the profile file, for the plans' ``profile`` field.
 
@@ -109,6 +114,9 @@ def make_plans(
         raise ValueError(f"overlap is predicted for the schedule 1f1b only, not for {', '.join(schedules)}")
     if space != RUNNABLE and set(schedules) != {"1f1b"}:
         raise ValueError(f"a wider search space is for the schedule 1f1b only, not for {', '.join(schedules)}")
+    has_bounds = schedules == ("1f1b",) and not overlap and space == RUNNABLE
+    if effort.gap is not None and not has_bounds:
+        raise ValueError("a gap is known for the schedule 1f1b only, in the default search space and without overlap")
     tried = slots_to_try(topology, profile, global_batch, micro_batches, tensor_parallel)
     topology, pools = tried.topology, tried.pools
 
@@ -119,6 +127,9 @@ def make_plans(
     uniform = search_by("uniform", unequal=False) if compare and method != "uniform" else None
     uniform_drafts = uniform.run(1) if uniform else []
     search = search_by(method)
+    goal = None
+    if has_bounds and effort.bound_seconds > 0:
+        goal = GapGoal(IterationBound(topology, pools, runnable=runnable), effort)
     seconds_of: Callable[[Draft], float] = attrgetter("seconds")
     if method == "simulated":
         # The search compares plans by the closed form, and other plans can be faster in the simulation.
@@ -128,7 +139,8 @@ def make_plans(
             drafts += search_by(other).run(SIMULATED)
         drafts = sorted(drafts, key=lambda draft: ranking_seconds(seconds_of(draft), equal=draft.is_equal))[:keep]
     else:
-        drafts = search.run(keep, uniform_drafts if method == "exact" else ())
+        known = uniform_drafts if method == "exact" else ()
+        drafts = search.run(keep, known, goal.is_enough if goal else None)
     if space != RUNNABLE:
         builder = DraftBuilder(topology, method, overlap=overlap, runnable=runnable)
         wider = wider_pools(topology, profile, global_batch, tried.micro_batches, tried.degrees, space)
@@ -166,6 +178,8 @@ def make_plans(
         ranked = merged_by_time(ranked, chunked, keep)
     ranked = ties_resolved(ranked, profile)
     changes: dict[str, Any] = {"cluster": cluster_file, "profile": profile_file}
+    if goal is not None:
+        changes["bound_seconds"] = goal.lower_bound(min(each.plan.iteration_seconds for each in ranked))
     best = ranked[0].plan
     if compare:
         notes = list(best.notes)

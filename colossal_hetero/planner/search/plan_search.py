@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,41 +113,46 @@ class PlanSearch:
         self.best_seconds = below
         """Of the candidates that may be returned: the smallest :attr:`.Draft.ranking_seconds`."""
 
-    def run(self, keep: int, known: Sequence[Draft] = ()) -> list[Draft]:
+    def run(
+        self, keep: int, known: Sequence[Draft] = (), is_enough: Callable[[float], bool] | None = None
+    ) -> list[Draft]:
         """The best plans, best first; an empty list if there are none.
 
         Args:
             keep: How many, at most.
             known: Plans of another search of the same pools. The best plan is not slower than these.
+            is_enough: Whether the search may end with a plan of so many seconds.
         """
         few = all(each.are_few for each in self._all_of_few())
-        self._look_through()
-        if few and self.all_formations and self.builder.chooses_cuts:
-            self._try_all_of_few()
-            return _diverse(self.found(), keep)
-        if not few:
-            self._reorder()
-            self._exchange()
-        # What comes before does not depend on it, so the best equal replicas are those of a search for equal ones only.
-        if self.unequal:
-            self._look_through_unequal()
-        if self.unequal and not few:
-            self._try_restricted()
-            self._reorder()
-            self._loosen()
-            self._move()
-        self._try_all_of_few()
-        self._try_uniform()
+        for step in self._steps(few):
+            step()
+            found = self.found()
+            if is_enough is not None and found and is_enough(min(draft.seconds for draft in found)):
+                break
         for draft in known:
             if draft.ranking_seconds < self.best_seconds:
                 self._add("known", draft)
-        found = _diverse(self.found(), keep)
-        if not found and self.all_devices:
+        kept = _diverse(self.found(), keep)
+        if not kept and self.all_devices:
             # Only to say which plans there are that leave devices out.
             self.all_devices = False
             self._look_through()
             self._look_through_unequal()
-        return found
+        return kept
+
+    def _steps(self, few: bool) -> list[Callable[[], None]]:
+        """The parts of the search; ``few``: whether all plans can be tried."""
+        if few and self.all_formations and self.builder.chooses_cuts:
+            return [self._look_through, self._try_all_of_few]
+        steps = [self._look_through]
+        if not few:
+            steps += [self._reorder, self._exchange]
+        # What comes before does not depend on it, so the best equal replicas are those of a search for equal ones only.
+        if self.unequal:
+            steps.append(self._look_through_unequal)
+        if self.unequal and not few:
+            steps += [self._try_restricted, self._reorder, self._loosen, self._move]
+        return [*steps, self._try_all_of_few, self._try_uniform]
 
     def start_from(self, drafts: Sequence[Draft]) -> None:
         """Count these plans of another search among those that were found: others must be faster."""

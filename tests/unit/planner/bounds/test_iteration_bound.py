@@ -1,0 +1,169 @@
+"""No plan is faster than the lower bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from colossal_hetero.planner.bounds import few_kinds as merging
+from colossal_hetero.planner.bounds.gap_goal import Effort
+from colossal_hetero.planner.bounds.iteration_bound import IterationBound
+from colossal_hetero.planner.bounds.pipeline_bounds import PipelineBounds
+from colossal_hetero.planner.bounds.pipeline_types import PipelineTypes
+from colossal_hetero.planner.candidates.draft import Draft, DraftBuilder
+from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
+from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.planner.search.settings import slots_to_try
+from tests.support.every_plan import EveryPlan
+from tests.support.random_clusters import Problem, large_problem, like_nodes_problem, small_problem
+from tests.support.random_examples import IS_THOROUGH
+
+pytestmark = pytest.mark.unit
+
+ROUNDING = 1e-9
+
+
+def bound_of(problem: Problem, below: float, *, runnable: bool = True) -> float:
+    topology, pools, *_ = slots_to_try(problem.topology, problem.profile, problem.global_batch, None, None)
+    return IterationBound(topology, pools, runnable=runnable).seconds(below)
+
+
+@pytest.mark.parametrize("seed", range(300 if IS_THOROUGH else 25))
+def test_no_plan_of_all_is_faster(seed: int) -> None:
+    problem = small_problem(seed)
+    every = EveryPlan(*problem)
+    best = min(every.best_seconds(unequal=False), every.best_seconds(unequal=True))
+    if best < np.inf:
+        assert bound_of(problem, 3 * best) <= best * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("runnable", [True, False])
+@pytest.mark.parametrize("make", [large_problem, like_nodes_problem])
+def test_no_plan_that_is_found_is_faster(make: Callable[[int], Problem], runnable: bool) -> None:
+    compared = 0
+    for seed in range(60 if IS_THOROUGH else 4):
+        problem = make(seed)
+        try:
+            found = make_plans(
+                problem.topology, problem.profile, global_batch=problem.global_batch, runnable=runnable, keep=20
+            )
+        except ValueError:
+            continue
+        best = min(each.plan.iteration_seconds for each in found)
+        assert bound_of(problem, 3 * best, runnable=runnable) <= best * (1 + ROUNDING), seed
+        compared += 1
+    assert compared
+
+
+def test_many_kinds_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "MAX_TYPES", 30)
+    compared = 0
+    for seed in range(100 if IS_THOROUGH else 15):
+        problem = small_problem(seed)
+        best = EveryPlan(*problem).best_seconds(unequal=True)
+        if best < np.inf:
+            assert bound_of(problem, 3 * best) <= best * (1 + ROUNDING), seed
+            compared += 1
+    assert compared
+
+
+def test_pipelines_take_at_least_one_of_the_options() -> None:
+    """Random pipelines of like nodes, by the closed form."""
+    compared, ratios = 0, []
+    for seed in range(100 if IS_THOROUGH else 20):
+        problem = like_nodes_problem(seed)
+        topology, pools, *_ = slots_to_try(problem.topology, problem.profile, problem.global_batch, None, None)
+        random, builder = np.random.default_rng(seed), DraftBuilder(topology, "exact", runnable=False)
+        for pool in pools:
+            lower = PipelineBounds.of_pool(pool)
+            slots = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
+            for _ in range(10):
+                length = int(random.integers(1, min(len(slots), lower.blocks) + 1))
+                row = [slots[place] for place in random.choice(len(slots), length, replace=False)]
+                draft = builder.build_placed(pool, [row], thorough=bool(random.random() < 0.5))
+                if not isinstance(draft, Draft):
+                    continue
+                counts = np.bincount([kind for kind, _ in row], minlength=len(pool.kinds))[None]
+                first, further = lower.options(counts)
+                bound = float((first + (pool.total_micro_batches - 1) * further).min())
+                assert bound <= draft.seconds * (1 + ROUNDING)
+                ratios.append(draft.seconds / bound)
+                compared += 1
+    assert compared > 100
+    assert np.median(ratios) < 1.3
+
+
+def test_prices_prove_no_more_than_all_combinations_allow() -> None:
+    """Few pipelines of random types: by brute force over all combinations of types."""
+    random, proved = np.random.default_rng(0), 0
+    for _ in range(60):
+        types, available, pipelines = int(random.integers(1, 6)), random.integers(1, 5, 2), int(random.integers(1, 4))
+        counts = np.maximum(random.integers(0, 3, (types, 2)), [[0, 1]])
+        first, further = random.uniform(1, 3, (1, types)), random.uniform(0.2, 1.0, (1, types))
+        needed = int(random.integers(2, 12))
+        kinds = PipelineTypes(counts, first, further, np.ones(types, dtype=np.int64), needed)
+        low, _ = kinds.least_seconds(available, pipelines, 0.0, 50.0, np.ones(2), 1e-4)
+        times = np.linspace(0.5, 30, 400)
+        possible = [second for second in times if _runs(kinds, available, pipelines, needed, float(second))]
+        if possible:
+            proved += 1
+            assert low <= possible[0] * (1 + ROUNDING)
+    assert proved > 20
+
+
+def _runs(kinds: PipelineTypes, available: np.ndarray, pipelines: int, needed: int, seconds: float) -> bool:
+    worth = kinds.micro_batches(seconds)
+
+    def most(left: np.ndarray, pipelines: int, start: int) -> float:
+        found = 0.0
+        for number in range(start, len(worth)) if pipelines else ():
+            rest = left - kinds.counts[number]
+            if (rest >= 0).all():
+                found = max(found, worth[number] + most(rest, pipelines - 1, number))
+        return found
+
+    return most(available, pipelines, 0) >= needed
+
+
+def test_equal_devices_reach_the_bound() -> None:
+    """Four equal devices with fast links: the best plan is found, and proved to be nearly the best."""
+    profile = like_nodes_problem(1).profile
+    kind = like_nodes_problem(1).topology.devices[0].kind
+    nodes = (Node("n", 0, (0, 1, 2, 3), Channel("NVLink", 1e15), ()),)
+    topology = Topology(tuple(Device(kind, 0, 0) for _ in range(4)), nodes, ("here",))
+    best = make_plans(
+        topology, profile, global_batch=16, tensor_parallel=(1,), micro_batches=(1,), effort=Effort(bound_seconds=10)
+    )[0].plan
+    assert best.gap is not None and best.gap < 0.002
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_search_that_ends_early_keeps_its_promise(seed: int) -> None:
+    problem = like_nodes_problem(seed)
+    options = dict(topology=problem.topology, profile=problem.profile, global_batch=problem.global_batch)
+    try:
+        best = make_plans(**options)[0].plan  # type: ignore[arg-type]
+    except ValueError:
+        return
+    early = make_plans(**options, effort=Effort(gap=0.5, bound_seconds=20))[0].plan  # type: ignore[arg-type]
+    assert early.bound_seconds is not None and early.gap is not None
+    assert early.bound_seconds <= best.iteration_seconds * (1 + ROUNDING)
+    assert early.iteration_seconds <= best.iteration_seconds * (1 + early.gap) * (1 + ROUNDING)
+
+
+def test_efforts_that_are_not_possible() -> None:
+    with pytest.raises(ValueError, match=r"gap=-1: must be at least 0"):
+        Effort(gap=-1, bound_seconds=1)
+    with pytest.raises(ValueError, match=r"gap=0.03 without time to find a bound; give bound_seconds, such as 5"):
+        Effort(gap=0.03)
+    problem = like_nodes_problem(0)
+    with pytest.raises(ValueError, match=r"a gap is known for the schedule 1f1b only"):
+        make_plans(
+            problem.topology,
+            problem.profile,
+            global_batch=problem.global_batch,
+            overlap=True,
+            effort=Effort(gap=0.1, bound_seconds=1),
+        )
