@@ -15,7 +15,7 @@ from ..schedules.pass_order import CHUNKED, SCHEDULES, Schedule
 from ..slots.placement import NodeLinks, SlotPool
 from ..slots.search_space import SearchSpace
 from ..slots.tp_groups import SlotKind, divisors, slot_kinds, tensor_parallel_degrees
-from ..slots.unlike_slots import formations, kinds_of, mixtures
+from ..slots.unlike_slots import alike_slots, formations, kinds_of, mixtures
 
 __all__ = [
     *("MAX_FORMED_DEVICES", "SlotsToTry", "check_schedules", "degrees_to_try", "micro_batch_sizes", "slot_pools"),
@@ -26,8 +26,8 @@ MAX_FORMED_DEVICES = 4
 """Up to so many devices, slots of all forms are tried; with more, one form for each kind of device."""
 MAX_MIXTURES = 12
 """Mixtures of forms that are tried per size of micro-batch."""
-MAX_ZERO_POOLS = 24
-"""Pools with different numbers of pipelines for ZeRO stage 1 that are tried, in clusters of more devices."""
+MAX_POOLS = 24
+"""Pools that are tried in a wider search of more devices, those with the shortest expected plans."""
 MAX_SAMPLES = 10**9
 """In a global batch: its divisors are looked for one by one."""
 
@@ -164,33 +164,53 @@ def wider_pools(
         space: What stages may be.
     """
     few = len(topology.devices) <= MAX_FORMED_DEVICES
-    formed = formations(topology, degrees, space) if few else []
-    pools = []
+    made: list[tuple[int, int | None, list[SlotKind]]] = []
     for size in sizes:
-        forms = formed or (
-            mixtures(topology, profile, size, degrees, space, MAX_MIXTURES) if space.has_other_forms else []
-        )
+        if few:
+            forms = formations(topology, degrees, space)
+        else:
+            forms = [alike_slots(topology, degree) for degree in degrees if 1 in space.widths]
+            if space.has_other_forms:
+                forms += mixtures(topology, profile, size, degrees, space, MAX_MIXTURES)
         for pipelines in _numbers_of_pipelines(topology, space, global_batch // size, few):
             make = kinds_of(topology, profile, size, space, pipelines)
-            # Formations of a few devices have those of one form among them.
-            ordinary = (
-                []
-                if formed
-                else [
-                    (
-                        degree,
-                        slot_kinds(topology, profile, degree, size, recompute=space.recompute, pipelines=pipelines),
-                    )
-                    for degree in degrees
-                ]
-            )
-            unlike = [(kinds[-1].tensor_parallel, kinds) for form in forms if (kinds := make(form))]
-            pools += [
-                _pool(topology, degree, size, kinds, global_batch, pipelines)
-                for degree, kinds in (*ordinary, *unlike)
-                if kinds
-            ]
-    return pools
+            made += [(size, pipelines, kinds) for form in forms if (kinds := make(form))]
+    if not few:
+        fastest = max(channel.bytes_per_second for node in topology.nodes for channel in (node.inside, *node.nics))
+        made.sort(key=lambda each: _expected_seconds(each[2], global_batch // each[0], each[1], fastest))
+        made = made[:MAX_POOLS]
+    return [
+        _pool(topology, kinds[-1].tensor_parallel, size, kinds, global_batch, pipelines)
+        for size, pipelines, kinds in made
+    ]
+
+
+def _expected_seconds(
+    kinds: Sequence[SlotKind], micro_batches: int, pipelines: int | None, bytes_per_second: float
+) -> float:
+    """Estimated seconds of the best plan: all slots are busy except while pipelines fill, and sum over a fast network.
+
+    Args:
+        kinds: Of the slots.
+        micro_batches: Per iteration.
+        pipelines: How many pipelines there are; None for any number.
+        bytes_per_second: Of the network.
+    """
+    slots = sum(len(kind.slots) for kind in kinds)
+    power = sum(len(kind.slots) / kind.model_seconds for kind in kinds)
+    most = min(int(sum(len(kind.slots) * kind.models_in_memory for kind in kinds)), micro_batches, slots)
+    gradients = min(float(kind.costs.gradient_bytes.sum()) for kind in kinds)
+    update = min(float(kind.costs.update_seconds.sum()) for kind in kinds)
+    numbers = [number for number in divisors(micro_batches) if number <= most] if pipelines is None else [pipelines]
+    return min(
+        (
+            (micro_batches + slots - number) / power
+            + (update * number + 2 * (number - 1) * gradients / bytes_per_second) / slots
+            for number in numbers
+            if number <= most
+        ),
+        default=np.inf,
+    )
 
 
 def _numbers_of_pipelines(topology: Topology, space: SearchSpace, micro_batches: int, few: bool) -> list[int | None]:
@@ -198,10 +218,6 @@ def _numbers_of_pipelines(topology: Topology, space: SearchSpace, micro_batches:
     numbers: list[int | None] = [None] if 0 in space.zero_stages else []
     if 1 in space.zero_stages:
         most = min(len(topology.devices), micro_batches)
-        tried = (
-            range(1, most + 1)
-            if few
-            else sorted({2**power for power in range(12)} | {3 * 2**power for power in range(11)})
-        )
-        numbers += [number for number in tried if number <= most]
+        powers = {factor * 2**power for factor in (1, 3) for power in range(12)}
+        numbers += range(1, most + 1) if few else sorted(number for number in powers if number <= most)
     return numbers
