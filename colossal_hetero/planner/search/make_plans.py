@@ -137,17 +137,18 @@ def make_plans(
         drafts = search.run(keep, uniform_drafts if method == "exact" else ())
     searches = [search]
     if space != RUNNABLE:
-        wider = wider_pools(topology, profile, global_batch, tried.micro_batches, tried.degrees, space)
-        known = drafts if 0 in space.zero_stages and 1 in space.widths else []
-        below = min((draft.ranking_seconds for draft in known), default=math.inf)
+        drafts = drafts if 0 in space.zero_stages and 1 in space.widths else []
         few = len(topology.devices) <= MAX_FORMED_DEVICES
-        if not few:
-            wider = search_by(method, pools=wider, below=below).promising_pools(MAX_SEARCHED_POOLS) or wider
-        searches.append(search_by(method, pools=wider, below=below, all_formations=few))
-        found = searches[-1].run(max(keep, SIMULATED) if method == "simulated" else keep)
-        drafts = sorted([*known, *found], key=lambda each: ranking_seconds(seconds_of(each), equal=each.is_equal))[
-            :keep
-        ]
+        for part in wider_pools(topology, profile, global_batch, tried.micro_batches, tried.degrees, space):
+            below = min((draft.ranking_seconds for draft in drafts), default=math.inf)
+            promising = part
+            if drafts and not few:
+                promising = search_by(method, pools=part, below=below).promising_pools(MAX_SEARCHED_POOLS)
+            if promising:
+                searches.append(search_by(method, pools=promising, below=below, all_formations=few))
+                drafts += searches[-1].run(max(keep, SIMULATED) if method == "simulated" else keep)
+                drafts.sort(key=lambda each: ranking_seconds(seconds_of(each), equal=each.is_equal))
+        drafts = drafts[:keep]
     chunked: list[RankedPlan] = []
     if set(schedules) != {"1f1b"}:
         with_chunks = [each for each in schedules if each != "1f1b"]

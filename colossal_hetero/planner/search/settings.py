@@ -157,31 +157,41 @@ def wider_pools(
     sizes: Sequence[int],
     degrees: Sequence[int],
     space: SearchSpace,
-) -> list[SlotPool]:
-    """The pools of a wider search; arguments as for :func:`slot_pools`.
+) -> list[list[SlotPool]]:
+    """The pools of a wider search, in parts that are searched one after the other; arguments as for :func:`slot_pools`.
+
+    For a few devices there is one part with all formations. Else the first has slots of one form, the second one form
+    for each kind of device, and the third that with ZeRO stage 1. In this order, so that a plan of simpler forms is
+    never missed for others that are expected to be faster.
 
     Args:
         space: What stages may be.
     """
     few = len(topology.devices) <= MAX_FORMED_DEVICES
-    made: list[tuple[int, int | None, list[SlotKind]]] = []
+    fastest = max(channel.bytes_per_second for node in topology.nodes for channel in (node.inside, *node.nics))
+    parts: dict[object, list[tuple[float, int, int | None, list[SlotKind]]]] = {}
     for size in sizes:
         if few:
-            forms = formations(topology, degrees, space)
+            forms = [("formed", each) for each in formations(topology, degrees, space)]
         else:
-            forms = [alike_slots(topology, degree) for degree in degrees if 1 in space.widths]
+            forms = [("alike", alike_slots(topology, degree)) for degree in degrees if 1 in space.widths]
             if space.has_other_forms:
-                forms += mixtures(topology, profile, size, degrees, space, MAX_MIXTURES)
+                mixed = mixtures(topology, profile, size, degrees, space, MAX_MIXTURES)
+                forms += [("mixed", each) for each in mixed]
         for pipelines in _numbers_of_pipelines(topology, space, global_batch // size, few):
             make = kinds_of(topology, profile, size, space, pipelines)
-            made += [(size, pipelines, kinds) for form in forms if (kinds := make(form))]
-    if not few:
-        fastest = max(channel.bytes_per_second for node in topology.nodes for channel in (node.inside, *node.nics))
-        made.sort(key=lambda each: _expected_seconds(each[2], global_batch // each[0], each[1], fastest))
-        made = made[:MAX_POOLS]
+            for name, form in forms:
+                if kinds := make(form):
+                    seconds = _expected_seconds(kinds, global_batch // size, pipelines, fastest)
+                    part = name, pipelines is None or name != "mixed"
+                    parts.setdefault(part, []).append((seconds, size, pipelines, kinds))
+    chosen = [made if few else sorted(made, key=lambda each: each[0])[:MAX_POOLS] for made in parts.values()]
     return [
-        _pool(topology, kinds[-1].tensor_parallel, size, kinds, global_batch, pipelines)
-        for size, pipelines, kinds in made
+        [
+            _pool(topology, kinds[-1].tensor_parallel, size, kinds, global_batch, pipelines)
+            for _, size, pipelines, kinds in made
+        ]
+        for made in chosen
     ]
 
 
