@@ -29,7 +29,15 @@ from colossal_hetero.planner.slots.placement import NodeLinks, SlotPool
 from colossal_hetero.planner.slots.tp_groups import slot_kinds
 
 NAMES = ("A100-80", "H800", "H20")
-CLUSTERS = {16: (8, 4, 4), 24: (8, 8, 8), 32: (16, 8, 8), 64: (24, 24, 16), 256: (88, 88, 80), 1024: (344, 344, 336)}
+CLUSTERS = {
+    16: (8, 4, 4),
+    24: (8, 8, 8),
+    32: (16, 8, 8),
+    64: (24, 24, 16),
+    256: (88, 88, 80),
+    1024: (344, 344, 336),
+    4096: (1368, 1368, 1360),
+}
 """By total number of GPUs: the number of each kind in ``NAMES``."""
 NVLINK, ROCE = Channel("NVLink", 300e9, 1e-5), Channel("RoCE", 50e9, 2e-5)
 LAYERS, HIDDEN, SEQUENCE, VOCABULARY = 32, 4096, 2048, 50257

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bounds.gradient_bounds import GradientBounds
 from ..bounds.pipeline_bounds import PipelineBounds
 from ..candidates.draft import Draft, DraftBuilder
 from ..cluster.topology import Topology
@@ -18,7 +19,7 @@ from ..slots.restricted_pools import places_in, restricted_pools
 from .equal_rows import EqualRows, Shape, mixed_shapes, shapes
 from .exchanges import Exchanges
 from .few_slots import FewSlots
-from .unequal_groups import UnequalGroups
+from .unequal_groups import Groups, UnequalGroups
 from .unequal_moves import UnequalMoves
 
 __all__ = ["PlanSearch"]
@@ -104,6 +105,10 @@ class PlanSearch:
         self.all_formations = all_formations
         self.bounds = [PipelineBounds.of_pool(pool) for pool in pools]
         self.rows = EqualRows(pools, self.bounds, stages, runnable=self.runnable)
+        self._sums = [self._min_sums(pool) for pool in pools]
+        """By pool: seconds in which so many pipelines sum their gradients at least."""
+        self._groups: dict[object, list[Groups]] = {}
+        """Groups that are not alike; they do not depend on the method, and finding them takes long."""
         self.drafts: dict[object, Draft] = {}
         """Candidates that were built. The keys are made of what they were built from."""
         self.lower_bounds: dict[object, float] = {}
@@ -240,15 +245,29 @@ class PlanSearch:
                 self._add(key, draft)
                 self.lower_bounds[key] = bound
 
+    def _min_sums(self, pool: SlotPool) -> Callable[[int], float]:
+        """Seconds in which so many pipelines sum their gradients at least; 0 where that is not known."""
+        if self.builder.overlap or not pool.has_one_form:
+            return lambda pipelines: 0.0
+        gradients = GradientBounds(self.topology, pool)
+        most = gradients.slots_in_a_node
+        return lambda pipelines: gradients.of_pipelines(pipelines) if pipelines > most else 0.0
+
     def _try_unequal(self, allowed: frozenset[str]) -> None:
         """Try groups that are not alike, the most promising degrees and micro-batches first."""
-        groups_of = [UnequalGroups(pool, bound, allowed) for pool, bound in zip(self.pools, self.bounds, strict=True)]
+        groups_of = [
+            UnequalGroups(pool, bound, allowed, sums)
+            for pool, bound, sums in zip(self.pools, self.bounds, self._sums, strict=True)
+        ]
         for each in sorted(groups_of, key=lambda each: each.expected_seconds):
             if not each.expected_seconds < self.unequal_below:
                 break
             if self.all_devices and each.pool.devices < len(self.topology.devices):
                 continue
-            for groups in each.candidates(self.stages, self.unequal_below, may_be_idle=not self.all_devices):
+            key = each.pool, allowed
+            if key not in self._groups:
+                self._groups[key] = each.candidates(self.stages, self.unequal_below, may_be_idle=not self.all_devices)
+            for groups in self._groups[key]:
                 used = int(np.sum(np.array(groups) @ [kind.devices for kind in each.pool.kinds]))
                 if self.all_devices and used < len(self.topology.devices):
                     continue

@@ -6,7 +6,7 @@ of one kind each, with as few stages as memory allows or more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -15,7 +15,7 @@ from ..bounds.pipeline_bounds import PipelineBounds
 from ..slots.device_groups import MemberKind, find_grouping
 from ..slots.placement import SlotPool
 
-__all__ = ["UnequalGroups"]
+__all__ = ["Groups", "UnequalGroups"]
 
 MIN_IDLE_GAIN = 1.01
 """Groups that leave devices idle are tried if their objective (AutoHet, Eq. 3a) is larger by this factor."""
@@ -33,9 +33,20 @@ Groups = list[tuple[int, ...]]
 class UnequalGroups:
     """Groups of the slots of one pool that are of some kinds of devices."""
 
-    def __init__(self, pool: SlotPool, bounds: PipelineBounds, allowed: frozenset[str]) -> None:
+    def __init__(
+        self, pool: SlotPool, bounds: PipelineBounds, allowed: frozenset[str], sums: Callable[[int], float]
+    ) -> None:
+        """What groups are formed of.
+
+        Args:
+            pool: The slots there are.
+            bounds: Lower bounds on the times of pipelines of the pool.
+            allowed: Kinds of devices.
+            sums: Seconds in which so many pipelines sum their gradients at least.
+        """
         self.pool = pool
         self.bounds = bounds
+        self.sums = sums
         self._available = np.array([len(kind.slots) if kind.device in allowed else 0 for kind in pool.kinds])
 
     @property
@@ -59,7 +70,7 @@ class UnequalGroups:
     def min_seconds(self, groups: Groups) -> float:
         """A lower bound on the seconds of these pipelines, reached if all end at the same moment."""
         power = (np.array(groups) / self.bounds.work_seconds).sum()
-        return float(self.pool.total_micro_batches / power)
+        return float(self.pool.total_micro_batches / power) + self.sums(len(groups))
 
     def candidates(
         self, stages: Sequence[int] | None, below: float = np.inf, *, may_be_idle: bool = True
@@ -100,9 +111,11 @@ class UnequalGroups:
                 max_groups=pool.total_micro_batches,
                 above=reached * MIN_IDLE_GAIN if idle else reached,
                 precision=PRECISION,
+                cost=lambda groups: self.sums(groups) / pool.total_micro_batches,
             )
             if grouping is not None:
-                reached = grouping.objective
+                seconds = pool.total_micro_batches / grouping.objective + self.sums(len(grouping.groups))
+                reached = pool.total_micro_batches / seconds
                 whole = np.zeros((len(grouping.groups), len(available)), dtype=np.int64)
                 whole[:, present] = grouping.groups
                 yield [tuple(row) for row in whole.tolist()]

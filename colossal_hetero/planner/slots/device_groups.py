@@ -98,8 +98,12 @@ def find_grouping(
     max_groups: int | None = None,
     above: float = 0.0,
     precision: float = 4 * TOLERANCE,
+    cost: Callable[[int], float] = lambda _: 0.0,
 ) -> Grouping | None:
     """The groups with the largest objective (AutoHet, Eq. 3a); None if there are none.
+
+    What number of groups costs by itself is not in AutoHet's objective. With ``cost``, groups are compared by
+    ``1 / (1 / objective + cost(groups))``.
 
     Args:
         kinds: The members there are.
@@ -109,30 +113,41 @@ def find_grouping(
         allow_idle: Whether members may be left out. AutoHet's Eq. 3e assigns all.
         max_members: Of a group; usually as many as the model has blocks. None: no limit.
         max_groups: Usually as many as there are micro-batches in all. None: no limit.
-        above: Only groupings with an objective above this.
+        above: Only groupings with an objective, after costs, above this.
         precision: The largest objective may be larger by this share than that of the result.
+        cost: Of a number of groups, in the unit of ``1 / objective``.
     """
     members = sum(kind.count for kind in kinds)
     max_members = max_members or members
     memory = sum(kind.memory_bytes * kind.count for kind in kinds)
     at = micro_batches if callable(micro_batches) else lambda _: micro_batches
+    costs = {
+        number: cost(number)
+        for number in (range(1, min(members, max_groups or members) + 1) if groups is None else (groups,))
+    }
+
+    def after_costs(grouping: Grouping) -> float:
+        return 1.0 / (1.0 / grouping.objective + costs[len(grouping.groups)])
+
     problems = []
-    for number in range(1, min(members, max_groups or members) + 1) if groups is None else (groups,):
-        if number * model_bytes > memory * (1 + TOLERANCE) or number > members:
+    for number, lost in costs.items():
+        if number * model_bytes > memory * (1 + TOLERANCE) or number > members or lost * above >= 1:
             continue
         if not allow_idle and members > number * max_members:
             continue
         problem = _Covering(kinds, model_bytes, number, at(number), allow_idle, max_members)
-        problems.append((-number * problem.bound, -number, problem))
+        problems.append((-1.0 / (1.0 / (number * problem.bound) + lost), -number, problem))
     # A first solution to compare with; it saves time and does not change the result.
     some = problems[:: math.ceil(len(problems) / MAX_ROUND_ROBIN)] if problems else []
-    found = [grouping for _, _, problem in some if (grouping := problem.round_robin()) and grouping.objective > above]
-    best = max(found, key=lambda grouping: grouping.objective, default=None)
+    found = [grouping for *_, problem in some if (grouping := problem.round_robin()) and after_costs(grouping) > above]
+    best = max(found, key=after_costs, default=None)
     for bound, negative, problem in sorted(problems, key=lambda each: each[:2]):
-        reached = max(best.objective if best else 0.0, above)
+        reached = max(after_costs(best) if best else 0.0, above)
         if -bound <= reached * (1 + max(precision, TOLERANCE)):
             break
-        best = problem.solve(reached / -negative, precision) or best
+        # The objective that this number of groups has to exceed.
+        needed = 1.0 / (1.0 / reached - costs[-negative]) if reached > 0 else 0.0
+        best = problem.solve(needed / -negative, precision) or best
     return best
 
 
