@@ -15,6 +15,7 @@ from .commands.planning.evaluate import evaluate
 from .commands.planning.replay import replay
 from .commands.planning.simulate import simulate
 from .commands.profiles.estimate import estimate
+from .commands.profiles.import_profile import import_profile
 from .commands.profiles.probe import probe
 from .commands.profiles.profile import profile
 
@@ -28,7 +29,7 @@ def main() -> None:
 
 
 for command in (
-    *(probe, profile, estimate),
+    *(probe, profile, estimate, import_profile),
     *(plan, evaluate, compare, simulate, replay, batches),
     *(checkpoint, launch, store),
 ):

@@ -54,8 +54,9 @@ BENCHMARK = re.compile(r"(?<![\w/])((?:tensor_parallel|data_parallel|pipeline|pl
 OTHER_FLAGS = {
     *("--standalone", "--nnodes", "--nproc-per-node", "--nproc_per_node", "--numprocesses"),
     *("--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id"),
+    "--timing-log-level",
 }
-"""Flags of torchrun, colossalai and pytest, which the pages show as well."""
+"""Flags of torchrun, colossalai, Megatron-LM and pytest, which the pages show as well."""
 
 
 def blocks(page: str, language: str | None = None) -> list[str]:

@@ -156,7 +156,10 @@ RULES: dict[str, set[str]] = {
     },
     "testing": {"io", "layers"},
     "commands": {"io", "planner/*", "checkpoint/storage", "elastic/replay", "elastic/spot"},
-    "commands/profiles": {"io", "processes", "planner/*", "probe", "profiling", "profiling/*", "commands"},
+    "planner/imports": {"io", "planner/cluster", "planner/profile", "planner/published"},
+    "commands/profiles": {
+        *("io", "processes", "planner/*", "probe", "profiling", "profiling/*", "commands"),
+    },
     "commands/planning": {"io", "planner/*", "elastic/replay", "elastic/spot", "commands"},
     "commands/jobs": {
         *("io", "checkpoint/format", "checkpoint/storage", "checkpoint/reading", "elastic", "elastic/supervisor"),

@@ -16,7 +16,7 @@ from ..profile.as_profiled import as_profiled
 from ..profile.layer_profile import ModelProfile
 from .layout_places import exchanged_places, first_places, look
 from .layout_pricer import LayoutPricer
-from .layout_slots import available_slots
+from .layout_slots import SlotType, available_slots, slot_type
 
 __all__ = ["EvaluatedPlan", "evaluate_layout", "evaluate_plan", "why_other_devices"]
 
@@ -91,8 +91,8 @@ def evaluate_layout(
     """
     topology = as_profiled(topology, profile)
     slots = available_slots(topology, layout)
-    every_slot = [ranks for of_type in slots.values() for ranks in of_type.slots]
-    pricer = LayoutPricer(topology, profile, layout, every_slot, global_batch=global_batch, overlap=overlap)
+    ranks_of = {each: of_type.slots for each, of_type in slots.items()}
+    pricer = LayoutPricer(topology, profile, layout, ranks_of, global_batch=global_batch, overlap=overlap)
     seen: set[object] = set()
 
     def priced(tried: Iterator[Ranks]) -> Iterator[Plan | ValueError]:
@@ -142,7 +142,10 @@ def evaluate_plan(topology: Topology, profile: ModelProfile, plan: Plan, *, over
         raise ValueError(problem)
     layout = layout_of(plan)
     ranks = plan.rank_order
-    slots = [group for row in ranks for group in row]
+    slots: dict[SlotType, list[tuple[int, ...]]] = {}
+    for row, pipeline in zip(ranks, layout.pipelines, strict=True):
+        for group, stage in zip(row, pipeline.stages, strict=True):
+            slots.setdefault(slot_type(stage), []).append(group)
     pricer = LayoutPricer(topology, profile, layout, slots, order_seconds=plan.order_seconds, overlap=overlap)
     again = pricer.plan(ranks).model_copy(update={"method": plan.method})
     return _evaluated(topology, profile, again)
@@ -159,8 +162,9 @@ def why_other_devices(topology: Topology, plan: Plan) -> str | None:
                 kind = topology.devices[rank].kind.name
                 if kind != stage.device:
                     return f"{place} is on {stage.device}, but rank {rank} of the cluster is {kind}"
-            if len({topology.devices[rank].node for rank in stage.ranks}) > 1:
-                return f"the ranks of {place} are in several nodes of the cluster"
+            for group in plan.groups(stage):
+                if len({topology.devices[rank].node for rank in group}) > 1:
+                    return f"a tensor-parallel group of {place} is in several nodes of the cluster"
     return None
 
 

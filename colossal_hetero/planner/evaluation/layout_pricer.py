@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,9 +15,11 @@ from ..cluster.topology import Topology
 from ..layout_line.plan_layout import PlanLayout
 from ..plans.plan import Plan
 from ..profile.layer_profile import ModelProfile
+from ..profile.stage_costs import stage_costs
 from ..schedules.zero_bubble import GraphSeconds
 from ..slots.placement import NodeLinks, Place, SlotPool
 from ..slots.tp_groups import SlotKind
+from .layout_slots import SlotType, slot_type
 
 __all__ = ["LayoutPricer"]
 
@@ -33,7 +35,7 @@ class LayoutPricer:
         profile: Times and sizes of the model's layers.
         layout: Whose micro-batches have a size. If it does not say how many there are, they are divided so that the
             last pipeline ends as early as possible.
-        slots: The ranks of all stages that may be priced.
+        slots: The ranks of all stages that may be priced, by the type of their slots.
         global_batch: Samples per iteration. None: what the layout says.
         order_seconds: With the schedule ``zbv``: the times from which Colossal-AI orders the passes. None: the means of
             the chunks.
@@ -48,7 +50,7 @@ class LayoutPricer:
         topology: Topology,
         profile: ModelProfile,
         layout: PlanLayout,
-        slots: Sequence[tuple[int, ...]],
+        slots: Mapping[SlotType, Sequence[tuple[int, ...]]],
         *,
         global_batch: int | None = None,
         order_seconds: GraphSeconds | None = None,
@@ -73,7 +75,6 @@ class LayoutPricer:
         self.total_micro_batches = self._total(global_batch)
         self._builder = DraftBuilder(topology, METHOD, overlap=overlap)
         self._pool, self._places = self._slot_pool(slots)
-        self._counts: list[int] | None = None
 
     def plan(self, ranks: Ranks) -> Plan:
         """The plan with these ranks, ``[pipelines][stages][ranks of a stage]``; it need not fit in memory.
@@ -83,8 +84,18 @@ class LayoutPricer:
         """
         if self.layout.schedule != "1f1b":
             return self._chunked(ranks)
-        draft = self._draft(ranks)
-        return write_plan(draft, self.topology, self.profile, METHOD, ())
+        plan = write_plan(self._draft(ranks), self.topology, self.profile, METHOD, ())
+        replicas = []
+        for replica, pipeline in zip(plan.replicas, self.layout.pipelines, strict=True):
+            stages = zip(replica.stages, pipeline.stages, strict=True)
+            replicas.append(
+                replica.model_copy(
+                    update={
+                        "stages": tuple(one.model_copy(update={"recompute": each.recompute}) for one, each in stages)
+                    }
+                )
+            )
+        return plan.model_copy(update={"replicas": tuple(replicas)})
 
     def _total(self, global_batch: int | None) -> int:
         """Micro-batches per iteration of all pipelines."""
@@ -114,28 +125,44 @@ class LayoutPricer:
             )
         return total
 
-    def _slot_pool(self, slots: Sequence[tuple[int, ...]]) -> tuple[SlotPool, dict[tuple[int, ...], Place]]:
-        """The slots as a pool, and where each is in it."""
-        devices = self.topology.devices
-        alike: dict[tuple[str, float], list[tuple[int, ...]]] = {}
-        for ranks in slots:
-            names = {devices[rank].kind.name for rank in ranks}
-            assert len(names) == 1, f"ranks {ranks} are devices of several kinds"
-            alike.setdefault((names.pop(), min(devices[rank].speed for rank in ranks)), []).append(ranks)
-        degree = len(slots[0])
-        kinds = []
-        for (device, speed), groups in alike.items():
-            costs = self.profile.costs(device, degree, self.micro_batch, speed)
-            usable = devices[groups[0][0]].kind.usable_bytes
-            kinds.append(SlotKind(device, speed, usable, costs, tuple(groups), degree))
+    def _slot_pool(self, slots: Mapping[SlotType, Sequence[tuple[int, ...]]]) -> tuple[SlotPool, dict[object, Place]]:
+        """The slots as a pool, and the place in it of ranks that recompute or do not."""
+        devices, layout = self.topology.devices, self.layout
+        pipelines = len(layout.pipelines) if layout.zero_stage else None
+        forms = {(slot_type(stage), stage.recompute) for each in layout.pipelines for stage in each.stages}
+        kinds: list[SlotKind] = []
+        places: dict[object, Place] = {}
+        for each, recompute in sorted(forms):
+            by_speed: dict[float, list[tuple[int, ...]]] = {}
+            for ranks in slots[each]:
+                by_speed.setdefault(min(devices[rank].speed for rank in ranks), []).append(ranks)
+            for speed, members in by_speed.items():
+                costs = stage_costs(
+                    self.profile,
+                    each.device,
+                    tensor_parallel=each.tensor_parallel,
+                    micro_batch=self.micro_batch,
+                    speed=speed,
+                    width=each.width,
+                    recompute=recompute,
+                    zero_shards=1 if pipelines is None else pipelines * each.width,
+                )
+                usable = devices[members[0][0]].kind.usable_bytes
+                places |= {(ranks, recompute): (len(kinds), slot) for slot, ranks in enumerate(members)}
+                kinds.append(
+                    SlotKind(each.device, speed, usable, costs, tuple(members), each.tensor_parallel, each.width)
+                )
         message = float(np.max(kinds[0].costs.output_bytes))
         links = NodeLinks(self.topology, message)
-        pool = SlotPool(degree, self.micro_batch, tuple(kinds), self.total_micro_batches, links)
-        places = {ranks: (number, slot) for number, kind in enumerate(kinds) for slot, ranks in enumerate(kind.slots)}
+        degree = kinds[0].tensor_parallel
+        pool = SlotPool(degree, self.micro_batch, tuple(kinds), self.total_micro_batches, links, pipelines)
         return pool, places
 
     def _draft(self, ranks: Ranks) -> Draft:
-        rows = [tuple(self._places[group] for group in row) for row in ranks]
+        rows = [
+            tuple(self._places[group, stage.recompute] for group, stage in zip(row, pipeline.stages, strict=True))
+            for row, pipeline in zip(ranks, self.layout.pipelines, strict=True)
+        ]
         bounds = [(0, *(stage.block_ranges[0][1] for stage in pipeline.stages)) for pipeline in self.layout.pipelines]
 
         def cut(counts: Sequence[int]) -> Draft:
@@ -161,6 +188,13 @@ class LayoutPricer:
 
     def _chunked(self, ranks: Ranks) -> Plan:
         layout = self.layout
+        stages = [stage for pipeline in layout.pipelines for stage in pipeline.stages]
+        forms = {(stage.tensor_parallel, stage.width, stage.recompute) for stage in stages}
+        if layout.zero_stage or forms != {(stages[0].tensor_parallel, 1, False)}:
+            raise ValueError(
+                f"stages of the schedule {layout.schedule} have one degree, the width 1 and no recomputation, and ZeRO "
+                "stage 0; others are priced for 1F1B only"
+            )
         if not layout.alike or self.total_micro_batches % len(ranks):
             raise ValueError(f"pipelines of the schedule {layout.schedule} are all alike; write dp N × pp […]")
         ranges = sorted(itertools.chain.from_iterable(stage.block_ranges for stage in layout.pipelines[0].stages))

@@ -41,6 +41,7 @@ __all__ = [
     "make_topology",
     "profile_part",
     "read_gpu_tables",
+    "tables_of_rows",
 ]
 
 SOURCE = "timed by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich)"
@@ -102,18 +103,36 @@ def read_gpu_tables(folder: Path | str, model: str) -> GpuTables:
         ValueError: A file or a column is missing, a value is not a number, the model is unknown, or no rows are left.
     """
     folder = Path(folder)
-    sizes = _sizes(folder / "layer_memory.csv", model)
-    layers = len(sizes[0].parameter_bytes)
+    memory, times = folder / "layer_memory.csv", folder / "layer_times.csv"
+    size_rows = _rows(memory, ("model", "tensor_parallel", "layer", *SIZE_COLUMNS))
+    layers = len({row["layer"] for row in size_rows if row["model"] == model})
     stated = _stated_layers(folder / "models.json").get(model, layers)
-    if stated != layers:
+    if layers and stated != layers:
         raise ValueError(
-            f"{folder / 'layer_memory.csv'} has {layers} layers of {model}, models.json says {stated}; one of them "
-            "belongs to another model"
+            f"{memory} has {layers} layers of {model}, models.json says {stated}; one of them belongs to another model"
         )
+    time_rows = _rows(times, ("model", "gpu", "tensor_parallel", "micro_batch", *TIME_COLUMNS))
+    return tables_of_rows(model, size_rows, time_rows, memory, times)
+
+
+def tables_of_rows(
+    model: str, size_rows: Sequence[Row], time_rows: Sequence[Row], memory: Path, timed: Path
+) -> GpuTables:
+    """What rows of layers contain about one model, see :func:`read_gpu_tables`.
+
+    Args:
+        model: Name of the model.
+        size_rows: One for each model, tensor-parallel degree and layer, with the sizes.
+        time_rows: One for each model, GPU, degree, micro-batch and layer, with the times.
+        memory: Where the sizes were read, for messages.
+        timed: Where the times were read, for messages.
+    """
+    sizes = _sizes(size_rows, model, memory)
+    layers = len(sizes[0].parameter_bytes)
     ends = _ends(sizes[0].parameter_bytes)
     by_degree = {each.tensor_parallel: each for each in sizes}
     groups: dict[tuple[str, int, int], list[Row]] = defaultdict(list)
-    for row in _rows(folder / "layer_times.csv", ("model", "gpu", "tensor_parallel", "micro_batch", *TIME_COLUMNS)):
+    for row in time_rows:
         if row["model"] == model:
             groups[row["gpu"], int(row["tensor_parallel"]), int(row["micro_batch"])].append(row)
     times, left_out = [], {}
@@ -125,7 +144,7 @@ def read_gpu_tables(folder: Path | str, model: str) -> GpuTables:
             )
             continue
         if degree not in by_degree:
-            left_out[gpu] = f"{gpu} at tensor_parallel {degree}: layer_memory.csv has no sizes"
+            left_out[gpu] = f"{gpu} at tensor_parallel {degree}: {memory.name} has no sizes"
             continue
         forward, backward, update = (tuple(_number(row, column) for row in rows) for column in TIME_COLUMNS)
         if not any(update):
@@ -141,10 +160,7 @@ def read_gpu_tables(folder: Path | str, model: str) -> GpuTables:
             )
         )
     if not times:
-        raise ValueError(
-            f"{folder / 'layer_times.csv'} has no usable times of {model}"
-            + "".join(f"; {each}" for each in left_out.values())
-        )
+        raise ValueError(f"{timed} has no usable times of {model}" + "".join(f"; {each}" for each in left_out.values()))
     times.sort(key=lambda each: each.key)
     profile = ModelProfile(
         name=model,
@@ -239,10 +255,10 @@ def _ends(parameter_bytes: Sequence[int]) -> tuple[int, int]:
     return 1, after
 
 
-def _sizes(path: Path, model: str) -> list[LayerSizes]:
+def _sizes(rows: Sequence[Row], model: str, path: Path) -> list[LayerSizes]:
     by_degree: dict[int, list[Row]] = defaultdict(list)
     models = set()
-    for row in _rows(path, ("model", "tensor_parallel", "layer", *SIZE_COLUMNS)):
+    for row in rows:
         models.add(row["model"])
         if row["model"] == model:
             by_degree[int(row["tensor_parallel"])].append(row)
@@ -252,8 +268,10 @@ def _sizes(path: Path, model: str) -> list[LayerSizes]:
         raise ValueError(f"{path} has no model {model!r}, only {', '.join(sorted(models)) or 'none'}{hint}")
     sizes = []
     for degree in sorted(by_degree):
-        rows = sorted(by_degree[degree], key=lambda row: int(row["layer"]))
-        parameters, activations, outputs = (tuple(int(_number(row, column)) for row in rows) for column in SIZE_COLUMNS)
+        layers = sorted(by_degree[degree], key=lambda row: int(row["layer"]))
+        parameters, activations, outputs = (
+            tuple(int(_number(row, column)) for row in layers) for column in SIZE_COLUMNS
+        )
         sizes.append(
             LayerSizes(
                 tensor_parallel=degree,

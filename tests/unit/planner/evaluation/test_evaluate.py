@@ -20,6 +20,7 @@ from colossal_hetero.planner.plans.predict import predict_plan
 from colossal_hetero.planner.plans.simulate import simulate_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile
 from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.planner.slots.search_space import WHOLE
 from tests.support.paths import REPOSITORY
 from tests.support.random_clusters import large_problem, small_problem
 
@@ -74,6 +75,32 @@ def test_plans_of_random_clusters(seed: int) -> None:
             line = write_layout(layout_of(ranked.plan))
             evaluated = evaluate_layout(topology, profile, read_layout(line))
             assert evaluated.plan.iteration_seconds <= ranked.plan.iteration_seconds * (1 + 1e-8), line
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_stages_of_other_forms(seed: int) -> None:
+    """Degrees and widths of stages, recomputation and ZeRO, of plans that the planner finds in little memory."""
+    topology, profile, global_batch = (small_problem, large_problem)[seed % 2](seed)
+    if len(topology.devices) > 5:
+        return
+    scarce = {
+        device.kind: dataclasses.replace(
+            device.kind, memory_bytes=int(device.kind.memory_bytes * (1, 0.5, 0.3)[seed % 3])
+        )
+        for device in topology.devices
+    }
+    devices = tuple(dataclasses.replace(device, kind=scarce[device.kind]) for device in topology.devices)
+    topology = dataclasses.replace(topology, devices=devices)
+    try:
+        plans = make_plans(topology, profile, global_batch=global_batch, keep=3, space=WHOLE)
+    except ValueError:
+        return
+    for ranked in plans:
+        assert same_times(evaluate_plan(topology, profile, ranked.plan).plan, ranked.plan)
+        line = write_layout(layout_of(ranked.plan))
+        evaluated = evaluate_layout(topology, profile, read_layout(line))
+        assert layout_of(evaluated.plan) == layout_of(ranked.plan)
+        assert evaluated.plan.iteration_seconds <= ranked.plan.iteration_seconds * (1 + 1e-8), line
 
 
 def test_any_ranks_are_priced_as_by_the_prediction_of_equal_replicas(cluster: Topology, profile: ModelProfile) -> None:

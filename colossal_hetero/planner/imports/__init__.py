@@ -1,0 +1,1 @@
+"""Profiles of layers from files that other programs write."""
