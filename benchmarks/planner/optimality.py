@@ -1,8 +1,9 @@
 """How often the planner misses a plan: all plans of small clusters, and clusters that become better. No training.
 
-Small clusters have 1 to 4 devices; every plan without tensor parallelism is tried. Larger ones have up to 16 devices;
-each is planned for as it is, and with more bandwidth, more memory, a faster device and a further device. The best plan
-must not become slower.
+Small clusters have 1 to 4 devices; every plan without tensor parallelism is tried. For the wider search spaces, every
+plan with tensor parallelism, other degrees and widths of stages, recomputation and ZeRO stage 1 is tried. Larger
+clusters have up to 16 devices; each is planned for as it is, and with more bandwidth, more memory, a faster device and
+a further device. The best plan must not become slower.
 """
 
 from __future__ import annotations
@@ -13,18 +14,27 @@ import numpy as np
 
 from benchmarks.common import print_table
 from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.planner.slots.search_space import RUNNABLE, SearchSpace
+from tests.support.every_form import EveryForm, spaces_to_prove
 from tests.support.every_plan import EveryPlan
-from tests.support.random_clusters import CHANGES, Problem, improved, large_problem, small_problem
+from tests.support.random_clusters import (
+    CHANGES,
+    Problem,
+    improved,
+    large_problem,
+    small_problem,
+    whole_space_problem,
+)
 
 TOLERANCE = 1e-9
 """Relative difference in time from which a plan counts as slower."""
 
 
-def best_seconds(problem: Problem, unequal: bool) -> float:
+def best_seconds(problem: Problem, unequal: bool, space: SearchSpace = RUNNABLE) -> float:
     """Predicted time of the planner's best plan; infinite if it finds none."""
     topology, profile, global_batch = problem
     try:
-        ranked = make_plans(topology, profile, global_batch=global_batch, unequal=unequal, keep=1)
+        ranked = make_plans(topology, profile, global_batch=global_batch, unequal=unequal, keep=1, space=space)
     except ValueError:
         return np.inf
     return ranked[0].plan.iteration_seconds
@@ -53,6 +63,19 @@ def after_improvements(count: int, unequal: bool, change: str) -> tuple[object, 
     return _row(change, count, factors)
 
 
+def against_all_forms(count: int, unequal: bool) -> tuple[object, ...]:
+    """Row: as :func:`against_all_plans`, in the whole search space and in parts of it, by turns."""
+    factors = []
+    for seed in range(count):
+        problem, space = whole_space_problem(seed), spaces_to_prove(seed)
+        best = EveryForm(*problem, space).best_seconds(unequal=unequal)
+        found = best_seconds(problem, unequal, space)
+        # No plan found and none possible counts as equal.
+        if min(best, found) < np.inf:
+            factors.append(found / best)
+    return _row("all" if unequal else "equal replicas", count, factors)
+
+
 def _row(name: str, count: int, factors: list[float]) -> tuple[object, ...]:
     worse = [factor for factor in factors if factor > 1 + TOLERANCE]
     return name, count, len(factors), len(worse), sum(factor > 1.02 for factor in worse), max(factors, default=1.0)
@@ -61,6 +84,7 @@ def _row(name: str, count: int, factors: list[float]) -> tuple[object, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", type=int, default=370, help="small clusters (default: 370)")
+    parser.add_argument("--forms", type=int, default=500, help="small clusters in wider search spaces (default: 500)")
     parser.add_argument("--large", type=int, default=250, help="larger clusters, 4 changes each (default: 250)")
     parser.add_argument("--equal", action="store_true", help="larger clusters: only plans with equal replicas")
     arguments = parser.parse_args()
@@ -69,6 +93,11 @@ def main() -> None:
         "Small clusters: the planner against all plans",
         ("plans", *columns),
         [against_all_plans(arguments.small, unequal) for unequal in (True, False)],
+    )
+    print_table(
+        "\nSmall clusters: the planner against all plans in wider search spaces",
+        ("plans", *columns),
+        [against_all_forms(arguments.forms, unequal) for unequal in (True, False)],
     )
     print_table(
         "\nLarger clusters: after an improvement against before",

@@ -53,6 +53,7 @@ GROUPS = {
         "gap",
         "time_limit",
     ),
+    "Search space": ("search_space", "mixed_degrees", "widths", "recompute", "zero_stages", "more_profiles"),
     "Prices": ("objective", "samples", "budget", "deadline", "at_most", "recovery", "front_plot"),
     "Output": ("out", "plot", "top"),
 }
@@ -104,6 +105,37 @@ GROUPS = {
     is_flag=True,
     help="Communication between replicas overlaps with passes: ZeRO stage 1 with overlap_communication and "
     "overlap_allgather. Only for the schedule 1f1b.",
+)
+@click.option(
+    "--search-space",
+    type=click.Choice(["runnable", "whole"]),
+    default="runnable",
+    show_default=True,
+    help="whole: also plans that cannot be run yet, with all that follows. They are marked so.",
+)
+@click.option(
+    "--mixed-degrees", is_flag=True, help="Stages may have different tensor-parallel degrees. Cannot be run yet."
+)
+@click.option(
+    "--widths",
+    type=Numbers(),
+    help="Numbers of tensor-parallel groups of a stage that may divide the samples of a micro-batch, such as 1,2,4; "
+    "default: 1. Others cannot be run yet.",
+)
+@click.option(
+    "--recompute",
+    is_flag=True,
+    help="Stages that do not fit otherwise run their forward passes again in the backward passes. Cannot be run yet.",
+)
+@click.option(
+    "--zero-stages", type=Choices(["0", "1"]), help="ZeRO stages to try; default: 0. Stage 1 needs bf16 or fp16 to run."
+)
+@click.option(
+    "--more-profiles",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="A profile of the same model in another precision, whose plans are compared with the others; can be given "
+    "several times.",
 )
 @click.option("--runnable", is_flag=True, hidden=True)
 @click.option("--symmetric", is_flag=True, hidden=True)
@@ -183,6 +215,12 @@ def plan(
     model_chunks: tuple[int, ...],
     equal: bool,
     overlap: bool,
+    search_space: str,
+    mixed_degrees: bool,
+    widths: tuple[int, ...] | None,
+    recompute: bool,
+    zero_stages: tuple[str, ...] | None,
+    more_profiles: tuple[Path, ...],
     runnable: bool,
     symmetric: bool,
     unequal: bool,
@@ -213,7 +251,8 @@ def plan(
     from ..planner.profile.layer_profile import load_model_profile
     from ..planner.report.launch_commands import training_call
     from ..planner.report.plan_table import one_line, render
-    from ..planner.search.make_plans import make_plans
+    from ..planner.search.several_profiles import plans_of_profiles
+    from ..planner.slots.search_space import RUNNABLE, WHOLE, SearchSpace
 
     if runnable:
         warn_old_option("--runnable", "leave it out: only plans that can be run are made")
@@ -229,6 +268,18 @@ def plan(
             if given is not None and samples is None:
                 raise ValueError(f"{name} is for the whole training; say with --samples how long that is")
         by_price = any(each is not None for each in (objective, samples, budget, deadline, at_most, front_plot))
+        start = WHOLE if search_space == "whole" else RUNNABLE
+        space = SearchSpace(
+            mixed_degrees=mixed_degrees or start.mixed_degrees,
+            widths=widths or start.widths,
+            recompute=recompute or start.recompute,
+            zero_stages=tuple(map(int, zero_stages)) if zero_stages else start.zero_stages,
+        )
+        if by_price and (space != RUNNABLE or more_profiles):
+            raise ValueError(
+                "plans are compared by price in the runnable search space and from one profile only; leave out the "
+                "options of the search space"
+            )
         if by_price and (schedules != ("1f1b",) or overlap):
             raise ValueError("plans are compared by price for the schedule 1f1b without --overlap only; leave them out")
         if by_price and gap is not None:
@@ -244,18 +295,18 @@ def plan(
         options: dict[str, Any] = dict(
             global_batch=global_batch, micro_batches=micro_batch, tensor_parallel=tp, method=method, unequal=not equal
         )
-        names: dict[str, Any] = dict(cluster_file=cluster.name, profile_file=profile.name)
         console = make_console()
         with status_line(f"planning for {len(topology.devices):,} devices"):
             if by_price:
+                names = dict(cluster_file=cluster.name, profile_file=profile.name)
                 wish = _Wish(objective, samples, budget, deadline, recovery, at_most or {})
                 table, plans = _by_price(topology, model, wish, time_limit, front_plot, options | names)
             else:
                 table, plans = (
                     None,
-                    make_plans(
+                    plans_of_profiles(
                         topology,
-                        model,
+                        [(profile.name, model), *((path.name, load_model_profile(path)) for path in more_profiles)],
                         schedules=schedules,
                         model_chunks=model_chunks,
                         keep=top,
@@ -264,8 +315,9 @@ def plan(
                         effort=Effort(bound_seconds=PROOF_SECONDS)
                         if gap is None
                         else Effort(gap=gap / 100, bound_seconds=time_limit, search_seconds=time_limit),
+                        space=space,
+                        cluster_file=cluster.name,
                         **options,
-                        **names,
                     ),
                 )
         best = plans[0].plan

@@ -27,7 +27,7 @@ from colossal_hetero.planner.slots.search_space import WHOLE, SearchSpace
 from colossal_hetero.planner.stages.pipeline import Slot, evaluate_stages
 from tests.support.every_plan import last_end
 
-__all__ = ["EveryForm"]
+__all__ = ["EveryForm", "spaces_to_prove"]
 
 
 class Stage(NamedTuple):
@@ -254,3 +254,17 @@ class EveryForm:
             for stage in holders:
                 spent[stage] = spent.get(stage, 0.0) + seconds
         return max(spent.values())
+
+
+def spaces_to_prove(number: int) -> SearchSpace:
+    """The whole search space, and parts of it in which other plans are the best, by turns."""
+    spaces = (
+        WHOLE,
+        SearchSpace(mixed_degrees=True, recompute=True),
+        SearchSpace(mixed_degrees=True, widths=(1, 2), recompute=True),
+        SearchSpace(widths=(1, 2, 3, 4), zero_stages=(0, 1)),
+        SearchSpace(mixed_degrees=True, widths=(1, 2)),
+        SearchSpace(recompute=True),
+        SearchSpace(zero_stages=(1,), recompute=True),
+    )
+    return spaces[number % len(spaces)]

@@ -18,6 +18,7 @@ from ..layout_line.write_layout import form_in_words, joined_ranges, write_layou
 from ..plans.plan import Plan, Replica, StagePlan
 from ..plans.prediction_error import CERTAIN
 from ..plans.ranked_plan import RankedPlan
+from ..plans.runnable import why_unlike_stages
 
 __all__ = [
     "ReplicaGroup",
@@ -306,6 +307,11 @@ def _totals(plan: Plan) -> list[str]:
     return lines
 
 
+def _mark(plan: Plan) -> str:
+    """What is written behind a plan that cannot be run yet."""
+    return "" if why_unlike_stages(plan) is None else " (cannot be run yet)"
+
+
 def _ranking(ranked: Sequence[RankedPlan]) -> Table:
     plans = [each.plan for each in ranked]
     unit, seconds = times([plan.iteration_seconds for plan in plans])
@@ -316,13 +322,14 @@ def _ranking(ranked: Sequence[RankedPlan]) -> Table:
     table.add_column(Text(f"iteration\n[{unit}]"), justify="right", no_wrap=True)
     table.add_column("× best\ntime", justify="right", no_wrap=True)
     table.add_column("\nreason", overflow="fold", ratio=2)
+    several = len({plan.precision for plan in plans}) > 1
     for index, each in enumerate(ranked):
         # Two decimals, or four if the difference would not be visible.
         ratio = each.plan.iteration_seconds / best
         shown = f"{ratio:.2f}" if index == 0 or round(ratio, 2) > 1 or math.isclose(ratio, 1.0) else f"{ratio:.4f}"
         table.add_row(
             str(index + 1),
-            Text(layout(each.plan)),
+            Text(f"{layout(each.plan)}{f' · {each.plan.precision}' if several else ''}{_mark(each.plan)}"),
             seconds[index],
             shown,
             Text(each.reason),

@@ -33,21 +33,21 @@ def impossible_degrees(search: PlanSearch) -> list[str]:
     ]
 
 
-def against_equal_replicas(plan: Plan, search: PlanSearch) -> str:
-    """How much faster ``plan``, whose replicas are not alike, is than the best plan with equal replicas."""
-    seconds = min((draft.seconds for draft in search.found() if draft.is_equal), default=None)
+def against_equal_replicas(plan: Plan, found: Sequence[Draft]) -> str:
+    """How much faster ``plan``, whose replicas are not alike, is than the best of these plans with equal replicas."""
+    seconds = min((draft.seconds for draft in found if draft.is_equal), default=None)
     if seconds is None:
         return "no plan with equal replicas is possible"
     ratio = seconds / plan.iteration_seconds
     return f"{ratio:.2f} × as fast as the best plan with equal replicas ({duration(seconds)})"
 
 
-def reason(draft: Draft, best: Draft, search: PlanSearch, seconds_of: Callable[[Draft], float]) -> str:
+def reason(draft: Draft, best: Draft, worked_out: int, seconds_of: Callable[[Draft], float]) -> str:
     """Why the best plan is the best; of another plan, how much slower it is and what most of that comes from."""
     if draft is best and seconds_of is simulated_seconds:
         return "the shortest simulated iteration of the plans with the shortest predicted ones"
     if draft is best:
-        return f"the shortest predicted iteration of the {count(len(search.drafts), 'plan')} that were worked out"
+        return f"the shortest predicted iteration of the {count(worked_out, 'plan')} that were worked out"
     slower = compared(seconds_of(draft), seconds_of(best))
     if seconds_of(draft) < seconds_of(best):
         return slower

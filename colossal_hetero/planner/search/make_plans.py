@@ -5,6 +5,7 @@ AutoHet, Algorithm 1, extended; what is tried is in :mod:`.plan_search`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import attrgetter
@@ -23,6 +24,7 @@ from ..plans.ranked_plan import RankedPlan, ranking_seconds
 from ..plans.runnable import NoPlanError
 from ..profile.layer_profile import ModelProfile
 from ..schedules.pass_order import Schedule
+from ..slots.placement import SlotPool
 from ..slots.search_space import RUNNABLE, SearchSpace
 from ..stages.rules import uniform_bounds
 from ..stages.split_methods import METHODS
@@ -34,6 +36,8 @@ from .settings import MAX_FORMED_DEVICES, check_schedules, slots_to_try, wider_p
 __all__ = ["make_plans"]
 
 
+MAX_SEARCHED_POOLS = 4
+"""Pools of a wider search in which improvements are looked for, those with the fastest plans at first sight."""
 SIMULATED = 8
 """Plans of the method ``simulated``, and of each of some others, that are simulated to find the best one."""
 
@@ -120,9 +124,11 @@ def make_plans(
     tried = slots_to_try(topology, profile, global_batch, micro_batches, tensor_parallel)
     topology, pools = tried.topology, tried.pools
 
-    def search_by(method: str, unequal: bool = unequal) -> PlanSearch:
+    def search_by(
+        method: str, unequal: bool = unequal, pools: Sequence[SlotPool] = pools, **options: Any
+    ) -> PlanSearch:
         builder = DraftBuilder(topology, method, overlap=overlap, runnable=runnable)
-        return PlanSearch(topology, pools, builder, stages, unequal=unequal, all_devices=all_devices)
+        return PlanSearch(topology, pools, builder, stages, unequal=unequal, all_devices=all_devices, **options)
 
     uniform = search_by("uniform", unequal=False) if compare and method != "uniform" else None
     uniform_drafts = uniform.run(1) if uniform else []
@@ -141,20 +147,20 @@ def make_plans(
     else:
         known = uniform_drafts if method == "exact" else ()
         drafts = search.run(keep, known, goal.is_enough if goal else None)
+    searches = [search]
     if space != RUNNABLE:
-        builder = DraftBuilder(topology, method, overlap=overlap, runnable=runnable)
-        wider = wider_pools(topology, profile, global_batch, tried.micro_batches, tried.degrees, space)
-        search = PlanSearch(
-            topology,
-            wider,
-            builder,
-            stages,
-            unequal=unequal,
-            all_devices=all_devices,
-            all_formations=len(topology.devices) <= MAX_FORMED_DEVICES,
-        )
-        search.start_from(drafts if 0 in space.zero_stages else ())
-        drafts = search.run(keep)
+        drafts = drafts if 0 in space.zero_stages and 1 in space.widths else []
+        few = len(topology.devices) <= MAX_FORMED_DEVICES
+        for part in wider_pools(topology, profile, global_batch, tried.micro_batches, tried.degrees, space):
+            below = min((draft.ranking_seconds for draft in drafts), default=math.inf)
+            promising = part
+            if drafts and not few:
+                promising = search_by(method, pools=part, below=below).promising_pools(MAX_SEARCHED_POOLS)
+            if promising:
+                searches.append(search_by(method, pools=promising, below=below, all_formations=few))
+                drafts += searches[-1].run(max(keep, SIMULATED) if method == "simulated" else keep)
+                drafts.sort(key=lambda each: ranking_seconds(seconds_of(each), equal=each.is_equal))
+        drafts = drafts[:keep]
     chunked: list[RankedPlan] = []
     if set(schedules) != {"1f1b"}:
         with_chunks = [each for each in schedules if each != "1f1b"]
@@ -170,7 +176,7 @@ def make_plans(
     ranked = [
         RankedPlan(
             write_plan(draft, topology, profile, method, impossible_degrees(search) if draft is drafts[0] else ()),
-            reason(draft, drafts[0], search, seconds_of),
+            reason(draft, drafts[0], sum(len(each.drafts) for each in searches), seconds_of),
         )
         for draft in drafts
     ]
@@ -192,7 +198,7 @@ def make_plans(
                 notes.append(f"no plan with uniform stages: {why_nothing(topology, profile, uniform)}")
             best = best.model_copy(update={"uniform_seconds": min(seconds, default=None)})
         if not best.symmetric:
-            notes.append(against_equal_replicas(best, search))
+            notes.append(against_equal_replicas(best, [draft for each in searches for draft in each.found()]))
         launch_order = compare_with_launch_order(topology, profile, best, overlap=overlap)
         best = best.model_copy(update={"notes": (*notes, launch_order) if launch_order else tuple(notes)})
     plans = [best, *(each.plan for each in ranked[1:])]

@@ -154,10 +154,10 @@ class PlanSearch:
             steps += [self._try_restricted, self._reorder, self._loosen, self._move]
         return [*steps, self._try_all_of_few, self._try_uniform]
 
-    def start_from(self, drafts: Sequence[Draft]) -> None:
-        """Count these plans of another search among those that were found: others must be faster."""
-        for number, draft in enumerate(drafts):
-            self._add(("known", number), draft)
+    def promising_pools(self, most: int) -> list[SlotPool]:
+        """The pools of the fastest plans that are found at first sight, in their order."""
+        self._look_through()
+        return list(dict.fromkeys(draft.pool for draft in self.found()))[:most]
 
     def found(self) -> list[Draft]:
         """All candidates that were built and may be returned, best first."""

@@ -15,7 +15,7 @@ from ..schedules.pass_order import CHUNKED, SCHEDULES, Schedule
 from ..slots.placement import NodeLinks, SlotPool
 from ..slots.search_space import SearchSpace
 from ..slots.tp_groups import SlotKind, divisors, slot_kinds, tensor_parallel_degrees
-from ..slots.unlike_slots import formations, kinds_of, mixtures
+from ..slots.unlike_slots import alike_slots, formations, kinds_of, mixtures
 
 __all__ = [
     *("MAX_FORMED_DEVICES", "SlotsToTry", "check_schedules", "degrees_to_try", "micro_batch_sizes", "slot_pools"),
@@ -26,8 +26,8 @@ MAX_FORMED_DEVICES = 4
 """Up to so many devices, slots of all forms are tried; with more, one form for each kind of device."""
 MAX_MIXTURES = 12
 """Mixtures of forms that are tried per size of micro-batch."""
-MAX_ZERO_POOLS = 24
-"""Pools with different numbers of pipelines for ZeRO stage 1 that are tried, in clusters of more devices."""
+MAX_POOLS = 24
+"""Pools that are tried in a wider search of more devices, those with the shortest expected plans."""
 MAX_SAMPLES = 10**9
 """In a global batch: its divisors are looked for one by one."""
 
@@ -157,40 +157,70 @@ def wider_pools(
     sizes: Sequence[int],
     degrees: Sequence[int],
     space: SearchSpace,
-) -> list[SlotPool]:
-    """The pools of a wider search; arguments as for :func:`slot_pools`.
+) -> list[list[SlotPool]]:
+    """The pools of a wider search, in parts that are searched one after the other; arguments as for :func:`slot_pools`.
+
+    For a few devices there is one part with all formations. Else the first has slots of one form, the second one form
+    for each kind of device, and the third that with ZeRO stage 1. In this order, so that a plan of simpler forms is
+    never missed for others that are expected to be faster.
 
     Args:
         space: What stages may be.
     """
     few = len(topology.devices) <= MAX_FORMED_DEVICES
-    formed = formations(topology, degrees, space) if few else []
-    pools = []
+    fastest = max(channel.bytes_per_second for node in topology.nodes for channel in (node.inside, *node.nics))
+    parts: dict[object, list[tuple[float, int, int | None, list[SlotKind]]]] = {}
     for size in sizes:
-        forms = formed or (
-            mixtures(topology, profile, size, degrees, space, MAX_MIXTURES) if space.has_other_forms else []
-        )
+        if few:
+            forms = [("formed", each) for each in formations(topology, degrees, space)]
+        else:
+            forms = [("alike", alike_slots(topology, degree)) for degree in degrees if 1 in space.widths]
+            if space.has_other_forms:
+                mixed = mixtures(topology, profile, size, degrees, space, MAX_MIXTURES)
+                forms += [("mixed", each) for each in mixed]
         for pipelines in _numbers_of_pipelines(topology, space, global_batch // size, few):
             make = kinds_of(topology, profile, size, space, pipelines)
-            # Formations of a few devices have those of one form among them.
-            ordinary = (
-                []
-                if formed
-                else [
-                    (
-                        degree,
-                        slot_kinds(topology, profile, degree, size, recompute=space.recompute, pipelines=pipelines),
-                    )
-                    for degree in degrees
-                ]
-            )
-            unlike = [(kinds[-1].tensor_parallel, kinds) for form in forms if (kinds := make(form))]
-            pools += [
-                _pool(topology, degree, size, kinds, global_batch, pipelines)
-                for degree, kinds in (*ordinary, *unlike)
-                if kinds
-            ]
-    return pools
+            for name, form in forms:
+                if kinds := make(form):
+                    seconds = _expected_seconds(kinds, global_batch // size, pipelines, fastest)
+                    part = name, pipelines is None or name != "mixed"
+                    parts.setdefault(part, []).append((seconds, size, pipelines, kinds))
+    chosen = [made if few else sorted(made, key=lambda each: each[0])[:MAX_POOLS] for made in parts.values()]
+    return [
+        [
+            _pool(topology, kinds[-1].tensor_parallel, size, kinds, global_batch, pipelines)
+            for _, size, pipelines, kinds in made
+        ]
+        for made in chosen
+    ]
+
+
+def _expected_seconds(
+    kinds: Sequence[SlotKind], micro_batches: int, pipelines: int | None, bytes_per_second: float
+) -> float:
+    """Estimated seconds of the best plan: all slots are busy except while pipelines fill, and sum over a fast network.
+
+    Args:
+        kinds: Of the slots.
+        micro_batches: Per iteration.
+        pipelines: How many pipelines there are; None for any number.
+        bytes_per_second: Of the network.
+    """
+    slots = sum(len(kind.slots) for kind in kinds)
+    power = sum(len(kind.slots) / kind.model_seconds for kind in kinds)
+    most = min(int(sum(len(kind.slots) * kind.models_in_memory for kind in kinds)), micro_batches, slots)
+    gradients = min(float(kind.costs.gradient_bytes.sum()) for kind in kinds)
+    update = min(float(kind.costs.update_seconds.sum()) for kind in kinds)
+    numbers = [number for number in divisors(micro_batches) if number <= most] if pipelines is None else [pipelines]
+    return min(
+        (
+            (micro_batches + slots - number) / power
+            + (update * number + 2 * (number - 1) * gradients / bytes_per_second) / slots
+            for number in numbers
+            if number <= most
+        ),
+        default=np.inf,
+    )
 
 
 def _numbers_of_pipelines(topology: Topology, space: SearchSpace, micro_batches: int, few: bool) -> list[int | None]:
@@ -198,10 +228,6 @@ def _numbers_of_pipelines(topology: Topology, space: SearchSpace, micro_batches:
     numbers: list[int | None] = [None] if 0 in space.zero_stages else []
     if 1 in space.zero_stages:
         most = min(len(topology.devices), micro_batches)
-        tried = (
-            range(1, most + 1)
-            if few
-            else sorted({2**power for power in range(12)} | {3 * 2**power for power in range(11)})
-        )
-        numbers += [number for number in tried if number <= most]
+        powers = {factor * 2**power for factor in (1, 3) for power in range(12)}
+        numbers += range(1, most + 1) if few else sorted(number for number in powers if number <= most)
     return numbers

@@ -17,7 +17,7 @@ from ..profile.layer_profile import ModelProfile
 from .search_space import SearchSpace
 from .tp_groups import SlotKind, by_power, slot_kind, tensor_parallel_groups
 
-__all__ = ["formations", "mixtures"]
+__all__ = ["Formation", "alike_slots", "formations", "kinds_of", "mixtures"]
 
 Key = tuple[str, float, int, int]
 """Kind of device, speed of the slowest device, degree and width of slots."""
@@ -51,22 +51,25 @@ def kinds_of(
 
 
 def formations(topology: Topology, degrees: Sequence[int], space: SearchSpace) -> list[Formation]:
-    """Every way to divide the devices into slots, once each up to devices that are alike in a node."""
-    found: dict[object, Formation] = {}
-    for parts in _partitions(list(range(len(topology.devices)))):
-        choices: list[list[Key | None]] = [[*_forms(topology, part, degrees, space.widths)] for part in parts]
+    """Every way to divide the devices into slots, once each up to devices that are alike in a node. Those that are part
+    of another one are left out."""
+    found: dict[frozenset[tuple[object, int]], Formation] = {}
+    together = [tuple(degrees)] if space.mixed_degrees else [(degree,) for degree in degrees]
+    for parts, allowed in itertools.product(_partitions(list(range(len(topology.devices)))), together):
+        choices: list[list[Key | None]] = [[*_forms(topology, part, allowed, space.widths)] for part in parts]
+        # Devices that can be no slot stay idle.
         for chosen in itertools.product(*(choice or [None] for choice in choices)):
-            keys = [key for key in chosen if key is not None]
-            if not keys or (not space.mixed_degrees and len({degree for _, _, degree, _ in keys}) > 1):
-                continue
             slots: dict[Key, list[Ranks]] = {}
-            look = []
+            looks: Counter[object] = Counter()
             for part, key in zip(parts, chosen, strict=True):
                 if key is not None:
                     slots.setdefault(key, []).append(part)
-                    look.append((key, tuple(topology.devices[rank].node for rank in part)))
-            found.setdefault(tuple(sorted(look)), tuple((key, tuple(each)) for key, each in slots.items()))
-    return list(found.values())
+                    looks[key, tuple(topology.devices[rank].node for rank in part)] += 1
+            # The n-th slot of a look is another one than the first.
+            numbered = frozenset((look, number) for look, count in looks.items() for number in range(count))
+            found.setdefault(numbered, tuple((key, tuple(each)) for key, each in slots.items()))
+    # Plans need not use every slot.
+    return [formation for slots, formation in found.items() if not any(slots < others for others in found)]
 
 
 def _partitions(items: list[int]) -> Iterator[list[Ranks]]:
@@ -93,6 +96,11 @@ def _forms(topology: Topology, ranks: Ranks, degrees: Sequence[int], widths: Seq
         for degree in degrees
         if all(count % degree == 0 for count in nodes.values()) and len(ranks) // degree in widths
     ]
+
+
+def alike_slots(topology: Topology, degree: int) -> Formation:
+    """The slots if all have one group of this degree."""
+    return tuple(_slots(topology, degree, 1).items())
 
 
 def mixtures(

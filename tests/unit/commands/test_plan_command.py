@@ -516,3 +516,40 @@ def test_help_explains_the_options(command: str, options: list[str]) -> None:
     text = output(command, "--help")
     for option in options:
         assert option in text
+
+
+def test_plan_in_the_whole_search_space_marks_what_cannot_be_run(files: tuple[Path, Path], tmp_path: Path) -> None:
+    cluster, layers = files
+    out = tmp_path / "plan.json"
+    printed = output("plan", cluster, layers, "--global-batch", 8, "--widths", 2, "--out", out)
+    assert "(width 2)" in printed
+    assert "It cannot be run: stage 0 of replica 0 divides each micro-batch over 2 tensor-parallel groups" in printed
+    # The lower bounds are those of the runnable space.
+    assert "proved" not in printed
+    output("plan", cluster, layers, "--global-batch", 8, "--search-space", "whole", "--out", out)
+    narrow = output("plan", cluster, layers, "--global-batch", 8, "--widths", 1)
+    assert narrow == output("plan", cluster, layers, "--global-batch", 8)
+    assert load_plan(out).iteration_seconds <= make_plans(
+        load_cluster(cluster), load_model_profile(layers), global_batch=8
+    )[0].plan.iteration_seconds * (1 + 1e-9)
+
+
+def test_plan_compares_precisions(files: tuple[Path, Path], tmp_path: Path) -> None:
+    cluster, layers = files
+    half, out = tmp_path / "half.json", tmp_path / "plan.json"
+    fast = [
+        each.model_copy(update={name: tuple(0.5 * s for s in getattr(each, name)) for name in ("forward_seconds",)})
+        for each in profile().times
+    ]
+    save_model_profile(profile(times=tuple(fast), precision="fp16"), half)
+    printed = output("plan", cluster, layers, "--global-batch", 8, "--more-profiles", half, "--top", 20, "--out", out)
+    assert load_plan(out).precision == "fp16" and load_plan(out).profile == "half.json"
+    assert "· fp16" in printed and "· bf16" in printed
+    assert "both have the precision bf16" in failure(
+        "plan", cluster, layers, "--global-batch", 8, "--more-profiles", layers
+    )
+
+
+def test_the_search_space_is_not_for_prices(files: tuple[Path, Path]) -> None:
+    message = failure("plan", *files, "--global-batch", 8, "--samples", 100, "--recompute")
+    assert "plans are compared by price in the runnable search space" in message

@@ -1,0 +1,152 @@
+"""Plans in wider search spaces: none of all plans of a few devices is better, and the default space is not wider."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.plans.runnable import why_not_runnable
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
+from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.planner.slots.search_space import RUNNABLE, WHOLE, SearchSpace
+from colossal_hetero.planner.slots.unlike_slots import formations, mixtures
+from tests.support.every_form import EveryForm, spaces_to_prove
+from tests.support.layer_profiles import layer_times
+from tests.support.random_clusters import large_problem, whole_space_problem
+from tests.support.random_examples import IS_THOROUGH
+
+pytestmark = pytest.mark.unit
+
+PROBLEMS = 210 if IS_THOROUGH else 35
+
+
+def best(problem: tuple[Topology, ModelProfile, int], space: SearchSpace = RUNNABLE, unequal: bool = True) -> Plan:
+    topology, profile, global_batch = problem
+    return make_plans(topology, profile, global_batch=global_batch, keep=1, space=space, unequal=unequal)[0].plan
+
+
+def forms_of(plan: Plan) -> Counter[str]:
+    """How many stages use what only wider spaces have."""
+    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    return Counter(
+        degree=len({plan.degree(stage) for stage in stages}) - 1,
+        width=sum(stage.width > 1 for stage in stages),
+        recompute=sum(stage.recompute for stage in stages),
+        zero=plan.zero_stage,
+    )
+
+
+def test_no_plan_of_few_devices_is_better_in_any_space() -> None:
+    impossible, used = 0, Counter[str]()
+    for seed in range(PROBLEMS):
+        problem, space = whole_space_problem(seed), spaces_to_prove(seed)
+        unequal = seed % 4 > 0
+        shortest = EveryForm(*problem, space).best_seconds(unequal=unequal)
+        if shortest == np.inf:
+            impossible += 1
+            with pytest.raises(ValueError, match=r"memory|hold"):
+                best(problem, space, unequal)
+            continue
+        found = best(problem, space, unequal)
+        assert found.iteration_seconds == pytest.approx(shortest, rel=1e-9), f"problem {seed}"
+        for stage in (stage for replica in found.replicas for stage in replica.stages):
+            assert stage.memory_bytes <= stage.memory_available_bytes * (1 + 1e-9)
+            assert stage.width in space.widths
+            assert space.recompute or not stage.recompute
+        used += forms_of(found)
+    assert impossible < PROBLEMS / 3
+    assert min(used[name] for name in ("width", "recompute", "zero")) > 0, used
+
+
+@pytest.mark.parametrize("seed", [12, 2] if IS_THOROUGH else [12])
+def test_a_wider_space_is_never_slower_and_the_default_is_the_runnable_one(seed: int) -> None:
+    problem = large_problem(seed)
+    runnable = best(problem)
+    assert why_not_runnable(runnable) is None and not +forms_of(runnable)
+    whole = best(problem, WHOLE)
+    assert whole.iteration_seconds <= runnable.iteration_seconds * (1 + 1e-9)
+
+
+def two_kinds() -> tuple[Topology, ModelProfile, int]:
+    """A node of 8 devices with little memory, on which a layer fits only if 4 of them share it, and 2 lone devices with
+    much memory, which are slower with tensor parallelism."""
+    small, large = DeviceKind("small", 4 * 10**9, 1e12), DeviceKind("large", 100 * 10**9, 1e12)
+    inside, network = Channel("NVLink", 3e11, 1e-6), Channel("InfiniBand", 2.5e10, 1e-5)
+    devices = tuple(Device(small, 0, 0) for _ in range(8)) + tuple(Device(large, 1, 0) for _ in range(2))
+    nodes = (Node("small", 0, tuple(range(8)), inside, (network,)), Node("large", 0, (8, 9), inside, (network,)))
+    times = tuple(
+        layer_times(name, (0.0, *(size / degree**0.9,) * 6, 0.0), tensor_parallel=degree, micro_batch=size)
+        for name in ("small", "large")
+        for degree in (1, 4)
+        for size in (1, 2)
+        if (name, degree) != ("large", 4)
+    )
+    sizes = tuple(
+        LayerSizes(
+            tensor_parallel=degree,
+            parameter_bytes=(0, *(10**9 // degree,) * 6, 0),
+            activation_bytes=(0, *(10**9 // degree,) * 6, 0),
+            output_bytes=(10**6,) * 8,
+            temporary_bytes=(0,) * 8,
+        )
+        for degree in (1, 4)
+    )
+    return Topology(devices, nodes, ("here",)), ModelProfile(name="m", times=times, sizes=sizes), 8
+
+
+def test_kinds_of_devices_have_degrees_of_their_own() -> None:
+    problem = two_kinds()
+    runnable = best(problem)
+    mixed = best(problem, SearchSpace(mixed_degrees=True))
+    degrees = {stage.device: mixed.degree(stage) for replica in mixed.replicas for stage in replica.stages}
+    assert degrees == {"small": 4, "large": 1}
+    assert mixed.iteration_seconds < 0.9 * runnable.iteration_seconds
+    assert "tensor parallelism" in (why_not_runnable(mixed) or "")
+
+
+def test_formations_are_all_ways_to_divide_devices() -> None:
+    whole, _, _ = two_kinds()
+    devices = tuple(Device(device.kind, number // 2, 0) for number, device in enumerate(whole.devices[6:]))
+    nodes = tuple(replace(node, devices=ranks) for node, ranks in zip(whole.nodes, [(0, 1), (2, 3)], strict=True))
+    part = Topology(devices, nodes, ("here",))
+    one = formations(part, (1, 2), SearchSpace())
+    assert len(one) == 2  # four slots of one device, or two of two
+    mixed = formations(part, (1, 2), SearchSpace(mixed_degrees=True))
+    assert len(mixed) == 4
+    # Each pair is two slots, one of two groups, or one tensor-parallel group.
+    assert len(formations(part, (1, 2), SearchSpace(mixed_degrees=True, widths=(1, 2)))) == 9
+
+
+def test_mixtures_use_every_device_that_they_can() -> None:
+    topology, profile, _ = two_kinds()
+    found = mixtures(topology, profile, 2, (1, 4), SearchSpace(mixed_degrees=True, widths=(1, 2)), 99)
+    assert len(found) == len(set(found)) == 4 * 2 - 1  # without the one in which all have degree 1 and width 1
+    for formation in found:
+        ranks = [rank for _, slots in formation for slot in slots for rank in slot]
+        assert sorted(ranks) == list(range(10))
+        for (_, _, degree, width), slots in formation:
+            assert all(len(slot) == degree * width for slot in slots)
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ({"widths": (1, 0)}, "width=0: a stage has at least 1 group"),
+        ({"zero_stages": (2,)}, "zero_stage=2 cannot be planned"),
+        ({"widths": ()}, "there is no width or no ZeRO stage"),
+    ],
+)
+def test_spaces_that_are_not_possible(space: dict[str, tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SearchSpace(**space)
+
+
+def test_a_wider_space_is_for_1f1b() -> None:
+    topology, profile, global_batch = two_kinds()
+    with pytest.raises(ValueError, match="a wider search space is for the schedule 1f1b only"):
+        make_plans(topology, profile, global_batch=global_batch, schedules=("1f1b", "zbv"), space=WHOLE)
