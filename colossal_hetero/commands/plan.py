@@ -282,8 +282,6 @@ def plan(
             )
         if by_price and (schedules != ("1f1b",) or overlap):
             raise ValueError("plans are compared by price for the schedule 1f1b without --overlap only; leave them out")
-        if more_profiles and gap is not None:
-            raise ValueError("--gap is known for plans of one profile; leave out --more-profiles or --gap")
         if by_price and gap is not None:
             raise ValueError("--gap is for one cluster; plans that are compared by price say their gaps, leave it out")
         check_outputs(out, picture=plot)
@@ -314,7 +312,7 @@ def plan(
                         keep=top,
                         compare=True,
                         overlap=overlap,
-                        effort=_effort(gap, time_limit, is_bounded=not more_profiles),
+                        effort=_effort(gap, time_limit),
                         space=space,
                         cluster_file=cluster.name,
                         **options,
@@ -336,13 +334,13 @@ def plan(
         _print(console, "\n# --out plan.json writes this plan to that file")
 
 
-def _effort(gap: float | None, time_limit: float, *, is_bounded: bool) -> Effort:
+def _effort(gap: float | None, time_limit: float) -> Effort:
     """How much is done for a lower bound; ``gap`` is in percent."""
     from ..planner.bounds.gap_goal import Effort
 
     if gap is not None:
         return Effort(gap=gap / 100, bound_seconds=time_limit, search_seconds=time_limit)
-    return Effort(bound_seconds=PROOF_SECONDS if is_bounded else 0.0)
+    return Effort(bound_seconds=PROOF_SECONDS)
 
 
 class _Wish(NamedTuple):

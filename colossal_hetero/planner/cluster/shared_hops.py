@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class StageNodes(NamedTuple):
     """Devices in each group."""
 
 
-Loads = dict[tuple[int, str], Fraction]
+Loads = dict[tuple[int, str], float]
 """Messages at the same time, by node and kind of network."""
 
 
@@ -91,6 +92,13 @@ def group_exchanges(senders: int, receivers: int) -> Iterator[tuple[int, int, Fr
                 yield sender, receiver, last - first
 
 
+@lru_cache(maxsize=256)
+def _messages(senders: int, receivers: int) -> tuple[tuple[int, int, float], ...]:
+    """As :func:`group_exchanges`, with shares of a message, which has all samples of a group of the narrower stage."""
+    narrow = min(senders, receivers)
+    return tuple((one, other, float(narrow * share)) for one, other, share in group_exchanges(senders, receivers))
+
+
 def unlike_hop_channels(topology: Topology, pipelines: Sequence[Sequence[StageNodes]]) -> list[list[Channel]]:
     """The channel of each hop of each pipeline, ``[pipelines][stages − 1]``, if stages may differ.
 
@@ -108,27 +116,28 @@ def stage_loads(topology: Topology, pipelines: Sequence[Sequence[StageNodes]]) -
     loads: Loads = {}
     for stages in pipelines:
         hops = [_hop_loads(topology, a, b) for a, b in pairwise(stages)]
-        for before, behind in zip(
-            [{}, *(arriving for _, arriving in hops)], [*(leaving for leaving, _ in hops), {}], strict=True
-        ):
+        arriving, leaving = [{}, *(end for _, end in hops)], [*(end for end, _ in hops), {}]
+        for before, behind in zip(arriving, leaving, strict=True):
             # A stage takes part in one exchange at a time.
-            for end in before | behind:
-                loads[end] = loads.get(end, Fraction(0)) + max(
-                    before.get(end, Fraction(0)), behind.get(end, Fraction(0))
-                )
-    return loads
+            _add(loads, {end: max(before.get(end, 0.0), behind.get(end, 0.0)) for end in before | behind})
+    # Parts of messages whose sum is a whole number make up exactly that.
+    return {end: round(messages, 9) for end, messages in loads.items()}
+
+
+def _add(loads: Loads, more: Loads) -> None:
+    for end, messages in more.items():
+        loads[end] = loads.get(end, 0.0) + messages
 
 
 def _hop_loads(topology: Topology, one: StageNodes, other: StageNodes) -> tuple[Loads, Loads]:
     """The messages of a hop, at the nodes of both stages."""
     pairs = min(one.tensor_parallel, other.tensor_parallel)
-    narrow = min(len(one.nodes), len(other.nodes))
     ends: tuple[Loads, Loads] = ({}, {})
-    for sender, receiver, share in group_exchanges(len(one.nodes), len(other.nodes)):
-        hop = one.nodes[sender], other.nodes[receiver]
-        kind = INSIDE if hop[0] == hop[1] else topology.node_channel(*hop).kind
-        for node, load in zip(hop, ends, strict=True):
-            load[node, kind] = load.get((node, kind), Fraction(0)) + pairs * narrow * share
+    for sender, receiver, messages in _messages(len(one.nodes), len(other.nodes)):
+        a, b = one.nodes[sender], other.nodes[receiver]
+        kind = INSIDE if a == b else topology.node_channel(a, b).kind
+        _add(ends[0], {(a, kind): pairs * messages})
+        _add(ends[1], {(b, kind): pairs * messages})
     return ends
 
 
@@ -137,29 +146,23 @@ def stage_channels(topology: Topology, one: StageNodes, other: StageNodes, loads
 
     Where ``loads`` are of other hops, at least the messages of this hop share a network.
     """
-    own: Loads = {}
-    for load in _hop_loads(topology, one, other):
-        for end, messages in load.items():
-            own[end] = own.get(end, Fraction(0)) + messages
-    slowest = None
-    for sender, receiver, _ in group_exchanges(len(one.nodes), len(other.nodes)):
-        hop = one.nodes[sender], other.nodes[receiver]
-        channel = topology.node_channel(*hop)
-        if hop[0] == hop[1]:
-            end = hop[0], INSIDE
-            share = topology.nodes[hop[0]].inside_bytes_per_second / max(float(loads.get(end, 0)), float(own[end]))
+    own, more = _hop_loads(topology, one, other)
+    _add(own, more)
+    hops = {
+        (one.nodes[sender], other.nodes[receiver])
+        for sender, receiver, _ in _messages(len(one.nodes), len(other.nodes))
+    }
+    shared = []
+    for a, b in sorted(hops):
+        channel = topology.node_channel(a, b)
+        if a == b:
+            share = topology.nodes[a].inside_bytes_per_second / max(loads.get((a, INSIDE), 0.0), own[a, INSIDE])
         else:
             share = min(
-                nic_bandwidth(topology, node, channel)
-                / max(float(loads.get((node, channel.kind), 0)), float(own[node, channel.kind]))
-                for node in hop
+                nic_bandwidth(topology, node, channel) / max(loads.get(end, 0.0), own[end])
+                for node in (a, b)
+                for end in [(node, channel.kind)]
             )
-        channel = channel.limited(share)
-        if slowest is None or _slowness(channel) > _slowness(slowest):
-            slowest = channel
-    assert slowest is not None
+        shared.append(channel.limited(share))
+    slowest = min(shared, key=lambda channel: (channel.bytes_per_second, -channel.latency_seconds))
     return slowest.repeated(len(one.nodes) / min(len(one.nodes), len(other.nodes)))
-
-
-def _slowness(channel: Channel) -> tuple[float, float]:
-    return -channel.bytes_per_second, channel.latency_seconds

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ..profile.layer_profile import ModelProfile
 from .plan import Plan, Replica, StagePlan
 from .ranked_plan import ROUNDING, RankedPlan
+from .runnable import why_unlike_stages
 
 __all__ = ["CERTAIN", "difference_error", "prediction_error", "ties_resolved"]
 
@@ -48,8 +49,8 @@ def difference_error(plan: Plan, other: Plan, profile: ModelProfile) -> float:
 def ties_resolved(ranked: Sequence[RankedPlan], profile: ModelProfile) -> list[RankedPlan]:
     """The plans with the simplest one first of those that the profile cannot tell from the fastest.
 
-    Simpler is, in this order: replicas that are alike, the schedule 1F1B, fewer stages, a smaller tensor-parallel
-    degree, equal stages, fewer devices.
+    Simpler is, in this order: stages that can be run, no ZeRO, replicas that are alike, the schedule 1F1B, fewer
+    stages, a smaller tensor-parallel degree, equal stages, fewer devices.
 
     Args:
         ranked: the fastest first.
@@ -117,8 +118,10 @@ def _measured(plan: Plan, stage: StagePlan) -> Measured:
     return stage.device, stage.tensor_parallel or plan.tensor_parallel, plan.micro_batch // stage.width
 
 
-def _complexity(plan: Plan) -> tuple[bool, bool, int, int, bool, int]:
+def _complexity(plan: Plan) -> tuple[bool, int, bool, bool, int, int, bool, int]:
     return (
+        why_unlike_stages(plan) is not None,
+        plan.zero_stage,
         not plan.symmetric,
         plan.schedule != "1f1b",
         max(len(replica.stages) for replica in plan.replicas),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..chunks.ranking import merged_by_time
@@ -42,6 +43,7 @@ def plans_of_profiles(
             )
         seen[other.precision] = name
     ranked: list[RankedPlan] = []
+    bounds: list[float | None] = []
     problems: list[NoPlanError] = []
     for name, each in profiles:
         try:
@@ -50,6 +52,9 @@ def plans_of_profiles(
             problems.append(problem)
             continue
         ranked = merged_by_time(ranked, found, keep) if ranked else found
+        bounds.append(found[0].plan.bound_seconds)
     if not ranked:
         raise problems[0]
-    return ranked
+    # What holds for the plans of every profile is the lowest bound.
+    lowest = min((bound for bound in bounds if bound is not None), default=None) if None not in bounds else None
+    return [replace(each, plan=each.plan.model_copy(update={"bound_seconds": lowest})) for each in ranked]
