@@ -249,3 +249,17 @@ def test_devices_that_are_left_out_are_not_launched() -> None:
     line, command = launch_lines(plan(replica(stage(0, 3, (4,)), stage(3, 6, (6,)))))
     assert line.startswith("# only the cluster's devices 4, 6 are used") and "as ranks 0-1" in line
     assert command == "torchrun --nproc-per-node 2 train.py"
+
+
+def test_zero_stage_1_of_a_plan_is_an_argument_of_both_plugins() -> None:
+    text = training_call(plan(precision="bf16", zero_stage=1))
+    assert plugin_arguments(text, "HeteroHybridParallelPlugin")["zero_stage"] == 1
+    assert "ZeRO 1" in one_line(plan(precision="bf16", zero_stage=1))
+
+
+def test_forms_of_stages_are_shown() -> None:
+    wide = replica(stage(0, 4, (0, 1), width=2), stage(4, 6, (2, 3), tensor_parallel=2, recompute=True))
+    made = plan(wide, tensor_parallel=1)
+    assert "A100-40 (width 2) 0-3 | A100-40 (tp 2, recompute) 4-5" in one_line(made)
+    assert [row.device for row in rows(made)] == ["A100-40 (width 2)", "A100-40 (tp 2, recompute)"]
+    assert "It cannot be run: stage 0 of replica 0 divides" in training_call(made)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from colossal_hetero.planner.cluster.topology import Topology
+from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.plans.predict import predict_plan
 from colossal_hetero.planner.plans.ranked_plan import RankedPlan
 from colossal_hetero.planner.plans.simulate import simulate_plan, slowed
@@ -99,3 +100,29 @@ def test_files_of_another_plan_are_refused() -> None:
         replan(topology, profile(blocks=4), plan, {1: 2.0})
     with pytest.raises(ValueError, match="rank 5 is not in the plan"):
         replan(topology, profile(), plan, {5: 2.0})
+
+
+def test_plans_of_wider_search_spaces_are_refused() -> None:
+    topology, model = machines(), profile()
+    plan = make_plans(topology, model, global_batch=8, keep=1)[0].plan
+    for changes, message in (
+        ({"zero_stage": 1}, "it uses ZeRO stage 1"),
+        ({"tensor_parallel": 2 * plan.tensor_parallel}, "tensor parallelism"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot be compared .* {message}"):
+            replan(topology, model, unlike(plan, changes), {})
+
+
+def unlike(plan: Plan, changes: dict[str, int]) -> Plan:
+    """The plan with these fields, and stages that keep the degree that they had."""
+    stages = tuple(
+        replica.model_copy(
+            update={
+                "stages": tuple(
+                    stage.model_copy(update={"tensor_parallel": plan.tensor_parallel}) for stage in replica.stages
+                )
+            }
+        )
+        for replica in plan.replicas
+    )
+    return plan.model_copy(update={"replicas": stages, **changes})
