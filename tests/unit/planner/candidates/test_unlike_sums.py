@@ -34,6 +34,8 @@ def test_stages_of_one_form_take_what_they_took(seed: int) -> None:
         while left and len(lengths) < 3:
             lengths.append(int(random.integers(1, min(left, 3) + 1)))
             left -= lengths[-1]
+        if not lengths:
+            continue
         free = iter(order)
         groups = [[together[next(free)] for _ in range(length)] for length in lengths]
         inner = list(itertools.combinations(range(1, 4), 2))

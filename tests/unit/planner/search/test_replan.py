@@ -103,7 +103,7 @@ def test_files_of_another_plan_are_refused() -> None:
 
 
 def test_plans_of_wider_search_spaces_are_refused() -> None:
-    topology, model = machines(), profile()
+    topology, model = machines("fast", "fast"), profile()
     plan = make_plans(topology, model, global_batch=8, keep=1)[0].plan
     for changes, message in (
         ({"zero_stage": 1}, "it uses ZeRO stage 1"),
