@@ -83,7 +83,7 @@ def _row(name: str, count: int, factors: list[float]) -> tuple[object, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", type=int, default=370, help="small clusters (default: 370)")
+    parser.add_argument("--small", type=int, default=500, help="small clusters (default: 500)")
     parser.add_argument("--forms", type=int, default=500, help="small clusters in wider search spaces (default: 500)")
     parser.add_argument("--large", type=int, default=250, help="larger clusters, 4 changes each (default: 250)")
     parser.add_argument("--equal", action="store_true", help="larger clusters: only plans with equal replicas")

@@ -57,9 +57,11 @@ class _Range:
     """j, the smallest and the largest."""
     inside: frozenset[int] | None
     """Q; empty if all rings cross, None if the range has all plans."""
-    seconds: float
-    """The bound."""
+    passes: float
+    """P is at least this, in seconds."""
     prices: tuple[float, ...]
+    tried: bool = False
+    """Whether linear programming found ``passes``; else it is that of a range with more plans."""
 
 
 class _Pool:
@@ -85,20 +87,21 @@ class _Pool:
         pipelines = int(min(self.available.sum(), self.total))
         return _Range((1, pipelines), (0, self.bounds.blocks), None, self.total / total, tuple(prices.tolist()))
 
-    def evaluated(self, part: _Range, below: float) -> _Range:
-        """The range with a better bound; one that is not below ``below`` need not be the best."""
-        sums = self.sums(part)
-        if part.seconds >= below or sums >= below:
-            return replace(part, seconds=np.inf)
+    def seconds(self, part: _Range) -> float:
+        """The bound on the plans of a range."""
+        return part.passes + self.sums(part)
+
+    def improved(self, part: _Range, below: float) -> _Range:
+        """The range with a better bound by linear programming, which need not be the best if it is not below."""
         low, prices = self._types_of(part).least_seconds(
             self.available,
             part.pipelines[1],
-            max(part.seconds - sums, 0.0),
-            below - sums,
+            part.passes,
+            below - self.sums(part),
             np.array(part.prices),
             PRECISION,
         )
-        return replace(part, seconds=max(low + sums, part.seconds), prices=tuple(prices.tolist()))
+        return replace(part, passes=max(low, part.passes), prices=tuple(prices.tolist()), tried=True)
 
     def sums(self, part: _Range) -> float:
         """Seconds that the sums of gradients take at least."""
@@ -109,6 +112,7 @@ class _Pool:
 
     def parts(self, part: _Range) -> Iterator[_Range]:
         """The range in parts; none if it is not worth dividing."""
+        part = replace(part, tried=False)
         (least, most), (low, high) = part.pipelines, part.blocks
         if part.inside is None:
             yield replace(part, pipelines=(1, 1), inside=frozenset())
@@ -125,7 +129,7 @@ class _Pool:
             middle = math.isqrt(least * most)
             yield replace(part, pipelines=(least, middle))
             yield replace(part, pipelines=(middle + 1, most))
-        elif low < high and by_blocks > PRECISION * part.seconds:
+        elif low < high and by_blocks > PRECISION * part.passes:
             middle = (low + high) // 2
             yield replace(part, blocks=(low, middle))
             yield replace(part, blocks=(middle + 1, high))
@@ -228,7 +232,7 @@ class IterationBound:
             seconds, _, pool, part = self._open[0]
             if seconds >= enough or time.monotonic() > end:
                 return seconds
-            parts = list(pool.parts(part))
+            parts = list(pool.parts(part)) if part.tried else [pool.improved(part, below)]
             if not parts:
                 return seconds
             heapq.heappop(self._open)
@@ -237,6 +241,6 @@ class IterationBound:
         return below * (1 - ROUNDING)
 
     def _add(self, pool: _Pool, part: _Range, below: float) -> None:
-        each = pool.evaluated(part, below)
-        if each.seconds < below:
-            heapq.heappush(self._open, (each.seconds * (1 - ROUNDING), next(self._number), pool, each))
+        seconds = pool.seconds(part) * (1 - ROUNDING)
+        if seconds < below:
+            heapq.heappush(self._open, (seconds, next(self._number), pool, part))

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bounds.iteration_bound import IterationBound
 from ..cluster.topology import Topology
 from ..plans.plan import Plan
 from ..plans.runnable import NoPlanError
@@ -31,6 +32,11 @@ Objective = Literal["time", "cost"]
 
 PER_CHOICE = 3
 """Plans that are kept for each choice of nodes. They may leave nodes out."""
+
+SEARCHED = 0.6
+"""Part of the time in which plans are looked for."""
+PROOF_SECONDS = 0.5
+"""For a better lower bound on the time of one choice of nodes."""
 
 ROUNDING = 1e-9
 
@@ -87,7 +93,8 @@ def pareto_front(
         topology: all nodes that can be had, with prices.
         profile: see :func:`.make_plans.make_plans`, as are the following arguments and ``options``.
         at_most: quotas, by the name of a type of nodes or by a kind of devices: how many of these nodes or devices.
-        time_limit_seconds: no search for another choice of nodes begins after this, once both ends are known.
+        time_limit_seconds: no search for another choice of nodes begins after most of this, once both ends are known.
+            The rest is for proofs of how good the plans are.
         tolerance: choices that promise less than this share in time and in cost are not searched.
 
     Raises:
@@ -115,10 +122,16 @@ def pareto_front(
             plans, problem = [], str(error)
         points = [_point(topology, profile, types, _renumbered(plan, numbers)) for plan in plans]
         search.add(row, points)
-        if time.monotonic() - begin > time_limit_seconds and search.knows_both_ends:
+        if time.monotonic() - begin > SEARCHED * time_limit_seconds and search.knows_both_ends:
             break
     if not search.points:
         raise NoPlanError(problem)
+    while (left := begin + time_limit_seconds - time.monotonic()) > 0 and (loosest := search.loosest()) is not None:
+        row, below = loosest
+        part, _ = taken(topology, types, counts[row].tolist())
+        known, pools, *_ = slots_to_try(part, profile, global_batch, micro_batches, tensor_parallel)
+        bound = IterationBound(known, pools, runnable=options.get("runnable", True))
+        search.raise_bounds(row, bound.seconds(below, time_limit_seconds=min(left, PROOF_SECONDS)))
     return search.front()
 
 
@@ -182,6 +195,7 @@ class _Search:
     def __init__(self, counts: NDArray[np.int64], seconds: NDArray[np.float64], dollars: NDArray[np.float64]) -> None:
         self._counts, self._seconds, self._dollars = counts, seconds, dollars
         self._left = np.ones(len(counts), dtype=bool)
+        self._proved = np.zeros(len(counts), dtype=bool)
         self._ratios: list[float] = []
         self.points: list[FrontPoint] = []
 
@@ -221,6 +235,28 @@ class _Search:
             fewer = (self._counts <= self._counts[row]) & (self._counts >= np.array(points[0].nodes))
             self._left[fewer.all(axis=1)] = False
         self.points += points
+
+    def loosest(self) -> tuple[int, float] | None:
+        """The choice whose bound makes the largest gap, and the seconds from which on it makes none; None if none does.
+
+        Each choice is returned once.
+        """
+        front = worth_their_price(self.points)
+        seconds = np.array([[point.plan.iteration_seconds] for point in front])
+        dollars = np.array([[_dollars(point)] for point in front])
+        gaps = np.minimum(seconds / self._seconds, dollars / np.maximum(self._dollars, 1e-300))
+        gaps[:, self._proved] = 0.0
+        row = int(gaps.max(axis=0).argmax())
+        if gaps[:, row].max() <= 1 + ROUNDING:
+            return None
+        self._proved[row] = True
+        return row, float(gaps[:, row].max() * self._seconds[row])
+
+    def raise_bounds(self, row: int, seconds: float) -> None:
+        """No plan of this choice, and so none of its nodes, takes less than these seconds."""
+        fewer = (self._counts <= self._counts[row]).all(axis=1) & (self._seconds < seconds)
+        self._dollars[fewer] *= seconds / self._seconds[fewer]
+        self._seconds[fewer] = seconds
 
     def front(self) -> list[FrontPoint]:
         """The points that no other is better than, from the fastest to the cheapest, with their gaps."""

@@ -43,11 +43,11 @@ class UnequalMoves:
         while found and left > 0:
             found = False
             for rows in self._neighbors(best):
-                if not self._allowed(rows, stages, all_slots):
+                if not self._allowed(rows, stages, all_slots) or self._min_seconds(rows) >= best.ranking_seconds:
                     continue
                 rows = tuple(sorted(tuple(sorted(row)) for row in rows))
                 look = self._placed.look(rows)
-                if look in seen or self._min_seconds(rows) >= best.ranking_seconds:
+                if look in seen:
                     continue
                 seen.add(look)
                 left -= 1

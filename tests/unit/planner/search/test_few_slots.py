@@ -15,7 +15,7 @@ from tests.support.every_plan import EveryPlan
 from tests.support.random_clusters import small_problem
 from tests.support.random_examples import IS_THOROUGH
 
-PROBLEMS = 370 if IS_THOROUGH else 20
+PROBLEMS = 500 if IS_THOROUGH else 20
 FIRST = 300
 """With the first problems, also the ordinary tests have plans that are easily missed (305, 309)."""
 

@@ -1,0 +1,68 @@
+"""How far plans can be from the best possible, by lower bounds, and the plans that are worth their price. No training.
+
+The clusters and the model are those of ``benchmarks.planner.planning``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+
+from benchmarks.common import print_table
+from benchmarks.planner.planning import CLUSTERS, cluster, gpt
+from colossal_hetero.planner.bounds.gap_goal import Effort
+from colossal_hetero.planner.cluster.topology import Topology
+from colossal_hetero.planner.prices.pareto_front import pareto_front
+from colossal_hetero.planner.search.make_plans import make_plans
+
+PRICES = {"A100-80": 2.2, "H800": 4.5, "H20": 1.6}
+"""Dollars per hour and device."""
+
+
+def priced(topology: Topology) -> Topology:
+    """The cluster with prices."""
+    nodes = [
+        dataclasses.replace(
+            node, dollars_per_hour=sum(PRICES[topology.devices[rank].kind.name] for rank in node.devices)
+        )
+        for node in topology.nodes
+    ]
+    return dataclasses.replace(topology, nodes=tuple(nodes))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, nargs="*", default=list(CLUSTERS), choices=list(CLUSTERS))
+    parser.add_argument("--seconds", type=float, nargs="*", default=[1.0, 5.0], help="for the bound (default: 1 and 5)")
+    parser.add_argument("--global-batch", type=int, default=512, help="samples per iteration (default: 512)")
+    parser.add_argument("--front", type=int, default=64, help="GPUs of the cluster with prices (default: 64)")
+    arguments = parser.parse_args()
+    model = gpt()
+    rows = []
+    for gpus in arguments.gpus:
+        gaps = []
+        for seconds in arguments.seconds:
+            effort = Effort(bound_seconds=seconds)
+            plan = make_plans(cluster(CLUSTERS[gpus]), model, global_batch=arguments.global_batch, effort=effort)[
+                0
+            ].plan
+            gaps.append(f"{plan.gap:.1%}")
+        rows.append((f"{gpus:,}", plan.iteration_seconds, *gaps))
+    print_table(
+        "No plan is faster by more than",
+        ("GPUs", "iteration [s]", *(f"after {seconds:g} s" for seconds in arguments.seconds)),
+        rows,
+    )
+    start = time.perf_counter()
+    front = pareto_front(priced(cluster(CLUSTERS[arguments.front])), model, global_batch=arguments.global_batch)
+    took = time.perf_counter() - start
+    print_table(
+        f"\nPlans that are worth their price, of at most {arguments.front} GPUs; planning took {took:.1f} s",
+        ("nodes of A100, H800, H20", "iteration [s]", "dollars per iteration", "gap"),
+        [(" + ".join(map(str, point.nodes)), point.seconds, point.dollars, f"{point.gap:.1%}") for point in front],
+    )
+
+
+if __name__ == "__main__":
+    main()
