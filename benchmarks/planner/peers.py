@@ -154,15 +154,8 @@ def main() -> None:
                     wins[who] += 1
                 told = sailor.seconds(topology, each.plan) if isinstance(sailor, SailorSimulator) else sailor
                 by_sailor = "-" if isinstance(told, str) else f"{told[0]:.3f}{'' if told[1] else ' too large'}"
-                unlike = (
-                    any(
-                        plan_stage.width > 1 or plan_stage.recompute or plan_stage.tensor_parallel
-                        for replica in each.plan.replicas
-                        for plan_stage in replica.stages
-                    )
-                    or each.plan.zero_stage
-                )
-                left = "-" if unlike else f"{-excess_bytes(each.plan, profile, layers) / 1e9:+.1f}"
+                runnable = each.problem is None and not each.plan.zero_stage
+                left = f"{-excess_bytes(each.plan, profile, layers) / 1e9:+.1f}" if runnable else "-"
                 seconds = f"{each.plan.iteration_seconds:.3f}"
                 rows.append(
                     [
