@@ -105,6 +105,23 @@ def test_a_plan_is_printed_and_written(files: tuple[Path, Path], tmp_path: Path)
     assert max(map(len, table.splitlines())) <= 140
 
 
+def test_an_answer_says_how_good_it_is(files: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    text = output("plan", *files, "--global-batch", 16, "--out", out)
+    made = load_plan(out)
+    assert made.bound_seconds is not None and made.gap is not None
+    assert made.bound_seconds <= made.iteration_seconds <= made.bound_seconds * (1 + made.gap) * (1 + 1e-9)
+    assert f"within {max(made.gap, 0.001):.1%} of the best possible under this model" in text
+    output("plan", *files, "--global-batch", 16, "--gap", 1000, "--out", out)
+    early = load_plan(out)
+    assert early.gap is not None and early.gap <= 10 and early.iteration_seconds >= made.iteration_seconds
+    output("plan", *files, "--global-batch", 16, "--overlap", "--out", out)
+    assert load_plan(out).bound_seconds is None and "bound_seconds" not in out.read_text()
+    assert "a gap is known for the schedule 1f1b only" in failure(
+        "plan", *files, "--global-batch", 16, "--overlap", "--gap", 3
+    )
+
+
 def test_fast_devices_get_more_layers_and_the_printed_call_is_python(files: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     text = output("plan", *files, "--global-batch", 16, "--micro-batch", "1", "--equal", "--out", out)
