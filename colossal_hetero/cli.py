@@ -8,10 +8,10 @@ from . import __version__
 from .commands.jobs.checkpoint import checkpoint
 from .commands.jobs.launch import launch
 from .commands.jobs.store import store
-from .commands.plan import plan
 from .commands.planning.batches import batches
 from .commands.planning.compare import compare
 from .commands.planning.evaluate import evaluate
+from .commands.planning.plan import plan
 from .commands.planning.replay import replay
 from .commands.planning.simulate import simulate
 from .commands.profiles.estimate import estimate

@@ -155,7 +155,7 @@ RULES: dict[str, set[str]] = {
         *("planner/cluster", "planner/profile", "planner/plans", "planner/prices", "elastic/replay", "elastic/state"),
     },
     "testing": {"io", "layers"},
-    "commands": {"io", "planner/*", "checkpoint/storage", "elastic/replay", "elastic/spot"},
+    "commands": {"io", "planner/*", "checkpoint/storage"},
     "planner/imports": {"io", "planner/cluster", "planner/profile", "planner/published"},
     "commands/profiles": {
         *("io", "processes", "planner/*", "probe", "profiling", "profiling/*", "commands"),

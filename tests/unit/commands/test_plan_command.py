@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from colossal_hetero.commands.plan import plan as plan_command
+from colossal_hetero.commands.planning.plan import plan as plan_command
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.plans.plan import load_plan, save_plan
 from colossal_hetero.planner.plans.simulate import simulate_plan

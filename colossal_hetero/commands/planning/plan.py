@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from .common import (
+from ..common import (
     Choices,
     Numbers,
     Quotas,
@@ -19,18 +19,18 @@ from .common import (
     status_line,
     warn_old_option,
 )
-from .option_groups import GroupedCommand
+from ..option_groups import GroupedCommand
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from ..elastic.replay.assumptions import Assumptions
-    from ..planner.bounds.gap_goal import Effort
-    from ..planner.cluster.topology import Topology
-    from ..planner.plans.ranked_plan import RankedPlan
-    from ..planner.prices.pareto_front import Objective
-    from ..planner.profile.layer_profile import ModelProfile
-    from ..planner.schedules.pass_order import Schedule
+    from ...elastic.replay.assumptions import Assumptions
+    from ...planner.bounds.gap_goal import Effort
+    from ...planner.cluster.topology import Topology
+    from ...planner.plans.ranked_plan import RankedPlan
+    from ...planner.prices.pareto_front import Objective
+    from ...planner.profile.layer_profile import ModelProfile
+    from ...planner.schedules.pass_order import Schedule
 
 __all__ = ["plan"]
 
@@ -246,13 +246,13 @@ def plan(
     layers. Prints the plan with the shortest predicted iteration, the next best plans and why they are slower, and how
     to train with the best plan.
     """
-    from ..planner.cluster.cluster_file import load_cluster
-    from ..planner.plans.plan import save_plan
-    from ..planner.profile.layer_profile import load_model_profile
-    from ..planner.report.launch_commands import training_call
-    from ..planner.report.plan_table import one_line, render
-    from ..planner.search.several_profiles import plans_of_profiles
-    from ..planner.slots.search_space import RUNNABLE, WHOLE, SearchSpace
+    from ...planner.cluster.cluster_file import load_cluster
+    from ...planner.plans.plan import save_plan
+    from ...planner.profile.layer_profile import load_model_profile
+    from ...planner.report.launch_commands import training_call
+    from ...planner.report.plan_table import one_line, render
+    from ...planner.search.several_profiles import plans_of_profiles
+    from ...planner.slots.search_space import RUNNABLE, WHOLE, SearchSpace
 
     if runnable:
         warn_old_option("--runnable", "leave it out: only plans that can be run are made")
@@ -322,7 +322,7 @@ def plan(
         if out is not None:
             save_plan(best, out)
         if plot is not None:
-            from ..planner.report.plan_picture import plot_plan
+            from ...planner.report.plan_picture import plot_plan
 
             with status_line("drawing"):
                 plot_plan(best, plot)
@@ -336,7 +336,7 @@ def plan(
 
 def _effort(gap: float | None, time_limit: float) -> Effort:
     """How much is done for a lower bound; ``gap`` is in percent."""
-    from ..planner.bounds.gap_goal import Effort
+    from ...planner.bounds.gap_goal import Effort
 
     if gap is not None:
         return Effort(gap=gap / 100, bound_seconds=time_limit, search_seconds=time_limit)
@@ -363,12 +363,12 @@ def _by_price(
     options: Mapping[str, Any],
 ) -> tuple[RenderableType, list[RankedPlan]]:
     """The table of plans that are worth their price, and the plan that is chosen."""
-    from ..elastic.spot.interrupted_front import interrupted_front
-    from ..planner.plans.ranked_plan import RankedPlan
-    from ..planner.prices.node_choice import node_types
-    from ..planner.prices.pareto_front import choose, pareto_front
-    from ..planner.report.front_picture import plot_front
-    from ..planner.report.front_table import render_front
+    from ...elastic.spot.interrupted_front import interrupted_front
+    from ...planner.plans.ranked_plan import RankedPlan
+    from ...planner.prices.node_choice import node_types
+    from ...planner.prices.pareto_front import choose, pareto_front
+    from ...planner.report.front_picture import plot_front
+    from ...planner.report.front_table import render_front
 
     quotas: dict[str, Any] = dict(at_most=dict(wish.at_most), time_limit_seconds=time_limit)
     if any(node.spot is not None for node in topology.nodes):
@@ -391,8 +391,8 @@ def _by_price(
 
 def _assumed(model: ModelProfile, recovery: float | None) -> Assumptions:
     """What recoveries cost, as in ``colossal-hetero replay``."""
-    from ..elastic.replay.assumptions import Assumptions
-    from ..elastic.replay.fitted_plans import state_bytes_by_block
+    from ...elastic.replay.assumptions import Assumptions
+    from ...elastic.replay.fitted_plans import state_bytes_by_block
 
     folder_seconds = sum(state_bytes_by_block(model)) / FOLDER_BYTES_PER_SECOND
     assumed = Assumptions(load_seconds=folder_seconds, save_seconds=folder_seconds)
