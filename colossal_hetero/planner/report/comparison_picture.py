@@ -33,7 +33,7 @@ def plot_comparison(plans: Sequence[tuple[str, EvaluatedPlan]], path: Path) -> N
         axes.barh(rows, widths, left=left, color=color, label=name, height=0.6)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     simulated = [each.simulated_seconds for _, each in plans]
-    axes.plot(simulated, rows, "|", color="black", markersize=22, label="by event simulation")
+    axes.plot(simulated, rows, "|", color="black", markersize=12, label="by event simulation")
     for row, (_, each) in enumerate(plans):
         if not each.fits:
             axes.text(left[row], row, " does not fit in memory", va="center", fontsize=8)
@@ -42,5 +42,6 @@ def plot_comparison(plans: Sequence[tuple[str, EvaluatedPlan]], path: Path) -> N
     axes.set_xlabel("seconds per iteration")
     axes.grid(axis="x", color=GRAY)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=8)
+    axes.margins(x=0.25)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
     save_figure(figure, path)
