@@ -250,7 +250,7 @@ class DraftBuilder:
                     matrices = self._matrices(pool, nodes)
                     if symmetric:
                         matrices = [pool.links.slowest(np.stack(matrices), axis=0)]
-                found = self._prices.split(pool, each, matrices[number], counts[number])
+                found = self._prices.split(pool, each, matrices[number], counts[number], thorough=thorough)
             if isinstance(found, str):
                 return found
             splits.append(found)

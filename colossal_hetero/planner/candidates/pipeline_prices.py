@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
 from ..slots.placement import SlotPool
-from ..stages.exact import exact
+from ..stages.exact import MAX_STATES
 from ..stages.fixed_order import split_in_order
 from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate_stages
 from ..stages.split_methods import split
@@ -27,6 +27,9 @@ NO_LINK = Channel("none", 1e-6)
 
 Kinds = tuple[tuple[int, ...], ...]
 """By slot of a pipeline: its kind. If several pipelines are cut alike: the kinds that it has in any of them."""
+FIRST_STATES = 500
+"""At a first look at a candidate, all orders of its stages are searched if there are at most this many states; see
+:data:`.exact.MAX_STATES`. Most candidates are looked at once, and rejected."""
 Hops = tuple[int, ...]
 """Numbers of the channels between neighboring slots of a pipeline; −1 where there is no link."""
 
@@ -61,9 +64,12 @@ class PipelinePrices:
                 self._in_order[key] = split_in_order(slots, channels, micro_batches)
             return self._in_order[key]
         # Other methods do not look at channels.
-        return self._split(pool, kinds, np.full((len(kinds), len(kinds)), -1), micro_batches, range(len(kinds)))
+        order = range(len(kinds))
+        return self._split(pool, kinds, np.full((len(kinds), len(kinds)), -1), micro_batches, order, FIRST_STATES)
 
-    def split(self, pool: SlotPool, kinds: Kinds, matrix: NDArray[np.int64], micro_batches: int) -> Split | str:
+    def split(
+        self, pool: SlotPool, kinds: Kinds, matrix: NDArray[np.int64], micro_batches: int, *, thorough: bool
+    ) -> Split | str:
         """The blocks of each slot, and the order of the slots if the method chooses it.
 
         Args:
@@ -71,28 +77,35 @@ class PipelinePrices:
             kinds: Of the pipeline's slots.
             matrix: Numbers of the channels between each two slots.
             micro_batches: Of the pipeline.
+            thorough: Whether many orders are searched; only few if not.
 
         Returns:
             A split, or in words why there is none.
         """
         order = None if self.chooses_order else range(len(kinds))
-        return self._split(pool, kinds, matrix, micro_batches, order)
+        return self._split(pool, kinds, matrix, micro_batches, order, MAX_STATES if thorough else FIRST_STATES)
 
     def _split(
-        self, pool: SlotPool, kinds: Kinds, matrix: NDArray[np.int64], micro_batches: int, order: range | None
+        self,
+        pool: SlotPool,
+        kinds: Kinds,
+        matrix: NDArray[np.int64],
+        micro_batches: int,
+        order: range | None,
+        max_states: int,
     ) -> Split | str:
-        key = (pool, kinds, matrix.tobytes(), micro_batches)
+        key = (pool, kinds, matrix.tobytes(), micro_batches, max_states)
         if key not in self._splits:
             channels = [*pool.links.channels, NO_LINK]
             slots = tuple(self.slot(pool, each, len(kinds)) for each in kinds)
             rows = tuple(tuple(channels[number] for number in row) for row in matrix)
             pipeline = Pipeline(slots, rows, micro_batches)
-            found = None
+            known = None
             if self.method == "exact":
-                known = self.split_in_order(pool, kinds, tuple(np.diagonal(matrix, 1).tolist()), micro_batches)
-                found = exact(pipeline, None, known) if isinstance(known, Split) else None
+                in_order = self.split_in_order(pool, kinds, tuple(np.diagonal(matrix, 1).tolist()), micro_batches)
+                known = in_order if isinstance(in_order, Split) else None
             try:
-                self._splits[key] = found or split(pipeline, self.method, order=order)
+                self._splits[key] = split(pipeline, self.method, order=order, known=known, max_states=max_states)
             except ValueError as error:
                 self._splits[key] = str(error)
         return self._splits[key]

@@ -291,18 +291,20 @@ def _distinct(values: _Floats, min_seconds: float, max_seconds: float) -> _Float
     return kept[np.append(kept[1:] > kept[:-1] * (1 + TOLERANCE), True)] if len(kept) else kept
 
 
-def exact(pipeline: Pipeline, order: Sequence[int] | None, known: Split | None = None) -> Split | None:
+def exact(
+    pipeline: Pipeline, order: Sequence[int] | None, known: Split | None = None, max_states: int = MAX_STATES
+) -> Split | None:
     """The split with the smallest ``evaluate(pipeline, split).seconds``; None if none fits in memory.
 
     A split that is ``known`` already, and fits, saves the time to find a first one to compare with.
 
-    If there are too many different slots (``MAX_STATES``), only several good orders are searched. Then the result may
+    If there are too many different slots (``max_states``), only several good orders are searched. Then the result may
     not be the best one, and it may be None although a split in another order fits in memory.
     """
     if order is not None:
         return best_split(pipeline, one_order(pipeline, order))
     try:
-        return best_split(pipeline, all_orders(pipeline, MAX_STATES), known)
+        return best_split(pipeline, all_orders(pipeline, max_states), known)
     except TooManyOrders:
         return _best_of_several_orders(pipeline)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .adapt_search import adapt
-from .exact import exact
+from .exact import MAX_STATES, exact
 from .local_search import simulated
 from .pipeline import Pipeline, Split
 from .rules import autohet, holmes, uniform, uniform_bounds
@@ -18,7 +18,6 @@ METHODS = ("exact", "simulated", "uniform", "holmes", "adapt", "autohet")
 """Names of the methods."""
 
 _SPLITS: dict[str, Callable[[Pipeline, Sequence[int] | None], Split | None]] = {
-    "exact": exact,
     "simulated": simulated,
     "uniform": uniform,
     "holmes": holmes,
@@ -27,11 +26,18 @@ _SPLITS: dict[str, Callable[[Pipeline, Sequence[int] | None], Split | None]] = {
 }
 
 
-def split(pipeline: Pipeline, method: str = "exact", *, order: Sequence[int] | None = None) -> Split:
+def split(
+    pipeline: Pipeline,
+    method: str = "exact",
+    *,
+    order: Sequence[int] | None = None,
+    known: Split | None = None,
+    max_states: int = MAX_STATES,
+) -> Split:
     """Divide the model over the slots.
 
     ``exact`` has the smallest ``evaluate(...).seconds`` of all splits and orders that fit in memory. With very many
-    different slots (more than ``exact.MAX_STATES``) it tries only some good orders. ``adapt`` and ``autohet`` also
+    different slots (more than ``max_states``) it tries only some good orders. ``adapt`` and ``autohet`` also
     respect memory. ``uniform`` and ``holmes`` do not, so check ``evaluate(...).fits``. ``simulated`` improves the
     result of ``exact`` under the event simulation, which helps if there are fewer than four micro-batches per stage.
 
@@ -41,15 +47,18 @@ def split(pipeline: Pipeline, method: str = "exact", *, order: Sequence[int] | N
         order: The slot of each stage, if only the bounds are to be chosen. Without it, ``exact``, ``simulated`` and
             ``adapt`` choose the order, ``autohet`` puts the slowest slots first, and ``uniform`` and ``holmes`` keep
             the order of the slots.
+        known: For ``exact``: a split that fits in memory, which saves the time to find a first one.
+        max_states: For ``exact``: see :data:`.exact.MAX_STATES`.
 
     Raises:
         ValueError: The method is unknown, the order is not a permutation of the slots, there are more stages than
             blocks or no micro-batch, or (``exact``, ``simulated``, ``adapt``, ``autohet``) no split fits in memory.
     """
-    if method not in _SPLITS:
+    if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: valid are {', '.join(METHODS)}")
     _check(pipeline, order)
-    found = _SPLITS[method](pipeline, None if order is None else tuple(order))
+    fixed = None if order is None else tuple(order)
+    found = exact(pipeline, fixed, known, max_states) if method == "exact" else _SPLITS[method](pipeline, fixed)
     if found is None:
         raise ValueError(_memory_message(pipeline, order))
     return found
