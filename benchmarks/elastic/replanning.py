@@ -121,6 +121,7 @@ def main() -> None:
             global_batch_size=GLOBAL_BATCH,
             min_replicas=case.min_replicas,
             layer_sums=True,
+            quick=True,
         )
         start, start_cpu = time.perf_counter(), time.process_time()
         plan = best_plan(planning, case.topology, case.profile)

@@ -128,7 +128,16 @@ def make_plans(
         method: str, unequal: bool = unequal, pools: Sequence[SlotPool] = pools, **options: Any
     ) -> PlanSearch:
         builder = DraftBuilder(topology, method, overlap=overlap, runnable=runnable)
-        return PlanSearch(topology, pools, builder, stages, unequal=unequal, all_devices=all_devices, **options)
+        return PlanSearch(
+            topology,
+            pools,
+            builder,
+            stages,
+            unequal=unequal,
+            all_devices=all_devices,
+            restarts=effort.restarts,
+            **options,
+        )
 
     uniform = search_by("uniform", unequal=False) if compare and method != "uniform" else None
     uniform_drafts = uniform.run(1) if uniform else []

@@ -81,6 +81,7 @@ class PlanSearch:
         all_devices: bool = False,
         below: float = np.inf,
         all_formations: bool = False,
+        restarts: bool = True,
     ) -> None:
         """What is searched.
 
@@ -94,6 +95,7 @@ class PlanSearch:
             below: Plans that certainly take this many seconds or longer are not looked for.
             all_formations: Whether the pools are all ways to divide the devices into slots. If all of these are of few
                 slots, nothing else is tried than all their plans.
+            restarts: Whether exchanges of slots are repeated from random other slots.
         """
         self.topology = topology
         self.pools = pools
@@ -103,6 +105,7 @@ class PlanSearch:
         self.unequal = unequal
         self.all_devices = all_devices
         self.all_formations = all_formations
+        self.restarts = restarts
         self.bounds = [PipelineBounds.of_pool(pool) for pool in pools]
         self.rows = EqualRows(pools, self.bounds, stages, runnable=self.runnable)
         self._sums = [self._min_sums(pool) for pool in pools]
@@ -367,6 +370,8 @@ class PlanSearch:
             if worth[shape] < self.best_seconds:
                 best[shape] = exchanges[shape[0]].improved(best[shape], most)
                 self._add(("exchanged", *shape), best[shape])
+        if not self.restarts:
+            return
         by_time.sort(key=lambda shape: best[shape].seconds)
         for shape in by_time[: number(RESTARTED, MAX_RESTARTED, effort**2)]:
             if worth[shape] < self.best_seconds:

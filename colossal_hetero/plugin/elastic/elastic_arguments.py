@@ -86,7 +86,7 @@ def elastic_planning(
     planning: PlanConfig = arguments["planning"]
     there = surviving_topology(cluster, nodes)
     profile = known.with_kinds({device.kind.name for device in there.devices})
-    return dataclasses.replace(planning, cluster=there, profile=profile, layer_sums=True)
+    return dataclasses.replace(planning, cluster=there, profile=profile, layer_sums=True, quick=True)
 
 
 def seated(plan: Plan, topology: Topology, profile: ModelProfile, held: Sequence[HeldLayers | None]) -> Plan:

@@ -161,6 +161,7 @@ def best_plan(
     Raises:
         NoPlanError: there is no plan; the message says why.
     """
+    from ...planner.bounds.gap_goal import Effort
     from ...planner.search.make_plans import make_plans
 
     assert planning.global_batch_size is not None
@@ -176,6 +177,7 @@ def best_plan(
         method=planning.method,
         unequal=unequal and planning.unequal,
         all_devices=True,
+        effort=Effort(restarts=not planning.quick),
         keep=1 if planning.min_replicas == 1 else SEARCHED,
     )
     enough = (each.plan for each in ranked if len(each.plan.replicas) >= planning.min_replicas)
