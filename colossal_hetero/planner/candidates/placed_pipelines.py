@@ -48,10 +48,13 @@ class PlacedPipelines:
                 on_node.setdefault(node, []).append(kind)
         types = {node: (int(pool.links.node_kind[node]), tuple(kinds)) for node, kinds in on_node.items()}
         numbers = {each: number for number, each in enumerate(dict.fromkeys(types.values()))}
-        self._look_of: dict[Place, tuple[tuple[int, int, int], ...]] = {}
-        """By slot, for each of its groups: kind, node, and a number that nodes have in common that are alike."""
+        self._look_of: dict[Place, tuple[tuple[int, int], ...]] = {}
+        """By slot, for each of its groups: its node, and a number of its kind and of the nodes that are like this one.
+        To the number that of a node can be added."""
+        most = len(on_node)
         for (kind, slot), nodes in nodes_of.items():
-            self._look_of[kind, slot] = tuple((kind, node, numbers[types[node]]) for node in nodes)
+            looks = ((node, (kind * len(numbers) + numbers[types[node]]) * most) for node in nodes)
+            self._look_of[kind, slot] = tuple(looks)
 
     def look(self, rows: Rows) -> object:
         """A key that is equal only for pipelines that differ by slots of a kind in a node, or by nodes that are alike.
@@ -59,10 +62,10 @@ class PlacedPipelines:
         Nodes are numbered as they come up, so pipelines that are alike can have different keys.
         """
         numbers: dict[int, int] = {}
-        named = []
-        for row in rows:
-            looks = [look for place in row for look in self._look_of[place]]
-            named.append(tuple((kind, numbers.setdefault(node, len(numbers)), alike) for kind, node, alike in looks))
+        number, look_of = numbers.setdefault, self._look_of
+        named = [
+            tuple([look + number(node, len(numbers)) for place in row for node, look in look_of[place]]) for row in rows
+        ]
         return tuple(sorted(named))
 
     def best(self, rows: Rows, below: float) -> Draft | None:

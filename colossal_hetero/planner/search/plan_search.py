@@ -399,7 +399,8 @@ class PlanSearch:
         for number, draft in enumerate(list(best.values())[:MAX_MOVED]):
             if not self._near(draft, NEAR_MOVED):
                 continue
-            moves = UnequalMoves(self.builder, draft.pool, self.bounds[self.pools.index(draft.pool)])
+            place = self.pools.index(draft.pool)
+            moves = UnequalMoves(self.builder, draft.pool, self.bounds[place], self._sums[place])
             self._add(("moved", number), moves.improved(draft, most, allowed, self.all_devices))
 
     def _types_of_slots(self) -> int:

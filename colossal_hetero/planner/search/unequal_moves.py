@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from ..bounds.pipeline_bounds import PipelineBounds
 from ..candidates.draft import Draft, DraftBuilder, Where
 from ..candidates.placed_pipelines import PlacedPipelines, Rows
+from ..plans.ranked_plan import ranking_seconds
 from ..slots.placement import Place, SlotPool
 
 __all__ = ["UnequalMoves"]
 
 LEAST_GAIN = 1e-9
 """Share of the time by which a change must be faster, so that rounding is not taken for a gain."""
+ROUNDING = 1e-9
 
 
 class UnequalMoves:
     """The slots of one pool, and what is better for its pipelines."""
 
-    def __init__(self, builder: DraftBuilder, pool: SlotPool, bounds: PipelineBounds) -> None:
+    def __init__(
+        self, builder: DraftBuilder, pool: SlotPool, bounds: PipelineBounds, sums: Callable[[int], float]
+    ) -> None:
+        """What is moved.
+
+        Args:
+            builder: Builds the candidates.
+            pool: The slots there are.
+            bounds: Lower bounds on the times of pipelines of the pool.
+            sums: Seconds in which so many pipelines sum their gradients at least.
+        """
         self.builder = builder
         self.pool = pool
         self._placed = PlacedPipelines(builder, pool)
-        self._work = bounds.work_seconds
+        self._bounds, self._sums = bounds, sums
+        self._power: list[float] = (1.0 / bounds.work_seconds).tolist()
         self._blocks = bounds.blocks
         places = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
         self._where = {place: builder.where(pool, place) for place in places}
+        self._type = {place: (place[0], where) for place, where in self._where.items()}
+        """Kind and node: slots of one type are interchangeable."""
+        self._options: dict[tuple[int, ...], list[tuple[float, float]]] = {}
 
     def improved(self, draft: Draft, most: int, stages: frozenset[int] | None, all_slots: bool) -> Draft:
         """``draft``, or a faster one with other slots.
@@ -42,8 +61,9 @@ class UnequalMoves:
         found = True
         while found and left > 0:
             found = False
+            fastest = best.ranking_seconds
             for rows in self._neighbors(best):
-                if not self._allowed(rows, stages, all_slots) or self._min_seconds(rows) >= best.ranking_seconds:
+                if not self._allowed(rows, stages, all_slots) or self._min_seconds(rows) >= fastest:
                     continue
                 rows = tuple(sorted(tuple(sorted(row)) for row in rows))
                 look = self._placed.look(rows)
@@ -51,9 +71,10 @@ class UnequalMoves:
                     continue
                 seen.add(look)
                 left -= 1
-                changed = self.builder.build_placed(self.pool, rows)
-                if isinstance(changed, Draft) and changed.ranking_seconds < best.ranking_seconds * (1 - LEAST_GAIN):
-                    best, found = changed, True
+                if self._may_take_less(rows, fastest):
+                    changed = self.builder.build_placed(self.pool, rows)
+                    if isinstance(changed, Draft) and changed.ranking_seconds < fastest * (1 - LEAST_GAIN):
+                        best, found = changed, True
                 if found or left <= 0:
                     break
         return best
@@ -68,8 +89,39 @@ class UnequalMoves:
 
     def _min_seconds(self, rows: Rows) -> float:
         """A lower bound, reached if all pipelines end at the same moment."""
-        power = sum(1 / float(self._work[kind]) for row in rows for kind, _ in row)
-        return self.pool.total_micro_batches / power
+        power = self._power
+        return self.pool.total_micro_batches / sum([power[kind] for row in rows for kind, _ in row])
+
+    def _may_take_less(self, rows: Rows, ranking: float) -> bool:
+        """Whether pipelines of these slots may be ranked before plans with so many :attr:`.Draft.ranking_seconds`."""
+        may_be_equal = len(set(map(len, rows))) == 1
+        seconds = ranking / ranking_seconds(1.0, equal=may_be_equal) - self._sums(len(rows))
+        run = 0
+        for kinds, pipelines in Counter(tuple(sorted([kind for kind, _ in row])) for row in rows).items():
+            most = max(
+                (int((seconds - first) / further * (1 + ROUNDING) + ROUNDING) + 1 if first <= seconds else 0)
+                for first, further in self._options_of(kinds)
+            )
+            if not most:
+                return False
+            run += pipelines * most
+        return run >= self.pool.total_micro_batches
+
+    def _options_of(self, kinds: tuple[int, ...]) -> Sequence[tuple[float, float]]:
+        """:meth:`.PipelineBounds.options` of a pipeline of slots of these kinds.
+
+        Those of pipelines that differ by one slot are looked up next, and many take hardly longer than one.
+        """
+        if kinds not in self._options:
+            number = len(self.pool.kinds)
+            counts, unit = np.bincount(kinds, minlength=number), np.eye(number + 1, number, dtype=np.int64)
+            near = (counts + unit[:, None] - unit[None, :]).reshape(-1, number)
+            near = near[(near >= 0).all(axis=1) & (near.sum(axis=1) >= 1) & (near.sum(axis=1) <= self._blocks)]
+            first, further = self._bounds.options(near)
+            for row, each in enumerate(near.tolist()):
+                named = tuple(itertools.chain.from_iterable([kind] * count for kind, count in enumerate(each)))
+                self._options[named] = list(zip(first[:, row].tolist(), further[:, row].tolist(), strict=True))
+        return self._options[kinds]
 
     def _neighbors(self, draft: Draft) -> Iterator[Rows]:
         """The slots after each change: a slot is moved, exchanged, left out or taken in; a pipeline is cut or joined.
@@ -81,10 +133,10 @@ class UnequalMoves:
         used = {place for row in rows for place in row}
         free: dict[object, Place] = {}
         for place in sorted(self._where.keys() - used):
-            free.setdefault(self._type(place), place)
+            free.setdefault(self._type[place], place)
         for source, row in enumerate(rows):
             others = [*rows[:source], *rows[source + 1 :]]
-            for moved in {self._type(place): place for place in row}.values():
+            for moved in {self._type[place]: place for place in row}.values():
                 rest = tuple(place for place in row if place != moved)
                 left = [rest] if rest else []
                 yield (*others, *left)
@@ -99,7 +151,7 @@ class UnequalMoves:
         in_use = [place for row in rows for place in row]
         pairs = itertools.chain(itertools.combinations(in_use, 2), itertools.product(in_use, free.values()))
         for one, other in pairs:
-            if self._type(one) != self._type(other):
+            if self._type[one] != self._type[other]:
                 swap = {one: other, other: one}
                 yield tuple(tuple(swap.get(place, place) for place in row) for row in rows)
         for first, second in itertools.combinations(range(len(rows)), 2):
@@ -108,7 +160,3 @@ class UnequalMoves:
         for at, row in enumerate(rows):
             if len(row) > 2:
                 yield (*rows[:at], *rows[at + 1 :], row[::2], row[1::2])
-
-    def _type(self, place: Place) -> tuple[int, Where]:
-        """Kind and node: slots of one type are interchangeable."""
-        return place[0], self._where[place]
