@@ -11,6 +11,14 @@ which pipelines can run all micro-batches, P (see [Note: a bound on the micro-ba
   blocks. S is at least that of j blocks.
 - With one pipeline S is 0.
 
+In the second case, let a pipeline lie in one node. At least B − j of its B blocks are summed inside this node. So all D
+pipelines have these blocks there, each in at most L = s − D + 1 slots, where s is the number of slots of the node. One
+of its stages has at least (B − j) / L of them, and one of the pipelines runs at least K / D micro-batches, which gives
+a bound on P. Where this is enough, only plans are left in which every pipeline leaves each node that sums a block. So
+messages from there share its NICs with those of all pipelines (see [Note: pipelines that leave a node]). If L = 1, all
+stages in these nodes send such messages; if L = 2, all but the first and the last one of a pipeline. And a pipeline
+enters all of these nodes but the first one over such a link.
+
 P falls and S grows with D and with j. So of ranges of D and j, S at the beginning and P at the end give a bound. Ranges
 are halved, those with the lowest bound first, until no bound is below what was asked for.
 """
@@ -93,7 +101,7 @@ class _Pool:
 
     def improved(self, part: _Range, below: float) -> _Range:
         """The range with a better bound by linear programming, which need not be the best if it is not below."""
-        low, prices = self._types_of(part).least_seconds(
+        low, prices = self._types_of(part, below).least_seconds(
             self.available,
             part.pipelines[1],
             part.passes,
@@ -148,12 +156,13 @@ class _Pool:
         """Whether the sets Q are told apart."""
         return self.gradients.one_kind_per_node and len(self.available) <= MAX_KINDS_INSIDE
 
-    def _types_of(self, part: _Range) -> PipelineTypes:
-        """The types of pipelines that plans of the range can have."""
+    def _types_of(self, part: _Range, below: float) -> PipelineTypes:
+        """The types of pipelines that plans of the range can have, if they take less than so many seconds."""
         kinds = len(self.available)
         free, needed = np.full(kinds, self.bounds.blocks), np.zeros(kinds, dtype=np.int64)
         (pipelines, _), (_, crossing) = part.pipelines, part.blocks
-        together = self.bounds.blocks
+        together, message = self.bounds.blocks, 0.0
+        delays, undelayed = np.zeros(kinds), 0
         if part.inside is not None and part.pipelines[1] > 1:
             outside = [kind for kind in range(kinds) if kind not in part.inside]
             free[outside] = 0
@@ -165,18 +174,29 @@ class _Pool:
                 # In a node where all have a slot, this many are left for one of them.
                 left = self.gradients.most_in_a_node - pipelines + 1
                 free[inside] = (self.gradients.nodes_with(pipelines) * left)[inside]
-        key = free.tobytes(), crossing, together, needed.tobytes()
+                if self._in_one_node(part) + self.sums(part) >= below:
+                    crowded = self.gradients.crowded_message_seconds(self._message, pipelines)
+                    message = float(crowded[inside].min())
+                    longer = [kind for kind in inside if left[kind] <= 2]
+                    delays[longer] = np.maximum(crowded[longer] - self.bounds.transfer_seconds, 0.0)
+                    undelayed = 2 if (left[longer] == 2).any() else 0
+        key = free.tobytes(), delays.tobytes(), crossing, together, needed.tobytes(), message
         if key not in self._types:
             counts = self._compositions
-            counts = counts[(counts >= needed).all(axis=1)]
-            limits = BlockLimits(free, crossing, self.gradients.nodes_with(1), together)
+            counts = counts[(counts >= needed).all(axis=1) & (counts.sum(axis=1) > (message > 0))]
+            limits = BlockLimits(
+                free, tuple(delays.tolist()), undelayed, crossing, self.gradients.nodes_with(1), together
+            )
             first, further = self.bounds.options(counts, limits)
-            stages, nodes = counts.sum(axis=1), self._nodes(counts)
-            more = self.gradients.message_seconds(self._message) - self.bounds.transfer_seconds
-            if more > 0:
-                first = np.where(nodes > 1, first + 2 * np.maximum(nodes - 1, 0) * min(more, NO_LINK), first)
+            stages, nodes = counts.sum(axis=1), np.maximum(self._nodes(counts), 1 + (message > 0))
+            usual = min(max(self.gradients.message_seconds(self._message) - self.bounds.transfer_seconds, 0.0), NO_LINK)
+            entered = max(len(part.inside or ()) - 1, 1) if message > 0 else 0
+            more = usual * np.maximum(nodes - 1 - entered, 0)
+            more += entered * max(message - self.bounds.transfer_seconds, usual)
+            first = first + 2 * more
+            if not delays.any():
                 # In a pipeline with one stage in each node, also the longest stage sends to another node.
-                further = np.where((nodes == stages) & (stages > 1), further + min(more, NO_LINK), further)
+                further = np.where((nodes == stages) & (stages > 1), further + usual, further)
             self._types[key] = PipelineTypes(
                 counts,
                 first,
@@ -185,6 +205,15 @@ class _Pool:
                 self.total,
             )
         return self._types[key]
+
+    def _in_one_node(self, part: _Range) -> float:
+        """Seconds of the passes at least if one of the pipelines lies in one node and a node sums a block."""
+        pipelines, blocks = part.pipelines[0], self.bounds.blocks - part.blocks[1]
+        if blocks < 1:
+            return 0.0
+        left = self.gradients.most_in_a_node - pipelines + 1
+        longest = min(self.bounds.min_seconds(kind, -(-blocks // int(left[kind]))) for kind in part.inside or ())
+        return -(-self.total // pipelines) * longest * (1 - ROUNDING)
 
     @cached_property
     def _compositions(self) -> NDArray[np.int64]:

@@ -24,7 +24,9 @@ __all__ = ["BlockLimits", "PipelineBounds", "smallest_message"]
 # takes longer. It is at most what fits in memory beside the activations of one micro-batch, and what is allowed.
 # A stage has at least the smallest f. And cap is the same for all m between two sums of blocks, so for the first of
 # these sums the largest f of cap blocks limits the share of a stage.
-# A stage of several also sends over a cut, and the schedule takes time on each side of it.
+# A stage of several also sends over a cut, and the schedule takes time on each side of it. So its blocks take at most m
+# less the shortest such time. If stages that are *free* (see BlockLimits) send longer by δ, each holds at most cap[t, m
+# − δ] blocks, or as many as a limited one. The first and the last stage may not send so long; they hold cap[t, m].
 
 
 WHOLE_LEVELS = 3
@@ -37,12 +39,30 @@ class BlockLimits:
 
     free: NDArray[np.int64]
     """By kind, how many stages are free at most."""
+    delays: tuple[float, ...]
+    """By kind, so many seconds longer than the shortest transfer a free stage sends, one way."""
+    undelayed: int
+    """So many free stages may send no longer than others."""
     in_a_node: int
     """Of the limited stages in one node together."""
     nodes: NDArray[np.int64]
     """By kind, how many there are."""
     together: int
     """Of all limited stages."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Levels:
+    """The times of a longest stage, less its transfer, at which stages can hold more blocks."""
+
+    seconds: NDArray[np.float64]
+    """Ascending, ``[levels]``."""
+    shares: NDArray[np.float64]
+    """Of the work, that a stage does at most if the longest one is shorter than the next level, ``[levels, kinds]``."""
+    tables: list[NDArray[np.int64]]
+    """Blocks of any stage, of one with the first block, and of one with the last block, ``[levels, kinds]`` each."""
+    delayed: list[NDArray[np.int64]]
+    """The same for stages that send longer."""
 
 
 @dataclass(eq=False)
@@ -73,20 +93,32 @@ class PipelineBounds:
         ends = np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)], axis=1)
         windows = [_min_sums(row) for row in ends]
         heads, tails = ends[:, 1:], np.cumsum(seconds[:, ::-1], axis=1)
-        self._levels = np.unique(np.concatenate([np.ravel(windows), np.ravel(heads), np.ravel(tails)]))
-        grid = self._levels * (1 + 1e-12)
-        self._tables = tuple(
-            np.stack([np.searchsorted(row, grid, side="right") for row in table], axis=1)
-            for table in (windows, heads, tails)
-        )
+        self._sums = (windows, list(heads), list(tails))
+        self._ends = np.unique(np.concatenate([np.ravel(windows), np.ravel(heads), np.ravel(tails)]))
         self._min_share = float(shares.min())
         # The largest shares of 0, 1, 2, … neighboring blocks.
-        largest = np.concatenate([[0.0], -_min_sums(np.concatenate([[0.0], -np.cumsum(shares)]))])
-        # A longest stage that has these capacities is shorter than the next level.
-        longest = np.append(grid[1:], np.inf)
-        self._level_shares = np.minimum(largest[self._tables[0]], longest[:, None] / self._work)
+        self._largest = np.concatenate([[0.0], -_min_sums(np.concatenate([[0.0], -np.cumsum(shares)]))])
+        self._of_delays: dict[tuple[float, ...], _Levels] = {}
         self._memory = np.array([self._blocks_in_memory(kind) for kind in self.kinds])
         self._whole = np.array([self._holds_the_model(kind) for kind in self.kinds])
+
+    def _levels(self, delays: tuple[float, ...]) -> _Levels:
+        """The times at which stages can hold more blocks; ``delays`` as in :class:`BlockLimits`."""
+        if delays not in self._of_delays:
+            ends = np.unique(np.concatenate([self._ends + delay for delay in {0.0, *delays}]))
+            grid = ends * (1 + 1e-12)
+            tables, delayed = (
+                [np.stack([np.searchsorted(row, grid - by, side="right") for row, by in rows], axis=1) for rows in each]
+                for each in (
+                    [[(row, 0.0) for row in table] for table in self._sums],
+                    [list(zip(table, delays, strict=True)) for table in self._sums],
+                )
+            )
+            # A longest stage that has these capacities is shorter than the next level.
+            longest = np.append(grid[1:], np.inf)
+            shares = np.minimum(self._largest[tables[0]], longest[:, None] / self._work)
+            self._of_delays[delays] = _Levels(ends, shares, tables, delayed)
+        return self._of_delays[delays]
 
     def _blocks_in_memory(self, kind: SlotKind) -> NDArray[np.int64]:
         """How many blocks fit at most into the last n stages together, ``[1 + blocks]`` for n = 0, 1, …
@@ -128,6 +160,10 @@ class PipelineBounds:
     def hold_the_model(self) -> NDArray[np.bool_]:
         """By kind: whether a pipeline of one stage fits."""
         return self._whole
+
+    def min_seconds(self, kind: int, blocks: int) -> float:
+        """Of a stage of so many blocks, at least one, in a slot of this kind; without transfers."""
+        return float(self._sums[0][kind][blocks - 1])
 
     def fits(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which compositions may hold the model, ``[rows]``: ``counts [rows, kinds]``, ``micro_batches [rows]``.
@@ -171,15 +207,17 @@ class PipelineBounds:
             counts: Slots by kind, ``[rows, kinds]``, at least one and at most as many as blocks in each row.
             limits: How many blocks stages may hold, beside memory.
         """
-        level = self._min_level(counts, limits or self._no_limits)
-        last = len(self._levels) - 1
+        limits = limits or self._no_limits
+        levels = self._levels(limits.delays)
+        level = self._min_level(counts, limits, levels)
+        last = len(levels.seconds) - 1
         power = counts / self._work
         balanced = 1.0 / power.sum(axis=1)
         steps, sums = [], []
         for further in range(WHOLE_LEVELS):
-            steps.append(np.maximum(self._levels[np.minimum(level + further, last)], balanced))
-            sums.append(self._min_sum(counts, self._level_shares[np.minimum(level + further, last)]))
-        longest = np.maximum(self._levels[np.minimum(level + WHOLE_LEVELS, last)], balanced)
+            steps.append(np.maximum(levels.seconds[np.minimum(level + further, last)], balanced))
+            sums.append(self._min_sum(counts, levels.shares[np.minimum(level + further, last)]))
+        longest = np.maximum(levels.seconds[np.minimum(level + WHOLE_LEVELS, last)], balanced)
         for step in self._turns(counts, longest):
             steps.append(step)
             sums.append(self._min_sum(counts, step[:, None] / self._work))
@@ -219,23 +257,38 @@ class PipelineBounds:
     @property
     def _no_limits(self) -> BlockLimits:
         every = np.full(len(self.kinds), self.blocks)
-        return BlockLimits(every, 0, every, self.blocks)
+        return BlockLimits(every, (0.0,) * len(self.kinds), 0, 0, every, self.blocks)
 
-    def _min_level(self, counts: NDArray[np.int64], limits: BlockLimits) -> NDArray[np.int64]:
-        """By row, the index in ``_levels`` of the shortest longest stage with which the stages hold all blocks.
+    def _min_level(self, counts: NDArray[np.int64], limits: BlockLimits, levels: _Levels) -> NDArray[np.int64]:
+        """By row, the index in ``levels`` of the shortest longest stage with which the stages hold all blocks.
 
         Each stage holds at least one. If they cannot, it is the number of levels.
 
         Args:
             counts: Slots by kind, ``[rows, kinds]``.
             limits: How many blocks stages may hold.
+            levels: Those of the delays of free stages.
         """
         kinds = len(self.kinds)
         free = np.minimum(counts, limits.free)
         counts = np.concatenate([free, counts - free], axis=1)
         each = np.minimum(np.tile(self.blocks_per_stage, 2), [*[self.blocks] * kinds, *[limits.in_a_node] * kinds])
         of_kind = limits.in_a_node * limits.nodes
-        capacities, heads, tails = (np.minimum(np.tile(table, 2), each) for table in self._tables)
+        tables = [np.minimum(np.tile(table, 2), each) for table in levels.tables]
+        more = np.zeros(len(levels.seconds), dtype=np.int64)
+        capacities, heads, tails = tables
+        headless, tailless = capacities - heads, capacities - tails
+        if any(limits.delays):
+            late = [
+                np.maximum(np.minimum(table, each[:kinds]), any_stage[:, kinds:])
+                for table, any_stage in zip(levels.delayed, tables, strict=True)
+            ]
+            if limits.undelayed:
+                more = limits.undelayed * (capacities[:, :kinds] - late[0]).max(axis=1)
+            else:
+                headless = np.concatenate([late[0] - late[1], headless[:, kinds:]], axis=1)
+                tailless = np.concatenate([late[0] - late[2], tailless[:, kinds:]], axis=1)
+            capacities = np.concatenate([late[0], capacities[:, kinds:]], axis=1)
         absent = np.where(counts > 0, 0, self.blocks)
 
         def held(capacity: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -244,14 +297,16 @@ class PipelineBounds:
             limited = np.minimum(by_kind[:, kinds:], of_kind).sum(axis=1)
             return np.asarray(by_kind[:, :kinds].sum(axis=1) + np.minimum(limited, limits.together))
 
-        low, high = np.full(len(counts), -1), np.full(len(counts), len(self._levels))
+        low, high = np.full(len(counts), -1), np.full(len(counts), len(levels.seconds))
         while (open_ := high - low > 1).any():
             middle = (low + high) // 2
             capacity = capacities[middle]
-            total = (counts * capacity).sum(axis=1)
-            tail = total - (capacity - tails[middle] + absent).min(axis=1)
-            head = total - (capacity - heads[middle] + absent).min(axis=1)
-            enough = np.minimum(np.minimum(head, tail), held(capacity)) >= self.blocks
+            total = np.minimum(
+                (counts * capacity).sum(axis=1)
+                - np.maximum((tailless[middle] + absent).min(axis=1), (headless[middle] + absent).min(axis=1)),
+                held(capacity),
+            )
+            enough = total + more[middle] >= self.blocks
             enough &= (capacity + absent).min(axis=1) >= 1
             high = np.where(open_ & enough, middle, high)
             low = np.where(open_ & ~enough, middle, low)
