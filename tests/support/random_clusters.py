@@ -14,7 +14,7 @@ from tests.support.layer_profiles import layer_times, small_sizes
 
 __all__ = [
     *("CHANGES", "Problem", "improved", "large_problem", "like_nodes_problem", "random_model", "small_problem"),
-    "whole_space_problem",
+    *("two_nodes_problem", "whole_space_problem"),
 ]
 
 KINDS = ("A", "B", "C")
@@ -91,6 +91,27 @@ def like_nodes_problem(seed: int) -> Problem:
         for node in range(number)
     )
     return Problem(Topology(devices, nodes, ("here",)), profile, int(random.choice([8, 12, 16])))
+
+
+def two_nodes_problem(seed: int) -> Problem:
+    """Two nodes of two like devices each, large gradients, and blocks of which some send much and others little.
+
+    Mostly no device holds the whole model, so pipelines leave their nodes together.
+    """
+    random = np.random.default_rng([5, seed])
+    profile = random_model(random, max_blocks=3)
+    outputs = random.choice([1e8, 5e8, 1e9], len(profile.sizes[0].output_bytes)).tolist()
+    sizes = tuple(each.model_copy(update={"output_bytes": tuple(outputs)}) for each in profile.sizes)
+    profile = profile.model_copy(update={"sizes": sizes, "gradient_factor": 6 * float(random.choice([1e8, 1e9]))})
+    inside, rates = Channel("NVLink", 3e11, 1e-5), random.choice([1e9, 1e10, 5e10], 2).tolist()
+    kinds = [DeviceKind(name, int(random.choice([60, 32, 24, 16])), 1e12) for name in KINDS]
+    chosen = sorted(random.integers(0, 3, 2).tolist())
+    devices = tuple(Device(kinds[kind], node, 0) for node, kind in enumerate(chosen) for _ in range(2))
+    nodes = tuple(
+        Node(f"n{node}", 0, (2 * node, 2 * node + 1), inside, (Channel("RoCE", rate, 2e-5),))
+        for node, rate in enumerate(rates)
+    )
+    return Problem(Topology(devices, nodes, ("here",)), profile, int(random.choice([4, 8, 12])))
 
 
 def random_model(

@@ -17,8 +17,9 @@ its 2 (D − 1) steps sends b / D. The rings of a slot run one after the other, 
 - Rings that stay inside a node take at least 0 seconds.
 
 [Note: pipelines that leave a node] Let all D pipelines have a slot in a node and another one in another node. Then each
-has a slot in the node that sends to another node. In the planner's model (``cluster/shared_hops.py``) w messages of each
-of these slots share the NICs of the network that they use. So if there is one network, w·D messages share its bandwidth.
+has a slot in the node that sends to another node. In the planner's model (``cluster/shared_hops.py``) w messages of
+each of these slots share the NICs of the network that they use. So if there is one network, w·D messages share its
+bandwidth.
 """
 
 from __future__ import annotations
@@ -99,9 +100,8 @@ class GradientBounds:
         return self._latency + message_bytes / self._slot_rate if self._slot_rate > 0 else np.inf
 
     def crowded_message_seconds(self, message_bytes: float, pipelines: int) -> NDArray[np.float64]:
-        """By kind, seconds of a message to another node from a node that so many pipelines leave.
-
-        See [Note: pipelines that leave a node]; 0 where that is not known.
+        """By kind, seconds of a message to another node from a node with so many slots of it, which so many pipelines
+        leave; 0 where that is not known. See [Note: pipelines that leave a node].
         """
         links, nodes = self._pool.links, self._topology.nodes
         seconds = np.full(len(self._pool.kinds), np.inf)

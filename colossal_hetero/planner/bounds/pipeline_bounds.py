@@ -277,6 +277,7 @@ class PipelineBounds:
         tables = [np.minimum(np.tile(table, 2), each) for table in levels.tables]
         more = np.zeros(len(levels.seconds), dtype=np.int64)
         capacities, heads, tails = tables
+        some = capacities
         headless, tailless = capacities - heads, capacities - tails
         if any(limits.delays):
             late = [
@@ -286,6 +287,7 @@ class PipelineBounds:
             if limits.undelayed:
                 more = limits.undelayed * (capacities[:, :kinds] - late[0]).max(axis=1)
             else:
+                some = np.concatenate([late[0], capacities[:, kinds:]], axis=1)
                 headless = np.concatenate([late[0] - late[1], headless[:, kinds:]], axis=1)
                 tailless = np.concatenate([late[0] - late[2], tailless[:, kinds:]], axis=1)
             capacities = np.concatenate([late[0], capacities[:, kinds:]], axis=1)
@@ -307,7 +309,7 @@ class PipelineBounds:
                 held(capacity),
             )
             enough = total + more[middle] >= self.blocks
-            enough &= (capacity + absent).min(axis=1) >= 1
+            enough &= (some[middle] + absent).min(axis=1) >= 1
             high = np.where(open_ & enough, middle, high)
             low = np.where(open_ & ~enough, middle, low)
         return high

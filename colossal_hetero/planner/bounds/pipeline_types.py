@@ -66,16 +66,16 @@ class PipelineTypes:
             precision: Relative; the bound may be lower than the best one by about this share.
         """
         problem = _Packing(self, available, pipelines)
-        prices, tried = first, high
+        prices, tried, step = first, high, precision
         low = problem.impossible_until(prices, low, high, precision)
         while low < high and high > low * (1 + precision):
-            found = problem.prices(tried, prices)
-            if found is None:
+            is_possible, prices = problem.prices(tried, prices)
+            if is_possible:
                 high = tried
-            else:
-                prices = found
-                low = problem.impossible_until(prices, tried, high, precision)
-            tried = (low + high) / 2
+            # The prices of a time prove nearly as much as possible also for times a little below it.
+            low = problem.impossible_until(prices, low, high, precision)
+            tried = min((low + high) / 2, low * (1 + step))
+            step *= 2
         return low, prices
 
 
@@ -110,32 +110,32 @@ class _Packing:
                 high = middle
         return low
 
-    def prices(self, seconds: float, first: Floats) -> Floats | None:
-        """Prices that prove that it is impossible in this time; None if it is possible, or none were found.
+    def prices(self, seconds: float, first: Floats) -> tuple[bool, Floats]:
+        """Whether it may be possible in this time, and prices; if not, they prove it.
 
         Args:
             seconds: for all micro-batches.
             first: Prices that decide which types the linear program starts with.
         """
         worth, counts = self._types.micro_batches(seconds), self._types.counts
-        chosen = self._promising(worth, first)
+        chosen, prices = self._promising(worth, first), np.zeros_like(first)
         if not len(chosen):
-            return np.zeros_like(first)
+            return False, prices
         for _ in range(MAX_PROGRAMS):
             rows = np.vstack([counts[chosen].T, np.ones(len(chosen))])
             found = linprog(-worth[chosen], A_ub=rows, b_ub=self._limits, method="highs")
-            if found.status != 0 or -found.fun >= self._needed:
-                return None
+            if found.status != 0:
+                break
             *slots, each = (-found.ineqlin.marginals).tolist()
-            prices: Floats = np.maximum(slots, 0.0)
+            prices = np.maximum(slots, 0.0)
             if self._too_few(prices, worth):
-                return prices
+                return False, prices
             gain = worth - counts @ prices - each
             better = np.flatnonzero(gain > ROUNDING * max(worth.max(), 1.0))
-            if not len(better):
-                return None
+            if not len(better) or -found.fun >= self._needed:
+                break
             chosen = np.union1d(chosen, better[_largest(gain[better], MORE_TYPES)])
-        return None
+        return True, prices
 
     def _promising(self, worth: Floats, prices: Floats) -> NDArray[np.int64]:
         """Types that gain much by these prices, absolutely or relatively."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ..bounds.pipeline_bounds import PipelineBounds
-from ..candidates.draft import Draft, DraftBuilder, Where
+from ..candidates.draft import Draft, DraftBuilder
 from ..candidates.placed_pipelines import PlacedPipelines, Rows
 from ..plans.ranked_plan import ranking_seconds
 from ..slots.placement import Place, SlotPool

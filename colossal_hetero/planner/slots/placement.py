@@ -61,8 +61,6 @@ class NodeLinks:
             except ValueError:
                 continue
             self._number[a, b, 0] = self._number[b, a, 0] = self.number(channel)
-        self.min_seconds = min(self._seconds)
-        """Seconds of a message over the fastest channel."""
         kinds_of_channel = sorted({channel.kind for channel in self.channels})
         self._kind_of = np.array([kinds_of_channel.index(channel.kind) for channel in self.channels])
         self._rate = np.array([channel.bytes_per_second for channel in self.channels])

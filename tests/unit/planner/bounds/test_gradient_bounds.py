@@ -86,6 +86,37 @@ def test_no_plan_sums_faster(make: Callable[[int], Problem]) -> None:
     assert some > 10 and every > 50
 
 
+def test_no_message_leaves_a_crowded_node_faster() -> None:
+    """Random pipelines that all have a slot in a node, and another one in another node."""
+    compared, slower, sent = 0, 0, 1e8
+    for seed in range(PROBLEMS):
+        problem = like_nodes_problem(seed)
+        topology, pools, *_ = slots_to_try(problem.topology, problem.profile, problem.global_batch, None, None)
+        builder, random = DraftBuilder(topology, "exact"), np.random.default_rng(seed)
+        for pool in pools[::2]:
+            lower = GradientBounds(topology, pool)
+            for _ in range(PLANS):
+                made = random_plan(random, pool, problem.profile.blocks)
+                if made is None:
+                    continue
+                nodes = [[topology.devices[pool.kinds[k].slots[slot][0]].node for k, slot in row] for row in made[0]]
+                kind_on = {
+                    node: k
+                    for row, each in zip(made[0], nodes, strict=True)
+                    for (k, _), node in zip(row, each, strict=True)
+                }
+                left = set.intersection(*map(set, nodes)) if min(len(set(each)) for each in nodes) > 1 else set()
+                crowded = lower.crowded_message_seconds(sent, len(nodes))
+                alone = lower.crowded_message_seconds(sent, 1)
+                for where, hops in zip(nodes, builder.hops(pool, nodes), strict=True):
+                    for ends, hop in zip(itertools.pairwise(where), hops, strict=True):
+                        for node in left & set(ends) if ends[0] != ends[1] else ():
+                            assert crowded[kind_on[node]] <= pool.links.channels[hop].seconds(sent) * (1 + 1e-9)
+                            slower += bool(crowded[kind_on[node]] > 1.01 * alone[kind_on[node]])
+                            compared += 1
+    assert compared > 50 and slower > 20
+
+
 def test_bounds_are_reached() -> None:
     """Two nodes with two slots each: each pair of slots in a node holds the same half of the model."""
     problem = like_nodes_problem(0)

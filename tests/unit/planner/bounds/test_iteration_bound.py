@@ -9,8 +9,9 @@ import pytest
 
 from colossal_hetero.planner.bounds import few_kinds as merging
 from colossal_hetero.planner.bounds.gap_goal import Effort
+from colossal_hetero.planner.bounds.gradient_bounds import GradientBounds
 from colossal_hetero.planner.bounds.iteration_bound import IterationBound
-from colossal_hetero.planner.bounds.pipeline_bounds import PipelineBounds
+from colossal_hetero.planner.bounds.pipeline_bounds import BlockLimits, PipelineBounds
 from colossal_hetero.planner.bounds.pipeline_types import PipelineTypes
 from colossal_hetero.planner.candidates.draft import Draft, DraftBuilder
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
@@ -18,7 +19,13 @@ from colossal_hetero.planner.plans.runnable import NoPlanError
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.search.settings import slots_to_try
 from tests.support.every_plan import EveryPlan
-from tests.support.random_clusters import Problem, large_problem, like_nodes_problem, small_problem
+from tests.support.random_clusters import (
+    Problem,
+    large_problem,
+    like_nodes_problem,
+    small_problem,
+    two_nodes_problem,
+)
 from tests.support.random_examples import IS_THOROUGH
 
 pytestmark = pytest.mark.unit
@@ -38,6 +45,21 @@ def test_no_plan_of_all_is_faster(seed: int) -> None:
     best = min(every.best_seconds(unequal=False), every.best_seconds(unequal=True))
     if best < np.inf:
         assert bound_of(problem, 3 * best) <= best * (1 + ROUNDING)
+
+
+def test_no_plan_of_all_is_faster_where_pipelines_share_network_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where outputs differ between blocks: the bound is that of the smallest ones."""
+    higher = 0
+    for seed in range(300 if IS_THOROUGH else 25):
+        problem = two_nodes_problem(seed)
+        best = EveryPlan(*problem).best_seconds(unequal=True)
+        if best < np.inf:
+            bound = bound_of(problem, best)
+            assert bound <= best * (1 + ROUNDING), seed
+            with monkeypatch.context() as patched:
+                patched.setattr(GradientBounds, "crowded_message_seconds", lambda self, *_: 0.0 * self.most_in_a_node)
+                higher += bound > 1.001 * bound_of(problem, best)
+    assert higher > 1
 
 
 @pytest.mark.parametrize("seed", range(60 if IS_THOROUGH else 4))
@@ -91,6 +113,51 @@ def test_pipelines_take_at_least_one_of_the_options() -> None:
                 compared += 1
     assert compared > 100
     assert np.median(ratios) < 1.3
+
+
+def test_pipelines_whose_free_stages_send_longer() -> None:
+    """Random cuts: each free stage sends longer, except the first and the last one; the others hold few blocks."""
+    ratios = []
+    for seed in range(100 if IS_THOROUGH else 20):
+        problem = like_nodes_problem(seed)
+        _, pools, *_ = slots_to_try(problem.topology, problem.profile, problem.global_batch, None, None)
+        random = np.random.default_rng(seed)
+        for pool in pools:
+            lower, kinds = PipelineBounds.of_pool(pool), len(pool.kinds)
+            hop = lower.transfer_seconds + lower.schedule_seconds
+            for _ in range(20):
+                stages = int(random.integers(2, lower.blocks + 1)) if lower.blocks > 1 else 0
+                if not stages:
+                    continue
+                row = random.integers(0, kinds, stages)
+                cut = [0, *sorted(random.choice(np.arange(1, lower.blocks), stages - 1, replace=False)), lower.blocks]
+                blocks, free = np.diff(cut), random.random(stages) < 0.6
+                if (blocks > lower.blocks_per_stage[row]).any():
+                    continue
+                delays, undelayed = random.uniform(0, 2, kinds), int(random.choice([0, 2]))
+                limits = BlockLimits(
+                    np.bincount(row[free], minlength=kinds),
+                    tuple(delays.tolist()),
+                    undelayed,
+                    int(blocks[~free].max(initial=0)),
+                    np.full(kinds, stages),
+                    int(blocks[~free].sum()),
+                )
+                work = np.array(
+                    [pool.kinds[kind].block_seconds[a:b].sum() for kind, a, b in zip(row, cut, cut[1:], strict=False)]
+                )
+                late = np.where(free, delays[row], 0.0)
+                if undelayed:
+                    late[[0, -1]] = 0.0
+                first, further = lower.options(np.bincount(row, minlength=kinds)[None], limits)
+                micro_batches = int(random.integers(1, 20))
+                seconds = work.sum() + 2 * (stages - 1) * hop + (micro_batches - 1) * (work + late + hop).max()
+                seconds += min(float(kind.costs.update_seconds.sum()) for kind in pool.kinds) / stages
+                bound = float((first + (micro_batches - 1) * further).min())
+                assert bound <= seconds * (1 + ROUNDING)
+                ratios.append(seconds / bound)
+    assert len(ratios) > 100
+    assert np.median(ratios) < 1.6
 
 
 def test_prices_prove_no_more_than_all_combinations_allow() -> None:
