@@ -13,7 +13,7 @@ from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.plans.runnable import why_not_runnable
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import RUNNABLE, WHOLE, SearchSpace
+from colossal_hetero.planner.slots.search_space import DEFAULT, WHOLE, SearchSpace
 from colossal_hetero.planner.slots.unlike_slots import formations, mixtures
 from tests.support.every_form import EveryForm, spaces_to_prove
 from tests.support.layer_profiles import layer_times
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.unit
 PROBLEMS = 210 if IS_THOROUGH else 35
 
 
-def best(problem: tuple[Topology, ModelProfile, int], space: SearchSpace = RUNNABLE, unequal: bool = True) -> Plan:
+def best(problem: tuple[Topology, ModelProfile, int], space: SearchSpace = DEFAULT, unequal: bool = True) -> Plan:
     topology, profile, global_batch = problem
     return make_plans(topology, profile, global_batch=global_batch, keep=1, space=space, unequal=unequal)[0].plan
 
