@@ -2,7 +2,7 @@
 
 Three kinds of rows, for each cluster and model:
 
-- "this planner": the default plan, the best plan of all that can be run, and the best plan of the whole space.
+- "this planner": the default plan and the best plan of the whole space.
 - "space of X, our search": the best plan that *this* planner finds if it may only choose what X may choose, as
   published. It is never X's own result, which can be another one, because X searches and predicts otherwise.
 - Plans of peers from files (``--plans``): TOML files with ``peer``, ``repository``, ``commit`` and a list ``plans`` of
@@ -35,7 +35,7 @@ from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.published.estimated_times import estimate_times
 from colossal_hetero.planner.published.sailor_tables import import_bandwidths, import_gpu_profiles, make_topology
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import RUNNABLE, WHOLE, SearchSpace
+from colossal_hetero.planner.slots.search_space import WHOLE, SearchSpace
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,7 +44,6 @@ else:
 
 SPACES: Mapping[str, Mapping[str, Any]] = {
     "this planner, default": {},
-    "this planner, runnable space": {"space": RUNNABLE},
     "this planner, whole space": {"space": WHOLE},
     "space of Megatron, our search": {"method": "uniform", "unequal": False},
     "space of AMP, our search": {"unequal": False},
