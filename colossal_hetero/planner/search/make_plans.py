@@ -5,6 +5,7 @@ AutoHet, Algorithm 1, extended; what is tried is in :mod:`.plan_search`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -36,8 +37,9 @@ from .settings import MAX_FORMED_DEVICES, check_schedules, slots_to_try, wider_p
 __all__ = ["make_plans"]
 
 
-MAX_SEARCHED_POOLS = 4
-"""Pools of a wider search in which improvements are looked for, those with the fastest plans at first sight."""
+MAX_SEARCHED_POOLS, MAX_POOLS_OF_A_NUMBER = 8, 4
+"""Pools of a part of a wider search in which improvements are looked for, those with the fastest plans at first sight;
+so many of them have one number of pipelines."""
 SIMULATED = 8
 """Plans of the method ``simulated``, and of each of some others, that are simulated to find the best one."""
 
@@ -162,9 +164,14 @@ def make_plans(
         few = len(topology.devices) <= MAX_FORMED_DEVICES
         for part in wider_pools(topology, profile, global_batch, tried.micro_batches, tried.degrees, space):
             below = min((draft.ranking_seconds for draft in drafts), default=math.inf)
-            promising = part
+            promising = list(itertools.chain.from_iterable(part))
             if drafts and not few:
-                promising = search_by(method, pools=part, below=below).promising_pools(MAX_SEARCHED_POOLS)
+                seen = [
+                    each
+                    for pools in part
+                    for each in search_by(method, pools=pools, below=below).promising_pools(MAX_POOLS_OF_A_NUMBER)
+                ]
+                promising = [pool for _, pool in sorted(seen, key=lambda each: each[0])[:MAX_SEARCHED_POOLS]]
             if promising:
                 searches.append(search_by(method, pools=promising, below=below, all_formations=few))
                 drafts += searches[-1].run(max(keep, SIMULATED) if method == "simulated" else keep)
