@@ -2,7 +2,7 @@
 
 Three kinds of rows, for each cluster and model:
 
-- "this planner": the default plan, which can be run, and the best plan of the whole space.
+- "this planner": the default plan and the best plan of the whole space.
 - "space of X, our search": the best plan that *this* planner finds if it may only choose what X may choose, as
   published. It is never X's own result, which can be another one, because X searches and predicts otherwise.
 - Plans of peers from files (``--plans``): TOML files with ``peer``, ``repository``, ``commit`` and a list ``plans`` of
@@ -10,8 +10,8 @@ Three kinds of rows, for each cluster and model:
   run here: they need their own environments, and their plans are written down as lines.
 
 Every plan is priced by the closed form, by the event simulation, and by Sailor's simulator where its repository is
-given (``--sailor``); "left" counts memory independently, as ``memory_of_plans.py`` does, for plans that can be run. The
-best is the fastest plan of the cluster that fits in memory.
+given (``--sailor``); "left" counts memory independently, as ``memory_of_plans.py`` does, for plans of one form in ZeRO
+stage 0. The best is the fastest plan of the cluster that fits in memory.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from benchmarks.planner.sailor_simulator import SailorSimulator, load_sailor
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.evaluation.evaluate import EvaluatedPlan, evaluate_layout, evaluate_plan
 from colossal_hetero.planner.layout_line.read_layout import read_layout
+from colossal_hetero.planner.plans.runnable import why_unlike_stages
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.published.estimated_times import estimate_times
 from colossal_hetero.planner.published.sailor_tables import import_bandwidths, import_gpu_profiles, make_topology
@@ -154,8 +155,8 @@ def main() -> None:
                     wins[who] += 1
                 told = sailor.seconds(topology, each.plan) if isinstance(sailor, SailorSimulator) else sailor
                 by_sailor = "-" if isinstance(told, str) else f"{told[0]:.3f}{'' if told[1] else ' too large'}"
-                runnable = each.problem is None and not each.plan.zero_stage
-                left = f"{-excess_bytes(each.plan, profile, layers) / 1e9:+.1f}" if runnable else "-"
+                counted = why_unlike_stages(each.plan) is None and not each.plan.zero_stage
+                left = f"{-excess_bytes(each.plan, profile, layers) / 1e9:+.1f}" if counted else "-"
                 seconds = f"{each.plan.iteration_seconds:.3f}"
                 rows.append(
                     [

@@ -1,8 +1,8 @@
 """How much a wider search space gains, on the clusters of ``memory_of_plans``, from times measured on real GPUs.
 
-"Runnable" is the planner's default plan. "Whole" may also use another tensor-parallel degree for each kind of GPU,
-stages whose groups divide micro-batches (width), recomputation and ZeRO stage 1; ZeRO alone is "with ZeRO". What the
-whole space uses is named. Both are predicted by one model; the wider plans were not run.
+"Default" is the planner's default plan. "Runnable" may also use recomputation and ZeRO stage 1, which the plugin runs,
+and "whole" another tensor-parallel degree for each kind of GPU and stages whose groups divide micro-batches (width).
+What both use is named. All are predicted by one model; the plans were not run.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from colossal_hetero.planner.published.estimated_times import estimate_times
 from colossal_hetero.planner.published.sailor_tables import import_bandwidths, import_gpu_profiles, make_topology
 from colossal_hetero.planner.report.plan_table import layout
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import RUNNABLE, WHOLE, SearchSpace
+from colossal_hetero.planner.slots.search_space import DEFAULT, RUNNABLE, WHOLE, SearchSpace
 
-SPACES = {"runnable": RUNNABLE, "with ZeRO": SearchSpace(zero_stages=(0, 1)), "whole": WHOLE}
+SPACES = {"default": DEFAULT, "runnable": RUNNABLE, "whole": WHOLE}
 
 
 def timed_plan(
@@ -61,23 +61,23 @@ def main() -> None:
             found = {
                 name: timed_plan(topology, profile, arguments.global_batch, space) for name, space in SPACES.items()
             }
-            runnable, whole = found["runnable"][0], found["whole"][0]
-            gain = f"{runnable.iteration_seconds / whole.iteration_seconds:.3f}" if runnable and whole else "-"
+            plans = [plan for plan, _ in found.values()]
+            best = min(plan.iteration_seconds for plan in plans if plan)
             rows.append(
                 [
                     " + ".join("{1} × {2} {0}".format(*part) for part in cluster),
                     profile.name,
-                    *(f"{plan.iteration_seconds:.2f}" if plan else "no plan" for plan, _ in found.values()),
-                    gain,
-                    layout(whole) if whole else "-",
-                    *(f"{found[name][1]:.1f}" for name in ("runnable", "whole")),
+                    *(f"{plan.iteration_seconds:.2f}" if plan else "no plan" for plan in plans),
+                    *(f"{plan.iteration_seconds / best:.3f}" if plan else "-" for plan in plans[:2]),
+                    *(layout(plan) if plan else "-" for plan in plans[1:]),
+                    *(f"{seconds:.1f}" for _, seconds in found.values()),
                 ]
             )
             print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
-    columns = ["cluster", "model", *(f"{name} [s]" for name in SPACES), "runnable / whole", "whole: plan"]
+    columns = ["cluster", "model", *(f"{name} [s]" for name in SPACES), "default / best", "runnable / best"]
     print_table(
         f"Predicted seconds per iteration of {arguments.global_batch} sequences in wider search spaces",
-        [*columns, "planning [s]", "whole [s]"],
+        [*columns, "runnable: plan", "whole: plan", *(f"{name}: planning [s]" for name in SPACES)],
         rows,
     )
 

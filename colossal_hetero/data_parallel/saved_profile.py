@@ -189,8 +189,10 @@ def context_of(
     own = (device_name(device), torch.get_num_threads(), os.cpu_count(), _tensors_in_words(samples))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
+    # As transformers and timm call it.
+    flags = ("gradient_checkpointing", "grad_checkpointing")
     recomputes = [
-        name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False) is True
+        name for name, module in model.named_modules() if any(getattr(module, flag, False) is True for flag in flags)
     ]
     groups = [
         {name: repr(value) for name, value in group.items() if name not in ("params", "lr", "initial_lr")}

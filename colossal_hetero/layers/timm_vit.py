@@ -19,12 +19,12 @@ Every rank also holds the whole embedding, norms on the residual stream, and cla
 of each image, so it takes almost no time, and because it is not divided it works for any number of classes.
 
 Randomness. Dropout after a sharded layer draws different numbers on each rank; dropout on the residual stream draws the
-same numbers on all ranks. Both are Colossal-AI's layers. Activation checkpointing does not restore their random state,
-so use either dropout or checkpointing. ``DropPath`` and ``PatchDropout`` act on the residual stream and use the global
-random state. It is equal on all ranks of a tensor-parallel group if they start with the same seed, as
-``colossalai.launch`` ensures, because no sharded layer uses it; and checkpointing restores it. Fused attention
-(``F.scaled_dot_product_attention``) uses it for ``attn_drop`` too, so every rank drops the same positions in its own
-heads.
+same numbers on all ranks. Both are Colossal-AI's layers. ``set_grad_checkpointing`` does not restore their random
+state, so use either dropout or that; stages of a plan that recompute have both. ``DropPath`` and ``PatchDropout`` act
+on the residual stream and use the global random state. It is equal on all ranks of a tensor-parallel group if they
+start with the same seed, as ``colossalai.launch`` ensures, because no sharded layer uses it; and checkpointing restores
+it. Fused attention (``F.scaled_dot_product_attention``) uses it for ``attn_drop`` too, so every rank drops the same
+positions in its own heads.
 """
 
 from __future__ import annotations

@@ -195,6 +195,7 @@ def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | Non
                     stage.device,
                     tensor_parallel=plan.tensor_parallel,
                     micro_batch=plan.micro_batch,
+                    recompute=stage.recompute,
                     zero_shards=shards,
                 )
                 for stage in placed

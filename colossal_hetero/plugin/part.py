@@ -44,6 +44,9 @@ class PluginPart:
         """Check and replace what the user gave to ``booster.boost``, before Colossal-AI configures it."""
         return objects
 
+    def change_model(self, plugin: Any, objects: TrainingObjects) -> None:
+        """Change the configured model, before anything runs."""
+
     def measure(self, plugin: Any, objects: TrainingObjects) -> None:
         """Run trial passes on the configured objects. No part has attached anything to them yet, so that trials are
         not counted as iterations. Only called if there is an optimizer."""

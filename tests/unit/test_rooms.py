@@ -89,7 +89,7 @@ RULES: dict[str, set[str]] = {
         *("io", "accelerator", "processes", "planner/*", "profiling", "profiling/*"),
         *("data_parallel/training_loop", "data_parallel/sampling"),
     },
-    "pipeline_parallel": {"io", "planner/*", "profiling", "profiling/*"},
+    "pipeline_parallel": {"io", "planner/*", "layers/dropout", "profiling", "profiling/*"},
     "probe": {"processes", "planner/cluster", "profiling"},
     "plugin": {"accelerator", "planner/batches", "data_parallel", "data_parallel/training_loop", "profiling/batches"},
     "plugin/overlap": {"accelerator"},

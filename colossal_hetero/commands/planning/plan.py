@@ -109,10 +109,11 @@ GROUPS = {
 )
 @click.option(
     "--search-space",
-    type=click.Choice(["runnable", "whole"]),
-    default="runnable",
+    type=click.Choice(["default", "runnable", "whole"]),
+    default="default",
     show_default=True,
-    help="whole: also plans that cannot be run yet, with all that follows. They are marked so.",
+    help="runnable: also recomputation and ZeRO stage 1, all that the plugin runs. whole: also plans that cannot be "
+    "run yet, with all that follows. They are marked so.",
 )
 @click.option(
     "--mixed-degrees", is_flag=True, help="Stages may have different tensor-parallel degrees. Cannot be run yet."
@@ -126,11 +127,9 @@ GROUPS = {
 @click.option(
     "--recompute",
     is_flag=True,
-    help="Stages that do not fit otherwise run their forward passes again in the backward passes. Cannot be run yet.",
+    help="Stages that do not fit otherwise run their forward passes again in the backward passes.",
 )
-@click.option(
-    "--zero-stages", type=Choices(["0", "1"]), help="ZeRO stages to try; default: 0. Stage 1 needs bf16 or fp16 to run."
-)
+@click.option("--zero-stages", type=Choices(["0", "1"]), help="ZeRO stages to try; default: 0.")
 @click.option(
     "--more-profiles",
     type=click.Path(path_type=Path),
@@ -252,7 +251,7 @@ def plan(
     from ...planner.report.launch_commands import training_call
     from ...planner.report.plan_table import one_line, render
     from ...planner.search.several_profiles import plans_of_profiles
-    from ...planner.slots.search_space import RUNNABLE, WHOLE, SearchSpace
+    from ...planner.slots.search_space import DEFAULT, RUNNABLE, WHOLE, SearchSpace
 
     if runnable:
         warn_old_option("--runnable", "leave it out: only plans that can be run are made")
@@ -268,16 +267,16 @@ def plan(
             if given is not None and samples is None:
                 raise ValueError(f"{name} is for the whole training; say with --samples how long that is")
         by_price = any(each is not None for each in (objective, samples, budget, deadline, at_most, front_plot))
-        start = WHOLE if search_space == "whole" else RUNNABLE
+        start = {"default": DEFAULT, "runnable": RUNNABLE, "whole": WHOLE}[search_space]
         space = SearchSpace(
             mixed_degrees=mixed_degrees or start.mixed_degrees,
             widths=widths or start.widths,
             recompute=recompute or start.recompute,
             zero_stages=tuple(map(int, zero_stages)) if zero_stages else start.zero_stages,
         )
-        if by_price and (space != RUNNABLE or more_profiles):
+        if by_price and (space != DEFAULT or more_profiles):
             raise ValueError(
-                "plans are compared by price in the runnable search space and from one profile only; leave out the "
+                "plans are compared by price in the default search space and from one profile only; leave out the "
                 "options of the search space"
             )
         if by_price and (schedules != ("1f1b",) or overlap):

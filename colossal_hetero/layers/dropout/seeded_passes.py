@@ -16,7 +16,7 @@ there: ``torch.initial_seed()``.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,6 +25,8 @@ import torch
 from colossalai.shardformer.layer import DropoutForParallelInput
 from colossalai.shardformer.layer.utils import Randomizer
 from torch import Tensor, nn
+
+from .repeated_dropout import randomizers_of
 
 __all__ = ["SeededPasses"]
 
@@ -121,14 +123,9 @@ def _states() -> list[Tensor]:
     return states
 
 
-def _randomizers(modules: Any) -> list[tuple[Randomizer, bool]]:
+def _randomizers(modules: Iterable[nn.Module]) -> list[tuple[Randomizer, bool]]:
     """Those of Colossal-AI's dropout in ``modules``, each with whether it differs between ranks."""
-    return [
-        (value, isinstance(module, DropoutForParallelInput))
-        for module in modules
-        for value in vars(module).values()
-        if isinstance(value, Randomizer)
-    ]
+    return [(each, isinstance(module, DropoutForParallelInput)) for module, each in randomizers_of(modules)]
 
 
 def _mixed(*numbers: int) -> int:

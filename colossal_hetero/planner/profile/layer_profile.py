@@ -162,6 +162,9 @@ class ModelProfile(FilePart):
     """Layers after the last block, such as the head."""
     state_factor: Factor = 4.0
     """Bytes of parameters, gradients and optimizer state together, per byte of parameters: 4 for Adam in fp32."""
+    master_copies: bool = False
+    """Whether ``state_factor`` counts copies of the parameters, which the optimizer updates, in fp32 too. In half
+    precision it always does."""
     gradient_factor: Factor = 1.0
     """Bytes of gradients that replicas sum, per byte of parameters."""
     source: str = ""

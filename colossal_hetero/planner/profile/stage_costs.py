@@ -11,7 +11,8 @@
   stage has it, which holds one micro-batch, so this part counts like its activations, as in ``layer_profile.py``.
 - ZeRO stage 1. Of ``state_factor`` bytes per byte of parameters, one is the parameters and one their gradients. The
   rest is the optimizer's state (master copies and moments), of which a device keeps, and updates, one of
-  ``zero_shards`` equal parts. Gradients are summed by a reduce-scatter and parameters returned by an all-gather, which
+  ``zero_shards`` equal parts. In fp32 the optimizer of stage 0 needs no copies, but that of ZeRO copies its part of the
+  parameters too. Gradients are summed by a reduce-scatter and parameters returned by an all-gather, which
   together send what a ring all-reduce sends (Rajbhandari et al., ZeRO, 2020, section 7.2.1).
 """
 
@@ -71,9 +72,7 @@ def stage_costs(
         costs = profile.remembered((costs, "recompute"), lambda: _recomputed(costs))
     if zero_shards > 1:
         whole = costs
-        costs = profile.remembered(
-            (whole, "shards", zero_shards), lambda: _divided(whole, profile.state_factor, zero_shards)
-        )
+        costs = profile.remembered((whole, "shards", zero_shards), lambda: _divided(whole, profile, zero_shards))
     return costs
 
 
@@ -90,10 +89,12 @@ def _recomputed(costs: LayerCosts) -> LayerCosts:
     )
 
 
-def _divided(costs: LayerCosts, state_factor: float, shards: int) -> LayerCosts:
-    whole = min(WHOLE_FACTOR / state_factor, 1.0)
+def _divided(costs: LayerCosts, profile: ModelProfile, shards: int) -> LayerCosts:
+    factor = profile.state_factor
+    copies = 1.0 if profile.precision == "fp32" and not profile.master_copies else 0.0
+    divided = max(factor - WHOLE_FACTOR, 0.0) + copies
     return dataclasses.replace(
         costs,
-        state_bytes=costs.state_bytes * (whole + (1.0 - whole) / shards),
+        state_bytes=costs.state_bytes * (min(factor, WHOLE_FACTOR) + divided / shards) / factor,
         update_seconds=costs.update_seconds / shards,
     )

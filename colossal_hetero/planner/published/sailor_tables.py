@@ -166,6 +166,7 @@ def tables_of_rows(
         name=model,
         precision="fp32",
         state_factor=STATE_FACTOR,
+        master_copies=True,
         before=ends[0],
         after=ends[1],
         source=f"{SOURCE}: layer by layer, fp32 with TF32 products",

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...io.text import count, spans
 from ..plans.plan import Plan
-from ..plans.runnable import why_not_runnable
+from ..plans.runnable import why_not_runnable, why_unlike_stages
 
 __all__ = ["colossal_order", "launch_lines", "training_call"]
 
@@ -36,8 +36,8 @@ def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False)
         return f"# It cannot be run: {problem}.\n# It can be simulated: colossal-hetero simulate {path}"
     # Without equal replicas, parameters are not gathered while the model computes.
     gathered = ", overlap_allgather=True" if plan.symmetric else ""
-    options = ", zero_stage=1" if overlap or plan.zero_stage else ""
-    options += f", overlap_communication=True{gathered}" if overlap else ""
+    zero = "" if plan.zero_stage else ", zero_stage=1"
+    options = f"{zero}, overlap_communication=True{gathered}" if overlap else ""
     lines = [
         *launch_lines(plan),
         "",
@@ -46,8 +46,6 @@ def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False)
         *_batch_lines(plan),
     ]
     lines.append("# train with booster.execute_pipeline(...), which divides them")
-    if overlap and plan.precision == "fp32":
-        lines.append("# Colossal-AI refuses zero_stage=1 in fp32: use bf16 or fp16")
     if plan.schedule == "zbv":
         lines.append("# the first stage has the loss; batches cannot be evaluated in this schedule")
     return "\n".join([*lines, "", *_colossal_call(plan)])
@@ -77,6 +75,13 @@ def _colossal_call(plan: Plan) -> list[str]:
     if plan.schedule == "zbv":
         return [
             "# Colossal-AI's own HybridParallelPlugin needs scheduler_nodes, which the plugin above makes from the plan"
+        ]
+    if plan.zero_stage and plan.precision == "fp32":
+        return ["# Colossal-AI's own HybridParallelPlugin cannot run this plan: it refuses ZeRO in fp32"]
+    if why_unlike_stages(plan) is not None:
+        return [
+            "# Colossal-AI's own HybridParallelPlugin lets single stages recompute for a few models only (its argument",
+            "# gradient_checkpoint_config)",
         ]
     order = colossal_order(plan)
     if order is None:

@@ -5,6 +5,7 @@ AutoHet, Algorithm 1, extended; what is tried is in :mod:`.plan_search`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -25,7 +26,7 @@ from ..plans.runnable import NoPlanError
 from ..profile.layer_profile import ModelProfile
 from ..schedules.pass_order import Schedule
 from ..slots.placement import SlotPool
-from ..slots.search_space import RUNNABLE, SearchSpace
+from ..slots.search_space import DEFAULT, SearchSpace
 from ..stages.rules import uniform_bounds
 from ..stages.split_methods import METHODS
 from .explanations import against_equal_replicas, impossible_degrees, reason, why_no_chunks, why_nothing
@@ -36,8 +37,9 @@ from .settings import MAX_FORMED_DEVICES, check_schedules, slots_to_try, wider_p
 __all__ = ["make_plans"]
 
 
-MAX_SEARCHED_POOLS = 4
-"""Pools of a wider search in which improvements are looked for, those with the fastest plans at first sight."""
+MAX_SEARCHED_POOLS, MAX_POOLS_OF_A_NUMBER = 8, 4
+"""Pools of a part of a wider search in which improvements are looked for, those with the fastest plans at first sight;
+so many of them have one number of pipelines."""
 SIMULATED = 8
 """Plans of the method ``simulated``, and of each of some others, that are simulated to find the best one."""
 
@@ -59,7 +61,7 @@ def make_plans(
     keep: int = 5,
     compare: bool = False,
     overlap: bool = False,
-    space: SearchSpace = RUNNABLE,
+    space: SearchSpace = DEFAULT,
     effort: Effort = PLAIN,
     cluster_file: str = "",
     profile_file: str = "",
@@ -92,8 +94,8 @@ def make_plans(
         overlap: Whether communication between replicas overlaps with passes, as with ZeRO stage 1 and Colossal-AI's
             options ``overlap_communication`` and ``overlap_allgather``; only for ``1f1b``. See
             :func:`~colossal_hetero.planner.plans.overlap.exposed_seconds`.
-        space: Which forms stages may have; see :class:`~colossal_hetero.planner.slots.search_space.SearchSpace`. By
-            default only those that the plugin runs; wider spaces are for the schedule ``1f1b``.
+        space: Which forms stages may have; see :class:`~colossal_hetero.planner.slots.search_space.SearchSpace`. Wider
+            spaces than the default one are for the schedule ``1f1b``.
         effort: How much is done to find a plan, and to prove how good it is: with a gap that is wanted the search ends
             early. Bounds are for the schedule ``1f1b`` in the default space without ``overlap`` only.
         cluster_file: Name of the cluster file, for the plans' ``cluster`` field.
@@ -116,9 +118,9 @@ def make_plans(
     check_schedules(schedules, model_chunks, method)
     if overlap and set(schedules) != {"1f1b"}:
         raise ValueError(f"overlap is predicted for the schedule 1f1b only, not for {', '.join(schedules)}")
-    if space != RUNNABLE and set(schedules) != {"1f1b"}:
+    if space != DEFAULT and set(schedules) != {"1f1b"}:
         raise ValueError(f"a wider search space is for the schedule 1f1b only, not for {', '.join(schedules)}")
-    has_bounds = schedules == ("1f1b",) and not overlap and space == RUNNABLE
+    has_bounds = schedules == ("1f1b",) and not overlap and space == DEFAULT
     if effort.gap is not None and not has_bounds:
         raise ValueError("a gap is known for the schedule 1f1b only, in the default search space and without overlap")
     tried = slots_to_try(topology, profile, global_batch, micro_batches, tensor_parallel)
@@ -157,14 +159,19 @@ def make_plans(
         known = uniform_drafts if method == "exact" else ()
         drafts = search.run(keep, known, goal.is_enough if goal else None)
     searches = [search]
-    if space != RUNNABLE:
+    if space != DEFAULT:
         drafts = drafts if 0 in space.zero_stages and 1 in space.widths else []
         few = len(topology.devices) <= MAX_FORMED_DEVICES
         for part in wider_pools(topology, profile, global_batch, tried.micro_batches, tried.degrees, space):
             below = min((draft.ranking_seconds for draft in drafts), default=math.inf)
-            promising = part
+            promising = list(itertools.chain.from_iterable(part))
             if drafts and not few:
-                promising = search_by(method, pools=part, below=below).promising_pools(MAX_SEARCHED_POOLS)
+                seen = [
+                    each
+                    for pools in part
+                    for each in search_by(method, pools=pools, below=below).promising_pools(MAX_POOLS_OF_A_NUMBER)
+                ]
+                promising = [pool for _, pool in sorted(seen, key=lambda each: each[0])[:MAX_SEARCHED_POOLS]]
             if promising:
                 searches.append(search_by(method, pools=promising, below=below, all_formations=few))
                 drafts += searches[-1].run(max(keep, SIMULATED) if method == "simulated" else keep)

@@ -162,10 +162,13 @@ class PlanSearch:
             steps += [self._try_restricted, self._reorder, self._loosen, self._move]
         return [*steps, self._try_all_of_few, self._try_uniform]
 
-    def promising_pools(self, most: int) -> list[SlotPool]:
-        """The pools of the fastest plans that are found at first sight, in their order."""
+    def promising_pools(self, most: int) -> list[tuple[float, SlotPool]]:
+        """The pools of the fastest plans that are found at first sight, in their order, with the seconds of these."""
         self._look_through()
-        return list(dict.fromkeys(draft.pool for draft in self.found()))[:most]
+        fastest: dict[SlotPool, float] = {}
+        for draft in self.found():
+            fastest.setdefault(draft.pool, draft.ranking_seconds)
+        return [(seconds, pool) for pool, seconds in fastest.items()][:most]
 
     def found(self) -> list[Draft]:
         """All candidates that were built and may be returned, best first."""

@@ -26,8 +26,9 @@ MAX_FORMED_DEVICES = 4
 """Up to so many devices, slots of all forms are tried; with more, one form for each kind of device."""
 MAX_MIXTURES = 12
 """Mixtures of forms that are tried per size of micro-batch."""
-MAX_POOLS = 24
-"""Pools that are tried in a wider search of more devices, those with the shortest expected plans."""
+MAX_POOLS = 12
+"""Pools that are tried in a wider search of more devices, for each number of pipelines: those with the shortest
+expected plans. Memory is not expected, so that nothing may fit with many pipelines, or with few."""
 MAX_SAMPLES = 10**9
 """In a global batch: its divisors are looked for one by one."""
 
@@ -157,19 +158,20 @@ def wider_pools(
     sizes: Sequence[int],
     degrees: Sequence[int],
     space: SearchSpace,
-) -> list[list[SlotPool]]:
-    """The pools of a wider search, in parts that are searched one after the other; arguments as for :func:`slot_pools`.
+) -> list[list[list[SlotPool]]]:
+    """The pools of a wider search, in parts that are searched one after the other, ``[parts][numbers of pipelines]``;
+    arguments as for :func:`slot_pools`.
 
-    For a few devices there is one part with all formations. Else the first has slots of one form, the second one form
-    for each kind of device, and the third that with ZeRO stage 1. In this order, so that a plan of simpler forms is
-    never missed for others that are expected to be faster.
+    For a few devices there is one part with all formations. Else parts have slots of one form, then one form for each
+    kind of device, first in ZeRO stage 0 and then in stage 1. In this order, so that a plan of simpler forms is never
+    missed for others that are expected to be faster.
 
     Args:
         space: What stages may be.
     """
     few = len(topology.devices) <= MAX_FORMED_DEVICES
     fastest = max(channel.bytes_per_second for node in topology.nodes for channel in (node.inside, *node.nics))
-    parts: dict[object, list[tuple[float, int, int | None, list[SlotKind]]]] = {}
+    parts: dict[object, dict[int | None, list[tuple[float, int, int | None, list[SlotKind]]]]] = {}
     for size in sizes:
         if few:
             forms = [("formed", each) for each in formations(topology, degrees, space)]
@@ -183,15 +185,17 @@ def wider_pools(
             for name, form in forms:
                 if kinds := make(form):
                     seconds = _expected_seconds(kinds, global_batch // size, pipelines, fastest)
-                    part = name, pipelines is None or name != "mixed"
-                    parts.setdefault(part, []).append((seconds, size, pipelines, kinds))
-    chosen = [made if few else sorted(made, key=lambda each: each[0])[:MAX_POOLS] for made in parts.values()]
+                    part = parts.setdefault(name if few else (name, pipelines is None), {})
+                    part.setdefault(None if few else pipelines, []).append((seconds, size, pipelines, kinds))
     return [
         [
-            _pool(topology, kinds[-1].tensor_parallel, size, kinds, global_batch, pipelines)
-            for _, size, pipelines, kinds in made
+            [
+                _pool(topology, kinds[-1].tensor_parallel, size, kinds, global_batch, pipelines)
+                for _, size, pipelines, kinds in (made if few else sorted(made, key=lambda each: each[0])[:MAX_POOLS])
+            ]
+            for made in part.values()
         ]
-        for made in chosen
+        for part in parts.values()
     ]
 
 

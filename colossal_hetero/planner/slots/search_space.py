@@ -1,17 +1,17 @@
-"""Which forms stages may have in a search: the runnable space, which is the default, and the wider ones."""
+"""Which forms stages may have in a search: the default space, all that the plugin runs, and all that plans can say."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["RUNNABLE", "WHOLE", "SearchSpace"]
+__all__ = ["DEFAULT", "RUNNABLE", "WHOLE", "SearchSpace"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
     """What a search may choose for each stage, beside its devices and its blocks.
 
-    Plans that use ``mixed_degrees``, ``widths`` or ``recompute`` cannot be run yet; see
+    Plans that use ``mixed_degrees`` or ``widths`` cannot be run yet; see
     :func:`~colossal_hetero.planner.plans.runnable.why_not_runnable`.
 
     Raises:
@@ -43,7 +43,9 @@ class SearchSpace:
         return self.mixed_degrees or self.widths != (1,)
 
 
-RUNNABLE = SearchSpace()
-"""What the plugin runs."""
+DEFAULT = SearchSpace()
+"""Stages of one form, in ZeRO stage 0; lower bounds are known for this space only."""
+RUNNABLE = SearchSpace(recompute=True, zero_stages=(0, 1))
+"""Everything that the plugin runs."""
 WHOLE = SearchSpace(mixed_degrees=True, widths=(1, 2, 4, 8), recompute=True, zero_stages=(0, 1))
 """Everything that plans can say."""

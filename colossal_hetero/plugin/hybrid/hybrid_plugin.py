@@ -53,7 +53,7 @@ from .one_stage import OneStageSchedule
 from .plan_agreement import agree_on_next_plan
 from .plan_checks import check_lora
 from .planned_run import PlannedRun, training_sizes_kept
-from .plugin_arguments import arguments_by_name, check_uneven_batches, check_world_size
+from .plugin_arguments import arguments_by_name, check_uneven_batches, check_world_size, zero_in_fp32
 from .unequal_chunks import set_layers_per_chunk, split_off_layers_per_chunk, unequal_layer_counts
 
 __all__ = ["HeteroHybridParallelPlugin"]
@@ -286,8 +286,15 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         watch_ranks()
         for part in self._parts:
             objects = part.before_configure(self, objects)
-        with self._balancing.hetero_layers(self, objects.model), unequal_layer_counts(), self._optimizers():
+        with (
+            self._balancing.hetero_layers(self, objects.model),
+            unequal_layer_counts(),
+            self._optimizers(),
+            zero_in_fp32(self),
+        ):
             objects = TrainingObjects(*super().configure(*objects))
+        for part in self._parts:
+            part.change_model(self, objects)
         if objects.optimizer is not None:
             for part in self._parts:
                 part.measure(self, objects)

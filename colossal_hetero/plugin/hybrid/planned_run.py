@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.interface import ModelWrapper
 from colossalai.pipeline.schedule import InterleavedSchedule
@@ -15,6 +16,7 @@ from colossalai.pipeline.schedule import InterleavedSchedule
 from ...data_parallel.config import BatchConfig
 from ...pipeline_parallel.config import PlanConfig
 from ...pipeline_parallel.drift import DriftReport
+from ...pipeline_parallel.recomputation import find_recomputable_blocks, recompute_blocks
 from ...planner.plans.plan import Plan
 from ..part import PluginPart, TrainingObjects
 from ..unequal.unequal_replicas import UnequalReplicas, check_arguments, why_not_unequal
@@ -67,6 +69,7 @@ class PlannedRun(PluginPart):
         self._profile = agreed.profile
         self._batches = batches
         self._watch: DriftWatch | None = None
+        self._recomputed: str | None = None
         self._make_group = (
             None if agreed.topology is None else plan_groups(agreed.plan, agreed.topology, planning.adapters)
         )
@@ -112,13 +115,26 @@ class PlannedRun(PluginPart):
         """Check the data loader and the model; see ``PluginPart.before_configure``.
 
         Raises:
-            ValueError: the loader's batch size, or the number of the model's blocks, does not fit the plan.
+            ValueError: the loader's batch size, or the number of the model's blocks, does not fit the plan; or the
+                plan has stages that recompute, which the model cannot do.
         """
         if objects.optimizer is not None and self._batches is None and self.unequal is None:
             check_batch_size(self.plan, getattr(objects.dataloader, "batch_size", None))
         if not isinstance(objects.model, ModelWrapper) and plugin.stage_manager is None:
             check_model(objects.model, self.plan)
+        # All ranks, so that an error is one of all.
+        stages = (stage for replica in self.plan.replicas for stage in replica.stages)
+        if not isinstance(objects.model, ModelWrapper) and any(stage.recompute for stage in stages):
+            self._recomputed = find_recomputable_blocks(objects.model)
         return objects
+
+    def change_model(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
+        """Let the blocks of this rank's stage recompute, if the plan says so; see ``PluginPart.change_model``."""
+        rank = dist.get_rank()
+        if self._recomputed is not None and any(
+            stage.recompute and rank in stage.ranks for replica in self.plan.replicas for stage in replica.stages
+        ):
+            recompute_blocks(objects.model.unwrap(), self._recomputed)
 
     def attach(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
         """Time the passes of the stages of a 1F1B pipeline; see ``PluginPart.attach``."""

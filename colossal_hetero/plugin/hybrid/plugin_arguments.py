@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from ...data_parallel.config import BatchConfig
 from ...planner.plans.plan import Plan, Replica
 from ...planner.schedules.zero_bubble import zero_bubble_nodes
 
-__all__ = ["arguments_by_name", "arguments_from_plan", "check_uneven_batches", "check_world_size"]
+__all__ = ["arguments_by_name", "arguments_from_plan", "check_uneven_batches", "check_world_size", "zero_in_fp32"]
 
 
 def arguments_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -37,11 +38,15 @@ def arguments_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
 def arguments_from_plan(plan: Plan, replica: Replica, given: Mapping[str, Any]) -> dict[str, Any]:
     """The plugin's arguments that run a ``replica`` of ``plan``: those in ``given`` and those that follow.
 
+    A plan in ZeRO stage 0 says nothing about it: with another stage its devices need less memory.
+
     Raises:
         ValueError: an argument in ``given`` contradicts the plan.
     """
     pp_size, micro_batches = len(replica.stages), replica.micro_batches
     follows: dict[str, Any] = dict(tp_size=plan.tensor_parallel, pp_size=pp_size)
+    if plan.zero_stage:
+        follows["zero_stage"] = plan.zero_stage
     only_pipelines: dict[str, Any] = dict(
         pp_style=plan.schedule,
         num_layers_per_stage=list(replica.layers_per_chunk),
@@ -57,11 +62,6 @@ def arguments_from_plan(plan: Plan, replica: Replica, given: Mapping[str, Any]) 
             raise ValueError(f"{name}={value!r} contradicts the plan, which has {planned!r}; leave it out")
     if given.get("scheduler_nodes") is not None:
         raise ValueError("scheduler_nodes follow from the plan; leave them out")
-    if plan.zero_stage and not given.get("zero_stage"):
-        raise ValueError(
-            "the plan counts on ZeRO stage 1, without which its stages need more memory; give zero_stage=1, or plan "
-            "without it"
-        )
     if plan.order_seconds is not None:
         only_pipelines["scheduler_nodes"] = zero_bubble_nodes(pp_size, micro_batches, plan.order_seconds)
     return {**given, **follows, **(only_pipelines if pp_size > 1 else {})}
@@ -92,3 +92,19 @@ def check_uneven_batches(batches: BatchConfig, plugin: HybridParallelPlugin) -> 
             f'accumulation="per_rank" needs zero_stage 0 or 1, not {plugin.zero_stage}, which synchronizes at every '
             'micro-batch; use accumulation="shared"'
         )
+
+
+@contextmanager
+def zero_in_fp32(plugin: HybridParallelPlugin) -> Iterator[None]:
+    """Let ``configure`` of Colossal-AI's ``plugin`` accept ZeRO in fp32.
+
+    It refuses that, although its optimizer can do it: ``LowLevelZeroPlugin`` offers it. Where ``configure`` hands the
+    precision on, only "fp16" and "bf16" matter.
+    """
+    precision = plugin.precision
+    if precision == "fp32" and plugin.zero_stage:
+        plugin.precision = "float32"
+    try:
+        yield
+    finally:
+        plugin.precision = precision

@@ -541,7 +541,7 @@ def test_plan_in_the_whole_search_space_marks_what_cannot_be_run(files: tuple[Pa
     printed = output("plan", cluster, layers, "--global-batch", 8, "--widths", 2, "--out", out)
     assert "(width 2)" in printed
     assert "It cannot be run: stage 0 of replica 0 divides each micro-batch over 2 tensor-parallel groups" in printed
-    # The lower bounds are those of the runnable space.
+    # The lower bounds are those of the default space.
     assert "proved" not in printed
     output("plan", cluster, layers, "--global-batch", 8, "--search-space", "whole", "--out", out)
     narrow = output("plan", cluster, layers, "--global-batch", 8, "--widths", 1)
@@ -569,4 +569,4 @@ def test_plan_compares_precisions(files: tuple[Path, Path], tmp_path: Path) -> N
 
 def test_the_search_space_is_not_for_prices(files: tuple[Path, Path]) -> None:
     message = failure("plan", *files, "--global-batch", 8, "--samples", 100, "--recompute")
-    assert "plans are compared by price in the runnable search space" in message
+    assert "plans are compared by price in the default search space" in message

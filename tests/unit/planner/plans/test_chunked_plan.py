@@ -116,3 +116,11 @@ def test_numbers_of_micro_batches_that_colossalai_runs(schedule: str) -> None:
     assert why_not_runnable(chunked(schedule)) is None
     problem = why_not_runnable(chunked(schedule, micro_batches=7))
     assert problem is not None and "7 micro-batches for 2 stages" in problem and "multiple" in problem
+
+
+def test_stages_with_chunks_do_not_recompute() -> None:
+    made = chunked()
+    first, second = made.replicas[0].stages
+    again = replica(first, second.model_copy(update={"recompute": True}))
+    message = why_not_runnable(made.model_copy(update={"replicas": (again,)})) or ""
+    assert "stage 1 of replica 0 runs its forward passes again" in message and "not with interleaved" in message

@@ -271,7 +271,6 @@ def test_forms_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
     [
         ({"ranks": (1, 2), "width": 2}, "stage 1 of replica 0 divides each micro-batch over 2 tensor-parallel groups"),
         ({"ranks": (1, 2), "tensor_parallel": 2}, "stage 1 of replica 0 has tensor parallelism 2, and the plan 1"),
-        ({"recompute": True}, "stage 1 of replica 0 runs its forward passes again"),
     ],
 )
 def test_stages_of_other_forms_cannot_be_run(changes: dict[str, Any], message: str) -> None:
@@ -280,6 +279,7 @@ def test_stages_of_other_forms_cannot_be_run(changes: dict[str, Any], message: s
     assert message in (why_not_runnable(made) or "")
 
 
-def test_zero_stage_1_needs_half_precision() -> None:
-    assert "zero_stage=1 with the precision fp32" in (why_not_runnable(plan(zero_stage=1)) or "")
-    assert why_not_runnable(plan(zero_stage=1, precision="bf16")) is None
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_zero_stage_1_and_recomputation_can_be_run(precision: str) -> None:
+    second = stage(4, 6, (1,), recompute=True)
+    assert why_not_runnable(plan(replica(stage(0, 4, (0,)), second), zero_stage=1, precision=precision)) is None

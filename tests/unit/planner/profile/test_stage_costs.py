@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from tests.support.layer_profiles import layer_times
 pytestmark = pytest.mark.unit
 
 
-def model(**changes: float) -> ModelProfile:
+def model(**changes: Any) -> ModelProfile:
     """An embedding, three blocks and a head, measured with 1, 2 and 8 samples; a block takes as long as it has samples,
     backward twice as long."""
     times = tuple(
@@ -65,19 +67,29 @@ def test_a_stage_that_recomputes_keeps_the_inputs_of_its_blocks() -> None:
 
 
 def test_shards_of_the_optimizer_state() -> None:
-    profile = model()
+    profile = model(precision="bf16")
     costs = stage_costs(profile, "gpu", tensor_parallel=1, micro_batch=2, zero_shards=3)
     # Parameters and gradients are whole; the other six eighths are in three parts.
     np.testing.assert_allclose(costs.state_bytes, [110 * (2 + 6 / 3), 100 * 4.0, 120 * 4.0])
     np.testing.assert_allclose(costs.update_seconds, [2.0, 2.0, 2.0])
     assert costs is stage_costs(profile, "gpu", tensor_parallel=1, micro_batch=2, zero_shards=3)
     # A model whose optimizer keeps nothing has nothing to divide.
-    without = stage_costs(model(state_factor=2.0), "gpu", tensor_parallel=1, micro_batch=2, zero_shards=3)
+    nothing = model(state_factor=2.0, precision="bf16")
+    without = stage_costs(nothing, "gpu", tensor_parallel=1, micro_batch=2, zero_shards=3)
     np.testing.assert_allclose(without.state_bytes, [220, 200, 240])
 
 
+def test_zero_in_fp32_copies_its_part_of_the_parameters() -> None:
+    costs = stage_costs(model(state_factor=4.0), "gpu", tensor_parallel=1, micro_batch=2, zero_shards=2)
+    # Two moments in stage 0; with ZeRO also the copy.
+    np.testing.assert_allclose(costs.state_bytes, [110 * (2 + 3 / 2), 100 * 3.5, 120 * 3.5])
+    counted = model(state_factor=5.0, master_copies=True)
+    costs = stage_costs(counted, "gpu", tensor_parallel=1, micro_batch=2, zero_shards=2)
+    np.testing.assert_allclose(costs.state_bytes, [110 * (2 + 3 / 2), 100 * 3.5, 120 * 3.5])
+
+
 def test_all_of_it_together() -> None:
-    profile = model()
+    profile = model(precision="bf16")
     costs = stage_costs(profile, "gpu", tensor_parallel=1, micro_batch=8, width=4, recompute=True, zero_shards=2)
     np.testing.assert_allclose(costs.state_bytes, [550, 500, 600])
     np.testing.assert_allclose(costs.activation_bytes, [10, 10, 212])

@@ -251,10 +251,22 @@ def test_devices_that_are_left_out_are_not_launched() -> None:
     assert command == "torchrun --nproc-per-node 2 train.py"
 
 
-def test_zero_stage_1_of_a_plan_is_an_argument_of_both_plugins() -> None:
+def test_zero_stage_1_of_a_plan_is_an_argument_of_colossalais_plugin() -> None:
     text = training_call(plan(precision="bf16", zero_stage=1))
-    assert plugin_arguments(text, "HeteroHybridParallelPlugin")["zero_stage"] == 1
+    assert "zero_stage" not in (plugin_arguments(text, "HeteroHybridParallelPlugin") or {})
+    assert (plugin_arguments(text, "HybridParallelPlugin") or {})["zero_stage"] == 1
     assert "ZeRO 1" in one_line(plan(precision="bf16", zero_stage=1))
+    text = training_call(plan(precision="bf16", zero_stage=1), overlap=True)
+    assert (plugin_arguments(text, "HeteroHybridParallelPlugin") or {})["overlap_communication"]
+    text = training_call(plan(precision="fp32", zero_stage=1))
+    assert plugin_arguments(text, "HeteroHybridParallelPlugin") is not None
+    assert "it refuses ZeRO in fp32" in text
+
+
+def test_stages_that_recompute_are_run_by_the_plugin_of_this_package() -> None:
+    text = training_call(plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), recompute=True))))
+    assert plugin_arguments(text, "HeteroHybridParallelPlugin") is not None
+    assert "gradient_checkpoint_config" in text
 
 
 def test_forms_of_stages_are_shown() -> None:

@@ -13,7 +13,8 @@ from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.plans.runnable import why_not_runnable
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import RUNNABLE, WHOLE, SearchSpace
+from colossal_hetero.planner.search.settings import wider_pools
+from colossal_hetero.planner.slots.search_space import DEFAULT, WHOLE, SearchSpace
 from colossal_hetero.planner.slots.unlike_slots import formations, mixtures
 from tests.support.every_form import EveryForm, spaces_to_prove
 from tests.support.layer_profiles import layer_times
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.unit
 PROBLEMS = 210 if IS_THOROUGH else 35
 
 
-def best(problem: tuple[Topology, ModelProfile, int], space: SearchSpace = RUNNABLE, unequal: bool = True) -> Plan:
+def best(problem: tuple[Topology, ModelProfile, int], space: SearchSpace = DEFAULT, unequal: bool = True) -> Plan:
     topology, profile, global_batch = problem
     return make_plans(topology, profile, global_batch=global_batch, keep=1, space=space, unequal=unequal)[0].plan
 
@@ -150,3 +151,12 @@ def test_a_wider_space_is_for_1f1b() -> None:
     topology, profile, global_batch = two_kinds()
     with pytest.raises(ValueError, match="a wider search space is for the schedule 1f1b only"):
         make_plans(topology, profile, global_batch=global_batch, schedules=("1f1b", "zbv"), space=WHOLE)
+
+
+def test_every_number_of_pipelines_is_looked_at_in_zero() -> None:
+    """Many pipelines are expected to be faster than few, also if they do not fit into memory."""
+    topology, profile, global_batch = two_kinds()
+    parts = wider_pools(topology, profile, global_batch, [1, 2], [1, 4], WHOLE)
+    numbers = [[{pool.pipelines for pool in pools} for pools in part] for part in parts]
+    in_zero = [{1}, {2}, {3}, {4}, {6}, {8}]
+    assert numbers == [[{None}], [{None}], in_zero, in_zero]

@@ -10,11 +10,17 @@ from tests.unit.planner.plans.test_plan import plan
 pytestmark = pytest.mark.unit
 
 
-def test_a_plan_that_counts_on_zero_needs_it() -> None:
+def test_the_zero_stage_follows_from_the_plan() -> None:
     made = plan(precision="bf16", zero_stage=1)
-    with pytest.raises(ValueError, match="the plan counts on ZeRO stage 1"):
-        arguments_from_plan(made, made.replicas[0], {"zero_stage": 0})
-    for stage in (1, 2):
+    for given in ({}, {"zero_stage": 1}):
+        assert arguments_from_plan(made, made.replicas[0], given)["zero_stage"] == 1
+    for stage in (0, 2):
+        with pytest.raises(ValueError, match=f"zero_stage={stage} contradicts the plan, which has 1; leave it out"):
+            arguments_from_plan(made, made.replicas[0], {"zero_stage": stage})
+
+
+def test_a_plan_in_zero_stage_0_says_nothing_about_zero() -> None:
+    made = plan()
+    assert "zero_stage" not in arguments_from_plan(made, made.replicas[0], {})
+    for stage in (0, 1):
         assert arguments_from_plan(made, made.replicas[0], {"zero_stage": stage})["zero_stage"] == stage
-    plain = plan()
-    assert "zero_stage" not in arguments_from_plan(plain, plain.replicas[0], {})
