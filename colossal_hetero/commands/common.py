@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,13 +22,38 @@ if TYPE_CHECKING:
     from ..planner.profile.layer_profile import ModelProfile
 
 __all__ = [
-    *("Choices", "Numbers", "Quotas", "check_outputs", "errors_on_one_line", "make_console", "micro_batch_option"),
-    *("profile_out_option", "show_profile", "status_line", "warn_old_option"),
+    *(
+        "MAX_LAYERS",
+        "MAX_NUMBER",
+        "Choices",
+        "Finite",
+        "Numbers",
+        "Quotas",
+        "check_outputs",
+        "errors_on_one_line",
+        "make_console",
+    ),
+    *("memory_reserve_option", "micro_batch_option", "profile_out_option", "show_profile", "status_line"),
+    "warn_old_option",
 ]
 
 
 STATUS_AFTER_SECONDS = 1.0
 """If the work takes longer than this, a line says what is being done."""
+
+MAX_NUMBER, MAX_LAYERS = 1_000_000_000, 100_000
+"""The largest number of samples, micro-batches or sizes of layers, and the most layers, that options take."""
+
+
+class Finite(click.FloatRange):
+    """A number in a range, neither infinite nor ``nan``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
 
 
 class Numbers(click.ParamType):
@@ -45,6 +71,8 @@ class Numbers(click.ParamType):
             self.fail(f"{value!r} is not a list of whole numbers; write it like 1,2,4", param, ctx)
         if numbers[0] < 1:
             self.fail(f"{value!r}: {numbers[0]} is below 1", param, ctx)
+        if numbers[-1] > MAX_NUMBER:
+            self.fail(f"{value!r}: {numbers[-1]} is above {MAX_NUMBER:,}", param, ctx)
         return numbers
 
 
@@ -85,6 +113,14 @@ class Choices(click.ParamType):
         return tuple(name for name in self.names if name in chosen or "all" in chosen)
 
 
+memory_reserve_option = click.option(
+    "--memory-reserve",
+    type=Finite(min=0, max=1e9),
+    metavar="GB",
+    help="Memory of each device that is not planned with, in 10⁹ bytes; default: as in the cluster file.",
+)
+"""``--memory-reserve`` of the commands that read a cluster file."""
+
 micro_batch_option = click.option(
     "--micro-batch",
     "micro_batches",
@@ -122,7 +158,17 @@ def errors_on_one_line() -> Iterator[None]:
     except MarkedError as error:
         raise CommandError(f"{' '.join(str(error).split())}\n{error.pointer}") from None
     except (ValueError, ImportError, OSError, CheckpointError) as error:
-        raise CommandError(" ".join(str(error).split())) from None
+        raise CommandError(" ".join(_in_words(error).split())) from None
+
+
+def _in_words(error: Exception) -> str:
+    """The message of an error; that of pydantic as for a file."""
+    # Here, so that commands without an error need not import pydantic.
+    from pydantic import ValidationError
+
+    from ..io.json_files import errors_in_words
+
+    return errors_in_words(error, ()) if isinstance(error, ValidationError) else str(error)
 
 
 def make_console() -> Console:
