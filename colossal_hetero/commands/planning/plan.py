@@ -337,7 +337,9 @@ def plan(
     if table is not None:
         console.print(table)
     console.print(render(plans))
-    _print(console, f"{one_line(best)}\n\n{training_call(best, str(out or 'plan.json'), overlap=overlap)}")
+    spot_nodes = {node.name for node in topology.nodes if node.spot is not None}
+    call = training_call(best, str(out or "plan.json"), overlap=overlap, spot_nodes=spot_nodes)
+    _print(console, f"{one_line(best)}\n\n{call}")
     if out is None:
         _print(console, "\n# --out plan.json writes this plan to that file")
 
