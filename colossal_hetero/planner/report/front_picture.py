@@ -16,6 +16,8 @@ __all__ = ["plot_front"]
 def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: FrontPoint, path: Path) -> None:
     """Write a picture, with the line beyond which no plan can be, by the lower bounds.
 
+    With spot nodes, times and costs are those with interruptions, as in the table; the bounds are without them.
+
     Args:
         front: see :func:`.pareto_front.pareto_front`.
         types: of nodes in the cluster.
@@ -24,20 +26,20 @@ def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: F
     """
     from matplotlib.figure import Figure
 
-    cost = [1000 * point.cost.dollars_per_iteration for point in front]
-    seconds = [point.plan.iteration_seconds for point in front]
+    interrupted = any(point.interrupted is not None for point in front)
+    cost = [1000 * point.dollars for point in front]
+    seconds = [point.seconds for point in front]
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(cost, seconds, "-o", color=BLUE, label="plans that were found")
-    bounds = [1 + point.gap for point in front]
     axes.plot(
-        [each / bound for each, bound in zip(cost, bounds, strict=True)],
-        [each / bound for each, bound in zip(seconds, bounds, strict=True)],
+        [1000 * point.cost.dollars_per_iteration / (1 + point.gap) for point in front],
+        [point.plan.iteration_seconds / (1 + point.gap) for point in front],
         ":",
         color="#888888",
-        label="no plan is better in both than this",
+        label=f"no plan is better in both than this{', without interruptions' if interrupted else ''}",
     )
-    best = 1000 * chosen.cost.dollars_per_iteration, chosen.plan.iteration_seconds
+    best = 1000 * chosen.dollars, chosen.seconds
     axes.plot(*([each] for each in best), "o", color=ORANGE, markersize=10, label="chosen")
     for point, x, y in zip(front, cost, seconds, strict=True):
         axes.annotate(nodes_in_words(point, types), (x, y), xytext=(5, 5), textcoords="offset points", fontsize=7)
