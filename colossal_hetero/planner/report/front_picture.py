@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from ..prices.node_choice import NodeType
 from ..prices.pareto_front import FrontPoint
 from .front_table import nodes_in_words
 
-__all__ = ["plot_front"]
+__all__ = ["plot_front", "proved_edge"]
 
 
 def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: FrontPoint, path: Path) -> None:
@@ -31,18 +32,27 @@ def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: F
     seconds = [point.seconds for point in front]
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(cost, seconds, "-o", color=BLUE, label="plans that were found")
+    axes.plot(cost[::-1], seconds[::-1], "-o", drawstyle="steps-post", color=BLUE, label="plans that were found")
     axes.plot(
-        [1000 * point.cost.dollars_per_iteration / (1 + point.gap) for point in front],
-        [point.plan.iteration_seconds / (1 + point.gap) for point in front],
+        *zip(*proved_edge(front), strict=True),
         ":",
+        drawstyle="steps-pre",
         color="#888888",
         label=f"no plan is better in both than this{', without interruptions' if interrupted else ''}",
     )
     best = 1000 * chosen.dollars, chosen.seconds
     axes.plot(*([each] for each in best), "o", color=ORANGE, markersize=10, label="chosen")
+    middle = (min(cost) + max(cost)) / 2
     for point, x, y in zip(front, cost, seconds, strict=True):
-        axes.annotate(nodes_in_words(point, types), (x, y), xytext=(5, 5), textcoords="offset points", fontsize=7)
+        side = "right" if x > middle else "left"
+        axes.annotate(
+            nodes_in_words(point, types),
+            (x, y),
+            (0, 9),
+            textcoords="offset points",
+            fontsize=7,
+            horizontalalignment=side,
+        )
     axes.set_xlabel("dollars per 1,000 iterations")
     axes.set_ylabel("seconds per iteration")
     axes.margins(x=0.15)
@@ -50,3 +60,19 @@ def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: F
     axes.legend()
     axes.grid(alpha=0.3)
     save_figure(figure, path)
+
+
+def proved_edge(front: Sequence[FrontPoint]) -> list[tuple[float, float]]:
+    """The corners of the edge below which no plan can be: dollars per 1,000 iterations, ascending, and seconds.
+
+    By its gap, each point excludes all plans that are better in both than a corner. Between two corners the edge has
+    the height of the one on the right.
+    """
+    corners: list[tuple[float, float]] = []
+    for point in front:
+        dollars = 1000 * point.cost.dollars_per_iteration / (1 + point.gap)
+        corners.append((dollars, point.plan.iteration_seconds / (1 + point.gap)))
+    corners.sort(reverse=True)
+    # Where plans are excluded up to some dollars, they are also excluded for less.
+    heights = itertools.accumulate((seconds for _, seconds in corners), max)
+    return [(dollars, height) for (dollars, _), height in zip(corners, heights, strict=True)][::-1]
