@@ -22,19 +22,9 @@ if TYPE_CHECKING:
     from ..planner.profile.layer_profile import ModelProfile
 
 __all__ = [
-    *(
-        "MAX_LAYERS",
-        "MAX_NUMBER",
-        "Choices",
-        "Finite",
-        "Numbers",
-        "Quotas",
-        "check_outputs",
-        "errors_on_one_line",
-        "make_console",
-    ),
-    *("memory_reserve_option", "micro_batch_option", "profile_out_option", "show_profile", "status_line"),
-    "warn_old_option",
+    *("MAX_AMOUNT", "MAX_LAYERS", "Choices", "Finite", "Numbers", "Quotas", "Whole", "check_outputs"),
+    *("errors_on_one_line", "make_console", "memory_reserve_option", "micro_batch_option", "profile_out_option"),
+    *("show_profile", "status_line", "warn_old_option"),
 ]
 
 
@@ -43,6 +33,8 @@ STATUS_AFTER_SECONDS = 1.0
 
 MAX_NUMBER, MAX_LAYERS = 1_000_000_000, 100_000
 """The largest number of samples, micro-batches or sizes of layers, and the most layers, that options take."""
+MAX_AMOUNT = 10**15
+"""The largest number of samples of a training, of seconds, dollars or gigabytes."""
 
 
 class Finite(click.FloatRange):
@@ -53,6 +45,23 @@ class Finite(click.FloatRange):
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)
+        if number > MAX_AMOUNT:
+            self.fail(f"{value} is above {MAX_AMOUNT:,}", param, ctx)
+        return number
+
+
+class Whole(click.IntRange):
+    """A whole number of at least 1, and not absurdly large."""
+
+    def __init__(self, most: int = MAX_NUMBER) -> None:
+        super().__init__(min=1)
+        self.most = most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number."""
+        number = int(super().convert(value, param, ctx))
+        if number > self.most:
+            self.fail(f"{value} is above {self.most:,}", param, ctx)
         return number
 
 
@@ -107,7 +116,7 @@ class Choices(click.ParamType):
         """The names in the order of the list, each once."""
         if isinstance(value, tuple):
             return value
-        chosen = set(str(value).split(","))
+        chosen = set(str(value).lower().split(","))  # help shows the names in capital letters
         for name in sorted(chosen - {*self.names, "all"}):
             self.fail(f"{name!r} is not one of {', '.join(self.names)}, all", param, ctx)
         return tuple(name for name in self.names if name in chosen or "all" in chosen)
@@ -115,7 +124,7 @@ class Choices(click.ParamType):
 
 memory_reserve_option = click.option(
     "--memory-reserve",
-    type=Finite(min=0, max=1e9),
+    type=Finite(min=0),
     metavar="GB",
     help="Memory of each device that is not planned with, in 10⁹ bytes; default: as in the cluster file.",
 )

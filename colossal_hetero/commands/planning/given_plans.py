@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ..common import MAX_NUMBER
+from ..common import Whole
 
 if TYPE_CHECKING:
     from ...planner.cluster.topology import Topology
@@ -30,17 +30,15 @@ class Batches:
 
 
 BATCH_OPTIONS = (
-    click.option(
-        "--micro-batch", type=click.IntRange(1, MAX_NUMBER), help="Samples per micro-batch, if a layout has no size."
-    ),
+    click.option("--micro-batch", type=Whole(), help="Samples per micro-batch, if a layout has no size."),
     click.option(
         "--micro-batches",
-        type=click.IntRange(1, MAX_NUMBER),
+        type=Whole(),
         help="Micro-batches of each pipeline and iteration, if a layout has no number.",
     ),
     click.option(
         "--global-batch",
-        type=click.IntRange(1, MAX_NUMBER),
+        type=Whole(),
         help="Samples per optimizer step; divided over the pipelines of a layout that has no number of micro-batches.",
     ),
     click.option(

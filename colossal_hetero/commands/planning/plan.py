@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from ..common import (
+    MAX_AMOUNT,
     Choices,
     Finite,
     Numbers,
     Quotas,
+    Whole,
     check_outputs,
     errors_on_one_line,
     make_console,
@@ -151,9 +153,7 @@ GROUPS = {
     help="Choose which nodes to take, of those in the cluster file, which needs prices: for the shortest time or for "
     "the lowest cost. Lists the plans that are worth their price.",
 )
-@click.option(
-    "--samples", type=click.IntRange(1, 10**15), help="Samples of the whole training, for its time and its cost."
-)
+@click.option("--samples", type=Whole(MAX_AMOUNT), help="Samples of the whole training, for its time and its cost.")
 @click.option(
     "--budget",
     type=Finite(min=0, min_open=True),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..common import MAX_LAYERS, MAX_NUMBER, check_outputs, errors_on_one_line, profile_out_option, show_profile
+from ..common import MAX_LAYERS, Whole, check_outputs, errors_on_one_line, profile_out_option, show_profile
 
 if TYPE_CHECKING:
     from ...planner.imports.whole_model import WholeModelTimes
@@ -44,22 +44,20 @@ def import_sailor(folder: Path, model: str, out: Path) -> None:
 
 
 WHOLE_MODEL_OPTIONS = (
-    click.option("--layers", type=click.IntRange(1, MAX_LAYERS), required=True, help="Transformer blocks of the GPT."),
-    click.option("--hidden", type=click.IntRange(1, MAX_NUMBER), required=True, help="Hidden size."),
-    click.option("--heads", type=click.IntRange(1, MAX_NUMBER), required=True, help="Attention heads per block."),
-    click.option("--vocabulary", type=click.IntRange(1, MAX_NUMBER), required=True, help="Tokens in the vocabulary."),
-    click.option("--sequence", type=click.IntRange(1, MAX_NUMBER), required=True, help="Tokens per sample."),
+    click.option("--layers", type=Whole(MAX_LAYERS), required=True, help="Transformer blocks of the GPT."),
+    click.option("--hidden", type=Whole(), required=True, help="Hidden size."),
+    click.option("--heads", type=Whole(), required=True, help="Attention heads per block."),
+    click.option("--vocabulary", type=Whole(), required=True, help="Tokens in the vocabulary."),
+    click.option("--sequence", type=Whole(), required=True, help="Tokens per sample."),
     click.option("--device", required=True, metavar="KIND", help="Kind of device, as in the cluster file."),
-    click.option("--micro-batch", type=click.IntRange(1, MAX_NUMBER), required=True, help="Samples per micro-batch."),
+    click.option("--micro-batch", type=Whole(), required=True, help="Samples per micro-batch."),
     click.option(
         "--micro-batches",
-        type=click.IntRange(1, MAX_NUMBER),
+        type=Whole(),
         required=True,
         help="Micro-batches of a rank per iteration.",
     ),
-    click.option(
-        "--tp", type=click.IntRange(1, MAX_NUMBER), default=1, show_default=True, help="Tensor-parallel degree."
-    ),
+    click.option("--tp", type=Whole(), default=1, show_default=True, help="Tensor-parallel degree."),
     click.option(
         "--add-to",
         type=click.Path(path_type=Path),

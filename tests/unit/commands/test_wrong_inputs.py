@@ -107,6 +107,19 @@ def test_numbers_of_a_plan_are_finite(prices: Path, option: str) -> None:
         assert "is not a finite number" in failure("plan", prices, PROFILE, "--global-batch", 32, option, number)
 
 
+def test_numbers_that_are_too_large(prices: Path) -> None:
+    arguments = ("plan", prices, PROFILE, "--global-batch", 32)
+    assert "is above 1,000,000,000,000,000" in failure(*arguments, "--samples", "9" * 400)
+    assert "1000000001 is above 1,000,000,000" in failure(*arguments, "--micro-batch", "1,1000000001")
+    line = "dp 4 x pp [A100-40 0-23], micro-batch 1"
+    assert "is above 1,000,000,000" in failure("evaluate", line, CLUSTER, PROFILE, "--global-batch", 10**20)
+
+
+def test_choices_may_be_written_as_the_help_shows_them(prices: Path) -> None:
+    result = run("plan", prices, PROFILE, "--global-batch", 32, "--schedule", "1F1B", "--top", 1)
+    assert result.exit_code == 0, result.output
+
+
 def test_recovery_is_for_spot_nodes(prices: Path) -> None:
     arguments = ("plan", prices, PROFILE, "--global-batch", 32, "--recovery", 4)
     assert "no node of" in failure(*arguments, "--objective", "cost")
