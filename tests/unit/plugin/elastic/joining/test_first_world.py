@@ -29,6 +29,7 @@ def test_all_go_on_when_the_last_one_comes(capsys: pytest.CaptureFixture[str]) -
     assert len(ended) == 3  # long before the limit
     said = capsys.readouterr().err.splitlines()
     assert said[-1] == "colossal_hetero: 3 of 3 members are there"
+    assert sum("3 of 3" in line for line in said) == 1  # only the first one speaks
     assert "of 3 members are there; waiting up to 600 s for the others" in said[0]
 
 
