@@ -110,7 +110,9 @@ def _left_after_going_back(
     if not going_back:
         return 1.0
     intervals = going_back * assumptions.save_every / iterations_per_second
-    return intervals / math.expm1(intervals) * math.exp(-going_back / training * assumptions.save_seconds)
+    # x / (e^x − 1), written so that it does not overflow.
+    left = -intervals * math.exp(-intervals) / math.expm1(-intervals)
+    return left * math.exp(-going_back / training * assumptions.save_seconds)
 
 
 class _Chain:

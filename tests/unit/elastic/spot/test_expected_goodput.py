@@ -119,6 +119,12 @@ def test_a_single_node_by_hand(save_seconds: float) -> None:
     assert expected.iterations_per_second == pytest.approx(done * kept)
 
 
+def test_a_node_that_is_taken_away_each_second_reaches_no_checkpoint() -> None:
+    topology, assumptions = topology_of(1, 0, SpotTerms(3600.0, 1.0)), Assumptions(process_seconds=0, import_seconds=0)
+    expected = expected_goodput(topology, node_types(topology), [1], plans(2), assumptions)
+    assert expected.iterations_per_second == 0 and expected.iteration_seconds == math.inf
+
+
 def test_checkpoints_that_take_long_to_write() -> None:
     """Two nodes that hold a half each, and are rarely there together: all time is lost in which they are not."""
     topology, fit = topology_of(2, 0, SpotTerms(1.0, 60.0)), plans(1)
