@@ -42,16 +42,14 @@ def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: F
     )
     best = 1000 * chosen.dollars, chosen.seconds
     axes.plot(*([each] for each in best), "o", color=ORANGE, markersize=10, label="chosen")
-    middle = (min(cost) + max(cost)) / 2
     for point, x, y in zip(front, cost, seconds, strict=True):
-        side = "right" if x > middle else "left"
         axes.annotate(
             nodes_in_words(point, types),
             (x, y),
-            (0, 9),
+            (-7, -8),
             textcoords="offset points",
             fontsize=7,
-            horizontalalignment=side,
+            horizontalalignment="right",
         )
     axes.set_xlabel("dollars per 1,000 iterations")
     axes.set_ylabel("seconds per iteration")
