@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,13 +22,47 @@ if TYPE_CHECKING:
     from ..planner.profile.layer_profile import ModelProfile
 
 __all__ = [
-    *("Choices", "Numbers", "Quotas", "check_outputs", "errors_on_one_line", "make_console", "micro_batch_option"),
-    *("profile_out_option", "show_profile", "status_line", "warn_old_option"),
+    *("MAX_AMOUNT", "MAX_LAYERS", "Choices", "Finite", "Numbers", "Quotas", "Whole", "check_outputs"),
+    *("errors_on_one_line", "make_console", "memory_reserve_option", "micro_batch_option", "profile_out_option"),
+    *("show_profile", "status_line", "warn_old_option"),
 ]
 
 
 STATUS_AFTER_SECONDS = 1.0
 """If the work takes longer than this, a line says what is being done."""
+
+MAX_NUMBER, MAX_LAYERS = 1_000_000_000, 100_000
+"""The largest number of samples, micro-batches or sizes of layers, and the most layers, that options take."""
+MAX_AMOUNT = 10**15
+"""The largest number of samples of a training, of seconds, dollars or gigabytes."""
+
+
+class Finite(click.FloatRange):
+    """A number in a range, neither infinite nor ``nan``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        if number > MAX_AMOUNT:
+            self.fail(f"{value} is above {MAX_AMOUNT:,}", param, ctx)
+        return number
+
+
+class Whole(click.IntRange):
+    """A whole number of at least 1, and not absurdly large."""
+
+    def __init__(self, most: int = MAX_NUMBER) -> None:
+        super().__init__(min=1)
+        self.most = most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number."""
+        number = int(super().convert(value, param, ctx))
+        if number > self.most:
+            self.fail(f"{value} is above {self.most:,}", param, ctx)
+        return number
 
 
 class Numbers(click.ParamType):
@@ -45,6 +80,8 @@ class Numbers(click.ParamType):
             self.fail(f"{value!r} is not a list of whole numbers; write it like 1,2,4", param, ctx)
         if numbers[0] < 1:
             self.fail(f"{value!r}: {numbers[0]} is below 1", param, ctx)
+        if numbers[-1] > MAX_NUMBER:
+            self.fail(f"{value!r}: {numbers[-1]} is above {MAX_NUMBER:,}", param, ctx)
         return numbers
 
 
@@ -79,11 +116,19 @@ class Choices(click.ParamType):
         """The names in the order of the list, each once."""
         if isinstance(value, tuple):
             return value
-        chosen = set(str(value).split(","))
+        chosen = set(str(value).lower().split(","))  # help shows the names in capital letters
         for name in sorted(chosen - {*self.names, "all"}):
             self.fail(f"{name!r} is not one of {', '.join(self.names)}, all", param, ctx)
         return tuple(name for name in self.names if name in chosen or "all" in chosen)
 
+
+memory_reserve_option = click.option(
+    "--memory-reserve",
+    type=Finite(min=0),
+    metavar="GB",
+    help="Memory of each device that is not planned with, in 10⁹ bytes; default: as in the cluster file.",
+)
+"""``--memory-reserve`` of the commands that read a cluster file."""
 
 micro_batch_option = click.option(
     "--micro-batch",
@@ -122,7 +167,17 @@ def errors_on_one_line() -> Iterator[None]:
     except MarkedError as error:
         raise CommandError(f"{' '.join(str(error).split())}\n{error.pointer}") from None
     except (ValueError, ImportError, OSError, CheckpointError) as error:
-        raise CommandError(" ".join(str(error).split())) from None
+        raise CommandError(" ".join(_in_words(error).split())) from None
+
+
+def _in_words(error: Exception) -> str:
+    """The message of an error; that of pydantic as for a file."""
+    # Here, so that commands without an error need not import pydantic.
+    from pydantic import ValidationError
+
+    from ..io.json_files import errors_in_words
+
+    return errors_in_words(error, ()) if isinstance(error, ValidationError) else str(error)
 
 
 def make_console() -> Console:

@@ -31,7 +31,7 @@ class ElasticConfig:
     """With fewer processes, training waits for others."""
 
     max_members: int | None = None
-    """More processes wait, as spares, until one leaves. None: no limit."""
+    """More processes wait, as spares, until one leaves. None: as many as the cluster file has devices."""
 
     notice_file: str | Path | None = None
     """A file that appears when this machine is going to be taken away; SIGTERM says the same."""
@@ -52,8 +52,7 @@ class ElasticConfig:
     """Time limit of a collective operation. A member that hangs longer counts as dead."""
 
     start_seconds: float = 0.0
-    """So long the first world waits for ``max_members`` (without it: for all devices of the cluster file), so that they
-    need not join one after the other."""
+    """So long the first world waits for ``max_members``, so that they need not join one after the other."""
 
     join_seconds: float = 600.0
     """So long a member waits for a world, for example for ``min_members`` or for devices that can hold the model."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ..common import errors_on_one_line
+from ..common import Finite, errors_on_one_line
 
 __all__ = ["launch"]
 
@@ -28,14 +28,14 @@ __all__ = ["launch"]
 )
 @click.option(
     "--grace",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=30,
     show_default=True,
     help="Seconds from the first signal until workers that have not ended are killed.",
 )
 @click.option(
     "--store-timeout",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=60,
     show_default=True,
     help="Seconds to wait for the store at the start.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -59,7 +61,7 @@ def compare(
                     raise
                 except ValueError as error:
                     raise ValueError(f"plan {number} ({each}): {error}") from None
-                name = f"{number}" if "[" in each else Path(each).stem
+                name = _name(each, number, plans)
                 found.append((name, evaluated))
                 notes += [f"{name}: {remark}" for remark in remarks]
         if plot is not None:
@@ -70,3 +72,10 @@ def compare(
     console.print(render_comparison(found))
     for note in notes:
         console.print(note, markup=False)
+
+
+def _name(given: str, number: int, others: Sequence[str]) -> str:
+    """What is before the ending of a file's name; its number if it is a layout, or if two files have the same name."""
+    stems = {Path(each).stem for each in others if each != given and os.path.exists(each)}
+    stem = Path(given).stem
+    return stem if os.path.exists(given) and stem not in stems else f"{number}"

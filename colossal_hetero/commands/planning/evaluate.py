@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ..common import check_outputs, errors_on_one_line, make_console, status_line
+from ..common import check_outputs, errors_on_one_line, make_console, memory_reserve_option, status_line
 from ..option_groups import GroupedCommand
 from .given_plans import Batches, batch_options, evaluate_given
 
@@ -24,12 +24,7 @@ GROUPS = {
 @click.argument("cluster", type=click.Path(path_type=Path))
 @click.argument("profile", type=click.Path(path_type=Path))
 @batch_options
-@click.option(
-    "--memory-reserve",
-    type=click.FloatRange(min=0),
-    metavar="GB",
-    help="Memory of each device that is not planned with, in 10⁹ bytes; default: as in the cluster file.",
-)
+@memory_reserve_option
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan to this JSON file.")
 @click.option(
     "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the plan's schedule: .png, .pdf or .svg."

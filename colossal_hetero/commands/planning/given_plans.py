@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from ..common import Whole
 
 if TYPE_CHECKING:
     from ...planner.cluster.topology import Topology
@@ -28,15 +30,15 @@ class Batches:
 
 
 BATCH_OPTIONS = (
-    click.option("--micro-batch", type=click.IntRange(min=1), help="Samples per micro-batch, if a layout has no size."),
+    click.option("--micro-batch", type=Whole(), help="Samples per micro-batch, if a layout has no size."),
     click.option(
         "--micro-batches",
-        type=click.IntRange(min=1),
+        type=Whole(),
         help="Micro-batches of each pipeline and iteration, if a layout has no number.",
     ),
     click.option(
         "--global-batch",
-        type=click.IntRange(min=1),
+        type=Whole(),
         help="Samples per optimizer step; divided over the pipelines of a layout that has no number of micro-batches.",
     ),
     click.option(
@@ -75,7 +77,12 @@ def evaluate_given(
     from ...planner.plans.plan import load_plan
     from ...planner.profile.as_profiled import as_profiled
 
-    if "[" in given or not (given.endswith(".json") or Path(given).exists()):
+    if not os.path.exists(given) and "[" not in given:
+        raise ValueError(
+            f"{given or 'an empty name'}: no such file; a layout on one line names its pipelines in brackets, such as "
+            "dp 2 x pp [A100-40 0-23], micro-batch 2 x 32"
+        )
+    if not os.path.exists(given):
         layout = read_layout(given).with_batches(batches.micro_batch, batches.micro_batches)
         return evaluate_layout(topology, profile, layout, global_batch=batches.global_batch, overlap=overlap), []
     plan = load_plan(given)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from ..common import (
+    MAX_AMOUNT,
     Choices,
+    Finite,
     Numbers,
     Quotas,
+    Whole,
     check_outputs,
     errors_on_one_line,
     make_console,
+    memory_reserve_option,
     status_line,
     warn_old_option,
 )
@@ -140,28 +145,23 @@ GROUPS = {
 @click.option("--runnable", is_flag=True, hidden=True)
 @click.option("--symmetric", is_flag=True, hidden=True)
 @click.option("--unequal", is_flag=True, hidden=True)
-@click.option(
-    "--memory-reserve",
-    type=click.FloatRange(min=0),
-    metavar="GB",
-    help="Memory of each device that is not planned with, in 10⁹ bytes; default: as in the cluster file.",
-)
+@memory_reserve_option
 @click.option(
     "--objective",
     type=click.Choice(["time", "cost"]),
     help="Choose which nodes to take, of those in the cluster file, which needs prices: for the shortest time or for "
     "the lowest cost. Lists the plans that are worth their price.",
 )
-@click.option("--samples", type=click.IntRange(min=1), help="Samples of the whole training, for its time and its cost.")
+@click.option("--samples", type=Whole(MAX_AMOUNT), help="Samples of the whole training, for its time and its cost.")
 @click.option(
     "--budget",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     metavar="DOLLARS",
     help="The training may cost so much at most; needs --samples.",
 )
 @click.option(
     "--deadline",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     metavar="HOURS",
     help="The training may take so long at most; needs --samples.",
 )
@@ -172,14 +172,14 @@ GROUPS = {
 )
 @click.option(
     "--recovery",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     metavar="SECONDS",
     help="How long training pauses when a spot node is taken away, without what moves between devices; for clusters "
     "with preemptions_per_hour. Default: 4.5.",
 )
 @click.option(
     "--time-limit",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=5.0,
     show_default=True,
     metavar="SECONDS",
@@ -187,7 +187,7 @@ GROUPS = {
 )
 @click.option(
     "--gap",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     metavar="PERCENT",
     help="End the search when no plan can be faster by more than this; else search everything, and prove what can be "
     "proved in a second. Only for the schedule 1f1b without --overlap.",
@@ -291,6 +291,14 @@ def plan(
         topology = load_cluster(cluster)
         if memory_reserve is not None:
             topology = topology.with_memory_reserve(round(memory_reserve * 1e9))
+        if recovery is not None and not by_price:
+            raise ValueError(
+                "--recovery is for plans that are compared by price; give --objective too, or leave it out"
+            )
+        if recovery is not None and all(node.spot is None for node in topology.nodes):
+            raise ValueError(
+                f"--recovery is for spot nodes, and no node of {cluster} has preemptions_per_hour; leave it out"
+            )
         options: dict[str, Any] = dict(
             global_batch=global_batch, micro_batches=micro_batch, tensor_parallel=tp, method=method, unequal=not equal
         )
@@ -328,7 +336,9 @@ def plan(
     if table is not None:
         console.print(table)
     console.print(render(plans))
-    _print(console, f"{one_line(best)}\n\n{training_call(best, str(out or 'plan.json'), overlap=overlap)}")
+    spot_nodes = {node.name for node in topology.nodes if node.spot is not None}
+    call = training_call(best, str(out or "plan.json"), overlap=overlap, spot_nodes=spot_nodes)
+    _print(console, f"{one_line(best)}\n\n{call}")
     if out is None:
         _print(console, "\n# --out plan.json writes this plan to that file")
 
@@ -365,23 +375,26 @@ def _by_price(
     from ...elastic.spot.interrupted_front import interrupted_front
     from ...planner.plans.ranked_plan import RankedPlan
     from ...planner.prices.node_choice import node_types
-    from ...planner.prices.pareto_front import choose, pareto_front
+    from ...planner.prices.pareto_front import choose, limits_in_words, pareto_front
     from ...planner.report.front_picture import plot_front
-    from ...planner.report.front_table import render_front
+    from ...planner.report.front_table import render_front, training_in_words
 
     quotas: dict[str, Any] = dict(at_most=dict(wish.at_most), time_limit_seconds=time_limit)
     if any(node.spot is not None for node in topology.nodes):
         front = interrupted_front(topology, model, _assumed(model, wish.recovery), **quotas, **options)
     else:
         front = pareto_front(topology, model, **quotas, **options)
-    limits = {}
+    limits: dict[str, float] = {}
+    in_words: Callable[[float | None, float | None], str] = limits_in_words
     if wish.samples is not None:
         iterations = wish.samples / options["global_batch"]
         if wish.budget is not None:
             limits["max_dollars"] = wish.budget / iterations
         if wish.deadline is not None:
             limits["max_seconds"] = wish.deadline * 3600 / iterations
-    chosen = choose(front, wish.objective or ("cost" if wish.deadline is not None else "time"), **limits)
+        in_words = partial(training_in_words, iterations=iterations)
+    objective = wish.objective or ("cost" if wish.deadline is not None else "time")
+    chosen = choose(front, objective, **limits, in_words=in_words)
     types = node_types(topology)
     if picture is not None:
         plot_front(front, types, chosen, picture)

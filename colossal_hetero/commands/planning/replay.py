@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import click
 
-from ..common import Numbers, check_outputs, errors_on_one_line, make_console, status_line
+from ..common import Finite, Numbers, check_outputs, errors_on_one_line, make_console, status_line
 
 __all__ = ["replay"]
 
 
 def _seconds(name: str, default: float, text: str) -> Any:
     """An option for a time in seconds."""
-    return click.option(name, type=click.FloatRange(min=0), metavar="S", default=default, show_default=True, help=text)
+    return click.option(name, type=Finite(min=0), metavar="S", default=default, show_default=True, help=text)
 
 
 @click.command()
@@ -34,7 +34,7 @@ def _seconds(name: str, default: float, text: str) -> Any:
 )
 @click.option(
     "--folder-bandwidth",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     metavar="GB/S",
     default=1.2,
     show_default=True,
@@ -42,7 +42,7 @@ def _seconds(name: str, default: float, text: str) -> Any:
 )
 @click.option(
     "--bandwidth",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     metavar="GB/S",
     help="Bandwidth at which a node gets what its devices lack, in 10⁹ bytes per second; default: the slowest channel "
     "between two nodes of the cluster.",

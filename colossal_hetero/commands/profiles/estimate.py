@@ -7,7 +7,9 @@ from pathlib import Path
 import click
 
 from ..common import (
+    MAX_LAYERS,
     Numbers,
+    Whole,
     check_outputs,
     errors_on_one_line,
     micro_batch_option,
@@ -22,11 +24,11 @@ SIZES = ("layers", "hidden", "heads", "vocabulary")
 
 
 @click.command()
-@click.option("--layers", type=click.IntRange(min=1), help="Transformer blocks of the GPT.")
-@click.option("--hidden", type=click.IntRange(min=1), help="Hidden size.")
-@click.option("--heads", type=click.IntRange(min=1), help="Attention heads per block.")
-@click.option("--vocabulary", type=click.IntRange(min=1), help="Tokens in the vocabulary.")
-@click.option("--sequence", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens per sample.")
+@click.option("--layers", type=Whole(MAX_LAYERS), help="Transformer blocks of the GPT.")
+@click.option("--hidden", type=Whole(), help="Hidden size.")
+@click.option("--heads", type=Whole(), help="Attention heads per block.")
+@click.option("--vocabulary", type=Whole(), help="Tokens in the vocabulary.")
+@click.option("--sequence", type=Whole(), default=512, show_default=True, help="Tokens per sample.")
 @click.option("--device", "devices", multiple=True, metavar="KIND", help="Kind of GPU, e.g. A100-40; repeatable.")
 @micro_batch_option
 @click.option(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..common import check_outputs, errors_on_one_line, profile_out_option, show_profile
+from ..common import MAX_LAYERS, Whole, check_outputs, errors_on_one_line, profile_out_option, show_profile
 
 if TYPE_CHECKING:
     from ...planner.imports.whole_model import WholeModelTimes
@@ -44,17 +44,20 @@ def import_sailor(folder: Path, model: str, out: Path) -> None:
 
 
 WHOLE_MODEL_OPTIONS = (
-    click.option("--layers", type=click.IntRange(min=1), required=True, help="Transformer blocks of the GPT."),
-    click.option("--hidden", type=click.IntRange(min=1), required=True, help="Hidden size."),
-    click.option("--heads", type=click.IntRange(min=1), required=True, help="Attention heads per block."),
-    click.option("--vocabulary", type=click.IntRange(min=1), required=True, help="Tokens in the vocabulary."),
-    click.option("--sequence", type=click.IntRange(min=1), required=True, help="Tokens per sample."),
+    click.option("--layers", type=Whole(MAX_LAYERS), required=True, help="Transformer blocks of the GPT."),
+    click.option("--hidden", type=Whole(), required=True, help="Hidden size."),
+    click.option("--heads", type=Whole(), required=True, help="Attention heads per block."),
+    click.option("--vocabulary", type=Whole(), required=True, help="Tokens in the vocabulary."),
+    click.option("--sequence", type=Whole(), required=True, help="Tokens per sample."),
     click.option("--device", required=True, metavar="KIND", help="Kind of device, as in the cluster file."),
-    click.option("--micro-batch", type=click.IntRange(min=1), required=True, help="Samples per micro-batch."),
+    click.option("--micro-batch", type=Whole(), required=True, help="Samples per micro-batch."),
     click.option(
-        "--micro-batches", type=click.IntRange(min=1), required=True, help="Micro-batches of a rank per iteration."
+        "--micro-batches",
+        type=Whole(),
+        required=True,
+        help="Micro-batches of a rank per iteration.",
     ),
-    click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel degree."),
+    click.option("--tp", type=Whole(), default=1, show_default=True, help="Tensor-parallel degree."),
     click.option(
         "--add-to",
         type=click.Path(path_type=Path),
@@ -83,6 +86,7 @@ def import_megatron(log: Path, **options: Any) -> None:
     from ...planner.imports.megatron_log import read_megatron_log
 
     with errors_on_one_line():
+        check_outputs(options["out"])
         times = read_megatron_log(log, options["micro_batches"])
         _write(times, f"timed by Megatron ({log.name})", **options)
 
@@ -99,6 +103,7 @@ def import_trace(trace: Path, **options: Any) -> None:
     from ...planner.imports.torch_trace import read_torch_trace
 
     with errors_on_one_line():
+        check_outputs(options["out"])
         times = read_torch_trace(trace, options["micro_batches"])
         _write(times, f"timed by torch.profiler ({trace.name})", **options)
 
@@ -119,7 +124,6 @@ def _write(
     from ...planner.profile.gpt import Transformer
     from ...planner.profile.layer_profile import load_model_profile, save_model_profile
 
-    check_outputs(out)
     result = profile_of_whole_model(
         Transformer(**sizes), device, times, micro_batch=micro_batch, tensor_parallel=tp, source=source
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ..common import check_outputs, errors_on_one_line, make_console
+from ..common import Finite, check_outputs, errors_on_one_line, make_console
 
 __all__ = ["probe"]
 
@@ -41,7 +41,7 @@ def _pairs(context: click.Context, parameter: click.Parameter, values: tuple[str
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=1),
+    type=Finite(min=1),
     default=600,
     show_default=True,
     help="Give up after this number of seconds.",

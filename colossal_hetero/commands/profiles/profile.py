@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ..common import (
+    Finite,
     Numbers,
     check_outputs,
     errors_on_one_line,
@@ -73,7 +74,7 @@ def _settings(context: click.Context, parameter: click.Parameter, values: tuple[
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=3.0,
     show_default=True,
     help="Measure each micro-batch for at least this long.",

@@ -14,10 +14,10 @@ the other:
 
 A pause in a state that lasts 1/R on average is shorter if the state ends before it: (1 − e^(−R·p))/R on average for a
 pause of p. So without going back, the goodput is the sum of π(s)/x(s) over all states, less the pauses at the speed of
-the states they are in, less half an iteration per loss. If the job goes back ρ times per second, at random moments, and
-saves after each τ seconds, a part ρτ/(e^(ρτ) − 1) of this is left: of e^(ρτ) − 1 intervals that begin, ρτ reach their
-end, as of all jobs that are interrupted at random. A checkpoint counts once it is written, c seconds later, which
-leaves another e^(−ρc). The sums neglect that a recovery that is interrupted begins again.
+the states they are in, less half an iteration per loss. If the job goes back ρ times per second in which it trains, at
+random moments, and saves after each τ such seconds, a part ρτ/(e^(ρτ) − 1) of this is left: of e^(ρτ) − 1 intervals
+that begin, ρτ reach their end, as of all jobs that are interrupted at random. A checkpoint counts once it is written, c
+seconds later, which leaves another e^(−ρc). The sums neglect that a recovery that is interrupted begins again.
 """
 
 from __future__ import annotations
@@ -88,18 +88,31 @@ def expected_goodput(
         count * each.dollars_per_hour * there_share(term)
         for count, each, term in zip(counts, types, terms, strict=True)
     )
-    goodput = max(whole - lost, 0.0) * _left_after_going_back(sum(map(chain.going_back, states)), whole, assumptions)
+    training = sum(state.probability for state in states if chain.speed(state.counts) > 0)
+    going_back = sum(map(chain.going_back, states))
+    goodput = max(whole - lost, 0.0) * _left_after_going_back(going_back, whole, training, assumptions)
     return ExpectedGoodput(
         goodput, dollars, 1.0 - goodput / whole if whole > 0 else 0.0, sum(state.probability for state in states)
     )
 
 
-def _left_after_going_back(rate: float, iterations_per_second: float, assumptions: Assumptions) -> float:
-    """The share of the work that is not lost if the job goes back to a checkpoint so many times per second."""
-    if not rate:
+def _left_after_going_back(
+    going_back: float, iterations_per_second: float, training: float, assumptions: Assumptions
+) -> float:
+    """The share of the work that is not lost if the job goes back to a checkpoint so many times per second.
+
+    Args:
+        going_back: times per second, as an average over all time.
+        iterations_per_second: the same.
+        training: the share of the time in which the job trains.
+        assumptions: how often it saves, and how long that takes.
+    """
+    if not going_back:
         return 1.0
-    intervals = rate * assumptions.save_every / iterations_per_second
-    return intervals / math.expm1(intervals) * math.exp(-rate * assumptions.save_seconds)
+    intervals = going_back * assumptions.save_every / iterations_per_second
+    # x / (e^x − 1), written so that it does not overflow.
+    left = -intervals * math.exp(-intervals) / math.expm1(-intervals)
+    return left * math.exp(-going_back / training * assumptions.save_seconds)
 
 
 class _Chain:

@@ -40,7 +40,8 @@ def interrupted_front(
         options: arguments of ``make_plans``.
 
     Raises:
-        ValueError: a price is not known, or there is no plan.
+        NoPlanError: there is no plan, or with none of them an iteration ever counts.
+        ValueError: a price is not known.
     """
     types = node_types(topology)
     quotas = dict(at_most or {})
@@ -56,5 +57,21 @@ def interrupted_front(
     for point in points:
         expected = expected_goodput(topology, types, point.nodes, plans, assumptions)
         dollars = expected.dollars_per_iteration + point.cost.egress_dollars
-        interrupted.append(replace(point, interrupted=Interrupted(expected.iteration_seconds, dollars)))
+        if expected.iterations_per_second > 0:
+            interrupted.append(replace(point, interrupted=Interrupted(expected.iteration_seconds, dollars)))
+    if not interrupted:
+        raise NoPlanError(
+            "the nodes are taken away so often, or for so long, that no iteration ever counts "
+            f"({_in_words(topology)}); add nodes that stay, or nodes that are taken away less often"
+        )
     return worth_their_price(interrupted)
+
+
+def _in_words(topology: Topology) -> str:
+    """The terms of all types of spot nodes."""
+    terms = [(each.name, topology.nodes[each.nodes[0]].spot) for each in node_types(topology)]
+    return ", ".join(
+        f"{name}: preemptions_per_hour {each.preemptions_per_hour:g}, replacement_minutes {each.replacement_minutes:g}"
+        for name, each in terms
+        if each is not None
+    )

@@ -21,7 +21,11 @@ from .whole_model import WholeModelTimes
 
 __all__ = ["read_megatron_log"]
 
-TIMER = re.compile(r"^\s*(?P<name>[a-z][\w-]*) \.*: *(?:\((?P<least>[\d.]+), *(?P<most>[\d.]+)\)|(?P<only>[\d.]+))\s*$")
+NUMBER = r"\d{1,15}(?:\.\d+)?"
+TIMER = re.compile(
+    rf"^\s*(?P<name>[a-z][\w-]*) \.*: *(?:\({NUMBER}, *(?P<most>{NUMBER})\)|(?P<only>{NUMBER}))\s*$", re.ASCII
+)
+"""Name of a timer, and its time: of the slowest rank if the fastest is there too."""
 NEEDED = ("forward-compute", "backward-compute")
 WARM_UP = 1
 """Printed groups of times that are left out, because first iterations take longer."""
@@ -37,7 +41,7 @@ def read_megatron_log(path: Path | str, micro_batches: int) -> WholeModelTimes:
     Raises:
         ValueError: The log cannot be read, has no such times, or they do not suffice: the message says what is missing.
     """
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[float]] = {}
     try:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -45,8 +49,7 @@ def read_megatron_log(path: Path | str, micro_batches: int) -> WholeModelTimes:
     for line in lines:
         timer = TIMER.match(line)
         if timer:
-            least, most = timer["least"] or timer["only"], timer["most"] or timer["only"]
-            found.setdefault(timer["name"], []).append((float(least), float(most)))
+            found.setdefault(timer["name"], []).append(float(timer["most"] or timer["only"]))
     missing = [name for name in NEEDED if name not in found]
     if missing:
         raise ValueError(
@@ -59,9 +62,9 @@ def read_megatron_log(path: Path | str, micro_batches: int) -> WholeModelTimes:
             "does not suffice for the times of layers. Log a run with --pipeline-model-parallel-size 1"
         )
     forward, backward = (_median(found[name]) / micro_batches / 1e3 for name in NEEDED)
-    return WholeModelTimes(forward, backward, _median(found.get("optimizer", [(0.0, 0.0)])) / 1e3)
+    return WholeModelTimes(forward, backward, _median(found.get("optimizer", [0.0])) / 1e3)
 
 
-def _median(values: Sequence[tuple[float, float]]) -> float:
+def _median(values: Sequence[float]) -> float:
     """The median of the slowest rank's times, without the first ones if there are others."""
-    return statistics.median([most for _, most in values[WARM_UP:] or values])
+    return statistics.median(values[WARM_UP:] or values)

@@ -8,12 +8,13 @@ what is sent to the next layer and of what is kept for backward, for one sample.
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...io.json_files import read_json
-from ..published.sailor_tables import GpuTables, read_gpu_tables, tables_of_rows
+from ..published.sailor_tables import MAX_DIGITS, GpuTables, read_gpu_tables, tables_of_rows
 
 __all__ = ["read_sailor", "read_sailor_repository"]
 
@@ -40,8 +41,9 @@ def read_sailor_repository(folder: Path | str, model: str) -> GpuTables:
     """
     folder = Path(folder)
     memory = next(iter(sorted(folder.rglob("llm_info.json"))), None)
-    timed = sorted(folder.rglob(f"sailor_planner/profiles/{model}/*/profile.json")) or sorted(
-        folder.rglob(f"profiles/{model}/*/profile.json")
+    name = glob.escape(model)
+    timed = sorted(folder.rglob(f"sailor_planner/profiles/{name}/*/profile.json")) or sorted(
+        folder.rglob(f"profiles/{name}/*/profile.json")
     )
     if memory is None:
         raise ValueError(
@@ -54,7 +56,10 @@ def read_sailor_repository(folder: Path | str, model: str) -> GpuTables:
             f"{folder} has no profiles/{model}/GPU/profile.json, which has the times; it has those of "
             f"{', '.join(found) or 'no model'}"
         )
-    sizes = _entries(memory, _content(memory).get(model), 2)
+    models = _content(memory)
+    if model not in models:
+        raise ValueError(f"{memory} has no model {model!r}, only {', '.join(sorted(models)) or 'none'}")
+    sizes = _entries(memory, models[model], 2)
     size_rows = [
         {"model": model, "tensor_parallel": degree, "layer": layer, "": f"{memory}, layer {layer}"}
         | {name: _field(memory, values, theirs) for name, theirs in BYTES.items()}
@@ -87,7 +92,7 @@ def _entries(path: Path, content: Any, depth: int) -> list[tuple[tuple[str, ...]
     for _ in range(depth):
         deeper = []
         for names, value in found:
-            if not isinstance(value, dict) or not all(str(name).isdigit() for name in value):
+            if not isinstance(value, dict) or not all(name.isdecimal() and len(name) <= MAX_DIGITS for name in value):
                 where = " → ".join(names) or "the model"
                 raise ValueError(f"{path}: {where} should have entries by number (micro-batch, degree or layer)")
             deeper += [((*names, name), each) for name, each in value.items()]

@@ -11,18 +11,42 @@ from __future__ import annotations
 import gzip
 import json
 import statistics
+import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .whole_model import WholeModelTimes
 
 __all__ = ["read_torch_trace"]
 
-Event = Mapping[str, Any]
 BACKWARD, STEP, OPTIMIZER = "autograd::engine::evaluate_function", "ProfilerStep#", "Optimizer.step#"
+
+
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+"""Categories of calls that launch kernels."""
+MAX_MICROSECONDS = 1e18
+"""Of a time; clocks that count from 1970 are below it."""
+
+
+class TraceEvent(NamedTuple):
+    """A range of time in which something ran, in microseconds."""
+
+    name: str
+    category: str
+    start: float
+    duration: float
+    thread: Hashable
+    """Process and thread."""
+    correlation: Hashable
+    """Number that a kernel and its launch have in common; without one it equals no other."""
+
+    @property
+    def end(self) -> float:
+        """When it ended."""
+        return self.start + self.duration
 
 
 def read_torch_trace(path: Path | str, micro_batches: int) -> WholeModelTimes:
@@ -35,41 +59,32 @@ def read_torch_trace(path: Path | str, micro_batches: int) -> WholeModelTimes:
     Raises:
         ValueError: The file cannot be read, is no such trace, or lacks something: the message says what.
     """
-    events = [each for each in _events(Path(path)) if each.get("ph") == "X"]
-    named = [each for each in events if isinstance(each.get("name"), str)]
-    steps = sorted((each for each in named if each["name"].startswith(STEP)), key=_start)
-    steps = [each for each in steps if each.get("cat") != "gpu_user_annotation"]
-    backward = [each for each in named if each["name"].startswith(BACKWARD)]
+    events = _events(Path(path))
+    steps = sorted((each for each in events if each.name.startswith(STEP)), key=lambda each: each.start)
+    steps = [each for each in steps if each.category != "gpu_user_annotation"]
+    backward = [each for each in events if each.name.startswith(BACKWARD)]
     if not steps:
         raise ValueError(
             f"{path} has no {STEP}N ranges; profile with a schedule, and call profiler.step() after each iteration"
         )
     if not backward:
         raise ValueError(f"{path} has no backward pass ({BACKWARD}); profile training with ProfilerActivity.CPU")
-    kernels = [each for each in named if each.get("cat") == "kernel"]
+    kernels = [each for each in events if each.category == "kernel"]
     if kernels:
-        launches = {
-            each["args"]["correlation"]: _start(each)
-            for each in named
-            if each.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in each.get("args", {})
-        }
-        work = [
-            (launches[each["args"]["correlation"]], float(each["dur"]))
-            for each in kernels
-            if each.get("args", {}).get("correlation") in launches
-        ]
+        launches = {each.correlation: each.start for each in events if each.category in LAUNCHES}
+        work = [(launches[each.correlation], each.duration) for each in kernels if each.correlation in launches]
         if not work:
             raise ValueError(
                 f"{path} has kernels, but not their launches; profile with ProfilerActivity.CPU and with "
                 "ProfilerActivity.CUDA"
             )
     else:
-        work = [(_start(each), float(each["dur"])) for each in _outermost(named)]
-    optimizer = [(_start(each), _end(each)) for each in named if each["name"].startswith(OPTIMIZER)]
-    passes = _joined([(_start(each), _end(each)) for each in backward])
+        work = [(each.start, each.duration) for each in _outermost(events)]
+    optimizer = [(each.start, each.end) for each in events if each.name.startswith(OPTIMIZER)]
+    passes = _joined([(each.start, each.end) for each in backward])
     found = []
     for step in steps:
-        inside = [(start, duration) for start, duration in work if _start(step) <= start < _end(step)]
+        inside = [(start, duration) for start, duration in work if step.start <= start < step.end]
         updates = sum(duration for start, duration in inside if _covers(optimizer, start))
         behind = sum(duration for start, duration in inside if _covers(passes, start))
         first = sum(duration for _, duration in inside) - updates - behind
@@ -77,42 +92,65 @@ def read_torch_trace(path: Path | str, micro_batches: int) -> WholeModelTimes:
     return WholeModelTimes(*(statistics.median(column) / 1e6 for column in zip(*found, strict=True)))
 
 
-def _events(path: Path) -> list[Event]:
+def _events(path: Path) -> list[TraceEvent]:
+    """The ranges of the trace that have a name."""
     try:
         data = path.read_bytes()
         text = gzip.decompress(data) if path.suffix == ".gz" else data
         content = json.loads(text)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} cannot be read: its lists or objects are nested too deeply") from None
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
         raise ValueError(f"{path} has no list traceEvents; export it with profiler.export_chrome_trace")
-    return events
+    return [
+        _event(path, number, each)
+        for number, each in enumerate(events)
+        if each.get("ph") == "X" and isinstance(each.get("name"), str)
+    ]
 
 
-def _start(event: Event) -> float:
-    return float(event["ts"])
+def _event(path: Path, number: int, content: Mapping[str, Any]) -> TraceEvent:
+    arguments = content.get("args")
+    correlation = arguments.get("correlation") if isinstance(arguments, dict) else None
+    return TraceEvent(
+        content["name"],
+        str(content.get("cat")),
+        _microseconds(path, number, content, "ts", -MAX_MICROSECONDS),
+        _microseconds(path, number, content, "dur", 0),
+        (str(content.get("pid")), str(content.get("tid"))),
+        # A kernel without a number has no known launch.
+        object() if correlation is None else str(correlation),
+    )
 
 
-def _end(event: Event) -> float:
-    return float(event["ts"]) + float(event["dur"])
+def _microseconds(path: Path, number: int, content: Mapping[str, Any], name: str, least: float) -> float:
+    value = content.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MAX_MICROSECONDS:
+        raise ValueError(
+            f"{path}: traceEvents[{number}] ({content['name']}) has {name} {str(value)[:40]}; it must be a number of "
+            f"microseconds{', at least 0' if least == 0 else ''}"
+        )
+    return float(value)
 
 
-def _outermost(events: Iterable[Event]) -> list[Event]:
+def _outermost(events: Iterable[TraceEvent]) -> list[TraceEvent]:
     """Operators that are not inside another one of their thread."""
-    threads: dict[object, list[Event]] = {}
+    threads: dict[Hashable, list[TraceEvent]] = {}
     for each in events:
-        if each.get("cat") == "cpu_op":
-            threads.setdefault((each.get("pid"), each.get("tid")), []).append(each)
-    found: list[Event] = []
+        if each.category == "cpu_op":
+            threads.setdefault(each.thread, []).append(each)
+    found: list[TraceEvent] = []
     for own in threads.values():
         end = float("-inf")
-        for each in sorted(own, key=lambda event: (_start(event), -_end(event))):
-            if _start(each) >= end:
+        for each in sorted(own, key=lambda event: (event.start, -event.end)):
+            if each.start >= end:
                 found.append(each)
-                end = _end(each)
+                end = each.end
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,11 +41,14 @@ def profile_of_whole_model(
     times say nothing about memory.
 
     Raises:
-        ValueError: A time of forward or backward is not above 0, or the degree does not divide the heads.
+        ValueError: A time of forward or backward is not above 0, that of the optimizer is below 0, one is not
+            finite, or the degree does not divide the heads.
     """
     for name, value in zip(("forward", "backward"), times, strict=False):
-        if not value > 0:
+        if not 0 < value < math.inf:
             raise ValueError(f"{name} takes {value} s; it must take more than 0")
+    if not 0 <= times.update_seconds < math.inf:
+        raise ValueError(f"the optimizer's step takes {times.update_seconds} s; it must take at least 0")
     # Only the shares of the layers matter, so the speed of the device is any.
     kind = DeviceKind(device, 1, 1.0)
     shares = estimated_profile(model, [kind], micro_batches=[micro_batch], tensor_parallel=[tensor_parallel])

@@ -27,7 +27,10 @@ STAGE = re.compile(
     re.IGNORECASE,
 )
 """A part of a pipeline: number of stages, device, its form in brackets or without, and ranges of blocks."""
-MAX_PIPELINES = 100_000
+MAX_STAGES = 65_536
+"""Of all pipelines together: as many as a cluster file may have devices."""
+MAX_DIGITS = 15
+"""Of a number."""
 
 
 def read_layout(text: str) -> PlanLayout:
@@ -50,6 +53,9 @@ class _Reader:
         self.place = 0
 
     def layout(self) -> PlanLayout:
+        long = re.search(rf"(?<![\w.])\d{{{MAX_DIGITS + 1},}}", self.text)
+        if long:
+            raise self._wrong(f"numbers have at most {MAX_DIGITS} digits", long.start())
         degree = micro_batch = steps = zero = None
         schedule: Schedule | None = None
         pipelines: list[PipelineLayout] = []
@@ -102,8 +108,6 @@ class _Reader:
 
     def _repeated(self, number: int) -> list[PipelineLayout]:
         """``pp [ … ] × K``, so many times."""
-        if number > MAX_PIPELINES:
-            raise self._wrong(f"{number:,} pipelines are too many; at most {MAX_PIPELINES:,} are possible")
         if not self._match(r"(?:pp\s*)?\["):
             raise self._unknown("a pipeline like pp [V100-16 0-9 | A100-40 10-23]")
         start, end = self.place, self.text.find("]", self.place)
@@ -113,6 +117,12 @@ class _Reader:
         for part in re.finditer(r"[^|]*(?:\||$)", self.text[start:end]):
             if part[0] or not stages:
                 stages += self._stages(part[0].rstrip("|"), start + part.start())
+        if number * len(stages) > MAX_STAGES:
+            raise self._wrong(
+                f"{count(number, 'pipeline')} of {count(len(stages), 'stage')} are too many; at most {MAX_STAGES:,} "
+                "stages are possible in all",
+                start - 1,
+            )
         self.place = end + 1
         found = self._match(rf"\s*{TIMES}\s*(\d+)(?!\s*{TIMES})")
         return [PipelineLayout(tuple(stages), self._positive(found) if found else None)] * number
@@ -135,8 +145,12 @@ class _Reader:
                 )
             ranges.append((first, last + 1))
         form = {"tp": 0, "width": 1, "recompute": 0}
+        named: set[str] = set()
         for each in re.finditer(FORM, found["form"], re.IGNORECASE):
             name = each.lastgroup or ""
+            if name in named:
+                raise self._wrong(f"{name}: given twice", start + found.start("form") + each.start())
+            named.add(name)
             form[name] = 1 if name == "recompute" else int(each[name])
             if not form[name]:
                 raise self._wrong(f"{name} 0: it is at least 1", start + found.start("form") + each.start())
@@ -147,7 +161,7 @@ class _Reader:
         blocks = sum(stage.blocks_per_chunk)
         if len(ranges) > 1:
             raise self._wrong("stages with several chunks are written one by one", start)
-        if number < 1 or blocks % number:
+        if number < 1 or blocks % number or number > MAX_STAGES:
             raise self._wrong(
                 f"{count(blocks, 'block')} cannot be divided equally over {count(number, 'stage')}; write the stages "
                 "one by one, or other numbers",

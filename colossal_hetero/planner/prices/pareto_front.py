@@ -7,6 +7,7 @@ What no plan was made for still counts in the bounds, so each plan says how far 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,9 @@ from .node_choice import NodeType, choices, node_types, taken, within
 from .plan_cost import HOUR, PlanCost, check_prices, plan_cost
 from .time_bounds import time_bounds
 
-__all__ = ["FrontPoint", "Interrupted", "Objective", "choose", "pareto_front", "worth_their_price"]
+__all__ = [
+    *("FrontPoint", "Interrupted", "Objective", "choose", "limits_in_words", "pareto_front", "worth_their_price"),
+]
 
 Objective = Literal["time", "cost"]
 
@@ -135,12 +138,19 @@ def pareto_front(
     return search.front()
 
 
+def limits_in_words(seconds: float | None, dollars: float | None) -> str:
+    """Seconds and dollars of an iteration, where they are given: ``1.38 s for $0.00287``."""
+    price = "" if dollars is None else f"${dollars:.4g}"
+    return " for ".join(each for each in ("" if seconds is None else f"{seconds:.4g} s", price) if each)
+
+
 def choose(
     front: Sequence[FrontPoint],
     objective: Objective,
     *,
     max_seconds: float = float("inf"),
     max_dollars: float = float("inf"),
+    in_words: Callable[[float | None, float | None], str] = limits_in_words,
 ) -> FrontPoint:
     """The best point of a front.
 
@@ -149,6 +159,7 @@ def choose(
         objective: what is to be as small as possible.
         max_seconds: of an iteration.
         max_dollars: of an iteration.
+        in_words: says seconds and dollars of an iteration, where they are given, in the unit of the user's limits.
 
     Raises:
         ValueError: no point is within the limits; the message says what is nearest.
@@ -164,13 +175,13 @@ def choose(
     }
     if not allowed:
         ends = " and ".join(
-            f"{point.seconds:.4g} s for ${point.dollars:.4g}"
+            in_words(point.seconds, point.dollars)
             for point in dict.fromkeys(min(front, key=each) for each in by.values())
         )
-        raise ValueError(
-            f"no plan has an iteration of at most {max_seconds:.4g} s for at most ${max_dollars:.4g}; the fastest and "
-            f"the cheapest take {ends}"
+        limits = in_words(
+            None if math.isinf(max_seconds) else max_seconds, None if math.isinf(max_dollars) else max_dollars
         )
+        raise ValueError(f"no plan takes at most {limits}; the fastest and the cheapest take {ends}")
     return min(allowed, key=by[objective])
 
 

@@ -51,6 +51,10 @@ micro-batches, the optimizer's copy of the parameters and two moments, in single
 BLOCKS_TIMED = 2
 """Number of blocks of the model whose step was timed. The rows of the other blocks repeat the second block's."""
 
+MIN_LAYERS = 2
+"""The embedding and a block; models without a head have these."""
+MAX_DIGITS = 9
+"""Of a micro-batch, a degree or the number of a layer."""
 TIME_COLUMNS = ("forward_seconds", "backward_seconds", "update_seconds")
 SIZE_COLUMNS = ("parameter_bytes", "activation_bytes", "output_bytes")
 INSIDE_NODE, BETWEEN_NODES = "inside a node", "between nodes"
@@ -129,15 +133,15 @@ def tables_of_rows(
     """
     sizes = _sizes(size_rows, model, memory)
     layers = len(sizes[0].parameter_bytes)
-    ends = _ends(sizes[0].parameter_bytes)
+    ends = _ends(sizes[0].parameter_bytes, model, memory)
     by_degree = {each.tensor_parallel: each for each in sizes}
     groups: dict[tuple[str, int, int], list[Row]] = defaultdict(list)
     for row in time_rows:
         if row["model"] == model:
-            groups[row["gpu"], int(row["tensor_parallel"]), int(row["micro_batch"])].append(row)
+            groups[row["gpu"], _whole(row, "tensor_parallel"), _whole(row, "micro_batch")].append(row)
     times, left_out = [], {}
     for (gpu, degree, micro_batch), rows in groups.items():
-        rows = sorted(rows, key=lambda row: int(row["layer"]))
+        rows = sorted(rows, key=lambda row: _whole(row, "layer"))
         if len(rows) != layers:
             left_out[gpu] = (
                 f"{gpu}: its rows have {len(rows)} layers, but {model} has {layers}; they belong to another model"
@@ -146,7 +150,7 @@ def tables_of_rows(
         if degree not in by_degree:
             left_out[gpu] = f"{gpu} at tensor_parallel {degree}: {memory.name} has no sizes"
             continue
-        forward, backward, update = (tuple(_number(row, column) for row in rows) for column in TIME_COLUMNS)
+        forward, backward, update = (tuple(_positive(row, column) for row in rows) for column in TIME_COLUMNS)
         if not any(update):
             left_out.setdefault(gpu, f"{gpu}: the optimizer's step was not timed; it is taken as 0")
         times.append(
@@ -191,7 +195,7 @@ def import_bandwidths(folder: Path | str) -> dict[str, GpuChannels]:
         if where not in (INSIDE_NODE, BETWEEN_NODES):
             raise ValueError(f"{path} has the place {where!r}; it must be {INSIDE_NODE!r} or {BETWEEN_NODES!r}")
         kind = "Ethernet" if where == BETWEEN_NODES else INSIDE[gpu].kind if gpu in INSIDE else "PCIe"
-        found[gpu][where][int(row["gpus"])] = Channel(
+        found[gpu][where][_whole(row, "gpus")] = Channel(
             kind,
             _number(row, "max_bytes_per_second"),
             curve=(_number(row, "a"), _number(row, "b"), _number(row, "c")),
@@ -250,8 +254,13 @@ def _divide_step(step_seconds: float, parameter_bytes: Sequence[int], ends: tupl
     return tuple(round(step_seconds * each / timed, 9) for each in parameter_bytes)
 
 
-def _ends(parameter_bytes: Sequence[int]) -> tuple[int, int]:
+def _ends(parameter_bytes: Sequence[int], model: str, path: Path) -> tuple[int, int]:
     """The number of layers before and after the blocks. All blocks have the same number of parameters."""
+    if len(parameter_bytes) < MIN_LAYERS:
+        raise ValueError(
+            f"{path} has {len(parameter_bytes)} layers of {model}; needed are at least {MIN_LAYERS}: the embedding and "
+            "a block"
+        )
     after = next(count for count, each in enumerate(reversed(parameter_bytes)) if each == parameter_bytes[1])
     return 1, after
 
@@ -262,16 +271,16 @@ def _sizes(rows: Sequence[Row], model: str, path: Path) -> list[LayerSizes]:
     for row in rows:
         models.add(row["model"])
         if row["model"] == model:
-            by_degree[int(row["tensor_parallel"])].append(row)
+            by_degree[_whole(row, "tensor_parallel")].append(row)
     if not by_degree:
         close = get_close_matches(model, sorted(models), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(f"{path} has no model {model!r}, only {', '.join(sorted(models)) or 'none'}{hint}")
     sizes = []
     for degree in sorted(by_degree):
-        layers = sorted(by_degree[degree], key=lambda row: int(row["layer"]))
+        layers = sorted(by_degree[degree], key=lambda row: _whole(row, "layer"))
         parameters, activations, outputs = (
-            tuple(int(_number(row, column)) for row in layers) for column in SIZE_COLUMNS
+            tuple(int(_positive(row, column)) for row in layers) for column in SIZE_COLUMNS
         )
         sizes.append(
             LayerSizes(
@@ -306,6 +315,24 @@ def _rows(path: Path, columns: Sequence[str]) -> list[Row]:
         raise ValueError(f"{path}: no such file; give the folder that has all tables") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not CSV: {error}") from None
+
+
+def _whole(row: Row, column: str) -> int:
+    """A micro-batch, a degree, or the number of a layer."""
+    value = row[column]
+    if not isinstance(value, str) or not value.strip().isdecimal() or len(value) > MAX_DIGITS:
+        raise ValueError(f"{row['']}: {column} is {value!r}, not a whole number from 0 to {10**MAX_DIGITS - 1}")
+    return int(value)
+
+
+def _positive(row: Row, column: str) -> float:
+    """A time or a number of bytes."""
+    value = _number(row, column)
+    if value < 0:
+        raise ValueError(f"{row['']}: {column} is {row[column]!r}; it must be at least 0")
+    return value
 
 
 def _number(row: Row, column: str) -> float:

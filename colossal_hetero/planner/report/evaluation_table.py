@@ -33,7 +33,7 @@ def render_evaluation(evaluated: EvaluatedPlan, notes: Sequence[str] = ()) -> Re
     simulated = duration(evaluated.simulated_seconds)
     lines = [f"by event simulation: {simulated}; the prediction above is {off:+.1%} of it", *_memory(evaluated)]
     if evaluated.cost is None:
-        lines.append("price: unknown, because the cluster file has no prices of all nodes")
+        lines.append("price: unknown, because the cluster file does not have the prices of all nodes")
     else:
         cost = evaluated.cost
         sent = f", of which {cost.egress_dollars * 1000:,.2f} $ for what is sent between clusters"
@@ -120,7 +120,8 @@ def _in_words(plans: Sequence[tuple[str, EvaluatedPlan]], best: int) -> list[str
             continue
         percent = 100 * (each.plan.iteration_seconds / first.plan.iteration_seconds - 1)
         speed = "slower" if percent >= 0 else "faster, but it does not fit in memory"
-        lines.append(f"{other}: {abs(percent):.1f} % {speed} than {name}")
+        alike = f"as fast as {name}"
+        lines.append(f"{other}: {alike if abs(percent) < 0.05 else f'{abs(percent):.1f} % {speed} than {name}'}")
         found = differences(first.plan, each.plan)
         lines += [f"  {line}" for line in found] if found else ["  the same layout on other devices, or the same plan"]
         if each.problem is not None:

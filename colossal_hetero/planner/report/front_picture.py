@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,11 +11,13 @@ from ..prices.node_choice import NodeType
 from ..prices.pareto_front import FrontPoint
 from .front_table import nodes_in_words
 
-__all__ = ["plot_front"]
+__all__ = ["plot_front", "proved_edge"]
 
 
 def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: FrontPoint, path: Path) -> None:
     """Write a picture, with the line beyond which no plan can be, by the lower bounds.
+
+    With spot nodes, times and costs are those with interruptions, as in the table; the bounds are without them.
 
     Args:
         front: see :func:`.pareto_front.pareto_front`.
@@ -24,23 +27,30 @@ def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: F
     """
     from matplotlib.figure import Figure
 
-    cost = [1000 * point.cost.dollars_per_iteration for point in front]
-    seconds = [point.plan.iteration_seconds for point in front]
+    interrupted = any(point.interrupted is not None for point in front)
+    cost = [1000 * point.dollars for point in front]
+    seconds = [point.seconds for point in front]
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(cost, seconds, "-o", color=BLUE, label="plans that were found")
-    bounds = [1 + point.gap for point in front]
+    axes.plot(cost[::-1], seconds[::-1], "-o", drawstyle="steps-post", color=BLUE, label="plans that were found")
     axes.plot(
-        [each / bound for each, bound in zip(cost, bounds, strict=True)],
-        [each / bound for each, bound in zip(seconds, bounds, strict=True)],
+        *zip(*proved_edge(front), strict=True),
         ":",
+        drawstyle="steps-pre",
         color="#888888",
-        label="no plan is better in both than this",
+        label=f"no plan is better in both than this{', without interruptions' if interrupted else ''}",
     )
-    best = 1000 * chosen.cost.dollars_per_iteration, chosen.plan.iteration_seconds
+    best = 1000 * chosen.dollars, chosen.seconds
     axes.plot(*([each] for each in best), "o", color=ORANGE, markersize=10, label="chosen")
     for point, x, y in zip(front, cost, seconds, strict=True):
-        axes.annotate(nodes_in_words(point, types), (x, y), xytext=(5, 5), textcoords="offset points", fontsize=7)
+        axes.annotate(
+            nodes_in_words(point, types),
+            (x, y),
+            (-7, -8),
+            textcoords="offset points",
+            fontsize=7,
+            horizontalalignment="right",
+        )
     axes.set_xlabel("dollars per 1,000 iterations")
     axes.set_ylabel("seconds per iteration")
     axes.margins(x=0.15)
@@ -48,3 +58,19 @@ def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: F
     axes.legend()
     axes.grid(alpha=0.3)
     save_figure(figure, path)
+
+
+def proved_edge(front: Sequence[FrontPoint]) -> list[tuple[float, float]]:
+    """The corners of the edge below which no plan can be: dollars per 1,000 iterations, ascending, and seconds.
+
+    By its gap, each point excludes all plans that are better in both than a corner. Between two corners the edge has
+    the height of the one on the right.
+    """
+    corners: list[tuple[float, float]] = []
+    for point in front:
+        dollars = 1000 * point.cost.dollars_per_iteration / (1 + point.gap)
+        corners.append((dollars, point.plan.iteration_seconds / (1 + point.gap)))
+    corners.sort(reverse=True)
+    # Where plans are excluded up to some dollars, they are also excluded for less.
+    heights = itertools.accumulate((seconds for _, seconds in corners), max)
+    return [(dollars, height) for (dollars, _), height in zip(corners, heights, strict=True)][::-1]

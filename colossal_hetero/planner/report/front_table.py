@@ -14,7 +14,7 @@ from ..prices.pareto_front import FrontPoint
 from ..prices.plan_cost import HOUR
 from .plan_table import layout
 
-__all__ = ["dollars", "nodes_in_words", "render_front", "totals"]
+__all__ = ["dollars", "nodes_in_words", "render_front", "totals", "training_in_words"]
 
 
 def render_front(
@@ -63,6 +63,13 @@ def totals(point: FrontPoint, samples: int) -> tuple[float, float]:
     """Hours and dollars of a training of so many samples, with interruptions if they are known."""
     iterations = samples / point.plan.global_batch
     return iterations * point.seconds / HOUR, iterations * point.dollars
+
+
+def training_in_words(seconds: float | None, dollars_each: float | None, *, iterations: float) -> str:
+    """What a training of so many iterations takes, from seconds and dollars of one, where they are given."""
+    hours = "" if seconds is None else f"{iterations * seconds / HOUR:,.4g} h"
+    price = "" if dollars_each is None else f"${iterations * dollars_each:,.4g}"
+    return " for ".join(each for each in (hours, price) if each)
 
 
 def nodes_in_words(point: FrontPoint, types: Sequence[NodeType]) -> str:

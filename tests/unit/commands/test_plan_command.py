@@ -270,7 +270,7 @@ def test_nodes_are_chosen_by_their_price(files: tuple[Path, Path], tmp_path: Pat
     assert load_plan(saved).iteration_seconds <= 1.01 * fastest.iteration_seconds
     output(*arguments, "--budget", 1.01 * 1e6 * iteration / 3600, "--out", saved)
     assert load_plan(saved).iteration_seconds == iteration
-    assert "no plan has an iteration of at most" in failure(*arguments, "--deadline", 0.5 * hours)
+    assert "no plan takes at most" in failure(*arguments, "--deadline", 0.5 * hours)
 
 
 def test_the_help_shows_options_in_groups_and_nothing_else() -> None:
@@ -299,6 +299,10 @@ def test_quotas_and_interruptions(files: tuple[Path, Path], tmp_path: Path) -> N
     terms = f"{node}preemptions_per_hour = 30\nreplacement_minutes = 60\n"
     files[0].write_text(files[0].read_text().replace(node, terms))
     text = output(*arguments, "--at-most", "old=0", "--recovery", 20)
+    assert "# new can be taken away (spot nodes); see docs/elastic.md\n" in text
+    assert "\ncolossal-hetero launch --store HOST:PORT --node NODE --nproc " in text
+    assert 'PlanConfig(cluster="cluster.toml", profile="profile.json", global_batch_size=16, min_replicas=2)' in text
+    assert "can be taken away" not in output(*arguments, "--at-most", "new=0")
     row = next(line for line in text.splitlines() if line.lstrip().startswith("1 × new"))
     # The node is there in one of 31 hours, in two minutes of which its processes start; then it does not reach each
     # checkpoint before it is taken away again.

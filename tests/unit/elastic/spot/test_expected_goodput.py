@@ -102,8 +102,10 @@ def test_nodes_that_stay_lose_nothing() -> None:
     assert (expected.lost_share, expected.dollars_per_hour, expected.covered) == (0.0, 9.0, 1.0)
 
 
-def test_a_single_node_by_hand() -> None:
-    topology, assumptions = topology_of(1, 0, SpotTerms(1.0, 60.0)), Assumptions(process_seconds=0, import_seconds=0)
+@pytest.mark.parametrize("save_seconds", [0.0, 600.0])
+def test_a_single_node_by_hand(save_seconds: float) -> None:
+    topology = topology_of(1, 0, SpotTerms(1.0, 60.0))
+    assumptions = Assumptions(process_seconds=0, import_seconds=0, save_seconds=save_seconds)
     expected = expected_goodput(topology, node_types(topology), [1], plans(2), assumptions)
     # It trains half of the time. Each hour of training ends with a loss, after which it goes back to a checkpoint; on
     # return it joins.
@@ -112,7 +114,24 @@ def test_a_single_node_by_hand() -> None:
     pause = 3600 * (1 - math.exp(-assumptions.join_seconds / 3600))
     interval = flow * 50 / (0.5 * speed)
     done = 0.5 * speed - flow * (0.5 + pause * speed)
-    assert expected.iterations_per_second == pytest.approx(done * interval / (math.exp(interval) - 1))
+    # The node must stay while a checkpoint is written.
+    kept = interval / (math.exp(interval) - 1) * math.exp(-save_seconds / 3600)
+    assert expected.iterations_per_second == pytest.approx(done * kept)
+
+
+def test_a_node_that_is_taken_away_each_second_reaches_no_checkpoint() -> None:
+    topology, assumptions = topology_of(1, 0, SpotTerms(3600.0, 1.0)), Assumptions(process_seconds=0, import_seconds=0)
+    expected = expected_goodput(topology, node_types(topology), [1], plans(2), assumptions)
+    assert expected.iterations_per_second == 0 and expected.iteration_seconds == math.inf
+
+
+def test_checkpoints_that_take_long_to_write() -> None:
+    """Two nodes that hold a half each, and are rarely there together: all time is lost in which they are not."""
+    topology, fit = topology_of(2, 0, SpotTerms(1.0, 60.0)), plans(1)
+    assumptions = Assumptions(process_seconds=0, import_seconds=0, save_seconds=600.0, save_every=10)
+    expected = expected_goodput(topology, node_types(topology), [2], fit, assumptions)
+    measured = simulated(topology, fit, assumptions, traces=40, hours=200.0)
+    assert expected.iterations_per_second == pytest.approx(measured, rel=0.08)  # interrupted pauses are neglected
 
 
 def test_a_node_without_devices_in_use_costs_nothing_when_it_is_lost() -> None:

@@ -238,6 +238,27 @@ def test_kernels_belong_to_the_phase_that_launched_them(tmp_path: Path) -> None:
     assert sum(load_model_profile(out).times[0].backward_seconds) == pytest.approx(220e-6)
 
 
+def test_operators_of_a_cpu_by_hand(tmp_path: Path) -> None:
+    """Two threads; operators that follow each other at once, one inside another, and one between two iterations."""
+    events = []
+    for step, start in enumerate((0.0, 100.0, 300.0)):
+        events += [
+            event(f"ProfilerStep#{step}", start, 100.0, "user_annotation"),
+            event("aten::linear", start, 20, "cpu_op"),
+            event("aten::mm", start + 5, 15, "cpu_op"),
+            event("aten::relu", start + 20, 10, "cpu_op"),
+            event("aten::copy", start + 20, 20, "cpu_op") | {"tid": 2},
+            event("autograd::engine::evaluate_function: MmBackward0", start + 50, 30, "cpu_op"),
+            event("aten::mm", start + 55, 10, "cpu_op"),
+            event("Optimizer.step#Adam.step", start + 85, 10, "user_annotation"),
+            event("aten::add", start + 85, 8, "cpu_op"),
+        ]
+    events.append(event("aten::load", 210.0, 50, "cpu_op"))
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(events))
+    assert read_torch_trace(path, 2) == pytest.approx((25e-6, 15e-6, 8e-6))
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

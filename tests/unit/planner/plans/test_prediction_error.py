@@ -87,6 +87,35 @@ def test_plans_from_the_same_times_can_be_told_apart() -> None:
     assert difference_error(one, other, known) < 0.002
 
 
+def test_sums_of_gradients_are_not_unsure() -> None:
+    """Half of the time is sums of gradients, which the profile does not measure: half of the error."""
+    known = with_errors(profile(), {"fast": 0.01, "slow": 0.01})
+    alone = predict_plan(machines("fast"), known, [[[0]]], micro_batch=2, global_batch=16)
+    half = alone.model_copy(update={"synchronization_seconds": alone.iteration_seconds})
+    assert alone.synchronization_seconds == 0 and prediction_error(alone, known) == pytest.approx(0.01, rel=0.1)
+    assert prediction_error(half, known) == pytest.approx(prediction_error(alone, known) / 2, rel=0.01)
+    # With an optimizer's step as long as the passes, which is measured too, two thirds.
+    (replica,), seconds = alone.replicas, alone.iteration_seconds
+    passes = seconds - replica.stages[0].update_seconds
+    stage = replica.stages[0].model_copy(update={"update_seconds": passes})
+    updates = {"replicas": (replica.model_copy(update={"stages": (stage,)}),), "synchronization_seconds": passes}
+    two_thirds = prediction_error(alone, known) * 2 / 3
+    assert prediction_error(alone.model_copy(update=updates), known) == pytest.approx(two_thirds, rel=0.01)
+
+
+def test_groups_that_divide_a_micro_batch_have_the_error_of_their_part() -> None:
+    known = profile()
+    times = tuple(
+        each.model_copy(update={"relative_error": 0.01 if each.micro_batch == 1 else 0.0}) for each in known.times
+    )
+    known = known.model_copy(update={"times": times})
+    plan = predict_plan(machines("fast"), known, [[[0]]], micro_batch=2, global_batch=16)
+    (replica,) = plan.replicas
+    wide = replica.model_copy(update={"stages": (replica.stages[0].model_copy(update={"width": 2}),)})
+    assert prediction_error(plan, known) == 0
+    assert prediction_error(plan.model_copy(update={"replicas": (wide,)}), known) == pytest.approx(0.01, rel=0.1)
+
+
 def test_the_simplest_of_the_plans_that_are_tied_comes_first() -> None:
     topology = machines("slow", "fast")
     exact = make_plans(topology, profile(), global_batch=16, keep=8)

@@ -62,7 +62,9 @@ def test_after_a_failure_and_after_a_death_the_next_one_measures() -> None:
 
     with pytest.raises(ValueError, match="new, is not in the profile of model, and measuring it has failed: MemoryE"):
         KnownKinds(profile("one"), board, fails, 30.0).learn("new")
+    assert board.count("layers of new/measuring", 0) == 0  # nobody waits for the one that has failed
     KnownKinds(profile("one"), board, lambda: profile("measured"), 30.0).learn("new")
+    assert board.count("layers of new/measuring", 0) == 0
     board.count("layers of other/measuring", 1)  # by a process that has died since
     known = KnownKinds(profile("one"), board, lambda: profile("measured"), 0.5)
     known.learn("other")
