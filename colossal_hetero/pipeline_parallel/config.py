@@ -61,9 +61,9 @@ class PlanConfig:
     layer is held twice, so that elastic training goes on when a process is lost."""
 
     quick: bool = False
-    """Whether ``plan="auto"`` leaves out the part of the search that repeats exchanges of slots from random others.
-    This saves up to two thirds of the time. The iterations of a few plans take longer: up to 2 % in 96 random clusters
-    of 12 to 32 devices. Elastic training always plans so, because the devices wait for the plan."""
+    """Whether ``plan="auto"`` is made by a shorter search. This saves up to two thirds of the time. The iterations of a
+    few plans take longer: up to 2 % in 96 random clusters of 12 to 32 devices. Elastic training always plans so,
+    because the devices wait for the plan."""
 
     drift_threshold: float = 0.2
     """A stage is reported at the end of an epoch if its time per micro-batch differs from the plan by more than this

@@ -26,8 +26,9 @@ class Effort:
     """The search ends when no plan can be faster by more than this share (0.03: 3 %); None: it does not end early."""
     search_seconds: float = np.inf
     """No part of the search begins after this, once there is a plan."""
-    restarts: bool = True
-    """Whether exchanges of slots are repeated from random other slots, see :mod:`..search.exchanges`."""
+    quick: bool = False
+    """Whether less is tried: exchanges of slots are not repeated from random others, and other orders of stages are
+    tried for fewer plans."""
 
     def __post_init__(self) -> None:
         for name in ("bound_seconds", "gap", "search_seconds"):

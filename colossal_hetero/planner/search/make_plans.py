@@ -137,7 +137,7 @@ def make_plans(
             stages,
             unequal=unequal,
             all_devices=all_devices,
-            restarts=effort.restarts,
+            quick=effort.quick,
             **options,
         )
 

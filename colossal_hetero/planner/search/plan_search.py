@@ -40,10 +40,11 @@ MAX_EXCHANGED, MAX_RESTARTED, MAX_EXCHANGES, MAX_RESTARTS = 12, 12, 400, 16
 MANY_TYPES, FEW_DEVICES = 6, 12
 """All these numbers are for clusters with that many different types of slots, or with few devices. With more devices of
 fewer types less is tried, because most exchanges change nothing."""
-NEAR_REORDERED, NEAR_MOVED = (1.2, 1.1), (2.0, 1.25)
-"""Only candidates that take at most so many times as long as the best one are improved in these ways: in clusters of up
-to SMALL devices, and in larger ones, where it takes longer and other slots change less."""
-SMALL = 16
+NEAR_REORDERED, NEAR_REORDERED_QUICKLY = 1.2, 1.1
+"""Other orders of stages are tried for candidates that take at most so many times as long as the best one."""
+NEAR_MOVED, NEAR_MOVED_OF_MANY, MANY_DEVICES = 2.0, 1.25, 17
+"""Slots are moved in candidates that take at most so many times as long as the best one: in clusters of fewer devices
+than these, and in larger ones, where it takes longer and changes less."""
 MAX_OF_PART = 3
 """Best plans of each part of the cluster that are taken over."""
 MAX_MOVED = 8
@@ -81,7 +82,7 @@ class PlanSearch:
         all_devices: bool = False,
         below: float = np.inf,
         all_formations: bool = False,
-        restarts: bool = True,
+        quick: bool = False,
     ) -> None:
         """What is searched.
 
@@ -95,7 +96,7 @@ class PlanSearch:
             below: Plans that certainly take this many seconds or longer are not looked for.
             all_formations: Whether the pools are all ways to divide the devices into slots. If all of these are of few
                 slots, nothing else is tried than all their plans.
-            restarts: Whether exchanges of slots are repeated from random other slots.
+            quick: Whether less is tried, see :attr:`.Effort.quick`.
         """
         self.topology = topology
         self.pools = pools
@@ -105,7 +106,7 @@ class PlanSearch:
         self.unequal = unequal
         self.all_devices = all_devices
         self.all_formations = all_formations
-        self.restarts = restarts
+        self.quick = quick
         self.bounds = [PipelineBounds.of_pool(pool) for pool in pools]
         self.rows = EqualRows(pools, self.bounds, stages, runnable=self.runnable)
         self._sums = [self._min_sums(pool) for pool in pools]
@@ -180,10 +181,6 @@ class PlanSearch:
     def unequal_below(self) -> float:
         """Pipelines that differ are only worth trying if they take less than these seconds."""
         return self.best_seconds / MIN_UNEQUAL_GAIN
-
-    def _near(self, draft: Draft, factors: tuple[float, float]) -> bool:
-        """Whether a candidate takes at most so many times as long as the best one, in a small and a large cluster."""
-        return draft.ranking_seconds <= factors[len(self.topology.devices) > SMALL] * self.best_seconds
 
     def _allowed(self, draft: Draft) -> bool:
         return not self.all_devices or draft.devices == len(self.topology.devices)
@@ -323,9 +320,12 @@ class PlanSearch:
 
     def _reorder(self) -> None:
         """Try other orders of the stages for the best candidates, and for those with the lowest bounds."""
+        near = NEAR_REORDERED_QUICKLY if self.quick else NEAR_REORDERED
         for key in self._promising():
             old = self.drafts[key]
-            if not self.lower_bounds.get(key, 0.0) < self.best_seconds or not self._near(old, NEAR_REORDERED):
+            if not self.lower_bounds.get(key, 0.0) < self.best_seconds:
+                continue
+            if old.ranking_seconds > near * self.best_seconds:
                 continue
             new = self.builder.build_placed(old.pool, old.places, symmetric=old.is_equal, thorough=True)
             if isinstance(new, Draft) and new.seconds < old.seconds:
@@ -373,7 +373,7 @@ class PlanSearch:
             if worth[shape] < self.best_seconds:
                 best[shape] = exchanges[shape[0]].improved(best[shape], most)
                 self._add(("exchanged", *shape), best[shape])
-        if not self.restarts:
+        if self.quick:
             return
         by_time.sort(key=lambda shape: best[shape].seconds)
         for shape in by_time[: number(RESTARTED, MAX_RESTARTED, effort**2)]:
@@ -399,8 +399,9 @@ class PlanSearch:
             best.setdefault((draft.pool, len(draft.splits)), draft)
         allowed = None if self.stages is None else frozenset(self.stages)
         most = min(max(MOVES // devices, 1), MAX_MOVES)
+        near = NEAR_MOVED if devices < MANY_DEVICES else NEAR_MOVED_OF_MANY
         for number, draft in enumerate(list(best.values())[:MAX_MOVED]):
-            if not self._near(draft, NEAR_MOVED):
+            if draft.ranking_seconds > near * self.best_seconds:
                 continue
             place = self.pools.index(draft.pool)
             moves = UnequalMoves(self.builder, draft.pool, self.bounds[place], self._sums[place])

@@ -177,7 +177,7 @@ def best_plan(
         method=planning.method,
         unequal=unequal and planning.unequal,
         all_devices=True,
-        effort=Effort(restarts=not planning.quick),
+        effort=Effort(quick=planning.quick),
         keep=1 if planning.min_replicas == 1 else SEARCHED,
     )
     enough = (each.plan for each in ranked if len(each.plan.replicas) >= planning.min_replicas)
