@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,14 +73,18 @@ class ElasticConfig:
             raise ValueError(f"min_members={self.min_members!r} must be a whole number of at least 1")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed={self.seed!r} must be a whole number")
+        if self.max_members is not None and (
+            isinstance(self.max_members, bool) or not isinstance(self.max_members, int)
+        ):
+            raise ValueError(f"max_members={self.max_members!r} must be a whole number, or None for no limit")
         if self.max_members is not None and self.max_members < self.min_members:
             raise ValueError(f"max_members={self.max_members} is less than min_members={self.min_members}")
         if self.last_call_seconds is None:
             object.__setattr__(self, "last_call_seconds", LAST_CALL_SECONDS[self.recovery])
         if self.measure is not None and not callable(self.measure):
             raise TypeError(f"measure={self.measure!r} is not a function that measures the layers")
-        if not self.start_seconds >= 0:
-            raise ValueError(f"start_seconds={self.start_seconds!r} must be at least 0")
+        if not 0 <= self.start_seconds < math.inf:
+            raise ValueError(f"start_seconds={self.start_seconds!r} must be a number of seconds, at least 0")
         for name in ("dead_seconds", "last_call_seconds", "timeout_seconds", "join_seconds"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a positive number of seconds")

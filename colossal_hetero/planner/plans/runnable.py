@@ -59,7 +59,7 @@ def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
         )
     unlike = why_other_groups(plan)
     if unlike is not None:
-        return f"{unlike}, which cannot be run yet; plan again without --search-space whole"
+        return f"{unlike}, which cannot be run yet; --search-space default and runnable make plans that can be run"
     recomputes = _why_recomputes(plan)
     if recomputes is not None and plan.schedule != "1f1b":
         return f"{recomputes}, which is possible with the schedule 1f1b only, not with {plan.schedule}"

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
+from ...io.text import count
+
 __all__ = [
     "CHUNKED",
     "SCHEDULES",
@@ -164,7 +166,7 @@ def interleaved(stages: int, chunks_per_stage: int, micro_batches: int) -> PassO
     """
     problem = why_not_schedulable("interleaved", stages, micro_batches)
     if problem is not None:
-        raise ValueError(f"{micro_batches} micro-batches for {stages} stages: {problem}")
+        raise ValueError(f"{count(micro_batches, 'micro-batch')} for {count(stages, 'stage')}: {problem}")
     total = micro_batches * chunks_per_stage
     # By place in the order: which of the stage's chunks a forward is of.
     places = [number % (stages * chunks_per_stage) // stages for number in range(total)]

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from ...io.quantities import Seconds
 from ...io.schema import FilePart
+from ...io.text import count
 from .pass_order import Pass, PassKind, PassOrder, stages_of_chunks, why_not_schedulable
 
 __all__ = ["GraphSeconds", "zero_bubble_nodes", "zero_bubble_v"]
@@ -63,7 +64,7 @@ def zero_bubble_nodes(stages: int, micro_batches: int, seconds: GraphSeconds) ->
     """
     problem = why_not_schedulable("zbv", stages, micro_batches)
     if problem is not None:
-        raise ValueError(f"{micro_batches} micro-batches for {stages} stages: {problem}")
+        raise ValueError(f"{count(micro_batches, 'micro-batch')} for {count(stages, 'stage')}: {problem}")
     graph = _module().PipelineGraph(
         n_stage=stages,
         n_micro=micro_batches,

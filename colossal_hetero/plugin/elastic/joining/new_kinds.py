@@ -107,7 +107,9 @@ class KnownKinds:
                 return
         # After the limit, the other process is taken for dead.
         try:
-            self._measure_and_publish(kind, self._measure, self._board)
+            # It may have published, and counted itself out, since the last look.
+            if self._board.published(_name(kind)) is None:
+                self._measure_and_publish(kind, self._measure, self._board)
         finally:
             self._board.count(_name(kind) + "/measuring", -1)
 

@@ -71,6 +71,23 @@ def test_after_a_failure_and_after_a_death_the_next_one_measures() -> None:
     assert known.with_kinds({"new", "other"}).devices == ("one", "new", "other")
 
 
+def test_what_another_process_publishes_between_two_looks_is_not_measured_again() -> None:
+    class LateBoard(SharedBoard):
+        def count(self, name: str, number: int) -> int:
+            # The other process has just finished: it publishes, and counts itself out.
+            self.publish("layers of new", profile("measured").model_dump_json(by_alias=True))
+            return super().count(name, number)
+
+    def measure() -> ModelProfile:
+        raise AssertionError("measured again")
+
+    board = LateBoard()
+    known = KnownKinds(profile("one"), board, measure, 30.0)
+    known.learn("new")
+    assert known.with_kinds({"new"}).devices == ("one", "new")
+    assert board.count("layers of new/measuring", 0) == 0
+
+
 def test_what_was_measured_must_be_the_model() -> None:
     board = SharedBoard()
     with pytest.raises(ValueError, match="layers 5 instead of 4"):
