@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 import time
@@ -24,6 +23,7 @@ from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from tests.parallel.plugin.unequal.test_unequal_replicas import VOCABULARY, gpt2, loss_of
 from tests.support.deaths import DOOM, Kill, phases
+from tests.support.harness import check_preloaded, forked_context
 from tests.support.layer_profiles import layer_times
 
 BLOCKS, MICRO_BATCH, GLOBAL_BATCH, BATCHES = 4, 2, 12, 8
@@ -146,6 +146,7 @@ def train(
 
 
 def _member(port: int, node: str, number: int, results: Any, script: tuple[Any, ...], doom: Path | None) -> None:
+    check_preloaded()
     if doom is not None:
         os.environ[DOOM] = str(doom)
     os.environ |= dict(
@@ -208,8 +209,7 @@ class Job:
         dooms: Path | None = None,
     ) -> None:
         self._dooms = dooms
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.support.preload", "tests.support.elastic_jobs"])
+        self._context = forked_context()
         self._results = self._context.Queue()
         self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._steps, self._script, self._folder, self._joins = steps, script, folder, tuple(joins)

@@ -11,18 +11,45 @@ import os
 import pickle
 import secrets
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
 from typing import Any
 
 Rank = tuple[Any, Any]
 """A process, and the end of the pipe on which its answer arrives."""
 
+PRELOAD = "tests.support.preload"
+REPOSITORY = Path(__file__).parents[2]
+
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["tests.support.preload"])
+
+
+def forked_context() -> Any:
+    """The context of processes that come from the fork server, which is started if it does not run yet.
+
+    Python has one fork server, with the modules that were set last before it started, and it ignores modules that it
+    cannot import. Therefore nothing else starts it (``conftest.py`` calls this first), it starts in the repository's
+    folder, and every rank checks what it has loaded.
+    """
+    _context.set_forkserver_preload([PRELOAD, "tests.support.elastic_jobs"])
+    before = Path.cwd()
+    os.chdir(REPOSITORY)
+    try:
+        ensure_running()
+    finally:
+        os.chdir(before)
+    return _context
+
+
+def check_preloaded() -> None:
+    """Check that the fork server that started this process had loaded what tests rely on."""
+    assert PRELOAD in sys.modules, f"the fork server of the tests has not loaded {PRELOAD}"
 
 
 def free_port() -> int:
@@ -51,6 +78,7 @@ def _rank_main(rank: int, world_size: int, port: int, seed: int, pipe: Any, func
 
     torch.set_num_threads(1)
     try:
+        check_preloaded()
         colossalai.launch(rank, world_size, "127.0.0.1", port, seed=seed, verbose=False)
         result = function(*args)
         torch.distributed.barrier()
@@ -68,6 +96,7 @@ def _alone_main(pipe: Any, function: Callable, arguments: dict[str, Any]) -> Non
 
     torch.set_num_threads(1)
     try:
+        check_preloaded()
         pipe.send_bytes(pickle.dumps((True, function(**arguments))))
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
@@ -75,8 +104,9 @@ def _alone_main(pipe: Any, function: Callable, arguments: dict[str, Any]) -> Non
 
 def run_alone(function: Callable[..., Any], timeout_seconds: float = 120, **arguments: Any) -> Any:
     """Call ``function(**arguments)`` in a new process without a process group, and return what it returns."""
-    receiver, sender = _context.Pipe(duplex=False)
-    process = _context.Process(target=_alone_main, args=(sender, function, arguments), daemon=True)
+    context = forked_context()
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_alone_main, args=(sender, function, arguments), daemon=True)
     process.start()
     sender.close()
     try:
@@ -98,12 +128,12 @@ def start_ranks(world_size: int, function: Callable[..., Any], *args: Any, seed:
     Through its pipe every rank sends ``(True, result)`` or ``(False, traceback)``. At the end of the ``with`` block,
     ranks that still run are killed.
     """
-    port = free_port()
+    context, port = forked_context(), free_port()
     ranks: list[Rank] = []
     try:
         for rank in range(world_size):
-            receiver, sender = _context.Pipe(duplex=False)
-            process = _context.Process(
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
                 target=_rank_main, args=(rank, world_size, port, seed, sender, function, args), daemon=True
             )
             process.start()

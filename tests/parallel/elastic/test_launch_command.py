@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 from colossal_hetero.cli import main
 from colossal_hetero.elastic.store_server import start_store
 from tests.support.command_line import failure
-from tests.support.harness import free_port
+from tests.support.harness import forked_context, free_port
 from tests.support.launched_nodes import LaunchedNode, is_running, wait_until
 
 START = """
@@ -263,9 +262,7 @@ def run_store(arguments: list[str]) -> None:
 @pytest.mark.parametrize(("number", "options"), [(signal.SIGTERM, []), (signal.SIGINT, ["--host", "127.0.0.1"])])
 def test_the_store_runs_until_a_signal_comes(number: int, options: list[str], tmp_path: Path) -> None:
     port = free_port()
-    process = multiprocessing.get_context("forkserver").Process(
-        target=run_store, args=([*options, "--port", str(port)],)
-    )
+    process = forked_context().Process(target=run_store, args=([*options, "--port", str(port)],))
     process.start()
     try:
         script = tmp_path / "script.py"
