@@ -5,41 +5,22 @@ activations of ``min(K, S − s)`` micro-batches in stage s of S, and 3 GB for c
 without a pipeline has 4 bytes per parameter more, for the buckets of DistributedDataParallel. A plan exceeds memory if
 a stage needs more than its GPU has. As a control, plans are also made as before this was modeled: 16 bytes per
 parameter, no reserve, and nothing for what passes need for a moment.
-
-Tables were measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich).
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import sys
 from collections import defaultdict
 from pathlib import Path
 
 from benchmarks.common import print_table
-from benchmarks.planner.mixed_clusters import DATA, MICRO_BATCHES, MODELS
+from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, published_cases
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.published.estimated_times import estimate_times
-from colossal_hetero.planner.published.sailor_tables import import_bandwidths, import_gpu_profiles, make_topology
 from colossal_hetero.planner.search.make_plans import make_plans
 
-CLUSTERS = (
-    (("A100-40", 2, 4), ("V100-16", 2, 4)),
-    (("A100-40", 1, 4), ("V100-16", 4, 4)),
-    (("A100-40", 4, 4), ("V100-16", 1, 4)),
-    (("A100-80", 2, 4), ("A100-40", 2, 4)),
-    (("A100-80", 1, 4), ("V100-16", 2, 4)),
-    (("GH-96", 2, 4), ("A100-80", 2, 4)),
-    (("GH-96", 1, 4), ("V100-16", 2, 4)),
-    (("GH-96", 1, 4), ("A100-40", 1, 4), ("V100-16", 1, 4)),
-    (("V100-16", 4, 4),),
-    (("RTX-3090", 1, 8), ("Titan-RTX", 1, 8)),
-    (("RTX-3090", 1, 8), ("RTX-2080", 1, 8), ("Titan-RTX", 1, 8)),
-)
-"""Kinds of GPU, each with its number of nodes and GPUs per node."""
 STATE_BYTES, BUCKET_BYTES, OTHER_BYTES = 24, 4, 3e9
 
 LayerBytes = dict[tuple[str, int], list[tuple[float, float]]]
@@ -91,30 +72,22 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the tables (default: %(default)s)")
     parser.add_argument("--global-batch", type=int, default=256, help="sequences per iteration (default: %(default)s)")
     arguments = parser.parse_args()
-    if not (arguments.data / "layer_times.csv").exists():
-        sys.exit(f"no measurements in {arguments.data}; give a folder with the published tables with --data")
-    opt, neo, large = (import_gpu_profiles(arguments.data, model) for model in (*MODELS, "OPT-30"))
-    neo = estimate_times(neo, [opt, large], "GH-96", reference="V100-16", micro_batches=MICRO_BATCHES)
-    channels = import_bandwidths(arguments.data)
+    cases = published_cases(arguments.data)
     layers = layer_bytes(arguments.data / "layer_memory.csv")
     rows, exceeding = [], [0, 0]
-    for cluster in CLUSTERS:
-        topology = make_topology(channels, cluster)
-        for profile in (opt, neo):
-            if not {kind for kind, _, _ in cluster} <= set(profile.devices):
+    for cluster, topology, profile in cases:
+        cells = []
+        for which, (machines, model) in enumerate(
+            ((topology.with_memory_reserve(0), as_before(profile)), (topology, profile))
+        ):
+            plan = default_plan(machines, model, arguments.global_batch)
+            if isinstance(plan, str):
+                cells += ["no plan", "-"]
                 continue
-            cells = []
-            for which, (machines, model) in enumerate(
-                ((topology.with_memory_reserve(0), as_before(profile)), (topology, profile))
-            ):
-                plan = default_plan(machines, model, arguments.global_batch)
-                if isinstance(plan, str):
-                    cells += ["no plan", "-"]
-                    continue
-                excess = excess_bytes(plan, model, layers)
-                exceeding[which] += excess > 0
-                cells += [f"{plan.iteration_seconds:.2f}", f"{excess / 1e9:+.1f}"]
-            rows.append([" + ".join("{1} × {2} {0}".format(*part) for part in cluster), profile.name, *cells])
+            excess = excess_bytes(plan, model, layers)
+            exceeding[which] += excess > 0
+            cells += [f"{plan.iteration_seconds:.2f}", f"{excess / 1e9:+.1f}"]
+        rows.append([cluster, profile.name, *cells])
     print_table(
         f"Default plans for {arguments.global_batch} sequences: predicted seconds, and GB above the memory of a GPU",
         ["cluster", "model", "before [s]", "above [GB]", "now [s]", "above [GB]"],

@@ -29,23 +29,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, read_published
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.plans.predict import predict_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, save_model_profile
-from colossal_hetero.planner.published.estimated_times import estimate_times
-from colossal_hetero.planner.published.sailor_tables import (
-    GpuChannels,
-    import_bandwidths,
-    import_gpu_profiles,
-    make_topology,
-    profile_part,
-)
+from colossal_hetero.planner.published.sailor_tables import GpuChannels, make_topology, profile_part
 from colossal_hetero.planner.search.make_plans import make_plans
 
-DATA = Path(__file__).resolve().parents[2] / "../shared/data/gpu-profiles"
-MODELS = ("OPT-350", "GPT-Neo-2.7")
-MICRO_BATCHES = (1, 2, 4, 8)
 NODES = {"RTX-3090": (1, 8), "RTX-2080": (1, 8), "Titan-RTX": (1, 8)}
 """Number of nodes, and GPUs per node; other kinds have two nodes of four. Sailor had one node of each RTX and Titan."""
 CLUSTERS = (("A100-40", "V100-16"), ("GH-96", "A100-80"), ("RTX-3090", "RTX-2080", "Titan-RTX"))
@@ -130,17 +121,10 @@ def main() -> None:
         "--save", type=Path, help="write the profile that examples/plans has to this file, and do nothing else"
     )
     arguments = parser.parse_args()
-    if not (arguments.data / "layer_times.csv").exists():
-        sys.exit(
-            f"no measurements in {arguments.data}; give with --data a folder with layer_times.csv, layer_memory.csv, "
-            "bandwidth.csv and models.json, made from github.com/eth-easl/sailor"
-        )
-    opt, neo, large = (import_gpu_profiles(arguments.data, model) for model in (*MODELS, "OPT-30"))
+    profiles, channels = read_published(arguments.data)
     if arguments.save:
-        save_model_profile(profile_part(opt, *SHIPPED), arguments.save)
+        save_model_profile(profile_part(profiles[0], *SHIPPED), arguments.save)
         return
-    neo = estimate_times(neo, [opt, large], "GH-96", reference="V100-16", micro_batches=MICRO_BATCHES)
-    channels = import_bandwidths(arguments.data)
     table = Table(box=MARKDOWN)
     for column in ("cluster", "model", "planned [s]", "uniform [s]", "alone [s]", "uniform / planned"):
         # In a plain string rich would read the brackets as markup.
@@ -149,7 +133,7 @@ def main() -> None:
         table.add_column(Text(column))
     notes, slower = [], []
     for kinds in CLUSTERS:
-        for profile in (opt, neo):
+        for profile in profiles:
             if not set(kinds) <= set(profile.devices):
                 continue
             where = f"{' + '.join(kinds)}, {profile.name}"

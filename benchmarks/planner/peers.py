@@ -24,16 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import print_table
-from benchmarks.planner.memory_of_plans import CLUSTERS, excess_bytes, layer_bytes
-from benchmarks.planner.mixed_clusters import DATA, MICRO_BATCHES, MODELS
+from benchmarks.planner.memory_of_plans import excess_bytes, layer_bytes
+from benchmarks.planner.published_clusters import CLUSTERS, DATA, MICRO_BATCHES, published_cases
 from benchmarks.planner.sailor_simulator import SailorSimulator, load_sailor
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.evaluation.evaluate import EvaluatedPlan, evaluate_layout, evaluate_plan
 from colossal_hetero.planner.layout_line.read_layout import read_layout
 from colossal_hetero.planner.plans.runnable import why_unlike_stages
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.published.estimated_times import estimate_times
-from colossal_hetero.planner.published.sailor_tables import import_bandwidths, import_gpu_profiles, make_topology
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.slots.search_space import WHOLE, SearchSpace
 
@@ -89,10 +87,6 @@ def load_peer_plans(folder: Path) -> list[PeerPlan]:
     return plans
 
 
-def cluster_name(cluster: Any) -> str:
-    return " + ".join("{1} × {2} {0}".format(*part) for part in cluster)
-
-
 def candidates(
     topology: Topology, profile: ModelProfile, global_batch: int, peers: list[PeerPlan]
 ) -> dict[str, EvaluatedPlan | str]:
@@ -125,54 +119,46 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=256, help="sequences per iteration (default: %(default)s)")
     parser.add_argument("--clusters", type=int, default=len(CLUSTERS), help="the first so many clusters only")
     arguments = parser.parse_args()
-    if not (arguments.data / "layer_times.csv").exists():
-        sys.exit(f"no measurements in {arguments.data}; give a folder with the published tables with --data")
-    opt, neo, large = (import_gpu_profiles(arguments.data, model) for model in (*MODELS, "OPT-30"))
-    neo = estimate_times(neo, [opt, large], "GH-96", reference="V100-16", micro_batches=MICRO_BATCHES)
-    channels = import_bandwidths(arguments.data)
+    cases = published_cases(arguments.data, CLUSTERS[: arguments.clusters])
     layers = layer_bytes(arguments.data / "layer_memory.csv")
     peers = load_peer_plans(arguments.plans) if arguments.plans else []
     wins, total = dict.fromkeys(SPACES, 0), 0
-    for cluster in CLUSTERS[: arguments.clusters]:
-        topology, name = make_topology(channels, cluster), cluster_name(cluster)
-        for profile in (opt, neo):
-            if not {kind for kind, _, _ in cluster} <= set(profile.devices):
+    for name, topology, profile in cases:
+        sailor = load_sailor(arguments.sailor, profile)
+        own = [each for each in peers if (each.cluster, each.model) == (name, profile.name)]
+        plans = candidates(topology, profile, arguments.global_batch, own)
+        fitting = [
+            each.plan.iteration_seconds for each in plans.values() if isinstance(each, EvaluatedPlan) and each.fits
+        ]
+        best, total = min(fitting, default=float("nan")), total + 1
+        rows = []
+        for who, each in plans.items():
+            if isinstance(each, str):
+                rows.append([who, "-", "-", "-", "-", "-", each[:60]])
                 continue
-            sailor = load_sailor(arguments.sailor, profile)
-            own = [each for each in peers if (each.cluster, each.model) == (name, profile.name)]
-            plans = candidates(topology, profile, arguments.global_batch, own)
-            fitting = [
-                each.plan.iteration_seconds for each in plans.values() if isinstance(each, EvaluatedPlan) and each.fits
-            ]
-            best, total = min(fitting, default=float("nan")), total + 1
-            rows = []
-            for who, each in plans.items():
-                if isinstance(each, str):
-                    rows.append([who, "-", "-", "-", "-", "-", each[:60]])
-                    continue
-                ratio = each.plan.iteration_seconds / best
-                if who in wins and ratio <= 1.01:
-                    wins[who] += 1
-                told = sailor.seconds(topology, each.plan) if isinstance(sailor, SailorSimulator) else sailor
-                by_sailor = "-" if isinstance(told, str) else f"{told[0]:.3f}{'' if told[1] else ' too large'}"
-                counted = why_unlike_stages(each.plan) is None and not each.plan.zero_stage
-                left = f"{-excess_bytes(each.plan, profile, layers) / 1e9:+.1f}" if counted else "-"
-                seconds = f"{each.plan.iteration_seconds:.3f}"
-                rows.append(
-                    [
-                        who,
-                        seconds,
-                        f"{ratio:.3f}",
-                        f"{each.simulated_seconds:.3f}",
-                        by_sailor,
-                        left,
-                        "" if each.fits else "too large",
-                    ]
-                )
-            names = ["plan", "closed form [s]", "× best", "simulated [s]", "Sailor [s]", "left [GB]", "note"]
-            print_table(f"{name}, {profile.name}", names, rows)
-            if isinstance(sailor, str):
-                print(f"Sailor's column is empty: {sailor}.")
+            ratio = each.plan.iteration_seconds / best
+            if who in wins and ratio <= 1.01:
+                wins[who] += 1
+            told = sailor.seconds(topology, each.plan) if isinstance(sailor, SailorSimulator) else sailor
+            by_sailor = "-" if isinstance(told, str) else f"{told[0]:.3f}{'' if told[1] else ' too large'}"
+            counted = why_unlike_stages(each.plan) is None and not each.plan.zero_stage
+            left = f"{-excess_bytes(each.plan, profile, layers) / 1e9:+.1f}" if counted else "-"
+            seconds = f"{each.plan.iteration_seconds:.3f}"
+            rows.append(
+                [
+                    who,
+                    seconds,
+                    f"{ratio:.3f}",
+                    f"{each.simulated_seconds:.3f}",
+                    by_sailor,
+                    left,
+                    "" if each.fits else "too large",
+                ]
+            )
+        names = ["plan", "closed form [s]", "× best", "simulated [s]", "Sailor [s]", "left [GB]", "note"]
+        print_table(f"{name}, {profile.name}", names, rows)
+        if isinstance(sailor, str):
+            print(f"Sailor's column is empty: {sailor}.")
     print(f"Within 1 % of the best, of {total}: {', '.join(f'{name} {number}' for name, number in wins.items())}.")
 
 

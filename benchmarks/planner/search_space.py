@@ -1,4 +1,4 @@
-"""How much a wider search space gains, on the clusters of ``memory_of_plans``, from times measured on real GPUs.
+"""How much a wider search space gains, on the clusters of ``published_clusters``, from times measured on real GPUs.
 
 "Default" is the planner's default plan. "Runnable" may also use recomputation and ZeRO stage 1, which the plugin runs,
 and "whole" another tensor-parallel degree for each kind of GPU and stages whose groups divide micro-batches (width).
@@ -13,14 +13,11 @@ import time
 from pathlib import Path
 
 from benchmarks.common import print_table
-from benchmarks.planner.memory_of_plans import CLUSTERS
-from benchmarks.planner.mixed_clusters import DATA, MICRO_BATCHES, MODELS
+from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, published_cases
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.plans.runnable import NoPlanError
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.published.estimated_times import estimate_times
-from colossal_hetero.planner.published.sailor_tables import import_bandwidths, import_gpu_profiles, make_topology
 from colossal_hetero.planner.report.plan_table import layout
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.slots.search_space import DEFAULT, RUNNABLE, WHOLE, SearchSpace
@@ -47,33 +44,22 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the tables (default: %(default)s)")
     parser.add_argument("--global-batch", type=int, default=256, help="sequences per iteration (default: %(default)s)")
     arguments = parser.parse_args()
-    if not (arguments.data / "layer_times.csv").exists():
-        sys.exit(f"no measurements in {arguments.data}; give a folder with the published tables with --data")
-    opt, neo, large = (import_gpu_profiles(arguments.data, model) for model in (*MODELS, "OPT-30"))
-    neo = estimate_times(neo, [opt, large], "GH-96", reference="V100-16", micro_batches=MICRO_BATCHES)
-    channels = import_bandwidths(arguments.data)
     rows = []
-    for cluster in CLUSTERS:
-        topology = make_topology(channels, cluster)
-        for profile in (opt, neo):
-            if not {kind for kind, _, _ in cluster} <= set(profile.devices):
-                continue
-            found = {
-                name: timed_plan(topology, profile, arguments.global_batch, space) for name, space in SPACES.items()
-            }
-            plans = [plan for plan, _ in found.values()]
-            best = min(plan.iteration_seconds for plan in plans if plan)
-            rows.append(
-                [
-                    " + ".join("{1} × {2} {0}".format(*part) for part in cluster),
-                    profile.name,
-                    *(f"{plan.iteration_seconds:.2f}" if plan else "no plan" for plan in plans),
-                    *(f"{plan.iteration_seconds / best:.3f}" if plan else "-" for plan in plans[:2]),
-                    *(layout(plan) if plan else "-" for plan in plans[1:]),
-                    *(f"{seconds:.1f}" for _, seconds in found.values()),
-                ]
-            )
-            print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
+    for cluster, topology, profile in published_cases(arguments.data):
+        found = {name: timed_plan(topology, profile, arguments.global_batch, space) for name, space in SPACES.items()}
+        plans = [plan for plan, _ in found.values()]
+        best = min(plan.iteration_seconds for plan in plans if plan)
+        rows.append(
+            [
+                cluster,
+                profile.name,
+                *(f"{plan.iteration_seconds:.2f}" if plan else "no plan" for plan in plans),
+                *(f"{plan.iteration_seconds / best:.3f}" if plan else "-" for plan in plans[:2]),
+                *(layout(plan) if plan else "-" for plan in plans[1:]),
+                *(f"{seconds:.1f}" for _, seconds in found.values()),
+            ]
+        )
+        print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
     columns = ["cluster", "model", *(f"{name} [s]" for name in SPACES), "default / best", "runnable / best"]
     print_table(
         f"Predicted seconds per iteration of {arguments.global_batch} sequences in wider search spaces",

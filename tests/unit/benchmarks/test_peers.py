@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner.memory_of_plans import CLUSTERS
-from benchmarks.planner.peers import cluster_name, load_peer_plans
+from benchmarks.planner.peers import load_peer_plans
+from benchmarks.planner.published_clusters import CLUSTERS, cluster_name
 from benchmarks.planner.sailor_simulator import load_sailor
 from tests.unit.planner.report.test_plan_table import plan
 

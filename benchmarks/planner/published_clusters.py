@@ -1,0 +1,86 @@
+"""Eleven clusters of GPUs whose layer times and bandwidths were published, and the models that were timed on them.
+
+Tables were measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich). The times
+of GPT-Neo-2.7 on GH200 are estimated; see ``colossal_hetero/planner/published/estimated_times.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from colossal_hetero.planner.cluster.topology import Topology
+from colossal_hetero.planner.profile.layer_profile import ModelProfile
+from colossal_hetero.planner.published.estimated_times import estimate_times
+from colossal_hetero.planner.published.sailor_tables import (
+    GpuChannels,
+    import_bandwidths,
+    import_gpu_profiles,
+    make_topology,
+)
+
+DATA = Path(__file__).resolve().parents[2] / "../shared/data/gpu-profiles"
+MODELS = ("OPT-350", "GPT-Neo-2.7")
+MICRO_BATCHES = (1, 2, 4, 8)
+CLUSTERS = (
+    (("A100-40", 2, 4), ("V100-16", 2, 4)),
+    (("A100-40", 1, 4), ("V100-16", 4, 4)),
+    (("A100-40", 4, 4), ("V100-16", 1, 4)),
+    (("A100-80", 2, 4), ("A100-40", 2, 4)),
+    (("A100-80", 1, 4), ("V100-16", 2, 4)),
+    (("GH-96", 2, 4), ("A100-80", 2, 4)),
+    (("GH-96", 1, 4), ("V100-16", 2, 4)),
+    (("GH-96", 1, 4), ("A100-40", 1, 4), ("V100-16", 1, 4)),
+    (("V100-16", 4, 4),),
+    (("RTX-3090", 1, 8), ("Titan-RTX", 1, 8)),
+    (("RTX-3090", 1, 8), ("RTX-2080", 1, 8), ("Titan-RTX", 1, 8)),
+)
+"""Kinds of GPU, each with its number of nodes and GPUs per node."""
+
+Cluster = Sequence[tuple[str, int, int]]
+
+
+class Published(NamedTuple):
+    """What was published."""
+
+    profiles: tuple[ModelProfile, ModelProfile]
+    """Of the models."""
+    channels: dict[str, GpuChannels]
+    """By kind of GPU."""
+
+
+class Case(NamedTuple):
+    """A cluster, and a model that was timed on all of its GPUs."""
+
+    cluster: str
+    topology: Topology
+    profile: ModelProfile
+
+
+def cluster_name(cluster: Cluster) -> str:
+    return " + ".join("{1} × {2} {0}".format(*part) for part in cluster)
+
+
+def read_published(folder: Path) -> Published:
+    """What is in the tables; ends the program if there are none."""
+    if not (folder / "layer_times.csv").exists():
+        sys.exit(
+            f"no measurements in {folder}; give with --data a folder with layer_times.csv, layer_memory.csv, "
+            "bandwidth.csv and models.json, made from github.com/eth-easl/sailor"
+        )
+    opt, neo, large = (import_gpu_profiles(folder, model) for model in (*MODELS, "OPT-30"))
+    neo = estimate_times(neo, [opt, large], "GH-96", reference="V100-16", micro_batches=MICRO_BATCHES)
+    return Published((opt, neo), import_bandwidths(folder))
+
+
+def published_cases(folder: Path, clusters: Sequence[Cluster] = CLUSTERS) -> list[Case]:
+    """All cases; ends the program if there are no tables."""
+    profiles, channels = read_published(folder)
+    return [
+        Case(cluster_name(cluster), make_topology(channels, cluster), profile)
+        for cluster in clusters
+        for profile in profiles
+        if {kind for kind, _, _ in cluster} <= set(profile.devices)
+    ]
