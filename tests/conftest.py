@@ -43,14 +43,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(MARKERS[item.path.relative_to(FOLDER).parts[0]])
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
+    """Leave what is loaded now out of garbage collections, each of which would take a third of a second."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server(request: pytest.FixtureRequest) -> None:
     """Start the fork server of ranks, before any test can start it with other modules.
 
-    Also leave what is loaded now out of garbage collections, each of which would take a third of a second.
+    It runs while pytest captures output, so that what ranks print is shown with tests that fail.
     """
-    if any(item.get_closest_marker("parallel") for item in session.items):
+    if any(item.get_closest_marker("parallel") for item in request.session.items):
         from tests.support.harness import forked_context
 
         forked_context()
-    gc.collect()
-    gc.freeze()
