@@ -34,6 +34,10 @@ def divide_micro_batches(
 
     low, high = float(first.max()), float((first + (micro_batches - 1) * step).max()) * (1 + 1e-12)
     if done(low).sum() < micro_batches:
+        # If micro-batches could be divided further, all pipelines would end at this time. Whole ones take at most one
+        # step longer.
+        even = (micro_batches - len(first) + float((first / step).sum())) / float((1.0 / step).sum())
+        low, high = max(low, even * (1 - 1e-9)), min(high, (even + float(step.max())) * (1 + 1e-9))
         while high - low > 1e-13 * high:
             middle = (low + high) / 2
             count = done(middle).sum()

@@ -126,7 +126,7 @@ class UnequalMoves:
     def _neighbors(self, draft: Draft) -> Iterator[Rows]:
         """The slots after each change: a slot is moved, exchanged, left out or taken in; a pipeline is cut or joined.
 
-        What concerns the slowest pipeline comes first.
+        What concerns the slowest pipeline comes first. Of changes that differ only by slots of one type, there is one.
         """
         order = sorted(range(len(draft.costs)), key=lambda number: -draft.costs[number].seconds)
         rows = [tuple(draft.rows[number]) for number in order]
@@ -134,29 +134,57 @@ class UnequalMoves:
         free: dict[object, Place] = {}
         for place in sorted(self._where.keys() - used):
             free.setdefault(self._type[place], place)
-        for source, row in enumerate(rows):
-            others = [*rows[:source], *rows[source + 1 :]]
+        alike = [tuple(sorted([self._type[place] for place in row])) for row in rows]
+        for source in _first_of_each(alike):
+            row, others = rows[source], [*rows[:source], *rows[source + 1 :]]
+            targets = _first_of_each([*alike[:source], *alike[source + 1 :]])
             for moved in {self._type[place]: place for place in row}.values():
                 rest = tuple(place for place in row if place != moved)
                 left = [rest] if rest else []
                 yield (*others, *left)
                 if rest:
                     yield (*others, rest, (moved,))
-                for at, to in enumerate(others):
-                    yield (*others[:at], (*to, moved), *others[at + 1 :], *left)
+                for at in targets:
+                    yield (*others[:at], (*others[at], moved), *others[at + 1 :], *left)
         for taken in free.values():
             yield (*rows, (taken,))
-            for at, to in enumerate(rows):
-                yield (*rows[:at], (*to, taken), *rows[at + 1 :])
-        in_use = [place for row in rows for place in row]
-        pairs = itertools.chain(itertools.combinations(in_use, 2), itertools.product(in_use, free.values()))
-        for one, other in pairs:
-            if self._type[one] != self._type[other]:
-                swap = {one: other, other: one}
-                yield tuple(tuple(swap.get(place, place) for place in row) for row in rows)
-        for first, second in itertools.combinations(range(len(rows)), 2):
+            for at in _first_of_each(alike):
+                yield (*rows[:at], (*rows[at], taken), *rows[at + 1 :])
+        for one, other in self._exchanges(rows, alike, list(free.values())):
+            swap = {one: other, other: one}
+            yield tuple(tuple(swap.get(place, place) for place in row) for row in rows)
+        pairs = list(itertools.combinations(range(len(rows)), 2))
+        for pair in _first_of_each([tuple(sorted((alike[first], alike[second]))) for first, second in pairs]):
+            first, second = pairs[pair]
             kept = [row for number, row in enumerate(rows) if number not in (first, second)]
             yield (*kept, (*rows[first], *rows[second]))
         for at, row in enumerate(rows):
             if len(row) > 2:
                 yield (*rows[:at], *rows[at + 1 :], row[::2], row[1::2])
+
+    def _exchanges(self, rows: Rows, alike: Sequence[object], free: Sequence[Place]) -> Iterator[tuple[Place, Place]]:
+        """Pairs of slots of different types: of two pipelines, then one of a pipeline and one that is free.
+
+        Args:
+            rows: The slots of each pipeline.
+            alike: By pipeline; equal where the slots are of equal types.
+            free: Slots that are in no pipeline.
+        """
+        seen = set()
+        for (first, row), (second, further) in itertools.combinations(enumerate(rows), 2):
+            for one, other in itertools.product(row, further):
+                key = alike[first], self._type[one], alike[second], self._type[other]
+                if self._type[one] != self._type[other] and key not in seen:
+                    seen.add(key)
+                    yield one, other
+        for at in _first_of_each(alike):
+            for one in {self._type[place]: place for place in rows[at]}.values():
+                yield from ((one, other) for other in free if self._type[one] != self._type[other])
+
+
+def _first_of_each(values: Sequence[object]) -> list[int]:
+    """Where each value comes up first."""
+    first: dict[object, int] = {}
+    for number, value in enumerate(values):
+        first.setdefault(value, number)
+    return list(first.values())
