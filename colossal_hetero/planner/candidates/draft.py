@@ -91,16 +91,19 @@ class DraftBuilder:
             :func:`~colossal_hetero.planner.plans.overlap.exposed_seconds`.
         runnable: Whether pipelines that are not alike have enough micro-batches for their stages, see
             :mod:`~colossal_hetero.planner.plans.runnable`.
+        quick: Whether fewer orders of stages are searched where many are wanted.
     """
 
-    def __init__(self, topology: Topology, method: str, *, overlap: bool = False, runnable: bool = True) -> None:
+    def __init__(
+        self, topology: Topology, method: str, *, overlap: bool = False, runnable: bool = True, quick: bool = False
+    ) -> None:
         self.topology = topology
         self.method = method
         self.overlap = overlap
         self.runnable = runnable
         self._node_of = [device.node for device in topology.devices]
         self._cluster_of = [node.cluster for node in topology.nodes]
-        self._prices = PipelinePrices(method)
+        self._prices = PipelinePrices(method, quick=quick)
         self._gradients = GradientTimes(topology)
         self._unlike_hops: dict[object, list[Hops]] = {}
 

@@ -27,9 +27,9 @@ NO_LINK = Channel("none", 1e-6)
 
 Kinds = tuple[tuple[int, ...], ...]
 """By slot of a pipeline: its kind. If several pipelines are cut alike: the kinds that it has in any of them."""
-FIRST_STATES = 500
-"""At a first look at a candidate, all orders of its stages are searched if there are at most this many states; see
-:data:`.exact.MAX_STATES`. Most candidates are looked at once, and rejected."""
+FIRST_STATES, QUICK_STATES = 500, 2000
+"""At a first look at a candidate, and in a quick search, all orders of its stages are searched if there are at most so
+many states; see :data:`.exact.MAX_STATES`. Most candidates are looked at once, and rejected."""
 Hops = tuple[int, ...]
 """Numbers of the channels between neighboring slots of a pipeline; −1 where there is no link."""
 
@@ -39,10 +39,12 @@ class PipelinePrices:
 
     Args:
         method: How the layers of a pipeline are split into stages.
+        quick: Whether fewer orders are searched where many are wanted.
     """
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, *, quick: bool = False) -> None:
         self.method = method
+        self.max_states = QUICK_STATES if quick else MAX_STATES
         self.chooses_order = method in ("exact", "simulated", "adapt")
         """Whether the method also chooses the order of the stages."""
         self._in_order: dict[object, Split | None] = {}
@@ -83,7 +85,7 @@ class PipelinePrices:
             A split, or in words why there is none.
         """
         order = None if self.chooses_order else range(len(kinds))
-        return self._split(pool, kinds, matrix, micro_batches, order, MAX_STATES if thorough else FIRST_STATES)
+        return self._split(pool, kinds, matrix, micro_batches, order, self.max_states if thorough else FIRST_STATES)
 
     def _split(
         self,

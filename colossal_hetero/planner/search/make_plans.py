@@ -129,7 +129,7 @@ def make_plans(
     def search_by(
         method: str, unequal: bool = unequal, pools: Sequence[SlotPool] = pools, **options: Any
     ) -> PlanSearch:
-        builder = DraftBuilder(topology, method, overlap=overlap, runnable=runnable)
+        builder = DraftBuilder(topology, method, overlap=overlap, runnable=runnable, quick=effort.quick)
         return PlanSearch(
             topology,
             pools,

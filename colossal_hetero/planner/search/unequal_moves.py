@@ -129,7 +129,7 @@ class UnequalMoves:
         What concerns the slowest pipeline comes first. Of changes that differ only by slots of one type, there is one.
         """
         order = sorted(range(len(draft.costs)), key=lambda number: -draft.costs[number].seconds)
-        rows = [tuple(draft.rows[number]) for number in order]
+        rows = tuple(tuple(draft.rows[number]) for number in order)
         used = {place for row in rows for place in row}
         free: dict[object, Place] = {}
         for place in sorted(self._where.keys() - used):

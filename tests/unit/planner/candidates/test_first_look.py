@@ -1,4 +1,4 @@
-"""A first look at a candidate searches few orders of its stages, a thorough one searches all."""
+"""A first look at a candidate searches few orders of its stages, a thorough one all; a quick search never does."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from colossal_hetero.planner.search.settings import slots_to_try
 from tests.support.random_clusters import large_problem
 
 
-def pipeline_over_all(seed: int, *looks: bool) -> list[float]:
+def pipeline_over_all(seed: int, *looks: bool, quick: bool = False) -> list[float]:
     """Seconds of one pipeline over all slots of a random cluster, whose order is free. By look: whether it is
     thorough, and all by one builder; infinite if no split fits."""
     topology, profile, global_batch = large_problem(seed)
     pool = slots_to_try(topology, profile, global_batch, [1], [1]).pools[0]
-    builder = DraftBuilder(topology, "exact")
+    builder = DraftBuilder(topology, "exact", quick=quick)
     places = [[(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]]
     found = [builder.build_placed(pool, places, symmetric=True, thorough=thorough) for thorough in looks]
     return [draft.pipeline_seconds if isinstance(draft, Draft) else float("inf") for draft in found]
@@ -32,4 +32,14 @@ def test_a_thorough_look_after_a_first_one_searches_all_orders(monkeypatch: pyte
         assert thorough == whole
         assert first >= whole * (1 - 1e-12)
         slower += first > whole * (1 + 1e-9)
+    assert slower
+
+
+def test_a_quick_search_looks_at_fewer_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_prices, "QUICK_STATES", 0)
+    slower = 0
+    for seed in range(60):
+        (whole,), (quick,) = pipeline_over_all(seed, True), pipeline_over_all(seed, True, quick=True)
+        assert quick >= whole * (1 - 1e-12)
+        slower += quick > whole * (1 + 1e-9)
     assert slower
