@@ -27,7 +27,7 @@ NO_LINK = Channel("none", 1e-6)
 
 Kinds = tuple[tuple[int, ...], ...]
 """By slot of a pipeline: its kind. If several pipelines are cut alike: the kinds that it has in any of them."""
-FIRST_STATES, QUICK_STATES = 500, 2000
+FIRST_STATES, QUICK_STATES = 500, 5000
 """At a first look at a candidate, and in a quick search, all orders of its stages are searched if there are at most so
 many states; see :data:`.exact.MAX_STATES`. Most candidates are looked at once, and rejected."""
 Hops = tuple[int, ...]

@@ -26,6 +26,10 @@ MIN_SHARE = 0.9
 """Groups are looked for whose stages, if they are balanced, take at most the wanted time divided by this: stages that
 are not balanced can be faster."""
 
+MAX_WITHOUT_SUMS = 48
+"""Up to so many devices, the groups that would be best without sums of gradients are tried too. With more, it takes half
+as long again."""
+
 Groups = list[tuple[int, ...]]
 """Slots by kind of each pipeline, ``[pipelines][kinds]``."""
 
@@ -82,7 +86,10 @@ class UnequalGroups:
             below: Groups of which all plans take longer than this many seconds need not be found.
             may_be_idle: Whether groups that leave slots out are looked for too.
         """
-        found = [*self._balanced(below, may_be_idle), *self._of_one_kind()]
+        found = [*self._balanced(below, may_be_idle, self.sums), *self._of_one_kind()]
+        if self.pool.devices <= MAX_WITHOUT_SUMS:
+            # Sums can take longer than their bound, so a number of pipelines for which it is small can seem too good.
+            found += self._balanced(below, may_be_idle, lambda pipelines: 0.0)
         distinct: dict[tuple[tuple[int, ...], ...], None] = dict.fromkeys(tuple(sorted(each)) for each in found)
         return [
             list(each)
@@ -90,8 +97,8 @@ class UnequalGroups:
             if self.pool.allows(len(each)) and (stages is None or {sum(group) for group in each} <= set(stages))
         ]
 
-    def _balanced(self, below: float, may_be_idle: bool) -> Iterator[Groups]:
-        """AutoHet's groups, if they can take less than ``below`` seconds."""
+    def _balanced(self, below: float, may_be_idle: bool, sums: Callable[[int], float]) -> Iterator[Groups]:
+        """AutoHet's groups, if they can take less than ``below`` seconds; ``sums`` is what their number costs."""
         pool, available = self.pool, self._available
         present = np.flatnonzero(available)
         kinds = [
@@ -111,10 +118,10 @@ class UnequalGroups:
                 max_groups=pool.total_micro_batches,
                 above=reached * MIN_IDLE_GAIN if idle else reached,
                 precision=PRECISION,
-                cost=lambda groups: self.sums(groups) / pool.total_micro_batches,
+                cost=lambda groups: sums(groups) / pool.total_micro_batches,
             )
             if grouping is not None:
-                seconds = pool.total_micro_batches / grouping.objective + self.sums(len(grouping.groups))
+                seconds = pool.total_micro_batches / grouping.objective + sums(len(grouping.groups))
                 reached = pool.total_micro_batches / seconds
                 whole = np.zeros((len(grouping.groups), len(available)), dtype=np.int64)
                 whole[:, present] = grouping.groups

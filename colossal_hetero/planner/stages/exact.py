@@ -317,10 +317,11 @@ def _best_of_several_orders(pipeline: Pipeline) -> Split | None:
         if (found := best_split(alike, all_orders(alike, MAX_STATES))) is not None:
             orders.append(near_each_other(pipeline, found.order))
     best: tuple[float, Split] | None = None
-    for order in orders:
+    for order in dict.fromkeys(orders):
         if (found := best_split(pipeline, one_order(pipeline, order))) is None:
             continue
-        found = best_split(pipeline, one_order(pipeline, exchanged(pipeline, found).order)) or found
+        if (nearer := exchanged(pipeline, found).order) != found.order:
+            found = best_split(pipeline, one_order(pipeline, nearer)) or found
         seconds = evaluate(pipeline, found).seconds
         if best is None or seconds < best[0]:
             best = seconds, found
