@@ -62,7 +62,7 @@ class PlanConfig:
 
     quick: bool = False
     """Whether ``plan="auto"`` is made by a shorter search. This saves up to two thirds of the time. The iterations of a
-    few plans take longer: up to 2 % in 96 random clusters of 12 to 32 devices. Elastic training always plans so,
+    few plans take longer: up to 2 % in 160 random clusters of 12 to 64 devices. Elastic training always plans so,
     because the devices wait for the plan."""
 
     drift_threshold: float = 0.2

@@ -27,8 +27,8 @@ class Effort:
     search_seconds: float = np.inf
     """No part of the search begins after this, once there is a plan."""
     quick: bool = False
-    """Whether less is tried: exchanges of slots are not repeated from random others, other orders of stages are tried
-    for fewer plans, and fewer of them."""
+    """Whether less is tried: exchanges of slots are not repeated from random others, fewer plans have slots moved and
+    other orders of stages tried, and fewer orders are."""
 
     def __post_init__(self) -> None:
         for name in ("bound_seconds", "gap", "search_seconds"):

@@ -47,7 +47,7 @@ NEAR_MOVED, NEAR_MOVED_OF_MANY, MANY_DEVICES = 2.0, 1.25, 17
 than these, and in larger ones, where it takes longer and changes less."""
 MAX_OF_PART = 3
 """Best plans of each part of the cluster that are taken over."""
-MAX_MOVED = 8
+MAX_MOVED, MAX_MOVED_QUICKLY = 8, 4
 """Plans whose slots are then moved between pipelines, the best of different numbers of pipelines."""
 MOVES, MAX_MOVES = 3200, 200
 """Moves that are tried per plan, times devices."""
@@ -400,7 +400,8 @@ class PlanSearch:
         allowed = None if self.stages is None else frozenset(self.stages)
         most = min(max(MOVES // devices, 1), MAX_MOVES)
         near = NEAR_MOVED if devices < MANY_DEVICES else NEAR_MOVED_OF_MANY
-        for number, draft in enumerate(list(best.values())[:MAX_MOVED]):
+        chosen = list(best.values())[: MAX_MOVED_QUICKLY if self.quick else MAX_MOVED]
+        for number, draft in enumerate(chosen):
             if draft.ranking_seconds > near * self.best_seconds:
                 continue
             place = self.pools.index(draft.pool)

@@ -27,8 +27,8 @@ MIN_SHARE = 0.9
 are not balanced can be faster."""
 
 MAX_WITHOUT_SUMS = 48
-"""Up to so many devices, the groups that would be best without sums of gradients are tried too. With more, it takes half
-as long again."""
+"""Up to so many devices, the groups that would be best without sums of gradients are tried too. With more, that takes
+half as long again."""
 
 Groups = list[tuple[int, ...]]
 """Slots by kind of each pipeline, ``[pipelines][kinds]``."""
