@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -43,6 +44,34 @@ def random_plan(
     return rows, [bounds[0]] * pipelines if equal else bounds
 
 
+class RandomPlan(NamedTuple):
+    """A random plan of a random problem."""
+
+    builder: DraftBuilder
+    pool: SlotPool
+    bound: GradientBounds
+    rows: list[list[tuple[int, int]]]
+    cuts: list[tuple[int, ...]]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the model."""
+        return self.cuts[0][-1]
+
+
+def random_plans(make: Callable[[int], Problem]) -> Iterator[RandomPlan]:
+    for seed in range(PROBLEMS):
+        problem = make(seed)
+        topology, pools, *_ = slots_to_try(problem.topology, problem.profile, problem.global_batch, None, None)
+        builder, random = DraftBuilder(topology, "exact"), np.random.default_rng(seed)
+        for pool in pools[::2]:
+            bound = GradientBounds(topology, pool)
+            for _ in range(PLANS):
+                made = random_plan(random, pool, problem.profile.blocks)
+                if made is not None:
+                    yield RandomPlan(builder, pool, bound, *made)
+
+
 def nodes_by_block(
     topology: Topology, pool: SlotPool, rows: Sequence[Sequence[tuple[int, int]]], bounds: Sequence[tuple[int, ...]]
 ) -> list[set[int]]:
@@ -60,60 +89,42 @@ def nodes_by_block(
 @pytest.mark.parametrize("make", [large_problem, like_nodes_problem])
 def test_no_plan_sums_faster(make: Callable[[int], Problem]) -> None:
     some = every = 0
-    for seed in range(PROBLEMS):
-        problem = make(seed)
-        topology, pools, *_ = slots_to_try(problem.topology, problem.profile, problem.global_batch, None, None)
-        builder, random = DraftBuilder(topology, "exact"), np.random.default_rng(seed)
-        for pool in pools[::2]:
-            lower = GradientBounds(topology, pool)
-            for _ in range(PLANS):
-                made = random_plan(random, pool, problem.profile.blocks)
-                if made is None:
-                    continue
-                rows, bounds = made
-                try:
-                    seconds = builder.synchronize(pool, rows, bounds)
-                except ValueError:
-                    continue
-                crossing = [nodes for nodes in nodes_by_block(topology, pool, rows, bounds) if len(nodes) > 1]
-                in_a_node = max(Counter(itertools.chain.from_iterable(crossing)).values(), default=0)
-                some += 0 < len(crossing) < problem.profile.blocks
-                assert lower.of_blocks(len(rows), in_a_node) <= seconds
-                assert len(crossing) <= lower.crossing_blocks(len(rows), in_a_node)
-                if len(crossing) == problem.profile.blocks:
-                    every += 1
-                    assert lower.of_pipelines(len(rows)) <= seconds
+    for plan in random_plans(make):
+        try:
+            seconds = plan.builder.synchronize(plan.pool, plan.rows, plan.cuts)
+        except ValueError:
+            continue
+        nodes = nodes_by_block(plan.builder.topology, plan.pool, plan.rows, plan.cuts)
+        crossing = [each for each in nodes if len(each) > 1]
+        in_a_node = max(Counter(itertools.chain.from_iterable(crossing)).values(), default=0)
+        some += 0 < len(crossing) < plan.blocks
+        assert plan.bound.of_blocks(len(plan.rows), in_a_node) <= seconds
+        assert len(crossing) <= plan.bound.crossing_blocks(len(plan.rows), in_a_node)
+        if len(crossing) == plan.blocks:
+            every += 1
+            assert plan.bound.of_pipelines(len(plan.rows)) <= seconds
     assert some > 10 and every > 50
 
 
 def test_no_message_leaves_a_crowded_node_faster() -> None:
     """Random pipelines that all have a slot in a node, and another one in another node."""
     compared, slower, sent = 0, 0, 1e8
-    for seed in range(PROBLEMS):
-        problem = like_nodes_problem(seed)
-        topology, pools, *_ = slots_to_try(problem.topology, problem.profile, problem.global_batch, None, None)
-        builder, random = DraftBuilder(topology, "exact"), np.random.default_rng(seed)
-        for pool in pools[::2]:
-            lower = GradientBounds(topology, pool)
-            for _ in range(PLANS):
-                made = random_plan(random, pool, problem.profile.blocks)
-                if made is None:
-                    continue
-                nodes = [[topology.devices[pool.kinds[k].slots[slot][0]].node for k, slot in row] for row in made[0]]
-                kind_on = {
-                    node: k
-                    for row, each in zip(made[0], nodes, strict=True)
-                    for (k, _), node in zip(row, each, strict=True)
-                }
-                left = set.intersection(*map(set, nodes)) if min(len(set(each)) for each in nodes) > 1 else set()
-                crowded = lower.crowded_message_seconds(sent, len(nodes))
-                alone = lower.crowded_message_seconds(sent, 1)
-                for where, hops in zip(nodes, builder.hops(pool, nodes), strict=True):
-                    for ends, hop in zip(itertools.pairwise(where), hops, strict=True):
-                        for node in left & set(ends) if ends[0] != ends[1] else ():
-                            assert crowded[kind_on[node]] <= pool.links.channels[hop].seconds(sent) * (1 + 1e-9)
-                            slower += bool(crowded[kind_on[node]] > 1.01 * alone[kind_on[node]])
-                            compared += 1
+    for plan in random_plans(like_nodes_problem):
+        nodes = [[plan.builder.where(plan.pool, place) for place in row] for row in plan.rows]
+        kind_on = {
+            node: kind
+            for row, each in zip(plan.rows, nodes, strict=True)
+            for (kind, _), node in zip(row, each, strict=True)
+        }
+        left = set.intersection(*map(set, nodes)) if min(len(set(each)) for each in nodes) > 1 else set()
+        crowded = plan.bound.crowded_message_seconds(sent, len(nodes))
+        alone = plan.bound.crowded_message_seconds(sent, 1)
+        for where, hops in zip(nodes, plan.builder.hops(plan.pool, nodes), strict=True):
+            for ends, hop in zip(itertools.pairwise(where), hops, strict=True):
+                for node in left & set(ends) if ends[0] != ends[1] else ():
+                    assert crowded[kind_on[node]] <= plan.pool.links.channels[hop].seconds(sent) * (1 + 1e-9)
+                    slower += bool(crowded[kind_on[node]] > 1.01 * alone[kind_on[node]])
+                    compared += 1
     assert compared > 50 and slower > 20
 
 
