@@ -127,7 +127,11 @@ def make_plans(
     topology, pools = tried.topology, tried.pools
 
     def search_by(
-        method: str, unequal: bool = unequal, pools: Sequence[SlotPool] = pools, **options: Any
+        method: str,
+        unequal: bool = unequal,
+        pools: Sequence[SlotPool] = pools,
+        quick: bool = effort.quick,
+        **options: Any,
     ) -> PlanSearch:
         builder = DraftBuilder(topology, method, overlap=overlap, runnable=runnable, quick=effort.quick)
         return PlanSearch(
@@ -137,7 +141,7 @@ def make_plans(
             stages,
             unequal=unequal,
             all_devices=all_devices,
-            quick=effort.quick,
+            quick=quick,
             **options,
         )
 
@@ -173,7 +177,9 @@ def make_plans(
                 ]
                 promising = [pool for _, pool in sorted(seen, key=lambda each: each[0])[:MAX_SEARCHED_POOLS]]
             if promising:
-                searches.append(search_by(method, pools=promising, below=below, all_formations=few))
+                # Once there is a plan, most parts have none that is faster.
+                quick = effort.quick or bool(drafts)
+                searches.append(search_by(method, pools=promising, quick=quick, below=below, all_formations=few))
                 drafts += searches[-1].run(max(keep, SIMULATED) if method == "simulated" else keep)
                 drafts.sort(key=lambda each: ranking_seconds(seconds_of(each), equal=each.is_equal))
         drafts = drafts[:keep]
