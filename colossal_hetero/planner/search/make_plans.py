@@ -40,6 +40,9 @@ __all__ = ["make_plans"]
 MAX_SEARCHED_POOLS, MAX_POOLS_OF_A_NUMBER = 8, 4
 """Pools of a part of a wider search in which improvements are looked for, those with the fastest plans at first sight;
 so many of them have one number of pipelines."""
+MAX_THOROUGH_DEVICES = 16
+"""With more devices, further parts of a wider search are searched quickly (:attr:`.Effort.quick`): most have no faster
+plan."""
 SIMULATED = 8
 """Plans of the method ``simulated``, and of each of some others, that are simulated to find the best one."""
 
@@ -177,8 +180,7 @@ def make_plans(
                 ]
                 promising = [pool for _, pool in sorted(seen, key=lambda each: each[0])[:MAX_SEARCHED_POOLS]]
             if promising:
-                # Once there is a plan, most parts have none that is faster.
-                quick = effort.quick or bool(drafts)
+                quick = effort.quick or (bool(drafts) and len(topology.devices) > MAX_THOROUGH_DEVICES)
                 searches.append(search_by(method, pools=promising, quick=quick, below=below, all_formations=few))
                 drafts += searches[-1].run(max(keep, SIMULATED) if method == "simulated" else keep)
                 drafts.sort(key=lambda each: ranking_seconds(seconds_of(each), equal=each.is_equal))
