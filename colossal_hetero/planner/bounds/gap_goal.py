@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .iteration_bound import IterationBound
+from .work_bound import WorkBound
 
 __all__ = ["PLAIN", "Effort", "GapGoal"]
 
@@ -47,7 +48,7 @@ PLAIN = Effort()
 class GapGoal:
     """The lower bound of one search, which is looked for only as far as needed."""
 
-    bound: IterationBound
+    bound: IterationBound | WorkBound
     effort: Effort
     _begin: float = field(default_factory=time.monotonic)
     _spent: float = 0.0

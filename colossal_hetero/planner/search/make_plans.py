@@ -14,6 +14,7 @@ from typing import Any
 
 from ..bounds.gap_goal import PLAIN, Effort, GapGoal
 from ..bounds.iteration_bound import IterationBound
+from ..bounds.work_bound import WorkBound
 from ..candidates.draft import Draft, DraftBuilder, simulated_seconds, write_plan
 from ..chunks.chunked_plans import ChunkedPlans
 from ..chunks.ranking import merged_by_time, ranked_by_time
@@ -100,7 +101,7 @@ def make_plans(
         space: Which forms stages may have; see :class:`~colossal_hetero.planner.slots.search_space.SearchSpace`. Wider
             spaces than the default one are for the schedule ``1f1b``.
         effort: How much is done to find a plan, and to prove how good it is: with a gap that is wanted the search ends
-            early. Bounds are for the schedule ``1f1b`` in the default space without ``overlap`` only.
+            early. Bounds are tightest for the schedule ``1f1b`` in the default space without ``overlap``.
         cluster_file: Name of the cluster file, for the plans' ``cluster`` field.
         profile_file: Name of the profile file, for the plans' ``profile`` field.
 
@@ -123,9 +124,6 @@ def make_plans(
         raise ValueError(f"overlap is predicted for the schedule 1f1b only, not for {', '.join(schedules)}")
     if space != DEFAULT and set(schedules) != {"1f1b"}:
         raise ValueError(f"a wider search space is for the schedule 1f1b only, not for {', '.join(schedules)}")
-    has_bounds = schedules == ("1f1b",) and not overlap and space == DEFAULT
-    if effort.gap is not None and not has_bounds:
-        raise ValueError("a gap is known for the schedule 1f1b only, in the default search space and without overlap")
     tried = slots_to_try(topology, profile, global_batch, micro_batches, tensor_parallel)
     topology, pools = tried.topology, tried.pools
 
@@ -152,8 +150,11 @@ def make_plans(
     uniform_drafts = uniform.run(1) if uniform else []
     search = search_by(method)
     goal = None
-    if has_bounds and effort.bound_seconds > 0:
-        goal = GapGoal(IterationBound(topology, pools, runnable=runnable), effort)
+    if effort.bound_seconds > 0:
+        if set(schedules) == {"1f1b"} and not overlap and space == DEFAULT:
+            goal = GapGoal(IterationBound(topology, pools, runnable=runnable), effort)
+        else:
+            goal = GapGoal(WorkBound(topology, profile, tried.degrees, global_batch), effort)
     seconds_of: Callable[[Draft], float] = attrgetter("seconds")
     if method == "simulated":
         # The search compares plans by the closed form, and other plans can be faster in the simulation.
@@ -171,6 +172,8 @@ def make_plans(
         few = len(topology.devices) <= MAX_FORMED_DEVICES
         for part in wider_pools(topology, profile, global_batch, tried.micro_batches, tried.degrees, space):
             below = min((draft.ranking_seconds for draft in drafts), default=math.inf)
+            if goal is not None and drafts and goal.is_enough(min(draft.seconds for draft in drafts)):
+                break
             promising = list(itertools.chain.from_iterable(part))
             if drafts and not few:
                 seen = [

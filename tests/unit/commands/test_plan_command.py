@@ -116,10 +116,8 @@ def test_an_answer_says_how_good_it_is(files: tuple[Path, Path], tmp_path: Path)
     early = load_plan(out)
     assert early.gap is not None and early.gap <= 10 and early.iteration_seconds >= made.iteration_seconds
     output("plan", *files, "--global-batch", 16, "--overlap", "--out", out)
-    assert load_plan(out).bound_seconds is None and "bound_seconds" not in out.read_text()
-    assert "a gap is known for the schedule 1f1b only" in failure(
-        "plan", *files, "--global-batch", 16, "--overlap", "--gap", 3
-    )
+    overlapped = load_plan(out)
+    assert overlapped.bound_seconds is not None and overlapped.bound_seconds <= overlapped.iteration_seconds
 
 
 def test_fast_devices_get_more_layers_and_the_printed_call_is_python(files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -223,12 +223,3 @@ def test_efforts_that_are_not_possible() -> None:
         Effort(gap=-1, bound_seconds=1)
     with pytest.raises(ValueError, match=r"gap=0.03 without time to find a bound; give bound_seconds, such as 5"):
         Effort(gap=0.03)
-    problem = like_nodes_problem(0)
-    with pytest.raises(ValueError, match=r"a gap is known for the schedule 1f1b only"):
-        make_plans(
-            problem.topology,
-            problem.profile,
-            global_batch=problem.global_batch,
-            overlap=True,
-            effort=Effort(gap=0.1, bound_seconds=1),
-        )
