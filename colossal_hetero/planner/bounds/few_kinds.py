@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 
-from ..profile.layer_costs import LayerCosts
 from ..slots.tp_groups import SlotKind, number_of_compositions
+from .least_costs import least_costs
 
 __all__ = ["few_kinds"]
 
@@ -35,12 +35,11 @@ def few_kinds(kinds: Sequence[SlotKind]) -> tuple[SlotKind, ...]:
 
 
 def _merged(one: SlotKind, other: SlotKind) -> SlotKind:
-    names = [field.name for field in fields(LayerCosts)]
-    costs = {name: np.min([getattr(one.costs, name), getattr(other.costs, name)], axis=0) for name in names}
     return replace(
         one,
         device=f"{one.device} or {other.device}",
         usable_bytes=max(one.usable_bytes, other.usable_bytes),
-        costs=LayerCosts(**costs),
+        costs=least_costs(one.costs, other.costs),
+        recomputed=one.recomputed and other.recomputed and least_costs(one.recomputed, other.recomputed),
         slots=(*one.slots, *other.slots),
     )

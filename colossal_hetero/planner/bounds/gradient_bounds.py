@@ -51,6 +51,7 @@ class GradientBounds:
         self._slots = by_kind.sum(axis=1)
         """By node."""
         self._channel, self._cards = self._rates()
+        self._crowded: dict[tuple[float, int], NDArray[np.float64]] = {}
 
     @property
     def slots_in_a_node(self) -> int:
@@ -103,6 +104,12 @@ class GradientBounds:
         """By kind, seconds of a message to another node from a node with so many slots of it, which so many pipelines
         leave; 0 where that is not known. See [Note: pipelines that leave a node].
         """
+        key = message_bytes, pipelines
+        if key not in self._crowded:
+            self._crowded[key] = self._crowded_seconds(message_bytes, pipelines)
+        return self._crowded[key]
+
+    def _crowded_seconds(self, message_bytes: float, pipelines: int) -> NDArray[np.float64]:
         links, nodes = self._pool.links, self._topology.nodes
         seconds = np.full(len(self._pool.kinds), np.inf)
         for number, of_kind in enumerate(self._by_kind):

@@ -20,7 +20,9 @@ stages in these nodes send such messages; if L = 2, all but the first and the la
 enters all of these nodes but the first one over such a link.
 
 P falls and S grows with D and with j. So of ranges of D and j, S at the beginning and P at the end give a bound. Ranges
-are halved, those with the lowest bound first, until no bound is below what was asked for.
+are halved, those with the lowest bound first, until no bound is below what was asked for. First Q may be any part of
+the kinds; where that is not enough, each set is looked at. And bounds grow in steps of 1 %: by so much, prices that are
+known from other ranges often raise a bound without linear programming.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ import heapq
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,11 +46,18 @@ from .few_kinds import few_kinds
 from .gradient_bounds import GradientBounds
 from .pipeline_bounds import BlockLimits, PipelineBounds, smallest_message
 from .pipeline_types import PipelineTypes
+from .relaxed_pools import RelaxedPool
 
 __all__ = ["IterationBound"]
 
 PRECISION = 1e-3
 """Relative: ranges are not halved if the bound can grow by less."""
+STEP = 0.01
+"""Relative: so far above the lowest bound others are looked for."""
+ROUGHLY = STEP / 2
+"""The precision for ranges that can be halved. It must be less than a step, in which else nothing would be found."""
+MAX_PRICES = 40
+"""Prices of earlier ranges of a pool that are tried, the last ones."""
 ROUNDING = 1e-9
 NO_LINK = 1e15
 """Seconds of a transfer between nodes that cannot reach each other."""
@@ -64,52 +74,58 @@ class _Range:
     blocks: tuple[int, int]
     """j, the smallest and the largest."""
     inside: frozenset[int] | None
-    """Q; empty if all rings cross, None if the range has all plans."""
+    """Kinds of which Q is a part; empty if all rings cross, None if the range has all plans."""
+    exactly: bool
+    """Whether Q has all kinds of ``inside``; else it has at least one."""
     passes: float
     """P is at least this, in seconds."""
-    prices: tuple[float, ...]
-    tried: bool = False
-    """Whether linear programming found ``passes``; else it is that of a range with more plans."""
+    precision: float = np.inf
+    """Relative, with which ``passes`` is the best that linear programming finds; infinite: not known."""
+
+
+class _Held(NamedTuple):
+    """What the memory of slots allows."""
+
+    bounds: PipelineBounds
+    compositions: NDArray[np.int64]
+    """Slots by kind of all pipelines that may hold the model, ``[types, kinds]``."""
 
 
 class _Pool:
     """The plans of one pool."""
 
-    def __init__(self, topology: Topology, pool: SlotPool, *, runnable: bool) -> None:
-        kinds = few_kinds(pool.kinds)
-        pool = replace(pool, kinds=kinds)
+    def __init__(self, topology: Topology, relaxed: RelaxedPool, *, runnable: bool) -> None:
+        pool = _with_few_kinds(relaxed.of(relaxed.most_pipelines))
+        self._relaxed, self._by_pool = relaxed, dict[SlotPool, _Held]()
         self.total = pool.total_micro_batches
-        self.available = np.array([len(kind.slots) for kind in kinds])
+        self.available = np.array([len(kind.slots) for kind in pool.kinds])
         self.bounds = PipelineBounds.of_pool(pool)
         self.gradients = GradientBounds(topology, pool)
         self._message = smallest_message(pool)
         self.runnable = runnable
         self._types: dict[object, PipelineTypes] = {}
+        power = 1.0 / self.bounds.work_seconds
+        self._power = float(self.available @ power)
+        self._prices = deque([self.total * power / self._power], MAX_PRICES)
 
     @property
     def whole(self) -> _Range:
         """All plans."""
-        power = 1.0 / self.bounds.work_seconds
-        total = float(self.available @ power)
-        prices = self.total * power / total
         pipelines = int(min(self.available.sum(), self.total))
-        return _Range((1, pipelines), (0, self.bounds.blocks), None, self.total / total, tuple(prices.tolist()))
+        return _Range((1, pipelines), (0, self.bounds.blocks), None, False, self.total / self._power)
 
     def seconds(self, part: _Range) -> float:
         """The bound on the plans of a range."""
         return part.passes + self.sums(part)
 
-    def improved(self, part: _Range, below: float) -> _Range:
+    def improved(self, part: _Range, below: float, precision: float) -> _Range:
         """The range with a better bound by linear programming, which need not be the best if it is not below."""
+        high = below - self.sums(part)
         low, prices = self._types_of(part, below).least_seconds(
-            self.available,
-            part.pipelines[1],
-            part.passes,
-            below - self.sums(part),
-            np.array(part.prices),
-            PRECISION,
+            self.available, part.pipelines[1], part.passes, high, np.array(self._prices), precision
         )
-        return replace(part, passes=max(low, part.passes), prices=tuple(prices.tolist()), tried=True)
+        self._prices.append(prices)
+        return replace(part, passes=max(low, part.passes), precision=precision if low < high else np.inf)
 
     def sums(self, part: _Range) -> float:
         """Seconds that the sums of gradients take at least."""
@@ -120,15 +136,14 @@ class _Pool:
 
     def parts(self, part: _Range) -> Iterator[_Range]:
         """The range in parts; none if it is not worth dividing."""
-        part = replace(part, tried=False)
+        part = replace(part, precision=np.inf)
         (least, most), (low, high) = part.pipelines, part.blocks
         if part.inside is None:
-            yield replace(part, pipelines=(1, 1), inside=frozenset())
+            yield replace(part, pipelines=(1, 1), inside=frozenset(), exactly=True)
             if most > 1:
-                yield replace(part, pipelines=(2, most), blocks=(1, high), inside=frozenset())
+                yield replace(part, pipelines=(2, most), blocks=(1, high), inside=frozenset(), exactly=True)
             for pipelines in range(2, min(most, self.gradients.slots_in_a_node) + 1):
-                for inside in self._kinds_inside(pipelines):
-                    yield replace(part, pipelines=(pipelines, pipelines), inside=inside)
+                yield replace(part, pipelines=(pipelines, pipelines), inside=self._kinds_inside(pipelines))
             return
         begin = self.sums(part)
         by_pipelines = self.sums(replace(part, pipelines=(most, most))) - begin
@@ -141,15 +156,15 @@ class _Pool:
             middle = (low + high) // 2
             yield replace(part, blocks=(low, middle))
             yield replace(part, blocks=(middle + 1, high))
+        elif part.inside and not part.exactly and self._tells_kinds:
+            for number in range(1, len(part.inside) + 1):
+                for kinds in itertools.combinations(sorted(part.inside), number):
+                    yield replace(part, inside=frozenset(kinds), exactly=True)
 
-    def _kinds_inside(self, pipelines: int) -> Iterator[frozenset[int]]:
-        """The sets of kinds that may have a node in which all pipelines have a slot, see Q."""
-        if not self._tells_kinds:
-            yield frozenset(range(len(self.available)))
-            return
-        kinds = np.flatnonzero(self.gradients.most_in_a_node >= pipelines).tolist()
-        for number in range(1, len(kinds) + 1):
-            yield from map(frozenset, itertools.combinations(kinds, number))
+    def _kinds_inside(self, pipelines: int) -> frozenset[int]:
+        """The kinds that may have a node in which all pipelines have a slot."""
+        enough = self.gradients.most_in_a_node >= pipelines
+        return frozenset(np.flatnonzero(enough | (not self._tells_kinds)).tolist())
 
     @property
     def _tells_kinds(self) -> bool:
@@ -169,8 +184,9 @@ class _Pool:
             if part.inside:
                 together = self.gradients.crossing_blocks(pipelines, crossing)
             if part.inside and self._tells_kinds:
-                inside = list(part.inside)
-                needed[inside] = 1
+                inside = sorted(part.inside)
+                if part.exactly:
+                    needed[inside] = 1
                 # In a node where all have a slot, this many are left for one of them.
                 left = self.gradients.most_in_a_node - pipelines + 1
                 free[inside] = (self.gradients.nodes_with(pipelines) * left)[inside]
@@ -180,17 +196,18 @@ class _Pool:
                     longer = [kind for kind in inside if left[kind] <= 2]
                     delays[longer] = np.maximum(crowded[longer] - self.bounds.transfer_seconds, 0.0)
                     undelayed = 2 if (left[longer] == 2).any() else 0
-        key = free.tobytes(), delays.tobytes(), crossing, together, needed.tobytes(), message
+        held = self._held_by(part.pipelines[1])
+        key = id(held), free.tobytes(), delays.tobytes(), crossing, together, needed.tobytes(), message
         if key not in self._types:
-            counts = self._compositions
+            counts = held.compositions
             counts = counts[(counts >= needed).all(axis=1) & (counts.sum(axis=1) > (message > 0))]
             limits = BlockLimits(
                 free, tuple(delays.tolist()), undelayed, crossing, self.gradients.nodes_with(1), together
             )
-            first, further = self.bounds.options(counts, limits)
+            first, further = held.bounds.options(counts, limits)
             stages, nodes = counts.sum(axis=1), np.maximum(self._nodes(counts), 1 + (message > 0))
             usual = min(max(self.gradients.message_seconds(self._message) - self.bounds.transfer_seconds, 0.0), NO_LINK)
-            entered = max(len(part.inside or ()) - 1, 1) if message > 0 else 0
+            entered = max(int(needed.sum()) - 1, 1) if message > 0 else 0
             more = usual * np.maximum(nodes - 1 - entered, 0)
             more += entered * max(message - self.bounds.transfer_seconds, usual)
             first = first + 2 * more
@@ -198,7 +215,7 @@ class _Pool:
                 # In a pipeline with one stage in each node, also the longest stage sends to another node.
                 further = np.where((nodes == stages) & (stages > 1), further + usual, further)
             self._types[key] = PipelineTypes(
-                counts,
+                counts.astype(float),
                 first,
                 further,
                 stages if self.runnable else np.ones_like(stages),
@@ -215,14 +232,15 @@ class _Pool:
         longest = min(self.bounds.min_seconds(kind, -(-blocks // int(left[kind]))) for kind in part.inside or ())
         return -(-self.total // pipelines) * longest * (1 - ROUNDING)
 
-    @cached_property
-    def _compositions(self) -> NDArray[np.int64]:
-        """Slots by kind of all pipelines that may hold the model, ``[types, kinds]``."""
-        counts = compositions(
-            [1.0] * len(self.available), np.minimum(self.available, self.bounds.blocks), self.bounds.blocks
-        )
-        in_flight = counts.sum(axis=1) if self.runnable else np.ones(len(counts), dtype=np.int64)
-        return counts[self.bounds.fits(counts, in_flight)]
+    def _held_by(self, pipelines: int) -> _Held:
+        """What slots of plans with at most so many pipelines hold."""
+        pool = self._relaxed.of(pipelines)
+        if pool not in self._by_pool:
+            bounds = PipelineBounds.of_pool(_with_few_kinds(pool))
+            counts = compositions([1.0] * len(self.available), np.minimum(self.available, bounds.blocks), bounds.blocks)
+            in_flight = counts.sum(axis=1) if self.runnable else np.ones(len(counts), dtype=np.int64)
+            self._by_pool[pool] = _Held(bounds, counts[bounds.fits(counts, in_flight)])
+        return self._by_pool[pool]
 
     def _nodes(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """In how many nodes pipelines of these compositions are at least, ``[types]``."""
@@ -231,16 +249,20 @@ class _Pool:
         return np.asarray(-(-counts.sum(axis=1) // self.gradients.slots_in_a_node))
 
 
+def _with_few_kinds(pool: SlotPool) -> SlotPool:
+    return replace(pool, kinds=few_kinds(pool.kinds))
+
+
 class IterationBound:
     """No 1F1B plan, with communication that does not overlap, takes less than a time that is found step by step.
 
     Args:
         topology: machines; plans may leave some out.
-        pools: the slots for each degree and micro-batch that plans may have; all of one form, without ZeRO.
+        pools: the slots for each degree and micro-batch that plans may have, all of one form.
         runnable: whether only plans count in which every pipeline has as many micro-batches as stages.
     """
 
-    def __init__(self, topology: Topology, pools: Sequence[SlotPool], *, runnable: bool = True) -> None:
+    def __init__(self, topology: Topology, pools: Sequence[RelaxedPool], *, runnable: bool = True) -> None:
         self._whole = [_Pool(topology, pool, runnable=runnable) for pool in pools]
         self._open: list[tuple[float, int, _Pool, _Range]] = []
         self._number = itertools.count()
@@ -261,9 +283,12 @@ class IterationBound:
             seconds, _, pool, part = self._open[0]
             if seconds >= enough or time.monotonic() > end:
                 return seconds
-            parts = list(pool.parts(part)) if part.tried else [pool.improved(part, below)]
-            if not parts:
+            parts = list(pool.parts(part)) if part.precision < np.inf else []
+            if not parts and part.precision <= PRECISION:
                 return seconds
+            if not parts:
+                goal = min(below, enough * (1 + PRECISION), seconds * (1 + STEP))
+                parts = [pool.improved(part, goal, PRECISION if part.precision < np.inf else ROUGHLY)]
             heapq.heappop(self._open)
             for each in parts:
                 self._add(pool, each, below)

@@ -21,7 +21,8 @@ __all__ = ["BlockLimits", "PipelineBounds", "smallest_message"]
 # the stages' times is smallest if the fast kinds are filled first. This sum is piecewise linear in m, so the minimum of
 # sum + (K − 1)·m is at the smallest possible m, or at an m for which the fastest kinds alone do all the work. The
 # embedding and the head are in cap: the stage that holds the first or the last block holds fewer blocks if that block
-# takes longer. It is at most what fits in memory beside the activations of one micro-batch, and what is allowed.
+# takes longer. It is at most what fits in memory beside the activations of one micro-batch, and what is allowed. If
+# stages may recompute, cap is the larger one of two: of the blocks that fit, and of those that fit if they take longer.
 # A stage has at least the smallest f. And cap is the same for all m between two sums of blocks, so for the first of
 # these sums the largest f of cap blocks limits the share of a stage.
 # A stage of several also sends over a cut, and the schedule takes time on each side of it. So its blocks take at most m
@@ -58,11 +59,40 @@ class _Levels:
     seconds: NDArray[np.float64]
     """Ascending, ``[levels]``."""
     shares: NDArray[np.float64]
-    """Of the work, that a stage does at most if the longest one is shorter than the next level, ``[levels, kinds]``."""
+    """Of the work, that a stage does at most if the longest one is shorter than the next level, ``[kinds, levels]``."""
     tables: list[NDArray[np.int64]]
-    """Blocks of any stage, of one with the first block, and of one with the last block, ``[levels, kinds]`` each."""
+    """Blocks of any stage, of one with the first block, and of one with the last block, ``[kinds, levels]`` each."""
     delayed: list[NDArray[np.int64]]
     """The same for stages that send longer."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """Stages that recompute, or that do not."""
+
+    sums: tuple[NDArray[np.float64], ...]
+    """Seconds of 1, 2, … blocks at least: of any neighboring blocks, of the first ones, and of the last ones; each
+    ``[kinds, blocks]``."""
+    in_memory: NDArray[np.int64]
+    """By kind, how many blocks fit at most."""
+
+    @classmethod
+    def of(cls, seconds: NDArray[np.float64], in_memory: Sequence[int]) -> _Form:
+        """The form in which blocks take so long, ``[kinds, blocks]``."""
+        ends = np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)], axis=1)
+        windows = np.stack([_min_sums(row) for row in ends])
+        return cls((windows, ends[:, 1:], np.cumsum(seconds[:, ::-1], axis=1)), np.array(in_memory))
+
+    def capacities(self, place: int, grid: NDArray[np.float64], less: Sequence[float]) -> NDArray[np.int64]:
+        """Blocks of stages of these times at most, ``[kinds, levels]``.
+
+        Args:
+            place: in :attr:`sums`.
+            grid: in seconds, ``[levels]``.
+            less: by kind, so many seconds are not for blocks.
+        """
+        rows = [np.searchsorted(row, grid - by, side="right") for row, by in zip(self.sums[place], less, strict=True)]
+        return np.minimum(np.stack(rows), self.in_memory[:, None])
 
 
 @dataclass(eq=False)
@@ -90,11 +120,12 @@ class PipelineBounds:
         self._work = (seconds / shares).min(axis=1)
         self._fastest_first = np.argsort(self._work, kind="stable")
         self._update = min(float(kind.costs.update_seconds.sum()) for kind in self.kinds)
-        ends = np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)], axis=1)
-        windows = [_min_sums(row) for row in ends]
-        heads, tails = ends[:, 1:], np.cumsum(seconds[:, ::-1], axis=1)
-        self._sums = (windows, list(heads), list(tails))
-        self._ends = np.unique(np.concatenate([np.ravel(windows), np.ravel(heads), np.ravel(tails)]))
+        self._forms = [_Form.of(seconds, [self._held(each.costs, each.memory_bytes)[0] for each in self.kinds])]
+        recomputed = [each for kind in self.kinds if (each := kind.recomputed_in_pipeline(2)) is not None]
+        if len(recomputed) == len(self.kinds):
+            longer = np.array([costs.forward_seconds + costs.backward_seconds for costs, _ in recomputed])
+            self._forms.append(_Form.of(longer, [self._held(*each)[0] for each in recomputed]))
+        self._ends = np.unique(np.concatenate([np.ravel(rows) for form in self._forms for rows in form.sums]))
         self._min_share = float(shares.min())
         # The largest shares of 0, 1, 2, … neighboring blocks.
         self._largest = np.concatenate([[0.0], -_min_sums(np.concatenate([[0.0], -np.cumsum(shares)]))])
@@ -108,15 +139,15 @@ class PipelineBounds:
             ends = np.unique(np.concatenate([self._ends + delay for delay in {0.0, *delays}]))
             grid = ends * (1 + 1e-12)
             tables, delayed = (
-                [np.stack([np.searchsorted(row, grid - by, side="right") for row, by in rows], axis=1) for rows in each]
-                for each in (
-                    [[(row, 0.0) for row in table] for table in self._sums],
-                    [list(zip(table, delays, strict=True)) for table in self._sums],
-                )
+                [
+                    np.max([form.capacities(place, grid, by) for form in self._forms], axis=0)
+                    for place in range(len(self._forms[0].sums))
+                ]
+                for by in ((0.0,) * len(self.kinds), delays)
             )
             # A longest stage that has these capacities is shorter than the next level.
             longest = np.append(grid[1:], np.inf)
-            shares = np.minimum(self._largest[tables[0]], longest[:, None] / self._work)
+            shares = np.minimum(self._largest[tables[0]], longest / self._work[:, None])
             self._of_delays[delays] = _Levels(ends, shares, tables, delayed)
         return self._of_delays[delays]
 
@@ -163,7 +194,7 @@ class PipelineBounds:
 
     def min_seconds(self, kind: int, blocks: int) -> float:
         """Of a stage of so many blocks, at least one, in a slot of this kind; without transfers."""
-        return float(self._sums[0][kind][blocks - 1])
+        return float(self._forms[0].sums[0][kind][blocks - 1])
 
     def fits(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which compositions may hold the model, ``[rows]``: ``counts [rows, kinds]``, ``micro_batches [rows]``.
@@ -209,47 +240,53 @@ class PipelineBounds:
         """
         limits = limits or self._no_limits
         levels = self._levels(limits.delays)
-        level = self._min_level(counts, limits, levels)
+        # Kinds come first in what follows: sums over them are then several times as fast.
+        slots = np.ascontiguousarray(counts.T)
+        level = self._min_level(slots, limits, levels)
         last = len(levels.seconds) - 1
-        power = counts / self._work
-        balanced = 1.0 / power.sum(axis=1)
+        balanced = 1.0 / ((1.0 / self._work) @ slots)
         steps, sums = [], []
         for further in range(WHOLE_LEVELS):
-            steps.append(np.maximum(levels.seconds[np.minimum(level + further, last)], balanced))
-            sums.append(self._min_sum(counts, levels.shares[np.minimum(level + further, last)]))
+            here = np.minimum(level + further, last)
+            steps.append(np.maximum(levels.seconds[here], balanced))
+            sums.append(self._min_sum(slots, levels.shares.take(here, axis=1)))
         longest = np.maximum(levels.seconds[np.minimum(level + WHOLE_LEVELS, last)], balanced)
-        for step in self._turns(counts, longest):
+        for step in self._turns(slots, longest):
             steps.append(step)
-            sums.append(self._min_sum(counts, step[:, None] / self._work))
-        stages, hop = counts.sum(axis=1), self.transfer_seconds + self.schedule_seconds
+            sums.append(self._min_sum(slots, step / self._work[:, None]))
+        stages, hop = slots.sum(axis=0), self.transfer_seconds + self.schedule_seconds
         first = np.stack(sums) * (1 - 1e-9) + 2 * (stages - 1) * hop + self._update / stages
         return np.where(level <= last, first, np.inf), np.stack(steps) * (1 - 1e-9) + (stages > 1) * hop
 
-    def _turns(self, counts: NDArray[np.int64], longest: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
+    def _turns(self, slots: NDArray[np.int64], longest: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
         """Longest stages, ``[rows]`` each: ``longest``, and those from which the fastest kinds alone do all the work.
 
         Stages of the other kinds have the smallest block.
+
+        Args:
+            slots: By kind, ``[kinds, rows]``.
+            longest: By row, in seconds.
         """
         yield longest
         order = self._fastest_first
-        slots, power = counts[:, order], (counts / self._work)[:, order]
-        rest = 1.0 - self._min_share * (slots.sum(axis=1)[:, None] - np.cumsum(slots, axis=1))
-        summed = np.cumsum(power, axis=1)
+        ordered, power = slots[order], (slots / self._work[:, None])[order]
+        rest = 1.0 - self._min_share * (ordered.sum(axis=0) - np.cumsum(ordered, axis=0))
+        summed = np.cumsum(power, axis=0)
         for kind in range(len(order) - 1):
-            turn = np.divide(rest[:, kind], summed[:, kind], out=longest.copy(), where=summed[:, kind] > 0)
+            turn = np.divide(rest[kind], summed[kind], out=longest.copy(), where=summed[kind] > 0)
             yield np.maximum(longest, turn)
 
-    def _min_sum(self, counts: NDArray[np.int64], shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _min_sum(self, slots: NDArray[np.int64], shares: NDArray[np.float64]) -> NDArray[np.float64]:
         """The smallest sum of the stages' times, ``[rows]``, if each has at most a share of the work.
 
         Args:
-            counts: Slots by kind, ``[rows, kinds]``.
-            shares: By kind, ``[rows, kinds]``.
+            slots: By kind, ``[kinds, rows]``.
+            shares: By kind, ``[kinds, rows]``.
         """
-        least = counts * self._min_share
-        total, left = least @ self._work, 1.0 - least.sum(axis=1)
+        least = slots * self._min_share
+        total, left = self._work @ least, 1.0 - least.sum(axis=0)
         for kind in self._fastest_first:
-            part = np.clip(counts[:, kind] * (shares[:, kind] - self._min_share), 0.0, left)
+            part = np.minimum(np.maximum(slots[kind] * (shares[kind] - self._min_share), 0.0), left)
             total += part * self._work[kind]
             left -= part
         return np.asarray(total)
@@ -259,57 +296,55 @@ class PipelineBounds:
         every = np.full(len(self.kinds), self.blocks)
         return BlockLimits(every, (0.0,) * len(self.kinds), 0, 0, every, self.blocks)
 
-    def _min_level(self, counts: NDArray[np.int64], limits: BlockLimits, levels: _Levels) -> NDArray[np.int64]:
+    def _min_level(self, slots: NDArray[np.int64], limits: BlockLimits, levels: _Levels) -> NDArray[np.int64]:
         """By row, the index in ``levels`` of the shortest longest stage with which the stages hold all blocks.
 
         Each stage holds at least one. If they cannot, it is the number of levels.
 
         Args:
-            counts: Slots by kind, ``[rows, kinds]``.
+            slots: By kind, ``[kinds, rows]``.
             limits: How many blocks stages may hold.
             levels: Those of the delays of free stages.
         """
         kinds = len(self.kinds)
-        free = np.minimum(counts, limits.free)
-        counts = np.concatenate([free, counts - free], axis=1)
+        free = np.minimum(slots, limits.free[:, None])
+        slots = np.concatenate([free, slots - free])
         each = np.minimum(np.tile(self.blocks_per_stage, 2), [*[self.blocks] * kinds, *[limits.in_a_node] * kinds])
-        of_kind = limits.in_a_node * limits.nodes
-        tables = [np.minimum(np.tile(table, 2), each) for table in levels.tables]
+        of_kind = (limits.in_a_node * limits.nodes)[:, None]
+        tables = [np.minimum(np.tile(table, (2, 1)), each[:, None]) for table in levels.tables]
         more = np.zeros(len(levels.seconds), dtype=np.int64)
         capacities, heads, tails = tables
         some = capacities
         headless, tailless = capacities - heads, capacities - tails
         if any(limits.delays):
             late = [
-                np.maximum(np.minimum(table, each[:kinds]), any_stage[:, kinds:])
+                np.maximum(np.minimum(table, each[:kinds, None]), any_stage[kinds:])
                 for table, any_stage in zip(levels.delayed, tables, strict=True)
             ]
             if limits.undelayed:
-                more = limits.undelayed * (capacities[:, :kinds] - late[0]).max(axis=1)
+                more = limits.undelayed * (capacities[:kinds] - late[0]).max(axis=0)
             else:
-                some = np.concatenate([late[0], capacities[:, kinds:]], axis=1)
-                headless = np.concatenate([late[0] - late[1], headless[:, kinds:]], axis=1)
-                tailless = np.concatenate([late[0] - late[2], tailless[:, kinds:]], axis=1)
-            capacities = np.concatenate([late[0], capacities[:, kinds:]], axis=1)
-        absent = np.where(counts > 0, 0, self.blocks)
+                some = np.concatenate([late[0], capacities[kinds:]])
+                headless = np.concatenate([late[0] - late[1], headless[kinds:]])
+                tailless = np.concatenate([late[0] - late[2], tailless[kinds:]])
+            capacities = np.concatenate([late[0], capacities[kinds:]])
+        absent = np.where(slots > 0, 0, self.blocks)
 
-        def held(capacity: NDArray[np.int64]) -> NDArray[np.int64]:
-            """Blocks by row, from those of a stage of each kind, free or limited."""
-            by_kind = counts * capacity
-            limited = np.minimum(by_kind[:, kinds:], of_kind).sum(axis=1)
-            return np.asarray(by_kind[:, :kinds].sum(axis=1) + np.minimum(limited, limits.together))
-
-        low, high = np.full(len(counts), -1), np.full(len(counts), len(levels.seconds))
+        # Each stage holds a block from some level on.
+        first = (some < 1).sum(axis=1)[:, None]
+        low = np.where(slots > 0, first, 0).max(axis=0) - 1
+        high = np.full(slots.shape[1], len(levels.seconds))
         while (open_ := high - low > 1).any():
             middle = (low + high) // 2
-            capacity = capacities[middle]
-            total = np.minimum(
-                (counts * capacity).sum(axis=1)
-                - np.maximum((tailless[middle] + absent).min(axis=1), (headless[middle] + absent).min(axis=1)),
-                held(capacity),
+            by_kind = slots * capacities.take(middle, axis=1)
+            held_free, limited = by_kind[:kinds].sum(axis=0), by_kind[kinds:]
+            ends = np.maximum(
+                (tailless.take(middle, axis=1) + absent).min(axis=0),
+                (headless.take(middle, axis=1) + absent).min(axis=0),
             )
+            held_limited = np.minimum(np.minimum(limited, of_kind).sum(axis=0), limits.together)
+            total = held_free + np.minimum(limited.sum(axis=0) - ends, held_limited)
             enough = total + more[middle] >= self.blocks
-            enough &= (some[middle] + absent).min(axis=1) >= 1
             high = np.where(open_ & enough, middle, high)
             low = np.where(open_ & ~enough, middle, low)
         return high

@@ -35,7 +35,7 @@ ROUNDING = 1e-9
 class PipelineTypes:
     """Types of pipelines, and what they need."""
 
-    counts: NDArray[np.int64]
+    counts: Floats
     """Slots by kind, ``[types, kinds]``."""
     first_seconds: Floats
     """Of the first micro-batch, ``[options, types]``; see :meth:`.PipelineBounds.options`."""
@@ -48,12 +48,12 @@ class PipelineTypes:
 
     def micro_batches(self, seconds: float) -> Floats:
         """How many micro-batches a pipeline of each type runs at most in this time, ``[types]``; 0 if too few."""
-        more = np.floor((seconds - self.first_seconds) / self.further_seconds * (1 + ROUNDING) + ROUNDING) + 1.0
-        most = np.minimum(more.max(axis=0, initial=0.0), self.max_micro_batches)
+        further = ((seconds - self.first_seconds) / self.further_seconds).max(axis=0, initial=-1.0)
+        most = np.minimum(np.floor(further * (1 + ROUNDING) + ROUNDING) + 1.0, self.max_micro_batches)
         return np.where(most >= self.min_micro_batches, most, 0.0)
 
     def least_seconds(
-        self, available: NDArray[np.int64], pipelines: int, low: float, high: float, first: Floats, precision: float
+        self, available: NDArray[np.int64], pipelines: int, low: float, high: float, known: Floats, precision: float
     ) -> tuple[float, Floats]:
         """A lower bound on the time in which all micro-batches can be run, at most ``high``; and the last prices.
 
@@ -62,11 +62,11 @@ class PipelineTypes:
             pipelines: How many there are at most.
             low: A lower bound that is known.
             high: A bound that is not larger than this is enough.
-            first: Prices to begin with, ``[kinds]``.
+            known: Prices to begin with, at least one row, ``[rows, kinds]``.
             precision: Relative; the bound may be lower than the best one by about this share.
         """
         problem = _Packing(self, available, pipelines)
-        prices, tried, step = first, high, precision
+        prices, tried, step = problem.best(known, high), high, precision
         low = problem.impossible_until(prices, low, high, precision)
         while low < high and high > low * (1 + precision):
             is_possible, prices = problem.prices(tried, prices)
@@ -92,6 +92,12 @@ class _Packing:
         self._types, self._available, self._pipelines = types, available, pipelines
         self._limits = np.append(available, pipelines).astype(float)
         self._needed = types.max_micro_batches * (1 - ROUNDING)
+
+    def best(self, known: Floats, seconds: float) -> Floats:
+        """The row of prices ``[rows, kinds]`` by which the fewest micro-batches can be run in this time."""
+        worth = self._types.micro_batches(seconds) - known @ self._types.counts.T
+        most = known @ self._available + self._pipelines * worth.max(axis=1, initial=0.0)
+        return np.asarray(known[int(most.argmin())])
 
     def _too_few(self, prices: Floats, micro_batches: Floats) -> bool:
         """Whether these prices prove that not all micro-batches can be run, from those of each type."""

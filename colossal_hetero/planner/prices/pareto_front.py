@@ -17,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bounds.iteration_bound import IterationBound
+from ..bounds.relaxed_pools import relaxed_pools
 from ..cluster.topology import Topology
 from ..plans.plan import Plan
 from ..plans.runnable import NoPlanError
 from ..profile.layer_profile import ModelProfile
 from ..search.make_plans import make_plans
 from ..search.settings import slots_to_try
+from ..slots.search_space import DEFAULT
 from .node_choice import NodeType, choices, node_types, taken, within
 from .plan_cost import HOUR, PlanCost, check_prices, plan_cost
 from .time_bounds import time_bounds
@@ -133,7 +135,9 @@ def pareto_front(
         row, below = loosest
         part, _ = taken(topology, types, counts[row].tolist())
         known, pools, *_ = slots_to_try(part, profile, global_batch, micro_batches, tensor_parallel)
-        bound = IterationBound(known, pools, runnable=options.get("runnable", True))
+        bound = IterationBound(
+            known, relaxed_pools(known, profile, pools, DEFAULT), runnable=options.get("runnable", True)
+        )
         search.raise_bounds(row, bound.seconds(below, time_limit_seconds=min(left, PROOF_SECONDS)))
     return search.front()
 

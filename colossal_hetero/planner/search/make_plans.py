@@ -14,6 +14,7 @@ from typing import Any
 
 from ..bounds.gap_goal import PLAIN, Effort, GapGoal
 from ..bounds.iteration_bound import IterationBound
+from ..bounds.relaxed_pools import relaxed_pools
 from ..bounds.work_bound import WorkBound
 from ..candidates.draft import Draft, DraftBuilder, simulated_seconds, write_plan
 from ..chunks.chunked_plans import ChunkedPlans
@@ -101,7 +102,7 @@ def make_plans(
         space: Which forms stages may have; see :class:`~colossal_hetero.planner.slots.search_space.SearchSpace`. Wider
             spaces than the default one are for the schedule ``1f1b``.
         effort: How much is done to find a plan, and to prove how good it is: with a gap that is wanted the search ends
-            early. Bounds are tightest for the schedule ``1f1b`` in the default space without ``overlap``.
+            early. Bounds are tightest for the schedule ``1f1b`` without ``overlap``, if all stages have one form.
         cluster_file: Name of the cluster file, for the plans' ``cluster`` field.
         profile_file: Name of the profile file, for the plans' ``profile`` field.
 
@@ -151,8 +152,9 @@ def make_plans(
     search = search_by(method)
     goal = None
     if effort.bound_seconds > 0:
-        if set(schedules) == {"1f1b"} and not overlap and space == DEFAULT:
-            goal = GapGoal(IterationBound(topology, pools, runnable=runnable), effort)
+        if set(schedules) == {"1f1b"} and not overlap and not space.has_other_forms:
+            relaxed = relaxed_pools(topology, profile, pools, space)
+            goal = GapGoal(IterationBound(topology, relaxed, runnable=runnable), effort)
         else:
             goal = GapGoal(WorkBound(topology, profile, tried.degrees, global_batch), effort)
     seconds_of: Callable[[Draft], float] = attrgetter("seconds")

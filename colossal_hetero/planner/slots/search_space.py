@@ -44,7 +44,7 @@ class SearchSpace:
 
 
 DEFAULT = SearchSpace()
-"""Stages of one form, in ZeRO stage 0; lower bounds are known for this space only."""
+"""Stages of one form, in ZeRO stage 0."""
 RUNNABLE = SearchSpace(recompute=True, zero_stages=(0, 1))
 """Everything that the plugin runs."""
 WHOLE = SearchSpace(mixed_degrees=True, widths=(1, 2, 4, 8), recompute=True, zero_stages=(0, 1))

@@ -13,11 +13,14 @@ from colossal_hetero.planner.bounds.gradient_bounds import GradientBounds
 from colossal_hetero.planner.bounds.iteration_bound import IterationBound
 from colossal_hetero.planner.bounds.pipeline_bounds import BlockLimits, PipelineBounds
 from colossal_hetero.planner.bounds.pipeline_types import PipelineTypes
+from colossal_hetero.planner.bounds.relaxed_pools import relaxed_pools
 from colossal_hetero.planner.candidates.draft import Draft, DraftBuilder
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
 from colossal_hetero.planner.plans.runnable import NoPlanError
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.search.settings import slots_to_try
+from colossal_hetero.planner.slots.search_space import DEFAULT, RUNNABLE, SearchSpace
+from tests.support.every_form import EveryForm
 from tests.support.every_plan import EveryPlan
 from tests.support.random_clusters import (
     Problem,
@@ -25,6 +28,7 @@ from tests.support.random_clusters import (
     like_nodes_problem,
     small_problem,
     two_nodes_problem,
+    whole_space_problem,
 )
 from tests.support.random_examples import IS_THOROUGH
 
@@ -33,9 +37,10 @@ pytestmark = pytest.mark.unit
 ROUNDING = 1e-9
 
 
-def bound_of(problem: Problem, below: float, *, runnable: bool = True) -> float:
+def bound_of(problem: Problem, below: float, *, runnable: bool = True, space: SearchSpace = DEFAULT) -> float:
     topology, pools, *_ = slots_to_try(problem.topology, problem.profile, problem.global_batch, None, None)
-    return IterationBound(topology, pools, runnable=runnable).seconds(below)
+    relaxed = relaxed_pools(topology, problem.profile, pools, space)
+    return IterationBound(topology, relaxed, runnable=runnable).seconds(below)
 
 
 @pytest.mark.parametrize("seed", range(300 if IS_THOROUGH else 25))
@@ -45,6 +50,24 @@ def test_no_plan_of_all_is_faster(seed: int) -> None:
     best = min(every.best_seconds(unequal=False), every.best_seconds(unequal=True))
     if best < np.inf:
         assert bound_of(problem, 3 * best) <= best * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [RUNNABLE, SearchSpace(recompute=True), SearchSpace(zero_stages=(0, 1)), SearchSpace(zero_stages=(1,))],
+    ids=["runnable", "recompute", "zero-0-1", "zero-1"],
+)
+def test_no_plan_of_all_is_faster_in_wider_spaces(space: SearchSpace) -> None:
+    """Of random problems in which memory is scarce."""
+    ratios = []
+    for seed in range(300 if IS_THOROUGH else 25):
+        problem = whole_space_problem(seed)
+        best = EveryForm(*problem, space).best_seconds(unequal=True)
+        if best < np.inf:
+            ratios.append(bound_of(problem, 3 * best, space=space) / best)
+            assert ratios[-1] <= 1 + ROUNDING, seed
+    assert len(ratios) > 15
+    assert np.median(ratios) > 0.8
 
 
 def test_no_plan_of_all_is_faster_where_pipelines_share_network_cards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +192,7 @@ def test_prices_prove_no_more_than_all_combinations_allow() -> None:
         first, further = random.uniform(1, 3, (1, types)), random.uniform(0.2, 1.0, (1, types))
         needed = int(random.integers(2, 12))
         kinds = PipelineTypes(counts, first, further, np.ones(types, dtype=np.int64), needed)
-        low, _ = kinds.least_seconds(available, pipelines, 0.0, 50.0, np.ones(2), 1e-4)
+        low, _ = kinds.least_seconds(available, pipelines, 0.0, 50.0, np.ones((1, 2)), 1e-4)
         times = np.linspace(0.5, 30, 400)
         possible = [second for second in times if _runs(kinds, available, pipelines, needed, float(second))]
         if possible:
