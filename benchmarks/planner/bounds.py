@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import time
 
 from benchmarks.common import print_table
@@ -15,9 +16,11 @@ from colossal_hetero.planner.bounds.gap_goal import Effort
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.prices.pareto_front import pareto_front
 from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.planner.slots.search_space import DEFAULT, RUNNABLE
 
 PRICES = {"A100-80": 2.2, "H800": 4.5, "H20": 1.6}
 """Dollars per hour and device."""
+SPACES = {"default": DEFAULT, "runnable": RUNNABLE}
 
 
 def priced(topology: Topology) -> Topology:
@@ -37,21 +40,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, nargs="*", default=[1.0, 5.0], help="for the bound (default: 1 and 5)")
     parser.add_argument("--global-batch", type=int, default=512, help="samples per iteration (default: 512)")
     parser.add_argument("--front", type=int, default=64, help="GPUs of the cluster with prices (default: 64)")
+    parser.add_argument("--space", nargs="*", default=list(SPACES), choices=list(SPACES), help="(default: both)")
     arguments = parser.parse_args()
     model = gpt()
     rows = []
-    for gpus in arguments.gpus:
+    for space, gpus in itertools.product(arguments.space, arguments.gpus):
         gaps = []
         for seconds in arguments.seconds:
-            effort = Effort(bound_seconds=seconds)
-            plan = make_plans(cluster(CLUSTERS[gpus]), model, global_batch=arguments.global_batch, effort=effort)[
-                0
-            ].plan
-            gaps.append(f"{plan.gap:.1%}")
-        rows.append((f"{gpus:,}", plan.iteration_seconds, *gaps))
+            best = make_plans(
+                cluster(CLUSTERS[gpus]),
+                model,
+                global_batch=arguments.global_batch,
+                space=SPACES[space],
+                effort=Effort(bound_seconds=seconds),
+            )[0]
+            gaps.append(f"{best.plan.gap:.1%}")
+        rows.append((space, f"{gpus:,}", best.plan.iteration_seconds, *gaps))
     print_table(
         "No plan is faster by more than",
-        ("GPUs", "iteration [s]", *(f"after {seconds:g} s" for seconds in arguments.seconds)),
+        ("search space", "GPUs", "iteration [s]", *(f"after {seconds:g} s" for seconds in arguments.seconds)),
         rows,
     )
     start = time.perf_counter()
