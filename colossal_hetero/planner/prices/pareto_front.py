@@ -24,7 +24,7 @@ from ..plans.runnable import NoPlanError
 from ..profile.layer_profile import ModelProfile
 from ..search.make_plans import make_plans
 from ..search.settings import slots_to_try
-from ..slots.search_space import DEFAULT
+from ..slots.search_space import DEFAULT, SearchSpace
 from .node_choice import NodeType, choices, node_types, taken, within
 from .plan_cost import HOUR, PlanCost, check_prices, plan_cost
 from .time_bounds import time_bounds
@@ -96,7 +96,8 @@ def pareto_front(
 
     Args:
         topology: all nodes that can be had, with prices.
-        profile: see :func:`.make_plans.make_plans`, as are the following arguments and ``options``.
+        profile: see :func:`.make_plans.make_plans`, as are the following arguments and ``options``. Only plans of the
+            schedule ``1f1b`` in the default search space, without ``overlap``, are compared by price.
         at_most: quotas, by the name of a type of nodes or by a kind of devices: how many of these nodes or devices.
         time_limit_seconds: no search for another choice of nodes begins after most of this, once both ends are known.
             The rest is for proofs of how good the plans are.
@@ -104,9 +105,10 @@ def pareto_front(
 
     Raises:
         NoPlanError: there is no plan; the message says why.
-        ValueError: a price is not known, or a quota is not possible.
+        ValueError: a price is not known, or a quota or an option is not possible.
     """
     check_prices(topology)
+    _check_bounds_are_known(**options)
     begin = time.monotonic()
     known, pools, *_ = slots_to_try(topology, profile, global_batch, micro_batches, tensor_parallel)
     types = node_types(known)
@@ -187,6 +189,22 @@ def choose(
         )
         raise ValueError(f"no plan takes at most {limits}; the fastest and the cheapest take {ends}")
     return min(allowed, key=by[objective])
+
+
+def _check_bounds_are_known(
+    *, schedules: Sequence[str] = ("1f1b",), overlap: bool = False, space: SearchSpace = DEFAULT, **_: Any
+) -> None:
+    """Refuse options with which a choice of nodes may be faster than its lower bound."""
+    for is_known, given in (
+        (set(schedules) == {"1f1b"}, f"{schedules=}"),
+        (not overlap, f"{overlap=}"),
+        (space == DEFAULT, f"{space=}"),
+    ):
+        if not is_known:
+            raise ValueError(
+                "plans are compared by price for the schedule 1f1b in the default search space, without overlap, "
+                f"not with {given}; leave it out"
+            )
 
 
 def worth_their_price(points: Iterable[FrontPoint]) -> list[FrontPoint]:

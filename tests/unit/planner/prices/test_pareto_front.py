@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from colossal_hetero.planner.prices.plan_cost import plan_cost
 from colossal_hetero.planner.prices.time_bounds import time_bounds
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.search.settings import slots_to_try
+from colossal_hetero.planner.slots.search_space import RUNNABLE
 from tests.support.random_clusters import Problem, large_problem, small_problem
 
 pytestmark = pytest.mark.unit
@@ -118,6 +120,15 @@ def test_a_price_that_is_not_known_is_named() -> None:
     problem = small_problem(3)
     with pytest.raises(ValueError, match=r"the price of .* is not known; give these nodes dollars_per_hour"):
         pareto_front(problem.topology, problem.profile, global_batch=problem.global_batch)
+
+
+@pytest.mark.parametrize(
+    "option", [{"space": RUNNABLE}, {"overlap": True}, {"schedules": ("1f1b", "zbv")}], ids=["space", "overlap", "zbv"]
+)
+def test_plans_whose_bounds_are_not_known_are_refused(option: dict[str, Any]) -> None:
+    problem = priced(small_problem(3), 3)
+    with pytest.raises(ValueError, match=f"plans are compared by price .*{next(iter(option))}="):
+        pareto_front(problem.topology, problem.profile, global_batch=problem.global_batch, **option)
 
 
 def test_quotas_are_kept() -> None:
