@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 __all__ = ["PipelineTypes"]
 
@@ -29,6 +29,7 @@ FIRST_TYPES, MORE_TYPES = 64, 32
 MAX_PROGRAMS = 8
 """Linear programs per problem: prices need not be the best ones."""
 ROUNDING = 1e-9
+NOT_NEGATIVE = Bounds(0.0, np.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,17 +129,17 @@ class _Packing:
         if not len(chosen):
             return False, prices
         for _ in range(MAX_PROGRAMS):
-            rows = np.vstack([counts[chosen].T, np.ones(len(chosen))])
-            found = linprog(-worth[chosen], A_ub=rows, b_ub=self._limits, method="highs")
+            rows = np.column_stack([counts[chosen], np.ones(len(chosen))])
+            found = milp(self._limits, constraints=LinearConstraint(rows, worth[chosen]), bounds=NOT_NEGATIVE)
             if found.status != 0:
                 break
-            *slots, each = (-found.ineqlin.marginals).tolist()
-            prices = np.maximum(slots, 0.0)
+            *slots, each = np.maximum(found.x, 0.0).tolist()
+            prices = np.array(slots)
             if self._too_few(prices, worth):
                 return False, prices
             gain = worth - counts @ prices - each
             better = np.flatnonzero(gain > ROUNDING * max(worth.max(), 1.0))
-            if not len(better) or -found.fun >= self._needed:
+            if not len(better) or found.fun >= self._needed:
                 break
             chosen = np.union1d(chosen, better[_largest(gain[better], MORE_TYPES)])
         return True, prices
