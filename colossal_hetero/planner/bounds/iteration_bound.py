@@ -21,8 +21,8 @@ enters all of these nodes but the first one over such a link.
 
 P falls and S grows with D and with j. So of ranges of D and j, S at the beginning and P at the end give a bound. Ranges
 are halved, those with the lowest bound first, until no bound is below what was asked for. First Q may be any part of
-the kinds; where that is not enough, each set is looked at. And bounds grow in steps of 1 %: by so much, prices that are
-known from other ranges often raise a bound without linear programming.
+the kinds; where that is not enough, each set is looked at. And bounds grow in steps of 1 %: by so much, the prices that
+are known from the range before often raise a bound without a further step of linear programming.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import heapq
 import itertools
 import math
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -44,6 +43,7 @@ from ..slots.placement import SlotPool
 from ..slots.tp_groups import compositions
 from .few_kinds import few_kinds
 from .gradient_bounds import GradientBounds
+from .packing import Basis
 from .pipeline_bounds import BlockLimits, PipelineBounds, smallest_message
 from .pipeline_types import PipelineTypes
 from .relaxed_pools import RelaxedPool
@@ -52,12 +52,12 @@ __all__ = ["IterationBound"]
 
 PRECISION = 1e-3
 """Relative: ranges are not halved if the bound can grow by less."""
+FEW_SUMS = 0.02
+"""Relative to P: if S grows by less, sets Q are told apart before ranges of j are halved, which most need not be."""
 STEP = 0.01
 """Relative: so far above the lowest bound others are looked for."""
 ROUGHLY = STEP / 2
 """The precision for ranges that can be halved. It must be less than a step, in which else nothing would be found."""
-MAX_PRICES = 40
-"""Prices of earlier ranges of a pool that are tried, the last ones."""
 ROUNDING = 1e-9
 NO_LINK = 1e15
 """Seconds of a transfer between nodes that cannot reach each other."""
@@ -87,8 +87,8 @@ class _Held(NamedTuple):
     """What the memory of slots allows."""
 
     bounds: PipelineBounds
-    compositions: NDArray[np.int64]
-    """Slots by kind of all pipelines that may hold the model, ``[types, kinds]``."""
+    fits: NDArray[np.bool_]
+    """Which types of pipelines may hold the model, ``[types]``."""
 
 
 class _Pool:
@@ -106,7 +106,10 @@ class _Pool:
         self._types: dict[object, PipelineTypes] = {}
         power = 1.0 / self.bounds.work_seconds
         self._power = float(self.available @ power)
-        self._prices = deque([self.total * power / self._power], MAX_PRICES)
+        counts = np.minimum(self.available, self.bounds.blocks)
+        self._compositions = compositions([1.0] * len(counts), counts, self.bounds.blocks)
+        self._counts = self._compositions.astype(float)
+        self._basis: Basis = ()
 
     @property
     def whole(self) -> _Range:
@@ -121,10 +124,9 @@ class _Pool:
     def improved(self, part: _Range, below: float, precision: float) -> _Range:
         """The range with a better bound by linear programming, which need not be the best if it is not below."""
         high = below - self.sums(part)
-        low, prices = self._types_of(part, below).least_seconds(
-            self.available, part.pipelines[1], part.passes, high, np.array(self._prices), precision
+        low, self._basis = self._types_of(part, below).least_seconds(
+            self.available, part.pipelines[1], part.passes, high, self._basis, precision
         )
-        self._prices.append(prices)
         return replace(part, passes=max(low, part.passes), precision=precision if low < high else np.inf)
 
     def sums(self, part: _Range) -> float:
@@ -152,14 +154,14 @@ class _Pool:
             middle = math.isqrt(least * most)
             yield replace(part, pipelines=(least, middle))
             yield replace(part, pipelines=(middle + 1, most))
+        elif part.inside and not part.exactly and self._tells_kinds and by_blocks < FEW_SUMS * part.passes:
+            for number in range(1, len(part.inside) + 1):
+                for kinds in itertools.combinations(sorted(part.inside), number):
+                    yield replace(part, inside=frozenset(kinds), exactly=True)
         elif low < high and by_blocks > PRECISION * part.passes:
             middle = (low + high) // 2
             yield replace(part, blocks=(low, middle))
             yield replace(part, blocks=(middle + 1, high))
-        elif part.inside and not part.exactly and self._tells_kinds:
-            for number in range(1, len(part.inside) + 1):
-                for kinds in itertools.combinations(sorted(part.inside), number):
-                    yield replace(part, inside=frozenset(kinds), exactly=True)
 
     def _kinds_inside(self, pipelines: int) -> frozenset[int]:
         """The kinds that may have a node in which all pipelines have a slot."""
@@ -199,8 +201,9 @@ class _Pool:
         held = self._held_by(part.pipelines[1])
         key = id(held), free.tobytes(), delays.tobytes(), crossing, together, needed.tobytes(), message
         if key not in self._types:
-            counts = held.compositions
-            counts = counts[(counts >= needed).all(axis=1) & (counts.sum(axis=1) > (message > 0))]
+            counts = self._compositions
+            able = held.fits & (counts >= needed).all(axis=1) & (counts.sum(axis=1) > (message > 0))
+            counts = counts[able]
             limits = BlockLimits(
                 free, tuple(delays.tolist()), undelayed, crossing, self.gradients.nodes_with(1), together
             )
@@ -214,13 +217,11 @@ class _Pool:
             if not delays.any():
                 # In a pipeline with one stage in each node, also the longest stage sends to another node.
                 further = np.where((nodes == stages) & (stages > 1), further + usual, further)
-            self._types[key] = PipelineTypes(
-                counts.astype(float),
-                first,
-                further,
-                stages if self.runnable else np.ones_like(stages),
-                self.total,
-            )
+            first_of_all = np.full((len(first), len(able)), np.inf)
+            further_of_all = np.ones_like(first_of_all)
+            first_of_all[:, able], further_of_all[:, able] = first, further
+            least = self._compositions.sum(axis=1) if self.runnable else np.ones(len(able), dtype=np.int64)
+            self._types[key] = PipelineTypes(self._counts, first_of_all, further_of_all, least, self.total)
         return self._types[key]
 
     def _in_one_node(self, part: _Range) -> float:
@@ -237,9 +238,9 @@ class _Pool:
         pool = self._relaxed.of(pipelines)
         if pool not in self._by_pool:
             bounds = PipelineBounds.of_pool(_with_few_kinds(pool))
-            counts = compositions([1.0] * len(self.available), np.minimum(self.available, bounds.blocks), bounds.blocks)
+            counts = self._compositions
             in_flight = counts.sum(axis=1) if self.runnable else np.ones(len(counts), dtype=np.int64)
-            self._by_pool[pool] = _Held(bounds, counts[bounds.fits(counts, in_flight)])
+            self._by_pool[pool] = _Held(bounds, bounds.fits(counts, in_flight))
         return self._by_pool[pool]
 
     def _nodes(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -287,14 +288,15 @@ class IterationBound:
             if not parts and part.precision <= PRECISION:
                 return seconds
             if not parts:
-                goal = min(below, enough * (1 + PRECISION), seconds * (1 + STEP))
+                goal = min(below, seconds * (1 + STEP))
                 parts = [pool.improved(part, goal, PRECISION if part.precision < np.inf else ROUGHLY)]
             heapq.heappop(self._open)
             for each in parts:
                 self._add(pool, each, below)
-        return below * (1 - ROUNDING)
+        return below * (1 - 2 * ROUNDING)
 
     def _add(self, pool: _Pool, part: _Range, below: float) -> None:
         seconds = pool.seconds(part) * (1 - ROUNDING)
-        if seconds < below:
+        # A bound that is found is never above "below", so one that reaches it may be lower by rounding.
+        if seconds < below * (1 - 2 * ROUNDING):
             heapq.heappush(self._open, (seconds, next(self._number), pool, part))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from colossal_hetero.planner.bounds import few_kinds as merging
 from colossal_hetero.planner.bounds.gap_goal import Effort
 from colossal_hetero.planner.bounds.gradient_bounds import GradientBounds
-from colossal_hetero.planner.bounds.iteration_bound import IterationBound
+from colossal_hetero.planner.bounds.iteration_bound import IterationBound, _Pool
 from colossal_hetero.planner.bounds.pipeline_bounds import BlockLimits, PipelineBounds
 from colossal_hetero.planner.bounds.pipeline_types import PipelineTypes
 from colossal_hetero.planner.bounds.relaxed_pools import relaxed_pools
@@ -192,7 +193,7 @@ def test_prices_prove_no_more_than_all_combinations_allow() -> None:
         first, further = random.uniform(1, 3, (1, types)), random.uniform(0.2, 1.0, (1, types))
         needed = int(random.integers(2, 12))
         kinds = PipelineTypes(counts, first, further, np.ones(types, dtype=np.int64), needed)
-        low, _ = kinds.least_seconds(available, pipelines, 0.0, 50.0, np.ones((1, 2)), 1e-4)
+        low, _ = kinds.least_seconds(available, pipelines, 0.0, 50.0, (), 1e-4)
         times = np.linspace(0.5, 30, 400)
         possible = [second for second in times if _runs(kinds, available, pipelines, needed, float(second))]
         if possible:
@@ -213,6 +214,42 @@ def _runs(kinds: PipelineTypes, available: np.ndarray, pipelines: int, needed: i
         return found
 
     return most(available, pipelines, 0) >= needed
+
+
+def test_a_bound_that_is_asked_for_in_small_steps_is_as_good() -> None:
+    """A step that is smaller than the precision once counted as proof that a range cannot be improved."""
+    for seed in range(60 if IS_THOROUGH else 12):
+        problem = large_problem(seed)
+        topology, pools, *_ = slots_to_try(problem.topology, problem.profile, problem.global_batch, None, None)
+        relaxed = relaxed_pools(topology, problem.profile, pools, DEFAULT)
+        at_once = IterationBound(topology, relaxed)
+        below = 1.5 * at_once.seconds(1e9, enough=0.0)
+        bound = at_once.seconds(below)
+        step_by_step = IterationBound(topology, relaxed)
+        for share in np.linspace(0.7, 1.0, 200).tolist():
+            found = step_by_step.seconds(below, enough=share * below)
+        assert found == pytest.approx(bound, rel=5e-3)
+
+
+def test_a_bound_that_reaches_the_plan_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges that are proved up to the time of the plan are done; once they were tried again until the time limit."""
+    problem = large_problem(0)
+    topology, pools, *_ = slots_to_try(problem.topology, problem.profile, problem.global_batch, None, None)
+    calls = 0
+    improved = _Pool.improved
+
+    def counted(self: _Pool, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        assert calls < 5000, "the same range is tried again and again"
+        return improved(self, *arguments)
+
+    monkeypatch.setattr(_Pool, "improved", counted)
+    for pool in relaxed_pools(topology, problem.profile, pools, DEFAULT):
+        lowest = IterationBound(topology, [pool]).seconds(1e9, enough=0.0)
+        for factor in (1.01, 1.05, 1.2):
+            bound = IterationBound(topology, [pool]).seconds(lowest * factor)
+            assert lowest * (1 - ROUNDING) <= bound <= lowest * factor
 
 
 def test_equal_devices_reach_the_bound() -> None:
