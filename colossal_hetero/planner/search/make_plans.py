@@ -42,9 +42,9 @@ __all__ = ["make_plans"]
 MAX_SEARCHED_POOLS, MAX_POOLS_OF_A_NUMBER = 8, 4
 """Pools of a part of a wider search in which improvements are looked for, those with the fastest plans at first sight;
 so many of them have one number of pipelines."""
-MAX_THOROUGH_DEVICES = 16
-"""With more devices, further parts of a wider search are searched quickly (:attr:`.Effort.quick`): most have no faster
-plan."""
+NEAR_AT_SIGHT, NEAR_OF_MIXTURES = 1.03, 1.1
+"""Plans at first sight of these pools take at most so many times as long as the fastest; the second one is for slots of
+several forms, of which improvements gain more."""
 SIMULATED = 8
 """Plans of the method ``simulated``, and of each of some others, that are simulated to find the best one."""
 
@@ -135,7 +135,7 @@ def make_plans(
         quick: bool = effort.quick,
         **options: Any,
     ) -> PlanSearch:
-        builder = DraftBuilder(topology, method, overlap=overlap, runnable=runnable, quick=effort.quick)
+        builder = DraftBuilder(topology, method, overlap=overlap, runnable=runnable, quick=quick)
         return PlanSearch(
             topology,
             pools,
@@ -172,7 +172,8 @@ def make_plans(
     if space != DEFAULT:
         drafts = drafts if 0 in space.zero_stages and 1 in space.widths else []
         few = len(topology.devices) <= MAX_FORMED_DEVICES
-        for part in wider_pools(topology, profile, global_batch, tried.micro_batches, tried.degrees, space):
+        below = min((draft.ranking_seconds for draft in drafts), default=math.inf)
+        for part in wider_pools(topology, profile, global_batch, tried.micro_batches, tried.degrees, space, below):
             below = min((draft.ranking_seconds for draft in drafts), default=math.inf)
             if goal is not None and drafts and goal.is_enough(min(draft.seconds for draft in drafts)):
                 break
@@ -183,9 +184,12 @@ def make_plans(
                     for pools in part
                     for each in search_by(method, pools=pools, below=below).promising_pools(MAX_POOLS_OF_A_NUMBER)
                 ]
-                promising = [pool for _, pool in sorted(seen, key=lambda each: each[0])[:MAX_SEARCHED_POOLS]]
+                seen = sorted(seen, key=lambda each: each[0])[:MAX_SEARCHED_POOLS]
+                near = NEAR_AT_SIGHT if all(pool.has_one_form for _, pool in seen) else NEAR_OF_MIXTURES
+                promising = [pool for seconds, pool in seen if seconds <= near * seen[0][0]]
             if promising:
-                quick = effort.quick or (bool(drafts) and len(topology.devices) > MAX_THOROUGH_DEVICES)
+                # Most further parts have no faster plan.
+                quick = effort.quick or (bool(drafts) and not few)
                 searches.append(search_by(method, pools=promising, quick=quick, below=below, all_formations=few))
                 drafts += searches[-1].run(max(keep, SIMULATED) if method == "simulated" else keep)
                 drafts.sort(key=lambda each: ranking_seconds(seconds_of(each), equal=each.is_equal))

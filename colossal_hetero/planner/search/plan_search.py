@@ -45,6 +45,8 @@ NEAR_REORDERED, NEAR_REORDERED_QUICKLY = 1.2, 1.1
 NEAR_MOVED, NEAR_MOVED_OF_MANY, MANY_DEVICES = 2.0, 1.25, 17
 """Slots are moved in candidates that take at most so many times as long as the best one: in clusters of fewer devices
 than these, and in larger ones, where it takes longer and changes less."""
+NEAR_KNOWN = 1.03
+"""If a plan is known from another search, they are moved in candidates that take at most so many times as long."""
 MAX_OF_PART = 3
 """Best plans of each part of the cluster that are taken over."""
 MAX_MOVED, MAX_MOVED_QUICKLY = 8, 4
@@ -107,6 +109,8 @@ class PlanSearch:
         self.all_devices = all_devices
         self.all_formations = all_formations
         self.quick = quick
+        self.is_further = below < np.inf
+        """Whether a plan is known from another search."""
         self.bounds = [PipelineBounds.of_pool(pool) for pool in pools]
         self.rows = EqualRows(pools, self.bounds, stages, runnable=self.runnable)
         self._sums = [self._min_sums(pool) for pool in pools]
@@ -400,6 +404,8 @@ class PlanSearch:
         allowed = None if self.stages is None else frozenset(self.stages)
         most = min(max(MOVES // devices, 1), MAX_MOVES)
         near = NEAR_MOVED if devices < MANY_DEVICES else NEAR_MOVED_OF_MANY
+        if self.is_further:
+            near = NEAR_KNOWN
         chosen = list(best.values())[: MAX_MOVED_QUICKLY if self.quick else MAX_MOVED]
         for number, draft in enumerate(chosen):
             if draft.ranking_seconds > near * self.best_seconds:

@@ -29,6 +29,8 @@ MAX_MIXTURES = 12
 MAX_POOLS = 12
 """Pools that are tried in a wider search of more devices, for each number of pipelines: those with the shortest
 expected plans. Memory is not expected, so that nothing may fit with many pipelines, or with few."""
+NEAR_EXPECTED = 1.35
+"""Of all pools of a part, those whose plans are expected to take at most so many times as long as the fastest one."""
 MAX_SAMPLES = 10**9
 """In a global batch: its divisors are looked for one by one."""
 
@@ -151,6 +153,10 @@ def _pool(
     return SlotPool(degree, size, tuple(kinds), global_batch // size, NodeLinks(topology, message), pipelines)
 
 
+_Part = dict[int | None, list[tuple[float, int, int | None, list[SlotKind]]]]
+"""By number of pipelines: expected seconds, micro-batch, number of pipelines and kinds of slots of each pool."""
+
+
 def wider_pools(
     topology: Topology,
     profile: ModelProfile,
@@ -158,6 +164,7 @@ def wider_pools(
     sizes: Sequence[int],
     degrees: Sequence[int],
     space: SearchSpace,
+    below: float,
 ) -> list[list[list[SlotPool]]]:
     """The pools of a wider search, in parts that are searched one after the other, ``[parts][numbers of pipelines]``;
     arguments as for :func:`slot_pools`.
@@ -168,10 +175,12 @@ def wider_pools(
 
     Args:
         space: What stages may be.
+        below: Seconds of a plan that is known. If there are more than a few devices, pools whose plans are expected to
+            take longer are left out.
     """
     few = len(topology.devices) <= MAX_FORMED_DEVICES
     fastest = max(channel.bytes_per_second for node in topology.nodes for channel in (node.inside, *node.nics))
-    parts: dict[object, dict[int | None, list[tuple[float, int, int | None, list[SlotKind]]]]] = {}
+    parts: dict[object, _Part] = {}
     for size in sizes:
         if few:
             forms = [("formed", each) for each in formations(topology, degrees, space)]
@@ -187,16 +196,26 @@ def wider_pools(
                     seconds = _expected_seconds(kinds, global_batch // size, pipelines, fastest)
                     part = parts.setdefault(name if few else (name, pipelines is None), {})
                     part.setdefault(None if few else pipelines, []).append((seconds, size, pipelines, kinds))
+    if not few:
+        parts = {name: _shortest(part, below) for name, part in parts.items()}
     return [
         [
             [
                 _pool(topology, kinds[-1].tensor_parallel, size, kinds, global_batch, pipelines)
-                for _, size, pipelines, kinds in (made if few else sorted(made, key=lambda each: each[0])[:MAX_POOLS])
+                for _, size, pipelines, kinds in made
             ]
             for made in part.values()
         ]
         for part in parts.values()
     ]
+
+
+def _shortest(part: _Part, below: float) -> _Part:
+    """Pools with the shortest expected plans: some for each number of pipelines, none that is far from the shortest."""
+    longest = min(below, NEAR_EXPECTED * min(seconds for made in part.values() for seconds, *_ in made))
+    ordered = {pipelines: sorted(made, key=lambda each: each[0])[:MAX_POOLS] for pipelines, made in part.items()}
+    near = {pipelines: [each for each in made if each[0] <= longest] for pipelines, made in ordered.items()}
+    return {pipelines: made for pipelines, made in near.items() if made}
 
 
 def _expected_seconds(
