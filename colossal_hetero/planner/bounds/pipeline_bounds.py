@@ -120,17 +120,23 @@ class PipelineBounds:
         self._work = (seconds / shares).min(axis=1)
         self._fastest_first = np.argsort(self._work, kind="stable")
         self._update = min(float(kind.costs.update_seconds.sum()) for kind in self.kinds)
-        self._forms = [_Form.of(seconds, [self._held(each.costs, each.memory_bytes)[0] for each in self.kinds])]
+        held = [self._held(kind.costs, kind.memory_bytes) for kind in self.kinds]
+        self._forms = [_Form.of(seconds, [each[0] for each in held])]
         recomputed = [each for kind in self.kinds if (each := kind.recomputed_in_pipeline(2)) is not None]
         if len(recomputed) == len(self.kinds):
             longer = np.array([costs.forward_seconds + costs.backward_seconds for costs, _ in recomputed])
-            self._forms.append(_Form.of(longer, [self._held(*each)[0] for each in recomputed]))
+            held_again = [self._held(*each) for each in recomputed]
+            self._forms.append(_Form.of(longer, [each[0] for each in held_again]))
+            held = [np.maximum(*each) for each in zip(held, held_again, strict=True)]
         self._ends = np.unique(np.concatenate([np.ravel(rows) for form in self._forms for rows in form.sums]))
         self._min_share = float(shares.min())
         # The largest shares of 0, 1, 2, … neighboring blocks.
         self._largest = np.concatenate([[0.0], -_min_sums(np.concatenate([[0.0], -np.cumsum(shares)]))])
         self._of_delays: dict[tuple[float, ...], _Levels] = {}
-        self._memory = np.array([self._blocks_in_memory(kind) for kind in self.kinds])
+        self._memory = np.array([[0, *np.cumsum(each)] for each in held])
+        """By kind, how many blocks fit at most into the last n stages together, ``[kinds, 1 + blocks]`` for n = 0, 1, …
+
+        The last stage keeps the activations of one micro-batch, the stage before it of two, and so on."""
         self._whole = np.array([self._holds_the_model(kind) for kind in self.kinds])
 
     def _levels(self, delays: tuple[float, ...]) -> _Levels:
@@ -150,16 +156,6 @@ class PipelineBounds:
             shares = np.minimum(self._largest[tables[0]], longest / self._work[:, None])
             self._of_delays[delays] = _Levels(ends, shares, tables, delayed)
         return self._of_delays[delays]
-
-    def _blocks_in_memory(self, kind: SlotKind) -> NDArray[np.int64]:
-        """How many blocks fit at most into the last n stages together, ``[1 + blocks]`` for n = 0, 1, …
-
-        The last stage keeps the activations of one micro-batch, the stage before it of two, and so on.
-        """
-        held = self._held(kind.costs, kind.memory_bytes)
-        if (recomputed := kind.recomputed_in_pipeline(2)) is not None:
-            held = np.maximum(held, self._held(*recomputed))
-        return np.concatenate([[0], np.cumsum(held)])
 
     def _held(self, costs: LayerCosts, memory_bytes: float) -> NDArray[np.int64]:
         """How many blocks a stage holds at most with 1, 2, … micro-batches in flight, ``[blocks]``."""

@@ -41,6 +41,7 @@ class EqualRows:
         stages: Sequence[int] | None,
         *,
         runnable: bool,
+        below: float = np.inf,
     ) -> None:
         """Makes the rows and their lower bounds.
 
@@ -49,6 +50,7 @@ class EqualRows:
             bounds: By pool.
             stages: Numbers of stages that are allowed; None for all.
             runnable: Whether only rows with enough micro-batches for their stages get a finite bound.
+            below: Rows that take this many seconds or longer need no better bound than this.
         """
         self.pools = pools
         fastest = max(channel.bytes_per_second for pool in pools for channel in pool.links.channels)
@@ -83,7 +85,7 @@ class EqualRows:
             total += len(counts)
             numbers.append(np.full(len(counts), number))
             groups.append(copies)
-            seconds.append(bound.seconds(counts, pool.total_micro_batches // copies) + summed)
+            seconds.append(_at_least(bound, counts, pool.total_micro_batches // copies, summed, below))
         self._pool_of, self._pipelines = np.concatenate(numbers), np.concatenate(groups)
         self.seconds = np.concatenate(seconds)
         """Lower bounds, ``[rows]``."""
@@ -124,6 +126,21 @@ class EqualRows:
         return slice(self._start[number], self._start[number] + len(self._counts[number]))
 
 
+def _at_least(
+    bound: PipelineBounds,
+    counts: NDArray[np.int64],
+    micro_batches: NDArray[np.int64],
+    summed: NDArray[np.float64],
+    below: float,
+) -> NDArray[np.float64]:
+    """Lower bounds by row: work over speed where that is not below the given seconds, which takes a fraction of the
+    time; else that of :meth:`.PipelineBounds.seconds`."""
+    seconds = micro_batches / np.maximum(counts @ (1.0 / bound.work_seconds), 1e-300) + summed
+    open_ = seconds < below
+    seconds[open_] = bound.seconds(counts[open_], micro_batches[open_]) + summed[open_]
+    return seconds
+
+
 def pipeline_counts(pool: SlotPool) -> list[int]:
     """How many pipelines with equally many micro-batches there may be, ascending."""
     return [number for number in divisors(pool.total_micro_batches) if pool.allows(number)]
@@ -149,12 +166,17 @@ def shapes(
 
 
 def mixed_shapes(
-    pools: Sequence[SlotPool], bounds: Sequence[PipelineBounds], stages: Sequence[int] | None, *, runnable: bool
+    pools: Sequence[SlotPool],
+    bounds: Sequence[PipelineBounds],
+    stages: Sequence[int] | None,
+    *,
+    runnable: bool,
+    below: float = np.inf,
 ) -> list[Shape]:
     """Shapes that have slots of several kinds in a stage if the slots are sorted by power and given out stage by stage.
 
-    Arguments as for :class:`EqualRows`. Shapes that do not fit in memory are left out; the others come in the order of
-    their bounds.
+    Arguments as for :class:`EqualRows`. Shapes that do not fit in memory are left out, and those whose work takes
+    ``below`` seconds or longer; the others come in the order of their bounds.
     """
     found: list[Shape] = []
     for number, (pool, bound) in enumerate(zip(pools, bounds, strict=True)):
@@ -169,9 +191,11 @@ def mixed_shapes(
                 if runnable:
                     allowed = allowed and enough_micro_batches(length, pool.total_micro_batches // pipelines)
                 if allowed and (used[:, 0] != used[:, -1]).any():
-                    lengths.append(length)
                     # The first pipeline has the weakest slot of each stage, so no pipeline is slower.
-                    counts.append(np.bincount(used[:, 0], minlength=len(pool.kinds)))
+                    count = np.bincount(used[:, 0], minlength=len(pool.kinds))
+                    if pool.total_micro_batches // pipelines < below * float(count @ (1.0 / bound.work_seconds)):
+                        lengths.append(length)
+                        counts.append(count)
             if lengths:
                 micro_batches = np.full(len(lengths), pool.total_micro_batches // pipelines)
                 seconds = bound.seconds(np.array(counts), micro_batches).tolist()

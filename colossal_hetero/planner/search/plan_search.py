@@ -112,7 +112,7 @@ class PlanSearch:
         self.is_further = below < np.inf
         """Whether a plan is known from another search."""
         self.bounds = [PipelineBounds.of_pool(pool) for pool in pools]
-        self.rows = EqualRows(pools, self.bounds, stages, runnable=self.runnable)
+        self.rows = EqualRows(pools, self.bounds, stages, runnable=self.runnable, below=below)
         self._sums = [self._min_sums(pool) for pool in pools]
         """By pool: seconds in which so many pipelines sum their gradients at least."""
         self._groups: dict[object, list[Groups]] = {}
@@ -199,7 +199,7 @@ class PlanSearch:
     def _look_through(self) -> None:
         """Try pipelines that are cut alike."""
         world = len(self.topology.devices)
-        mixed = mixed_shapes(self.pools, self.bounds, self.stages, runnable=self.runnable)
+        mixed = mixed_shapes(self.pools, self.bounds, self.stages, runnable=self.runnable, below=self.best_seconds)
         if self.all_devices:
             mixed = [shape for shape in mixed if self._devices(shape) == world]
             self._try_rows(self.rows.of_size(world), self.best_seconds)
