@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.common import print_table
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import DEFAULT, SearchSpace
+from colossal_hetero.planner.slots.search_space import SIMPLE, SearchSpace
 from tests.support.every_form import EveryForm, spaces_to_prove
 from tests.support.every_plan import EveryPlan
 from tests.support.random_clusters import (
@@ -30,7 +30,7 @@ TOLERANCE = 1e-9
 """Relative difference in time from which a plan counts as slower."""
 
 
-def best_seconds(problem: Problem, unequal: bool, space: SearchSpace = DEFAULT) -> float:
+def best_seconds(problem: Problem, unequal: bool, space: SearchSpace = SIMPLE) -> float:
     """Predicted time of the planner's best plan; infinite if it finds none."""
     topology, profile, global_batch = problem
     try:

@@ -20,9 +20,9 @@ from colossal_hetero.planner.plans.runnable import NoPlanError
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.report.plan_table import layout
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import DEFAULT, RUNNABLE, WHOLE, SearchSpace
+from colossal_hetero.planner.slots.search_space import RUNNABLE, SIMPLE, WHOLE, SearchSpace
 
-SPACES = {"default": DEFAULT, "runnable": RUNNABLE, "whole": WHOLE}
+SPACES = {"default": SIMPLE, "runnable": RUNNABLE, "whole": WHOLE}
 
 
 def timed_plan(

@@ -114,11 +114,10 @@ GROUPS = {
 )
 @click.option(
     "--search-space",
-    type=click.Choice(["default", "runnable", "whole"]),
-    default="default",
-    show_default=True,
-    help="runnable: also recomputation and ZeRO stage 1, all that the plugin runs. whole: also plans that cannot be "
-    "run yet, with all that follows. They are marked so.",
+    type=click.Choice(["simple", "default", "runnable", "whole"]),
+    help="simple: one form of stages, ZeRO stage 0. default: also recomputation and ZeRO stage 1, where they gain 1 %. "
+    "runnable: all that the plugin runs. whole: also plans that cannot be run yet; they are marked so. If it is not "
+    "given: simple with prices, --overlap, other schedules than 1f1b and the methods of papers, else default.",
 )
 @click.option(
     "--mixed-degrees", is_flag=True, help="Stages may have different tensor-parallel degrees. Cannot be run yet."
@@ -215,7 +214,7 @@ def plan(
     model_chunks: tuple[int, ...],
     equal: bool,
     overlap: bool,
-    search_space: str,
+    search_space: str | None,
     mixed_degrees: bool,
     widths: tuple[int, ...] | None,
     recompute: bool,
@@ -251,7 +250,7 @@ def plan(
     from ...planner.report.launch_commands import training_call
     from ...planner.report.plan_table import one_line, render
     from ...planner.search.several_profiles import plans_of_profiles
-    from ...planner.slots.search_space import DEFAULT, RUNNABLE, WHOLE, SearchSpace
+    from ...planner.slots.search_space import DEFAULT, RUNNABLE, SIMPLE, WHOLE, SearchSpace
 
     if runnable:
         warn_old_option("--runnable", "leave it out: only plans that can be run are made")
@@ -267,16 +266,19 @@ def plan(
             if given is not None and samples is None:
                 raise ValueError(f"{name} is for the whole training; say with --samples how long that is")
         by_price = any(each is not None for each in (objective, samples, budget, deadline, at_most, front_plot))
-        start = {"default": DEFAULT, "runnable": RUNNABLE, "whole": WHOLE}[search_space]
+        simple_only = by_price or overlap or schedules != ("1f1b",) or method not in ("exact", "simulated")
+        start = {"simple": SIMPLE, "default": DEFAULT, "runnable": RUNNABLE, "whole": WHOLE}[
+            search_space or ("simple" if simple_only else "default")
+        ]
         space = SearchSpace(
             mixed_degrees=mixed_degrees or start.mixed_degrees,
             widths=widths or start.widths,
             recompute=recompute or start.recompute,
             zero_stages=tuple(map(int, zero_stages)) if zero_stages else start.zero_stages,
         )
-        if by_price and (space != DEFAULT or more_profiles):
+        if by_price and (space != SIMPLE or more_profiles):
             raise ValueError(
-                "plans are compared by price in the default search space and from one profile only; leave out the "
+                "plans are compared by price in the simple search space and from one profile only; leave out the "
                 "options of the search space"
             )
         if by_price and (schedules != ("1f1b",) or overlap):
@@ -321,6 +323,7 @@ def plan(
                         overlap=overlap,
                         effort=_effort(gap, time_limit),
                         space=space,
+                        prefer_simple=not more_profiles,
                         cluster_file=cluster.name,
                         **options,
                     ),

@@ -24,7 +24,7 @@ from ..plans.runnable import NoPlanError
 from ..profile.layer_profile import ModelProfile
 from ..search.make_plans import make_plans
 from ..search.settings import slots_to_try
-from ..slots.search_space import DEFAULT, SearchSpace
+from ..slots.search_space import SIMPLE, SearchSpace
 from .node_choice import NodeType, choices, node_types, taken, within
 from .plan_cost import HOUR, PlanCost, check_prices, plan_cost
 from .time_bounds import time_bounds
@@ -138,7 +138,7 @@ def pareto_front(
         part, _ = taken(topology, types, counts[row].tolist())
         known, pools, *_ = slots_to_try(part, profile, global_batch, micro_batches, tensor_parallel)
         bound = IterationBound(
-            known, relaxed_pools(known, profile, pools, DEFAULT), runnable=options.get("runnable", True)
+            known, relaxed_pools(known, profile, pools, SIMPLE), runnable=options.get("runnable", True)
         )
         search.raise_bounds(row, bound.seconds(below, time_limit_seconds=min(left, PROOF_SECONDS)))
     return search.front()
@@ -192,13 +192,13 @@ def choose(
 
 
 def _check_bounds_are_known(
-    *, schedules: Sequence[str] = ("1f1b",), overlap: bool = False, space: SearchSpace = DEFAULT, **_: Any
+    *, schedules: Sequence[str] = ("1f1b",), overlap: bool = False, space: SearchSpace = SIMPLE, **_: Any
 ) -> None:
     """Refuse options with which a choice of nodes may be faster than its lower bound."""
     for is_known, given in (
         (set(schedules) == {"1f1b"}, f"{schedules=}"),
         (not overlap, f"{overlap=}"),
-        (space == DEFAULT, f"{space=}"),
+        (space == SIMPLE, f"{space=}"),
     ):
         if not is_known:
             raise ValueError(

@@ -12,7 +12,7 @@ from ..candidates.draft import Draft, simulated_seconds
 from ..chunks.chunked_plans import ChunkedPlans
 from ..cluster.topology import Topology
 from ..plans.plan import Plan
-from ..plans.ranked_plan import ROUNDING, compared
+from ..plans.ranked_plan import MIN_WIDER_GAIN, ROUNDING, compared
 from ..profile.layer_profile import ModelProfile
 from ..schedules.pass_order import Schedule
 from ..slots.placement import SlotPool
@@ -50,7 +50,9 @@ def reason(draft: Draft, best: Draft, worked_out: int, seconds_of: Callable[[Dra
         return f"the shortest predicted iteration of the {count(worked_out, 'plan')} that were worked out"
     slower = compared(seconds_of(draft), seconds_of(best))
     if seconds_of(draft) < seconds_of(best):
-        return slower
+        if not draft.is_equal:
+            return slower
+        return compared(seconds_of(draft), seconds_of(best), what=_beyond_simple(draft), gain=MIN_WIDER_GAIN)
     steady, fill, _ = _parts(draft)
     more = [here - there for here, there in zip(_parts(draft), _parts(best), strict=True)]
     cause = int(np.argmax(more))
@@ -75,6 +77,13 @@ def reason(draft: Draft, best: Draft, worked_out: int, seconds_of: Callable[[Dra
         return f"{slower}: {idle} devices are idle"
     number_of = count(draft.micro_batches[number], "micro-batch")
     return f"{slower}: replica {number} needs {duration(steady)} for {number_of} in {text}"
+
+
+def _beyond_simple(draft: Draft) -> str:
+    """What a plan has that plans of the simple search space have not."""
+    if draft.pool.pipelines is not None:
+        return "a plan with ZeRO stage 1"
+    return "a plan with recomputation" if draft.pool.has_one_form else "stages of several forms"
 
 
 def _parts(draft: Draft) -> tuple[float, float, float]:

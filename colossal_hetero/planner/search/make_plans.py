@@ -23,12 +23,12 @@ from ..cluster.topology import Topology
 from ..plans.launch_order import compare_with_launch_order
 from ..plans.plan import Plan
 from ..plans.prediction_error import prediction_error, ties_resolved
-from ..plans.ranked_plan import RankedPlan, ranking_seconds
+from ..plans.ranked_plan import MIN_WIDER_GAIN, RankedPlan, ranking_seconds
 from ..plans.runnable import NoPlanError
 from ..profile.layer_profile import ModelProfile
 from ..schedules.pass_order import Schedule
 from ..slots.placement import SlotPool
-from ..slots.search_space import DEFAULT, SearchSpace
+from ..slots.search_space import SIMPLE, SearchSpace
 from ..stages.rules import uniform_bounds
 from ..stages.split_methods import METHODS
 from .explanations import against_equal_replicas, impossible_degrees, reason, why_no_chunks, why_nothing
@@ -66,7 +66,8 @@ def make_plans(
     keep: int = 5,
     compare: bool = False,
     overlap: bool = False,
-    space: SearchSpace = DEFAULT,
+    space: SearchSpace = SIMPLE,
+    prefer_simple: bool = False,
     effort: Effort = PLAIN,
     cluster_file: str = "",
     profile_file: str = "",
@@ -100,7 +101,9 @@ def make_plans(
             options ``overlap_communication`` and ``overlap_allgather``; only for ``1f1b``. See
             :func:`~colossal_hetero.planner.plans.overlap.exposed_seconds`.
         space: Which forms stages may have; see :class:`~colossal_hetero.planner.slots.search_space.SearchSpace`. Wider
-            spaces than the default one are for the schedule ``1f1b``.
+            spaces than the simple one are for the schedule ``1f1b``.
+        prefer_simple: Whether plans of the simple space come before others that are faster by less than
+            :data:`~colossal_hetero.planner.plans.ranked_plan.MIN_WIDER_GAIN`.
         effort: How much is done to find a plan, and to prove how good it is: with a gap that is wanted the search ends
             early. Bounds are tightest for the schedule ``1f1b`` without ``overlap``, if all stages have one form.
         cluster_file: Name of the cluster file, for the plans' ``cluster`` field.
@@ -123,7 +126,7 @@ def make_plans(
     check_schedules(schedules, model_chunks, method)
     if overlap and set(schedules) != {"1f1b"}:
         raise ValueError(f"overlap is predicted for the schedule 1f1b only, not for {', '.join(schedules)}")
-    if space != DEFAULT and set(schedules) != {"1f1b"}:
+    if space != SIMPLE and set(schedules) != {"1f1b"}:
         raise ValueError(f"a wider search space is for the schedule 1f1b only, not for {', '.join(schedules)}")
     tried = slots_to_try(topology, profile, global_batch, micro_batches, tensor_parallel)
     topology, pools = tried.topology, tried.pools
@@ -157,20 +160,23 @@ def make_plans(
             goal = GapGoal(IterationBound(topology, relaxed, runnable=runnable), effort)
         else:
             goal = GapGoal(WorkBound(topology, profile, tried.degrees, global_batch), effort)
-    seconds_of: Callable[[Draft], float] = attrgetter("seconds")
+    # The search compares plans by the closed form, and other plans can be faster in the simulation.
+    seconds_of: Callable[[Draft], float] = simulated_seconds if method == "simulated" else attrgetter("seconds")
+
+    def ranked_by(draft: Draft) -> float:
+        return ranking_seconds(seconds_of(draft), equal=draft.is_equal)
+
     if method == "simulated":
-        # The search compares plans by the closed form, and other plans can be faster in the simulation.
-        seconds_of = simulated_seconds
         drafts = search.run(max(keep, SIMULATED))
         for other in ("exact", "uniform", "autohet"):
             drafts += search_by(other).run(SIMULATED)
-        drafts = sorted(drafts, key=lambda draft: ranking_seconds(seconds_of(draft), equal=draft.is_equal))[:keep]
+        drafts = sorted(drafts, key=ranked_by)[:keep]
     else:
         known = uniform_drafts if method == "exact" else ()
         drafts = search.run(keep, known, goal.is_enough if goal else None)
     searches = [search]
-    if space != DEFAULT:
-        drafts = drafts if 0 in space.zero_stages and 1 in space.widths else []
+    if space != SIMPLE:
+        drafts = simple = drafts if 0 in space.zero_stages and 1 in space.widths else []
         few = len(topology.devices) <= MAX_FORMED_DEVICES
         below = min((draft.ranking_seconds for draft in drafts), default=math.inf)
         for part in wider_pools(topology, profile, global_batch, tried.micro_batches, tried.degrees, space, below):
@@ -191,8 +197,10 @@ def make_plans(
                 # Most further parts have no faster plan.
                 quick = effort.quick or (bool(drafts) and not few)
                 searches.append(search_by(method, pools=promising, quick=quick, below=below, all_formations=few))
-                drafts += searches[-1].run(max(keep, SIMULATED) if method == "simulated" else keep)
-                drafts.sort(key=lambda each: ranking_seconds(seconds_of(each), equal=each.is_equal))
+                found = searches[-1].run(max(keep, SIMULATED) if method == "simulated" else keep)
+                drafts = sorted([*drafts, *found], key=ranked_by)
+        if prefer_simple and simple and ranked_by(simple[0]) <= MIN_WIDER_GAIN * ranked_by(drafts[0]):
+            drafts = [simple[0], *(draft for draft in drafts if draft is not simple[0])]
         drafts = drafts[:keep]
     chunked: list[RankedPlan] = []
     if set(schedules) != {"1f1b"}:

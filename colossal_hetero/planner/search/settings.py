@@ -29,8 +29,6 @@ MAX_MIXTURES = 12
 MAX_POOLS = 12
 """Pools that are tried in a wider search of more devices, for each number of pipelines: those with the shortest
 expected plans. Memory is not expected, so that nothing may fit with many pipelines, or with few."""
-NEAR_EXPECTED = 1.35
-"""Of all pools of a part, those whose plans are expected to take at most so many times as long as the fastest one."""
 MAX_SAMPLES = 10**9
 """In a global batch: its divisors are looked for one by one."""
 
@@ -211,10 +209,9 @@ def wider_pools(
 
 
 def _shortest(part: _Part, below: float) -> _Part:
-    """Pools with the shortest expected plans: some for each number of pipelines, none that is far from the shortest."""
-    longest = min(below, NEAR_EXPECTED * min(seconds for made in part.values() for seconds, *_ in made))
+    """For each number of pipelines, the pools whose plans are expected to be the shortest, and below these seconds."""
     ordered = {pipelines: sorted(made, key=lambda each: each[0])[:MAX_POOLS] for pipelines, made in part.items()}
-    near = {pipelines: [each for each in made if each[0] <= longest] for pipelines, made in ordered.items()}
+    near = {pipelines: [each for each in made if each[0] <= below] for pipelines, made in ordered.items()}
     return {pipelines: made for pipelines, made in near.items() if made}
 
 

@@ -1,10 +1,10 @@
-"""Which forms stages may have in a search: the default space, all that the plugin runs, and all that plans can say."""
+"""Which forms stages may have in a search: four spaces, each of which contains the one before."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DEFAULT", "RUNNABLE", "WHOLE", "SearchSpace"]
+__all__ = ["DEFAULT", "RUNNABLE", "SIMPLE", "WHOLE", "SearchSpace"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,10 @@ class SearchSpace:
         return self.mixed_degrees or self.widths != (1,)
 
 
-DEFAULT = SearchSpace()
-"""Stages of one form, in ZeRO stage 0."""
+SIMPLE = SearchSpace()
+"""Stages of one form, in ZeRO stage 0, without recomputation."""
+DEFAULT = SearchSpace(recompute=True, zero_stages=(0, 1))
+"""Stages of one form: the plugin runs all of these plans, and good lower bounds are known."""
 RUNNABLE = SearchSpace(recompute=True, zero_stages=(0, 1))
 """Everything that the plugin runs."""
 WHOLE = SearchSpace(mixed_degrees=True, widths=(1, 2, 4, 8), recompute=True, zero_stages=(0, 1))

@@ -571,4 +571,4 @@ def test_plan_compares_precisions(files: tuple[Path, Path], tmp_path: Path) -> N
 
 def test_the_search_space_is_not_for_prices(files: tuple[Path, Path]) -> None:
     message = failure("plan", *files, "--global-batch", 8, "--samples", 100, "--recompute")
-    assert "plans are compared by price in the default search space" in message
+    assert "plans are compared by price in the simple search space" in message

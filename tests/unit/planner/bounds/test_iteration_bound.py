@@ -20,7 +20,7 @@ from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topo
 from colossal_hetero.planner.plans.runnable import NoPlanError
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.search.settings import slots_to_try
-from colossal_hetero.planner.slots.search_space import DEFAULT, RUNNABLE, SearchSpace
+from colossal_hetero.planner.slots.search_space import RUNNABLE, SIMPLE, SearchSpace
 from tests.support.every_form import EveryForm
 from tests.support.every_plan import EveryPlan
 from tests.support.random_clusters import (
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.unit
 ROUNDING = 1e-9
 
 
-def bound_of(problem: Problem, below: float, *, runnable: bool = True, space: SearchSpace = DEFAULT) -> float:
+def bound_of(problem: Problem, below: float, *, runnable: bool = True, space: SearchSpace = SIMPLE) -> float:
     topology, pools, *_ = slots_to_try(problem.topology, problem.profile, problem.global_batch, None, None)
     relaxed = relaxed_pools(topology, problem.profile, pools, space)
     return IterationBound(topology, relaxed, runnable=runnable).seconds(below)
@@ -221,7 +221,7 @@ def test_a_bound_that_is_asked_for_in_small_steps_is_as_good() -> None:
     for seed in range(60 if IS_THOROUGH else 12):
         problem = large_problem(seed)
         topology, pools, *_ = slots_to_try(problem.topology, problem.profile, problem.global_batch, None, None)
-        relaxed = relaxed_pools(topology, problem.profile, pools, DEFAULT)
+        relaxed = relaxed_pools(topology, problem.profile, pools, SIMPLE)
         at_once = IterationBound(topology, relaxed)
         below = 1.5 * at_once.seconds(1e9, enough=0.0)
         bound = at_once.seconds(below)
@@ -245,7 +245,7 @@ def test_a_bound_that_reaches_the_plan_ends(monkeypatch: pytest.MonkeyPatch) -> 
         return improved(self, *arguments)
 
     monkeypatch.setattr(_Pool, "improved", counted)
-    for pool in relaxed_pools(topology, problem.profile, pools, DEFAULT):
+    for pool in relaxed_pools(topology, problem.profile, pools, SIMPLE):
         lowest = IterationBound(topology, [pool]).seconds(1e9, enough=0.0)
         for factor in (1.01, 1.05, 1.2):
             bound = IterationBound(topology, [pool]).seconds(lowest * factor)

@@ -14,7 +14,7 @@ from colossal_hetero.planner.plans.runnable import why_not_runnable
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.search.settings import wider_pools
-from colossal_hetero.planner.slots.search_space import DEFAULT, WHOLE, SearchSpace
+from colossal_hetero.planner.slots.search_space import SIMPLE, WHOLE, SearchSpace
 from colossal_hetero.planner.slots.unlike_slots import formations, mixtures
 from tests.support.every_form import EveryForm, spaces_to_prove
 from tests.support.layer_profiles import layer_times
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.unit
 PROBLEMS = 210 if IS_THOROUGH else 35
 
 
-def best(problem: tuple[Topology, ModelProfile, int], space: SearchSpace = DEFAULT, unequal: bool = True) -> Plan:
+def best(problem: tuple[Topology, ModelProfile, int], space: SearchSpace = SIMPLE, unequal: bool = True) -> Plan:
     topology, profile, global_batch = problem
     return make_plans(topology, profile, global_batch=global_batch, keep=1, space=space, unequal=unequal)[0].plan
 
@@ -156,7 +156,7 @@ def test_a_wider_space_is_for_1f1b() -> None:
 def test_every_number_of_pipelines_is_looked_at_in_zero() -> None:
     """Many pipelines are expected to be faster than few, also if they do not fit into memory."""
     topology, profile, global_batch = two_kinds()
-    parts = wider_pools(topology, profile, global_batch, [1, 2], [1, 4], WHOLE)
+    parts = wider_pools(topology, profile, global_batch, [1, 2], [1, 4], WHOLE, np.inf)
     numbers = [[{pool.pipelines for pool in pools} for pools in part] for part in parts]
     in_zero = [{1}, {2}, {3}, {4}, {6}, {8}]
     assert numbers == [[{None}], [{None}], in_zero, in_zero]
