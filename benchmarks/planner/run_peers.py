@@ -84,7 +84,7 @@ def run_peer(peer: str, cluster: Cluster, case: Case, copy: Path, arguments: arg
             return Found(None, f"no answer in {1.5 * arguments.seconds:g} s", seconds=1.5 * arguments.seconds)
         seconds = time.monotonic() - start
         if done.returncode or not answer.exists():
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1].replace(f"{content['home']}/", "")
             return Found(None, f"ended with {done.returncode}: {last[:160]}", seconds=seconds)
         found = choose(json.loads(answer.read_text(encoding="utf-8")), case, arguments.global_batch)
         found.seconds = seconds
