@@ -12,6 +12,7 @@ line can say. If there is none, the file says why. ``peers.py --plans`` reads th
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -125,6 +126,29 @@ def run_equal(peer: str, cluster: Cluster, case: Case, copy: Path, arguments: ar
     return Found(best.layout, chosen + notes, best.own_seconds, sum(each.seconds for each in runs.values()))
 
 
+def power_of_two(cluster: Cluster) -> list[Cluster]:
+    """The cluster, or what is left of it with the most nodes if the number of its GPUs must be a power of two."""
+    total = sum(count * size for _, count, size in cluster)
+    goal = 1 << (total.bit_length() - 1)
+    found = []
+    for counts in itertools.product(*(range(count + 1) for _, count, _ in cluster)):
+        parts = [(kind, used, size) for used, (kind, _, size) in zip(counts, cluster, strict=True) if used]
+        if sum(used * size for _, used, size in parts) == goal:
+            found.append(tuple(parts))
+    return found
+
+
+def run_metis(peer: str, cluster: Cluster, case: Case, copy: Path, arguments: argparse.Namespace) -> Found:
+    """The port makes no plan if the number of GPUs is not a power of two: nodes are left out then, in each way."""
+    runs = {cluster_name(part): run_peer(peer, part, case, copy, arguments) for part in power_of_two(cluster)}
+    if len(runs) == 1:
+        return next(iter(runs.values()))
+    name, best = min(runs.items(), key=lambda each: (each[1].layout is None, each[1].own_seconds))
+    notes = "; ".join(f"on {part}: {each.note}" for part, each in runs.items())
+    chosen = f"its plan for {name}; " if best.layout else ""
+    return Found(best.layout, chosen + notes, best.own_seconds, sum(each.seconds for each in runs.values()))
+
+
 def written(peer: str, results: Sequence[tuple[Case, Found]], commit: str, arguments: argparse.Namespace) -> str:
     """The TOML file of one peer."""
     command = (
@@ -175,15 +199,15 @@ def main() -> None:
         by_name = {cluster_name(cluster): cluster for cluster in CLUSTERS}
         arguments.out.mkdir(parents=True, exist_ok=True)
         for peer in arguments.peers:
-            run = run_equal if peer in EQUAL_PEERS else run_peer
+            run = run_equal if peer in EQUAL_PEERS else run_metis if peer == "Metis" else run_peer
             results = []
             for case in cases:
                 found = run(peer, by_name[case.cluster], case, copy, arguments)
                 results.append((case, found))
                 said = f"{found.seconds:.0f} s: {found.layout} ({found.note})"
                 print(f"{peer}, {case.cluster}, {case.profile.name}: {said}", flush=True)
-            path = arguments.out / f"{peer.lower()}.toml"
-            path.write_text(written(peer, results, commit, arguments), encoding="utf-8")
+                path = arguments.out / f"{peer.lower()}.toml"
+                path.write_text(written(peer, results, commit, arguments), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,8 @@ def bandwidth_rows(channels: Mapping[str, GpuChannels]) -> dict[str, Any]:
 
 
 def sailor_times(profile: ModelProfile, kind: str, micro_batches: Sequence[int], degrees: Iterable[int]) -> Times:
-    """Our layer times of one kind of GPU as Sailor writes them; degrees that were not timed have ``NOT_TIMED``.
+    """Our layer times of one kind of GPU as Sailor writes them; of these degrees, those that were not timed have
+    ``NOT_TIMED``.
 
     The update is that of the model whose step was timed: an embedding, two blocks and a head.
     """
@@ -95,7 +96,7 @@ def sailor_times(profile: ModelProfile, kind: str, micro_batches: Sequence[int],
     times: Times = {}
     for size in micro_batches:
         by_degree = times.setdefault(str(size), {})
-        for degree in sorted({*degrees, *(degree for _, degree in found)}):
+        for degree in sorted(degrees):
             each = found.get((size, degree))
             by_degree[str(degree)] = {
                 str(layer): [NOT_TIMED, NOT_TIMED, 0.0] if each is None else _layer(each, layer, profile)
@@ -111,7 +112,7 @@ def _layer(times: LayerTimes, layer: int, profile: ModelProfile) -> list[float]:
 
 
 def _write_times(
-    planner: Path, profile: ModelProfile, kind: str, micro_batches: Sequence[int], degrees: Iterable[int]
+    planner: Path, profile: ModelProfile, kind: str, micro_batches: Sequence[int], degrees: Collection[int]
 ) -> None:
     _write(
         planner / "sailor_planner" / "profiles" / profile.name / kind / "profile.json",
@@ -123,6 +124,9 @@ def _write_times(
     for path in (metis / kind).glob("*.json"):
         path.unlink()
     for (size, degree), each in ours.items():
+        if degree > max(degrees):
+            # Timed on other machines; the nodes here are smaller, and some planners take all degrees that they find.
+            continue
         if size == 1:
             amp.mkdir(parents=True, exist_ok=True)
             np.save(amp / f"profile_{degree}.npy", np.array(each.forward_seconds))
