@@ -130,7 +130,7 @@ def power_of_two(cluster: Cluster) -> list[Cluster]:
     """The cluster, or what is left of it with the most nodes if the number of its GPUs must be a power of two."""
     total = sum(count * size for _, count, size in cluster)
     goal = 1 << (total.bit_length() - 1)
-    found = []
+    found: list[Cluster] = []
     for counts in itertools.product(*(range(count + 1) for _, count, _ in cluster)):
         parts = [(kind, used, size) for used, (kind, _, size) in zip(counts, cluster, strict=True) if used]
         if sum(used * size for _, used, size in parts) == goal:

@@ -131,24 +131,28 @@ def _write_times(
             amp.mkdir(parents=True, exist_ok=True)
             np.save(amp / f"profile_{degree}.npy", np.array(each.forward_seconds))
         if size in micro_batches:
-            pattern = f"*/mbs{size}_tmp{degree}.json"
-            sample = next((path for path in sorted(metis.glob(pattern)) if path.parent.name != kind), None)
-            _write_metis(metis / kind / f"mbs{size}_tmp{degree}.json", each, profile, sample)
+            passes = [1e3 * (a + b) for a, b in zip(each.forward_seconds, each.backward_seconds, strict=True)]
+            _write_metis(metis / kind / f"mbs{size}_tmp{degree}.json", passes, 1e3 * sum(each.update_seconds))
+    for degree in set(degrees) - {degree for _, degree in ours}:
+        # Metis ends with an error if kinds were timed at different degrees.
+        for size in micro_batches:
+            _write_metis(metis / kind / f"mbs{size}_tmp{degree}.json", [1e3 * NOT_TIMED] * profile.layers, 0.0)
 
 
-def _write_metis(path: Path, times: LayerTimes, profile: ModelProfile, sample: Path | None) -> None:
-    """A file of Metis' profile: our times, and the memory of the same micro-batch and degree on another kind of GPU,
-    which is the same on all."""
+def _write_metis(path: Path, passes: Sequence[float], update: float) -> None:
+    """A file of Metis' profile: these milliseconds of the layers' passes and of the update, and the memory of the same
+    micro-batch and degree on another kind of GPU, which is the same on all."""
+    same = sorted(path.parent.parent.glob(f"*/{path.name}"))
+    sample = next((each for each in same if each.parent != path.parent), None)
     if sample is None:
         return
     content = json.loads(sample.read_text(encoding="utf-8"))
-    compute = [1e3 * (a + b) for a, b in zip(times.forward_seconds, times.backward_seconds, strict=True)]
     content["execution_time"] = {
-        "total_time_ms": sum(compute) + 1e3 * sum(times.update_seconds),
-        "forward_backward_time_ms": sum(compute),
+        "total_time_ms": sum(passes) + update,
+        "forward_backward_time_ms": sum(passes),
         "batch_generator_time_ms": 0.0,
-        "optimizer_time_ms": 1e3 * sum(times.update_seconds),
-        "layer_compute_total_ms": compute,
+        "optimizer_time_ms": update,
+        "layer_compute_total_ms": list(passes),
     }
     _write(path, content)
 
