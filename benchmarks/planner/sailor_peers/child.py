@@ -114,7 +114,8 @@ def metis(job: Job) -> list[dict[str, Any]]:
     module.ProfileDataLoader = lambda folder, gpu_list: loader(folder, gpu_list=kinds)
     module.TIME_BUDGET_SEC = job.seconds
     planner = module.MetisPlanner(str(job.profiles("Metis")), str(job.training_path))
-    return list(planner.get_sorted_plans(job.machines(), job.training))
+    plans = planner.get_sorted_plans(job.machines(), job.training)
+    return [{**each, "iter_time": each["iter_time"] / 1e3} for each in plans]  # Its times are in milliseconds.
 
 
 def flashflex(job: Job) -> list[dict[str, Any]]:
@@ -220,7 +221,7 @@ def plain(job: Job, plan: dict[str, Any]) -> dict[str, Any]:
     module = importlib.import_module("sailor.Planner.simulations.runtime_simulator")
     written = module.convert_homogeneous(plan, job.training).to_dict()
     for name in ("iter_time", "iteration_time"):
-        if name in plan:
+        if plan.get(name):
             written["own_seconds"] = float(plan[name])
     if "own_seconds" not in written and plan.get("estimated_throughput"):
         written["own_seconds"] = 1 / float(plan["estimated_throughput"])
