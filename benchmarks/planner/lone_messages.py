@@ -7,18 +7,19 @@ has the bandwidth of one sending GPU, which no message can exceed, and all toget
 alone already fills the card, as on the RTX nodes, nothing changes.
 
 Columns: the planner's default plan as it is priced now; the same layout priced with the limit; the default plan that is
-found with the limit, and how much slower the first one is. With ``--sailor``, Sailor's simulator prices both.
+found with the limit, and how much slower the first one is. With ``--sailor``, Sailor's simulator prices both. With
+``--plans``, the fastest plan of a peer is priced with the limit, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common import print_table
+from benchmarks.planner.peers import PeerPlan, load_peer_plans, print_markdown
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, published_cases, read_published
 from benchmarks.planner.sailor_peers.inputs import prepare_copy
 from benchmarks.planner.sailor_simulator import SailorSimulator, load_sailor
@@ -60,12 +61,27 @@ def sailor_seconds(sailor: SailorSimulator | str, topology: Topology, plan: Plan
     return None if isinstance(price, str) else price.seconds
 
 
+def best_peer(machines: Topology, profile: ModelProfile, plans: Sequence[PeerPlan], global_batch: int) -> str:
+    """Seconds of the fastest plan of a peer that fits, and whose it is."""
+    found = []
+    for each in plans:
+        try:
+            priced = evaluate_layout(machines, profile, read_layout(each.layout), global_batch=global_batch)
+        except ValueError:
+            continue
+        if priced.fits:
+            found.append((priced.plan.iteration_seconds, each.peer.split(" (")[0]))
+    return "{:.3f} ({})".format(*min(found)) if found else "-"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the tables (default: %(default)s)")
     parser.add_argument("--sailor", type=Path, help="checkout of Sailor's repository, for its simulator")
     parser.add_argument("--global-batch", type=int, default=256, help="sequences per iteration (default: %(default)s)")
+    parser.add_argument("--plans", type=Path, help="folder with plans of peers (TOML)")
     arguments = parser.parse_args()
+    peers = load_peer_plans(arguments.plans) if arguments.plans else []
     published = read_published(arguments.data)
     rows, slower, better = [], 0, [0, 0]
     with tempfile.TemporaryDirectory() as folder:
@@ -81,15 +97,26 @@ def main() -> None:
             again = evaluate_layout(limit, profile, read_layout(lines[0]), global_batch=arguments.global_batch).plan
             ratio = again.iteration_seconds / then.iteration_seconds
             slower += ratio > 1.01
+            own = [each for each in peers if (each.cluster, each.model) == (cluster, profile.name)]
+            peer = best_peer(limit, profile, own, arguments.global_batch)
             prices = [sailor_seconds(sailor, topology, each) for each in (now, then)]
             if None not in prices and lines[0] != lines[1]:
                 better[prices[1] < prices[0]] += 1  # type: ignore[operator]
             times = [f"{each.iteration_seconds:.3f}" for each in (now, again, then)]
             said = ["-" if each is None else f"{each:.3f}" for each in prices]
-            rows.append([cluster, profile.name, *times, f"{ratio:.3f}", *said, lines[1] if ratio > 1 else "the same"])
-    names = ["cluster", "model", "now [s]", "with limit [s]", "best with limit [s]", "ratio"]
+            rows.append([cluster, profile.name, *times, f"{ratio:.3f}", peer, *said])
+            rows[-1].append(lines[1] if lines[1] != lines[0] else "the same")
+    names = [
+        "cluster",
+        "model",
+        "now [s]",
+        "with limit [s]",
+        "best with limit [s]",
+        "ratio",
+        "best peer with limit [s]",
+    ]
     names += ["Sailor: now [s]", "Sailor: best with limit [s]", "best with limit"]
-    print_table("Default plans if a lone message gets what one GPU was measured to send", names, rows)
+    print_markdown("Default plans if a lone message gets what one GPU was measured to send", names, rows)
     print(f"More than 1 % slower than the best with the limit: {slower} of {len(rows)}.")
     print(f"Of {sum(better)} other plans, Sailor's simulator finds {better[1]} faster than the plan now.")
 

@@ -229,10 +229,10 @@ def print_case(case: Case, plans: Mapping[str, PricedPlan | str]) -> None:
 
 
 def print_markdown(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table too wide for a terminal. Sources of peers are left out of names."""
+    """A table too wide for a terminal. Sources of peers are left out of names, and stages are divided by commas."""
     print(f"\n{title}\n")
     for row in (names, ["---"] * len(names), *rows):
-        print(f"| {' | '.join(each.split(' (eth-easl')[0] for each in row)} |")
+        print(f"| {' | '.join(each.split(' (eth-easl')[0].replace(' | ', ', ') for each in row)} |")
 
 
 def print_overview(cases: Sequence[tuple[Case, Mapping[str, PricedPlan | str]]], names: Sequence[str]) -> None:
