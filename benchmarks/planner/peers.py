@@ -1,48 +1,52 @@
-"""The planner beside its peers on eleven clusters: plans from files, and the spaces that peers search.
+"""The planner beside its peers on eleven clusters: plans that peers made, and the spaces that peers search.
 
-Three kinds of rows, for each cluster and model:
+Rows, for each cluster and model:
 
-- "this planner": the default plan and the best plan of the whole space.
+- "this planner": the default plan, the best plan of what can be run, and the best of the whole space.
+- "chosen by Sailor's simulator": of this planner's best plans (``--keep``) of the default and the whole space, the one
+  that Sailor's simulator prices lowest. It shows whether the search already holds plans that are best by another model.
+- Plans of peers from files (``--plans``): TOML files with ``peer``, ``repository``, ``commit`` and a list ``plans`` of
+  ``cluster`` (as printed here), ``model`` and ``layout`` (a line as ``colossal-hetero evaluate`` takes); a list
+  ``missing`` may say why there is no plan. ``run_peers.py`` makes such files by running the peers' planners.
 - "space of X, our search": the best plan that *this* planner finds if it may only choose what X may choose, as
   published. It is never X's own result, which can be another one, because X searches and predicts otherwise.
-- Plans of peers from files (``--plans``): TOML files with ``peer``, ``repository``, ``commit`` and a list ``plans`` of
-  ``cluster`` (as printed here), ``model`` and ``layout`` (a line as ``colossal-hetero evaluate`` takes). Peers are not
-  run here: they need their own environments, and their plans are written down as lines.
 
 Every plan is priced by the closed form, by the event simulation, and by Sailor's simulator where its repository is
-given (``--sailor``); "left" counts memory independently, as ``memory_of_plans.py`` does, for plans of one form in ZeRO
-stage 0. The best is the fastest plan of the cluster that fits in memory.
+given (``--sailor``): with our numbers (``sailor_peers/inputs.py``), and with the files as they are. The best is the
+fastest plan of the cluster that fits in memory by our count and, where Sailor can count it, by Sailor's. Sailor knows
+no ZeRO, no recomputation and no stages of different widths.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import print_table
-from benchmarks.planner.memory_of_plans import excess_bytes, layer_bytes
-from benchmarks.planner.published_clusters import CLUSTERS, DATA, MICRO_BATCHES, published_cases
-from benchmarks.planner.sailor_simulator import SailorSimulator, load_sailor
-from colossal_hetero.planner.cluster.topology import Topology
+from benchmarks.planner.published_clusters import CLUSTERS, DATA, MICRO_BATCHES, Case, published_cases, read_published
+from benchmarks.planner.sailor_peers.inputs import prepare_copy
+from benchmarks.planner.sailor_simulator import SailorPrice, SailorSimulator, load_sailor
 from colossal_hetero.planner.evaluation.evaluate import EvaluatedPlan, evaluate_layout, evaluate_plan
+from colossal_hetero.planner.layout_line.plan_layout import layout_of
 from colossal_hetero.planner.layout_line.read_layout import read_layout
-from colossal_hetero.planner.plans.runnable import why_unlike_stages
-from colossal_hetero.planner.profile.layer_profile import ModelProfile
+from colossal_hetero.planner.layout_line.write_layout import write_layout
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import WHOLE, SearchSpace
+from colossal_hetero.planner.slots.search_space import DEFAULT, RUNNABLE, WHOLE, SearchSpace
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+OWN: Mapping[str, SearchSpace] = {"default": DEFAULT, "runnable": RUNNABLE, "whole space": WHOLE}
+CHOSEN: Mapping[str, SearchSpace] = {"default, chosen by Sailor": DEFAULT, "whole space, chosen by Sailor": WHOLE}
 SPACES: Mapping[str, Mapping[str, Any]] = {
-    "this planner, default": {},
-    "this planner, whole space": {"space": WHOLE},
     "space of Megatron, our search": {"method": "uniform", "unequal": False},
     "space of AMP, our search": {"unequal": False},
     "space of Metis, our search": {
@@ -54,6 +58,7 @@ SPACES: Mapping[str, Mapping[str, Any]] = {
 """What may be chosen. Megatron: equal pipelines of equal stages, one degree. AMP: one degree, equal pipelines of any
 stages. Metis: also a degree and a number of data-parallel groups for each stage. FlashFlex: pipelines that differ, with
 a degree for each stage."""
+PRICES = ("closed form", "event simulation", "Sailor's simulator", "Sailor's simulator, its own files")
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,18 @@ class PeerPlan:
     layout: str
 
 
+@dataclass(frozen=True)
+class PricedPlan:
+    """A plan and what it takes, by each way to price it."""
+
+    evaluated: EvaluatedPlan
+    seconds: tuple[float | None, ...]
+    """As ``PRICES``; None: no price."""
+    fits: bool
+    """By our count and, where Sailor can count it, by Sailor's."""
+    sailor: SailorPrice | str
+
+
 def load_peer_plans(folder: Path) -> list[PeerPlan]:
     """The plans in all TOML files of a folder.
 
@@ -75,11 +92,12 @@ def load_peer_plans(folder: Path) -> list[PeerPlan]:
     plans = []
     for path in sorted(folder.glob("*.toml")):
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-        missing = [name for name in ("peer", "repository", "commit", "plans") if name not in content]
+        missing = [name for name in ("peer", "repository", "commit") if name not in content]
+        missing += [] if "plans" in content or "missing" in content else ["plans"]
         if missing:
             raise ValueError(f"{path} lacks {', '.join(missing)}")
         source = f"{content['peer']} ({content['repository']}@{content['commit'][:7]})"
-        for number, each in enumerate(content["plans"]):
+        for number, each in enumerate(content.get("plans", ())):
             fields = [each.get(name) for name in ("cluster", "model", "layout")]
             if None in fields:
                 raise ValueError(f"{path}, plans[{number}]: needs cluster, model and layout")
@@ -87,28 +105,164 @@ def load_peer_plans(folder: Path) -> list[PeerPlan]:
     return plans
 
 
-def candidates(
-    topology: Topology, profile: ModelProfile, global_batch: int, peers: list[PeerPlan]
-) -> dict[str, EvaluatedPlan | str]:
-    """Plans by who made them, or why there is none."""
+class Pricer:
+    """Prices plans of one cluster and model."""
 
-    def attempt(make: Callable[[], EvaluatedPlan]) -> EvaluatedPlan | str:
-        try:
-            return make()
-        except ValueError as error:
-            return str(error)
+    def __init__(self, case: Case, ours: SailorSimulator | str, own_files: SailorSimulator | str) -> None:
+        self.case, self.ours, self._own_files = case, ours, own_files
 
-    def searched(options: Mapping[str, Any]) -> EvaluatedPlan:
+    def priced(self, evaluated: EvaluatedPlan) -> PricedPlan:
+        plan = evaluated.plan
+        told = [
+            each.price(self.case.topology, plan) if isinstance(each, SailorSimulator) else each
+            for each in (self.ours, self._own_files)
+        ]
+        seconds = [None if isinstance(each, str) else each.seconds for each in told]
+        fits = evaluated.fits
+        if not isinstance(told[0], str) and not plan.zero_stage:
+            fits = fits and told[0].fits
+        return PricedPlan(evaluated, (plan.iteration_seconds, evaluated.simulated_seconds, *seconds), fits, told[0])
+
+    def searched(self, keep: int = 1, **options: Any) -> list[PricedPlan]:
+        """The planner's best plans."""
+        case = self.case
+        batch = options.pop("global_batch")
         sizes = MICRO_BATCHES
-        found = make_plans(topology, profile, global_batch=global_batch, micro_batches=sizes, keep=1, **options)
-        return evaluate_plan(topology, profile, found[0].plan)
+        found = make_plans(case.topology, case.profile, global_batch=batch, micro_batches=sizes, keep=keep, **options)
+        return [self.priced(evaluate_plan(case.topology, case.profile, each.plan)) for each in found]
 
-    rows = {name: attempt(lambda options=options: searched(options)) for name, options in SPACES.items()}  # type: ignore[misc]
+    def by_sailor(self, keep: int, **options: Any) -> PricedPlan:
+        """Of the planner's best plans, the one that Sailor's simulator prices lowest."""
+        plans = [each for each in self.searched(keep, **options) if each.fits and each.seconds[2] is not None]
+        if not plans:
+            raise ValueError(f"Sailor's simulator can price none of {keep} plans")
+        return min(plans, key=lambda each: each.seconds[2] or 0.0)
+
+
+def candidates(
+    pricer: Pricer, global_batch: int, peers: Sequence[PeerPlan], keep: int
+) -> Iterator[tuple[str, PricedPlan | str]]:
+    """Plans by who made them, or why there is none."""
+    batch = {"global_batch": global_batch}
+    makers: dict[str, Callable[[], PricedPlan]] = {
+        name: lambda space=space: pricer.searched(space=space, **batch)[0]  # type: ignore[misc]
+        for name, space in OWN.items()
+    }
+    if isinstance(pricer.ours, SailorSimulator):
+        makers |= {name: partial(pricer.by_sailor, keep, space=space, **batch) for name, space in CHOSEN.items()}
+    case = pricer.case
     for each in peers:
-        rows[each.peer] = attempt(
-            lambda each=each: evaluate_layout(topology, profile, read_layout(each.layout), global_batch=global_batch)  # type: ignore[misc]
+        makers[each.peer] = lambda each=each: pricer.priced(  # type: ignore[misc]
+            evaluate_layout(case.topology, case.profile, read_layout(each.layout), global_batch=global_batch)
         )
-    return rows
+    makers |= {
+        name: lambda options=options: pricer.searched(**options, **batch)[0]  # type: ignore[misc]
+        for name, options in SPACES.items()
+    }
+    for name, make in makers.items():
+        try:
+            yield name, make()
+        except ValueError as error:
+            yield name, str(error)
+
+
+@dataclass
+class Wins:
+    """In how many rows a plan is the best or within 1 % of it."""
+
+    rows: int = 0
+    wins: int = 0
+    behind: float = 1.0
+    """The largest ratio to the best."""
+
+
+def count_wins(
+    cases: Sequence[Mapping[str, PricedPlan | str]], name: str, price: int, others: Callable[[str], bool]
+) -> Wins:
+    """How often a plan is best by one way to price, among itself and the others, of rows in which it has this price.
+
+    Args:
+        cases: The plans of each cluster and model.
+        name: Of the plan.
+        price: Place in ``PRICES``.
+        others: Which plans it is compared with.
+    """
+    found = Wins()
+    for plans in cases:
+        seconds = {
+            who: each.seconds[price]
+            for who, each in plans.items()
+            if isinstance(each, PricedPlan) and each.fits and each.seconds[price] is not None
+        }
+        rivals = [value for who, value in seconds.items() if who != name and others(who) and value is not None]
+        own = seconds.get(name)
+        if own is None or not rivals:
+            continue
+        ratio = own / min(*rivals, own)
+        found.rows += 1
+        found.wins += ratio <= 1.01
+        found.behind = max(found.behind, ratio)
+    return found
+
+
+def cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def print_case(case: Case, plans: Mapping[str, PricedPlan | str]) -> None:
+    rows = []
+    for who, each in plans.items():
+        if isinstance(each, str):
+            rows.append([who, *["-"] * (len(PRICES) + 1), each.splitlines()[0][:80]])
+            continue
+        note = [] if each.evaluated.fits else ["too large"]
+        if not isinstance(each.sailor, str) and not each.sailor.fits:
+            lacks = ", which lacks ZeRO" if each.evaluated.plan.zero_stage else ""
+            note.append(f"too large by Sailor's count{lacks}")
+        parts = "-"
+        if not isinstance(each.sailor, str):
+            parts = f"{each.sailor.transfer_seconds:.2f} + {each.sailor.sum_seconds:.2f}"
+        line = write_layout(layout_of(each.evaluated.plan))
+        rows.append([who, *map(cell, each.seconds), parts, "; ".join([*note, line])])
+    names = ["plan", *(f"{name} [s]" for name in PRICES), "of it transfers + sums", "note"]
+    print_table(f"{case.cluster}, {case.profile.name}", names, rows)
+
+
+def print_markdown(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table too wide for a terminal. Sources of peers are left out of names, and stages are divided by commas."""
+    print(f"\n{title}\n")
+    for row in (names, ["---"] * len(names), *rows):
+        print(f"| {' | '.join(each.split(' (eth-easl')[0].replace(' | ', ', ') for each in row)} |")
+
+
+def print_overview(cases: Sequence[tuple[Case, Mapping[str, PricedPlan | str]]], names: Sequence[str]) -> None:
+    """One row per cluster and model, with closed form / event simulation / Sailor's simulator."""
+    rows = []
+    for case, plans in cases:
+        cells = []
+        for name in names:
+            each = plans.get(name, "")
+            if isinstance(each, str):
+                cells.append("none")
+                continue
+            cells.append(" / ".join(map(cell, each.seconds[:3])) + ("" if each.fits else " *"))
+        rows.append([case.cluster, case.profile.name, *cells])
+    title = "Seconds of an iteration: closed form / event simulation / Sailor's simulator; *: too large"
+    print_markdown(title, ["cluster", "model", *names], rows)
+
+
+def print_wins(cases: Sequence[Mapping[str, PricedPlan | str]], peers: Sequence[str]) -> None:
+    everybody = list(dict.fromkeys(name for plans in cases for name in plans))
+    for title, rivals in (("peers' own plans", set(peers)), ("all plans", set(everybody))):
+        rows = []
+        for name in everybody:
+            row = [name]
+            for price in range(len(PRICES)):
+                found = count_wins(cases, name, price, rivals.__contains__)
+                row.append(f"{found.wins} of {found.rows} (× {found.behind:.3f})" if found.rows else "-")
+            rows.append(row)
+        title = f"Best or within 1 %, among itself and {title} (largest ratio to the best)"
+        print_markdown(title, ["plan", *PRICES], rows)
 
 
 def main() -> None:
@@ -118,48 +272,28 @@ def main() -> None:
     parser.add_argument("--sailor", type=Path, help="checkout of Sailor's repository, for its simulator")
     parser.add_argument("--global-batch", type=int, default=256, help="sequences per iteration (default: %(default)s)")
     parser.add_argument("--clusters", type=int, default=len(CLUSTERS), help="the first so many clusters only")
+    parser.add_argument("--keep", type=int, default=30, help="plans that Sailor's simulator chooses from")
     arguments = parser.parse_args()
-    cases = published_cases(arguments.data, CLUSTERS[: arguments.clusters])
-    layers = layer_bytes(arguments.data / "layer_memory.csv")
     peers = load_peer_plans(arguments.plans) if arguments.plans else []
-    wins, total = dict.fromkeys(SPACES, 0), 0
-    for name, topology, profile in cases:
-        sailor = load_sailor(arguments.sailor, profile)
-        own = [each for each in peers if (each.cluster, each.model) == (name, profile.name)]
-        plans = candidates(topology, profile, arguments.global_batch, own)
-        fitting = [
-            each.plan.iteration_seconds for each in plans.values() if isinstance(each, EvaluatedPlan) and each.fits
-        ]
-        best, total = min(fitting, default=float("nan")), total + 1
-        rows = []
-        for who, each in plans.items():
-            if isinstance(each, str):
-                rows.append([who, "-", "-", "-", "-", "-", each[:60]])
-                continue
-            ratio = each.plan.iteration_seconds / best
-            if who in wins and ratio <= 1.01:
-                wins[who] += 1
-            told = sailor.seconds(topology, each.plan) if isinstance(sailor, SailorSimulator) else sailor
-            by_sailor = "-" if isinstance(told, str) else f"{told[0]:.3f}{'' if told[1] else ' too large'}"
-            counted = why_unlike_stages(each.plan) is None and not each.plan.zero_stage
-            left = f"{-excess_bytes(each.plan, profile, layers) / 1e9:+.1f}" if counted else "-"
-            seconds = f"{each.plan.iteration_seconds:.3f}"
-            rows.append(
-                [
-                    who,
-                    seconds,
-                    f"{ratio:.3f}",
-                    f"{each.simulated_seconds:.3f}",
-                    by_sailor,
-                    left,
-                    "" if each.fits else "too large",
-                ]
-            )
-        names = ["plan", "closed form [s]", "× best", "simulated [s]", "Sailor [s]", "left [GB]", "note"]
-        print_table(f"{name}, {profile.name}", names, rows)
-        if isinstance(sailor, str):
-            print(f"Sailor's column is empty: {sailor}.")
-    print(f"Within 1 % of the best, of {total}: {', '.join(f'{name} {number}' for name, number in wins.items())}.")
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = None
+        if arguments.sailor:
+            published = read_published(arguments.data)
+            copy = prepare_copy(arguments.sailor, Path(folder), published.profiles, published.channels, MICRO_BATCHES)
+        for case in published_cases(arguments.data, CLUSTERS[: arguments.clusters]):
+            pricer = Pricer(case, load_sailor(copy, case.profile), load_sailor(arguments.sailor, case.profile))
+            own = [each for each in peers if (each.cluster, each.model) == (case.cluster, case.profile.name)]
+            plans = dict(candidates(pricer, arguments.global_batch, own, arguments.keep))
+            print_case(case, plans)
+            sys.stdout.flush()
+            found.append((case, plans))
+            if isinstance(pricer.ours, str):
+                print(f"Sailor's columns are empty: {pricer.ours}.")
+    who = list(dict.fromkeys(each.peer for each in peers))
+    print_overview(found, [*OWN, *CHOSEN, *who])
+    print_overview(found, list(SPACES))
+    print_wins([plans for _, plans in found], who)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 Nothing of Sailor is part of this package. A checkout of github.com/eth-easl/sailor is given by its folder; the commit
 that this was written for is in ``README.md``. It needs pandas. Sailor's simulator takes pipelines that have the same
-number of micro-batches; its stages have layers, which include the embedding and the head.
+number of micro-batches; its stages have layers, which include the embedding and the head. Its micro-batch is what each
+data-parallel member of a stage runs, so the groups of a stage with a width are members with a part of the samples. It
+has one such size and, in a pipeline, one number of members, so it cannot price stages of different widths.
 """
 
 from __future__ import annotations
@@ -11,57 +13,89 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.plans.plan import Plan, Replica
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 
-__all__ = ["SailorSimulator", "load_sailor"]
+__all__ = ["SailorPrice", "SailorSimulator", "load_sailor"]
 
 ZONE = "us-central1-a"
 """A zone in Sailor's files; all nodes are in one."""
 
 
+class SailorPrice(NamedTuple):
+    """What Sailor's simulator says of a plan."""
+
+    seconds: float
+    fits: bool
+    """In memory. Sailor counts the whole optimizer state on each member, also in ZeRO stage 1."""
+    transfer_seconds: float
+    """Part of the time: what an iteration takes longer because of the messages between stages."""
+    sum_seconds: float
+    """Part of the time: the sums of gradients."""
+
+
 class SailorSimulator:
     """Prices plans of one model; see :func:`load_sailor`."""
 
-    def __init__(self, simulator_class: Any, checkout: Path, profile: ModelProfile) -> None:
+    def __init__(self, module: Any, checkout: Path, profile: ModelProfile) -> None:
         planner = checkout / "sailor" / "Planner"
-        self._class, self._profile = simulator_class, profile
+        self._module, self._profile = module, profile
         self._path = checkout.parent
         self._sizes = json.loads((planner / "llm_info.json").read_text())
         folder = planner / "sailor_planner" / "profiles" / profile.name
-        self._times = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/profile.json")}
+        times = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/profile.json")}
+        self._times = {kind: each for kind, each in times.items() if _layers(each) == profile.layers}
+        self._other_models = sorted(set(times) - set(self._times))
 
-    def seconds(self, topology: Topology, plan: Plan) -> tuple[float, bool] | str:
-        """Seconds of an iteration and whether it fits in memory, or why there is no answer."""
-        if plan.schedule != "1f1b" or any(stage.recompute for replica in plan.replicas for stage in replica.stages):
+    def price(self, topology: Topology, plan: Plan) -> SailorPrice | str:
+        """What Sailor's simulator says, or why there is no answer."""
+        stages = [stage for replica in plan.replicas for stage in replica.stages]
+        if plan.schedule != "1f1b" or any(stage.recompute for stage in stages):
             return "its schedule or recomputation is unknown to Sailor"
-        if len({replica.micro_batches for replica in plan.replicas}) > 1:
-            return "pipelines have different numbers of micro-batches"
+        widths = {stage.width for stage in stages}
+        if len(widths) > 1 or plan.micro_batch % max(widths):
+            return "its stages have different widths"
+        members = len(plan.replicas) * max(widths)
+        micro_batches = math.ceil(plan.global_batch * max(widths) / (plan.micro_batch * members))
+        if max(replica.micro_batches for replica in plan.replicas) != micro_batches:
+            return "its pipelines have different numbers of micro-batches"
+        for kind in {stage.device for stage in stages}:
+            if kind in self._other_models:
+                return f"Sailor's times of {kind} are those of another model"
         known = {"global_batch_size": plan.global_batch, "optimizer": "Adam", "model": plan.model}
         known["num_all_layers"] = self._profile.layers
-        described = self._described(topology, plan)
+        described = self._described(topology, plan, max(widths))
         try:
             # It prints what it computes.
             with contextlib.redirect_stdout(io.StringIO()):
-                simulator = self._class(str(self._path), known, self._sizes, False, {plan.model: self._times}, ZONE)
+                times = {plan.model: self._times}
+                simulator = self._module.Simulator(str(self._path), known, self._sizes, False, times, ZONE)
                 seconds, *_ = simulator.simulate_iteration_time(described)
+                sums = simulator.estimate_sync_time(self._module.convert_homogeneous(described, known))
                 fits = simulator.check_config_fits(described)
+                simulator.activation_sizes_per_layer = [0.0] * self._profile.layers
+                without_transfers, *_ = simulator.simulate_iteration_time(described)
         except (KeyError, IndexError, ZeroDivisionError) as error:
             return f"Sailor has no data: {type(error).__name__} {error}"
-        return float(seconds), bool(fits)
+        return SailorPrice(float(seconds), bool(fits), float(seconds - without_transfers), float(sums))
 
-    def _described(self, topology: Topology, plan: Plan) -> dict[str, Any]:
-        """The plan as Sailor writes it; pipelines that are cut alike are one, with a number of replicas per stage."""
+    def _described(self, topology: Topology, plan: Plan, width: int) -> dict[str, Any]:
+        """The plan as Sailor writes it; pipelines that are cut alike are one, with members in each stage."""
         shapes: dict[object, list[Replica]] = {}
         for replica in plan.replicas:
-            shapes.setdefault(tuple((stage.blocks, stage.width) for stage in replica.stages), []).append(replica)
+            shapes.setdefault(tuple(stage.blocks for stage in replica.stages), []).append(replica)
+        groups = list(shapes.values())
+        if len({len(replicas) for replicas in groups}) > 1:
+            # Sailor takes all pipelines to have as many members as the last one.
+            groups = [[replica] for replica in plan.replicas]
         pipelines = []
-        for replicas in shapes.values():
+        for replicas in groups:
             first = replicas[0].stages
             layers = [
                 list(range(a + self._profile.before, b + self._profile.before)) for a, b in (s.blocks for s in first)
@@ -75,13 +109,17 @@ class SailorSimulator:
                     stage = replica.stages[index]
                     node = topology.nodes[topology.devices[stage.ranks[0]].node]
                     member = [[[stage.device, len(node.devices), ZONE]], plan.degree(stage)]
-                    members += [member] * stage.width
+                    members += [member] * width
                 stages.append(members)
-            widths = [len(members) for members in stages]
-            pipelines.append(
-                {"num_stages": len(first), "layers_per_stage": layers, "tmp_per_stage": stages, "dp": widths}
-            )
-        return {"zone": ZONE, "pipeline_list": pipelines, "mbs": plan.micro_batch, "gbs": plan.global_batch}
+            dp = [len(members) for members in stages]
+            pipelines.append({"num_stages": len(first), "layers_per_stage": layers, "tmp_per_stage": stages, "dp": dp})
+        size = plan.micro_batch // width
+        return {"zone": ZONE, "pipeline_list": pipelines, "mbs": size, "gbs": plan.global_batch}
+
+
+def _layers(times: dict[str, Any]) -> int:
+    """How many layers a profile of Sailor has."""
+    return max((len(layers) for degrees in times.values() for layers in degrees.values()), default=0)
 
 
 def load_sailor(checkout: Path | None, profile: ModelProfile) -> SailorSimulator | str:
@@ -102,4 +140,4 @@ def load_sailor(checkout: Path | None, profile: ModelProfile) -> SailorSimulator
         return f"Sailor's simulator cannot be imported: {error}"
     finally:
         sys.path.remove(str(checkout))
-    return SailorSimulator(module.Simulator, checkout, profile)
+    return SailorSimulator(module, checkout, profile)
