@@ -117,8 +117,8 @@ GROUPS = {
     type=click.Choice(["default", "runnable", "whole"]),
     default="default",
     show_default=True,
-    help="runnable: also recomputation and ZeRO stage 1, all that the plugin runs. whole: also plans that cannot be "
-    "run yet, with all that follows. They are marked so.",
+    help="runnable: also recomputation and ZeRO stage 1. whole: all that follows, also different degrees, which cannot "
+    "be run yet. Such plans are marked so.",
 )
 @click.option(
     "--mixed-degrees", is_flag=True, help="Stages may have different tensor-parallel degrees. Cannot be run yet."
@@ -127,7 +127,7 @@ GROUPS = {
     "--widths",
     type=Numbers(),
     help="Numbers of tensor-parallel groups of a stage that may divide the samples of a micro-batch, such as 1,2,4; "
-    "default: 1. Others cannot be run yet.",
+    "default: 1.",
 )
 @click.option(
     "--recompute",

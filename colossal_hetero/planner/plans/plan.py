@@ -403,6 +403,11 @@ class Plan(FilePart):
         return len(shapes) == 1
 
     @property
+    def has_wide_stages(self) -> bool:
+        """Whether a stage has several tensor-parallel groups, which divide the samples of each micro-batch."""
+        return any(stage.width > 1 for replica in self.replicas for stage in replica.stages)
+
+    @property
     def rank_order(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Ranks by replica, stage and place in the tensor-parallel group, ``[replicas][stages][tensor parallel]``;
         numbered in the order of the cluster file. Stages with a width have the places of all their groups."""

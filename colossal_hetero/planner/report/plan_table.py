@@ -18,7 +18,7 @@ from ..layout_line.write_layout import form_in_words, joined_ranges, write_layou
 from ..plans.plan import Plan, Replica, StagePlan
 from ..plans.prediction_error import CERTAIN
 from ..plans.ranked_plan import RankedPlan
-from ..plans.runnable import why_other_groups
+from ..plans.runnable import why_other_degrees
 
 __all__ = [
     "ReplicaGroup",
@@ -309,7 +309,7 @@ def _totals(plan: Plan) -> list[str]:
 
 def _mark(plan: Plan) -> str:
     """What is written behind a plan that cannot be run yet."""
-    return "" if why_other_groups(plan) is None else " (cannot be run yet)"
+    return "" if why_other_degrees(plan) is None else " (cannot be run yet)"
 
 
 def _ranking(ranked: Sequence[RankedPlan]) -> Table:

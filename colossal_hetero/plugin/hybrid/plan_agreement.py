@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -189,8 +190,8 @@ def as_launched(plan: Plan) -> Plan:
 
     The ranks are 0 … ``world_size`` − 1 for the devices that the plan uses, in the order of the cluster file. In
     Colossal-AI the first replica and the first rank of each group write checkpoints, and rank 0 writes what belongs to
-    no group; both must be the same rank. Replicas with the same stages may change places, and so may the ranks of a
-    group.
+    no group; both must be the same rank. Replicas with the same stages may change places, and so may the groups of a
+    stage and the ranks of a group.
 
     Raises:
         ValueError: the plan is for another number of ranks, leaves devices idle, has fewer micro-batches than stages,
@@ -201,11 +202,17 @@ def as_launched(plan: Plan) -> Plan:
         raise ValueError(problem)
     replicas = []
     for replica, order in zip(plan.replicas, plan.launched_order, strict=True):
-        stages = (
-            # Puts rank 0 first: sorting by bool keeps the order of all other ranks.
-            stage.model_copy(update={"ranks": tuple(sorted(ranks, key=bool))})
-            for stage, ranks in zip(replica.stages, order, strict=True)
+        launched = (
+            stage.model_copy(update={"ranks": ranks}) for stage, ranks in zip(replica.stages, order, strict=True)
         )
+        stages = (stage.model_copy(update={"ranks": _zero_first(plan.groups(stage))}) for stage in launched)
         replicas.append(replica.model_copy(update={"stages": tuple(stages)}))
     replicas.sort(key=lambda replica: all(0 not in stage.ranks for stage in replica.stages))
     return plan.model_copy(update={"replicas": tuple(replicas)})
+
+
+def _zero_first(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The ranks of these groups, one group after the other, with rank 0 first if there is one."""
+    # Sorting by bool keeps the order of all others.
+    first = sorted((tuple(sorted(group, key=bool)) for group in groups), key=all)
+    return tuple(rank for group in first for rank in group)

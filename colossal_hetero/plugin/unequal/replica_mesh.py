@@ -1,8 +1,9 @@
 """The process groups of replicas that are not alike, and the mesh that a rank sees: that of its own replica.
 
 Colossal-AI's hybrid plugin has one mesh, in which all replicas have the same stages. Here each rank gets the mesh of
-its replica, ``(1, stages, tensor parallel, 1)``, as if there were no other ranks. All groups of all replicas are made
-at once, by all ranks in the same order, because making a group is collective over the world.
+its replica, ``(1, stages, tensor parallel, 1)``, as if there were no other ranks. Of a stage of several groups it sees
+one; see :func:`.sample_ranges.lane`. All groups of all replicas are made at once, by all ranks in the same order,
+because making a group is collective over the world.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from colossalai.booster.plugin import hybrid_parallel_plugin
 from colossalai.cluster import ProcessGroupMesh, process_group_mesh
 
 from ...module_proxy import ModuleProxy
+from ..wide_stages.sample_ranges import lane
 
 __all__ = ["ReplicaMesh", "make_replica_groups", "replica_mesh"]
 
@@ -26,26 +28,35 @@ Groups = Mapping[Ranks, dist.ProcessGroup]
 """Process groups by their members, in the order of the members' numbers in the group."""
 
 
-def groups_of(replica: Sequence[Sequence[int]]) -> list[Ranks]:
-    """The groups that Colossal-AI uses within a replica: ranks by stage and place in the tensor-parallel group."""
-    groups: list[Ranks] = [tuple(stage) for stage in replica]
-    groups += [(rank,) for stage in replica for rank in stage]
-    for column in zip(*replica, strict=True):
-        groups.append(tuple(column))
-        groups.append((column[0], column[-1]) if len(column) > 1 else (column[0],))  # stages that share weights
-    groups.append(tuple(rank for stage in replica for rank in stage))
+def groups_of(replica: Sequence[Sequence[Ranks]]) -> list[Ranks]:
+    """The groups that Colossal-AI uses within a replica, and those of stages that divide micro-batches.
+
+    Args:
+        replica: ranks by stage, tensor-parallel group of the stage, and place in that group.
+    """
+    groups: list[Ranks] = [group for stage in replica for group in stage]
+    groups += [(rank,) for stage in replica for group in stage for rank in group]
+    for number in range(max(map(len, replica))):
+        pipeline = lane(replica, number)
+        for column in zip(*pipeline, strict=True):
+            groups.append(tuple(column))
+            groups.append((column[0], column[-1]) if len(column) > 1 else (column[0],))  # stages that share weights
+        groups.append(tuple(rank for stage in pipeline for rank in stage))
+    for columns in zip(*(zip(*stage, strict=True) for stage in replica), strict=True):
+        groups.append(columns[-1])  # the loss and the outputs
+        groups.append(tuple(rank for column in columns for rank in column))  # messages between stages
     return groups
 
 
-def make_replica_groups(rank_order: Sequence[Sequence[Sequence[int]]], make_group: Any) -> dict[Ranks, Any]:
+def make_replica_groups(replicas: Sequence[Sequence[Sequence[Ranks]]], make_group: Any) -> dict[Ranks, Any]:
     """All groups within replicas. Called by all ranks with the same arguments.
 
     Args:
-        rank_order: ranks by replica, stage and place in the tensor-parallel group.
+        replicas: ranks by replica, stage, tensor-parallel group of the stage, and place in that group.
         make_group: makes a group of ranks in which they are numbered in the given order.
     """
     groups: dict[Ranks, Any] = {}
-    for replica in rank_order:
+    for replica in replicas:
         for ranks in groups_of(replica):
             if ranks not in groups:
                 groups[ranks] = make_group(ranks)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.plans.plan import Plan, Replica, StagePlan, load_plan, save_plan
-from colossal_hetero.planner.plans.runnable import why_not_runnable
+from colossal_hetero.planner.plans.runnable import why_not_runnable, why_unlike_stages
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from tests.support.changed_files import error_after, put
@@ -266,17 +266,20 @@ def test_forms_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
         plan(replica(first, stage(4, 6, (1,))), tensor_parallel=1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"ranks": (1, 2), "width": 2}, "stage 1 of replica 0 divides each micro-batch over 2 tensor-parallel groups"),
-        ({"ranks": (1, 2), "tensor_parallel": 2}, "stage 1 of replica 0 has tensor parallelism 2, and the plan 1"),
-    ],
-)
-def test_stages_of_other_forms_cannot_be_run(changes: dict[str, Any], message: str) -> None:
-    second = stage(4, 6, (1,)).model_copy(update=changes)
+def test_stages_of_other_degrees_cannot_be_run() -> None:
+    second = stage(4, 6, (1, 2)).model_copy(update={"tensor_parallel": 2})
     made = plan(replica(stage(0, 4, (0,)), second), tensor_parallel=1)
-    assert message in (why_not_runnable(made) or "")
+    message = why_not_runnable(made) or ""
+    assert "stage 1 of replica 0 has tensor parallelism 2, and the plan 1" in message
+    assert "plan without --mixed-degrees" in message
+
+
+def test_wide_stages_can_be_run() -> None:
+    second = stage(4, 6, (1, 2)).model_copy(update={"width": 2})
+    made = plan(replica(stage(0, 4, (0,)), second), tensor_parallel=1)
+    assert made.has_wide_stages and not plan().has_wide_stages
+    assert why_not_runnable(made) is None and why_not_runnable(made, 3) is None
+    assert why_unlike_stages(made) == "stage 1 of replica 0 divides each micro-batch over 2 tensor-parallel groups"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
