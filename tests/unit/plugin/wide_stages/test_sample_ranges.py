@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from colossal_hetero.planner.cluster.shared_hops import group_exchanges
 from colossal_hetero.plugin.wide_stages.sample_ranges import (
     first_too_narrow,
     lane,
@@ -46,6 +47,15 @@ def test_every_sample_is_sent_once_and_both_sides_agree(samples: int, before: in
         for group in range(behind):
             pieces = [received[pair] for pair in sorted(received) if pair[1] == group]
             assert list(itertools.chain.from_iterable(pieces)) == list(sample_range(samples, behind, group))
+
+
+@pytest.mark.parametrize(("before", "behind"), list(itertools.product(range(1, 5), repeat=2)))
+def test_groups_send_what_the_planner_counts(before: int, behind: int) -> None:
+    samples = 12
+    planned = {(one, other): share * samples for one, other, share in group_exchanges(before, behind)}
+    assert planned == {
+        (group, other): len(rows) for group in range(before) for other, rows in overlaps(samples, before, group, behind)
+    }
 
 
 def test_equal_widths_send_to_one_group_each() -> None:
