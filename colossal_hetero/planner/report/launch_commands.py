@@ -96,7 +96,13 @@ def _elastic_call(plan: Plan, spot_nodes: Sequence[str], overlap: bool) -> list[
 
 def _ranks_by_node(plan: Plan) -> dict[str, int]:
     """How many ranks each node has, in the order of ranks."""
-    node_of = {rank: stage.node for replica in plan.replicas for stage in replica.stages for rank in stage.ranks}
+    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    node_of = {
+        rank: node
+        for stage in stages
+        for group, node in zip(plan.groups(stage), stage.nodes, strict=True)
+        for rank in group
+    }
     return dict(Counter(node_of[rank] for rank in sorted(node_of)))
 
 

@@ -157,7 +157,7 @@ def rows(plan: Plan) -> list[Row]:
                     micro_batches=group.first.micro_batches,
                     stages=tuple(numbers),
                     device=f"{members[0].device}{special_form(members[0])}",
-                    nodes=tuple(dict.fromkeys(stage.node for stage in every)),
+                    nodes=tuple(dict.fromkeys(node for stage in every for node in stage.nodes)),
                     ranks=tuple(sorted(rank for stage in every for rank in stage.ranks)),
                     block_ranges=joined_ranges([stage.block_ranges for stage in members]),
                     memory_bytes=(min(memory), max(memory)),

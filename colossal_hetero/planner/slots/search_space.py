@@ -1,4 +1,4 @@
-"""Which forms stages may have in a search: the default space, all that the plugin runs, and all that plans can say."""
+"""Which forms stages may have in a search: the default space, one that the plugin runs, and all that plans can say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DEFAULT", "RUNNABLE", "WHOLE", "SearchSpace"]
 class SearchSpace:
     """What a search may choose for each stage, beside its devices and its blocks.
 
-    Plans that use ``mixed_degrees`` or ``widths`` cannot be run yet; see
+    Plans that use ``mixed_degrees`` cannot be run yet; see
     :func:`~colossal_hetero.planner.plans.runnable.why_not_runnable`.
 
     Raises:
@@ -46,6 +46,6 @@ class SearchSpace:
 DEFAULT = SearchSpace()
 """Stages of one form, in ZeRO stage 0."""
 RUNNABLE = SearchSpace(recompute=True, zero_stages=(0, 1))
-"""Everything that the plugin runs."""
+"""With recomputation and ZeRO stage 1, which the plugin runs."""
 WHOLE = SearchSpace(mixed_degrees=True, widths=(1, 2, 4, 8), recompute=True, zero_stages=(0, 1))
 """Everything that plans can say."""

@@ -83,8 +83,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             divides them evenly, as Colossal-AI does. With a pipeline (1F1B, and ``microbatch_size``), each replica
             gets a number of micro-batches that fits its speed.
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
-            one), or "auto", which makes a plan from ``planning``. Replicas may differ in stages and batches (in 1F1B).
-            All ranks use rank 0's plan, so only rank 0 needs the files. A replica's batch is all its micro-batches in
+            one), or "auto", which makes a plan from ``planning``. In 1F1B, replicas may differ in stages and batches,
+            and stages may have several tensor-parallel groups. All ranks use rank 0's plan, so only rank 0 needs the
+            files. A replica's batch is all its micro-batches in
             the plan. At the end of each epoch, pipeline stages whose times differ from the plan are reported, if the
             schedule is 1F1B. One training loop fits every plan (:meth:`execute_pipeline`).
         planning: what to plan from, over which networks ranks communicate, and how much stage times may differ.

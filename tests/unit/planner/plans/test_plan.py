@@ -248,7 +248,7 @@ def test_files_do_not_mention_forms_that_they_do_not_use(tmp_path: Path) -> None
     save_plan(plan(), tmp_path / "plan.json")
     content = json.loads((tmp_path / "plan.json").read_text())
     assert "zero_stage" not in content
-    for name in ("tensor_parallel", "width", "recompute"):
+    for name in ("tensor_parallel", "width", "recompute", "group_nodes"):
         assert name not in content["replicas"][0]["stages"][0]
 
 
@@ -272,6 +272,16 @@ def test_stages_of_other_degrees_cannot_be_run() -> None:
     message = why_not_runnable(made) or ""
     assert "stage 1 of replica 0 has tensor parallelism 2, and the plan 1" in message
     assert "plan without --mixed-degrees" in message
+
+
+def test_groups_may_be_in_several_nodes(tmp_path: Path) -> None:
+    here = stage(0, 6, (0, 1), width=2)
+    assert here.nodes == (here.node, here.node)
+    there = StagePlan.model_validate(here.model_dump() | {"group_nodes": ("a", "b")})
+    save_plan(plan(replica(there), tensor_parallel=1), tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json").replicas[0].stages[0].nodes == ("a", "b")
+    with pytest.raises(ValueError, match=r"group_nodes has 1 name \(a\), but width=2; name the node of each group"):
+        StagePlan.model_validate(here.model_dump() | {"group_nodes": ("a",)})
 
 
 def test_wide_stages_can_be_run() -> None:
