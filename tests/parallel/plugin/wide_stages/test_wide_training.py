@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
+from colossalai.pipeline import p2p
 from torch import Tensor
 
 from colossal_hetero import BalanceConfig, BatchConfig, HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero.module_proxy import ModuleProxy
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.plans.plan import Plan, save_plan
 from colossal_hetero.planner.plans.runnable import why_not_runnable
@@ -126,6 +129,36 @@ def test_the_loader_gives_every_sample_once() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert loss == pytest.approx(alone.item(), rel=1e-5)
+
+
+# Messages -----------------------------------------------------------------------------------------------------------
+
+
+def count_sent() -> tuple[int, int]:
+    """Numbers that this rank sends in two steps: of tensors of the model, and others."""
+    sent = {True: 0, False: 0}
+
+    def counted(operations: list[dist.P2POp]) -> Any:
+        for each in operations:
+            if each.op is dist.isend:
+                sent[each.tensor.is_floating_point()] += each.tensor.numel()
+        return start(operations)
+
+    start = p2p.dist.batch_isend_irecv
+    with patch.object(p2p, "dist", ModuleProxy(p2p.dist, batch_isend_irecv=counted)):
+        run = boost(plugin_for(PLANS["2-3"]), vit(), sgd)
+        train(run, range(1))
+        shapes = sent[False]
+        train(run, range(1, 2))
+    assert sent[False] == shapes  # only before the first message
+    return sent[True], shapes
+
+
+def test_every_sample_crosses_a_cut_once_each_way() -> None:
+    results = run_ranks(5, count_sent)
+    sample = 5 * 36  # tokens and their width
+    assert sum(sent for sent, _ in results) == 2 * 2 * PLANS["2-3"].global_batch * sample
+    assert all(shapes > 0 for _, shapes in results)
 
 
 # Evaluation -------------------------------------------------------------------------------------------------------
