@@ -47,7 +47,7 @@ from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
 from ..unequal.replica_checkpoints import ReplicaCheckpointIO
-from ..unequal.unequal_replicas import special_form
+from ..unequal.unequal_replicas import why_layer_sums
 from ..uneven_batches import UnevenBatches
 from .layer_balancing import LayerBalancing
 from .one_stage import OneStageSchedule
@@ -85,9 +85,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
             one), or "auto", which makes a plan from ``planning``. In 1F1B, replicas may differ in stages and batches,
             and stages may have several tensor-parallel groups. All ranks use rank 0's plan, so only rank 0 needs the
-            files. A replica's batch is all its micro-batches in
-            the plan. At the end of each epoch, pipeline stages whose times differ from the plan are reported, if the
-            schedule is 1F1B. One training loop fits every plan (:meth:`execute_pipeline`).
+            files. A replica's batch is all its micro-batches in the plan. At the end of each epoch, pipeline stages
+            whose times differ from the plan are reported, if the schedule is 1F1B. One training loop fits every plan
+            (:meth:`execute_pipeline`).
         planning: what to plan from, over which networks ranks communicate, and how much stage times may differ.
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues with any plan.
         elastic: goes on when processes die or join; see ``docs/elastic.md``. The constructor then forms the group of
@@ -441,7 +441,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
                 "adapters; use tp_size=1"
             )
         if self._unequal is not None:
-            form, remedy = special_form(self._unequal.plan)
+            form, remedy = why_layer_sums(self._unequal.plan)
             raise ValueError(f"{form}, and then LoRA is not possible; {remedy}")
         if self.plan is not None:
             check_lora(self.plan)

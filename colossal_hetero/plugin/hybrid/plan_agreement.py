@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.console import Console
 from ...pipeline_parallel.config import PlanConfig
 from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
-from ...planner.plans.plan import Plan, load_plan
+from ...planner.plans.plan import Plan, StagePlan, load_plan
 from ...planner.plans.runnable import NoPlanError, why_not_runnable
 from ...planner.profile.layer_profile import ModelProfile, load_model_profile
 
@@ -202,17 +201,21 @@ def as_launched(plan: Plan) -> Plan:
         raise ValueError(problem)
     replicas = []
     for replica, order in zip(plan.replicas, plan.launched_order, strict=True):
-        launched = (
-            stage.model_copy(update={"ranks": ranks}) for stage, ranks in zip(replica.stages, order, strict=True)
+        stages = (
+            _with_zero_first(plan, stage.model_copy(update={"ranks": ranks}))
+            for stage, ranks in zip(replica.stages, order, strict=True)
         )
-        stages = (stage.model_copy(update={"ranks": _zero_first(plan.groups(stage))}) for stage in launched)
         replicas.append(replica.model_copy(update={"stages": tuple(stages)}))
     replicas.sort(key=lambda replica: all(0 not in stage.ranks for stage in replica.stages))
     return plan.model_copy(update={"replicas": tuple(replicas)})
 
 
-def _zero_first(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks of these groups, one group after the other, with rank 0 first if there is one."""
+def _with_zero_first(plan: Plan, stage: StagePlan) -> StagePlan:
+    """``stage`` with rank 0 first in its group, and its group first, if it has rank 0."""
     # Sorting by bool keeps the order of all others.
-    first = sorted((tuple(sorted(group, key=bool)) for group in groups), key=all)
-    return tuple(rank for group in first for rank in group)
+    groups = [tuple(sorted(group, key=bool)) for group in plan.groups(stage)]
+    placed = sorted(zip(groups, stage.nodes, strict=True), key=lambda each: all(each[0]))
+    changes: dict[str, Any] = {"ranks": tuple(rank for group, _ in placed for rank in group), "node": placed[0][1]}
+    if stage.group_nodes:
+        changes["group_nodes"] = tuple(node for _, node in placed)
+    return stage.model_copy(update=changes)

@@ -36,16 +36,34 @@ def groups_of(replica: Sequence[Sequence[Ranks]]) -> list[Ranks]:
     """
     groups: list[Ranks] = [group for stage in replica for group in stage]
     groups += [(rank,) for stage in replica for group in stage for rank in group]
-    for number in range(max(map(len, replica))):
-        pipeline = lane(replica, number)
-        for column in zip(*pipeline, strict=True):
-            groups.append(tuple(column))
-            groups.append((column[0], column[-1]) if len(column) > 1 else (column[0],))  # stages that share weights
-        groups.append(tuple(rank for stage in pipeline for rank in stage))
+    pipeline = lane(replica, 0)
+    for column in zip(*pipeline, strict=True):
+        groups += _along_the_pipeline(column)
+    groups.append(tuple(rank for stage in pipeline for rank in stage))
     for columns in zip(*(zip(*stage, strict=True) for stage in replica), strict=True):
         groups.append(columns[-1])  # the loss and the outputs
         groups.append(tuple(rank for column in columns for rank in column))  # messages between stages
     return groups
+
+
+def _along_the_pipeline(column: Ranks) -> list[Ranks]:
+    """Of the ranks at a place of each stage: all, and those of the stages that share weights."""
+    return [column, (column[0], column[-1]) if len(column) > 1 else column]
+
+
+def stand_ins(replica: Sequence[Sequence[Ranks]]) -> dict[Ranks, Ranks]:
+    """Groups that are not made, each with one of :func:`groups_of` that Colossal-AI gets instead.
+
+    On ranks of further groups of a stage it asks for groups along the pipeline, of which it then uses nothing but their
+    size: only the first group of each stage writes checkpoints, and messages and sums have other groups.
+    """
+    made = set(groups_of(replica))
+    found: dict[Ranks, Ranks] = {}
+    for number in range(1, max(map(len, replica))):
+        for place, column in enumerate(zip(*lane(replica, number), strict=True)):
+            instead = tuple(group[place] for stage in replica for group in stage)
+            found.update((ranks, instead) for ranks in _along_the_pipeline(column) if ranks not in made)
+    return found
 
 
 def make_replica_groups(replicas: Sequence[Sequence[Sequence[Ranks]]], make_group: Any) -> dict[Ranks, Any]:
@@ -72,11 +90,12 @@ class ReplicaMesh(ProcessGroupMesh):
         size: sizes of the axes.
         ranks: the global rank at each position; positions are numbered as in ``numpy.ravel_multi_index``.
         groups: see :func:`make_replica_groups`.
+        instead: see :func:`stand_ins`.
     """
 
-    def __init__(self, *size: int, ranks: Sequence[int], groups: Groups) -> None:
+    def __init__(self, *size: int, ranks: Sequence[int], groups: Groups, instead: Mapping[Ranks, Ranks]) -> None:
         super().__init__(*size)
-        self._ranks, self._groups = tuple(ranks), groups
+        self._ranks, self._groups, self._instead = tuple(ranks), groups, instead
 
     @property
     def rank(self) -> int:
@@ -98,7 +117,8 @@ class ReplicaMesh(ProcessGroupMesh):
     def _get_group(self, ranks_in_group: Iterable[int], backend: str | None = None) -> Any:
         """The group of these positions. The parent class asks for all groups along an axis, also those without this
         rank."""
-        return self._groups[tuple(self._ranks[position] for position in sorted(set(ranks_in_group)))]
+        ranks = tuple(self._ranks[position] for position in sorted(set(ranks_in_group)))
+        return self._groups[self._instead.get(ranks, ranks)]
 
     def destroy_mesh_process_groups(self) -> None:
         """Destroy this replica's groups. (The parent class destroys the groups that it has made.)"""
@@ -107,15 +127,16 @@ class ReplicaMesh(ProcessGroupMesh):
 
 
 @contextmanager
-def replica_mesh(replica: Sequence[Sequence[int]], dp_outside: bool, groups: Groups) -> Iterator[None]:
-    """Let hybrid-parallel plugins that are constructed inside see only this rank's replica.
+def replica_mesh(replica: Sequence[Sequence[Ranks]], group: int, dp_outside: bool, groups: Groups) -> Iterator[None]:
+    """Let hybrid-parallel plugins that are constructed inside see only this rank's pipeline.
 
     Args:
-        replica: the replica's ranks by stage and place in the tensor-parallel group.
+        replica: the replica's ranks by stage, tensor-parallel group of the stage, and place in that group.
+        group: number of this rank's group in its stage.
         dp_outside: the plugin's argument. With one replica in a mesh, the order of its first two axes does not matter.
         groups: see :func:`make_replica_groups`.
     """
-    ranks = [rank for stage in replica for rank in stage]
+    ranks = [rank for stage in lane(replica, group) for rank in stage]
     position = ranks.index(dist.get_rank())
 
     def seen(module: ModuleType) -> Any:
@@ -130,7 +151,9 @@ def replica_mesh(replica: Sequence[Sequence[int]], dp_outside: bool, groups: Gro
     mesh: Any = hybrid_parallel_plugin.ProcessGroupMesh
     for module in named:
         module.dist = seen(module.dist)
-    hybrid_parallel_plugin.ProcessGroupMesh = partial(ReplicaMesh, ranks=ranks, groups=groups)
+    hybrid_parallel_plugin.ProcessGroupMesh = partial(
+        ReplicaMesh, ranks=ranks, groups=groups, instead=stand_ins(replica)
+    )
     try:
         yield
     finally:

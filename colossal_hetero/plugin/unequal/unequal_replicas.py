@@ -18,13 +18,13 @@ from ...data_parallel.loader import HeteroDataLoader
 from ...planner.plans.plan import Plan, Replica
 from ..part import PluginPart, TrainingObjects
 from ..wide_stages.micro_batch_shares import MicroBatchShares
-from ..wide_stages.sample_ranges import lane, place_of
+from ..wide_stages.sample_ranges import place_of
 from ..wide_stages.wide_messages import WideMessages
 from .replica_batches import ReplicaBatches
 from .replica_mesh import make_replica_groups, replica_mesh
 from .replica_optimizers import replica_optimizers
 
-__all__ = ["UnequalReplicas", "check_arguments", "special_form", "why_not_unequal"]
+__all__ = ["UnequalReplicas", "check_arguments", "why_layer_sums", "why_not_unequal"]
 
 BUCKET_MIB = 8
 """Gradients of a sum, if the plugin is not told ``ddp_bucket_cap_mb``. On a CPU, memory for larger ones would come from
@@ -33,7 +33,7 @@ the system at each iteration, which takes as long as the copy into it."""
 MakeGroup = Callable[[tuple[int, ...]], Any]
 
 
-def special_form(plan: Plan) -> tuple[str, str]:
+def why_layer_sums(plan: Plan) -> tuple[str, str]:
     """What in ``plan`` is summed layer by layer, and another choice, both in words."""
     if plan.has_wide_stages:
         return "the plan has stages of several tensor-parallel groups", "choose a plan without widths"
@@ -50,7 +50,7 @@ def check_arguments(plan: Plan, arguments: Mapping[str, Any], with_batches: bool
     """
     reason = why_not_unequal(arguments, with_batches)
     if reason is not None:
-        form, remedy = special_form(plan)
+        form, remedy = why_layer_sums(plan)
         raise ValueError(f"{form}, and then {reason}, or {remedy}")
 
 
@@ -135,7 +135,7 @@ class UnequalReplicas(PluginPart):
 
     def mesh(self, dp_outside: bool) -> AbstractContextManager[None]:
         """A context in which Colossal-AI's plugin is constructed."""
-        return replica_mesh(lane(self._own, self.place.group), dp_outside, self._groups)
+        return replica_mesh(self._own, self.place.group, dp_outside, self._groups)
 
     def connect(self, schedule: Any) -> None:
         """Let Colossal-AI's ``schedule`` send messages between stages of different widths, if the replica has any.
@@ -177,7 +177,7 @@ class UnequalReplicas(PluginPart):
             ValueError: the optimizer cannot be sharded, or the batches of the loader do not fit this rank's replica.
         """
         if plugin.zero_stage and type(objects.optimizer) in {*optim2DistOptim, *optim2DistOptim.values()}:
-            form, _ = special_form(self.plan)
+            form, _ = why_layer_sums(self.plan)
             raise ValueError(
                 f"{form}, and then {type(objects.optimizer).__name__} cannot be sharded by ZeRO, because it combines "
                 "the shards of a group in which all ranks hold the same layers; use zero_stage=0, or an optimizer that "
@@ -195,7 +195,7 @@ class UnequalReplicas(PluginPart):
         """
         axis = getattr(objects.model.unwrap(), "batch_size_dim", 0)
         if self.plan.has_wide_stages and axis != 0:
-            form, remedy = special_form(self.plan)
+            form, remedy = why_layer_sums(self.plan)
             raise ValueError(
                 f"{form}, which divide samples in the first dimension of tensors, but "
                 f"{type(objects.model.unwrap()).__name__} has them in dimension {axis}; {remedy}"
