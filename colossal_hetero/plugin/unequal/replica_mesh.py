@@ -21,7 +21,7 @@ from colossalai.cluster import ProcessGroupMesh, process_group_mesh
 from ...module_proxy import ModuleProxy
 from ..wide_stages.sample_ranges import lane
 
-__all__ = ["ReplicaMesh", "make_replica_groups", "replica_mesh"]
+__all__ = ["ReplicaMesh", "groups_for_messages", "make_replica_groups", "replica_mesh"]
 
 Ranks = tuple[int, ...]
 Groups = Mapping[Ranks, dist.ProcessGroup]
@@ -40,10 +40,19 @@ def groups_of(replica: Sequence[Sequence[Ranks]]) -> list[Ranks]:
     for column in zip(*pipeline, strict=True):
         groups += _along_the_pipeline(column)
     groups.append(tuple(rank for stage in pipeline for rank in stage))
-    for columns in zip(*(zip(*stage, strict=True) for stage in replica), strict=True):
-        groups.append(columns[-1])  # the loss and the outputs
-        groups.append(tuple(rank for column in columns for rank in column))  # messages between stages
-    return groups
+    groups += [tuple(column) for column in zip(*replica[-1], strict=True)]  # the loss and the outputs
+    return groups + groups_for_messages(replica)
+
+
+def groups_for_messages(replica: Sequence[Sequence[Ranks]]) -> list[Ranks]:
+    """The groups over which stages send to each other: by place in the tensor-parallel groups, all ranks there.
+
+    [Note: no sums beside messages] Gradients are not summed over these groups. A last stage starts sums before it sends
+    its last gradients back. With NCCL, what a group does is in one order on each rank, so the stage before would wait
+    for the gradients, and they for its sums.
+    """
+    places = range(len(replica[0][0]))
+    return [tuple(group[place] for stage in replica for group in stage) for place in places]
 
 
 def _along_the_pipeline(column: Ranks) -> list[Ranks]:
@@ -60,8 +69,7 @@ def stand_ins(replica: Sequence[Sequence[Ranks]]) -> dict[Ranks, Ranks]:
     made = set(groups_of(replica))
     found: dict[Ranks, Ranks] = {}
     for number in range(1, max(map(len, replica))):
-        for place, column in enumerate(zip(*lane(replica, number), strict=True)):
-            instead = tuple(group[place] for stage in replica for group in stage)
+        for column, instead in zip(zip(*lane(replica, number), strict=True), groups_for_messages(replica), strict=True):
             found.update((ranks, instead) for ranks in _along_the_pipeline(column) if ranks not in made)
     return found
 
@@ -91,11 +99,14 @@ class ReplicaMesh(ProcessGroupMesh):
         ranks: the global rank at each position; positions are numbered as in ``numpy.ravel_multi_index``.
         groups: see :func:`make_replica_groups`.
         instead: see :func:`stand_ins`.
+        sums: further groups, which are destroyed together with these.
     """
 
-    def __init__(self, *size: int, ranks: Sequence[int], groups: Groups, instead: Mapping[Ranks, Ranks]) -> None:
+    def __init__(
+        self, *size: int, ranks: Sequence[int], groups: Groups, instead: Mapping[Ranks, Ranks], sums: Groups
+    ) -> None:
         super().__init__(*size)
-        self._ranks, self._groups, self._instead = tuple(ranks), groups, instead
+        self._ranks, self._groups, self._instead, self._sums = tuple(ranks), groups, instead, sums
 
     @property
     def rank(self) -> int:
@@ -122,12 +133,16 @@ class ReplicaMesh(ProcessGroupMesh):
 
     def destroy_mesh_process_groups(self) -> None:
         """Destroy this replica's groups. (The parent class destroys the groups that it has made.)"""
-        self._ranks_to_group = {ranks: group for ranks, group in self._groups.items() if self.rank in ranks}
+        every = [*self._groups.items(), *self._sums.items()]
+        # The parent class reads the values. Groups that it meets again are destroyed already.
+        self._ranks_to_group = {(n,): group for n, (ranks, group) in enumerate(every) if self.rank in ranks}
         super().destroy_mesh_process_groups()
 
 
 @contextmanager
-def replica_mesh(replica: Sequence[Sequence[Ranks]], group: int, dp_outside: bool, groups: Groups) -> Iterator[None]:
+def replica_mesh(
+    replica: Sequence[Sequence[Ranks]], group: int, dp_outside: bool, groups: Groups, sums: Groups
+) -> Iterator[None]:
     """Let hybrid-parallel plugins that are constructed inside see only this rank's pipeline.
 
     Args:
@@ -135,6 +150,7 @@ def replica_mesh(replica: Sequence[Sequence[Ranks]], group: int, dp_outside: boo
         group: number of this rank's group in its stage.
         dp_outside: the plugin's argument. With one replica in a mesh, the order of its first two axes does not matter.
         groups: see :func:`make_replica_groups`.
+        sums: groups of ranks that hold the same layers.
     """
     ranks = [rank for stage in lane(replica, group) for rank in stage]
     position = ranks.index(dist.get_rank())
@@ -152,7 +168,7 @@ def replica_mesh(replica: Sequence[Sequence[Ranks]], group: int, dp_outside: boo
     for module in named:
         module.dist = seen(module.dist)
     hybrid_parallel_plugin.ProcessGroupMesh = partial(
-        ReplicaMesh, ranks=ranks, groups=groups, instead=stand_ins(replica)
+        ReplicaMesh, ranks=ranks, groups=groups, instead=stand_ins(replica), sums=sums
     )
     try:
         yield

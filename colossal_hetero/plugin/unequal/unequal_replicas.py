@@ -21,7 +21,7 @@ from ..wide_stages.micro_batch_shares import MicroBatchShares
 from ..wide_stages.sample_ranges import place_of
 from ..wide_stages.wide_messages import WideMessages
 from .replica_batches import ReplicaBatches
-from .replica_mesh import make_replica_groups, replica_mesh
+from .replica_mesh import groups_for_messages, make_replica_groups, replica_mesh
 from .replica_optimizers import replica_optimizers
 
 __all__ = ["UnequalReplicas", "check_arguments", "why_layer_sums", "why_not_unequal"]
@@ -100,6 +100,9 @@ class UnequalReplicas(PluginPart):
         self._places = {rank: place for place, rank in enumerate(in_plan)}
         replicas = [[plan.groups(stage) for stage in replica.stages] for replica in plan.replicas]
         self._groups = make_replica_groups(replicas, make_group)
+        # See [Note: no sums beside messages].
+        for_messages = {ranks for replica in replicas for ranks in groups_for_messages(replica) if len(ranks) > 1}
+        self._sums = {ranks: group for ranks, group in self._groups.items() if ranks not in for_messages}
         self._batches = ReplicaBatches(plan, self.index)
         self._own = replicas[self.index]
         self.place = place_of(self._own, rank)
@@ -135,7 +138,7 @@ class UnequalReplicas(PluginPart):
 
     def mesh(self, dp_outside: bool) -> AbstractContextManager[None]:
         """A context in which Colossal-AI's plugin is constructed."""
-        return replica_mesh(self._own, self.place.group, dp_outside, self._groups)
+        return replica_mesh(self._own, self.place.group, dp_outside, self._groups, self._sums)
 
     def connect(self, schedule: Any) -> None:
         """Let Colossal-AI's ``schedule`` send messages between stages of different widths, if the replica has any.
@@ -163,10 +166,10 @@ class UnequalReplicas(PluginPart):
 
     def _find_groups(self, wanted: Iterable[tuple[int, ...]]) -> Mapping[tuple[int, ...], Any]:
         for ranks in wanted:
-            if ranks not in self._groups:
+            if ranks not in self._sums:
                 # Sums are in the order of the plan, so that they are the same whichever rank computes what.
-                self._groups[ranks] = self._make_group(tuple(sorted(ranks, key=self._places.__getitem__)))
-        return self._groups
+                self._sums[ranks] = self._make_group(tuple(sorted(ranks, key=self._places.__getitem__)))
+        return self._sums
 
     # A training step ----------------------------------------------------------------------------------------------
 

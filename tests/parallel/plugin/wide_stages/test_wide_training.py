@@ -23,7 +23,7 @@ from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfi
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.slots.search_space import WHOLE
 from tests.parallel.plugin.hybrid.test_recomputation import compare
-from tests.parallel.plugin.unequal.test_unequal_replicas import exact_zero
+from tests.parallel.plugin.unequal.test_unequal_replicas import exact_zero, gpt2, samples
 from tests.parallel.plugin.unequal.test_unequal_training import NumberedImages, images, of_world, vit
 from tests.parallel.plugin.wide_stages.test_wide_stages import PLANS, wide
 from tests.support.harness import run_ranks
@@ -159,6 +159,29 @@ def test_every_sample_crosses_a_cut_once_each_way() -> None:
     sample = 5 * 36  # tokens and their width
     assert sum(sent for sent, _ in results) == 2 * 2 * PLANS["2-3"].global_batch * sample
     assert all(shapes > 0 for _, shapes in results)
+
+
+def groups_of_messages_and_sums(plan: Plan) -> tuple[bool, bool]:
+    """Whether this rank sends messages, and whether over a group over which gradients are summed."""
+    used: set[Any] = set()
+
+    def recorded(operations: list[dist.P2POp]) -> Any:
+        used.update(each.group for each in operations)
+        return start(operations)
+
+    start = p2p.dist.batch_isend_irecv
+    with patch.object(p2p, "dist", ModuleProxy(p2p.dist, batch_isend_irecv=recorded)):
+        run = boost(plugin_for(plan, planning=PlanConfig(layer_sums=True)), gpt2(), sgd)
+        batch = samples("gpt2", 0, plan.global_batch, torch.float32)
+        run.booster.execute_pipeline(iter([batch]), run.model, lambda outputs, _: outputs["loss"], run.optimizer)
+    summed = {bucket.group for bucket in run.model.gradients.sums.buckets if bucket.is_shared}
+    assert summed  # the embedding is tied
+    return bool(used), bool(used & summed)
+
+
+@pytest.mark.parametrize("plan", [PLANS["2-1"], make_plan([[[0], [1]]], [1, 3], 2, 2)])
+def test_gradients_are_not_summed_over_groups_of_messages(plan: Plan) -> None:
+    assert run_ranks(plan.world_size, groups_of_messages_and_sums, plan) == [(True, False)] * plan.world_size
 
 
 # Evaluation -------------------------------------------------------------------------------------------------------
