@@ -16,11 +16,11 @@ from colossal_hetero.planner.bounds.gap_goal import Effort
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.prices.pareto_front import pareto_front
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import RUNNABLE, SIMPLE
+from colossal_hetero.planner.slots.search_space import DEFAULT, SIMPLE
 
 PRICES = {"A100-80": 2.2, "H800": 4.5, "H20": 1.6}
 """Dollars per hour and device."""
-SPACES = {"default": SIMPLE, "runnable": RUNNABLE}
+SPACES = {"simple": SIMPLE, "default": DEFAULT}
 
 
 def priced(topology: Topology) -> Topology:

@@ -1,8 +1,8 @@
 """The parts of the time of default plans: passes, transfers between stages and sums of gradients, in two models.
 
-Each cell is "transfers + sums" in seconds of an iteration. "Ours" is the closed form. "With limit" gives a lone message
-what one GPU was measured to send (``lone_messages.py``). "Slow inside" also gives links inside a node the bandwidth of
-one GPU between nodes, as Sailor's simulator does. Devices are chosen again for each column.
+Each cell is "transfers + sums" in seconds of an iteration. "Ours" is the closed form. "Slow inside" gives links
+inside a node the bandwidth of one GPU between nodes, as Sailor's simulator does. Devices are chosen again for each
+column.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.planner.lone_messages import default_plan, limited
 from benchmarks.planner.peers import print_markdown
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, published_cases, read_published
 from benchmarks.planner.sailor_peers.inputs import prepare_copy
@@ -23,6 +22,7 @@ from colossal_hetero.planner.layout_line.plan_layout import PlanLayout, layout_o
 from colossal_hetero.planner.layout_line.read_layout import read_layout
 from colossal_hetero.planner.layout_line.write_layout import write_layout
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
+from colossal_hetero.planner.search.make_plans import make_plans
 
 NO_TIME = 1e18
 """Bytes per second of links without which only passes and updates are left."""
@@ -61,12 +61,12 @@ def main() -> None:
         if arguments.sailor:
             copy = prepare_copy(arguments.sailor, Path(folder), published.profiles, published.channels, MICRO_BATCHES)
         for cluster, topology, profile in published_cases(arguments.data):
-            plan = default_plan(topology, profile, arguments.global_batch)
+            batch = {"global_batch": arguments.global_batch, "micro_batches": MICRO_BATCHES}
+            plan = make_plans(topology, profile, keep=1, **batch)[0].plan
             layout = read_layout(write_layout(layout_of(plan)))
-            limit = limited(topology, published.channels)
             passes, _ = parts(without_communication(topology), profile, layout, arguments.global_batch)
             cells = []
-            for machines in (topology, limit, slow_inside(limit)):
+            for machines in (topology, slow_inside(topology)):
                 pipeline, sums = parts(machines, profile, layout, arguments.global_batch)
                 cells.append(f"{pipeline - passes:.2f} + {sums:.2f}")
             sailor = load_sailor(copy, profile)
@@ -76,7 +76,7 @@ def main() -> None:
                 rest = told.seconds - told.transfer_seconds - told.sum_seconds
                 cells[-2:] = [f"{told.transfer_seconds:.2f} + {told.sum_seconds:.2f}", f"{rest:.2f}"]
             rows.append([cluster, profile.name, f"{passes:.2f}", cells[-1], *cells[:-1]])
-    names = ["cluster", "model", "passes: ours", "Sailor", "ours", "with limit", "and slow inside", "Sailor"]
+    names = ["cluster", "model", "passes: ours", "Sailor", "ours", "slow inside", "Sailor"]
     print_markdown("Transfers + sums of gradients of default plans, in seconds", names, rows)
 
 

@@ -7,7 +7,7 @@ the stage's measured time / planned time, and the layers are divided again. Stag
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -188,15 +188,16 @@ def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | Non
     whole = [_costs_of_mean(stage, plan.blocks) for stage in placed]
     if profile is not None and profile.blocks == plan.blocks:
         try:
-            shards = len(plan.replicas) if plan.zero_stage else 1
+            replicas = len(plan.replicas) if plan.zero_stage else 0
             whole = [
                 stage_costs(
                     profile,
                     stage.device,
                     tensor_parallel=plan.tensor_parallel,
                     micro_batch=plan.micro_batch,
+                    width=stage.width,
                     recompute=stage.recompute,
-                    zero_shards=shards,
+                    zero_shards=max(replicas * stage.width, 1),
                 )
                 for stage in placed
             ]
@@ -212,7 +213,8 @@ def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | Non
         )
         for each, stage, costs, seconds in zip(slowest, placed, whole, schedule, strict=True)
     )
-    return Pipeline(slots, _channels(replica, whole[0].output_bytes), replica.micro_batches), basis
+    outputs = [costs.output_bytes for costs in whole]
+    return Pipeline(slots, _channels(replica, outputs), replica.micro_batches), basis
 
 
 def _costs_of_mean(stage: StagePlan, blocks: int) -> LayerCosts:
@@ -253,13 +255,18 @@ def _scaled(costs: LayerCosts, stage: StagePlan, measured: PassSeconds, schedule
     )
 
 
-def _channels(replica: Replica, output_bytes: NDArray[np.float64]) -> tuple[tuple[Channel, ...], ...]:
-    """Channels between stages. Neighbors have the planned speed, whatever the size of the planned message was."""
+def _channels(replica: Replica, output_bytes: Sequence[NDArray[np.float64]]) -> tuple[tuple[Channel, ...], ...]:
+    """Channels between stages. Neighbors have the planned speed, whatever the size of the planned message was.
+
+    Args:
+        replica: the present one.
+        output_bytes: by stage, what one of its groups sends behind each block, ``[blocks]``.
+    """
     count = len(replica.stages)
     hops = replica.hop_seconds
     rows = []
     for sender in range(count):
         seconds = hops[sender] if sender + 1 < count else 0.0
-        size = float(output_bytes[replica.stages[sender].blocks[1] - 1])
+        size = float(output_bytes[sender][replica.stages[sender].blocks[1] - 1])
         rows.append((Channel("as planned", size / seconds if seconds > 0 else np.inf),) * count)
     return tuple(rows)

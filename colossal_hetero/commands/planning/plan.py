@@ -126,7 +126,7 @@ GROUPS = {
     "--widths",
     type=Numbers(),
     help="Numbers of tensor-parallel groups of a stage that may divide the samples of a micro-batch, such as 1,2,4; "
-    "default: 1. Others cannot be run yet.",
+    "default: 1.",
 )
 @click.option(
     "--recompute",

@@ -157,6 +157,7 @@ class NodeFields(FilePart):
     devices: Annotated[tuple[_Devices, ...], Field(min_length=1)]
     inside: _Inside | None = None
     nics: tuple[_Network, ...] = ()
+    """Network cards. Several may be of one kind: a message uses one of them, and messages share all of them."""
     dollars_per_hour: Dollars | None = None
     """Price of a whole node."""
     preemptions_per_hour: Annotated[float, Field(ge=0, le=3600)] | None = None
@@ -172,14 +173,6 @@ class NodeFields(FilePart):
                 "takes on average until there is another one; give both or neither"
             )
         return self
-
-    @field_validator("nics")
-    @classmethod
-    def _different(cls, nics: tuple[_Network, ...]) -> tuple[_Network, ...]:
-        twice = _twice(nic.kind for nic in nics)
-        if twice is not None:
-            raise ValueError(f"{twice} is given twice; give each kind of NIC once")
-        return nics
 
     def names(self, cluster: str) -> list[str]:
         """Names of the nodes; without a name of their own they have the name of their cluster."""

@@ -94,7 +94,10 @@ class StagePlan(FilePart):
     """Whether only the inputs of blocks are kept until the backward pass, which runs the forward pass again. Files
     leave out False."""
     node: str
-    """Name of the node that the group is in."""
+    """Name of the node that the group is in; of a stage with a width, its first group."""
+    group_nodes: tuple[str, ...] = ()
+    """Names of the nodes of its groups, one each, if they are in several nodes. If all are in ``node``, it is empty,
+    and files leave it out."""
     forward_seconds: Seconds
     """Per micro-batch."""
     backward_seconds: Seconds
@@ -133,7 +136,21 @@ class StagePlan(FilePart):
     def _one_of_both(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = write(self)
         content.pop("blocks" if self.chunks else "chunks", None)
-        return without_defaults(self, content, ("tensor_parallel", "width", "recompute"))
+        return without_defaults(self, content, ("tensor_parallel", "width", "recompute", "group_nodes"))
+
+    @model_validator(mode="after")
+    def _a_node_of_each_group(self) -> StagePlan:
+        if self.group_nodes and len(self.group_nodes) != self.width:
+            raise ValueError(
+                f"group_nodes has {count(len(self.group_nodes), 'name')} ({', '.join(self.group_nodes)}), but "
+                f"width={self.width}; name the node of each group, or leave group_nodes out if all are in {self.node}"
+            )
+        return self
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the nodes of its groups, one each."""
+        return self.group_nodes or (self.node,) * self.width
 
     @property
     def block_ranges(self) -> tuple[tuple[int, int], ...]:
@@ -401,6 +418,11 @@ class Plan(FilePart):
             (replica.micro_batches, tuple(stage.block_ranges for stage in replica.stages)) for replica in self.replicas
         }
         return len(shapes) == 1
+
+    @property
+    def has_wide_stages(self) -> bool:
+        """Whether a stage has several tensor-parallel groups, which divide the samples of each micro-batch."""
+        return any(stage.width > 1 for replica in self.replicas for stage in replica.stages)
 
     @property
     def rank_order(self) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -24,7 +24,7 @@ import csv
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -45,6 +45,8 @@ __all__ = [
 ]
 
 SOURCE = "timed by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich)"
+FILLED = 1.05
+"""A single GPU fills the network card of its node if all its GPUs together send at most so many times as fast."""
 STATE_FACTOR = 6.0
 """24 bytes of state per parameter, as Sailor counts for Megatron-DeepSpeed: parameters, gradients, their sum over
 micro-batches, the optimizer's copy of the parameters and two moments, in single precision."""
@@ -206,8 +208,9 @@ def import_bandwidths(folder: Path | str) -> dict[str, GpuChannels]:
 def make_topology(channels: Mapping[str, GpuChannels], nodes: Sequence[tuple[str, int, int]]) -> Topology:
     """A topology of nodes in one network, with the measured bandwidths.
 
-    A node's NIC has the bandwidth that was measured for as many sending GPUs as the node has. All its devices reach
-    each other at the lowest bandwidth measured inside a node, although some pairs have more.
+    A node's NICs together have the bandwidth that was measured for as many sending GPUs as the node has, and none has
+    more than that of a single sending GPU, so that a message that is alone does not get more than was measured. All its
+    devices reach each other at the lowest bandwidth measured inside a node, although some pairs have more.
 
     Args:
         channels: Bandwidths by kind of GPU.
@@ -224,12 +227,26 @@ def make_topology(channels: Mapping[str, GpuChannels], nodes: Sequence[tuple[str
             raise ValueError(f"no measured bandwidths of {kind}; known kinds are {known}")
         inside = min(channels[kind].inside.values(), key=lambda channel: channel.bytes_per_second)
         between = channels[kind].between
-        nic = between[max((each for each in between if each <= size), default=min(between))]
+        together = between[max((each for each in between if each <= size), default=min(between))]
+        nics = _network_cards(between[min(between)], together, size)
         for number in range(count):
             ranks = tuple(range(len(devices), len(devices) + size))
             devices += [Device(GPUS[kind], len(made), 0) for _ in ranks]
-            made.append(Node(f"{kind}-{number}".lower(), 0, ranks, inside, (nic,)))
+            made.append(Node(f"{kind}-{number}".lower(), 0, ranks, inside, nics))
     return Topology(tuple(devices), tuple(made), ("measured",))
+
+
+def _network_cards(one: Channel, together: Channel, gpus: int) -> tuple[Channel, ...]:
+    """The NICs of a node: the first has the bandwidth of one sending GPU, and all have that of all GPUs together."""
+    if together.bytes_per_second <= FILLED * one.bytes_per_second:
+        return (together,)
+    rest = gpus - 1
+    curve = together.curve
+    if together.curve and one.curve:
+        a, b, c = ((total - each) / rest for total, each in zip(together.curve, one.curve, strict=True))
+        curve = (a, b, c)
+    left = (together.bytes_per_second - one.bytes_per_second) / rest
+    return (one, *(replace(together, bytes_per_second=left, curve=curve),) * rest)
 
 
 def profile_part(

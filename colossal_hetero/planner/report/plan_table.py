@@ -18,7 +18,7 @@ from ..layout_line.write_layout import form_in_words, joined_ranges, write_layou
 from ..plans.plan import Plan, Replica, StagePlan
 from ..plans.prediction_error import CERTAIN
 from ..plans.ranked_plan import RankedPlan
-from ..plans.runnable import why_other_groups
+from ..plans.runnable import why_other_degrees
 
 __all__ = [
     "ReplicaGroup",
@@ -157,7 +157,7 @@ def rows(plan: Plan) -> list[Row]:
                     micro_batches=group.first.micro_batches,
                     stages=tuple(numbers),
                     device=f"{members[0].device}{special_form(members[0])}",
-                    nodes=tuple(dict.fromkeys(stage.node for stage in every)),
+                    nodes=tuple(dict.fromkeys(node for stage in every for node in stage.nodes)),
                     ranks=tuple(sorted(rank for stage in every for rank in stage.ranks)),
                     block_ranges=joined_ranges([stage.block_ranges for stage in members]),
                     memory_bytes=(min(memory), max(memory)),
@@ -309,7 +309,7 @@ def _totals(plan: Plan) -> list[str]:
 
 def _mark(plan: Plan) -> str:
     """What is written behind a plan that cannot be run yet."""
-    return "" if why_other_groups(plan) is None else " (cannot be run yet)"
+    return "" if why_other_degrees(plan) is None else " (cannot be run yet)"
 
 
 def _ranking(ranked: Sequence[RankedPlan]) -> Table:

@@ -201,7 +201,7 @@ def make_plans(
                 drafts = sorted([*drafts, *found], key=ranked_by)
         if prefer_simple and simple and ranked_by(simple[0]) <= MIN_WIDER_GAIN * ranked_by(drafts[0]):
             drafts = [simple[0], *(draft for draft in drafts if draft is not simple[0])]
-        drafts = drafts[:keep]
+        drafts = _different(drafts)[:keep]
     chunked: list[RankedPlan] = []
     if set(schedules) != {"1f1b"}:
         with_chunks = [each for each in schedules if each != "1f1b"]
@@ -247,6 +247,15 @@ def make_plans(
         RankedPlan(plan.model_copy(update=changes | {"relative_error": prediction_error(plan, profile) or None}), why)
         for plan, why in zip(plans, (each.reason for each in ranked), strict=True)
     ]
+
+
+def _different(drafts: Sequence[Draft]) -> list[Draft]:
+    """One of each that differ only by which devices of a kind they use; pools of several searches can have them all."""
+    kept: dict[object, Draft] = {}
+    for draft in drafts:
+        look = draft.seconds, draft.pool.pipelines is None, tuple(cut.bounds for cut in draft.splits)
+        kept.setdefault((*look, tuple(draft.micro_batches)), draft)
+    return list(kept.values())
 
 
 def _has_uniform_stages(plan: Plan) -> bool:

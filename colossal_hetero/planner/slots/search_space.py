@@ -11,7 +11,7 @@ __all__ = ["DEFAULT", "RUNNABLE", "SIMPLE", "WHOLE", "SearchSpace"]
 class SearchSpace:
     """What a search may choose for each stage, beside its devices and its blocks.
 
-    Plans that use ``mixed_degrees`` or ``widths`` cannot be run yet; see
+    Plans that use ``mixed_degrees`` cannot be run yet; see
     :func:`~colossal_hetero.planner.plans.runnable.why_not_runnable`.
 
     Raises:
@@ -47,7 +47,7 @@ SIMPLE = SearchSpace()
 """Stages of one form, in ZeRO stage 0, without recomputation."""
 DEFAULT = SearchSpace(recompute=True, zero_stages=(0, 1))
 """Stages of one form: the plugin runs all of these plans, and good lower bounds are known."""
-RUNNABLE = SearchSpace(recompute=True, zero_stages=(0, 1))
-"""Everything that the plugin runs."""
+RUNNABLE = SearchSpace(widths=(1, 2, 4, 8), recompute=True, zero_stages=(0, 1))
+"""Everything that the plugin runs, also stages of several groups."""
 WHOLE = SearchSpace(mixed_degrees=True, widths=(1, 2, 4, 8), recompute=True, zero_stages=(0, 1))
 """Everything that plans can say."""

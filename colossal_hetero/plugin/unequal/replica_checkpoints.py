@@ -1,4 +1,4 @@
-"""Colossal-AI's checkpoints of replicas that are not alike: one replica writes, and each loads the whole."""
+"""Colossal-AI's checkpoints where several ranks hold a layer: one of them writes it, and each loads the whole."""
 
 from __future__ import annotations
 
@@ -16,31 +16,34 @@ __all__ = ["ReplicaCheckpointIO"]
 
 
 class ReplicaCheckpointIO(HybridParallelCheckpointIO):
-    """``HybridParallelCheckpointIO`` for replicas that are not alike.
+    """``HybridParallelCheckpointIO`` for replicas that are not alike, and stages of several groups.
 
     With ZeRO, each parameter's optimizer state is divided among the ranks that hold this parameter.
 
     Args:
-        replica: number of this rank's replica; replica 0 writes.
+        writes: whether this rank's group writes: in replica 0, the first group of each stage.
         args: see ``HybridParallelCheckpointIO``.
     """
 
     use_zero: bool
     global_dp_size: int
 
-    def __init__(self, replica: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, writes: bool, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.dp_rank = replica
+        self._writes = writes
+        self.dp_rank = 0 if writes else 1  # what the parent class tells them by
 
     def save_sharded_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """See ``HybridParallelCheckpointIO.save_sharded_optimizer``."""
         with self._whole_states(optimizer):
-            super().save_sharded_optimizer(optimizer, *args, **kwargs)
+            if self._writes:
+                super().save_sharded_optimizer(optimizer, *args, **kwargs)
 
     def save_unsharded_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """See ``HybridParallelCheckpointIO.save_unsharded_optimizer``."""
         with self._whole_states(optimizer):
-            super().save_unsharded_optimizer(optimizer, *args, **kwargs)
+            if self._writes:
+                super().save_unsharded_optimizer(optimizer, *args, **kwargs)
 
     def load_states_into_optimizer(self, optimizer: Any, state_dict: Mapping[Any, Any], id_map: dict) -> None:
         """See ``HybridParallelCheckpointIO.load_states_into_optimizer``."""

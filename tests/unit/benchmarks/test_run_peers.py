@@ -10,12 +10,9 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.planner import run_peers
-from benchmarks.planner.lone_messages import limited
 from benchmarks.planner.peers import load_peer_plans
 from benchmarks.planner.published_clusters import Case
 from benchmarks.planner.run_peers import Found, choose, power_of_two, written
-from colossal_hetero.planner.cluster.topology import Channel
-from colossal_hetero.planner.published.sailor_tables import GpuChannels, make_topology
 
 CASE = Case("1 × 4 A", cast(Any, None), cast(Any, SimpleNamespace(name="OPT", layers=6, before=1, after=1)))
 
@@ -50,22 +47,6 @@ def test_the_file_is_read_back(tmp_path: Path) -> None:
     (each,) = load_peer_plans(tmp_path)
     assert (each.cluster, each.model, each.layout) == ("1 × 4 A", "OPT", "dp 1 × pp [A 0-3]")
     assert "[[missing]]" in text and 'note = "crashed"' in text and "own_prediction_seconds = 2" in text
-
-
-def test_a_lone_message_is_as_fast_as_one_gpu() -> None:
-    def curve(most: float) -> Channel:
-        return Channel("Ethernet", 1e9 * most, curve=(0.0, 0.0, most))
-
-    inside = {4: Channel("NVLink", 1e11)}
-    channels = {
-        "V100-16": GpuChannels(inside, {1: curve(2.0), 4: curve(5.0)}),
-        "RTX-3090": GpuChannels(inside, {1: curve(1.0), 4: curve(1.0)}),
-    }
-    topology = make_topology(channels, [("V100-16", 2, 4), ("RTX-3090", 1, 4)])
-    limit = limited(topology, channels)
-    assert topology.channel(0, 4).bytes_per_second == 5e9 and limit.channel(0, 4).bytes_per_second == 2e9
-    assert [nic.bytes_per_second for nic in limit.nodes[0].nics] == [2e9, 1e9, 1e9, 1e9]
-    assert limit.nodes[2].nics == topology.nodes[2].nics
 
 
 def test_nodes_are_left_out_for_a_power_of_two() -> None:

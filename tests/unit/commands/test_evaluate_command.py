@@ -16,7 +16,7 @@ from tests.support.paths import REPOSITORY
 
 CLUSTER = REPOSITORY / "examples/plans/clusters/a100-v100.toml"
 PROFILE = REPOSITORY / "examples/plans/opt-350-a100-v100.json"
-BEST = "tp 1, dp 4 x pp [2 x V100-16 0-9 | A100-40 10-23], micro-batch 1 x 32"
+BEST = "tp 1, dp 4 x pp [V100-16 0-4 | V100-16 5-8 | A100-40 9-23], micro-batch 1 x 32"
 OTHER = "dp 2 x pp [2 x A100-40 0-23], micro-batch 2 x 32"
 LARGE = "dp 4 x pp [V100-16 0-23], micro-batch 4 x 8"
 
@@ -27,7 +27,7 @@ def test_a_layout_is_priced_as_the_plan(tmp_path: Path) -> None:
     result = run("evaluate", BEST, CLUSTER, PROFILE, "--out", out, "--plot", picture)
     assert result.exit_code == 0, result.output
     assert f"predicted: an iteration of {plan.iteration_seconds:.3f} s" in result.output
-    assert "by event simulation: 4.687 s; the prediction above is +0.2% of it" in result.output
+    assert "by event simulation: 4.784 s; the prediction above is +0.0% of it" in result.output
     assert "memory: every stage fits; the fullest, on V100-16, uses 10.6 of 14.9 GiB (71%)" in result.output
     assert "price: unknown" in result.output and picture.stat().st_size > 1000
     written = load_plan(out)
@@ -65,11 +65,11 @@ def test_what_does_not_fit_is_said() -> None:
 
 
 def test_errors_show_the_line_and_the_place() -> None:
-    line = BEST.replace("10-23", "12-23")
+    line = BEST.replace("9-23", "12-23")
     result = run("evaluate", line, CLUSTER, PROFILE)
     assert result.exit_code == 2
     assert result.output.endswith(
-        f"Error: column 36: blocks 10 to 11 are in no stage; this one must start at 10\n  {line}\n  {' ' * 35}^\n"
+        f"Error: column 46: blocks 9 to 11 are in no stage; this one must start at 9\n  {line}\n  {' ' * 45}^\n"
     )
     assert "no such file" in failure("evaluate", "plan.json", CLUSTER, PROFILE)
     assert "how large a micro-batch is" in failure("evaluate", "[A100-40 0-23]", CLUSTER, PROFILE)
@@ -83,7 +83,7 @@ def test_plans_beside_each_other(tmp_path: Path) -> None:
     assert picture.stat().st_size > 1000
     words = " ".join(result.output.split())
     for part in (
-        "4.69",
+        "4.78",
         "too little",
         "4 × A100-40 + 8 × V100-16",
         "slower than 1",
@@ -106,5 +106,5 @@ def test_differences_name_what_differs(tmp_path: Path) -> None:
     found = dict(each.split(": ", 1) for each in differences(one, other))
     assert found["devices"] == "4 × A100-40 + 8 × V100-16 → 4 × A100-40"
     assert found["samples of a micro-batch"] == "1 → 2"
-    assert found["share of the blocks"] == "58% on A100-40, 42% on V100-16 → 100% on A100-40"
+    assert found["share of the blocks"] == "62% on A100-40, 38% on V100-16 → 100% on A100-40"
     assert not {"schedule", "ZeRO stage", "tensor-parallel degree"} & found.keys()

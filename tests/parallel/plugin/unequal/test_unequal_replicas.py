@@ -103,7 +103,7 @@ def train_replicas(
     else:
         plugin = HeteroHybridParallelPlugin(plan=plan, precision="fp32", **options)
     run = boost(plugin, MODELS[model]().to(dtype), lambda module: make_optimizer(module, kind))
-    counts = [replica.micro_batches * MICRO_BATCH for replica in plugin.plan.replicas]
+    counts = [replica.micro_batches * plan.micro_batch for replica in plugin.plan.replicas]
     index = plugin.replica()[0]
     start, stop = sum(counts[:index]), sum(counts[: index + 1])
     losses, norms = [], []
@@ -156,7 +156,7 @@ PLANS: dict[str, Plan] = {
 
 
 def check(
-    plan: str,
+    plan: str | Plan,
     model: str,
     kind: str = "sgd",
     dtype: torch.dtype = torch.float64,
@@ -164,19 +164,19 @@ def check(
     no_sync: bool = False,
     **options: Any,
 ) -> None:
-    chosen = PLANS[plan]
+    chosen = PLANS[plan] if isinstance(plan, str) else plan
     max_norm = options.get("max_norm", 0.0)
     losses, norms, expected = train_alone(model, chosen.global_batch * accumulation, kind, max_norm, dtype)
     results = run_ranks(chosen.world_size, train_replicas, chosen, model, kind, dtype, options, accumulation, no_sync)
     tolerance = dict(rtol=1e-9, atol=1e-9) if dtype == torch.float64 else dict(rtol=1e-5, atol=1e-5)
-    weights = [each.micro_batches * MICRO_BATCH / chosen.global_batch for each in chosen.replicas]
+    weights = [each.micro_batches * chosen.micro_batch / chosen.global_batch for each in chosen.replicas]
     # The first replica is the one with rank 0.
     order = sorted(range(len(weights)), key=lambda number: 0 not in sum(chosen.rank_order[number], ()))
     for step in range(STEPS):
         shares: dict[int, float] = {}
         for own, *_, index in results:
             if own[step] is not None:
-                shares[index] = own[step]
+                assert shares.setdefault(index, own[step]) == pytest.approx(own[step], rel=1e-6)
         found = sum(weights[order[index]] * share for index, share in shares.items())
         assert found == pytest.approx(losses[step], rel=1e-6)  # Colossal-AI's schedules sum losses in fp32
     copies: dict[str, Tensor] = {}

@@ -20,7 +20,7 @@ from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topo
 from colossal_hetero.planner.plans.runnable import NoPlanError
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.search.settings import slots_to_try
-from colossal_hetero.planner.slots.search_space import RUNNABLE, SIMPLE, SearchSpace
+from colossal_hetero.planner.slots.search_space import DEFAULT, SIMPLE, SearchSpace
 from tests.support.every_form import EveryForm
 from tests.support.every_plan import EveryPlan
 from tests.support.random_clusters import (
@@ -55,8 +55,8 @@ def test_no_plan_of_all_is_faster(seed: int) -> None:
 
 @pytest.mark.parametrize(
     "space",
-    [RUNNABLE, SearchSpace(recompute=True), SearchSpace(zero_stages=(0, 1)), SearchSpace(zero_stages=(1,))],
-    ids=["runnable", "recompute", "zero-0-1", "zero-1"],
+    [DEFAULT, SearchSpace(recompute=True), SearchSpace(zero_stages=(0, 1)), SearchSpace(zero_stages=(1,))],
+    ids=["default", "recompute", "zero-0-1", "zero-1"],
 )
 def test_no_plan_of_all_is_faster_in_wider_spaces(space: SearchSpace) -> None:
     """Of random problems in which memory is scarce."""

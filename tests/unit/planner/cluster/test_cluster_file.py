@@ -289,7 +289,6 @@ MISTAKES = {
     "unknown field": (("speed = 0.25", "sped = 0.25"), "devices[1].sped is not a field; did you mean speed?"),
     "unknown table": (("[[links]]", "[[link]]"), "link is not a field; did you mean links?"),
     "spelling of a network": (('"RoCE"', '"ROCE"'), "kind 'ROCE' is not known; did you mean RoCE?"),
-    "NICs twice": (('"RoCE"', '"Ethernet"'), "Ethernet is given twice"),
     "schema": (("schema = 1", "schema = 2"), "has schema 2, this version reads schema 1"),
     "no schema": (("schema = 1", ""), 'is not a cluster file: it has no "schema"'),
     "no inside": (('inside = { kind = "PCIe", gigabytes_per_second = 16, latency_microseconds = 5 }', ""), "no inside"),
@@ -342,3 +341,15 @@ def test_a_single_device_of_a_declared_kind_needs_no_inside() -> None:
         parse_cluster(text + 'devices = [{ kind = "A100-40" }, { kind = "T4" }]')
     slower = parse_cluster(text + 'devices = [{ kind = "RTX-3090" }, { kind = "T4" }]').nodes[0].inside
     assert slower == INSIDE["T4"]
+
+
+def test_a_node_may_have_several_cards_of_a_kind() -> None:
+    """A message uses one of them, and they are all shared."""
+    cards = '{ kind = "Ethernet", gigabits_per_second = 8 }, { kind = "Ethernet", gigabits_per_second = 40 }'
+    topology = parse_cluster(FILE.replace('{ kind = "Ethernet", gigabits_per_second = 10 }', cards))
+    assert [(nic.kind, nic.bytes_per_second) for nic in topology.nodes[0].nics] == [
+        ("RoCE", 12.5e9),
+        ("Ethernet", 5e9),
+        ("Ethernet", 1e9),
+    ]
+    assert parse_cluster(write_cluster(topology)) == topology

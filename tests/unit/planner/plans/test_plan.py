@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.plans.plan import Plan, Replica, StagePlan, load_plan, save_plan
-from colossal_hetero.planner.plans.runnable import why_not_runnable
+from colossal_hetero.planner.plans.runnable import why_not_runnable, why_unlike_stages
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from tests.support.changed_files import error_after, put
@@ -248,7 +248,7 @@ def test_files_do_not_mention_forms_that_they_do_not_use(tmp_path: Path) -> None
     save_plan(plan(), tmp_path / "plan.json")
     content = json.loads((tmp_path / "plan.json").read_text())
     assert "zero_stage" not in content
-    for name in ("tensor_parallel", "width", "recompute"):
+    for name in ("tensor_parallel", "width", "recompute", "group_nodes"):
         assert name not in content["replicas"][0]["stages"][0]
 
 
@@ -266,17 +266,30 @@ def test_forms_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
         plan(replica(first, stage(4, 6, (1,))), tensor_parallel=1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"ranks": (1, 2), "width": 2}, "stage 1 of replica 0 divides each micro-batch over 2 tensor-parallel groups"),
-        ({"ranks": (1, 2), "tensor_parallel": 2}, "stage 1 of replica 0 has tensor parallelism 2, and the plan 1"),
-    ],
-)
-def test_stages_of_other_forms_cannot_be_run(changes: dict[str, Any], message: str) -> None:
-    second = stage(4, 6, (1,)).model_copy(update=changes)
+def test_stages_of_other_degrees_cannot_be_run() -> None:
+    second = stage(4, 6, (1, 2)).model_copy(update={"tensor_parallel": 2})
     made = plan(replica(stage(0, 4, (0,)), second), tensor_parallel=1)
-    assert message in (why_not_runnable(made) or "")
+    message = why_not_runnable(made) or ""
+    assert "stage 1 of replica 0 has tensor parallelism 2, and the plan 1" in message
+    assert "plan without --mixed-degrees" in message
+
+
+def test_groups_may_be_in_several_nodes(tmp_path: Path) -> None:
+    here = stage(0, 6, (0, 1), width=2)
+    assert here.nodes == (here.node, here.node)
+    there = StagePlan.model_validate(here.model_dump() | {"group_nodes": ("a", "b")})
+    save_plan(plan(replica(there), tensor_parallel=1), tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json").replicas[0].stages[0].nodes == ("a", "b")
+    with pytest.raises(ValueError, match=r"group_nodes has 1 name \(a\), but width=2; name the node of each group"):
+        StagePlan.model_validate(here.model_dump() | {"group_nodes": ("a",)})
+
+
+def test_wide_stages_can_be_run() -> None:
+    second = stage(4, 6, (1, 2)).model_copy(update={"width": 2})
+    made = plan(replica(stage(0, 4, (0,)), second), tensor_parallel=1)
+    assert made.has_wide_stages and not plan().has_wide_stages
+    assert why_not_runnable(made) is None and why_not_runnable(made, 3) is None
+    assert why_unlike_stages(made) == "stage 1 of replica 0 divides each micro-batch over 2 tensor-parallel groups"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
+from colossal_hetero.planner.cluster.shared_hops import hop_channels
+from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, load_model_profile
 from colossal_hetero.planner.published.estimated_times import estimate_times
 from colossal_hetero.planner.published.sailor_tables import (
+    GpuChannels,
     import_bandwidths,
     import_gpu_profiles,
     make_topology,
@@ -129,7 +132,8 @@ def test_bandwidths_depend_on_the_size_of_a_message(tables: Path) -> None:
 def test_a_topology_has_the_bandwidths_of_whole_nodes(tables: Path) -> None:
     topology = make_topology(import_bandwidths(tables), [("GH-96", 2, 2)])
     assert [device.node for device in topology.devices] == [0, 0, 1, 1]
-    assert topology.channel(0, 3).seconds(1e6) == pytest.approx(1e6 / 4e9)
+    assert sum(nic.bandwidth(1e6) for nic in topology.nodes[0].nics) == pytest.approx(4e9)
+    assert topology.channel(0, 3).seconds(1e6) == pytest.approx(1e6 / 2e9)  # what one GPU sends
     assert topology.channel(0, 1).seconds(1e6) == pytest.approx(1e6 / 100e9)
     with pytest.raises(ValueError, match="no measured bandwidths of T4; known kinds are GH-96"):
         make_topology(import_bandwidths(tables), [("T4", 1, 1)])
@@ -223,6 +227,25 @@ def test_scaling_by_another_model_is_inaccurate() -> None:
     truth = block_seconds(neo, "V100-16")
     scaled = block_seconds(neo, "A100-40") * block_seconds(opt, "V100-16") / block_seconds(opt, "A100-40")
     assert scaled / truth < 0.7
+
+
+def test_a_message_that_is_alone_is_as_fast_as_one_gpu() -> None:
+    def curve(most: float) -> Channel:
+        return Channel("Ethernet", 1e9 * most, curve=(0.0, 0.0, most))
+
+    inside = {4: Channel("NVLink", 1e11)}
+    channels = {
+        "V100-16": GpuChannels(inside, {1: curve(2.0), 4: curve(5.0)}),
+        "RTX-3090": GpuChannels(inside, {1: curve(1.0), 4: curve(1.0)}),
+    }
+    topology = make_topology(channels, [("V100-16", 2, 4), ("RTX-3090", 1, 4)])
+    assert topology.channel(0, 4).bytes_per_second == 2e9
+    assert [nic.bytes_per_second for nic in topology.nodes[0].nics] == [2e9, 1e9, 1e9, 1e9]
+    assert [nic.bytes_per_second for nic in topology.nodes[2].nics] == [1e9]
+    # One pipeline that leaves the node gets what one GPU sends, three share what all send together.
+    for pipelines, share in ((1, 2e9), (3, 5e9 / 3)):
+        hops = hop_channels(topology, [[rank, rank + 4] for rank in range(pipelines)])
+        assert [hop.bytes_per_second for (hop,) in hops] == pytest.approx([share] * pipelines)
 
 
 @real

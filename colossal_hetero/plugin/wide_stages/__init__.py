@@ -1,0 +1,1 @@
+"""Stages of several tensor-parallel groups, which divide the samples of each micro-batch."""
