@@ -11,8 +11,12 @@ from ..planner.cluster.group_networks import Adapter
 from ..planner.cluster.topology import Topology
 from ..planner.profile.layer_profile import ModelProfile
 from ..planner.schedules.pass_order import Schedule
+from ..planner.slots.search_space import DEFAULT, RUNNABLE, SIMPLE
 
-__all__ = ["PlanConfig"]
+__all__ = ["SPACES", "PlanConfig"]
+
+SPACES = {"simple": SIMPLE, "default": DEFAULT, "runnable": RUNNABLE}
+"""By name, the search spaces whose plans the plugin runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,11 @@ class PlanConfig:
     """Replicas that ``plan="auto"`` should have, if memory allows it; a slower plan is taken for them. With two, every
     layer is held twice, so that elastic training goes on when a process is lost."""
 
+    search_space: str = "simple"
+    """Which plans ``plan="auto"`` may make: ``simple`` (ZeRO stage 0, no recomputation), ``default`` (also these, where
+    they gain 1 %) or ``runnable`` (also stages of several groups). ``zero_stage`` then follows from the plan. Elastic
+    training has simple plans only."""
+
     quick: bool = False
     """Whether ``plan="auto"`` is made by a shorter search. This saves up to two thirds of the time. The iterations of a
     few plans take longer: up to 2 % in 160 random clusters of 12 to 64 devices. Elastic training always plans so,
@@ -78,6 +87,13 @@ class PlanConfig:
         if self.global_batch_size is not None:
             _check_samples("global_batch_size", self.global_batch_size)
         _check_samples("min_replicas", self.min_replicas, "replicas")
+        if self.search_space not in SPACES:
+            raise ValueError(f"search_space={self.search_space!r}: valid are {', '.join(SPACES)}")
+        if self.search_space != "simple" and tuple(self.schedules) != ("1f1b",):
+            raise ValueError(
+                f"search_space={self.search_space!r} is for the schedule 1f1b only, not for "
+                f"{', '.join(self.schedules)}; leave one of them out"
+            )
         if self.micro_batch_sizes is not None:
             if not self.micro_batch_sizes:
                 raise ValueError("micro_batch_sizes is empty; give at least one size, or leave it out to try all")

@@ -47,6 +47,11 @@ def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
         )
     if arguments["pp_size"] is not None:
         raise ValueError(f"pp_size={arguments['pp_size']} is not possible in elastic training; leave it out")
+    if arguments["planning"].search_space != "simple":
+        raise ValueError(
+            f"search_space={arguments['planning'].search_space!r} is not possible in elastic training, which has plans "
+            "in ZeRO stage 0 without recomputation; leave it out"
+        )
     if arguments.get("zero_stage"):
         raise ValueError(
             f"zero_stage={arguments['zero_stage']} is not possible in elastic training, because a lost member would "

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
-from ...pipeline_parallel.config import PlanConfig
+from ...pipeline_parallel.config import SPACES, PlanConfig
 from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
 from ...planner.plans.plan import Plan, StagePlan, load_plan
@@ -177,6 +177,8 @@ def best_plan(
         method=planning.method,
         unequal=unequal and planning.unequal,
         all_devices=True,
+        space=SPACES[planning.search_space],
+        prefer_simple=True,
         effort=Effort(quick=planning.quick),
         keep=1 if planning.min_replicas == 1 else SEARCHED,
     )
