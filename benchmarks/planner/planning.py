@@ -26,8 +26,10 @@ from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.slots.device_groups import MemberKind, effective_power, find_grouping
 from colossal_hetero.planner.slots.placement import NodeLinks, SlotPool
+from colossal_hetero.planner.slots.search_space import DEFAULT, RUNNABLE, SIMPLE, WHOLE
 from colossal_hetero.planner.slots.tp_groups import slot_kinds
 
+SPACES = {"simple": SIMPLE, "default": DEFAULT, "runnable": RUNNABLE, "whole": WHOLE}
 NAMES = ("A100-80", "H800", "H20")
 CLUSTERS = {
     16: (8, 4, 4),
@@ -212,9 +214,12 @@ def main() -> None:
         "--scip-seconds", type=float, default=60.0, help="SCIP's time limit; 0: do not run it (default: 60)"
     )
     parser.add_argument("--scip-gpus", type=int, default=64, help="run SCIP up to this number of GPUs (default: 64)")
+    parser.add_argument(
+        "--spaces", nargs="*", default=list(SPACES), choices=list(SPACES), help="search spaces to time (default: all)"
+    )
     arguments = parser.parse_args()
     model = gpt()
-    plans, groupings = [], []
+    plans, groupings, by_space = [], [], []
     for gpus in arguments.gpus:
         topology = cluster(CLUSTERS[gpus])
         cells: list[object] = []
@@ -226,6 +231,17 @@ def main() -> None:
                 arguments.repeats,
             )
             cells += [seconds, found[0].plan.iteration_seconds]
+        timed = [
+            seconds_of(
+                lambda topology=topology, space=space: make_plans(
+                    topology, model, global_batch=arguments.global_batch, space=SPACES[space]
+                ),
+                arguments.repeats,
+            )
+            for space in arguments.spaces
+        ]
+        iterations = ", ".join(f"{found[0].plan.iteration_seconds:.3f}" for _, found in timed)
+        by_space.append((f"{gpus:,}", *(f"{seconds:.2f}" for seconds, _ in timed), iterations))
         uniform = make_plans(topology, model, global_batch=arguments.global_batch, method="uniform", unequal=False)
         autohet_seconds = autohet_iteration(topology, model, arguments.global_batch)
         plans.append((f"{gpus:,}", *cells, uniform[0].plan.iteration_seconds, autohet_seconds))
@@ -260,6 +276,11 @@ def main() -> None:
             '"equal": all pipelines are divided in the same way; "uniform": equal, with the same number of layers '
             'per stage; "AutoHet": Algorithm 1 with exact groups, micro-batches by speed.',
         ),
+    )
+    print_table(
+        "\nThe same in wider search spaces",
+        ("GPUs", *(f"{space}: planning [s]" for space in arguments.spaces), "iterations [s]"),
+        by_space,
     )
     print_table(
         f"\nEq. 3 alone, K = {arguments.micro_batches}, one GPU per stage",
