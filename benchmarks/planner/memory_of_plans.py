@@ -1,10 +1,10 @@
-"""Whether the planner's default plans fit in memory, counted independently, on eleven clusters.
+"""Whether the planner's simple plans fit in memory, counted independently, on eleven clusters.
 
-Memory is counted from the published table of layers as Sailor counts it: 24 bytes of state per parameter, the kept
-activations of ``min(K, S − s)`` micro-batches in stage s of S, and 3 GB for context, libraries and buffers. A plan
-without a pipeline has 4 bytes per parameter more, for the buckets of DistributedDataParallel. A plan exceeds memory if
-a stage needs more than its GPU has. As a control, plans are also made as before this was modeled: 16 bytes per
-parameter, no reserve, and nothing for what passes need for a moment.
+Simple plans have no recomputation and ZeRO stage 0. Memory is counted from the published table of layers as Sailor
+counts it: 24 bytes of state per parameter, the kept activations of ``min(K, S − s)`` micro-batches in stage s of S, and
+3 GB for context, libraries and buffers. A plan without a pipeline has 4 bytes per parameter more, for the buckets of
+DistributedDataParallel. A plan exceeds memory if a stage needs more than its GPU has. As a control, plans are also made
+as before this was modeled: 16 bytes per parameter, no reserve, and nothing for what passes need for a moment.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def excess_bytes(plan: Plan, profile: ModelProfile, layers: LayerBytes) -> float
     return max(excess)
 
 
-def default_plan(topology: Topology, profile: ModelProfile, global_batch: int) -> Plan | str:
+def simple_plan(topology: Topology, profile: ModelProfile, global_batch: int) -> Plan | str:
     try:
         return make_plans(topology, profile, global_batch=global_batch, micro_batches=MICRO_BATCHES, keep=1)[0].plan
     except ValueError as error:
@@ -80,7 +80,7 @@ def main() -> None:
         for which, (machines, model) in enumerate(
             ((topology.with_memory_reserve(0), as_before(profile)), (topology, profile))
         ):
-            plan = default_plan(machines, model, arguments.global_batch)
+            plan = simple_plan(machines, model, arguments.global_batch)
             if isinstance(plan, str):
                 cells += ["no plan", "-"]
                 continue
@@ -89,7 +89,7 @@ def main() -> None:
             cells += [f"{plan.iteration_seconds:.2f}", f"{excess / 1e9:+.1f}"]
         rows.append([cluster, profile.name, *cells])
     print_table(
-        f"Default plans for {arguments.global_batch} sequences: predicted seconds, and GB above the memory of a GPU",
+        f"Simple plans for {arguments.global_batch} sequences: predicted seconds, and GB above the memory of a GPU",
         ["cluster", "model", "before [s]", "above [GB]", "now [s]", "above [GB]"],
         rows,
     )

@@ -2,7 +2,7 @@
 
 Rows, for each cluster and model:
 
-- "this planner": the default plan, the best plan of what can be run, and the best of the whole space.
+- "this planner": the best plan of each search space: simple, default, runnable (all that the plugin runs), whole.
 - "chosen by Sailor's simulator": of this planner's best plans (``--keep``) of the default and the whole space, the one
   that Sailor's simulator prices lowest. It shows whether the search already holds plans that are best by another model.
 - Plans of peers from files (``--plans``): TOML files with ``peer``, ``repository``, ``commit`` and a list ``plans`` of
@@ -37,14 +37,14 @@ from colossal_hetero.planner.layout_line.plan_layout import layout_of
 from colossal_hetero.planner.layout_line.read_layout import read_layout
 from colossal_hetero.planner.layout_line.write_layout import write_layout
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import DEFAULT, RUNNABLE, WHOLE, SearchSpace
+from colossal_hetero.planner.slots.search_space import DEFAULT, RUNNABLE, SIMPLE, WHOLE, SearchSpace
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-OWN: Mapping[str, SearchSpace] = {"default": DEFAULT, "runnable": RUNNABLE, "whole space": WHOLE}
+OWN: Mapping[str, SearchSpace] = {"simple": SIMPLE, "default": DEFAULT, "runnable": RUNNABLE, "whole space": WHOLE}
 CHOSEN: Mapping[str, SearchSpace] = {"default, chosen by Sailor": DEFAULT, "whole space, chosen by Sailor": WHOLE}
 SPACES: Mapping[str, Mapping[str, Any]] = {
     "space of Megatron, our search": {"method": "uniform", "unequal": False},

@@ -1,8 +1,8 @@
-"""The parts of the time of default plans: passes, transfers between stages and sums of gradients, in two models.
+"""The parts of the time of simple plans: passes, transfers between stages and sums of gradients, in two models.
 
-Each cell is "transfers + sums" in seconds of an iteration. "Ours" is the closed form. "Slow inside" gives links
-inside a node the bandwidth of one GPU between nodes, as Sailor's simulator does. Devices are chosen again for each
-column.
+Each cell is "transfers + sums" in seconds of an iteration. "Simple" is the search space without recomputation and ZeRO,
+which Sailor's simulator does not know. "Ours" is the closed form. "Slow inside" gives links inside a node the bandwidth
+of one GPU between nodes, as Sailor's simulator does. Devices are chosen again for each column.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> None:
                 cells[-2:] = [f"{told.transfer_seconds:.2f} + {told.sum_seconds:.2f}", f"{rest:.2f}"]
             rows.append([cluster, profile.name, f"{passes:.2f}", cells[-1], *cells[:-1]])
     names = ["cluster", "model", "passes: ours", "Sailor", "ours", "slow inside", "Sailor"]
-    print_markdown("Transfers + sums of gradients of default plans, in seconds", names, rows)
+    print_markdown("Transfers + sums of gradients of simple plans, in seconds", names, rows)
 
 
 if __name__ == "__main__":
