@@ -43,7 +43,7 @@ __all__ = ["plan"]
 FOLDER_BYTES_PER_SECOND = 1.2e9
 """Of a shared folder with checkpoints; as in ``colossal-hetero replay``."""
 
-PROOF_SECONDS = 1.0
+PROOF_SECONDS = 2.0
 """For the lower bound on the time of all plans, if no gap is asked for."""
 
 GROUPS = {
@@ -189,7 +189,7 @@ GROUPS = {
     type=Finite(min=0),
     metavar="PERCENT",
     help="End the search when no plan can be faster by more than this; else search everything, and prove what can be "
-    "proved in a second. Only for the schedule 1f1b without --overlap.",
+    "proved in two seconds. Only for the schedule 1f1b without --overlap.",
 )
 @click.option(
     "--front-plot",
