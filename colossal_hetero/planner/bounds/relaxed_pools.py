@@ -26,7 +26,7 @@ class RelaxedPool:
     topology: Topology
     profile: ModelProfile
     pool: SlotPool
-    """That of the default space."""
+    """That of the simple space."""
     space: SearchSpace
     """Without :attr:`~.SearchSpace.has_other_forms`."""
     _by_shards: dict[int, SlotPool] = field(default_factory=dict)
@@ -72,5 +72,5 @@ class RelaxedPool:
 def relaxed_pools(
     topology: Topology, profile: ModelProfile, pools: Sequence[SlotPool], space: SearchSpace
 ) -> list[RelaxedPool]:
-    """One for each of the pools, those of the default space."""
+    """One for each of the pools, those of the simple space."""
     return [RelaxedPool(topology, profile, pool, space) for pool in pools]

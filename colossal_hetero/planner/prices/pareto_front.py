@@ -97,7 +97,7 @@ def pareto_front(
     Args:
         topology: all nodes that can be had, with prices.
         profile: see :func:`.make_plans.make_plans`, as are the following arguments and ``options``. Only plans of the
-            schedule ``1f1b`` in the default search space, without ``overlap``, are compared by price.
+            schedule ``1f1b`` in the simple search space, without ``overlap``, are compared by price.
         at_most: quotas, by the name of a type of nodes or by a kind of devices: how many of these nodes or devices.
         time_limit_seconds: no search for another choice of nodes begins after most of this, once both ends are known.
             The rest is for proofs of how good the plans are.
@@ -202,7 +202,7 @@ def _check_bounds_are_known(
     ):
         if not is_known:
             raise ValueError(
-                "plans are compared by price for the schedule 1f1b in the default search space, without overlap, "
+                "plans are compared by price for the schedule 1f1b in the simple search space, without overlap, "
                 f"not with {given}; leave it out"
             )
 
