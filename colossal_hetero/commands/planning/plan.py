@@ -126,14 +126,14 @@ GROUPS = {
     "--widths",
     type=Numbers(),
     help="Numbers of tensor-parallel groups of a stage that may divide the samples of a micro-batch, such as 1,2,4; "
-    "default: 1.",
+    "default: those of the search space.",
 )
 @click.option(
     "--recompute",
     is_flag=True,
     help="Stages that do not fit otherwise run their forward passes again in the backward passes.",
 )
-@click.option("--zero-stages", type=Choices(["0", "1"]), help="ZeRO stages to try; default: 0.")
+@click.option("--zero-stages", type=Choices(["0", "1"]), help="ZeRO stages to try; default: those of the search space.")
 @click.option(
     "--more-profiles",
     type=click.Path(path_type=Path),
