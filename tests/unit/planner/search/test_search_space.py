@@ -8,20 +8,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.plans.runnable import why_not_runnable
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile, load_model_profile
+from colossal_hetero.planner.report.plan_table import layout
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.search.settings import wider_pools
-from colossal_hetero.planner.slots.search_space import SIMPLE, WHOLE, SearchSpace
+from colossal_hetero.planner.slots.search_space import DEFAULT, SIMPLE, WHOLE, SearchSpace
 from colossal_hetero.planner.slots.unlike_slots import formations, mixtures
 from tests.support.every_form import EveryForm, spaces_to_prove
 from tests.support.layer_profiles import layer_times
+from tests.support.paths import REPOSITORY
 from tests.support.random_clusters import large_problem, whole_space_problem
 from tests.support.random_examples import IS_THOROUGH
 
 pytestmark = pytest.mark.unit
+
+EXAMPLES = REPOSITORY / "examples/plans"
 
 PROBLEMS = 210 if IS_THOROUGH else 35
 
@@ -71,6 +76,15 @@ def test_a_wider_space_is_never_slower_and_the_default_is_the_runnable_one(seed:
     assert why_not_runnable(runnable) is None and not +forms_of(runnable)
     whole = best(problem, WHOLE)
     assert whole.iteration_seconds <= runnable.iteration_seconds * (1 + 1e-9)
+
+
+def test_no_plan_is_listed_twice() -> None:
+    """Several parts of a wider search find plans that differ only by which devices of a kind they use."""
+    topology = load_cluster(EXAMPLES / "clusters/a100-v100.toml")
+    profile = load_model_profile(EXAMPLES / "opt-350-a100-v100.json")
+    ranked = make_plans(topology, profile, global_batch=128, space=DEFAULT, keep=6)
+    layouts = [layout(each.plan) for each in ranked]
+    assert len(layouts) == 6 and len(set(layouts)) == 6
 
 
 def two_kinds() -> tuple[Topology, ModelProfile, int]:
