@@ -31,7 +31,7 @@ from ..profiling.preserved_state import inner_optimizer
 from .loader import HeteroDataLoader
 from .training_loop.micro_batch import MicroBatch
 from .training_loop.progress import LoopProgress
-from .training_loop.schedules import schedules_of, step_with_optimizer
+from .training_loop.schedules import averages_of, schedules_of, step_with_optimizer, update_with_optimizer
 from .training_loop.tagged_tensor import micro_batches_of, untagged
 from .training_loop.total_weight import TotalWeight
 
@@ -78,6 +78,7 @@ class GradientAccumulation:
     def attach(self, model: ModelWrapper, optimizer: OptimizerWrapper, lr_scheduler: LRScheduler | None) -> None:
         """Replace the methods that a training loop calls. Call it once, on objects that a plugin has configured."""
         self._loader.follow(self.progress)
+        self._model = model
         self._drop_gradients = optimizer.zero_grad
         self._param_groups = inner_optimizer(optimizer).param_groups
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -135,6 +136,8 @@ class GradientAccumulation:
             self._knows_schedules = True
             for schedule in schedules_of(optimizer):
                 step_with_optimizer(schedule, self.progress)
+            for average in averages_of(self._model):
+                update_with_optimizer(average, self.progress)
 
     def _weighted(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)

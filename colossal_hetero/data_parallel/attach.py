@@ -28,11 +28,11 @@ from .forward_only_timer import ForwardOnlyTimer, forward_curve
 from .loader import HeteroDataLoader
 from .out_of_memory import OutOfMemoryGuard
 from .saved_profile import CachedProfile, ProfileFile, context_of, print_on_rank_0
-from .training_loop.loss_weights import WORDS, found_weight, refuse_ignored, weight_function
+from .training_loop.loss_weights import WORDS, found_weight, refuse_ignored, samples_in, weight_function
 from .training_loop.sync_batch_norm import SampleWeightedBatchNorm
 from .training_loop.total_weight import CountedTotal, SampleTotal, TotalWeight
 
-__all__ = ["BatchSetup", "attach_batches", "profile_for"]
+__all__ = ["BatchSetup", "attach_batches", "profile_for", "trial_run"]
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,17 @@ class BatchSetup:
     """Gradients are clipped to this norm before the step; 0 if there is no clipping or the optimizer does it."""
 
 
+def trial_run(
+    setup: BatchSetup, model: ModelWrapper, optimizer: OptimizerWrapper, criterion: Any, loader: HeteroDataLoader
+) -> TrialRun:
+    """What runs trial passes of configured objects."""
+    return TrialRun(model, optimizer, criterion, setup.config.training_step, loader)
+
+
 def profile_for(
     setup: BatchSetup,
     description: ModelDescription,
-    model: ModelWrapper,
-    optimizer: OptimizerWrapper,
-    criterion: Callable | None,
-    loader: HeteroDataLoader,
+    trial: TrialRun,
 ) -> tuple[BatchProfile, Path | None]:
     """The profile in the user's file, or of an earlier run, or a new one, which is written to that file.
 
@@ -71,29 +75,36 @@ def profile_for(
             collectives, which would never end if the ranks ran different numbers of micro-batches.
         RuntimeError: measuring failed.
     """
-    config = setup.config
-    if config.accumulation == "per_rank" and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+    config, loader = setup.config, trial.loader
+    assert isinstance(loader, HeteroDataLoader)
+    if config.accumulation == "per_rank" and any(
+        isinstance(module, nn.SyncBatchNorm) for module in trial.model.modules()
+    ):
         raise ValueError(
             'with accumulation="per_rank" the ranks run different numbers of micro-batches, but SyncBatchNorm (stage 0 '
             'converts BatchNorm to it) waits for all ranks in each micro-batch; use accumulation="shared"'
         )
     cap = min(config.global_batch_size, config.max_micro_batch or config.global_batch_size)
-    trial = TrialRun(model, optimizer, criterion, config.training_step, loader)
     file, cached = None, None
     if config.profile is not None:
         file = ProfileFile(config.profile)
         profile = file.read(setup.replica_of, description, setup.stage, setup.precision, cap)
         if profile is None:
             file.check_writable()
-        check_loss(trial)
-    else:
-        check_loss(trial)
-        cached = _cached_profile(setup, description, trial, criterion, cap)
+    loader.set_multiple(check_loss(trial, setup.replica_of, config.multiple_of))
+    if loader.multiple_of > 1:
+        print_on_rank_0(f"all batch sizes are multiples of {loader.multiple_of} samples")
+    if cap < loader.multiple_of:
+        raise ValueError(
+            f"batch sizes must be multiples of {loader.multiple_of} samples, but max_micro_batch={cap}; allow more"
+        )
+    if file is None:
+        cached = _cached_profile(setup, description, trial, cap)
         profile = _still_right(setup, cached, trial)
     if profile is None:
         profile = profile_ranks(
-            model,
-            optimizer,
+            trial.model,
+            trial.optimizer,
             trial,
             description,
             stage=setup.stage,
@@ -101,6 +112,7 @@ def profile_for(
             cap=cap,
             synchronize=setup.synchronize,
             replica_of=setup.replica_of,
+            multiple_of=loader.multiple_of,
         )
         for place in (file, cached):
             if place is not None:
@@ -113,13 +125,11 @@ def profile_for(
     return profile, cached.path if cached is not None else Path(config.profile) if config.profile is not None else None
 
 
-def _cached_profile(
-    setup: BatchSetup, description: ModelDescription, trial: TrialRun, criterion: Callable | None, cap: int
-) -> CachedProfile:
+def _cached_profile(setup: BatchSetup, description: ModelDescription, trial: TrialRun, cap: int) -> CachedProfile:
     """The place of this run's profile among those of other runs."""
-    step, optimizer = setup.config.training_step, inner_optimizer(trial.optimizer)
+    step, criterion, optimizer = setup.config.training_step, trial.criterion, inner_optimizer(trial.optimizer)
     with preserved_state(trial.model, trial.optimizer):
-        samples = trial.batch([0])
+        samples = trial.batch([trial.first] * trial.loader.multiple_of)  # type: ignore[attr-defined]
     context = context_of(
         trial.model,
         optimizer,
@@ -129,6 +139,7 @@ def _cached_profile(
         precision=setup.precision,
         cap=cap,
         replica_of=list(setup.replica_of),
+        multiple_of=trial.loader.multiple_of,  # type: ignore[attr-defined]
         training_step=f"{step.__module__}.{getattr(step, '__qualname__', type(step).__qualname__)}",
         criterion=criterion if criterion is None else getattr(criterion, "__qualname__", repr(criterion)),
     )
@@ -155,10 +166,7 @@ def _still_right(setup: BatchSetup, cached: CachedProfile, trial: TrialRun) -> B
 def attach_batches(
     setup: BatchSetup,
     profile: BatchProfile,
-    model: ModelWrapper,
-    optimizer: OptimizerWrapper,
-    criterion: Callable | None,
-    loader: HeteroDataLoader,
+    trial: TrialRun,
     lr_scheduler: LRScheduler | None,
     profile_path: Path | None = None,
 ) -> tuple[BatchBalancer, GradientAccumulation]:
@@ -169,8 +177,11 @@ def attach_batches(
     Returns:
         What divides the batches again when the speed of a rank changes, and what accumulates their gradients.
     """
-    total = _total_weight(setup, model, TrialRun(model, optimizer, criterion, setup.config.training_step, loader))
-    loader.set_placeholders(max(kind.min_batch for kind in profile.kinds))
+    model, optimizer, loader = trial.model, trial.optimizer, trial.loader
+    assert isinstance(model, ModelWrapper) and isinstance(loader, HeteroDataLoader)
+    total = _total_weight(setup, model, trial)
+    multiple = loader.multiple_of
+    loader.set_placeholders(max(-(-kind.min_batch // multiple) * multiple for kind in profile.kinds))
     timer = _timer(setup, profile, model, optimizer, loader)
     balancer = BatchBalancer(setup.config, profile, setup.stage, loader, timer, setup.replica_of)
     accumulation = GradientAccumulation(
@@ -196,12 +207,12 @@ def _total_weight(setup: BatchSetup, model: ModelWrapper, trial: TrialRun) -> To
     loader: Any = trial.loader
     weight_by = setup.config.weight_by
     if weight_by is None:
-        weight_by = found_weight(trial)
+        weight_by = found_weight(trial, setup.precision)
         print_on_rank_0(f"losses are weighted {WORDS[weight_by]}")
         if weight_by == "samples":
-            loader.check_by(refuse_ignored)
+            loader.check_by(refuse_ignored(trial.criterion))
     replicas = max(setup.replica_of) + 1
-    weight_of = weight_function(weight_by)
+    weight_of = samples_in(trial) if weight_by == "samples" else weight_function(weight_by)
     if weight_of is None:
         return SampleTotal(replicas)
     loader.weigh_by(weight_of)
@@ -219,7 +230,7 @@ def _timer(
     optimizer's steps only."""
     if setup.stage == 3 and get_accelerator().name != "cpu":
         replica = setup.replica_of[dist.get_rank()]
-        whole = divider_of(setup.config, profile, setup.stage).curves[replica]
+        whole = divider_of(setup.config, profile, setup.stage, loader.multiple_of).curves[replica]
         forward = forward_curve(profile.kinds[profile.ranks[replica]], whole.max_batch)
         if forward is not None:
             return ForwardOnlyTimer(model, loader, whole, forward)

@@ -72,7 +72,7 @@ class BatchBalancer:
         self._loader = loader
         self._timer = timer
         self._replica_of = replica_of
-        self._divider = divider_of(config, profile, stage)
+        self._divider = divider_of(config, profile, stage, loader.multiple_of)
         self._redivision = Redivision(self._divider, config.global_batch_size, config.reallocate_above)
         self._redivision.skip(FIRST_GLOBAL_BATCHES)
         self._since_check = 0
@@ -166,8 +166,9 @@ class BatchBalancer:
         self._loader.redivide(division, drawn_global_batch)
 
 
-def divider_of(config: BatchConfig, profile: BatchProfile, stage: int) -> BatchDivider:
-    """What divides global batches by ``profile`` at ``stage``. Equal devices get the mean of their times.
+def divider_of(config: BatchConfig, profile: BatchProfile, stage: int, multiple_of: int = 1) -> BatchDivider:
+    """What divides global batches by ``profile`` at ``stage``. Equal devices get the mean of their times. All
+    micro-batches are multiples of ``multiple_of`` samples.
 
     Raises:
         ValueError: a device holds no sample at that stage, or no curve fits its points.
@@ -183,6 +184,7 @@ def divider_of(config: BatchConfig, profile: BatchProfile, stage: int) -> BatchD
         communication_seconds=profile.communication(stage),
         flops=profile.flops,
         step_seconds=step_seconds and joint_seconds(step_seconds, groups),
+        multiple_of=multiple_of,
     )
 
 

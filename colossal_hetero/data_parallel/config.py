@@ -48,6 +48,10 @@ class BatchConfig:
     max_micro_batch: int | None = None
     """Largest micro-batch, in samples, that a rank runs or tries. None: only memory sets the limit."""
 
+    multiple_of: int | None = None
+    """All batch sizes are multiples of so many samples, such as 2 for timm's Mixup or for pairs. None: found before
+    training, up to 4, if ``training_step`` or ``collate_fn`` fails with other sizes."""
+
     sync_batchnorm: bool = False
     """Whether batch normalization uses the samples of all ranks in the same micro-step, each with the same weight. It
     needs ``accumulation="shared"`` and replicas of one rank."""
@@ -68,11 +72,11 @@ class BatchConfig:
     """What the loss is a mean over, so that the losses of unequal micro-batches get the right weights. ``samples``;
     ``tokens``: the labels that are not -100; ``next_tokens``: these without the first of each sequence, which causal
     language models do not predict; or a function ``batch -> number`` of a batch of the loader, such as
-    ``lambda batch: batch["mask"].sum()``. None: found before training by comparing losses."""
+    ``lambda batch: batch["mask"].sum()``. None: found before training by comparing losses, or asked for."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accumulation", accumulation_named(self.accumulation, stacklevel=4))
-        for name in ("global_batch_size", "max_micro_batch", "check_every"):
+        for name in ("global_batch_size", "max_micro_batch", "check_every", "multiple_of"):
             number = getattr(self, name)
             if number is None and name != "global_batch_size":
                 continue

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import ref
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, default_collate
 
 from ..accelerator import get_accelerator
 from ..processes.ended_ranks import naming_ended_ranks
@@ -24,7 +24,12 @@ from .training_loop.micro_batch import MicroBatch
 from .training_loop.progress import LoopProgress
 from .training_loop.tagged_tensor import tagged, untagged
 
-__all__ = ["HeteroDataLoader", "check_same_order", "make_loader"]
+__all__ = ["ORDER_SEED", "WORKER_SEED", "HeteroDataLoader", "check_same_order", "make_loader"]
+
+
+ORDER_SEED, WORKER_SEED = 0, 1024
+"""Seeds of the order and of workers in loaders that Colossal-AI's ``prepare_dataloader`` makes by default. There the
+argument ``seed`` sets the second one only."""
 
 
 class LoadTimer(Protocol):
@@ -56,6 +61,8 @@ class HeteroDataLoader(DataLoader[Any]):
         _check_dataset(dataset)
         if not kwargs.get("in_order", True):
             raise ValueError("in_order=False is not possible, because it mixes samples of global batches; leave it out")
+        if kwargs.get("collate_fn") not in (None, default_collate):
+            kwargs["collate_fn"] = _NamedCollate(kwargs["collate_fn"])
         super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
         # DataLoader sets a sampler of its own here that it does not use, and forbids to change it.
         object.__setattr__(self, "sampler", batch_sampler)
@@ -66,7 +73,9 @@ class HeteroDataLoader(DataLoader[Any]):
         self._progress: LoopProgress | None = None
         self._weight_of: Callable[[Any], Any] | None = None
         self._check: Callable[[Any], None] = lambda batch: None
-        self._sums: dict[str, torch.Tensor] = {}
+        self._sums: dict[tuple[str, int], _Sum] = {}
+        self._mean_calls: tuple[MicroBatch | None, Counter[str]] = None, Counter()
+        self._multiple_of = 1
 
         self.load_timer: LoadTimer | None = None
         """Is told when the loop waits for the next micro-batch."""
@@ -102,30 +111,41 @@ class HeteroDataLoader(DataLoader[Any]):
 
         Args:
             value: a number or a tensor with one element, the mean over the samples of :attr:`current`.
-            name: what the value is, if there are several values.
+            name: what the value is. Several values may have the same name, if they always come in the same order.
 
         Returns:
             the mean at the last micro-batch of a global batch, None before.
 
         Raises:
-            RuntimeError: no batch was drawn yet.
+            RuntimeError: no batch was drawn yet, or there was no such call for an earlier micro-batch of the global
+                batch.
         """
         current = self.current
         if current is None:
             raise RuntimeError("loader.mean() needs a batch of the loader; call it after the forward pass of a batch")
         weight = float(current.samples if current.weight is None else current.weight)
-        if current.step == 0 or name not in self._sums:
-            self._sums[name] = torch.zeros(2, dtype=torch.float64, device=get_accelerator().get_current_device())
-        sums = self._sums[name]
+        if self._mean_calls[0] is not current:
+            self._mean_calls = current, Counter()
+        self._mean_calls[1][name] += 1
+        key = name, self._mean_calls[1][name]
+        if current.step == 0:
+            self._sums[key] = _Sum(torch.zeros(2, dtype=torch.float64, device=get_accelerator().get_current_device()))
+        found = self._sums.get(key)
+        if found is None or found.micro_batches != current.step:
+            raise RuntimeError(
+                f"loader.mean(…, name={name!r}) was called {key[1]} times for micro-batch {current.step}, but not for "
+                "each micro-batch of the global batch before; call it equally often for every batch of the loader"
+            )
+        found.micro_batches += 1
         if weight:  # the loss of placeholder samples may not be a number
-            own = torch.as_tensor(untagged(value), device=sums.device).detach().double().reshape(())
-            sums += weight * torch.stack([own, torch.ones_like(own)])
+            own = torch.as_tensor(untagged(value), device=found.sums.device).detach().double().reshape(())
+            found.sums += weight * torch.stack([own, torch.ones_like(own)])
         if not current.is_last:
             return None
-        del self._sums[name]
+        del self._sums[key]
         with naming_ended_ranks():
-            dist.all_reduce(sums)
-        total, count = sums.tolist()
+            dist.all_reduce(found.sums)
+        total, count = found.sums.tolist()
         return total / count if count else math.nan
 
     def follow(self, progress: LoopProgress) -> None:
@@ -149,6 +169,61 @@ class HeteroDataLoader(DataLoader[Any]):
     def drawn_global_batch(self) -> int:
         """See :attr:`GlobalBatchSampler.drawn_global_batch`."""
         return self._global_sampler.drawn_global_batch
+
+    @property
+    def seed(self) -> int:
+        """The seed of the order of samples."""
+        return self._global_sampler.seed
+
+    @property
+    def multiple_of(self) -> int:
+        """The number that all batch sizes are multiples of."""
+        return self._multiple_of
+
+    def set_multiple(self, samples: int) -> None:
+        """Let all batch sizes be multiples of so many samples.
+
+        Raises:
+            ValueError: a global batch is no such multiple.
+        """
+        sampler = self._global_sampler
+        last = 0 if sampler.drop_last else sampler.dataset_size % sampler.global_batch_size
+        if sampler.global_batch_size % samples:
+            raise ValueError(
+                f"global_batch_size={sampler.global_batch_size} is not a multiple of {samples}, the samples that the "
+                "training step needs at once"
+            )
+        if last % samples:
+            raise ValueError(
+                f"the last global batch of an epoch has {last} samples, which is not a multiple of {samples}, the "
+                "samples that the training step needs at once; use drop_last=True"
+            )
+        self._multiple_of = samples
+
+    def some_samples(self, count: int, seed: int) -> list[int]:
+        """Indices of ``count`` samples of the dataset at random, fewer if an epoch has fewer."""
+        return self._global_sampler.some(count, seed)
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch, which is the number of optimizer steps.
+
+        Raises:
+            TypeError: these numbers differ, because a global batch is divided into several micro-batches on this rank.
+        """
+        micro_batches = len(self._global_sampler)
+        if micro_batches != self.global_batches:
+            raise TypeError(
+                f"len(loader) has two meanings here: an epoch has {self.global_batches} optimizer steps "
+                f"(loader.global_batches, for learning-rate schedules) in {micro_batches} batches "
+                "(loader.micro_batches, for means over batches), because memory does not hold this rank's part of a "
+                "global batch at once"
+            )
+        return micro_batches
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of batches in an epoch on this rank, which the latest division gives."""
+        return len(self._global_sampler)
 
     def set_placeholders(self, samples: int) -> None:
         """Set how many samples of weight zero a micro-batch without samples has."""
@@ -287,6 +362,15 @@ class HeteroDataLoader(DataLoader[Any]):
         return weight
 
 
+@dataclass
+class _Sum:
+    """The sum of a value over the micro-batches of a global batch so far."""
+
+    sums: torch.Tensor
+    """``[2]``: the weighted values, and the weights."""
+    micro_batches: int = 0
+
+
 class _Iteration:
     """One iteration over a loader; ``record`` holds the micro-batches that were drawn but not returned yet."""
 
@@ -332,6 +416,23 @@ class _Iteration:
         return len(self._loader)
 
 
+class _NamedCollate:
+    """``collate_fn`` of the user's, which says what it was called with if it fails."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, samples: list[Any]) -> Any:
+        try:
+            return self.collate_fn(samples)
+        except Exception as error:
+            raise RuntimeError(
+                f"collate_fn failed for a micro-batch of {len(samples)} samples ({type(error).__name__}: {error}). If "
+                "it leaves samples out, none may be left of a small micro-batch: take them out of the dataset, or keep "
+                "one that counts nothing (weight_by)"
+            ) from error
+
+
 def make_loader(
     dataset: Dataset[Any],
     global_batch_size: int,
@@ -339,7 +440,7 @@ def make_loader(
     world_size: int,
     *,
     shuffle: bool = False,
-    seed: int = 1024,
+    seed: int | None = None,
     drop_last: bool = False,
     sampler: Sampler[int] | None = None,
     seeds_samples: bool = False,
@@ -355,8 +456,8 @@ def make_loader(
         rank: this rank among the data-parallel ranks.
         world_size: number of data-parallel ranks.
         shuffle: whether each epoch has a new order.
-        seed: seed of the order and, without a ``worker_init_fn``, of Python, NumPy and torch in the workers, as in
-            Colossal-AI's ``prepare_dataloader``.
+        seed: seed of the order and, without a ``worker_init_fn``, of Python, NumPy and torch in the workers. None:
+            those of Colossal-AI's loaders (``ORDER_SEED``, ``WORKER_SEED``).
         drop_last: leave out the last global batch if it is smaller than the others.
         sampler: gives the indices of an epoch, the same on all ranks; see ``order`` of
             :class:`.sampling.sampler.GlobalBatchSampler`. An epoch then has as many samples as the sampler.
@@ -385,7 +486,7 @@ def make_loader(
         rank,
         world_size,
         shuffle=shuffle,
-        seed=seed,
+        seed=ORDER_SEED if seed is None else seed,
         drop_last=drop_last,
         order=sampler,
         seeds_samples=seeds_samples,
@@ -393,7 +494,7 @@ def make_loader(
     if seeds_samples:
         dataset = SeededSamples(dataset)
     if kwargs.get("worker_init_fn") is None:
-        kwargs["worker_init_fn"] = functools.partial(_seed_worker, seed)
+        kwargs["worker_init_fn"] = functools.partial(_seed_worker, WORKER_SEED if seed is None else seed)
     return HeteroDataLoader(dataset, batch_sampler, pin_memory=pin_memory, num_workers=num_workers, **kwargs)
 
 
@@ -404,7 +505,7 @@ def check_same_order(loader: HeteroDataLoader) -> None:
         ValueError: on every rank, if a rank has another order of the first epoch, or another number of samples.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, loader._global_sampler.identity())
+    dist.all_gather_object(everyone, (loader._global_sampler.identity(), loader._global_sampler.digest()))
     others = [rank for rank, found in enumerate(everyone) if found != everyone[0]]
     if others:
         raise ValueError(

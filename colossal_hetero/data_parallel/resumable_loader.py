@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-__all__ = ["ResumableDataLoader", "make_resumable"]
+from .loader import WORKER_SEED
+
+__all__ = ["ResumableDataLoader", "make_even_loader", "make_resumable"]
 
 
 class ResumableDataLoader(DataLoader[Any]):
@@ -42,6 +45,20 @@ class ResumableDataLoader(DataLoader[Any]):
             "shuffle": sampler.shuffle,
             "seed": sampler.seed,
         }
+
+    @property
+    def seed(self) -> int:
+        """The seed of the order of samples."""
+        return self._sampler.seed
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the optimizer steps after the latest batch: after each one. It is False before the first one."""
+        return self._batches_done > self._first_batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, as ``loader.sampler.set_epoch`` does."""
+        self._sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the latest epoch, counted in batches over all replicas; the same on all ranks. It has the
@@ -112,6 +129,26 @@ class _LaterBatches(BatchSampler):
         # A generator, because a loader with workers calls iter() twice, and a generator begins when it first draws.
         first, self.first = self.first, 0
         yield from itertools.islice(super().__iter__(), first, None)
+
+
+def make_even_loader(
+    prepare: Callable[..., DataLoader[Any]],
+    dataset: Any,
+    batch_size: int | None,
+    shuffle: bool = False,
+    seed: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> DataLoader[Any]:
+    """The loader of Colossal-AI's ``prepare_dataloader``, able to continue within an epoch.
+
+    Args:
+        prepare: that function, which takes the arguments that follow.
+        seed: also of the order, for which Colossal-AI's loaders always use the same seed.
+    """
+    if seed is not None and kwargs.get("distributed_sampler_cls") is None and len(args) < 4:
+        kwargs["distributed_sampler_cls"] = functools.partial(DistributedSampler, seed=seed)
+    return make_resumable(prepare(dataset, batch_size, shuffle, WORKER_SEED if seed is None else seed, *args, **kwargs))
 
 
 def make_resumable(loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -48,6 +48,14 @@ def check_pipeline_batches(batches: BatchConfig, arguments: Mapping[str, Any], p
         (batches.max_micro_batch is not None, "microbatch_size sets the micro-batch; leave max_micro_batch out"),
         (batches.method == "flops", 'method="flops" is not available; use exact or uniform'),
         (batches.accumulation != "shared", 'accumulation="per_rank" is not available; leave it out'),
+        (
+            batches.weight_by not in (None, "samples"),
+            "the schedule takes the mean over micro-batches, so losses are weighted by samples; leave weight_by out",
+        ),
+        (
+            (size or 0) % (batches.multiple_of or 1) != 0,
+            f"microbatch_size={size} is not a multiple of multiple_of={batches.multiple_of}",
+        ),
     )
     for applies, reason in reasons:
         if applies:
@@ -156,6 +164,12 @@ class PipelineBatches(UnevenBatches):
     def _weight(self) -> float:
         """The factor of the loss of the batch that the schedule runs."""
         current = self._loader.current
+        if current is not None and 0 < self._schedule.batch_size < current.samples:
+            raise RuntimeError(
+                f"the batch has {self._schedule.batch_size} of the {current.samples} samples that were drawn for it; a "
+                "collate_fn that leaves samples out does not fit the micro-batches of a pipeline: take these samples "
+                "out of the dataset"
+            )
         if current is None or current.samples != self._schedule.batch_size:
             raise RuntimeError(
                 "this batch is not from the loader that plugin.prepare_dataloader made and that was passed to "

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..data_parallel.accumulation import GradientAccumulation
-from ..data_parallel.attach import BatchSetup, attach_batches, profile_for
+from ..data_parallel.attach import BatchSetup, attach_batches, profile_for, trial_run
 from ..data_parallel.batch_balancer import BatchBalancer
 from ..data_parallel.config import BatchConfig
-from ..data_parallel.loader import HeteroDataLoader, check_same_order, make_loader
+from ..data_parallel.loader import WORKER_SEED, HeteroDataLoader, check_same_order, make_loader
 from ..data_parallel.training_loop.sync_batch_norm import synchronize_batch_norm
 from ..profiling.batches.rank_profiler import describe
 from .part import PluginPart, TrainingObjects
@@ -55,7 +55,7 @@ class UnevenBatches(PluginPart):
         dataset: Dataset,
         batch_size: int | None = None,
         shuffle: bool = False,
-        seed: int = 1024,
+        seed: int | None = None,
         drop_last: bool = False,
         pin_memory: bool = False,
         num_workers: int = 0,
@@ -70,6 +70,7 @@ class UnevenBatches(PluginPart):
 
         Args:
             make_even_loader: Colossal-AI's ``prepare_dataloader``, which takes all arguments that follow.
+            seed: see :func:`.loader.make_loader`.
 
         Raises:
             TypeError: the data set has no length.
@@ -85,7 +86,8 @@ class UnevenBatches(PluginPart):
                     "loader to train with, or give a batch_size for a loader that is not trained with"
                 )
             return self._make_loader(plugin, dataset, arguments)
-        loader = make_even_loader(dataset, batch_size, distributed_sampler_cls=distributed_sampler_cls, **arguments)
+        even = arguments if seed is not None else {**arguments, "seed": WORKER_SEED}
+        loader = make_even_loader(dataset, batch_size, distributed_sampler_cls=distributed_sampler_cls, **even)
         self._even_loaders[id(loader)] = loader, arguments
         return loader
 
@@ -105,22 +107,15 @@ class UnevenBatches(PluginPart):
     def measure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
         """Measure the replicas, or read the profile that the user named; see ``PluginPart.measure``."""
         self._setup = plugin.batch_setup(objects)
-        self._profile, self._profile_path = profile_for(
-            self._setup, self._description, objects.model, objects.optimizer, objects.criterion, objects.dataloader
-        )
+        self._trial = trial_run(self._setup, objects.model, objects.optimizer, objects.criterion, objects.dataloader)
+        self._profile, self._profile_path = profile_for(self._setup, self._description, self._trial)
 
     def attach(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
         """Divide the batches and accumulate their gradients; see ``PluginPart.attach``."""
         self.balancer, self.accumulation = attach_batches(
-            self._setup,
-            self._profile,
-            objects.model,
-            objects.optimizer,
-            objects.criterion,
-            objects.dataloader,
-            objects.lr_scheduler,
-            self._profile_path,
+            self._setup, self._profile, self._trial, objects.lr_scheduler, self._profile_path
         )
+        del self._trial
 
     def _synchronized(self, plugin: ReplicaPlugin, model: nn.Module, loader: HeteroDataLoader) -> nn.Module:
         """``model``, with synchronized batch normalization if the user wants it."""

@@ -51,7 +51,9 @@ class FinishedWork(dist.Work):
 
 
 @contextmanager
-def local_collectives(model: torch.nn.Module | None = None) -> Iterator[None]:
+def local_collectives(
+    model: torch.nn.Module | None = None, doubled: Callable[[str, Group], bool] | None = None
+) -> Iterator[None]:
     """In the block, collectives of ``torch.distributed`` use only the data of this rank and do not communicate.
 
     This rank's data replaces the data of the others: a reduction leaves a tensor unchanged, and a gathered tensor holds
@@ -63,6 +65,11 @@ def local_collectives(model: torch.nn.Module | None = None) -> Iterator[None]:
     ``SyncBatchNorm`` use no others. ``DistributedDataParallel`` reduces gradients in C++; instances in ``model`` do not
     synchronize gradients in the block, as between accumulation steps. Point-to-point messages and the functional
     collectives of DTensor are not covered.
+
+    Args:
+        model: the model that runs in the block.
+        doubled: whether a sum or a gathering, given by name and group, is to return twice this rank's data in place of
+            that of the others: what depends on other ranks changes.
     """
     modules = (dist, distributed_c10d)
     saved = [(module, name, getattr(module, name)) for module in modules for name in _LOCAL if hasattr(module, name)]
@@ -70,7 +77,8 @@ def local_collectives(model: torch.nn.Module | None = None) -> Iterator[None]:
     synced = [(part.require_backward_grad_sync, part.require_forward_param_sync) for part in replicas]
     try:
         for module, name, _ in saved:
-            setattr(module, name, _LOCAL[name])
+            local = _LOCAL[name]
+            setattr(module, name, local if doubled is None or name not in _DOUBLED else _double(name, local, doubled))
         for replica in replicas:
             replica.require_backward_grad_sync = False
         yield
@@ -201,6 +209,25 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def _barrier(group: Group = None, async_op: bool = False, device_ids: Any = None) -> FinishedWork | None:
     return _done([], async_op)
 
+
+def _double(name: str, local: Callable[..., Any], doubled: Callable[[str, Group], bool]) -> Callable[..., Any]:
+    """``local``, which doubles its result, the first argument, if ``doubled`` says so."""
+
+    def run(result: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = local(result, *args, **kwargs)
+        groups = [each for each in (*args, kwargs.get("group")) if isinstance(each, dist.ProcessGroup)]
+        if doubled(name, groups[0] if groups else None):
+            for index, each in enumerate(result if isinstance(result, list) else [result]):
+                if isinstance(each, Tensor):
+                    each.detach().mul_(2)
+                elif isinstance(each, int | float) and isinstance(result, list):
+                    result[index] = each * 2
+        return answer
+
+    return run
+
+
+_DOUBLED = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
 
 _LOCAL: dict[str, Callable[..., Any]] = {
     "all_reduce": _in_place,

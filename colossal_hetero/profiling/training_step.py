@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from colossalai.interface import OptimizerWrapper
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -55,7 +56,7 @@ def default_training_step(model: nn.Module, criterion: Callable | None, batch: A
 class TrialRun:
     """Runs trial micro-batches of any size, without drawing from the loader.
 
-    The samples are the first ones of the dataset, repeated if the micro-batch is larger than the dataset. Passes run in
+    The samples are those from ``first`` on, repeated if the micro-batch is larger than the dataset. Passes run in
     training mode, because a model that was just loaded is often in evaluation mode. The block in which trials run must
     restore the modes (:func:`.preserved_state.preserved_state`).
 
@@ -78,9 +79,13 @@ class TrialRun:
     loader: DataLoader
     step_bytes: int = 0
     """Temporary memory of the optimizer's step."""
+    first: int = 0
+    """Index of the first sample that is used for passes."""
+    at_once: int = 1
+    """Samples that a loss needs at least, where it is computed of one sample otherwise: that sample so many times."""
 
     def __post_init__(self) -> None:
-        self._samples: list[Any] = []
+        self._samples: dict[int, Any] = {}
         self._stepped: set[int] = set()
         self._kept: list[Any] = []
         self._kept_bytes = 0
@@ -90,7 +95,7 @@ class TrialRun:
         """Run forward and backward of a micro-batch; the seconds that they take, without loading the samples."""
         device = get_accelerator().get_current_device()
         self.model.train()
-        batch = self.batch(range(samples))
+        batch = self.batch(range(self.first, self.first + samples))
         missing = math.ceil(self._sample_bytes * samples) - self._kept_bytes
         try:
             with self._recorded_outputs() as outputs:
@@ -143,15 +148,19 @@ class TrialRun:
         device = get_accelerator().get_current_device()
         return tree_map(lambda part: _to(part, device), self.loader.collate_fn(self._drawn(indices)))
 
+    def drawn(self, count: int) -> list[int]:
+        """Indices of ``count`` samples at random, fewer if an epoch has fewer; other ones on every rank."""
+        loader: Any = self.loader
+        return loader.some_samples(count, dist.get_rank())
+
     def _drawn(self, indices: Sequence[int]) -> Any:
         """The samples as a ``DataLoader`` passes them to its ``collate_fn``."""
         dataset: Any = self.loader.dataset
-        length = len(dataset)
+        wanted = [index % len(dataset) for index in indices]
         if getattr(dataset, "__getitems__", None):
-            return dataset.__getitems__([index % length for index in indices])
-        while len(self._samples) < min(max(indices) + 1, length):
-            self._samples.append(dataset[len(self._samples)])
-        return [self._samples[index % length] for index in indices]
+            return dataset.__getitems__(wanted)
+        self._samples.update((index, dataset[index]) for index in wanted if index not in self._samples)
+        return [self._samples[index] for index in wanted]
 
 
 def _to(part: Any, device: torch.device) -> Any:

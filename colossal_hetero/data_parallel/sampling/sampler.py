@@ -8,8 +8,10 @@ or on another number of ranks, therefore never changes which samples form a glob
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import operator
+import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +61,8 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         drop_last: leave out the last global batch if it is smaller than the others.
         order: a sampler that gives the indices of an epoch, such as ``WeightedRandomSampler``. For each epoch torch,
             NumPy, Python and the sampler's ``generator`` are seeded with ``seed`` plus the epoch, so that all ranks
-            draw the same indices, also if training is resumed.
+            draw the same indices, also if training is resumed. If it has a ``set_epoch``, it is told the epoch; an
+            ``epoch`` that the user sets on it is that of the next iteration. It is iterated over once per epoch.
         seeds_samples: whether to give every sample a seed of its augmentation; the dataset must then be a
             :class:`.seeded_samples.SeededSamples`.
 
@@ -98,7 +101,14 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
-        self._sampler = order
+        self._sampler: Any = order
+        self._seen_epoch = getattr(order, "epoch", None)
+        self._drawn_order: tuple[int, torch.Tensor] | None = None
+        """The latest epoch of which the sampler has drawn an order, and that order."""
+        self._sampler_state: Any = None
+        """The sampler's ``state_dict`` before it drew that order."""
+        self._expected_order: tuple[int, str] | None = None
+        """An epoch, and the digest of its order in the run that is resumed."""
         self._seeds_samples = seeds_samples
         full, self._rest = divmod(dataset_size, global_batch_size)
         if drop_last:
@@ -209,7 +219,12 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
 
     def begin_epoch(self) -> None:
         """Begin an iteration, from which the next ``iter()`` draws; without this call, ``iter()`` begins one itself. An
-        older iteration raises when it draws."""
+        older iteration raises when it draws.
+
+        Raises:
+            ValueError: see :meth:`order_of`.
+        """
+        self._notice_epoch()
         epoch, start = self._next_start()
         order = self.order_of(epoch)
         self._parts = self._next_parts()
@@ -223,22 +238,56 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         """The indices of the dataset in the order of that epoch, ``[dataset_size]``; None if it is that of the dataset.
 
         Raises:
-            ValueError: the sampler that was given as ``order`` has more or fewer indices than ``dataset_size``.
+            ValueError: the sampler that was given as ``order`` has more or fewer indices than ``dataset_size``, or
+                another order than in the run that is resumed.
         """
         if self._sampler is not None:
-            with seeded(self.seed + epoch, getattr(self._sampler, "generator", None)):
-                order = torch.tensor(list(self._sampler), dtype=torch.int64)
-            if len(order) != self.dataset_size:
-                raise ValueError(
-                    f"{type(self._sampler).__name__} gave {len(order)} indices for epoch {epoch}, but its length is "
-                    f"{self.dataset_size}; it must give as many in every epoch"
-                )
-            return order
+            if self._drawn_order is None or self._drawn_order[0] != epoch:
+                self._drawn_order = epoch, self._draw_order(epoch)
+            return self._drawn_order[1]
         if not self.shuffle:
             return None
         generator = torch.Generator()
         generator.manual_seed(self.seed + epoch)
         return torch.randperm(self.dataset_size, generator=generator)
+
+    def _draw_order(self, epoch: int) -> torch.Tensor:
+        sampler = self._sampler
+        name = type(sampler).__name__
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        if hasattr(sampler, "state_dict"):
+            self._sampler_state = copy.deepcopy(sampler.state_dict())
+        with seeded(self.seed + epoch, getattr(sampler, "generator", None)):
+            order = torch.tensor(list(sampler), dtype=torch.int64)
+        self._seen_epoch = getattr(sampler, "epoch", None)
+        if len(order) != self.dataset_size:
+            raise ValueError(
+                f"{name} gave {len(order)} indices for epoch {epoch}, but its length is {self.dataset_size}; it must "
+                "give as many in every epoch"
+            )
+        expected, self._expected_order = self._expected_order, None
+        if expected is not None and expected[0] == epoch and expected[1] != _digest(order):
+            raise ValueError(
+                f"{name} gives another order of epoch {epoch} than in the run that saved, so the samples that are left "
+                "are unknown. It must draw random numbers from torch, NumPy, Python or its generator, or have "
+                "set_epoch, or state_dict and load_state_dict; or begin the epoch again with set_epoch() and "
+                "without the state of the loader"
+            )
+        return order
+
+    def _notice_epoch(self) -> None:
+        """Let the next iteration be the epoch that the user has set on the sampler, if any."""
+        epoch = getattr(self._sampler, "epoch", None)
+        if epoch != self._seen_epoch and isinstance(epoch, int):
+            self.set_epoch(epoch)
+        self._seen_epoch = epoch
+
+    def some(self, count: int, seed: int) -> list[int]:
+        """``count`` indices of the next epoch at random, fewer if it has fewer."""
+        places = random.Random(seed).sample(range(self.dataset_size), min(count, self.dataset_size))
+        order = self.order_of(self._next_start()[0]) if self._sampler is not None else None
+        return places if order is None else order[places].tolist()
 
     def end_epoch(self) -> None:
         """Mark the whole epoch as done."""
@@ -313,9 +362,16 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the epoch, counted in finished global batches; the same on all ranks. It does not depend on
-        the number of ranks or the division, so it can be loaded with others."""
+        the number of ranks or the division, so it can be loaded with others.
+
+        With a sampler of the user's it has a digest of the epoch's order, and the sampler's own state before the epoch.
+        """
+        self._notice_epoch()
         epoch, done = (self._epoch, self._done) if self._next_epoch is None else self._next_start()
-        return {"epoch": epoch, "global_batches_done": done, **self.identity()}
+        state = {"epoch": epoch, "global_batches_done": done, **self.identity()}
+        if self._drawn_order is not None and self._drawn_order[0] == epoch:
+            state |= {"order": _digest(self._drawn_order[1]), "sampler": self._sampler_state}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration resume after the finished global batches of ``state``; a running one becomes invalid.
@@ -348,17 +404,27 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         self._over = done == self.global_batches
         self._next_epoch, self._resumed, self._begun = None, True, False
         self._iterations += 1
+        if self._sampler is not None and state.get("order") is not None:
+            if state.get("sampler") is not None and hasattr(self._sampler, "load_state_dict"):
+                self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
+            if self._drawn_order is None or (epoch, state["order"]) != (
+                self._drawn_order[0],
+                _digest(self._drawn_order[1]),
+            ):
+                self._drawn_order, self._expected_order = None, (epoch, state["order"])
+            self._seen_epoch = getattr(self._sampler, "epoch", None)
 
     def identity(self) -> dict[str, Any]:
-        """What determines which samples form a global batch; the same on all ranks. With a sampler of the user's it
-        holds a hash of the first epoch's order."""
+        """What determines which samples form a global batch, but for the order of a sampler of the user's; the same on
+        all ranks."""
         names = ("dataset_size", "global_batch_size", "shuffle", "seed", "drop_last")
-        identity = {name: getattr(self, name) for name in names}
-        if self._sampler is not None:
-            order = self.order_of(0)
-            assert order is not None
-            identity["order"] = hashlib.sha256(order.numpy().tobytes()).hexdigest()[:16]
-        return identity
+        return {name: getattr(self, name) for name in names}
+
+    def digest(self) -> str | None:
+        """A digest of the order of the next epoch, if a sampler of the user's gives it."""
+        self._notice_epoch()
+        order = None if self._sampler is None else self.order_of(self._next_start()[0])
+        return None if order is None else _digest(order)
 
     def _counts(self) -> bool:
         """Whether at least one global batch of the latest iteration is done."""
@@ -408,3 +474,7 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         if sum(totals) != samples:
             raise ValueError(f"the division has {sum(totals)} samples, but the global batch has {samples}")
         return _RankSlice(sum(totals[: self.rank]), shares[self.rank])
+
+
+def _digest(order: torch.Tensor) -> str:
+    return hashlib.sha256(order.numpy().tobytes()).hexdigest()[:16]

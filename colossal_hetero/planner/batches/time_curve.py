@@ -132,6 +132,13 @@ class Curve:
             return self
         return Curve(self.seconds[: max_batch + 1 if max_batch >= self.min_batch else 1], self.min_batch)
 
+    def in_units(self, samples: int) -> Curve:
+        """The curve over units of so many samples."""
+        fewest = -(-self.min_batch // samples)
+        if self.max_batch < fewest * samples:
+            return Curve(self.seconds[:1], fewest)
+        return Curve.from_seconds(self.seconds[samples::samples], fewest)
+
     def speed(self, batch: int) -> float:
         """Samples per second in micro-batches of ``batch`` samples."""
         if not 0 <= batch <= self.max_batch:

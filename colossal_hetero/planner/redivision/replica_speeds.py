@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -27,10 +27,14 @@ class Speed(NamedTuple):
         """Time of ``samples``, for which the curve says ``expected_seconds``."""
         return self.factor * expected_seconds + self.data_seconds * samples
 
+    def of_units(self, unit: int) -> Speed:
+        """The speed if ``unit`` samples count as one."""
+        return Speed(self.factor, self.data_seconds * unit)
+
     def curve(self, curve: Curve) -> Curve:
         """The time curve at this speed."""
         samples = np.arange(1, curve.max_batch + 1)
-        return Curve.from_seconds(self.factor * curve.seconds[1:] + self.data_seconds * samples)
+        return Curve.from_seconds(self.factor * curve.seconds[1:] + self.data_seconds * samples, curve.min_batch)
 
     def towards(self, other: Speed, share: float) -> Speed:
         """The speed between this one (``share`` 0) and ``other`` (1)."""
@@ -55,9 +59,13 @@ class BatchDivider:
     flops: Sequence[float] | None = None
     step_seconds: Sequence[float] | None = None
     """Time of the optimizer's step by replica, at the speed of the curves."""
+    multiple_of: int = 1
+    """All micro-batches are multiples of so many samples."""
 
     def divide(self, speeds: Sequence[Speed], samples: int) -> Allocation:
-        """The division of ``samples`` among replicas with these ``speeds``."""
+        """The division of ``samples``, a multiple of ``multiple_of``, among replicas with these ``speeds``."""
+        if self.multiple_of > 1:
+            return self._divide_in_units(speeds, samples)
         return allocate(
             self._curves(speeds),
             samples,
@@ -68,6 +76,19 @@ class BatchDivider:
             flops=self.flops,
             step_seconds=self._step_seconds(speeds),
         )
+
+    def _divide_in_units(self, speeds: Sequence[Speed], samples: int) -> Allocation:
+        """The division if ``multiple_of`` samples are one unit, in samples again."""
+        unit = self.multiple_of
+        if samples % unit:
+            raise ValueError(f"a global batch of {samples} samples is not a multiple of {unit} samples")
+        known: dict[int, Curve] = {}
+        for curve in self.curves:
+            known.setdefault(id(curve), curve.in_units(unit))
+        whole = replace(self, curves=[known[id(curve)] for curve in self.curves], multiple_of=1)
+        units = whole.divide([speed.of_units(unit) for speed in speeds], samples // unit)
+        shares = [Share(tuple((size * unit, count) for size, count in share.runs)) for share in units.shares]
+        return self.evaluate(speeds, shares)
 
     def evaluate(self, speeds: Sequence[Speed], shares: Sequence[Share]) -> Allocation:
         """The times of a given division at these ``speeds``."""

@@ -28,7 +28,7 @@ from ...checkpoint.layer_checkpoint import Start
 from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
-from ...data_parallel.resumable_loader import make_resumable
+from ...data_parallel.resumable_loader import make_even_loader
 from ...elastic.config import ElasticConfig
 from ...elastic.state.held_layers import HeldLayers, layers_by_rank
 from ...elastic.state.recovery import Recovery
@@ -311,9 +311,10 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def prepare_dataloader(
         self, dataset: Dataset, batch_size: int | None = None, *args: Any, **kwargs: Any
     ) -> DataLoader:
-        """See ``HybridParallelPlugin.prepare_dataloader``. With ``checkpoints``, the loader can continue in an epoch.
+        """See ``HybridParallelPlugin.prepare_dataloader``. The loader can continue in an epoch.
 
         ``batch_size`` may be left out with ``batches`` (see :meth:`.UnevenBatches.prepare_dataloader`) and with a plan.
+        ``seed`` is also that of the order, as in all loaders of the package; by default it is that of Colossal-AI's.
         """
         make_loader = super().prepare_dataloader
         if self._uneven_batches is not None:
@@ -325,8 +326,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             return self._unequal.prepare_dataloader(make_loader, dataset, batch_size, *args, **kwargs)
         if self._planned is not None and batch_size is None:
             batch_size = self._planned.batch_size
-        loader = make_loader(dataset, batch_size, *args, **kwargs)
-        return loader if self._checkpoints is None else make_resumable(loader)
+        return make_even_loader(make_loader, dataset, batch_size, *args, **kwargs)
 
     def execute_pipeline(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any

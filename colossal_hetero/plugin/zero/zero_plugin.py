@@ -52,8 +52,8 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         global_batch_size: samples per optimizer step, over all ranks.
         precision: ``fp32``, ``bf16`` or, below stage 3, ``fp16``.
         max_norm: clip gradients to this 2-norm; 0 for no clipping.
-        method, accumulation, profile, profile_cache, max_micro_batch, sync_batchnorm, reallocate_above, check_every,
-            training_step, weight_by: see :class:`~colossal_hetero.data_parallel.config.BatchConfig`.
+        method, accumulation, profile, profile_cache, max_micro_batch, multiple_of, sync_batchnorm, reallocate_above,
+            check_every, training_step, weight_by: see :class:`~colossal_hetero.data_parallel.config.BatchConfig`.
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues; stages 0 to 2.
         options: further arguments of the stage's plugin; with ``"auto"``, of the plugins of all stages that have them.
 
@@ -76,6 +76,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         profile: str | Path | None = None,
         profile_cache: str | Path | None = None,
         max_micro_batch: int | None = None,
+        multiple_of: int | None = None,
         sync_batchnorm: bool = False,
         reallocate_above: float = 0.02,
         check_every: int | None = None,
@@ -94,6 +95,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
             profile=profile,
             profile_cache=profile_cache,
             max_micro_batch=max_micro_batch,
+            multiple_of=multiple_of,
             sync_batchnorm=sync_batchnorm,
             reallocate_above=reallocate_above,
             check_every=check_every,

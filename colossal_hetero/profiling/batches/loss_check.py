@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, Literal, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...processes.every_rank import on_every_rank
@@ -21,7 +22,7 @@ from ..memory import is_out_of_memory, recover
 from ..preserved_state import preserved_state
 from ..training_step import TrialRun
 
-__all__ = ["LossKind", "check_loss", "kind_of_loss", "uncompiled"]
+__all__ = ["LossKind", "Mode", "check_loss", "kind_of_loss", "set_mode", "uncompiled"]
 
 LossKind = Literal["mean", "sum", "not finite", "unknown"]
 """``unknown``: neither a mean nor a sum, or too random to tell."""
@@ -29,6 +30,11 @@ LossKind = Literal["mean", "sum", "not finite", "unknown"]
 Mode = Literal["evaluation", "training"]
 Losses = tuple[tuple[float, float], float]
 """Two losses of one sample, and the loss of a batch that holds it twice."""
+
+MODES: tuple[Mode, ...] = ("evaluation", "training")
+
+MOST_AT_ONCE = 4
+"""If a loss cannot be computed of one sample, up to so many are tried: pairs, triplets."""
 
 SAMPLES = 4
 """If the loss of a sample is not finite, for example because all its labels are ignored, so many samples are tried."""
@@ -59,28 +65,39 @@ def kind_of_loss(one: Sequence[float], twice: float) -> LossKind:
     return "sum" if abs(twice - 2 * middle) <= tolerance else "unknown"
 
 
-def check_loss(trial: TrialRun) -> None:
+def check_loss(trial: TrialRun, replica_of: Sequence[int], multiple_of: int | None = None) -> int:
     """Check the loss that ``trial`` computes, on the first samples of the dataset. Every rank calls it.
 
     Nothing is trained, and no communication happens in the model. Model, optimizer and random state are restored. A
     loss that is neither a mean nor a sum is accepted, since its kind cannot be told from a few samples. If two samples
     do not fit into memory, nothing is checked.
 
+    Args:
+        trial: its ``first`` becomes the first sample with which the loss can be computed, and its ``at_once`` the
+            number of samples that this needs.
+        replica_of: index of the model replica that each rank belongs to, by rank.
+        multiple_of: batches have a multiple of so many samples; None: found out, up to ``MOST_AT_ONCE``.
+
+    Returns:
+        The number that all batch sizes must be a multiple of, 1 if every size is possible.
+
     Raises:
-        ValueError: on every rank, if the loss of a rank is a sum over the samples, or not finite for each of the first
-            samples.
+        ValueError: on every rank, if the loss of a rank is a sum over the samples, or depends on values that other
+            ranks send, or is not finite for each of the first samples.
         RuntimeError: on every rank, if the training step of a rank fails, or returns something that is no scalar
             tensor.
     """
-    tried = on_every_rank(lambda: _in_a_working_mode(trial), "checking the loss")
-    found = [losses for _, losses in tried if losses is not None]
+    tried = on_every_rank(lambda: _first_try(trial, multiple_of), "checking the loss")
+    trial.at_once, multiple = max(each.at_once for each in tried), max(each.multiple for each in tried)
+    found = [each.losses for each in tried if each.losses is not None]
     if len(found) < len(tried):
-        return
-    mode: Mode = "evaluation" if all(mode == "evaluation" for mode, _ in tried) else "training"
+        return multiple
+    trial.first = max(each.first for each in tried)
+    mode: Mode = "evaluation" if all(each.mode == "evaluation" for each in tried) else "training"
     if any(kind_of_loss(one, twice) == "not finite" for one, twice in found):
         # Without communication, sharded parameters are not those of the model, and their loss may be not finite by
         # chance. The passes above have succeeded on all ranks, so that no rank waits for another one now.
-        found = on_every_rank(lambda: _losses(trial, mode, communicate=True), "checking the loss")
+        found = on_every_rank(lambda: _losses(trial, mode, trial.at_once, communicate=True)[1], "checking the loss")
     for rank, (one, twice) in enumerate(found):
         kind = kind_of_loss(one, twice)
         if kind == "sum":
@@ -95,48 +112,134 @@ def check_loss(trial: TrialRun) -> None:
                 "last one that was tried). Check inputs, labels (a mean over no label is nan) and the model's "
                 "weights, or give a training_step that computes the loss as your loop does"
             )
+    asked = on_every_rank(lambda: _asks_other_ranks(trial, mode, replica_of), "checking the loss")
+    if any(asked):
+        raise ValueError(
+            f"the loss depends on a value that {next(filter(None, asked))} combines over ranks, such as a count of "
+            "boxes or tokens in the batches of all ranks. Micro-batches differ in number and size between ranks, so "
+            "the plugin sums the counts: compute the loss as a mean over its own batch, and give weight_by, a function "
+            "of a batch that returns what this mean was divided by"
+        )
+    return multiple
 
 
-def _in_a_working_mode(trial: TrialRun) -> tuple[Mode, Losses | None]:
-    """The losses in the first mode in which the step computes one; None if there is not enough memory."""
-    try:
-        with suppress(Exception):
-            # Evaluation mode is best, because it switches all randomness off.
-            return "evaluation", _losses(trial, "evaluation")
-        # Some models compute their loss in training mode only.
-        return "training", _losses(trial, "training")
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        recover(error)
-        return "training", None
+class _Tried(NamedTuple):
+    """The first losses that could be computed."""
+
+    mode: Mode
+    at_once: int
+    multiple: int
+    first: int
+    losses: Losses | None
+    """None if there is not enough memory."""
 
 
-def _losses(trial: TrialRun, mode: Mode, communicate: bool = False) -> Losses:
+def _first_try(trial: TrialRun, multiple_of: int | None) -> _Tried:
+    """The losses in the first mode and of the first number of samples at once with which the step computes one."""
+    failure: Exception | None = None
+    for at_once in range(1, MOST_AT_ONCE + 1) if multiple_of is None else [multiple_of]:
+        # Evaluation mode is best, because it switches all randomness off; some models compute no loss in it.
+        for mode in MODES:
+            try:
+                first, losses = _losses(trial, mode, at_once)
+                # Otherwise the loss only needs more than one sample.
+                is_multiple = multiple_of is not None or at_once == 1 or not _runs(trial, mode, at_once + 1)
+                return _Tried(mode, at_once, at_once if is_multiple else 1, first, losses)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    recover(error)
+                    return _Tried("training", at_once, multiple_of or 1, 0, None)
+                if at_once == 1 or multiple_of is not None:
+                    failure = error
+    assert failure is not None
+    raise failure
+
+
+def _runs(trial: TrialRun, mode: Mode, samples: int) -> bool:
+    with suppress(Exception):
+        _losses(trial, mode, samples)
+        return True
+    return False
+
+
+def _losses(trial: TrialRun, mode: Mode, at_once: int, communicate: bool = False) -> tuple[int, Losses]:
     """The losses of one sample, computed twice, and the loss of a batch that holds this sample twice.
 
-    They are of the first sample with a finite loss, or the last one that is tried.
+    They are of the first sample with a finite loss, or the last one that is tried; with the number of that sample.
     """
+    failure: Exception | None = None
+    found: tuple[int, Losses] | None = None
     with preserved_state(trial.model, trial.optimizer), uncompiled(trial.model):
-        _set_mode(trial.model, mode)
+        set_mode(trial.model, mode)
         for index in range(SAMPLES):
-            if communicate:
-                losses = _of_sample(trial, index)
-            else:
-                with local_collectives(trial.model):
-                    losses = _of_sample(trial, index)
-            if kind_of_loss(*losses) != "not finite":
+            try:
+                with nullcontext() if communicate else local_collectives(trial.model):
+                    found = index, _of_sample(trial, [index] * at_once)
+            except Exception as error:
+                # collate_fn may leave a sample out. While ranks communicate, all of them must try the same.
+                if communicate or is_out_of_memory(error):
+                    raise
+                failure = failure or error
+                continue
+            if kind_of_loss(*found[1]) != "not finite":
                 break
-    return losses
+    if found is None:
+        assert failure is not None
+        raise failure
+    return found
 
 
-def _of_sample(trial: TrialRun, index: int) -> Losses:
+def _of_sample(trial: TrialRun, once: list[int]) -> Losses:
     try:
-        first, again, twice = (_number(trial.loss(indices)) for indices in ([index], [index], [index, index]))
+        first, again, twice = (_number(trial.loss(indices)) for indices in (once, once, once * 2))
     except Exception:
         abort_step(trial.model, trial.optimizer)
         raise
     return (first, again), twice
+
+
+def _asks_other_ranks(trial: TrialRun, mode: Mode, replica_of: Sequence[int]) -> str | None:
+    """The collective over several replicas on whose result the loss depends; None if there is none.
+
+    The loss is computed again with collectives that return twice what they should. Those inside the model belong to
+    the plugin, but sums over replicas do not.
+    """
+    called: list[str] = []
+    inside = 0
+
+    def enter(*_: Any) -> None:
+        nonlocal inside
+        inside += 1
+
+    def leave(*_: Any) -> None:
+        nonlocal inside
+        inside -= 1
+
+    def counts(name: str, group: Any) -> bool:
+        replicas = {
+            replica_of[rank]
+            for rank in dist.get_process_group_ranks(group or dist.distributed_c10d._get_default_group())
+        }
+        if len(replicas) < 2 or (inside and name != "all_reduce"):
+            return False
+        called.append(name)
+        return True
+
+    handles = [trial.model.register_forward_pre_hook(enter), trial.model.register_forward_hook(leave, always_call=True)]
+    try:
+        with preserved_state(trial.model, trial.optimizer), uncompiled(trial.model):
+            set_mode(trial.model, mode)
+            once = [trial.first] * trial.at_once
+            with local_collectives(trial.model):
+                usual = [_number(trial.loss(once)) for _ in range(2)]
+            with local_collectives(trial.model, doubled=counts):
+                doubled = _number(trial.loss(once))
+    finally:
+        for handle in handles:
+            handle.remove()
+    # Sharded parameters are not those of the model here, so that a loss may be not finite by chance.
+    changed = abs(doubled - usual[0]) > 2 * abs(usual[0] - usual[1]) + 1e-6 * abs(usual[0])
+    return called[0] if called and (changed or math.isfinite(usual[0]) > math.isfinite(doubled)) else None
 
 
 @contextmanager
@@ -159,7 +262,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
             module._compiled_call_impl = call
 
 
-def _set_mode(model: nn.Module, mode: Mode) -> None:
+def set_mode(model: nn.Module, mode: Mode) -> None:
     """Set evaluation mode, or training mode without dropout and with the running statistics of normalization."""
     model.train(mode == "training")
     for module in model.modules():

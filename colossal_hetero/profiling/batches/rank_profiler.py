@@ -80,6 +80,7 @@ def profile_ranks(
     cap: int,
     synchronize: Callable[[bool], None],
     replica_of: Sequence[int],
+    multiple_of: int = 1,
 ) -> BatchProfile:
     """Measure every rank's largest micro-batch and times, all ranks at once, and the time of a synchronization.
 
@@ -96,17 +97,18 @@ def profile_ranks(
         synchronize: called with whether the next backward pass is to sum gradients over ranks.
         replica_of: index of the model replica that each rank belongs to, by rank. A replica of several
             (tensor-parallel) ranks has the time of the slowest and the limit of the smallest of them.
+        multiple_of: only multiples of so many samples are run. Inside of this function, sizes are in units of them.
 
     Raises:
         RuntimeError: on every rank, if a rank failed for another reason than memory; it names the rank and the error.
     """
-    size = 1
+    size, cap = 1, cap // multiple_of
 
-    def run(samples: int) -> tuple[float, float]:
+    def run(units: int) -> tuple[float, float]:
         nonlocal size
-        size = samples
+        size = units * multiple_of
         watch.take()
-        seconds = trial(samples)
+        seconds = trial(size)
         return seconds, sum(forward for _, forward in watch.take())
 
     def find_smallest() -> int:
@@ -139,7 +141,8 @@ def profile_ranks(
                 abort=lambda: abort_step(model, optimizer),
                 flops=peak_flops(here),
             )
-        return device.model_copy(update={"step_seconds": optimizer_step_seconds(optimizer)}), to_come
+        of_units = device.model_copy(update={"step_seconds": optimizer_step_seconds(optimizer)})
+        return _in_samples(of_units, multiple_of), to_come
 
     def synchronization_seconds() -> float:
         """How much longer a step of few samples takes with communication. It includes waiting for other ranks."""
@@ -189,6 +192,19 @@ def profile_ranks(
         communication_seconds=max(0.0, seconds),
         kinds=tuple(replicas),
         ranks=tuple(range(len(replicas))),
+    )
+
+
+def _in_samples(device: DeviceProfile, unit: int) -> DeviceProfile:
+    """A profile of batches in samples, from one in units of so many samples."""
+    return device.model_copy(
+        update={
+            "sample_bytes": -(-device.sample_bytes // unit),
+            "max_batch": device.max_batch * unit,
+            "searched_batch": device.searched_batch and device.searched_batch * unit,
+            "min_batch": device.min_batch * unit,
+            "points": tuple(point.model_copy(update={"batch": point.batch * unit}) for point in device.points),
+        }
     )
 
 

@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from colossal_hetero.data_parallel.loader import HeteroDataLoader, make_loader
 from colossal_hetero.data_parallel.sampling.sampler import GlobalBatchSampler
@@ -107,7 +114,7 @@ def test_every_epoch_holds_every_sample_once(workers: dict[str, Any]) -> None:
     for number in (1, 0):
         for loader, setter in zip(made, (made[0].sampler, made[1].batch_sampler), strict=True):
             setter.set_epoch(number)  # type: ignore[union-attr]
-            assert len(loader) == len(list(iter(loader)))
+            assert loader.micro_batches == len(list(iter(loader)))
             loader.set_epoch(number)
         assert together([train(loader) for loader in made]) == epochs[number]
 
@@ -317,9 +324,133 @@ def test_iterating_before_a_division_is_known() -> None:
         iter(loader)
 
 
-def test_length_of_the_loader() -> None:
+def test_the_length_means_optimizer_steps_and_batches_or_is_refused() -> None:
     loader = loaders()[0]
-    assert len(loader) == len(iter(loader)) == len(list(loader)) == 10  # type: ignore[arg-type]
+    assert loader.micro_batches == len(list(loader)) == 10 and loader.global_batches == 4
+    for ask in (len, lambda loader: len(iter(loader))):
+        with pytest.raises(TypeError, match=r"4 optimizer steps .* in 10 batches"):
+            ask(loader)
+    loader.divide_by(lambda samples: [[samples], [0]])
+    assert len(loader) == len(iter(loader)) == len(list(loader)) == 4  # type: ignore[arg-type]
+
+
+class OwnSampler(Sampler[int]):
+    """Draws from a generator of its own, under a name that no one knows, and counts how often."""
+
+    def __init__(self, knows: str = "") -> None:
+        self._own, self.iterations = random.Random(3), 0
+        if "epoch" in knows:
+            self.epoch = 0
+            self.set_epoch = lambda epoch: setattr(self, "epoch", epoch)
+        if "state" in knows:
+            self.state_dict = lambda: {"own": self._own.getstate()}
+            self.load_state_dict = lambda state: self._own.setstate(state["own"])
+
+    def __len__(self) -> int:
+        return 23
+
+    def __iter__(self) -> Iterator[int]:
+        self.iterations += 1
+        own = random.Random(self.epoch) if hasattr(self, "epoch") else self._own
+        return iter(own.sample(range(23), 23))
+
+
+@pytest.mark.parametrize("knows", ["", "epoch", "state", "epoch and state"])
+def test_a_sampler_with_a_state_of_its_own(knows: str) -> None:
+    """It is iterated over once per epoch, as one process does, and the run is resumed or refused."""
+
+    def make() -> tuple[HeteroDataLoader, OwnSampler]:
+        sampler = OwnSampler(knows)
+        loader = make_loader(Numbers(23), 9, 0, 1, sampler=sampler)
+        loader.divide_by(lambda samples: [[samples]])
+        loader.sampler.digest()  # as the check that all ranks draw alike
+        loader.some_samples(5, 0)
+        return loader, sampler
+
+    loader, sampler = make()
+    epochs, states = [], []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        next(iter(loader))  # looks at a batch
+        found = []
+        for batch in loader:
+            found.append(batch.tolist())
+            loader.finish_global_batch()
+            states.append(loader.state_dict())
+        epochs.append(found)
+    assert sampler.iterations == 3
+    alone = OwnSampler(knows)
+    for epoch in range(3):
+        if hasattr(alone, "set_epoch"):
+            alone.set_epoch(epoch)
+        assert flat(epochs[epoch]) == list(alone)
+    resumed, _ = make()
+    resumed.load_state_dict(states[7])  # in the middle of epoch 2
+    if knows:
+        assert [batch.tolist() for batch in resumed] == epochs[2][2:]
+    else:
+        with pytest.raises(ValueError, match="OwnSampler gives another order of epoch 2 than in the run that saved"):
+            next(iter(resumed))
+
+
+def test_the_epoch_that_is_set_on_the_sampler_itself_counts() -> None:
+    sampler = OwnSampler("epoch")
+    loader = make_loader(Numbers(23), 9, 0, 1, sampler=sampler)
+    loader.divide_by(lambda samples: [[samples]])
+    for epoch in (4, 2):
+        sampler.set_epoch(epoch)
+        assert flat([batch.tolist() for batch in loader]) == random.Random(epoch).sample(range(23), 23)
+        assert loader.state_dict()["epoch"] == epoch
+
+
+def test_several_means_without_names_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    for division in ([[9], [0]], [[5, 4], [0, 0]]):
+        loader = make_loader(Numbers(18), 9, 0, 2)
+        loader.divide_by(lambda samples, division=division: division)
+        found = []
+        for batch in loader:
+            found.append((loader.mean(batch.float().mean()), loader.mean((batch % 2).float().mean())))
+        assert [each for each in found if None not in each] == [
+            (4.0, pytest.approx(4 / 9)),
+            (13.0, pytest.approx(5 / 9)),
+        ]
+
+
+def test_means_that_are_not_asked_for_in_every_micro_batch_are_refused() -> None:
+    loader = make_loader(Numbers(18), 9, 0, 2)
+    loader.divide_by(lambda samples: [[5, 4], [0, 0]])
+    batches = iter(loader)
+    next(batches)
+    loader.mean(1.0)
+    next(batches)
+    with pytest.raises(RuntimeError, match="called 1 times for micro-batch 1, but not for each"):
+        loader.mean(1.0, "accuracy")
+
+
+@pytest.mark.parametrize(
+    "size, options, words",
+    [
+        (18, {}, "global_batch_size=9 is not a multiple of 3, the samples"),
+        (20, dict(drop_last=False), "the last global batch of an epoch has 2 samples, which is not a multiple of 3"),
+    ],
+)
+def test_global_batches_that_are_no_multiple_are_refused(size: int, options: dict[str, Any], words: str) -> None:
+    if not options:
+        words = words.replace("multiple of 3", "multiple of 2")
+    loader = make_loader(Numbers(size), 9, 0, 1, **options)
+    with pytest.raises(ValueError, match=words):
+        loader.set_multiple(3 if options else 2)
+    loader = make_loader(Numbers(size), 9, 0, 1, drop_last=True)
+    loader.set_multiple(3)
+    assert loader.multiple_of == 3
+
+
+def test_a_collate_fn_that_fails_says_for_how_many_samples() -> None:
+    loader = make_loader(Numbers(10), 5, 0, 1, collate_fn=lambda samples: samples[7])
+    loader.divide_by(lambda samples: [[samples]])
+    with pytest.raises(RuntimeError, match=r"collate_fn failed for a micro-batch of 5 samples .IndexError"):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("options", [{}, {"worker_init_fn": lambda worker: random.seed(99)}], ids=["ours", "users"])

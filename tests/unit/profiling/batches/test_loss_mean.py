@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from colossal_hetero.profiling.batches.loss_mean import IGNORED, mean_of_labels, mean_of_samples
+from colossal_hetero.profiling.batches.loss_mean import IGNORED, Evidence, Pair, decide, mean_of_labels
 
 CLASSES = 5
 
@@ -58,17 +58,39 @@ def test_losses_with_ignored_labels(loss: Callable, expected: str, dtype: torch.
     assert found == expected
 
 
+def pair(share: float, error: float = 0.001, **shares: float) -> Pair:
+    return Pair(share, error, {"samples": 0.5, **shares})
+
+
 @pytest.mark.parametrize(
-    "one, other, both, expected",
+    "pairs, expected",
     [
-        (1.0, 3.0, 2.0, "samples"),
-        (1.0, 3.0, 2.01, "samples"),
-        (10.9, 10.8, 10.86, "samples"),  # rounding in bfloat16
-        (1.0, 3.0, 4.0, "other"),  # a sum
-        (1.0, 3.0, 1.4, "other"),  # weighted by classes
-        (0.7, 0.7, 1.4, "other"),
-        (1.0, math.nan, math.nan, "other"),
+        ([pair(0.5), pair(0.501)], "samples"),
+        ([pair(0.5), pair(0.46)], "other"),  # weights 1 and 1.17
+        ([pair(0.5), pair(0.46, error=0.03)], "samples"),  # rounding in bfloat16
+        ([pair(0.5), pair(0.2, error=0.2)], "samples"),  # shows nothing
+        ([pair(0.2, error=0.2), pair(math.nan, error=math.inf)], "undecided"),  # at ln(classes)
+        ([pair(math.nan, error=0.0)], "other"),  # a sum, or samples compared with each other
+        ([pair(0.75, tokens=0.75, next_tokens=0.8), pair(0.4, tokens=0.4, next_tokens=0.3)], "tokens"),
+        ([pair(0.8, tokens=0.75, next_tokens=0.8), pair(0.3, tokens=0.4, next_tokens=0.3)], "next_tokens"),
+        ([pair(0.75, tokens=0.75, next_tokens=0.75)], "undecided"),
+        ([pair(0.5, tokens=0.75)], "samples"),
+        ([pair(0.5, tokens=0.5)], "undecided"),  # some samples have ignored labels, but all equally many
     ],
 )
-def test_losses_of_two_samples(one: float, other: float, both: float, expected: str) -> None:
-    assert mean_of_samples(one, other, both) == expected
+def test_pairs_decide_or_ask(pairs: list[Pair], expected: str) -> None:
+    rivals = frozenset({"tokens", "next_tokens"})
+    assert decide([Evidence((), rivals=rivals), Evidence(tuple(pairs), rivals=rivals)]).kind == expected
+
+
+def test_the_experiment_with_labels_must_agree_with_the_pairs_of_all_ranks() -> None:
+    agrees = Evidence((pair(0.8, tokens=0.8),), "tokens")
+    assert decide([agrees, agrees]).kind == "tokens"
+    assert decide([agrees, Evidence((pair(0.5, tokens=0.8),), "tokens")]).kind == "other"
+    assert decide([agrees, Evidence((pair(0.8, tokens=0.8),), "next_tokens")]).kind == "other"
+    assert decide([agrees, Evidence(is_random=True)]).kind == "undecided"
+
+
+def test_a_known_count_is_suggested() -> None:
+    found = decide([Evidence((Pair(0.3, 0.001, {"samples": 0.5, "the weights of classes": 0.3}),))])
+    assert found.kind == "other" and "the weights of classes" in found.reason

@@ -1,0 +1,393 @@
+"""What a loss is a mean over is found out by evidence, or asked for: losses of many kinds, at random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, ctc_loss, mse_loss
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from colossal_hetero.data_parallel.loader import make_loader
+from colossal_hetero.data_parallel.training_loop.loss_weights import found_weight, samples_in
+from colossal_hetero.profiling.batches.loss_check import check_loss
+from colossal_hetero.profiling.training_step import TrainingStep, TrialRun, default_training_step
+from tests.support.harness import run_ranks
+
+CLASSES, WIDTH = 5, 6
+
+
+class Samples(Dataset):
+    def __init__(self, make: Callable[[int, torch.Generator], Any], size: int = 90) -> None:
+        self._make, self._size = make, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Any:
+        return self._make(index, torch.Generator().manual_seed(index))
+
+
+def numbers(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator)
+
+
+def length(index: int) -> int:
+    return 2 + index * 7 % 11
+
+
+def classified(index: int, generator: torch.Generator) -> Any:
+    return numbers(generator, WIDTH), index % CLASSES
+
+
+def in_order(index: int, generator: torch.Generator) -> Any:
+    """The classes in order, as in a folder of images."""
+    return numbers(generator, WIDTH), index // 18
+
+
+def rare_class(index: int, generator: torch.Generator) -> Any:
+    return numbers(generator, WIDTH), int(index == 77)
+
+
+def map_of_pixels(ignored: int | None, equally_many: bool = False) -> Callable[[int, torch.Generator], Any]:
+    def make(index: int, generator: torch.Generator) -> Any:
+        labels = torch.randint(CLASSES, (4, 4), generator=generator)
+        if ignored is not None:
+            labels.flatten()[: 3 if equally_many else index % 13] = ignored
+        return numbers(generator, 2, 4, 4), labels
+
+    return make
+
+
+def translated(index: int, generator: torch.Generator) -> Any:
+    n = length(index)
+    return numbers(generator, n, WIDTH), torch.randint(1, CLASSES, (n,), generator=generator)
+
+
+def padded(samples: list[Any]) -> Any:
+    return tuple(pad_sequence(part, batch_first=True) for part in zip(*samples, strict=True))
+
+
+def spoken(index: int, generator: torch.Generator) -> Any:
+    return numbers(generator, 24, WIDTH), torch.randint(1, CLASSES, (length(index) // 2 + 1,), generator=generator)
+
+
+def spoken_batch(samples: list[Any]) -> Any:
+    sounds, labels = zip(*samples, strict=True)
+    return dict(
+        sounds=torch.stack(sounds),
+        labels=pad_sequence(labels, batch_first=True),
+        sizes=torch.tensor(list(map(len, labels))),
+    )
+
+
+def masked(index: int, generator: torch.Generator) -> Any:
+    mask = torch.arange(12) < length(index)
+    return dict(x=numbers(generator, 12, WIDTH), y=numbers(generator, 12), mask=mask.float())
+
+
+def some_ignored(index: int, generator: torch.Generator) -> Any:
+    return numbers(generator, WIDTH), -100 if index % 4 == 0 else index % CLASSES
+
+
+class Zero(nn.Linear):
+    """A head whose weights are zero at first, so that every loss is ln(classes)."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+def pixels() -> nn.Module:
+    head = nn.Conv2d(2, CLASSES, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def by_sample(of_one: Callable[..., Tensor]) -> TrainingStep:
+    """The mean over samples of what ``of_one`` says of each."""
+
+    def step(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+        x, y = batch
+        return torch.stack([of_one(out, label) for out, label in zip(model(x), y, strict=True)]).mean()
+
+    return step
+
+
+def focal(out: Tensor, label: Tensor) -> Tensor:
+    loss = cross_entropy(out, label)
+    return (1 - (-loss).exp()) ** 2 * loss
+
+
+def over_positives(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+    """As detectors do: the sum of all losses, divided by the number of positives."""
+    x, y = batch
+    wanted = (y == 1).float()
+    loss = binary_cross_entropy_with_logits(model(x).squeeze(1), wanted, reduction="sum")
+    return loss / wanted.sum().clamp(min=1)
+
+
+def dice(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+    x, y = batch
+    found, wanted = model(x).softmax(1)[:, 1], (y == 1).float()
+    return 1 - 2 * (found * wanted).sum() / (found.sum() + wanted.sum())
+
+
+def contrastive(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+    out = model(batch[0])
+    return cross_entropy(out @ out.T, torch.arange(len(out)))
+
+
+def ctc(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+    found = model(batch["sounds"]).log_softmax(-1).transpose(0, 1)
+    return ctc_loss(found, batch["labels"], torch.full((found.shape[1],), found.shape[0]), batch["sizes"])
+
+
+def regression(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+    errors = (model(batch["x"]).squeeze(-1) - batch["y"]).square()
+    return (errors * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def random_noise(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+    return mse_loss(model(batch[0] + torch.randn_like(batch[0])), torch.randn(len(batch[0]), CLASSES))
+
+
+def in_training_only(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+    if not model.training:
+        raise RuntimeError("the loss is computed in training mode only")
+    return default_training_step(model, criterion, batch)
+
+
+def translation(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+class Case(NamedTuple):
+    name: str
+    samples: Callable[[int, torch.Generator], Any]
+    expected: str
+    """The name of a weight, or words of the error."""
+    criterion: Any = nn.CrossEntropyLoss()
+    model: Callable[[], nn.Module] = lambda: Zero(WIDTH, CLASSES)
+    step: TrainingStep = default_training_step
+    collate: Any = None
+
+
+ASKS = "is not the mean of their losses"
+UNKNOWN = "cannot be found out"
+CASES = [
+    Case("classes", classified, "samples"),
+    Case("a model that was not made with zeros", classified, "samples", model=lambda: nn.Linear(WIDTH, CLASSES)),
+    Case("a loss in training mode only", classified, "samples", step=in_training_only),
+    Case("focal loss", classified, "samples", step=by_sample(focal)),
+    Case("mild class weights", classified, "criterion.weight", nn.CrossEntropyLoss(torch.tensor([1, 1, 1.5, 1.5, 2]))),
+    Case("class weights in order", in_order, "criterion.weight", nn.CrossEntropyLoss(torch.tensor([1, 1, 3, 3, 9.0]))),
+    Case("equal class weights", classified, "samples", nn.CrossEntropyLoss(torch.full((5,), 3.0))),
+    Case(
+        "class weights in a function", classified, ASKS,
+        lambda out, y: cross_entropy(out, y, weight=torch.tensor([1, 1, 1.5, 1.5, 2])),
+    ),
+    Case(
+        "the weight of a class that is hardly seen", lambda index, generator: (numbers(generator, WIDTH), 1), UNKNOWN,
+        nn.CrossEntropyLoss(torch.tensor([9, 1, 1, 1, 1.0])),
+    ),
+    Case("positives", rare_class, ASKS, step=over_positives, model=lambda: nn.Linear(WIDTH, 1)),
+    Case("pixels", map_of_pixels(None), "samples", model=pixels),
+    Case("pixels without 255", map_of_pixels(255), r"!= 255", nn.CrossEntropyLoss(ignore_index=255), pixels),
+    Case("pixels without -100", map_of_pixels(-100), "tokens", model=pixels),
+    Case(
+        "equally many pixels are left out", map_of_pixels(255, True), UNKNOWN, nn.CrossEntropyLoss(ignore_index=255),
+        pixels,
+    ),
+    Case("dice", map_of_pixels(None), ASKS, step=dice, model=pixels),
+    Case("samples without a label", some_ignored, "tokens"),
+    Case("translation", translated, r"!= 0", translation, collate=padded),
+    Case("CTC", spoken, "samples", step=ctc, collate=spoken_batch),
+    Case("masked regression", masked, ASKS, step=regression, model=lambda: nn.Linear(WIDTH, 1)),
+    Case("contrastive", classified, ASKS, step=contrastive, model=lambda: nn.Linear(WIDTH, CLASSES)),
+    Case("random noise", classified, "differs from pass to pass", step=random_noise),
+    Case("all alike", lambda index, generator: (torch.ones(WIDTH), 1), "have the same loss"),
+]  # fmt: skip
+
+
+def trial_of(case: Case, dtype: torch.dtype = torch.float32) -> TrialRun:
+    torch.manual_seed(0)
+    loader = make_loader(Samples(case.samples), 8, 0, 1, collate_fn=case.collate)
+    model = case.model().to(dtype)
+
+    def step(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            return case.step(model, criterion, batch)
+
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrialRun(model, optimizer, case.criterion, step, loader)
+
+
+def answer(trial: TrialRun, precision: str) -> str:
+    try:
+        return found_weight(trial, precision)
+    except ValueError as error:
+        return str(error)
+
+
+def find_each() -> list[str]:
+    wrong = []
+    for case in CASES:
+        for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+            trial = trial_of(case, dtype)
+            before = [parameter.detach().clone() for parameter in trial.model.parameters()]
+            found = answer(trial, precision)
+            if case.expected not in found:
+                wrong.append(f"{case.name} ({precision}): {found}")
+            if any(not torch.equal(old, new) for old, new in zip(before, trial.model.parameters(), strict=True)):
+                wrong.append(f"{case.name}: parameters changed")
+    return wrong
+
+
+def test_kinds_of_losses() -> None:
+    for wrong in run_ranks(2, find_each):
+        assert not wrong, "\n".join(wrong)
+
+
+def over_all_ranks(count: Callable[[Tensor], Tensor]) -> TrainingStep:
+    """The loss is divided by a count of all ranks."""
+
+    def step(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+        x, y = batch
+        total = count(torch.tensor(float(len(y))))
+        return cross_entropy(model(x), y, reduction="sum") * dist.get_world_size() / total
+
+    return step
+
+
+def by_all_reduce(count: Tensor) -> Tensor:
+    dist.all_reduce(count)
+    return count
+
+
+def by_all_gather(count: Tensor) -> Tensor:
+    every = [torch.zeros(()) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, count)
+    return torch.stack(every).sum()
+
+
+def by_objects(count: Tensor) -> Tensor:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, int(count))
+    return torch.tensor(float(sum(every)))
+
+
+def with_a_log(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+    """The loss of this rank; a sum over ranks is for a log only."""
+    loss = default_training_step(model, criterion, batch)
+    by_all_reduce(loss.detach().clone())
+    return loss
+
+
+class Counting(nn.Linear):
+    """Computes its loss itself, as models of transformers do."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        loss = cross_entropy(super().forward(x), labels, reduction="sum") * dist.get_world_size()
+        return type("Output", (dict,), {})(loss=loss / by_all_reduce(torch.tensor(float(len(labels)))))
+
+
+def step_of_counting(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+    return model(*batch)["loss"]
+
+
+def ask_other_ranks() -> None:
+    world = range(dist.get_world_size())
+    for count, name in (
+        (by_all_reduce, "all_reduce"),
+        (by_all_gather, "all_gather"),
+        (by_objects, "all_gather_object"),
+    ):
+        trial = trial_of(
+            Case("count", classified, "", step=over_all_ranks(count), model=lambda: nn.Linear(WIDTH, CLASSES))
+        )
+        with pytest.raises(ValueError, match=f"depends on a value that {name} combines over ranks"):
+            check_loss(trial, world)
+    trial = trial_of(
+        Case("in the model", classified, "", step=step_of_counting, model=lambda: Counting(WIDTH, CLASSES))
+    )
+    with pytest.raises(ValueError, match="depends on a value that all_reduce combines over ranks"):
+        check_loss(trial, world)
+    assert check_loss(trial, [0] * len(world)) == 1  # all ranks hold one replica, whose model is divided over them
+    assert check_loss(trial_of(Case("log", classified, "", step=with_a_log)), world) == 1
+
+
+def test_losses_that_depend_on_other_ranks_are_refused() -> None:
+    run_ranks(2, ask_other_ranks)
+
+
+def mixed(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+    """As timm's Mixup: a sample is mixed with that at the same place from the end."""
+    x, y = batch
+    assert len(x) % 2 == 0, "Batch size should be even when using this"
+    share = torch.rand(()).item()
+    out = model(share * x + (1 - share) * x.flip(0))
+    return share * cross_entropy(out, y) + (1 - share) * cross_entropy(out, y.flip(0))
+
+
+def triplets(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+    anchor, positive, negative = model(batch[0]).view(-1, 3, CLASSES).unbind(1)
+    return nn.functional.triplet_margin_loss(anchor, positive, negative, margin=100.0)
+
+
+def two_at_least(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+    if len(batch[1]) < 2:
+        raise ValueError("a single sample has no variance")
+    return default_training_step(model, criterion, batch)
+
+
+def fails(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+    raise KeyError("labels")
+
+
+def find_multiples() -> None:
+    world = range(dist.get_world_size())
+    model = lambda: nn.Linear(WIDTH, CLASSES)  # noqa: E731
+    for step, multiple, weight in (
+        (default_training_step, 1, "samples"),
+        (mixed, 2, "samples"),
+        (two_at_least, 1, None),
+        (triplets, 3, None),
+    ):
+        trial = trial_of(Case("multiple", classified, "", step=step, model=model))
+        assert check_loss(trial, world) == multiple, step
+        if weight is not None:
+            assert answer(trial, "fp32") == weight, step
+    trial = trial_of(Case("multiple", classified, "", step=fails))
+    with pytest.raises(RuntimeError, match="KeyError: 'labels'"):
+        check_loss(trial, world)
+    with pytest.raises(RuntimeError, match="Batch size should be even"):
+        check_loss(trial_of(Case("multiple", classified, "", step=mixed)), world, multiple_of=3)
+
+
+def test_the_multiple_of_samples_that_a_step_needs_is_found() -> None:
+    run_ranks(2, find_multiples)
+
+
+def leaving_out(samples: list[Any]) -> Any:
+    return torch.utils.data.default_collate([sample for sample in samples if sample[1] not in (0, 3)])
+
+
+def find_with_samples_left_out() -> None:
+    trial = trial_of(Case("left out", classified, "", collate=leaving_out))
+    assert check_loss(trial, range(dist.get_world_size())) == 1
+    assert trial.first == 1
+    assert answer(trial, "fp32") == "samples"
+    count = samples_in(trial)
+    assert count is not None and count(trial.batch(range(10))) == 6
+    assert samples_in(trial_of(CASES[0])) is None
+
+
+def test_samples_that_collate_fn_leaves_out_are_counted() -> None:
+    run_ranks(2, find_with_samples_left_out)
