@@ -32,7 +32,7 @@ from .loader import HeteroDataLoader
 from .training_loop.micro_batch import MicroBatch
 from .training_loop.progress import LoopProgress
 from .training_loop.schedules import averages_of, schedules_of, step_with_optimizer, update_with_optimizer
-from .training_loop.tagged_tensor import micro_batches_of, untagged
+from .training_loop.tagged_tensor import micro_batches_of, share_of_samples, untagged
 from .training_loop.total_weight import TotalWeight
 
 __all__ = ["GradientAccumulation"]
@@ -100,12 +100,13 @@ class GradientAccumulation:
             self._may_synchronize = True
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        sources = micro_batches_of([*args, *kwargs.values()])
+        given = [*args, *kwargs.values()]
+        sources = micro_batches_of(given)
         args, kwargs = untagged(args), untagged(kwargs)
         # A model in evaluation mode may be trained, for example with frozen statistics.
         if torch.is_grad_enabled() and (model.training or sources):
             must_drop = self.progress.must_drop
-            micro_batch = self.progress.forward(sources)
+            micro_batch = self.progress.forward(sources, share_of_samples(sources[0], given) if sources else 1.0)
             if micro_batch is not None:
                 if must_drop and not self.progress.must_drop:
                     # The loop left a global batch before its end.

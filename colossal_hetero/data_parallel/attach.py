@@ -215,7 +215,7 @@ def _total_weight(setup: BatchSetup, model: ModelWrapper, trial: TrialRun) -> To
     weight_of = samples_in(trial) if weight_by == "samples" else weight_function(weight_by)
     if weight_of is None:
         return SampleTotal(replicas)
-    loader.weigh_by(weight_of)
+    loader.weigh_by(weight_of, by_samples=weight_by == "samples")
     return CountedTotal(replicas, model, equal_steps=setup.config.accumulation == "shared")
 
 

@@ -22,7 +22,7 @@ from .sampling.sampler import Division, GlobalBatchSampler
 from .sampling.seeded_samples import SeededSamples
 from .training_loop.micro_batch import MicroBatch
 from .training_loop.progress import LoopProgress
-from .training_loop.tagged_tensor import tagged, untagged
+from .training_loop.tagged_tensor import shapes_of, tagged, untagged
 
 __all__ = ["ORDER_SEED", "WORKER_SEED", "HeteroDataLoader", "check_same_order", "make_loader"]
 
@@ -72,6 +72,7 @@ class HeteroDataLoader(DataLoader[Any]):
         self._drawn: MicroBatch | None = None
         self._progress: LoopProgress | None = None
         self._weight_of: Callable[[Any], Any] | None = None
+        self._by_samples = True
         self._check: Callable[[Any], None] = lambda batch: None
         self._sums: dict[tuple[str, int], _Sum] = {}
         self._mean_calls: tuple[MicroBatch | None, Counter[str]] = None, Counter()
@@ -152,9 +153,12 @@ class HeteroDataLoader(DataLoader[Any]):
         """Report every batch that is drawn to ``progress``, which knows what the training loop does with it."""
         self._progress = progress
 
-    def weigh_by(self, weight_of: Callable[[Any], Any]) -> None:
-        """Give every micro-batch the weight that ``weight_of`` returns for its batch: a finite number of at least 0."""
-        self._weight_of = weight_of
+    def weigh_by(self, weight_of: Callable[[Any], Any], *, by_samples: bool = False) -> None:
+        """Give every micro-batch the weight that ``weight_of`` returns for its batch: a finite number of at least 0.
+
+        ``by_samples`` says whether it counts samples.
+        """
+        self._weight_of, self._by_samples = weight_of, by_samples
 
     def check_by(self, check: Callable[[Any], None]) -> None:
         """Call ``check`` with every batch that is drawn; it raises an error if the batch cannot be trained with."""
@@ -348,6 +352,8 @@ class HeteroDataLoader(DataLoader[Any]):
         self._check(batch)
         if self._weight_of is not None:
             micro_batch = replace(micro_batch, weight=self._weight(batch) if micro_batch.samples else 0.0)
+        if self._by_samples and micro_batch.samples:
+            micro_batch = replace(micro_batch, shapes=shapes_of(batch))
         self._drawn = micro_batch
         if self._progress is None:
             return batch

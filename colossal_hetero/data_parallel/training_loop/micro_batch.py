@@ -31,3 +31,6 @@ class MicroBatch:
 
     weight: float | None = None
     """What the mean loss of this micro-batch counts in the global batch; None: its number of samples."""
+
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Shapes of its tensors, if the loss is weighted by samples, so that all of them must be passed forward."""

@@ -14,6 +14,9 @@ from .micro_batch import MicroBatch
 
 __all__ = ["LoopProgress"]
 
+ALL = 1 - 1e-6
+"""Share of samples that counts as all of them."""
+
 REMEDY = "pass every batch of the loader forward once and call booster.backward(loss, optimizer)"
 
 
@@ -33,6 +36,7 @@ class LoopProgress:
         self._open: list[MicroBatch] = []  # drawn, no forward pass yet
         self._passed: list[MicroBatch] = []  # forward pass, no backward pass yet
         self._done: list[MicroBatch] = []  # backward pass, no optimizer step yet
+        self._shares: dict[int, float] = {}  # of the samples that were passed forward, by id of the micro-batch
         self._step_called = True  # since the latest backward pass
         self._knows_last = False  # the loop has asked whether this is the last micro-batch
 
@@ -56,11 +60,12 @@ class LoopProgress:
         self._knows_last = True
         return self.current is not None and self.current.is_last
 
-    def forward(self, sources: Sequence[MicroBatch]) -> MicroBatch | None:
+    def forward(self, sources: Sequence[MicroBatch], share: float = 1.0) -> MicroBatch | None:
         """The micro-batch of a forward pass; None if it does not belong to a batch that is to be trained with.
 
         Args:
             sources: The micro-batches that the inputs were computed from; empty if that is unknown.
+            share: The share of the samples of the micro-batch that the inputs hold.
 
         Raises:
             RuntimeError: the micro-batch cannot be found, another one was left out, or the loop does not complete
@@ -95,6 +100,7 @@ class LoopProgress:
                 )
             self._passed.append(micro_batch)
         self.current = micro_batch
+        self._shares[id(micro_batch)] = self._shares.get(id(micro_batch), 0.0) + share
         return micro_batch
 
     def backward(self, sources: Sequence[MicroBatch]) -> MicroBatch:
@@ -146,12 +152,20 @@ class LoopProgress:
                 f"optimizer.step() was called, but {missing} backward pass by booster.backward(loss, optimizer) or "
                 "optimizer.backward(loss), which give the loss of each batch its weight; loss.backward() does not"
             )
+        for micro_batch in self._done:
+            if self._shares.get(id(micro_batch), 1.0) < ALL:
+                raise RuntimeError(
+                    f"the model was given {self._shares[id(micro_batch)]:.0%} of the samples of {_name(micro_batch)}, "
+                    "whose loss counts as the mean over all of them; leave samples out in the dataset or in "
+                    "collate_fn, or give weight_by, a function of a batch that counts those that are trained with"
+                )
         self._step_called = True
         return not self.is_within_global_batch
 
     def finish(self) -> None:
         """The optimizer has stepped."""
         self._done.clear()
+        self._shares.clear()
         self._knows_last = False
 
     def drop(self) -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .micro_batch import MicroBatch
 
-__all__ = ["TaggedTensor", "micro_batches_of", "tagged", "untagged"]
+__all__ = ["TaggedTensor", "micro_batches_of", "shapes_of", "share_of_samples", "tagged", "untagged"]
 
 
 class TaggedTensor(Tensor):
@@ -75,6 +75,25 @@ def untagged(values: Any) -> Any:
 def micro_batches_of(values: Any) -> tuple[MicroBatch, ...]:
     """The micro-batches that the tensors in ``values`` were computed from, each once; none if they are unknown."""
     return _distinct(list(_leaves(values)))
+
+
+def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the tensors in a batch."""
+    return tuple(tuple(leaf.shape) for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+
+
+def share_of_samples(micro_batch: MicroBatch, values: Any) -> float:
+    """The share of the samples of a micro-batch that ``values`` hold, computed from it.
+
+    It is 1 if that is not known: only tensors that have the shape of one of its tensors, but for the number of samples,
+    are looked at.
+    """
+    shares = [0.0]
+    for leaf in _leaves(values):
+        if isinstance(leaf, TaggedTensor) and leaf.dim():
+            whole = [shape[0] for shape in micro_batch.shapes if shape[1:] == tuple(leaf.shape[1:])]
+            shares.append(1.0 if not whole else min(len(leaf) / max(whole), 1.0))
+    return max(shares) or 1.0
 
 
 def _distinct(values: list[Any]) -> tuple[MicroBatch, ...]:
