@@ -16,6 +16,7 @@ Source: Holmes (Yang et al. 2023), overlapped distributed optimizer.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -69,6 +70,7 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         self.late_parameters: LateParameters | None = LateParameters() if overlap_allgather else None
         """Gathers the parameters; None if the step waits for them."""
         self._reduces_early = overlap_communication or partition_grad
+        self._clip_value = math.inf
         self._may_accumulate = not partition_grad
         self._passes: Callable[[], int] | None = None
         self._has_order = False
@@ -135,6 +137,17 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
     def zero_bucket_stores(self) -> None:
         super().zero_bucket_stores()
         self._buckets.drop()
+        self._clip_value = math.inf
+
+    def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
+        """Limit the elements of the gradients in the next step, which removes the loss scale first."""
+        self._clip_value = min(self._clip_value, clip_value)
+
+    def _unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float) -> None:
+        super()._unscale_and_clip_grads(grad_groups_flat, total_norm)
+        if self._clip_value < math.inf:
+            for gradient in grad_groups_flat:
+                gradient.clamp_(-self._clip_value, self._clip_value)
 
     @contextmanager
     def _accumulation_allowed(self) -> Iterator[None]:
