@@ -126,13 +126,11 @@ class CountedTotal:
 
 def _gradients(model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
     """This rank's gradients, which the optimizer is about to use."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            yield parameter.grad
     zero = find_zero_optimizer(optimizer)
-    if zero is None:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                yield parameter.grad
-        return
-    for store in zero.pg_to_grad_store.values():
+    for store in () if zero is None else zero.pg_to_grad_store.values():
         for slices in store._grads_of_params.values():
             for parts in slices.values():
                 yield from parts

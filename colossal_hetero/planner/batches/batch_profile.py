@@ -41,11 +41,10 @@ PASSES = (2, 1, 1, 3)
 two passes and the reduce-scatter of gradients one; stage 3 also gathers the parameters, once for forward and once for
 backward.
 
-This is what ``HeteroZeroPlugin`` sends by default at stages 0 to 2. With ``overlap_communication=False``, stage 1 is
-left to Colossal-AI's optimizer, which all-reduces: two passes. Stage 3 takes two passes if FSDP has the whole model in
-one unit, without an ``auto_wrap_policy``, because it keeps the parameters between forward and backward. Stages 1 and 2
-also gather the parameters once per global batch, after the step; that takes the same time for every division of the
-batch, and is left out."""
+This is what ``HeteroZeroPlugin`` sends at stages 0 to 2. Stage 3 takes two passes if FSDP has the whole model in one
+unit, without an ``auto_wrap_policy``, because it keeps the parameters between forward and backward. Stages 1 and 2 also
+gather the parameters once per global batch, after the step; that takes the same time for every division of the batch,
+and is left out."""
 
 MAX_PREDICTED = 65_536
 """Largest micro-batch, in samples, that is predicted for a stage that was not measured."""

@@ -4,8 +4,13 @@
 gradients may be ready in different orders, for example if a micro-batch does not use all parameters. So parameters have
 one order on all ranks, and a gradient enters a bucket only after those before it. At first the order is that of the
 parameters, reversed. From the first step of the optimizer on, it is the order in which rank 0 had its gradients. What
-is not ready at the end of the backward pass follows then. So parameters that are not used cost time, but do not change
-the result.
+is not ready at the end of the backward pass follows then.
+
+[Note: unused parameters] A rank does not know which parameters the others use. So every parameter takes part in every
+sum, with zeros where a rank has no gradient, and a bucket also sums over ranks how many have one. A parameter that no
+rank has used keeps no gradient, as in one process. A gradient that a rank gets after its parameter was sent (a repeated
+forward pass) stays until the next sum. The last bucket says whether a rank has such gradients; before a step they are
+summed, and from then on these parameters are sent last.
 
 Source: Holmes (Yang et al. 2023), overlapped distributed optimizer.
 """
@@ -29,9 +34,10 @@ class _Launched(NamedTuple):
     parameters: list[Parameter]
     shard_sizes: list[int]
     sent: Tensor
-    """``[ranks * elements of the shards]``; must not be released before the sum is complete."""
+    """``[ranks * elements received]``; must not be released before the sum is complete."""
     received: Tensor
-    """``[elements of the shards]``, this rank's shards of the mean gradients one after the other."""
+    """This rank's shards of the mean gradients one after the other. Then for each parameter a number above 0 if a rank
+    has its gradient, and one for gradients that come late."""
     work: dist.Work
 
 
@@ -68,7 +74,7 @@ class GradientBuckets:
         self._max_elements = max_elements
         self._dtype = communication_dtype
         self._deliver = deliver
-        self._withheld = frozenset(withheld)
+        self._withheld = set(withheld)
         self._ready: dict[int, Parameter] = {}
         self._last_ready: list[int] = []
         self._passes: dict[int, int] = {}
@@ -76,6 +82,8 @@ class GradientBuckets:
         self._bucket: dict[int, Parameter] = {}
         self._elements = 0
         self._launched: list[_Launched] = []
+        self._flags: list[tuple[list[Parameter], Tensor]] = []
+        self._used: set[int] = set()
 
     def gradient_ready(self, parameter: Parameter, passes: int = 1) -> None:
         """A backward pass has added to ``parameter.grad``, which is complete after ``passes`` passes."""
@@ -84,28 +92,45 @@ class GradientBuckets:
         if self._passes[key] < passes or key in self._withheld:
             return
         self._ready[key] = parameter
-        while self._next < len(self.order) and id(self.order[self._next]) in self._ready:
-            self._add(self.order[self._next])
+        # The last one waits for the end of the passes; see [Note: unused parameters].
+        while self._next < len(self.order) - 1 and id(self.order[self._next]) in self._ready:
             self._next += 1
+            self._add(self.order[self._next - 1])
 
     def finish(self) -> None:
         """Start what is left, wait until all sums are complete, and deliver the gradients."""
-        for parameter in self.order:
-            if parameter.grad is not None and id(parameter) not in self._bucket:
-                self._add(parameter)
-        self._launch()
-        self._last_ready = list(self._ready) or self._last_ready
-        launched, self._launched = self._launched, []
-        self._reset()
-        for bucket in launched:
-            bucket.work.wait()
-            shards = bucket.received.split(bucket.shard_sizes)
-            for parameter, shard in zip(bucket.parameters, shards, strict=True):
-                self._deliver(parameter, shard.to(parameter.dtype))
+        self._sum(self.order[self._next :])
+
+    def complete(self) -> list[Parameter]:
+        """Sum gradients that came late. Returns the parameters that no rank has used since :meth:`drop`.
+
+        All ranks call it at the same time, before a step.
+        """
+        flags, self._flags = self._flags, []
+        if not flags:
+            return []
+        found = torch.cat([each for _, each in flags]).tolist()
+        comes_late = found[-1] > 0
+        places = iter(found)
+        for parameters, _ in flags:
+            self._used.update(id(each) for each in parameters if next(places) > 0)
+            next(places)
+        if comes_late:
+            has_late = torch.tensor([each.grad is not None for each in self.order], dtype=torch.int32)
+            has_late = has_late.to(self.order[0].device)
+            dist.all_reduce(has_late, dist.ReduceOp.MAX, group=self._group)
+            late = [each for each, flag in zip(self.order, has_late.tolist(), strict=True) if flag]
+            self._sum(late)
+            self._flags.clear()
+            self._withheld.update(map(id, late))
+            self.order = _last(self._withheld, self.order)
+        return [each for each in self.order if id(each) not in self._used]
 
     def drop(self) -> None:
         """Forget the gradients that are not delivered yet. What has been started ends on all ranks."""
         launched, self._launched = self._launched, []
+        self._flags.clear()
+        self._used.clear()
         self._reset()
         for bucket in launched:
             bucket.work.wait()
@@ -124,9 +149,21 @@ class GradientBuckets:
         # Those that got no gradient keep their order and come last.
         self.order = _last(self._withheld, sorted(self.order, key=lambda parameter: found[id(parameter)]))
 
+    def _sum(self, parameters: Sequence[Parameter]) -> None:
+        for parameter in parameters:
+            self._add(parameter)
+        self._launch()
+        self._last_ready = list(self._ready) or self._last_ready
+        launched, self._launched = self._launched, []
+        self._reset()
+        for bucket in launched:
+            bucket.work.wait()
+            *shards, flags = bucket.received.split([*bucket.shard_sizes, len(bucket.parameters) + 1])
+            self._flags.append((bucket.parameters, flags))
+            for parameter, shard in zip(bucket.parameters, shards, strict=True):
+                self._deliver(parameter, shard.to(parameter.dtype))
+
     def _add(self, parameter: Parameter) -> None:
-        if parameter.grad is None:  # it was summed in this pass already, as the gradient of a repeated forward pass
-            return
         if self._bucket and self._elements + parameter.numel() > self._max_elements:
             self._launch()
         self._bucket[id(parameter)] = parameter
@@ -141,22 +178,22 @@ class GradientBuckets:
             return
         parameters = list(self._bucket.values())
         sizes = [-(-parameter.numel() // self._ranks) for parameter in parameters]
-        whole = all(size * self._ranks == each.numel() for size, each in zip(sizes, parameters, strict=True))
-        first = parameters[0].grad
-        assert first is not None
-        sent = (torch.empty if whole else torch.zeros)(
-            self._ranks, sum(sizes), dtype=first.dtype, device=first.device, requires_grad=False
+        sent = torch.zeros(
+            self._ranks, sum(sizes) + len(parameters) + 1, dtype=parameters[0].dtype, device=parameters[0].device
         )
-        for parameter, part in zip(parameters, sent.split(sizes, dim=1), strict=True):
-            gradient = parameter.grad
-            assert gradient is not None
-            padding = part.numel() - gradient.numel()
-            flat = gradient.detach().flatten()
-            part.copy_((torch.nn.functional.pad(flat, (0, padding)) if padding else flat).view_as(part))
-            parameter.grad = None
+        *parts, flags = sent.split([*sizes, len(parameters) + 1], dim=1)
+        has_gradient = [parameter.grad is not None for parameter in parameters]
+        for parameter, part in zip(parameters, parts, strict=True):
+            if parameter.grad is not None:
+                flat = parameter.grad.detach().flatten()
+                padding = part.numel() - flat.numel()
+                part.copy_((torch.nn.functional.pad(flat, (0, padding)) if padding else flat).view_as(part))
+                parameter.grad = None
+        comes_late = parameters[-1] is self.order[-1] and any(each.grad is not None for each in self.order)
+        flags.copy_(torch.tensor([*has_gradient, comes_late]))
         sent.div_(self._ranks)
         sent = sent.view(-1).to(self._dtype or sent.dtype)
-        received = sent.new_empty(sum(sizes))
+        received = sent.new_empty(len(sent) // self._ranks)
         work = dist.reduce_scatter_tensor(received, sent, group=self._group, async_op=True)
         self._launched.append(_Launched(parameters, sizes, sent, received, work))
         self._bucket, self._elements = {}, 0

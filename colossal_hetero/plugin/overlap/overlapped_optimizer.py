@@ -1,8 +1,8 @@
 """ZeRO's optimizer, stages 1 and 2, whose communication overlaps with the passes of the model.
 
-- ``overlap_communication``: the backward pass sums gradients in buckets (:mod:`.gradient_buckets`). Each rank gets the
-  shard of the sums that its optimizer uses, in stage 1 too, where Colossal-AI sums whole gradients on all ranks. That
-  halves the communication.
+- ``overlap_communication``: the backward pass starts to sum gradients. Without it, stage 1 does so at its end. In both
+  cases they are summed in buckets (:mod:`.gradient_buckets`), and each rank gets the shard of the sums that its
+  optimizer uses, in stage 1 too, where Colossal-AI sums whole gradients on all ranks. That halves the communication.
 - ``overlap_allgather``: the next forward pass gathers the updated parameters (:mod:`.late_parameters`).
 
 Collectives are started with ``async_op=True``, and waited for where their results are needed. NCCL's ``wait`` makes
@@ -16,7 +16,8 @@ Source: Holmes (Yang et al. 2023), overlapped distributed optimizer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import proxy
@@ -49,13 +50,14 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
     """``LowLevelZeroOptimizer`` whose communication overlaps with computation. The ranks form one group.
 
     Args:
-        overlap_communication: sum gradients in the backward pass.
+        overlap_communication: start to sum gradients in the backward pass, as stage 2 always does.
         overlap_allgather: gather parameters in the next forward pass.
         partition_grad: ZeRO stage 2: every backward pass sums its gradients.
         args, kwargs: see ``LowLevelZeroOptimizer``.
     """
 
     _partition_grads: bool
+    _buckets: GradientBuckets
 
     def __init__(
         self,
@@ -67,9 +69,9 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
     ) -> None:
         self.late_parameters: LateParameters | None = LateParameters() if overlap_allgather else None
         """Gathers the parameters; None if the step waits for them."""
-        self._buckets: GradientBuckets | None = None
-        self._reduces_early = overlap_communication
-        self._may_accumulate = overlap_communication and not partition_grad
+        self._reduces_early = overlap_communication or partition_grad
+        self._clip_value = math.inf
+        self._may_accumulate = not partition_grad
         self._passes: Callable[[], int] | None = None
         self._has_order = False
         # With shards of gradients the parent calls `_attach_reduction_hook` and uses what the buckets deliver.
@@ -77,7 +79,7 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
             *args,
             overlap_communication=False,
             overlap_allgather=False,
-            partition_grad=partition_grad or overlap_communication,
+            partition_grad=True,
             **kwargs,
         )
 
@@ -101,9 +103,6 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         return set()
 
     def _attach_reduction_hook(self) -> None:
-        if not self._reduces_early:
-            super()._attach_reduction_hook()
-            return
         this = proxy(self)
         deliver = self._deliver_to_stores()
 
@@ -115,7 +114,7 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         self._buckets = GradientBuckets(
             parameters, self._group(), self._reduce_bucket_size, self._communication_dtype, deliver, self._withheld()
         )
-        for parameter in parameters:
+        for parameter in parameters if self._reduces_early else ():
             self.grad_handles.append(parameter.register_post_accumulate_grad_hook(on_gradient))
 
     def _deliver_to_stores(self) -> Callable[[Parameter, Tensor], None]:
@@ -130,21 +129,25 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         return group
 
     def _reduce_grad(self, partition_grad: bool) -> None:
-        if self._buckets is None:
-            super()._reduce_grad(partition_grad)
-        else:
-            self._buckets.finish()
+        self._buckets.finish()
 
     def _sync_grad(self) -> None:
-        if self._buckets is None:
-            super()._sync_grad()
-        else:
-            self._buckets.finish()
+        self._buckets.finish()
 
     def zero_bucket_stores(self) -> None:
         super().zero_bucket_stores()
-        if self._buckets is not None:
-            self._buckets.drop()
+        self._buckets.drop()
+        self._clip_value = math.inf
+
+    def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
+        """Limit the elements of the gradients in the next step, which removes the loss scale first."""
+        self._clip_value = min(self._clip_value, clip_value)
+
+    def _unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float) -> None:
+        super()._unscale_and_clip_grads(grad_groups_flat, total_norm)
+        if self._clip_value < math.inf:
+            for gradient in grad_groups_flat:
+                gradient.clamp_(-self._clip_value, self._clip_value)
 
     @contextmanager
     def _accumulation_allowed(self) -> Iterator[None]:
@@ -167,18 +170,25 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         with self._accumulation_allowed():
             super().backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
-    def _agree_on_order(self) -> None:
-        """At the first step: let gradients enter buckets in the order in which they become ready."""
-        if self._buckets is not None and not self._has_order:
+    def _before_step(self) -> None:
+        """Complete the sums. At the first step, let gradients enter buckets in the order in which they get ready."""
+        self._forget(self._buckets.complete())
+        if not self._has_order:
             self._buckets.agree_on_order()
             self._has_order = True
+
+    def _forget(self, unused: Iterable[Parameter]) -> None:
+        """Drop the gradients of these parameters, so that the step leaves them as they are."""
+        for parameter in unused:
+            for gradients in self.pid_to_grad_store[id(parameter)]._grads_of_params.values():
+                gradients.pop(id(parameter), None)
 
     # Parameters ---------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
         if not self.require_grad_sync:
             return
-        self._agree_on_order()
+        self._before_step()
         if self.late_parameters is None:
             super().step(closure)
             return
@@ -206,8 +216,7 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
             padded = self._working_param_to_padded_working_param[parameter]
             found[id(parameter)] = UpdatedParameter(parameter, shard.to(device).to(self._dtype), padded)
         # Backward passes use parameters in the reverse order of forward passes.
-        order = list(found) if self._buckets is None else [id(each) for each in reversed(self._buckets.order)]
-        return [found[key] for key in order if key in found]
+        return [found[id(each)] for each in reversed(self._buckets.order) if id(each) in found]
 
     def _force_wait_all_gather(self) -> None:
         if self.late_parameters is not None:

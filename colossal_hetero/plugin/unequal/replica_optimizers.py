@@ -195,17 +195,9 @@ class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
         self.gradients = ReplicaGradients(self._shared, self.tp_pg, start, sharded=True, early=self._early)
         self._buckets = self.gradients.sums
 
-    def _agree_on_order(self) -> None:
-        """The order of sums is that of the model's parameters."""
-
-    def step(self, closure: Any = None) -> None:
-        """See ``Optimizer.step``. Called by all ranks at once."""
-        if self.require_grad_sync:
-            self._commit = self.gradients.commit(self._shard_of, self._clip_grad_norm > 0 or self._is_scaled)
-            for parameter in self.gradients.unused(self._commit):
-                for gradients in self.pid_to_grad_store[id(parameter)]._grads_of_params.values():
-                    gradients.pop(id(parameter), None)
-        super().step(closure)
+    def _before_step(self) -> None:
+        self._commit = self.gradients.commit(self._shard_of, self._clip_grad_norm > 0 or self._is_scaled)
+        self._forget(self.gradients.unused(self._commit))
 
     def _shard_of(self, parameter: Parameter) -> Tensor | None:
         return self.pid_to_grad_store[id(parameter)].get_working_grad_by_param_id(id(parameter))

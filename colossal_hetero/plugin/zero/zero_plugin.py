@@ -164,6 +164,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         name_groups(objects.optimizer, facts)
         self._facts[objects.optimizer] = {each.name: each for each in facts.values()}
         self._uneven_batches.measure(self, objects)
+        objects.optimizer.zero_grad()
         self._uneven_batches.attach(self, objects)
         if self._checkpoints is not None:
             self._checkpoints.attach(self, objects)

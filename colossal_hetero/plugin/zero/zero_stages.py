@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from colossalai.booster.mixed_precision import FP16TorchMixedPrecision
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
@@ -18,7 +20,7 @@ from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -61,7 +63,60 @@ class _AutocastModel(ModelWrapper):
 
 
 class _ShardedOptimizer(FSDPOptimizerWrapper):
-    """FSDP's optimizer, whose gradients are clipped by the norm over all shards."""
+    """FSDP's optimizer, whose gradients are clipped by the norm over all shards.
+
+    FSDP gives zeros to parameters that no rank has used. Here they have no gradient, as in one process.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        super().__init__(optimizer, model)
+        shards: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
+        self._used: set[tuple[int, int]] = set()
+        self._handles = [shard._handle for shard in shards if shard._handle is not None]
+        for number, handle in enumerate(self._handles):
+            handle._get_unflat_views = self._watched(handle._get_unflat_views, number)
+
+    def _watched(self, get_views: Callable[..., Any], number: int) -> Callable[..., Any]:
+        """FSDP's function that makes parameters of a flat one, which also notes those that get a gradient."""
+        used = self._used
+
+        def views(*args: Any) -> list[torch.Tensor]:
+            found = list(get_views(*args))
+            for index, view in enumerate(found):
+                if view.requires_grad:
+                    view.register_hook(lambda _, place=(number, index): used.add(place))
+            return found
+
+        return views
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``Optimizer.step``. Called by all ranks at once.
+
+        Raises:
+            ValueError: no rank has used a parameter, and FSDP has no tensor for it alone.
+        """
+        places = [
+            (number, index) for number, each in enumerate(self._handles) for index in range(each.flat_param._num_params)
+        ]
+        used = torch.tensor([place in self._used for place in places], dtype=torch.int32)
+        used = used.to(get_accelerator().get_current_device())
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        for (number, index), is_used in zip(places, used.tolist(), strict=True):
+            flat = self._handles[number].flat_param
+            if is_used or not flat.requires_grad:
+                continue
+            if flat._params is None:
+                raise ValueError(
+                    f"no rank has used {flat._fqns[index]} in this step, so it has no gradient, but FSDP would change "
+                    "it: a model on the meta device has only flat parameters. Create the model on a device"
+                )
+            flat._params[index].grad = None
+        return super().step(*args, **kwargs)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """See ``Optimizer.zero_grad``."""
+        super().zero_grad(*args, **kwargs)
+        self._used.clear()
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
@@ -100,6 +155,9 @@ class _Replicas(TorchDDPPlugin):
             model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
                 model, optimizer, criterion, dataloader, lr_scheduler
             )
+        if optimizer is not None:
+            model.module.register_forward_pre_hook(_check_sums)
+            inner_optimizer(optimizer).register_step_pre_hook(partial(_check_sums, model.module))
         if self.precision == "bf16":
             model = _AutocastModel(model)
         elif self.precision == "fp16":
@@ -107,6 +165,19 @@ class _Replicas(TorchDDPPlugin):
             bare: Any = inner_optimizer(optimizer) if optimizer is not None else None
             model, optimizer, criterion = FP16TorchMixedPrecision().configure(model, bare, criterion)
         return model, optimizer, criterion, dataloader, lr_scheduler
+
+
+def _check_sums(replica: nn.parallel.DistributedDataParallel, *_: Any) -> None:
+    """Raise ``RuntimeError`` if DDP still waits for the gradient of a parameter that this rank has not used."""
+    try:
+        replica._check_reducer_finalized()
+    except RuntimeError as error:
+        unused = ", ".join(name for name, value in replica.module.named_parameters() if value.grad is None)
+        raise RuntimeError(
+            f"this rank has not used all parameters in the last backward pass ({unused or 'used in earlier ones'}), so "
+            "gradients are not summed over ranks; give HeteroZeroPlugin find_unused_parameters=True, or use stage 1, "
+            "which needs no such option"
+        ) from error
 
 
 class _ShardedStates(LowLevelZeroPlugin):
@@ -144,15 +215,16 @@ def _clip_in_step(optimizer: LowLevelZeroOptimizer, max_norm: float, norm_type: 
     optimizer._clip_grad_norm = max_norm
 
 
-def _trains_all_alike(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether the optimizer has one group with all parameters of the model, none of them frozen.
+def _needs_flat_parameters(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether FSDP must replace the model's parameters by flat ones, because some are on the meta device.
 
-    FSDP then replaces them by flat parameters. Otherwise it must keep them as they are, each with the part of it that
-    this rank holds, which makes the step of the optimizer a little slower.
+    It can, if the optimizer has one group with all of them, none frozen. Otherwise it keeps them as they are, each with
+    the part of it that this rank holds.
     """
     ours = set(model.parameters())
     groups = inner_optimizer(optimizer).param_groups
-    return len(groups) == 1 and set(groups[0]["params"]) == ours and all(value.requires_grad for value in ours)
+    alike = len(groups) == 1 and set(groups[0]["params"]) == ours and all(value.requires_grad for value in ours)
+    return alike and any(value.is_meta for value in ours)
 
 
 class _ShardedParameters(TorchFSDPPlugin):
@@ -172,7 +244,7 @@ class _ShardedParameters(TorchFSDPPlugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
         device = get_accelerator().get_current_device()
-        keeps = optimizer is not None and not _trains_all_alike(model, optimizer)
+        keeps = optimizer is not None and not _needs_flat_parameters(model, optimizer)
         sharded = TorchFSDPModel(model, device_id=device, use_orig_params=keeps, **self.fsdp_kwargs)
         if optimizer is not None and not isinstance(optimizer, FSDPOptimizerWrapper):
             optimizer.state.clear()

@@ -83,7 +83,7 @@ WRAPPED = dict(auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
 CASES: list[tuple[int, dict[str, Any], float, float]] = [
     (0, {}, PASSES[0], 0),
     (1, {}, PASSES[1], 1),
-    (1, dict(overlap_communication=False), 2, 1),
+    (1, dict(overlap_communication=False), PASSES[1], 1),
     (2, {}, PASSES[2], 1),
     (3, WRAPPED, PASSES[3], 0),
     (3, {}, 2, 0),

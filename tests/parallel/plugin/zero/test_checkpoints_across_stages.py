@@ -207,10 +207,16 @@ def load_without_names(folder: str) -> None:
     blocks.load(place, sharded=False)
     for value, wanted in zip(state_tensors(blocks), expected, strict=True):
         assert torch.equal(value, wanted)
+    if torch.distributed.get_rank() == 0:
+        # Older versions saved the parameters of stage 3 in the order of FSDP's flat parameters.
+        states = content["state"]
+        content["state"] = {len(states) - 1 - place: state for place, state in states.items()}
+        torch.save(content, path)
+    torch.distributed.barrier()
     for layout in ("stage 0", "stage 1", "stage 3"):
         run = Run(layout, "adamw", "one group", place)
         with pytest.raises(
-            RuntimeError, match=r"on ranks? 0.*1.*has shape \(13, 13\), but parameter .* at the stage that"
+            RuntimeError, match=r"on ranks? 0.*1.*has shape \(\d+.*\), but parameter .* at the stage that"
         ):
             run.load(place, sharded=False)
     frozen = Run("stage 1", "adamw", "groups", place)

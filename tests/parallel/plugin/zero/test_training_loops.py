@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +22,8 @@ from tests.support.random_examples import IS_THOROUGH
 GLOBAL_BATCH = 8
 EPOCHS = 2
 RATE = 0.1
+CLIP_VALUE = 0.02
+"""Below many elements of the gradients."""
 
 WHOLE = {2: [[7], [1]], 3: [[5], [0], [3]]}
 """By number of ranks: a division in which every rank has one micro-batch."""
@@ -161,6 +164,14 @@ def evaluation_mode(script: Script) -> None:
                 script.model(torch.zeros(2, 8))
 
 
+def clipped_by_value(script: Script) -> None:
+    for batches in script.epochs():
+        for batch in batches:
+            script.booster.backward(script.loss(batch), script.optimizer)
+            script.optimizer.clip_grad_by_value(CLIP_VALUE)
+            script.update()
+
+
 def schedule_that_was_not_boosted(script: Script) -> None:
     for batches in script.epochs():
         for batch in batches:
@@ -175,6 +186,7 @@ LOOPS: dict[Loop, tuple[int, float]] = {
     every_third_global_batch: (3, 1.0),
     two_losses: (1, 1.0),
     evaluation_mode: (1, 1.0),
+    clipped_by_value: (1, 1.0),
     schedule_that_was_not_boosted: (1, 0.9),
     accumulated: (3, 1.0),
     without_sync: (3, 1.0),
@@ -200,7 +212,9 @@ def run_each(stages: list[int], folder: str) -> list[tuple[str, str, dict[str, A
     return results
 
 
-def train_alone(batches: list[list[int]], per_step: int, factor: float) -> tuple[Tensor, list[float]]:
+def train_alone(
+    batches: list[list[int]], per_step: int, factor: float, clip: float = math.inf
+) -> tuple[Tensor, list[float]]:
     """Train one process on these global batches. Returns the parameters, and the mean loss of each global batch."""
     data, model = Numbered(), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
@@ -211,6 +225,7 @@ def train_alone(batches: list[list[int]], per_step: int, factor: float) -> tuple
         (loss / per_step).backward()
         means.append(loss.item())
         if number % per_step == 0:
+            nn.utils.clip_grad_value_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
             for group in optimizer.param_groups:
@@ -230,7 +245,8 @@ def test_loops_train_as_one_process_does(ranks: int, tmp_path: Path) -> None:
         batches = [together[key] for key in sorted(together)]
         assert [len(batch) for batch in batches] == [GLOBAL_BATCH] * len(batches) and len(batches) == 6
         per_step, factor = next(value for loop, value in LOOPS.items() if loop.__name__ == name)
-        expected, means = train_alone(batches, per_step, factor)
+        clip = CLIP_VALUE if name == clipped_by_value.__name__ else math.inf
+        expected, means = train_alone(batches, per_step, factor, clip)
         for rank, (_, _, result) in enumerate(results):
             torch.testing.assert_close(
                 result["parameters"][: len(expected)],

@@ -1,0 +1,166 @@
+"""Models of which a rank uses only a part of the parameters train as one process does on the same global batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from colossalai.booster import Booster
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+from colossal_hetero import HeteroZeroPlugin
+from tests.parallel.plugin.zero.test_zero_plugin import full_parameters, sizes_by_rank
+from tests.support.harness import run_ranks
+
+GLOBAL_BATCH = 8
+STEPS = 5
+TASKS = (0, 0, 1, 1, 0, 1, 2, 2)
+"""By place in a global batch: the head that a sample uses. The last samples are those of the last rank."""
+WHOLE = {2: [[6], [2]], 3: [[5], [2], [1]]}
+PARTS = {2: [[4, 2], [1, 1]], 3: [[2, 2], [2, 0], [1, 1]]}
+
+
+class Mixed(Dataset):
+    """Samples of several tasks. Some have a second input, and none has in the second global batch."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.inputs = torch.randn(STEPS * GLOBAL_BATCH, 6, generator=generator)
+        self.targets = torch.randn(STEPS * GLOBAL_BATCH, 3, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, int, Tensor]:
+        step, place = divmod(index, GLOBAL_BATCH)
+        has_second = place in (1, 7) and step != 1
+        return self.inputs[index], TASKS[place], int(has_second), self.targets[index]
+
+
+class Heads(nn.Module):
+    """A head per task, experts that are chosen by the input, and layers that are used now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 7)
+        self.heads = nn.ModuleList(nn.Linear(7, 3) for _ in range(3))
+        self.experts = nn.ModuleList(nn.Linear(7, 7, bias=number > 0) for number in range(4))
+        self.second_input = nn.Linear(6, 7)
+        self.never = nn.Linear(5, 3)
+        self.positives = nn.Linear(7, 1)
+
+    def forward(self, inputs: Tensor, tasks: Tensor, has_second: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.trunk(inputs))
+        if has_second.any():
+            hidden = hidden + self.second_input(inputs) * has_second[:, None]
+        chosen = (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0.8).long()
+        hidden = hidden + _routed(self.experts, hidden, chosen)
+        positive = inputs[:, 2] > 1.0
+        # A term of the loss that is a mean over samples and is left out if none is positive.
+        term = self.positives(hidden[positive]).square().sum() / len(inputs) if positive.any() else hidden.new_zeros(())
+        return _routed(self.heads, hidden, tasks), term
+
+
+def _routed(modules: nn.ModuleList, hidden: Tensor, chosen: Tensor) -> Tensor:
+    rows = [(chosen == number).nonzero()[:, 0] for number in chosen.unique().tolist()]
+    parts = [modules[chosen[index[0]]](hidden[index]) for index in rows]
+    return torch.cat(parts)[torch.cat(rows).argsort()]
+
+
+def make_model() -> Heads:
+    torch.manual_seed(3)
+    return Heads()
+
+
+def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    """Optimizers that change a parameter without a gradient, if they get zeros for it."""
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.3)
+
+
+def loss_of(model: nn.Module, _: Any, batch: list[Tensor]) -> Tensor:
+    outputs, term = model(*batch[:3])
+    return nn.functional.mse_loss(outputs, batch[3]) + term
+
+
+def train(stage: int, division: list[list[int]], optimizer_name: str, **options: Any) -> list[Tensor]:
+    if stage == 0:
+        options = dict(find_unused_parameters=True) | options
+    if stage in (1, 2):
+        options["reduce_bucket_size_in_m"] = 40 / 2**20
+    plugin = HeteroZeroPlugin(
+        stage, GLOBAL_BATCH, max_micro_batch=8, training_step=loss_of, profile_cache="", **options
+    )
+    loader = plugin.prepare_dataloader(Mixed())
+    model = make_model()
+    optimizer = make_optimizer(model, optimizer_name)
+    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, None, loader)
+    loader.divide_by(lambda samples: sizes_by_rank(division, samples))
+    for _ in range(2):
+        for batch in loader:
+            optimizer.backward(loss_of(model, None, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    return full_parameters(model)
+
+
+def train_alone(optimizer_name: str, max_norm: float = 0.0) -> list[Tensor]:
+    model, data = make_model(), Mixed()
+    optimizer = make_optimizer(model, optimizer_name)
+    for step in range(2 * STEPS):
+        first = step % STEPS * GLOBAL_BATCH
+        loss_of(model, None, default_collate([data[first + place] for place in range(GLOBAL_BATCH)])).backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+CASES: list[tuple[int, str, dict[str, Any]]] = [
+    (0, "sgd", {}),
+    (0, "adamw", {}),
+    (1, "sgd", {}),
+    (1, "adamw", dict(max_norm=0.3)),
+    (1, "adamw", dict(overlap_communication=False)),
+    (1, "sgd", dict(overlap_allgather=True)),
+    (2, "sgd", {}),
+    (2, "adamw", dict(overlap_communication=False)),
+    (3, "sgd", {}),
+    (3, "adamw", {}),
+]
+
+
+def train_each() -> list[list[Tensor]]:
+    ranks = torch.distributed.get_world_size()
+    return [train(stage, sizes[ranks], name, **more) for stage, name, more in CASES for sizes in (WHOLE, PARTS)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_parameter_that_a_rank_does_not_use_counts_as_zero(ranks: int) -> None:
+    for results in run_ranks(ranks, train_each):
+        for number, found in enumerate(results):
+            stage, name, options = CASES[number // 2]
+            expected = torch.cat(train_alone(name, options.get("max_norm", 0.0)))
+            case = f"stage {stage}, {name}, {options}, {('whole', 'parts')[number % 2]}"
+            torch.testing.assert_close(
+                torch.cat(found)[: len(expected)],
+                expected,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=lambda text, case=case: f"{case}: {text}",
+            )
+
+
+def refuse_without_search() -> str:
+    with pytest.raises(RuntimeError) as raised:
+        train(0, WHOLE[2], "sgd", find_unused_parameters=False)
+    return str(raised.value)
+
+
+def test_stage_0_asks_for_the_search_for_unused_parameters() -> None:
+    for message in run_ranks(2, refuse_without_search):
+        assert "find_unused_parameters=True" in message and message.startswith("this rank has not used"), message
