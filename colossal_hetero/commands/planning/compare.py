@@ -46,11 +46,13 @@ def compare(
     """
     from ...planner.cluster.cluster_file import load_cluster
     from ...planner.profile.layer_profile import load_model_profile
+    from ...planner.profile.on_links import on_links
     from ...planner.report.evaluation_table import render_comparison
 
     with errors_on_one_line():
         check_outputs(None, picture=plot)
-        topology, model = load_cluster(cluster), load_model_profile(profile)
+        topology = load_cluster(cluster)
+        model = on_links(load_model_profile(profile), topology)
         batches = Batches(micro_batch, micro_batches, global_batch)
         found, notes = [], []
         with status_line("pricing the plans"):

@@ -50,11 +50,13 @@ def evaluate(
     from ...planner.cluster.cluster_file import load_cluster
     from ...planner.plans.plan import save_plan
     from ...planner.profile.layer_profile import load_model_profile
+    from ...planner.profile.on_links import on_links
     from ...planner.report.evaluation_table import render_evaluation
 
     with errors_on_one_line():
         check_outputs(out, picture=plot)
-        topology, model = load_cluster(cluster), load_model_profile(profile)
+        topology = load_cluster(cluster)
+        model = on_links(load_model_profile(profile), topology)
         if memory_reserve is not None:
             topology = topology.with_memory_reserve(round(memory_reserve * 1e9))
         batches = Batches(micro_batch, micro_batches, global_batch)

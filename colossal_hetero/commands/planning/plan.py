@@ -247,6 +247,7 @@ def plan(
     from ...planner.cluster.cluster_file import load_cluster
     from ...planner.plans.plan import save_plan
     from ...planner.profile.layer_profile import load_model_profile
+    from ...planner.profile.on_links import on_links
     from ...planner.report.launch_commands import training_call
     from ...planner.report.plan_table import one_line, render
     from ...planner.search.several_profiles import plans_of_profiles
@@ -289,8 +290,8 @@ def plan(
         check_outputs(None, picture=front_plot)
         if cluster.suffix == ".json" and profile.suffix == ".toml":
             raise ValueError(f"the cluster comes first, then the profile: give {profile} before {cluster}")
-        model = load_model_profile(profile)
         topology = load_cluster(cluster)
+        model = on_links(load_model_profile(profile), topology)
         if memory_reserve is not None:
             topology = topology.with_memory_reserve(round(memory_reserve * 1e9))
         if recovery is not None and not by_price:
@@ -315,7 +316,10 @@ def plan(
                     None,
                     plans_of_profiles(
                         topology,
-                        [(profile.name, model), *((path.name, load_model_profile(path)) for path in more_profiles)],
+                        [
+                            (profile.name, model),
+                            *((path.name, on_links(load_model_profile(path), topology)) for path in more_profiles),
+                        ],
                         schedules=schedules,
                         model_chunks=model_chunks,
                         keep=top,

@@ -125,6 +125,7 @@ def _replanned(
     """
     from ...planner.cluster.cluster_file import load_cluster
     from ...planner.profile.layer_profile import load_model_profile
+    from ...planner.profile.on_links import on_links
     from ...planner.search.replan import replan
 
     found = [
@@ -140,4 +141,5 @@ def _replanned(
         return None
     if None in found:
         raise ValueError(f"the plan does not name its files; give {' and '.join(missing)}")
-    return replan(load_cluster(str(found[0])), load_model_profile(str(found[1])), plan, slow, transfers)
+    topology = load_cluster(str(found[0]))
+    return replan(topology, on_links(load_model_profile(str(found[1])), topology), plan, slow, transfers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,10 +13,14 @@ from ..common import (
     Whole,
     check_outputs,
     errors_on_one_line,
+    make_console,
     micro_batch_option,
     profile_out_option,
     show_profile,
 )
+
+if TYPE_CHECKING:
+    from ...planner.cluster.topology import DeviceKind
 
 __all__ = ["estimate", "write_estimate"]
 
@@ -29,13 +34,29 @@ SIZES = ("layers", "hidden", "heads", "vocabulary")
 @click.option("--heads", type=Whole(), help="Attention heads per block.")
 @click.option("--vocabulary", type=Whole(), help="Tokens in the vocabulary.")
 @click.option("--sequence", type=Whole(), default=512, show_default=True, help="Tokens per sample.")
-@click.option("--device", "devices", multiple=True, metavar="KIND", help="Kind of GPU, e.g. A100-40; repeatable.")
+@click.option(
+    "--device",
+    "devices",
+    multiple=True,
+    metavar="KIND[=TFLOPS[,GB]]",
+    help="Kind of GPU, e.g. A100-40; one that is not known with its dense half-precision TFLOP/s and its memory, e.g. "
+    "W7900=122,48. Repeatable.",
+)
+@click.option(
+    "--cluster",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Cluster file: its kinds of device are known too, and are those estimated for if there is no --device.",
+)
 @micro_batch_option
 @click.option(
     "--tp", "tensor_parallel", type=Numbers(), default="1", show_default=True, help="Tensor-parallel degrees."
 )
 @click.option(
-    "--efficiency", type=float, default=0.4, show_default=True, help="Share of the nominal FLOP/s that is reached."
+    "--efficiency",
+    "efficiencies",
+    multiple=True,
+    metavar="[KIND=]SHARE",
+    help="Share of the nominal FLOP/s that is reached, of all kinds or of one; repeatable.  [default: 0.4]",
 )
 @profile_out_option
 def estimate(
@@ -45,9 +66,10 @@ def estimate(
     vocabulary: int | None,
     sequence: int,
     devices: tuple[str, ...],
+    cluster: Path | None,
     micro_batches: tuple[int, ...],
     tensor_parallel: tuple[int, ...],
-    efficiency: float,
+    efficiencies: tuple[str, ...],
     out: Path,
 ) -> None:
     """Estimate how long a GPT's layers take on kinds of GPU, from its sizes and the GPUs' nominal FLOP/s.
@@ -57,16 +79,17 @@ def estimate(
     with errors_on_one_line():
         check_outputs(out)
         sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocabulary": vocabulary}
-        write_estimate(sizes, sequence, devices, micro_batches, tensor_parallel, efficiency, out)
+        write_estimate(sizes, sequence, devices, cluster, micro_batches, tensor_parallel, efficiencies, out)
 
 
 def write_estimate(
     sizes: dict[str, int | None],
     sequence: int,
     devices: tuple[str, ...],
+    cluster: Path | None,
     micro_batches: tuple[int, ...],
     tensor_parallel: tuple[int, ...],
-    efficiency: float,
+    efficiencies: tuple[str, ...],
     out: Path,
 ) -> None:
     """Write and print an estimated profile.
@@ -74,18 +97,16 @@ def write_estimate(
     Args:
         sizes: of the GPT, by the names in :data:`SIZES`; None if an option was not given.
         sequence: tokens per sample.
-        devices: kinds of GPU in the catalog.
+        devices: kinds of GPU in the catalog or the cluster file, or ``KIND=TFLOPS``.
+        cluster: a cluster file.
         micro_batches: sizes in samples.
         tensor_parallel: degrees.
-        efficiency: the share of the nominal FLOP/s that is reached.
+        efficiencies: shares of the nominal FLOP/s that are reached, as ``SHARE`` or ``KIND=SHARE``.
         out: the file to write.
 
     Raises:
-        ValueError: A size is missing, or a kind of device is unknown.
+        ValueError: A size is missing, a kind of device is unknown, or a number is none.
     """
-    from difflib import get_close_matches
-
-    from ...planner.cluster.gpu_catalog import GPUS
     from ...planner.profile.estimate import estimated_profile
     from ...planner.profile.gpt import Transformer
     from ...planner.profile.layer_profile import save_model_profile
@@ -98,19 +119,67 @@ def write_estimate(
             f"to estimate a GPT, give {wanted}, --sequence and --device; {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing"
         )
-    for name in devices:
-        if name not in GPUS:
-            close = get_close_matches(name, GPUS, n=1)
-            raise ValueError(
-                f"--device {name} is not known; valid: {', '.join(GPUS)}"
-                + (f"; did you mean {close[0]}?" if close else "")
-            )
+    kinds = _kinds(devices, cluster)
     result = estimated_profile(
         Transformer(sequence=sequence, **given),
-        [GPUS[name] for name in devices],
-        efficiency=efficiency,
+        kinds,
+        efficiency=_efficiencies(efficiencies, [kind.name for kind in kinds]),
         micro_batches=micro_batches,
         tensor_parallel=tensor_parallel,
     )
     save_model_profile(result, out)
     show_profile(result, out)
+    for kind, given_as in zip(kinds, devices or [kind.name for kind in kinds], strict=True):
+        if "=" in given_as:
+            memory = f"{kind.memory_bytes / 1e9:g}" if "," in given_as else "…"
+            text = f"in the cluster file: [kinds.{kind.name}] memory_gb = {memory}, tflops = {kind.flops / 1e12:g}"
+            make_console().print(text, markup=False, highlight=False)
+
+
+def _kinds(devices: tuple[str, ...], cluster: Path | None) -> list[DeviceKind]:
+    from difflib import get_close_matches
+
+    from ...planner.cluster.cluster_file import load_cluster
+    from ...planner.cluster.gpu_catalog import GPUS
+    from ...planner.cluster.topology import DeviceKind
+
+    own = {} if cluster is None else {each.kind.name: each.kind for each in load_cluster(cluster).devices}
+    known = GPUS | own
+    found = []
+    for device in devices or own:
+        name, equals, numbers = device.partition("=")
+        if equals:
+            teraflops, comma, gigabytes = numbers.partition(",")
+            wanted = "TFLOP/s and gigabytes, e.g. W7900=122,48"
+            speed = _positive(teraflops, f"--device {device}", wanted)
+            memory = _positive(gigabytes, f"--device {device}", wanted) if comma else 1.0
+            found.append(DeviceKind(name, round(memory * 1e9), speed * 1e12))
+        elif name in known:
+            found.append(known[name])
+        else:
+            close = get_close_matches(name, known, n=1)
+            raise ValueError(
+                f"--device {name} is not known; valid: {', '.join(known)}, or {name}=TFLOPS"
+                + (f"; did you mean {close[0]}?" if close else "")
+            )
+    return found
+
+
+def _efficiencies(given: tuple[str, ...], devices: list[str]) -> dict[str, float]:
+    """The share by kind; one that is given without a kind holds for all others."""
+    shares: dict[str, float] = {}
+    for each in sorted(given, key=lambda each: "=" in each):  # those of one kind last
+        name, equals, share = each.rpartition("=")
+        value = _positive(share, f"--efficiency {each}", "a share of the nominal FLOP/s, e.g. 0.4 or A100-40=0.4")
+        shares |= {name: value} if equals else dict.fromkeys(devices, value)
+    return shares
+
+
+def _positive(text: str, option: str, wanted: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{option}: {text!r} is no number above 0; give {wanted}")
+    return value

@@ -17,7 +17,6 @@ from ..common import (
     micro_batch_option,
     profile_out_option,
     show_profile,
-    warn_old_option,
 )
 
 __all__ = ["profile"]
@@ -92,24 +91,12 @@ def _settings(context: click.Context, parameter: click.Parameter, values: tuple[
     type=click.IntRange(min=1),
     help="Ranks to start on this machine; default: one per GPU, or on the CPU as many as the largest --tp.",
 )
-@click.option("--layers", type=click.IntRange(min=1), hidden=True)
-@click.option("--hidden", type=click.IntRange(min=1), hidden=True)
-@click.option("--heads", type=click.IntRange(min=1), hidden=True)
-@click.option("--vocabulary", type=click.IntRange(min=1), hidden=True)
-@click.option("--device", "devices", multiple=True, hidden=True)
-@click.option("--efficiency", type=float, default=0.4, hidden=True)
 @profile_out_option
 def profile(
     model: str | None,
     out: Path,
     nproc: int | None,
-    layers: int | None,
-    hidden: int | None,
-    heads: int | None,
-    vocabulary: int | None,
-    devices: tuple[str, ...],
     tensor_parallel: tuple[int, ...],
-    efficiency: float,
     **given: Any,
 ) -> None:
     """Measure how long a model's layers take on the devices of this machine.
@@ -119,28 +106,14 @@ def profile(
 
     torchrun --nnodes ... --nproc-per-node ... -m colossal_hetero.cli profile --model ...
     """
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocabulary": vocabulary}
-    named = [f"--{name}" for name, size in sizes.items() if size is not None]
     with errors_on_one_line():
         check_outputs(out)
-        if model is not None and named:
-            raise ValueError(f"--model measures and {', '.join(named)} estimates; give one or the other")
-        if model is not None:
-            _measure(model, out, nproc, {**given, "tensor_parallel": tensor_parallel})
-            return
-        if not named:
+        if model is None:
             raise ValueError(
                 "name a model to measure with --model; for an estimate from the sizes of a GPT use "
                 "colossal-hetero estimate"
             )
-        if nproc is not None:
-            raise ValueError("--nproc starts ranks to measure with; an estimate needs none: leave it out")
-    # As in version 0.1, when this command also made estimates.
-    from .estimate import write_estimate
-
-    warn_old_option(f"colossal-hetero profile {named[0]}", "use colossal-hetero estimate")
-    with errors_on_one_line():
-        write_estimate(sizes, given["sequence"], devices, given["micro_batches"], tensor_parallel, efficiency, out)
+        _measure(model, out, nproc, {**given, "tensor_parallel": tensor_parallel})
 
 
 def _measure(model: str, out: Path, nproc: int | None, given: dict[str, Any]) -> None:

@@ -13,11 +13,11 @@ from .topology import Channel, DeviceKind
 
 __all__ = ["GPUS", "INSIDE", "kind_name", "usual_memory_reserve"]
 
-NVLINK, PCIE = "NVLink", "PCIe"
+NVLINK, PCIE, FABRIC = "NVLink", "PCIe", "Infinity-Fabric"
 
 _KINDS = (
     # name, GB, TFLOP/s, inside a node by, one way in GB/s. The datasheets give NVLink's bandwidth in both directions
-    # together. PCIe has 15.75 GB/s one way for 16 lanes of version 3, and 31.5 of version 4.
+    # together. PCIe has 15.75 GB/s one way for 16 lanes of version 3, 31.5 of version 4, and 63 of version 5.
     # NVIDIA A100 datasheet (2021): 312 TFLOPS, third-generation NVLink 600 GB/s, SXM.
     ("A100-40", 40, 312, NVLINK, 300),
     ("A100-80", 80, 312, NVLINK, 300),
@@ -49,6 +49,31 @@ _KINDS = (
     ("RTX-2080", 11, 56.9, PCIE, 15.75),
     # NVIDIA Titan RTX (2018): 130 TFLOPS; the Turing whitepaper gives 130.5 for its full TU102 with FP32 accumulation.
     ("Titan-RTX", 24, 130.5, PCIE, 15.75),
+    # NVIDIA H100 datasheet (2023): SXM 1,979 and PCIe 1,513 TFLOPS with sparsity, half of it dense; NVLink 900 GB/s.
+    ("H100", 80, 989.5, NVLINK, 450),
+    ("H100-PCIe", 80, 756.5, PCIE, 63),
+    # NVIDIA H200 datasheet (2024), SXM: an H100 with 141 GB HBM3e.
+    ("H200", 141, 989.5, NVLINK, 450),
+    # NVIDIA HGX B200 datasheet (2024): 36 PFLOPS with sparsity for eight, half of it dense; NVLink 1.8 TB/s, 180 GB.
+    ("B200", 180, 2250, NVLINK, 900),
+    # NVIDIA A10, A30, A40 datasheets (2021): 125, 165 and 149.7 TFLOPS dense, PCIe 4.
+    ("A10", 24, 125, PCIE, 31.5),
+    ("A30", 24, 165, PCIE, 31.5),
+    ("A40", 48, 149.7, PCIE, 31.5),
+    # NVIDIA L4 and L40S datasheets (2023): 242 and 733 TFLOPS with sparsity, half of it dense, PCIe 4.
+    ("L4", 24, 121, PCIE, 31.5),
+    ("L40S", 48, 366.5, PCIE, 31.5),
+    # NVIDIA Ampere GA102 whitepaper, appendix A: RTX 3080, 59.5 TFLOPS dense with FP32 accumulation, 10 GB, PCIe 4.
+    ("RTX-3080", 10, 59.5, PCIE, 31.5),
+    # NVIDIA Ada whitepaper (2022), appendix A: 97.5 and 165.2 TFLOPS dense with FP32 accumulation, PCIe 4.
+    ("RTX-4080", 16, 97.5, PCIE, 31.5),
+    ("RTX-4090", 24, 165.2, PCIE, 31.5),
+    # NVIDIA Blackwell whitepaper (2025), appendix A: RTX 5090, 209.5 TFLOPS dense with FP32 accumulation, PCIe 5.
+    ("RTX-5090", 32, 209.5, PCIE, 63),
+    # AMD Instinct MI250X datasheet (2021): 383 TFLOPS and 128 GB in two dies, each of which is a device; MI300X
+    # datasheet (2023): 1,307.4 TFLOPS dense, 192 GB. Each pair of devices has a link of 50 and of 64 GB/s one way.
+    ("MI250X-die", 64, 191.5, FABRIC, 50),
+    ("MI300X", 192, 1307.4, FABRIC, 64),
 )
 
 
@@ -91,6 +116,21 @@ _PRESETS = (
     (r"GH200\b", "GH-96", 96),
     (r"RTX 2080 Ti$", "RTX-2080", 11),
     (r"TITAN RTX$", "Titan-RTX", 24),
+    (r"H100 PCIe$", "H100-PCIe", 80),
+    (r"H100 80GB HBM3$", "H100", 80),
+    (r"H200\b", "H200", 141),
+    (r"B200\b", "B200", 180),
+    (r"A10$", "A10", 24),
+    (r"A30$", "A30", 24),
+    (r"A40$", "A40", 48),
+    (r"L4$", "L4", 24),
+    (r"L40S$", "L40S", 48),
+    (r"RTX 3080$", "RTX-3080", 10),
+    (r"RTX 4080$", "RTX-4080", 16),
+    (r"RTX 4090$", "RTX-4090", 24),
+    (r"RTX 5090$", "RTX-5090", 32),
+    (r"MI250X\b", "MI250X-die", 64),
+    (r"MI300X\b", "MI300X", 192),
 )
 
 

@@ -58,7 +58,8 @@ def profile_of_whole_model(
         "backward_seconds": _divided(times.backward_seconds, estimated.backward_seconds),
         "update_seconds": _divided(times.update_seconds, sizes.parameter_bytes),
     }
-    return shares.model_copy(update={"times": (estimated.model_copy(update=changed),), "source": source})
+    known = sizes.model_copy(update={"forward_sums": (), "backward_sums": ()})  # the times contain them
+    return shares.changed(times=(estimated.model_copy(update=changed),), sizes=(known,), source=source)
 
 
 def _divided(seconds: float, weights: Sequence[float]) -> tuple[float, ...]:

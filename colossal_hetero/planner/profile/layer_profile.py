@@ -130,6 +130,13 @@ class LayerSizes(FilePart):
     """By layer: needed for a moment in addition, whatever the micro-batch, such as gradients of its parameters before
     they are added to earlier ones. Empty: 0."""
 
+    forward_sums: tuple[ByteCount, ...] = ()
+    """By layer: sums over the tensor-parallel group in a forward pass whose time ``times`` do not contain, because they
+    were not measured. Each has the size of the largest of ``output_bytes``. Empty: the times contain all communication.
+    """
+    backward_sums: tuple[ByteCount, ...] = ()
+    """By layer: as ``forward_sums``, in a backward pass."""
+
     def temporaries(self, micro_batch: int) -> NDArray[np.float64]:
         """Bytes that each layer needs for a moment, measured or estimated, ``[layers]``."""
         if self.temporary_bytes:
@@ -142,7 +149,8 @@ class LayerSizes(FilePart):
     @model_validator(mode="after")
     def _equally_long(self) -> LayerSizes:
         names = ("parameter_bytes", "activation_bytes", "output_bytes")
-        optional = [name for name in ("temporary_bytes", "fixed_temporary_bytes") if getattr(self, name)]
+        names_if_given = ("temporary_bytes", "fixed_temporary_bytes", "forward_sums", "backward_sums")
+        optional = [name for name in names_if_given if getattr(self, name)]
         return _check_equally_long(self, (*names, *optional))
 
 
@@ -306,6 +314,13 @@ class ModelProfile(FilePart):
                 if isinstance(value, np.ndarray):
                     value.flags.writeable = False
         return self._costs[key]
+
+    def changed(self, **fields: Any) -> ModelProfile:
+        """The profile with other values of these fields. Costs that are remembered are not those of the copy."""
+        copy = self.model_copy(update=fields)
+        for name in ("_costs", "_tables"):
+            copy.__dict__.pop(name, None)
+        return copy
 
     @functools.cached_property
     def _costs(self) -> dict[object, LayerCosts]:

@@ -21,11 +21,12 @@ from .plan_search import PlanSearch
 __all__ = ["against_equal_replicas", "impossible_degrees", "reason", "why_no_chunks", "why_nothing"]
 
 
-def impossible_degrees(search: PlanSearch) -> list[str]:
-    """The tensor-parallel degrees that are not possible, and why."""
+def impossible_degrees(searches: Sequence[PlanSearch]) -> list[str]:
+    """The tensor-parallel degrees that are not possible in any of the searches, and why in the first one."""
     # A degree with neither a draft nor a problem was skipped because of a lower bound on its time.
-    problems = search.problems | dict.fromkeys(search.rows.too_large, "the model does not fit")
-    possible = {draft.pool.tensor_parallel for draft in search.drafts.values() if draft.pool.has_one_form}
+    problems = searches[0].problems | dict.fromkeys(searches[0].rows.too_large, "the model does not fit")
+    drafts = [draft for search in searches for draft in search.drafts.values()]
+    possible = {kind.tensor_parallel for draft in drafts for kind in draft.pool.kinds}
     return [
         f"tensor parallelism {degree} is not possible: {problem}"
         for degree, problem in sorted(problems.items())

@@ -26,6 +26,7 @@ from ..plans.prediction_error import prediction_error, ties_resolved
 from ..plans.ranked_plan import MIN_WIDER_GAIN, RankedPlan, ranking_seconds
 from ..plans.runnable import NoPlanError
 from ..profile.layer_profile import ModelProfile
+from ..profile.on_links import on_links
 from ..schedules.pass_order import Schedule
 from ..slots.placement import SlotPool
 from ..slots.search_space import SIMPLE, SearchSpace
@@ -113,6 +114,7 @@ def make_plans(
         NoPlanError: There is no such plan for these machines. The message says why, and what to change.
         ValueError: An argument is not possible.
     """
+    profile = on_links(profile, topology)
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: valid are {', '.join(METHODS)}")
     if keep < 1:
@@ -216,7 +218,7 @@ def make_plans(
         raise NoPlanError(why_nothing(topology, profile, search))
     ranked = [
         RankedPlan(
-            write_plan(draft, topology, profile, method, impossible_degrees(search) if draft is drafts[0] else ()),
+            write_plan(draft, topology, profile, method, impossible_degrees(searches) if draft is drafts[0] else ()),
             reason(draft, drafts[0], sum(len(each.drafts) for each in searches), seconds_of),
         )
         for draft in drafts
@@ -250,10 +252,11 @@ def make_plans(
 
 
 def _different(drafts: Sequence[Draft]) -> list[Draft]:
-    """One of each that differ only by which devices of a kind they use; pools of several searches can have them all."""
+    """The first of each that differ only by which devices of a kind they use, or by ZeRO stage 1 that gains nothing;
+    pools of several searches can have them all."""
     kept: dict[object, Draft] = {}
     for draft in drafts:
-        look = draft.seconds, draft.pool.pipelines is None, tuple(cut.bounds for cut in draft.splits)
+        look = f"{draft.seconds:.6g}", draft.pool.tensor_parallel, tuple(cut.bounds for cut in draft.splits)
         kept.setdefault((*look, tuple(draft.micro_batches)), draft)
     return list(kept.values())
 

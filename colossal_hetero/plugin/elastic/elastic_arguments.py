@@ -16,6 +16,7 @@ from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
 from ...planner.plans.plan import Plan
 from ...planner.profile.layer_profile import ModelProfile, load_model_profile
+from ...planner.profile.on_links import on_links
 from ..unequal.unequal_replicas import why_not_unequal
 from .joining.new_kinds import KnownKinds
 
@@ -71,7 +72,8 @@ def cluster_of(arguments: Mapping[str, Any]) -> Topology:
 def profile_of(arguments: Mapping[str, Any]) -> ModelProfile:
     """The profile of the model."""
     profile = arguments["planning"].profile
-    return load_model_profile(profile) if isinstance(profile, str | Path) else profile
+    profile = load_model_profile(profile) if isinstance(profile, str | Path) else profile
+    return on_links(profile, cluster_of(arguments))
 
 
 def elastic_planning(

@@ -16,6 +16,7 @@ from ...planner.cluster.topology import Topology
 from ...planner.plans.plan import Plan, StagePlan, load_plan
 from ...planner.plans.runnable import NoPlanError, why_not_runnable
 from ...planner.profile.layer_profile import ModelProfile, load_model_profile
+from ...planner.profile.on_links import on_links
 
 __all__ = ["Agreement", "agree_on_next_plan", "agree_on_plan", "as_launched", "best_plan"]
 
@@ -108,6 +109,8 @@ def _find(
         topology = load_cluster(topology)
     if isinstance(profile, str | Path):
         profile = load_model_profile(profile)
+    if topology is not None and profile is not None:
+        profile = on_links(profile, topology)
     if not isinstance(plan, Plan):
         auto = plan == "auto"
         plan = _make(planning, topology, profile, tp_size, pp_size, unequal) if auto else load_plan(plan)

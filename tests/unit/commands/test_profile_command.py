@@ -31,14 +31,30 @@ def test_an_estimate_is_written_and_shown(tmp_path: Path) -> None:
     table = result.output
     assert table.count("│ A100-40 │") == 4 and table.count("│ T4 ") == 4
     assert f"{out}: layers of gpt-4x64, estimated from FLOP at 0.4" in table.replace("\n", "")
-    # The command of version 0.1.
-    old = tmp_path / "old.json"
-    with pytest.warns(FutureWarning, match="use colossal-hetero estimate"):
-        assert run(*arguments, "--out", str(old)).exit_code == 0
-    assert load_model_profile(old) == written
-    with pytest.warns(FutureWarning, match="use colossal-hetero estimate"):
-        assert "--layers, --heads, --vocabulary are missing" in run("--hidden", "4").output
-    assert "an estimate needs none" in run(*arguments, "--nproc", "2").output
+
+
+def test_an_estimate_of_any_device(tmp_path: Path) -> None:
+    """Devices with their own speed, those of a cluster file, and a share of the speed for each kind."""
+    out, cluster = tmp_path / "estimate.json", tmp_path / "cluster.toml"
+    devices = ["--device", "W7900=122,48", "--device", "odd=61", "--device", "RTX-4090"]
+    result = CliRunner().invoke(estimate, [*GPT, *devices, "--efficiency", "odd=0.8", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    assert "[kinds.W7900] memory_gb = 48, tflops = 122" in shown and "[kinds.odd] memory_gb = …, tflops = 61" in shown
+    assert "0.4 (W7900), 0.8 (odd), 0.4 (RTX-4090) of nominal" in shown
+    written = load_model_profile(out)
+    known, odd = (written.costs(name, 1, 1).forward_seconds for name in ("W7900", "odd"))
+    assert odd == pytest.approx(known)  # half as fast, and twice the share
+    cluster.write_text(
+        'schema = 1\n[kinds.mine]\nmemory_gb = 24\ntflops = 122\n[[clusters]]\nname = "x"\n[[clusters.nodes]]\n'
+        'name = "pc"\ndevices = [{ kind = "mine", count = 2 }, { kind = "H100", count = 1 }]\n'
+        'inside = { kind = "PCIe", gigabytes_per_second = 12 }\n'
+    )
+    result = CliRunner().invoke(estimate, [*GPT, "--cluster", str(cluster), "--efficiency", "0.4", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    written = load_model_profile(out)
+    assert set(written.devices) == {"mine", "H100"}
+    assert written.costs("mine", 1, 1).forward_seconds == pytest.approx(known)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +64,6 @@ def test_an_estimate_is_written_and_shown(tmp_path: Path) -> None:
             [],
             "for an estimate from the sizes of a GPT use colossal-hetero estimate",
         ),
-        (["--model", "timm:x", "--hidden", "4"], "--model measures and --hidden estimates; give one or the other"),
         (["--model", "resnet"], "'resnet' is not a model name; write for example timm:.* or hf:gpt2"),
         (["--model", "timm:vit_tiny"], "timm has no model 'vit_tiny'; it has for example .*vit"),
         (["--model", "timm:vit_tiny_patch16_224", "--set", "depht=2"], "cannot be built with depht=2: .*depht"),
@@ -83,8 +98,15 @@ def test_wrong_options_are_reported_in_one_line(arguments: list[str], words: str
     [
         (["--hidden", "4"], "--layers, --heads, --vocabulary are missing"),
         (GPT, "no device to estimate for; name at least one kind"),
-        ([*GPT, "--device", "A100"], "--device A100 is not known; valid: A100-40, .*; did you mean A"),
+        ([*GPT, "--device", "A100"], "--device A100 is not known; valid: A100-40, .*, or A100=TFLOPS; did you mean A"),
         ([*GPT, "--device", "T4", "--efficiency", "2"], "efficiency=2.0"),
+        (
+            [*GPT, "--device", "T4", "--efficiency", "A10=0.4"],
+            "there is an efficiency of A10, but no such device; .* T4",
+        ),
+        ([*GPT, "--device", "T4", "--efficiency", "T4=half"], "--efficiency T4=half: 'half' is no number above 0"),
+        ([*GPT, "--device", "new=fast"], "--device new=fast: 'fast' is no number above 0; give TFLOP/s and gigabytes"),
+        ([*GPT, "--device", "new=100,-1"], "'-1' is no number above 0"),
         ([*GPT, "--device", "T4", "--micro-batch", "1,x"], "'1,x' is not a list of whole numbers; write it like 1,2,4"),
         ([*GPT, "--device", "T4", "--micro-batch", "0"], "'0': 0 is below 1"),
     ],
