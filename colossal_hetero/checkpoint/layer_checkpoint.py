@@ -123,7 +123,7 @@ class LayerCheckpoint:
             always: save whatever the number of the step is.
 
         Returns:
-            whether this step is saved.
+            whether this step is saved; if not, :meth:`wait` does it, unless a later step comes.
 
         Raises:
             TypeError, ValueError: see :func:`.held_pieces.pieces_of` and :func:`.run_states.run_state_of`.
@@ -134,7 +134,8 @@ class LayerCheckpoint:
         wait_for_parameters(optimizer)
         pieces = agreed_buffers(pieces_of(model, optimizer, outline), outline)
         state = run_state_of(model, optimizer, lr_scheduler, loader, outline, pieces, epoch=epoch, plan=plan)
-        return self._saver_of(pieces).save(step, pieces, state)
+        saver, ready = self._saver_of(pieces)
+        return saver.save(step, pieces, state, ready=ready)
 
     def resume(self, training: Training, step: int | None = None) -> Start:
         """Load the newest whole checkpoint, or that of a step.
@@ -239,7 +240,11 @@ class LayerCheckpoint:
             self._saver.close(others_are_there=False)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written; raises an error if it could not be, unless a rank was lost."""
+        """Write the last checkpoint, and wait until it is there.
+
+        Raises:
+            CheckpointError: on all ranks, if something could not be written, and no rank was lost.
+        """
         if self._saver is not None:
             try:
                 self._saver.wait()
@@ -257,15 +262,22 @@ class LayerCheckpoint:
             time.sleep(0.05)
         return False
 
-    def _saver_of(self, pieces: Sequence[TensorPiece]) -> LayerCheckpointSaver:
-        """The saver of these pieces; another one than before if a rank holds something else, such as new states."""
-        own = None
-        if self._participants is not None:
+    def _saver_of(self, pieces: Sequence[TensorPiece]) -> tuple[LayerCheckpointSaver, tuple[bool, bool]]:
+        """The saver of these pieces; another one than before if a rank holds something else, such as new states. Also
+        whether all ranks have finished their saves and uploads."""
+        own, ready = None, (True, True)
+        if self._participants is not None and self._saver is not None:
             rank, node = self._participants.rank, self._participants.node
             own = {each for each in self._participants.holdings if each.rank == rank} == set(
                 holdings_of(rank, node, pieces)
             )
-        if self._saver is None or not all(on_every_rank(lambda: own, "saving a checkpoint")):
+            ready = self._saver.is_ready()
+        everyone = on_every_rank(lambda: (own, *ready), "saving a checkpoint")
+        same, *ready_ranks = zip(*everyone, strict=True)
+        if all(same):
+            ready = all(ready_ranks[0]), all(ready_ranks[1])
+        else:
+            ready = True, True
             if self._saver is not None:
                 with suppress(CheckpointError):  # rank 0 has printed it
                     self._saver.wait()
@@ -282,7 +294,8 @@ class LayerCheckpoint:
                 store=self._store,
                 is_broken=self._is_broken or (lambda: False),
             )
-        return self._saver
+        assert self._saver is not None
+        return self._saver, ready
 
 
 def _is_loopback(address: str) -> bool:
