@@ -99,8 +99,8 @@ class Tier:
             self.files.make_folder(unfinished)
             part = rank_part(write(unfinished), save.state)
             self._report(save.number, part)
-        except Exception as fault:  # of the disk, or of a state that is not JSON
-            part = RankPart(error=self._in_words(fault))
+        except Exception as problem:  # of the disk, or of a state that is not JSON
+            part = RankPart(error=self._in_words(problem))
             self._report(save.number, part)
         error = self._decide(save, part) if rank == 0 else self._hear(save)
         if rank == leader:
