@@ -126,7 +126,7 @@ def main() -> None:
             copy = seconds_of_copy(pieces, memory)
             iteration = training.seconds_of_iteration(arguments.iterations)
             start = time.perf_counter()
-            saver.save(number, pieces)
+            saver.save(number, pieces, ready=(True, True))
             saved = time.perf_counter() - start
             writing, iterations = training.seconds_until(lambda: saver.is_idle)
             saver.wait()

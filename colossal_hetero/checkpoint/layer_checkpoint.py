@@ -23,9 +23,11 @@ from .contents.model_outline import ModelOutline
 from .contents.restoring import Restoring, wait_for_parameters
 from .contents.run_states import check_loader, check_optimizer, restore_run, run_state_of
 from .copies import NodeCopy, SavedIndex, WholeCheckpoint, copies_of, index_of, newest_whole
+from .format.names import step_of
 from .format.pieces import TensorPiece
 from .format.run_state import RunState
 from .loading import load_pieces
+from .reading.found import find_checkpoints
 from .reading.places import FolderPlace, Place
 from .reading.reader import CheckpointReader
 from .repair import repair
@@ -123,7 +125,7 @@ class LayerCheckpoint:
             always: save whatever the number of the step is.
 
         Returns:
-            whether this step is saved.
+            whether this step is saved; if not, :meth:`wait` does it, unless a later step comes.
 
         Raises:
             TypeError, ValueError: see :func:`.held_pieces.pieces_of` and :func:`.run_states.run_state_of`.
@@ -134,7 +136,8 @@ class LayerCheckpoint:
         wait_for_parameters(optimizer)
         pieces = agreed_buffers(pieces_of(model, optimizer, outline), outline)
         state = run_state_of(model, optimizer, lr_scheduler, loader, outline, pieces, epoch=epoch, plan=plan)
-        return self._saver_of(pieces).save(step, pieces, state)
+        saver, ready = self._saver_of(pieces)
+        return saver.save(step, pieces, state, ready=ready)
 
     def resume(self, training: Training, step: int | None = None) -> Start:
         """Load the newest whole checkpoint, or that of a step.
@@ -152,20 +155,38 @@ class LayerCheckpoint:
         check_loader(loader)
         self.wait()
         node = self._config.node or socket.gethostname()
-        copies, nodes = self._everyones_copies(node)
-        try:
-            found = newest_whole(copies, step)
-        except FileNotFoundError as error:
-            raise CheckpointError(str(error)) from None
-        if found is None:
-            return Start()
-        for reason in found.skipped if dist.get_rank() == 0 else ():
-            warnings.warn(f"a newer checkpoint is not whole and not loaded: {reason}", stacklevel=2)
-        reader = CheckpointReader(self._places(node, found))
-        index, states = self._index(reader, found)
-        check_optimizer(optimizer, index.common["optimizer"])
-        restoring = Restoring(model, optimizer, outline, index.shapes, index.common["state"])
-        received = load_pieces(restoring.pieces, found, index, reader, nodes)
+        copies, nodes, torn = self._everyones_copies(node)
+        damaged: list[str] = []  # the same on all ranks
+        while True:
+            try:
+                found = newest_whole(copies, step)
+            except FileNotFoundError as error:
+                raise CheckpointError("; ".join([*damaged, str(error)])) from None
+            if found is None:
+                if damaged or torn:
+                    reasons = "; ".join([*damaged, *torn.values()])
+                    raise CheckpointError(f"no checkpoint is whole: {reasons}. Name another folder to begin anew")
+                return Start()
+            reader = CheckpointReader(self._places(node, found))
+            try:
+                index, states = self._index(reader, found)
+                check_optimizer(optimizer, index.common["optimizer"])
+                restoring = Restoring(model, optimizer, outline, index.shapes, index.common["state"])
+                received = load_pieces(restoring.pieces, found, index, reader, nodes)
+                break
+            except CheckpointError as error:  # on all ranks
+                damaged.append(f"that of step {found.step} is damaged: {error}")
+                copies = [copy for copy in copies if copy.id != found.id]
+                if step is not None:
+                    raise
+        torn = {number: why for number, why in torn.items() if number > found.step}
+        lost = [*damaged, *found.skipped, *(f"that of step {number}: {why}" for number, why in sorted(torn.items()))]
+        if lost and dist.get_rank() == 0:
+            warnings.warn(
+                f"a newer checkpoint is not whole and not loaded: {'; '.join(lost)}. Training continues from that of "
+                f"step {found.step}; what came after it is trained again",
+                stacklevel=2,
+            )
         repair(reader, found.step, nodes)
         for problem in reader.problems:
             warnings.warn(f"a checkpoint is damaged: {problem}", stacklevel=2)
@@ -176,25 +197,29 @@ class LayerCheckpoint:
     def newest_step(self, step: int | None = None) -> int | None:
         """The step of the checkpoint that :meth:`resume` would load; None if there is none that is whole. Every rank
         calls it."""
-        copies, _ = self._everyones_copies(self._config.node or socket.gethostname())
+        copies, *_ = self._everyones_copies(self._config.node or socket.gethostname())
         try:
             found = newest_whole(copies, step)
         except FileNotFoundError:
             return None
         return None if found is None else found.step
 
-    def _everyones_copies(self, node: str) -> tuple[list[NodeCopy], list[str]]:
-        """What all ranks find in their folders, and the node of each rank."""
+    def _everyones_copies(self, node: str) -> tuple[list[NodeCopy], list[str], dict[int, str]]:
+        """What all ranks find in their folders; the node of each rank; by step, why folders are no checkpoints."""
         shared = None if self._config.shared is None else FolderPlace(self._config.shared)
         local = None if self._config.local is None else FolderPlace(self._config.local)
 
-        def look() -> tuple[str, list[NodeCopy]]:
+        def look() -> tuple[str, list[NodeCopy], dict[int, str]]:
             places = [place for place in (local, shared) if place is not None]
-            checkpoints = CheckpointReader(places).checkpoints()
-            return node, copies_of(checkpoints, None if shared is None else shared.name, node)
+            search = find_checkpoints(places)
+            torn = {step_of(Path(folder).name) or 0: reason for folder, reason in search.torn.items()}
+            return node, copies_of(search.checkpoints, None if shared is None else shared.name, node), torn
 
         everyone = on_every_rank(look, "looking for checkpoints")
-        return [copy for _, copies in everyone for copy in copies], [name for name, _ in everyone]
+        copies = [copy for _, found, _ in everyone for copy in found]
+        torn = {step: why for *_, of_rank in everyone for step, why in of_rank.items()}
+        whole = {copy.step for copy in copies}
+        return copies, [name for name, *_ in everyone], {step: torn[step] for step in torn.keys() - whole}
 
     def _places(self, node: str, found: WholeCheckpoint) -> list[Place]:
         """The folders that this rank reads the checkpoint from."""
@@ -239,7 +264,11 @@ class LayerCheckpoint:
             self._saver.close(others_are_there=False)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written; raises an error if it could not be, unless a rank was lost."""
+        """Write the last checkpoint, and wait until it is there.
+
+        Raises:
+            CheckpointError: on all ranks, if something could not be written, and no rank was lost.
+        """
         if self._saver is not None:
             try:
                 self._saver.wait()
@@ -257,15 +286,22 @@ class LayerCheckpoint:
             time.sleep(0.05)
         return False
 
-    def _saver_of(self, pieces: Sequence[TensorPiece]) -> LayerCheckpointSaver:
-        """The saver of these pieces; another one than before if a rank holds something else, such as new states."""
-        own = None
-        if self._participants is not None:
+    def _saver_of(self, pieces: Sequence[TensorPiece]) -> tuple[LayerCheckpointSaver, tuple[bool, bool]]:
+        """The saver of these pieces; another one than before if a rank holds something else, such as new states. Also
+        whether all ranks have finished their saves and uploads."""
+        own, ready = None, (True, True)
+        if self._participants is not None and self._saver is not None:
             rank, node = self._participants.rank, self._participants.node
             own = {each for each in self._participants.holdings if each.rank == rank} == set(
                 holdings_of(rank, node, pieces)
             )
-        if self._saver is None or not all(on_every_rank(lambda: own, "saving a checkpoint")):
+            ready = self._saver.is_ready()
+        everyone = on_every_rank(lambda: (own, *ready), "saving a checkpoint")
+        same, *ready_ranks = zip(*everyone, strict=True)
+        if all(same):
+            ready = all(ready_ranks[0]), all(ready_ranks[1])
+        else:
+            ready = True, True
             if self._saver is not None:
                 with suppress(CheckpointError):  # rank 0 has printed it
                     self._saver.wait()
@@ -282,7 +318,8 @@ class LayerCheckpoint:
                 store=self._store,
                 is_broken=self._is_broken or (lambda: False),
             )
-        return self._saver
+        assert self._saver is not None
+        return self._saver, ready
 
 
 def _is_loopback(address: str) -> bool:

@@ -79,7 +79,7 @@ def load_pieces(
         try:
             fetches = choose_sources(checkpoint.step, needs, node_of, bitmap)
         except LookupError as error:
-            raise CheckpointError("; ".join([str(error), *problems])) from None
+            raise CheckpointError("; ".join([*problems, str(error)])) from None
         outcome, received_now = _load(fetches, node_of, memory, reader, checkpoint.step)
         received += received_now
         for _, _, problem in outcome.problems:

@@ -13,7 +13,22 @@ import torch.distributed as dist
 
 from colossal_hetero.planner.report.plan_table import layout
 
-__all__ = ["Finished", "LoopTrace", "Step", "TraceReader", "World"]
+__all__ = ["Finished", "LoopTrace", "Loss", "Step", "TraceReader", "World"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Of the passes of a step, written before the step is made: whoever has taken part in a step has written it."""
+
+    node: str
+    step: int
+    """The number of the step, from 1."""
+    since: int
+    """The step after which the members became those that they are."""
+    loss: float
+    """The mean over the samples of this member's replica."""
+    share: float
+    """The share of these samples in the global batch."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +40,6 @@ class Step:
     """Its number, from 1."""
     since: int
     """The step after which the members became those that they are."""
-    loss: float | None
-    """The mean over the samples of this member's replica, if it knows it."""
-    share: float
-    """The share of these samples in the global batch."""
     time: float
     """In seconds; the clock of the system."""
 
@@ -58,7 +69,7 @@ class Finished:
     node: str
 
 
-KINDS = {"step": Step, "world": World, "finished": Finished}
+KINDS = {"loss": Loss, "step": Step, "world": World, "finished": Finished}
 NAMES = {kind: name for name, kind in KINDS.items()}
 
 
@@ -77,17 +88,18 @@ class LoopTrace:
         self._changes = len(plugin.recoveries)
         self._write_world(received_bytes=start.received_bytes, started=True)
 
-    def passes_done(self, loss: Any) -> None:
-        """``execute_pipeline`` has returned; ``loss`` is known on the last stage of a replica."""
+    def passes_done(self, step: int, loss: Any) -> None:
+        """``execute_pipeline`` of a step has returned; ``loss`` is known on the last stage of a replica."""
         self._write_changes()
         plan, (replica, _) = self._plugin.plan, self._plugin.replica()
-        self._share = plan.replicas[replica].micro_batches * plan.micro_batch / plan.global_batch
-        self._loss, self._loss_since = None if loss is None else float(loss), self._since
+        share = plan.replicas[replica].micro_batches * plan.micro_batch / plan.global_batch
+        self._passes_since = self._since
+        if loss is not None:
+            self._write(Loss(self._node, step, self._since, float(loss), share))
 
     def step_done(self, step: int) -> None:
         """``optimizer.step`` has returned."""
-        entry = Step(self._node, step, self._loss_since, self._loss, self._share, time.time())
-        self._write(entry)
+        self._write(Step(self._node, step, self._passes_since, time.time()))
         self._write_changes()
 
     def finished(self) -> None:

@@ -66,7 +66,7 @@ def main(options: ElasticOptions) -> None:
         for batches in loader.rest_of_epoch():
             batches = map(functools.partial(on_device, options), batches)
             result = booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
-            trace.passes_done(result["loss"])
+            trace.passes_done(step + 1, result["loss"])
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()

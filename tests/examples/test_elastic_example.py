@@ -12,7 +12,7 @@ import pytest
 from examples.common.flags.elastic import Action, check_options, parse_demo_options
 from examples.common.flags.parser import UsageError
 from examples.common.report.elastic import Change, History, throughput
-from examples.common.trace import Finished, Step, TraceReader, World
+from examples.common.trace import Finished, Loss, Step, TraceReader, World
 from examples.elastic import demo, reference
 from examples.elastic.nodes import Nodes
 from tests.support.paths import REPOSITORY
@@ -86,11 +86,15 @@ def test_changes_and_losses_of_a_history():
     for node in "abc":
         history.add([World(node, 0, 3, "first plan")])
     for step in (1, 2):
-        history.add(Step(node, step, 0, float(step), 1 / 3, 10.0 * step + number) for number, node in enumerate("abc"))
-    history.add([Step("b", 3, 0, 3.0, 1 / 3, 35.0), Step("c", 3, 2, 5.0, 1 / 2, 36.0)])
+        history.add(Loss(node, step, 0, float(step), 1 / 3) for node in "abc")
+        history.add(Step(node, step, 0, 10.0 * step + number) for number, node in enumerate("abc"))
+    history.add([Loss("b", 3, 0, 3.0, 1 / 3), Loss("c", 3, 0, 4.0, 1 / 3), Loss("c", 3, 2, 5.0, 1 / 2)])
+    history.add([Step("b", 3, 0, 35.0), Step("c", 3, 2, 36.0)])
     for node, repeated in (("b", 1), ("c", 0)):
         history.add([World(node, 2, 2, "second plan", 1.0, 100, repeated, "connection closed")])
-    history.add([Step("b", 4, 2, 1.0, 1 / 2, 45.0), Step("c", 4, 2, 2.0, 1 / 2, 46.0)])
+    history.add([Loss("b", 4, 2, 1.0, 1 / 2), Loss("c", 4, 2, 2.0, 1 / 2)])
+    history.add([Step("b", 4, 2, 45.0), Step("c", 4, 2, 46.0)])
+    history.add([Loss("b", 5, 2, 9.0, 1 / 2), Loss("c", 5, 2, 9.0, 1 / 2)])  # of a step that is not made yet
     for node in "bc":
         history.add([World(node, 4, 3, "third plan", 1.0, 7)])
     assert len(history.changes()) == 1  # d has not written yet
@@ -105,14 +109,27 @@ def test_changes_and_losses_of_a_history():
     assert edges == [0, 10, 25, 35] and rates == [3, 2, 3]
 
 
+def test_a_member_that_dies_before_it_has_written_a_step_has_written_its_loss():
+    """Node a dies after step 2 was made by both, and before it writes so; b begins step 3 with the old members."""
+    history = History([Action("kill", "a", 1)])
+    for step in (1, 2):
+        history.add(Loss(node, step, 0, float(step), 1 / 2) for node in "ab")
+    history.add([Step("a", 1, 0, 10.0), Step("b", 1, 0, 10.0), Step("b", 2, 0, 20.0)])
+    history.add([Loss("b", 3, 0, 3.0, 1 / 2), Step("b", 3, 0, 30.0)])
+    history.add([Loss("b", 4, 2, 4.0, 1.0), Step("b", 4, 2, 40.0)])
+    assert history.losses() == {1: 1.0, 2: 2.0, 4: 4.0}
+
+
 def test_a_history_in_which_all_start_again():
     """Node a dies after step 3, and its layers with it; b starts again from the checkpoint of step 2, and c with it."""
     history = History([Action("kill", "a", 3)])
     history.add(World(node, 0, 2, "first plan", started=True) for node in "ab")
-    history.add(Step(node, step, 0, 1.0, 1 / 2, 10.0 * step) for step in (1, 2, 3) for node in "ab")
+    history.add(Loss(node, step, 0, 1.0, 1 / 2) for step in (1, 2, 3) for node in "ab")
+    history.add(Step(node, step, 0, 10.0 * step) for step in (1, 2, 3) for node in "ab")
     history.add(World(node, 2, 2, "second plan", started=True) for node in "bc")
     assert history.newest_step == 2 and history.restarts == [2]
-    history.add(Step(node, 3, 2, 2.0, 1 / 2, 50.0) for node in "bc")
+    history.add(Loss(node, 3, 2, 2.0, 1 / 2) for node in "bc")
+    history.add(Step(node, 3, 2, 50.0) for node in "bc")
     (change,) = history.changes()
     assert (change.step, change.why) == (2, "a lost, c joined, all started again")
     assert change.seconds == 30.0

@@ -86,7 +86,7 @@ def save_steps(folder: Path, *steps: int, **options: Any) -> None:
     """Save the model at these steps."""
     with one_saver(folder, **options) as saver:
         for step in steps:
-            saver.save(step, pieces_of(tensors(step)))
+            saver.save(step, pieces_of(tensors(step)), ready=(True, True))
             saver.wait()
 
 

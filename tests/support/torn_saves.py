@@ -75,7 +75,7 @@ def save(root: Path, run: str, *steps: int, files: FileOperations | None = None)
     """Save these steps into a local and a shared folder, of which each keeps two."""
     with one_saver(root, local=root / "local", shared=root / "shared", keep=2, run=run, files=files) as saver:
         for step in steps:
-            saver.save(step, pieces_of(tensors(step)))
+            saver.save(step, pieces_of(tensors(step)), ready=(True, True))
             saver.wait()
 
 

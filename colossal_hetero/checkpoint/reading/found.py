@@ -98,8 +98,8 @@ class Search:
 
     checkpoints: tuple[FoundCheckpoint, ...]
     """The newest first."""
-    torn: tuple[str, ...] = field(default=())
-    """Folders that are no checkpoints, and why."""
+    torn: Mapping[str, str] = field(default_factory=dict)
+    """Folders that are no checkpoints, each behind the name of its place, and why."""
 
 
 def find_checkpoints(places: Sequence[Place]) -> Search:
@@ -109,18 +109,18 @@ def find_checkpoints(places: Sequence[Place]) -> Search:
         places: where to look, the nearest first.
     """
     copies: dict[str, list[Copy]] = {}
-    torn = []
+    torn = {}
     for place in places:
         for folder in place.folders():
             try:
                 copy = _read_copy(place, folder)
             except (DamagedCopy, ValueError) as error:
-                torn.append(str(error))
+                torn[f"{place.name}/{folder}"] = str(error)
             else:
                 copies.setdefault(copy.manifest.id, []).append(copy)
     found = [FoundCheckpoint(tuple(each)) for each in copies.values()]
     found.sort(key=lambda each: (each.manifest.saved_at, each.step), reverse=True)
-    return Search(tuple(found), tuple(torn))
+    return Search(tuple(found), torn)
 
 
 def read_whole(place: Place, file: str, size: int | None = None) -> bytes:

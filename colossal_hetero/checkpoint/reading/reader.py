@@ -64,7 +64,7 @@ class CheckpointReader:
                 return checkpoint.step
         names = ", ".join(place.name for place in self._places)
         found = [f"step {each.step}: {each.faults()[0]}" for each in self.checkpoints()]
-        reasons = "; ".join([*self._found().torn, *found]) or "there is no folder of a checkpoint"
+        reasons = "; ".join([*self._found().torn.values(), *found]) or "there is no folder of a checkpoint"
         raise CheckpointError(f"no complete checkpoint in {names}: {reasons}")
 
     def manifest(self, step: int) -> Manifest:
@@ -166,7 +166,7 @@ class CheckpointReader:
     def _found(self) -> Search:
         if self._search is None:
             self._search = find_checkpoints(self._places)
-            self.problems += self._search.torn
+            self.problems += self._search.torn.values()
         return self._search
 
     def _checkpoint(self, step: int) -> FoundCheckpoint:
@@ -174,7 +174,7 @@ class CheckpointReader:
             if checkpoint.step == step:
                 return checkpoint
         there = ", ".join(str(each.step) for each in self.checkpoints()) or "none"
-        reasons = "".join(f"; {reason}" for reason in self._found().torn)
+        reasons = "".join(f"; {reason}" for reason in self._found().torn.values())
         raise CheckpointError(f"no checkpoint of step {step}; there are: {there}{reasons}")
 
     def _read_states(self, checkpoint: FoundCheckpoint) -> bytes:
@@ -185,7 +185,7 @@ class CheckpointReader:
                 except DamagedCopy as error:
                     self._note_fault(copy, STATES, str(error))
         reasons = [str(self._fault(copy, STATES)) for copy in checkpoint.copies]
-        raise CheckpointError("; ".join([*reasons, "there is no other copy", self._advice(checkpoint)]))
+        raise CheckpointError("; ".join([*reasons, "there is no other copy", *self._advice(checkpoint)]))
 
     def _load(
         self, checkpoint: FoundCheckpoint, piece: TensorPiece, saved: list[tuple[FileRecord, ItemRecord]]
@@ -257,7 +257,7 @@ class CheckpointReader:
                 self._note_fault(copy, name, str(error))
         reasons = [str(self._fault(copy, name)) for copy in checkpoint.copies_of(name)]
         reasons = reasons or [f"{name} of step {checkpoint.step} is in none of the given places"]
-        raise CheckpointError("; ".join([*reasons, "there is no other copy", self._advice(checkpoint)]))
+        raise CheckpointError("; ".join([*reasons, "there is no other copy", *self._advice(checkpoint)]))
 
     def _read(self, copy: Copy, record: FileRecord, item: ItemRecord, part: Box, target: torch.Tensor) -> None:
         """Read a box of an item, in its own offsets, into ``target``, and check it."""
@@ -286,11 +286,10 @@ class CheckpointReader:
             else:
                 target[part.slices_of(wanted)].copy_(values[slab.slices_of(wanted)])
 
-    def _advice(self, checkpoint: FoundCheckpoint) -> str:
-        for other in self.checkpoints():
-            if other is not checkpoint and not other.faults():
-                return f"the checkpoint of step {other.step} is complete: load that"
-        return "no other checkpoint is complete"
+    def _advice(self, checkpoint: FoundCheckpoint) -> list[str]:
+        others = [each for each in self.checkpoints() if each is not checkpoint]
+        whole = [f"the checkpoint of step {each.step} is complete: load that" for each in others if not each.faults()]
+        return whole[:1] or ["no other checkpoint is complete"] * bool(others)
 
 
 def _by_key(checkpoint: FoundCheckpoint) -> dict[str, list[tuple[FileRecord, ItemRecord]]]:

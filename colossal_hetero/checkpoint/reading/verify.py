@@ -50,7 +50,7 @@ def entries(root: Path, step: int | None = None) -> list[Entry]:
     names = {entry.name for entry in found}
     for folder in place.folders():
         if folder not in names:
-            faults = tuple(reason for reason in search.torn if f"/{folder}" in reason)
+            faults = (search.torn[f"{place.name}/{folder}"],)
             found.append(Entry(folder, None, faults, _bytes(root / folder)))
     for item in sorted(os.scandir(root), key=lambda each: each.name):
         if item.name.startswith(TEMPORARY) and item.is_dir():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,10 +24,10 @@ from ..storage.errors import CheckpointError
 from ..storage.file_operations import FileOperations
 from .file_division import ShardFile, divide_files
 from .layer_files import copy_file, write_layer_file
-from .meeting import FolderMeeting, Interruption, Meeting, MemoryMeeting, Stopped, StoreMeeting
+from .meeting import FolderMeeting, Interruption, Meeting, MemoryMeeting, Stopped, StoreMeeting, wait_for
 from .participants import Participants, holdings_of
 from .staging import StagingBuffer
-from .tier import Save, Tier, Verdict
+from .tier import Save, Tier
 from .worker import Worker
 
 __all__ = ["LayerCheckpointSaver"]
@@ -42,11 +42,14 @@ Staged = dict[ShardFile, list[tuple[TensorPiece, NDArray[uint8]]]]
 
 
 class LayerCheckpointSaver:
-    """Saves what all ranks hold, layer by layer. All ranks make one and call :meth:`save` equally often.
+    """Saves what all ranks hold, layer by layer. All ranks make one, and call its methods equally often.
 
     With a local folder, :meth:`save` copies to host memory, and a thread writes from there. When the checkpoint is
     whole on all nodes, another thread copies each file once to the shared folder. While an upload runs, the next
     checkpoints are kept on local disks only. Without a local folder the first thread writes to the shared folder.
+
+    A save begins when all ranks have finished the one before; :meth:`is_ready` waits for that. A save that comes too
+    early is held in memory until the next one, and the one that is held at the end is written by :meth:`wait`.
 
     What goes wrong in the background does not stop training: rank 0 prints one line, and :meth:`wait` raises an error.
 
@@ -95,42 +98,51 @@ class LayerCheckpointSaver:
         self._uploads = division.shared.get(participants.rank, ())
         self._own_holdings = frozenset(each for each in participants.holdings if each.rank == participants.rank)
         self._meeting_folder: FolderMeeting | None = None
-        meeting = self._make_meeting(store, local, shared)
+        self._meeting = self._make_meeting(store, local, shared)
 
         def tier(name: str, folder: Path | str) -> Tier:
             return Tier(
-                name, Path(folder), participants, meeting, self._files, keep, time_limit_seconds, self._stop
+                name, Path(folder), participants, self._meeting, self._files, keep, time_limit_seconds, self._stop
             )  # fmt: skip
 
         self._first = tier("local", local) if local is not None else tier("shared", str(shared))
         self._second = tier("shared", shared) if local is not None and shared is not None else None
         self._staging = StagingBuffer()
-        self._staging_free = threading.Event()
-        self._staging_free.set()
         self._busy: dict[str, tuple[int, float]] = {}  # by tier: the step that this rank writes there, and since when
-        self._waits_for_others = False
         self._reported: set[tuple[str, int]] = set()  # tiers and steps of writes that hang
         self._writer = Worker("checkpoint writer")
         self._uploader = Worker("checkpoint upload") if self._second is not None else None
         self._uploading: int | None = None
-        self._number = 0
+        self._number = self._rounds = 0
+        self._since = 0.0  # when the last save began
+        self._held: tuple[int, RunState, Staged, StagingBuffer] | None = None
+        self._last: tuple[Save, dict[str, FileRecord]] | None = None  # the last save, if it is not uploaded
+        self._last_step, self._is_written = -1, False
+        self._told_about = -1  # the save during which others were skipped
+        self._settled = True  # whether all ranks know how the last save went
         self._failures: list[str] = []
         atexit.register(self._at_exit)
 
-    def save(self, step: int, pieces: Sequence[TensorPiece], state: RunState | None = None) -> bool:
-        """Save what this rank holds now; returns when it may change again.
+    def is_ready(self) -> tuple[bool, bool]:
+        """Whether this rank has finished its saves, and its uploads. Waits for the save before, as long as that takes
+        at most ``patience_seconds`` in all."""
+        self._report_hang()
+        written = self._writer.wait(self._since + self._patience_seconds)
+        return written, self._uploader is not None and self._uploader.is_idle
 
-        If this rank still writes the pieces of the save before, this waits for it, as long as the writing takes at most
-        ``patience_seconds`` in all. If it takes longer, or if those pieces cannot be written yet, since a save before
-        waits for other ranks, the new save is given up: no checkpoint of this step is made, on any rank.
+    def save(
+        self, step: int, pieces: Sequence[TensorPiece], state: RunState | None = None, *, ready: tuple[bool, bool]
+    ) -> bool:
+        """Save what this rank holds now; returns when it may change again.
 
         Args:
             step: number of optimizer steps that are done.
             pieces: what this rank holds: the boxes that the participants have told each other, in any order.
             state: of the run; what all ranks share is taken from rank 0.
+            ready: whether all ranks have finished their saves, and their uploads: of :meth:`is_ready`, agreed upon.
 
         Returns:
-            Whether this rank takes part. If not, the reason is printed on rank 0, and raised by :meth:`wait`.
+            Whether it is written now. If not, it is held in memory until the next save, or until :meth:`wait`.
 
         Raises:
             ValueError: the pieces are not those that the participants have told each other; or ``step`` is negative.
@@ -138,21 +150,26 @@ class LayerCheckpointSaver:
         if step < 0:
             raise ValueError(f"step is {step}: it must be at least 0")
         self._check(pieces)
-        save = Save(step, self._number, state or RunState())
-        self._number += 1
-        self._report_hang()
-        if not self._staging_free.wait(self._patience()):
-            self._give_up(save)
-            return False
+        written, uploaded = ready
+        self._settled = False
         wanted = set(self._first_files)
         own = [piece for piece in pieces if (piece.layer, piece.shard) in wanted]
         own.sort(key=lambda piece: (piece.layer, piece.shard, piece.key, piece.box))
+        # What is held is not in the memory that is being written from.
+        staging = self._staging if written else (self._held[-1] if self._held else StagingBuffer())
         staged: Staged = {}
-        for piece, copy in zip(own, self._staging.copy(own), strict=True):
+        for piece, copy in zip(own, staging.copy(own), strict=True):
             staged.setdefault(ShardFile(piece.layer, piece.shard), []).append((piece, copy))
-        self._staging_free.clear()
-        self._writer.submit(partial(self._write, save, staged))
-        return True
+        self._held = None
+        if written:
+            self._begin(step, state or RunState(), staged, staging, upload=uploaded)
+        else:
+            self._held = step, state or RunState(), staged, staging
+            if self._told_about != self._last_step:
+                self._told_about = self._last_step
+                text = f"the checkpoint of step {self._last_step} is still being written on some rank"
+                self._print(f"{text}; until it is, others are skipped, but not the last of the run")
+        return written
 
     @property
     def is_idle(self) -> bool:
@@ -160,25 +177,88 @@ class LayerCheckpointSaver:
         return self._writer.is_idle and (self._uploader is None or self._uploader.is_idle)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Wait until everything is written and uploaded, but not for a write that is known to hang.
+        """Write and upload what is not yet, and wait for it, but not for a write that is known to hang. All ranks call
+        it.
 
         Args:
             timeout_seconds: how long; default: twice the time limit, since a save and an upload may each take as long.
 
         Raises:
-            CheckpointError: a save or an upload since the last call went wrong, or is not done.
+            CheckpointError: on all ranks, if a save or an upload since the last call went wrong, or is not done.
         """
-        deadline = time.monotonic() + (2 * self._time_limit if timeout_seconds is None else timeout_seconds)
+        limit = 2 * self._time_limit if timeout_seconds is None else timeout_seconds
+        deadline = time.monotonic() + limit
+        try:
+            self._write_last(deadline)
+            if not self._finished(deadline):
+                self._failures.append("the last checkpoint is still being written")
+            failures = self._agree(self._failures, deadline)
+            self._settled = True
+        except Stopped:
+            failures = self._failures or ["a rank was lost"]
+        except Exception as error:  # of the way to the other ranks
+            failures = [*self._failures, f"other ranks cannot be reached: {str(error) or type(error).__name__}"]
+        self._failures = []
+        if failures:
+            raise CheckpointError("; ".join(failures))
+
+    def _write_last(self, deadline: float) -> None:
+        """Write the save that is held, and upload the last one that is only on local disks."""
+        if self._held is not None:
+            done = self._writer.wait(0.0 if self._hangs(self._first) else deadline)
+            (step, state, staged, staging), self._held = self._held, None
+            late = [] if done else [f"no checkpoint of step {step}: that of step {self._last_step} is being written"]
+            late = self._agree(late, deadline)
+            if late:
+                self._failures += late
+            else:
+                self._begin(step, state, staged, staging, upload=False)
+        if self._second is not None and self._last is not None and self._uploader is not None:
+            uploads = self._finished(deadline) and self._is_written
+            late = self._agree([] if uploads else [f"step {self._last_step} is not in {self._second.folder}"], deadline)
+            self._failures += late
+            if not late:
+                self._start_upload(*self._last)
+
+    def _finished(self, deadline: float) -> bool:
+        """Wait until this rank has nothing to write, except for a write that is known to hang."""
         self._report_hang()
         done = self._writer.wait(0.0 if self._hangs(self._first) else deadline)
         if self._second is not None and self._uploader is not None:
             done &= self._uploader.wait(0.0 if self._hangs(self._second) else deadline)
         self._report_hang()
-        failures, self._failures = self._failures, []
-        if not done:
-            failures.append("the last checkpoint is still being written")
-        if failures:
-            raise CheckpointError("; ".join(failures))
+        return done
+
+    def _agree(self, failures: list[str], deadline: float) -> list[str]:
+        """The failures of the first rank that has any: the same on all ranks."""
+        rank, ranks = self._participants.rank, range(len(self._participants.nodes))
+        if len(ranks) == 1:
+            return failures
+        self._rounds += 1
+        meeting, late = self._meeting, max(deadline, time.monotonic()) + GRACE_SECONDS
+        for what in (f"said-{rank}", f"heard-{rank}", *(["answer"] if rank == 0 else [])):
+            meeting.discard(self._round(self._rounds - 2, what))
+        if rank == 0:
+            names = [self._round(self._rounds, f"said-{each}") for each in ranks[1:]]
+            found = wait_for(meeting, names, late, self._stop)
+            said = [json.loads(found[name]) if name in found else None for name in names]
+            for each, words in enumerate(said, 1):
+                failures = failures or (
+                    [f"rank {each} does not wait for its checkpoints, or has ended"] if words is None else words
+                )
+            meeting.put(self._round(self._rounds, "answer"), json.dumps(failures).encode())
+            return failures
+        meeting.put(self._round(self._rounds, f"said-{rank}"), json.dumps(failures).encode())
+        name = self._round(self._rounds, "answer")
+        answer = wait_for(meeting, [name], late + GRACE_SECONDS, self._stop).get(name)
+        meeting.put(self._round(self._rounds, f"heard-{rank}"), b"")
+        if answer is None:
+            return failures or ["rank 0 does not wait for its checkpoints, or has ended"]
+        agreed: list[str] = json.loads(answer)
+        return agreed
+
+    def _round(self, number: int, what: str) -> str:
+        return f"{self._participants.run}/wait/{number}/{what}"
 
     def close(self, *, others_are_there: bool = True) -> None:
         """End the threads. What is not written by then is given up.
@@ -191,14 +271,18 @@ class LayerCheckpointSaver:
         atexit.unregister(self._at_exit)
         if others_are_there and self.is_idle:
             with suppress(Exception):  # other ranks, or the way to them, may be gone
+                deadline = time.monotonic() + min(GRACE_SECONDS, self._time_limit)
                 for tier in (self._first, self._second):
                     if tier is not None:
-                        tier.wait_until_heard(time.monotonic() + min(GRACE_SECONDS, self._time_limit))
+                        tier.wait_until_heard(deadline)
+                if self._rounds and self._participants.rank == 0:
+                    ranks = range(1, len(self._participants.nodes))
+                    heard = [self._round(self._rounds, f"heard-{rank}") for rank in ranks]
+                    wait_for(self._meeting, heard, deadline, self._stop)
         self._stop.set()
         for worker in (self._writer, self._uploader):
             if worker is not None:
                 worker.close()
-                worker.wait(time.monotonic() + 1.0)
         if self._meeting_folder is not None and self._participants.rank == 0:
             self._meeting_folder.close()
 
@@ -227,65 +311,40 @@ class LayerCheckpointSaver:
                 "another saver when what a rank holds has changed"
             )
 
-    def _patience(self) -> float:
-        """How long to wait for the staging buffer, in seconds."""
-        if self._waits_for_others:
-            return 0.0
-        _, since = self._busy.get(self._first.name, (0, time.monotonic()))
-        return max(0.0, since + self._patience_seconds - time.monotonic())
-
-    def _give_up(self, save: Save) -> None:
-        rank, node, busy = self._participants.rank, self._participants.node, self._busy.get(self._first.name)
-        what = "waits for other ranks to save" if busy is None else f"still writes the checkpoint of step {busy[0]}"
-        error = f"rank {rank} on node {node} {what}"
-        self._fail(save, self._first, error, quiet=self._hangs(self._first))
-        # In a thread: messages may be files in a folder that hangs.
-        refuse = partial(self._first.refuse, save.number, error)
-        threading.Thread(target=refuse, name="checkpoint message", daemon=True).start()
-
-    def _write(self, save: Save, staged: Staged) -> None:
-        """In the thread of the writer."""
+    def _begin(self, step: int, state: RunState, staged: Staged, staging: StagingBuffer, *, upload: bool) -> None:
+        """Give a save to the thread that writes. All ranks have finished the one before."""
+        if upload:
+            self._uploading = None  # all ranks have finished the upload before
+        save = Save(step, self._number, state, self._uploading)
         records: dict[str, FileRecord] = {}
-        is_held = True  # the staging buffer still holds this save
+        self._number += 1
+        self._since, self._last_step = time.monotonic(), step
+        self._last = None if upload else (save, records)
+        self._uploading = step if upload else self._uploading
+        self._writer.submit(partial(self._write, save, staged, staging, records, upload))
 
-        def release() -> None:
-            nonlocal is_held
-            if is_held:
-                is_held = False
-                self._staging_free.set()
+    def _write(
+        self, save: Save, staged: Staged, staging: StagingBuffer, records: dict[str, FileRecord], upload: bool
+    ) -> None:
+        """In the thread of the writer."""
 
         def write(folder: Path) -> list[FileRecord]:
-            try:
-                with self._writing(self._first, save):
-                    self._staging.finish()
-                    for file in self._first_files:
-                        name = layer_file(*file)
-                        records[name] = write_layer_file(self._files, folder / name, staged[file])
-            finally:
-                self._waits_for_others = True
-                release()
+            with self._writing(self._first, save):
+                staging.finish()
+                for file in self._first_files:
+                    name = layer_file(*file)
+                    records[name] = write_layer_file(self._files, folder / name, staged[file])
             return list(records.values())
 
-        verdict = self._take_part(self._first, save, partial(self._first.save, save, write, self._upload_next))
-        self._waits_for_others = False
-        release()  # also if the folder could not be made
-        if verdict is not None and verdict.upload and self._second is not None and self._uploader is not None:
-            # Rank 0 has finished its last upload; this rank may not have heard so yet.
-            if self._second.name in self._busy or not self._uploader.wait(time.monotonic() + GRACE_SECONDS):
-                where = f"rank {self._participants.rank} on node {self._participants.node}"
-                error = f"{where} still uploads the checkpoint of step {self._uploading}"
-                self._fail(save, self._second, error, quiet=True)
-                with suppress(Exception):  # without messages, rank 0 gives up after the time limit
-                    self._second.refuse(save.number, error)
-            else:
-                self._uploading = save.step
-                self._uploader.submit(partial(self._upload, self._second, save, records))
+        written = self._take_part(self._first, save, write)
+        if written and upload:  # also if this node's folder could not be finished: others begin to upload
+            self._start_upload(save, records)
+        self._is_written = written
 
-    def _upload_next(self) -> tuple[bool, int | None]:
-        """Rank 0: whether the save that is whole now is uploaded, and which step is being uploaded."""
-        if self._uploader is None or not self._uploader.is_idle:
-            return False, self._uploading
-        return True, None
+    def _start_upload(self, save: Save, records: dict[str, FileRecord]) -> None:
+        if self._second is not None and self._uploader is not None:
+            self._last, self._uploading = None, save.step
+            self._uploader.submit(partial(self._upload, self._second, save, records))
 
     def _upload(self, tier: Tier, save: Save, records: dict[str, FileRecord]) -> None:
         """In the thread of uploads."""
@@ -298,8 +357,7 @@ class LayerCheckpointSaver:
                     copy_file(self._files, source / record.name, folder / record.name, record)
             return uploaded
 
-        self._take_part(tier, save, partial(tier.save, save, write))
-        self._uploading = None
+        self._take_part(tier, save, write)
 
     @contextmanager
     def _writing(self, tier: Tier, save: Save) -> Iterator[None]:
@@ -309,26 +367,25 @@ class LayerCheckpointSaver:
         finally:
             del self._busy[tier.name]
 
-    def _take_part(self, tier: Tier, save: Save, run: Callable[[], Verdict]) -> Verdict | None:
-        """Run a save; None if it went wrong, which is noted."""
+    def _take_part(self, tier: Tier, save: Save, write: Callable[[Path], list[FileRecord]]) -> bool:
+        """Whether all ranks have written their files; what goes wrong is noted."""
+        written = False
         try:
-            verdict = run()
+            written, error = tier.save(save, write)
         except Stopped:
             if self._stop.is_broken():
                 self._fail(save, tier, "a rank was lost")
-            return None
-        except Exception as error:  # e.g. the store is gone
-            verdict = Verdict(str(error) or type(error).__name__, False, None)
-        if verdict.error is None:
-            return verdict
-        self._fail(save, tier, verdict.error)
-        return None
+            return False
+        except Exception as fault:  # e.g. the store is gone
+            error = str(fault) or type(fault).__name__
+        if error is not None:
+            self._fail(save, tier, error)
+        return written
 
-    def _fail(self, save: Save, tier: Tier, error: str, quiet: bool = False) -> None:
+    def _fail(self, save: Save, tier: Tier, error: str) -> None:
         text = f"no checkpoint of step {save.step} in the {tier.name} folder {tier.folder}: {error}"
         self._failures.append(text)
-        if not quiet:
-            self._print(text)
+        self._print(text)
 
     def _hangs(self, tier: Tier) -> bool:
         """Whether a write of this rank is known to hang."""
@@ -355,5 +412,6 @@ class LayerCheckpointSaver:
     def _at_exit(self) -> None:
         # After an error of the program, other ranks may be gone.
         with suppress(CheckpointError):  # rank 0 has printed it
-            self.wait(EXIT_SECONDS if hasattr(sys, "last_value") else None)
+            if not self._settled:
+                self.wait(EXIT_SECONDS if hasattr(sys, "last_value") else None)
         self.close()

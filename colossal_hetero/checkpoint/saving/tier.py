@@ -20,7 +20,7 @@ from .index import Index, RankPart, make_index, rank_part
 from .meeting import Interruption, Meeting, Stopped, wait_for
 from .participants import Participants
 
-__all__ = ["Save", "Tier", "Verdict"]
+__all__ = ["Save", "Tier"]
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,7 @@ class Save:
     number: int
     """Of the save in this run, from 0; equal on all ranks."""
     state: RunState
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What rank 0 says about a save when all ranks have written their files."""
-
-    error: str | None
-    """Why the save is given up, or None."""
-    upload: bool
-    """Whether this save is uploaded to the shared folder."""
-    uploading: int | None
+    uploading: int | None = None
     """The step that is being uploaded, and so must stay on local disks."""
 
 
@@ -73,36 +63,25 @@ class Tier:
         """The ranks that finish all folders of this tier."""
         return sorted(self.participants.leaders.values()) if self.name == "local" else [0]
 
-    def save(
-        self,
-        save: Save,
-        write: Callable[[Path], Sequence[FileRecord]],
-        upload_next: Callable[[], tuple[bool, int | None]] = lambda: (False, None),
-    ) -> Verdict:
-        """Take part in a save. When this returns without an error, the checkpoint is in this rank's folder.
+    def save(self, save: Save, write: Callable[[Path], Sequence[FileRecord]]) -> tuple[bool, str | None]:
+        """Take part in a save. When this returns no error, the checkpoint is in this rank's folder.
 
         Args:
             save: what is saved.
             write: writes this rank's files into a folder.
-            upload_next: asked on rank 0: whether this save is uploaded, and which step is being uploaded.
 
         Returns:
-            What rank 0 said. Never raises because of files or messages; the error is in what it returns.
+            Whether all ranks have written their files, the same on all ranks; and why the save is given up, or None.
+            Never raises because of files.
 
         Raises:
             Stopped: the saver was closed, or other ranks were lost.
         """
         try:
-            return self._save(save, write, upload_next)
+            return self._save(save, write)
         finally:
             if self.participants.rank != 0:
                 self._leave(save.number, f"heard-{self.participants.rank}", b"")
-
-    def refuse(self, number: int, error: str) -> None:
-        """Take no part in a save. All ranks hear why."""
-        self._report(number, RankPart(error=error))
-        if self.participants.rank == 0:
-            self._announce(number, Verdict(error, False, None))
 
     def wait_until_heard(self, deadline: float) -> None:
         """Rank 0: wait until all ranks know how the last save went, since the messages may be gone soon."""
@@ -111,12 +90,7 @@ class Tier:
             with suppress(Stopped):
                 wait_for(self.meeting, heard, deadline, self.stop)
 
-    def _save(
-        self,
-        save: Save,
-        write: Callable[[Path], Sequence[FileRecord]],
-        upload_next: Callable[[], tuple[bool, int | None]],
-    ) -> Verdict:
+    def _save(self, save: Save, write: Callable[[Path], Sequence[FileRecord]]) -> tuple[bool, str | None]:
         rank, leader = self.participants.rank, self.leader
         unfinished = self.folder / unfinished_folder(save.step, self.participants.run, save.number, leader)
         try:
@@ -125,34 +99,28 @@ class Tier:
             self.files.make_folder(unfinished)
             part = rank_part(write(unfinished), save.state)
             self._report(save.number, part)
-        except Exception as error:  # of the disk, or of a state that is not JSON
-            part = RankPart(error=self._in_words(error))
+        except Exception as problem:  # of the disk, or of a state that is not JSON
+            part = RankPart(error=self._in_words(problem))
             self._report(save.number, part)
-        verdict = self._decide(save, part, upload_next) if rank == 0 else self._hear(save)
+        error = self._decide(save, part) if rank == 0 else self._hear(save)
         if rank == leader:
-            fault = verdict.error or self._finish(save, unfinished, verdict)
+            fault = error or self._finish(save, unfinished)
             self._leave(save.number, f"done-{rank}", json.dumps(fault).encode())
             if fault is not None:
                 self._discard(unfinished)
-        if verdict.error is not None:
-            return verdict
-        return Verdict(self._errors_of_leaders(save), verdict.upload, verdict.uploading)
+        return error is None, error or self._errors_of_leaders(save)
 
     def _report(self, number: int, part: RankPart) -> None:
         """Leave this rank's part of a save for rank 0: its files, or why there are none."""
         message = part.model_dump_json(by_alias=True).encode()
         if number not in self.numbers:
             self.numbers.append(number)
-        while len(self.numbers) > 2:  # of the last but one a slow rank may still read
+        while len(self.numbers) > 2:  # no save begins before all ranks have finished the one before
             self._forget(self.numbers.pop(0))
         self._leave(number, f"part-{self.participants.rank}", message)
 
     def _leave(self, number: int, what: str, message: bytes) -> None:
         self.meeting.put(self._name(number, what), message)
-
-    def _announce(self, number: int, verdict: Verdict) -> None:
-        content = [verdict.error, verdict.upload, verdict.uploading]
-        self._leave(number, "verdict", json.dumps(content).encode())
 
     def _name(self, number: int, what: str) -> str:
         return f"{self.participants.run}/{self.name}/{number}/{what}"
@@ -160,8 +128,8 @@ class Tier:
     def _deadline(self) -> float:
         return time.monotonic() + self.time_limit_seconds
 
-    def _decide(self, save: Save, own: RankPart, upload_next: Callable[[], tuple[bool, int | None]]) -> Verdict:
-        """Rank 0: collect the parts, and tell all ranks whether the save is whole."""
+    def _decide(self, save: Save, own: RankPart) -> str | None:
+        """Rank 0: collect the parts, and tell all ranks whether the save is whole, or why it is given up."""
         parts, error = self._collect(save, own)
         if error is None:
             try:
@@ -170,10 +138,8 @@ class Tier:
                 self._leave(save.number, "index", index.message())
             except Exception as fault:  # of the disk, or of a state that is not JSON
                 error = self._in_words(fault)
-        upload, uploading = upload_next() if error is None else (False, None)
-        verdict = Verdict(error, upload, uploading)
-        self._announce(save.number, verdict)
-        return verdict
+        self._leave(save.number, "verdict", json.dumps(error).encode())
+        return error
 
     def _collect(self, save: Save, own: RankPart) -> tuple[list[RankPart], str | None]:
         # Also after an error all parts are waited for: then nobody writes any more, and the leaders can clean up.
@@ -189,15 +155,16 @@ class Tier:
                 errors.append(parts[-1].error)
         return parts, next((error for error in errors if error is not None), None)
 
-    def _hear(self, save: Save) -> Verdict:
+    def _hear(self, save: Save) -> str | None:
         name = self._name(save.number, "verdict")
         # Rank 0 may itself wait as long for the last part.
         message = wait_for(self.meeting, [name], self._deadline() + self.time_limit_seconds, self.stop).get(name)
         if message is None:
-            return Verdict(f"rank 0 has not answered in {2 * self.time_limit_seconds:g} s", False, None)
-        return Verdict(*json.loads(message))
+            return f"rank 0 has not answered in {2 * self.time_limit_seconds:g} s"
+        error: str | None = json.loads(message)
+        return error
 
-    def _finish(self, save: Save, unfinished: Path, verdict: Verdict) -> str | None:
+    def _finish(self, save: Save, unfinished: Path) -> str | None:
         """The leader: write the index, give the folder its name, remove old checkpoints. Returns what went wrong."""
         target = self.folder / step_folder(save.step)
         old = target.with_name(target.name + REPLACED)
@@ -223,7 +190,7 @@ class Tier:
             return self._in_words(error)
         with suppress(OSError):  # the new checkpoint is whole; the next save tries again
             remove_all(self.files, old)
-            used = {step for step in (verdict.uploading, save.step) if step is not None}
+            used = {step for step in (save.uploading, save.step) if step is not None}
             remove_old(self.files, self.folder, self.keep, used)
         return None
 

@@ -39,8 +39,13 @@ class Worker:
         return self._idle.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """End the thread after the jobs that are there."""
+        """End the thread after the jobs that are there.
+
+        Waits for its end, unless a write hangs: a thread that is in a store of torch when Python ends aborts the
+        process.
+        """
         self._jobs.put(None)
+        self._thread.join(1.0)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from colossal_hetero.io.pictures import BLUE, ORANGE, save_figure
 
 from ..flags.elastic import Action, ElasticOptions
-from ..trace import Finished, Step, World
+from ..trace import Finished, Loss, Step, World
 from .summary_file import write_json
 from .terminal import Terminal, compact_table
 
@@ -52,6 +52,7 @@ class History:
     def __init__(self, actions: Sequence[Action] = ()) -> None:
         self._actions = actions
         self._steps: dict[int, list[Step]] = {}
+        self._losses: dict[int, list[Loss]] = {}
         self._worlds: dict[int, list[World]] = {}
         self.finished: set[str] = set()
         """Nodes that have trained to the end."""
@@ -65,6 +66,8 @@ class History:
         for entry in entries:
             if isinstance(entry, Step):
                 self._steps.setdefault(entry.step, []).append(entry)
+            elif isinstance(entry, Loss):
+                self._losses.setdefault(entry.step, []).append(entry)
             elif isinstance(entry, World):
                 if entry.started and not entry.received_bytes:
                     self._forget_after(entry.since)  # it got its state from a checkpoint, or begins
@@ -78,6 +81,7 @@ class History:
         if self.newest_step > step:
             self.restarts.append(step)
             self._steps = {number: entries for number, entries in self._steps.items() if number <= step}
+            self._losses = {number: entries for number, entries in self._losses.items() if number <= step}
             self._worlds = {since: worlds for since, worlds in self._worlds.items() if since < step}
 
     @property
@@ -95,14 +99,15 @@ class History:
         return {step: min(entry.time for entry in entries) for step, entries in sorted(self._steps.items())}
 
     def losses(self) -> dict[int, float]:
-        """The loss of each step over its whole global batch. Steps are missing of which a part is unknown, because a
-        member has died with it."""
+        """The loss of each step that is made over its whole global batch. The step is missing of which a part is
+        unknown, because a member has died before its passes were done."""
         losses = {}
-        for step, entries in sorted(self._steps.items()):
+        for step in sorted(self._steps):
+            entries = self._losses.get(step, [])
             for since in {entry.since for entry in entries}:
-                known = {entry.node: entry for entry in entries if entry.since == since and entry.loss is not None}
+                known = {entry.node: entry for entry in entries if entry.since == since}
                 if abs(sum(entry.share for entry in known.values()) - 1) < 1e-9:
-                    losses[step] = sum(entry.share * entry.loss for entry in known.values() if entry.loss is not None)
+                    losses[step] = sum(entry.share * entry.loss for entry in known.values())
         return losses
 
     def changes(self) -> list[Change]:

@@ -28,7 +28,7 @@ def save_and_load(root: str) -> tuple[int, int]:
     saver = LayerCheckpointSaver(known, local=folder / node, shared=folder / "shared", store=store)
     for step in (10, 20):
         state = RunState(binary={"rng": torch.get_rng_state().numpy().tobytes()})
-        assert saver.save(step, pieces_of(tensors(step), degree, shard, layers), state)
+        assert saver.save(step, pieces_of(tensors(step), degree, shard, layers), state, ready=(True, True))
         saver.wait()
     saver.close()
     dist.barrier()

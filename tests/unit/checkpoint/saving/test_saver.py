@@ -10,6 +10,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from colossal_hetero.checkpoint.format.run_state import RunState
 from colossal_hetero.checkpoint.saving import layer_files
+from colossal_hetero.checkpoint.saving import saver as saver_module
 from colossal_hetero.checkpoint.saving.saver import LayerCheckpointSaver
 from colossal_hetero.checkpoint.storage.errors import CheckpointError
 from colossal_hetero.checkpoint.storage.file_operations import FileOperations
@@ -67,8 +69,10 @@ class Run:
         ]
 
     def save(self, step: int, ranks: tuple[int, ...] = (0, 1, 2)) -> list[bool]:
+        everyone = [saver.is_ready() for saver in self.savers]
+        ready = all(each[0] for each in everyone), all(each[1] for each in everyone)
         return [
-            self.savers[rank].save(step, pieces_of(tensors(step), *HELD[rank]), self.state(step, rank))
+            self.savers[rank].save(step, pieces_of(tensors(step), *HELD[rank]), self.state(step, rank), ready=ready)
             for rank in ranks
         ]
 
@@ -77,15 +81,18 @@ class Run:
         return RunState(epoch=step // 10, common=common, rank={"rank": rank}, binary={"rng": bytes([rank])})
 
     def wait(self) -> str:
-        """Wait for all ranks; returns what rank 0 says went wrong."""
-        errors = []
-        for saver in self.savers:
+        """Wait for all ranks; returns what went wrong, the same on all."""
+
+        def error_of(saver: LayerCheckpointSaver) -> str:
             try:
                 saver.wait()
-                errors.append("")
             except CheckpointError as error:
-                errors.append(str(error))
-        return errors[0]
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(len(self.savers)) as pool:
+            (error,) = set(pool.map(error_of, self.savers))
+        return error
 
     def become_idle(self) -> None:
         while not all(saver.is_idle for saver in self.savers):
@@ -160,11 +167,8 @@ def test_large_boxes_are_written_as_several(tmp_path: Path, monkeypatch: pytest.
 def test_messages_as_files_take_the_place_of_a_store(run: Run) -> None:
     run.start("second", store=None)
     run.save(10)
-    run.savers[0].wait()
-    run.savers[0].close()  # removes the messages, but not before the others have read them
-    for saver in run.savers[1:]:
-        saver.wait()
-    run.close()
+    assert run.wait() == ""
+    run.close()  # removes the messages
     assert run.steps("shared") == [10]
     assert_loads(reader_of(run.root / "shared"), 10)
     with pytest.raises(ValueError, match=r"ranks on 2 nodes with local folders only need a store"):
@@ -174,7 +178,7 @@ def test_messages_as_files_take_the_place_of_a_store(run: Run) -> None:
 def test_what_changes_after_a_save_is_not_saved(tmp_path: Path) -> None:
     values = tensors(10)
     with one_saver(tmp_path) as saver:
-        saver.save(10, pieces_of(values))
+        saver.save(10, pieces_of(values), ready=(True, True))
         for value in values.values():
             value.zero_()
         saver.wait()
@@ -234,12 +238,12 @@ def save_with_limited_files(folder: Path) -> str:
     """A real limit of the operating system, instead of a full disk; returns the error, and loads the next save."""
     with one_saver(folder, log=io.StringIO()) as saver:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
-        saver.save(10, pieces_of(tensors(10)))
+        saver.save(10, pieces_of(tensors(10)), ready=(True, True))
         with pytest.raises(CheckpointError) as error:
             saver.wait()
         assert list(folder.iterdir()) == []
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        saver.save(20, pieces_of(tensors(20)))
+        saver.save(20, pieces_of(tensors(20)), ready=(True, True))
         saver.wait()
     assert_loads(reader_of(folder), 20)
     return str(error.value)
@@ -296,8 +300,7 @@ def test_a_shared_folder_alone_that_hangs_does_not_stop_training(run: Run) -> No
     run.save(10)
     assert folder.hangs.wait(5)
     start = time.monotonic()
-    results = [run.save(step) for step in (20, 30, 40)]
-    assert not results[-1][1]
+    assert [run.save(step) for step in (20, 30, 40)] == [[False] * 3] * 3
     assert time.monotonic() - start < 3
     assert run.wait() != ""
     folder.is_back.set()
@@ -319,18 +322,67 @@ def test_nobody_waits_for_a_rank_that_is_lost(run: Run) -> None:
     folder.is_back.set()
 
 
-def test_rank_0_gives_a_save_up_for_all(run: Run) -> None:
+class SlowFolder(FileOperations):
+    """Each file takes some time."""
+
+    def create(self, path: Path) -> int:
+        time.sleep(0.02 if path.suffix == ".distcp" else 0.0)
+        return super().create(path)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("tiers", ["local shared", "local", "shared"])
+@pytest.mark.parametrize("patience", [0.0, 60.0])
+def test_a_rank_that_saves_slowly_loses_neither_other_saves_nor_the_last(
+    run: Run, rank: int, tiers: str, patience: float
+) -> None:
+    run.start("second", tiers, files={rank: SlowFolder()}, patience_seconds=patience)
+    last = 200 if patience == 0.0 else 20
+    results = [run.save(step) for step in range(1, last + 1)]
+    assert all(len(set(each)) == 1 for each in results)
+    assert patience == 0.0 or all(each[0] for each in results)
+    assert run.wait() == ""
+    for folder in [each for each in ("local-a", "local-b", "shared") if each.partition("-")[0] in tiers.split()]:
+        assert run.steps(folder)[-1] == last
+    assert_loads(reader_of(run.root / ("shared" if "shared" in tiers else "local-a")), last)
+    lines = run.logs[0].getvalue().splitlines()
+    assert all("is still being written on some rank; until it is, others are skipped" in line for line in lines)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_end_of_a_script_makes_the_last_checkpoint(run: Run, rank: int) -> None:
+    run.start("second", "shared", files={rank: SlowFolder()}, patience_seconds=0.0)
+    for step in range(1, 30):
+        run.save(step)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(LayerCheckpointSaver._at_exit, run.savers))
+    assert_loads(reader_of(run.root / "shared"), 29)
+
+
+def test_no_rank_waits_for_ever_for_one_that_has_ended(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_module, "GRACE_SECONDS", 0.2)
+    run.start("second", "shared", time_limit_seconds=0.5)
+    run.save(10)
+    with ThreadPoolExecutor(2) as pool:
+        for waited in [pool.submit(run.savers[rank].wait) for rank in (0, 2)]:
+            with pytest.raises(CheckpointError, match="rank 1 does not wait for its checkpoints, or has ended"):
+                waited.result()
+    assert_loads(reader_of(run.root / "shared"), 10)
+
+
+def test_a_save_waits_in_memory_for_a_slow_one(run: Run) -> None:
     folder = HangingFolder()
     run.start("second", "shared", files={0: folder}, patience_seconds=0.3)
     run.save(10)
     assert folder.hangs.wait(5)
-    assert run.save(20) == [False, True, True]
+    assert run.save(20) == [False] * 3
     folder.is_back.set()
-    error = run.wait()
-    assert "no checkpoint of step 20" in error and "rank 0 on node a still writes the checkpoint of step 10" in error
-    run.save(30)
+    while not all(saver.is_idle for saver in run.savers):
+        time.sleep(0.01)
+    assert run.save(30) == [True] * 3
     assert run.wait() == ""
     assert run.steps("shared") == [10, 30]
+    assert run.logs[0].getvalue().count("the checkpoint of step 10 is still being written") == 1
 
 
 def test_messages_are_forgotten(run: Run) -> None:
@@ -355,7 +407,7 @@ def test_a_rank_that_is_gone_is_named(run: Run) -> None:
 def test_a_state_that_is_not_json_is_reported_at_once(run: Run, rank: int) -> None:
     for each, saver in enumerate(run.savers):
         state = RunState(rank={"what": object() if each == rank else 1}, common={"what": object()} if rank == 0 else {})
-        saver.save(10, pieces_of(tensors(10), *HELD[each]), state)
+        saver.save(10, pieces_of(tensors(10), *HELD[each]), state, ready=(True, True))
     assert "object" in run.wait()
     run.save(20)
     assert run.wait() == ""
@@ -367,9 +419,11 @@ def test_nodes_need_folders_of_their_own(tmp_path: Path) -> None:
     store = HashStore()
     savers = [LayerCheckpointSaver(each, local=tmp_path, store=store, time_limit_seconds=5) for each in known]
     for saver in savers:
-        saver.save(10, pieces_of(tensors(10)))
-    with pytest.raises(CheckpointError, match=r"is the local folder of node . and of node .; each node needs"):
-        savers[0].wait()
+        saver.save(10, pieces_of(tensors(10)), ready=(True, True))
+    with ThreadPoolExecutor(2) as pool:
+        for waited in [pool.submit(saver.wait) for saver in savers]:
+            with pytest.raises(CheckpointError, match=r"is the local folder of node . and of node .; each node needs"):
+                waited.result()
     for saver in savers:
         saver.close()
 
@@ -382,6 +436,6 @@ def test_wrong_arguments_are_said(tmp_path: Path) -> None:
         LayerCheckpointSaver(alone, local=tmp_path, keep=0)
     with one_saver(tmp_path) as saver:
         with pytest.raises(ValueError, match="step is -1"):
-            saver.save(-1, pieces_of(tensors(0)))
+            saver.save(-1, pieces_of(tensors(0)), ready=(True, True))
         with pytest.raises(ValueError, match=r"of param\.embedding\.weight, .* was announced, but is missing"):
-            saver.save(1, pieces_of(tensors(0))[1:])
+            saver.save(1, pieces_of(tensors(0))[1:], ready=(True, True))

@@ -1,0 +1,58 @@
+"""Ranks whose disks are unlike save at every step of a quick loop: the last checkpoint is always made, on all ranks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from colossal_hetero import CheckpointConfig
+from colossal_hetero.checkpoint.reading.places import FolderPlace
+from colossal_hetero.checkpoint.reading.reader import CheckpointReader
+from colossal_hetero.checkpoint.storage.file_operations import FileOperations
+from tests.support.checkpoint_runs import boosted, different_tensors, gathered, hybrid, train
+from tests.support.harness import run_ranks
+
+STEPS = 40
+
+
+def train_with_slow_disk(folder: Path, seconds: float) -> None:
+    """As in docs/checkpoints.md, with each rank in turn slow, and with local and shared folders and shared ones alone.
+    Training is one step now and then, so that the others are quick."""
+    rank, create, slow = dist.get_rank(), FileOperations.create, -1
+
+    def create_slowly(files: FileOperations, path: Path) -> int:
+        if rank == slow:
+            time.sleep(seconds)
+        return create(files, path)
+
+    with patch.object(FileOperations, "create", create_slowly):
+        for slow in range(dist.get_world_size()):
+            for local in (None, folder / f"local-{slow}-{rank}") if slow == 0 else (None,):
+                case = f"rank {slow} is slow, {'shared only' if local is None else 'local and shared'}"
+                shared = folder / f"shared-{slow}-{local is None}"
+                run = boosted(
+                    "vit", hybrid(checkpoints=CheckpointConfig(local=local, shared=shared, node=f"node-{rank}"))
+                )
+                start, results = run.plugin.resume(run.model, run.optimizer), []
+                for step in range(start.step + 1, STEPS + 1):
+                    if step % 50 == 0:
+                        train(run, [step])
+                    results.append(run.plugin.save(run.model, run.optimizer, step=step))
+                run.plugin.wait_for_saves()
+                everyone = [None] * dist.get_world_size()
+                dist.all_gather_object(everyone, results)
+                assert all(each == results for each in everyone), case
+                for place in [shared, *([local] if local else [])]:
+                    assert CheckpointReader([FolderPlace(place)]).checkpoints()[0].step == STEPS, case
+                resumed = boosted("vit", hybrid(checkpoints=CheckpointConfig(shared=shared)))
+                assert resumed.plugin.resume(resumed.model, resumed.optimizer).step == STEPS, case
+                assert different_tensors(gathered(resumed), gathered(run)) == [], case
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_last_checkpoint_of_quick_steps_is_made(ranks: int, tmp_path: Path) -> None:
+    run_ranks(ranks, train_with_slow_disk, tmp_path, 0.003)
