@@ -230,7 +230,12 @@ class ClusterFields(FilePart):
 def suggest(name: str, names: Iterable[str]) -> str:
     """The end of a message about an unknown name: similar ones of ``names``, if there are any."""
     by_lower = {each.lower(): each for each in names}
-    close = get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
+    longer = [each for each in by_lower if each.startswith(name.lower())]
+    close = [
+        *longer,
+        *(each for each in get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5) if each not in longer),
+    ]
+    close = close[:3]
     return f"; did you mean {' or '.join(by_lower[each] for each in close)}?" if close else ""
 
 

@@ -14,6 +14,9 @@ MEASURED = REPOSITORY.parent / "shared" / "data" / "gpu-profiles" / "bandwidth.c
 NAMED = {
     *("A100-40", "A100-80", "A800", "H800", "H20", "V100-16", "V100-32", "T4", "RTX-3090", "GTX-1080", "A6000"),
     *("RTX-5000", "GH-96", "RTX-2080", "Titan-RTX"),
+    # What people have besides.
+    *("H100", "H100-PCIe", "H200", "B200", "A10", "A30", "A40", "L4", "L40S", "RTX-3080", "RTX-4080", "RTX-4090"),
+    *("RTX-5090", "MI250X-die", "MI300X"),
 }
 
 
@@ -40,6 +43,19 @@ def test_speeds_follow_from_cores_and_clocks() -> None:
     assert flops["RTX-3090"] == pytest.approx(2 * 2 * 10496 * 1.695e9, rel=0.01)
     assert flops["A6000"] == pytest.approx(4 * 2 * 10752 * 1.8e9, rel=0.01)
     assert flops["H800"] == pytest.approx(flops["GH-96"], rel=0.01)
+    assert flops["H800"] == flops["H100"] == flops["H200"]
+    assert flops["A10"] == pytest.approx(4 * 2 * 9216 * 1.695e9, rel=0.01)
+    assert flops["A30"] == pytest.approx(16 * 2 * 3584 * 1.44e9, rel=0.01)
+    assert flops["A40"] == pytest.approx(4 * 2 * 10752 * 1.74e9, rel=0.01)
+    assert flops["L4"] == pytest.approx(4 * 2 * 7424 * 2.04e9, rel=0.01)
+    assert flops["L40S"] == pytest.approx(4 * 2 * 18176 * 2.52e9, rel=0.01)
+    assert flops["RTX-3080"] == pytest.approx(2 * 2 * 8704 * 1.71e9, rel=0.01)
+    assert flops["RTX-4080"] == pytest.approx(2 * 2 * 9728 * 2.505e9, rel=0.01)
+    assert flops["RTX-4090"] == pytest.approx(2 * 2 * 16384 * 2.52e9, rel=0.01)
+    assert flops["RTX-5090"] == pytest.approx(2 * 2 * 21760 * 2.407e9, rel=0.01)
+    # A die of an MI250X has 110 compute units, an MI300X 304, with 1,024 and 2,048 operations per clock.
+    assert flops["MI250X-die"] == pytest.approx(1024 * 110 * 1.7e9, rel=0.01)
+    assert flops["MI300X"] == pytest.approx(2048 * 304 * 2.1e9, rel=0.01)
 
 
 @pytest.mark.skipif(not MEASURED.exists(), reason="needs the measured bandwidths beside the repository")
