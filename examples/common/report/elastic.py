@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,6 +55,8 @@ class History:
         self._steps: dict[int, list[Step]] = {}
         self._losses: dict[int, list[Loss]] = {}
         self._worlds: dict[int, list[World]] = {}
+        self._starts: Counter[str] = Counter()
+        self._times_started = 0
         self.finished: set[str] = set()
         """Nodes that have trained to the end."""
         self.nodes: set[str] = set()
@@ -69,8 +72,11 @@ class History:
             elif isinstance(entry, Loss):
                 self._losses.setdefault(entry.step, []).append(entry)
             elif isinstance(entry, World):
-                if entry.started and not entry.received_bytes:
-                    self._forget_after(entry.since)  # it got its state from a checkpoint, or begins
+                if entry.started and not entry.received_bytes:  # it got its state from a checkpoint, or begins
+                    self._starts[entry.node] += 1
+                    if self._starts[entry.node] > self._times_started:  # others may have begun, and be further, already
+                        self._times_started += 1
+                        self._forget_after(entry.since)
                 self.nodes.add(entry.node)
                 self._worlds.setdefault(entry.since, []).append(entry)
             elif isinstance(entry, Finished):
@@ -80,9 +86,17 @@ class History:
         """All members have started again after this step."""
         if self.newest_step > step:
             self.restarts.append(step)
-            self._steps = {number: entries for number, entries in self._steps.items() if number <= step}
-            self._losses = {number: entries for number, entries in self._losses.items() if number <= step}
-            self._worlds = {since: worlds for since, worlds in self._worlds.items() if since < step}
+
+            def kept(entries: dict[int, list[Any]]) -> dict[int, list[Any]]:
+                """Entries up to the step, and those of members that have written since they started again."""
+                again = {
+                    number: [entry for entry in found if number <= step or (entry.since == step > 0)]
+                    for number, found in entries.items()
+                }
+                return {number: found for number, found in again.items() if found}
+
+            self._steps, self._losses = kept(self._steps), kept(self._losses)
+            self._worlds = {since: worlds for since, worlds in self._worlds.items() if since <= step > 0}
 
     @property
     def newest_step(self) -> int:

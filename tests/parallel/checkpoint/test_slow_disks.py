@@ -15,8 +15,9 @@ from colossal_hetero.checkpoint.reading.reader import CheckpointReader
 from colossal_hetero.checkpoint.storage.file_operations import FileOperations
 from tests.support.checkpoint_runs import boosted, different_tensors, gathered, hybrid, train
 from tests.support.harness import run_ranks
+from tests.support.random_examples import IS_THOROUGH
 
-STEPS = 40
+STEPS = 200 if IS_THOROUGH else 40
 
 
 def train_with_slow_disk(folder: Path, seconds: float) -> None:
