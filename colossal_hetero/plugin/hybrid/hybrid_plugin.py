@@ -43,6 +43,7 @@ from ..elastic.elastic_run import ElasticRun
 from ..elastic.joining.new_kinds import KnownKinds
 from ..elastic.present_checkpoint_io import PresentCheckpointIO
 from ..elastic.recoveries import elastic_run_of, members_of
+from ..overlap.elementwise_updates import check_sharding
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
@@ -291,6 +292,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         watch_ranks()
         for part in self._parts:
             objects = part.before_configure(self, objects)
+        if self.zero_stage and objects.optimizer is not None:
+            check_sharding(objects.optimizer, "zero_stage", self.zero_stage, distributed=self._unequal is None)
         with (
             self._balancing.hetero_layers(self, objects.model),
             unequal_layer_counts(),

@@ -22,9 +22,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import proxy
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ...accelerator import get_accelerator
 
@@ -53,7 +55,7 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         overlap_communication: start to sum gradients in the backward pass, as stage 2 always does.
         overlap_allgather: gather parameters in the next forward pass.
         partition_grad: ZeRO stage 2: every backward pass sums its gradients.
-        args, kwargs: see ``LowLevelZeroOptimizer``.
+        optimizer, args, kwargs: see ``LowLevelZeroOptimizer``.
     """
 
     _partition_grads: bool
@@ -61,6 +63,7 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
 
     def __init__(
         self,
+        optimizer: Optimizer,
         *args: Any,
         overlap_communication: bool = False,
         overlap_allgather: bool = False,
@@ -74,8 +77,14 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         self._may_accumulate = not partition_grad
         self._passes: Callable[[], int] | None = None
         self._has_order = False
+        first = optimizer.param_groups[0]["params"]
+        if not first:
+            # The parent asks the first parameter for its type, and leaves out those that are frozen.
+            trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            first.append(Parameter(torch.empty(0, dtype=trained[0].dtype if trained else None), requires_grad=False))
         # With shards of gradients the parent calls `_attach_reduction_hook` and uses what the buckets deliver.
         super().__init__(
+            optimizer,
             *args,
             overlap_communication=False,
             overlap_allgather=False,

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
-from colossalai.nn.optimizer import optim2DistOptim
 from torch.utils.data import DataLoader, Dataset
 
 from ...data_parallel.loader import HeteroDataLoader
@@ -174,18 +173,11 @@ class UnequalReplicas(PluginPart):
     # A training step ----------------------------------------------------------------------------------------------
 
     def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
-        """Check the optimizer and the data loader; see ``PluginPart.before_configure``.
+        """Check the data loader; see ``PluginPart.before_configure``.
 
         Raises:
-            ValueError: the optimizer cannot be sharded, or the batches of the loader do not fit this rank's replica.
+            ValueError: the batches of the loader do not fit this rank's replica.
         """
-        if plugin.zero_stage and type(objects.optimizer) in {*optim2DistOptim, *optim2DistOptim.values()}:
-            form, _ = why_layer_sums(self.plan)
-            raise ValueError(
-                f"{form}, and then {type(objects.optimizer).__name__} cannot be sharded by ZeRO, because it combines "
-                "the shards of a group in which all ranks hold the same layers; use zero_stage=0, or an optimizer that "
-                "updates each element on its own, such as AdamW"
-            )
         if objects.optimizer is not None:
             self._batches.check_loader(objects.dataloader)
         return objects

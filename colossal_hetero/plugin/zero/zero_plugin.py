@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from ...planner.batches.allocation import Allocation
 from ...processes.ended_ranks import name_ended_ranks, watch_ranks
 from ...processes.every_rank import on_every_rank
 from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
+from ..overlap.elementwise_updates import check_sharding, why_not_sharded
 from ..part import TrainingObjects
 from ..uneven_batches import UnevenBatches
 from .lowest_zero_stage import configure_lowest_stage
@@ -153,7 +154,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         objects = self._uneven_batches.before_configure(self, objects)
         watch_ranks()
         devices = on_every_rank(device_of_this_rank, "asking for the device of each rank")
-        self._stages = stages_for(self._stages, devices)
+        self._stages = stages_for(shardable_stages(self._stages, optimizer), devices)
         if self._checkpoints is not None:
             self._checkpoints.before_configure(self, objects)
         facts = parameter_facts(model, optimizer)
@@ -239,6 +240,17 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         if self._checkpoint_io is None or self._checkpoint_io[0] is not self._inner:
             self._checkpoint_io = self._inner, self._inner.get_checkpoint_io()
         return self._checkpoint_io[1]
+
+
+def shardable_stages(stages: Sequence[int], optimizer: Optimizer) -> list[int]:
+    """Those of ``stages`` at which ``optimizer`` updates parameters exactly.
+
+    Raises ``ValueError`` if there are none.
+    """
+    possible = [stage for stage in stages if stage == 0 or why_not_sharded(optimizer, distributed=stage < 3) is None]
+    if not possible:
+        check_sharding(optimizer, "stage", stages[0], distributed=stages[0] < 3)
+    return possible
 
 
 def stages_to_try(stage: int | str, precision: str, accumulation: str) -> list[int]:

@@ -458,3 +458,26 @@ def test_no_rank_waits_for_a_rank_that_has_ended(stage: int, end: Callable[[], N
     assert time.monotonic() - start < 30
     if while_measuring and end is fail:
         assert "rank 1: KeyError: 'no such word'" in words
+
+
+def refused_optimizers() -> list[str]:
+    """By stage, with an optimizer that looks at whole matrices: the stage that "auto" chooses, or the error."""
+    answers = []
+    for stage in (1, 2, 3, "auto"):
+        model = make_model()
+        plugin = HeteroZeroPlugin(stage, 8, profile_cache="")
+        loader = plugin.prepare_dataloader(Numbered())
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
+        try:
+            Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
+            answers.append(str(plugin.stage))
+        except ValueError as error:
+            answers.append(str(error))
+    return answers
+
+
+def test_optimizers_of_whole_matrices_are_not_sharded() -> None:
+    for answers in run_ranks(2, refused_optimizers):
+        for stage, words in zip((1, 2, 3), answers, strict=False):
+            assert words.startswith(f"Adafactor cannot be sharded by ZeRO (stage={stage}), because"), words
+        assert answers[3] == "0"

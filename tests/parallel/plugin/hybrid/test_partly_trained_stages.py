@@ -1,0 +1,85 @@
+"""Stages that train nothing, and stages that have no parameter of some group of the optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from tests.parallel.plugin.hybrid.test_planned_zero import EQUAL, in_zero
+from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS
+from tests.parallel.plugin.unequal.test_unequal_training import images, of_world, share, step
+from tests.support.harness import run_ranks
+from tests.support.planning import make_plan, planned
+from tests.support.training import boost, loss_of, tiny_vit
+
+STEPS, MAX_NORM = 3, 0.5
+CASES = ("first stages are frozen", "last stage is frozen", "a group for each block", "nothing in the first group")
+ALL_PLANS = {**EQUAL, **PLANS, "pp2": make_plan([[[0], [1]]], [3, 1], 2, 4)}
+
+
+def partly_trained(case: str) -> tuple[nn.Module, Optimizer]:
+    model = tiny_vit(depth=4)
+    blocks = {number: list(block.parameters()) for number, block in enumerate(model.blocks)}
+    inner = {id(each) for block in blocks.values() for each in block}
+    outer = [each for each in model.parameters() if id(each) not in inner]
+    if case == "a group for each block":
+        groups = [outer, *reversed(blocks.values())]
+    elif case == "nothing in the first group":
+        groups = [blocks[3], [*outer, *blocks[0], *blocks[1], *blocks[2]]]
+    else:
+        trained = [blocks[3], [*model.norm.parameters(), *model.head.parameters()]]
+        if case == "last stage is frozen":
+            trained = [blocks[0], list(model.patch_embed.parameters())]
+        model.requires_grad_(False)
+        groups = trained
+        for each in (each for group in groups for each in group):
+            each.requires_grad = True
+    rates = [dict(params=group, lr=0.05 / (number + 1)) for number, group in enumerate(groups)]
+    return model, torch.optim.SGD(rates, momentum=0.9)
+
+
+def train(name: str, zero: bool, case: str) -> list[float]:
+    plan = in_zero(ALL_PLANS[name]) if zero else ALL_PLANS[name]
+    model, optimizer = partly_trained(case)
+    run = boost(planned(plan, max_norm=MAX_NORM), model, lambda _: optimizer)
+    losses, mine = [], share(run.plugin)
+    if len({len(replica.stages) for replica in plan.replicas}) == 1 and plan.symmetric:
+        size = plan.global_batch // len(plan.replicas)
+        index = int(run.plugin.pg_mesh.coordinate(run.plugin.dp_axis))
+        mine = slice(index * size, (index + 1) * size)
+    for number in range(STEPS):
+        inputs, labels = images(number, plan.global_batch)
+        losses.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start))
+    return losses
+
+
+def train_alone(size: int, case: str) -> list[float]:
+    model, optimizer = partly_trained(case)
+    losses = []
+    for number in range(STEPS):
+        inputs, labels = images(number, size)
+        loss = loss_of(model(inputs), labels)
+        loss.backward()
+        clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_all(name: str, zero: bool) -> dict[str, Any]:
+    return {case: train(name, zero, case) for case in CASES}
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("name", ["pp2", "1+2", "dp2 pp2"])
+def test_losses_are_those_of_one_process(name: str, zero: bool) -> None:
+    plan = ALL_PLANS[name]
+    for found in run_ranks(plan.world_size, train_all, name, zero):
+        for case in CASES:
+            assert found[case] == pytest.approx(train_alone(plan.global_batch, case), rel=1e-5), case
