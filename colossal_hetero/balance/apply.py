@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,7 +63,6 @@ class Applier:
         iterations_per_interval: the length of an interval of the priorities.
         transport: the tensor-parallel group's transport; without it (for a single rank without blocks) nothing
         migrates.
-        is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.exchange.UnitExchange`.
         clock: the clock that the layers mark.
         resharding: gives units of the blocks away for good; None: they only migrate.
     """
@@ -75,7 +74,6 @@ class Applier:
         config: BalanceConfig,
         iterations_per_interval: int,
         transport: Transport | None = None,
-        is_last_pass: Callable[[int], bool] | None = None,
         clock: Clock | None = None,
         resharding: Resharding | None = None,
     ) -> None:
@@ -94,7 +92,7 @@ class Applier:
         self._unit_exchange: UnitExchange | None = None
         if transport is not None:
             self._column_exchange = COLUMN_EXCHANGES[self._column_method](transport)
-            self._unit_exchange = UnitExchange(transport, is_last_pass, clock)
+            self._unit_exchange = UnitExchange(transport, clock)
         self._columns_stay = columns_stay(config, blocks)
         self._kind_of: list[int | None] = []
         self.kinds = self._number_kinds()
@@ -197,13 +195,16 @@ class Applier:
         shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
         numbers = bucket_numbers(self._blocks, moves)
         ports = block_ports(shapes, moves, numbers, self._transport.size, bytes_per_element)
-        return total + Traffic(point_to_point=busiest_port(ports))
+        passes = 1
+        if self._blocks and self._unit_exchange is not None and not self._unit_exchange.is_in_schedule:
+            passes = max(1, self._blocks[0].output.passes)
+        return total + Traffic(point_to_point=busiest_port(ports)) * passes
 
-    def begin_pass(self, purpose: Purpose = "training") -> None:
-        """Call this before each forward pass; ``purpose`` says what the pass is for. Collective over the group if units
-        migrate."""
+    def begin_pass(self, purpose: Purpose = "training", number: int = 1, passes: int = 1) -> None:
+        """Call this before each forward pass; see :meth:`.UnitExchange.begin_pass` for the arguments. Collective over
+        the group if units migrate."""
         if self._unit_exchange is not None:
-            self._unit_exchange.begin_pass(purpose)
+            self._unit_exchange.begin_pass(purpose, number, passes)
 
     def end_pass(self) -> None:
         """Call this after each forward pass for evaluation."""
@@ -215,24 +216,15 @@ class Applier:
         if self._unit_exchange is not None:
             self._unit_exchange.begin_evaluation()
 
-    def drop_gradients(self) -> None:
-        """Discard this iteration's gradients."""
-        if self._unit_exchange is not None:
-            self._unit_exchange.drop_gradients()
-
     def weights_changed(self) -> None:
         """Call this when weights were changed during an iteration other than by an optimizer step."""
         if self._unit_exchange is not None:
             self._unit_exchange.weights_changed()
 
     def before_step(self) -> None:
-        """Call this when all backward passes are done, before gradients are used.
-
-        Raises:
-            RuntimeError: gradients of migrated units have not returned.
-        """
+        """Call this before an optimizer step."""
         if self._unit_exchange is not None:
-            self._unit_exchange.finish()
+            self._unit_exchange.end_iteration()
 
     def end_iteration(self) -> None:
         """Let layers choose columns again; at the end of an interval update the priorities."""

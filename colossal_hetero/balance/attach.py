@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -28,7 +28,6 @@ def attach_balancer(
     clock: IterationClock,
     tp_group: dist.ProcessGroup,
     iterations_per_interval: int,
-    is_last_pass: Callable[[int], bool] | None = None,
     memory: OptimizerMemory | None = None,
 ) -> Balancer:
     """A balancer for the tensor-parallel layers of ``model``. Collective over all ranks.
@@ -39,7 +38,6 @@ def attach_balancer(
         clock: the clock that the layers mark.
         tp_group: this rank's tensor-parallel group.
         iterations_per_interval: the length of an interval of the priorities.
-        is_last_pass: see :class:`~colossal_hetero.layers.unit_exchange.exchange.UnitExchange`.
         memory: of the model's optimizer; without it units are never given away for good.
 
     Raises:
@@ -64,7 +62,7 @@ def attach_balancer(
             return None
         return Resharding(model, blocks, transport, groups.exchange, memory)
 
-    return Balancer(layers, blocks, config, clock, groups, iterations_per_interval, is_last_pass, make_resharding)
+    return Balancer(layers, blocks, config, clock, groups, iterations_per_interval, make_resharding)
 
 
 def _check_options(layers: Mapping[str, HeteroLinear], blocks: Sequence[Block], config: BalanceConfig) -> None:

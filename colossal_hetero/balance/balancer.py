@@ -72,7 +72,6 @@ class Balancer:
         clock: IterationClock,
         groups: Groups,
         iterations_per_interval: int,
-        is_last_pass: Callable[[int], bool] | None,
         make_resharding: Callable[[Transport], Resharding | None] = lambda transport: None,
     ) -> None:
         self.config = config
@@ -85,7 +84,7 @@ class Balancer:
         self._costs = Costs()
         self._resharding = make_resharding(self._transport)
         self._applier = Applier(
-            *(layers, blocks, config, iterations_per_interval, self._transport, is_last_pass, clock, self._resharding)
+            *(layers, blocks, config, iterations_per_interval, self._transport, clock, self._resharding)
         )
         self._relieved_for = (0,) * self._exchange.size
         self._follows = False
@@ -144,8 +143,12 @@ class Balancer:
         self._follows = True
         self._plan = self._adopt(plan, self._stays_resharded(plan))
 
-    def begin(self) -> None:
-        """Call this before a training forward pass; the first one since :meth:`tick` begins an iteration."""
+    def begin(self, number: int = 1, passes: int = 1) -> None:
+        """Call this before a training forward pass; the first one since :meth:`tick` begins an iteration.
+
+        ``number`` is that of the pass in a run of a schedule, from 1 on, and ``passes`` the backward passes of each
+        layer in it: nobody changes weights, or uses gradients, before they have ended.
+        """
         if not self._running:
             is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
             if is_captured and self.active:
@@ -155,7 +158,7 @@ class Balancer:
                 )
             self._running = True
             self._measure(not is_captured and self._wants_times())
-        self._applier.begin_pass()
+        self._applier.begin_pass("training", number, passes)
 
     @property
     def running_clock(self) -> IterationClock | None:
@@ -192,21 +195,13 @@ class Balancer:
         """Call this when the model is switched to evaluation: its weights may be others from now on."""
         self._applier.begin_evaluation()
 
-    def drop_gradients(self) -> None:
-        """Discard this iteration's gradients. Call it on all ranks of the group."""
-        self._applier.drop_gradients()
-
     def weights_changed(self) -> None:
         """Call this on all ranks of the group when weights have been loaded, also during an iteration."""
         self._applier.weights_changed()
         self._running = False
 
     def before_step(self) -> None:
-        """Call this when all backward passes are done, before gradients are used.
-
-        Raises:
-            RuntimeError: gradients of migrated units have not returned.
-        """
+        """Call this before an optimizer step, which changes weights."""
         self._applier.before_step()
 
     def tick(self) -> None:
@@ -336,16 +331,23 @@ class Balancer:
             return
         if not wants_resharding(self._plan, self._relieved_for, self.config.reshard_after):
             return
-        if sharding.obstacle is None:
+        obstacle = sharding.obstacle
+        if obstacle is None:
             # Without messages in each iteration it may pay to move more units.
             plan = self._plan if self._follows else self._decide(self._speed.uncertainty, for_good=True)
             self._exchange.check_same(self._plan.digest, plan.digest)
             self._change_plan(plan, for_good=True)
+            obstacle = sharding.obstacle
         if sharding.is_active:
+            if dist.get_rank() == 0:
+                log.warning(
+                    "units were given away for good, so parameters have other shapes, which masks or averages of your "
+                    "own no longer fit; BalanceConfig(reshard_after=None) keeps all shapes"
+                )
             return
         self._not_for_good = self._plan
         if not self._has_told_obstacle and dist.get_rank() == 0:
-            log.info("units migrate in each iteration and are not given away for good: %s", sharding.obstacle)
+            log.info("units migrate in each iteration and are not given away for good: %s", obstacle)
         self._has_told_obstacle = True
 
     def ordinary_shards(self) -> AbstractContextManager[None]:

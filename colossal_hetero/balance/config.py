@@ -35,7 +35,7 @@ class BalanceConfig:
     means 0 in mode ``auto``, which is therefore exact, and 0.9 in the other modes. Mode ``migrate`` never prunes."""
 
     migration: Migration = "block"
-    """What is migrated, and how: ``block`` migrates whole units of a block of layers, once per iteration;
+    """What is migrated, and how: ``block`` migrates whole units of a block of layers;
     ``broadcast-reduce`` and ``scatter-gather`` migrate columns of each product, as in SEMI."""
 
     head: bool = True

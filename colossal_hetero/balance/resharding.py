@@ -19,6 +19,7 @@ from ..layers.column_migration import MovedRange
 from ..layers.resharding.holdings import Holding, holdings, ordinary_holdings
 from ..layers.resharding.unit_mover import StateSlot, UnitMover
 from ..layers.transport import Transport
+from ..layers.unit_exchange.user_hooks import has_user_hooks
 from .host_messages import Exchange
 
 __all__ = ["OptimizerMemory", "Resharding"]
@@ -78,9 +79,12 @@ class Resharding:
 
     @property
     def obstacle(self) -> str | None:
-        """Why no units can be given away for good, as a clause; None if some can."""
+        """Why no units can be given away for good, as a clause; None if some can. Collective over the group."""
         if not self.possible:
             return "no block has units that can be"
+        is_hooked = any(has_user_hooks(layer) for block in self._blocks for layer in block.layers)
+        if not self._exchange.all_agree(not is_hooked):
+            return "a parameter has a hook, which may hold tensors of the parameter's present shape"
         return self._failure or self._memory.obstacle
 
     @property

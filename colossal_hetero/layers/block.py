@@ -165,14 +165,14 @@ class Block:
 
         Args:
             workload: the block's part of the plan on this rank.
-            fetch: called once per iteration, before the first product.
+            fetch: called before the first product when weights may have changed.
             return_gradients: called in the backward pass.
         """
         self.workload = workload
         self.evaluates = False
         self._fetch = fetch
         self._shares = ()
-        self._prepared = False
+        self.begin_iteration()
         if workload is not None:
             self._shares = tuple(
                 UnitShare(places, self.units - workload.given, partial(return_gradients, number))
@@ -189,7 +189,12 @@ class Block:
         self.held = held
 
     def begin_iteration(self) -> None:
-        """The weights have changed: fetch the taken units and choose the kept ones again in the next forward pass."""
+        """Choose the kept units again in the next forward pass, and fetch the taken ones."""
+        self._has_chosen = False
+        self.refresh()
+
+    def refresh(self) -> None:
+        """The weights may have changed: fetch the taken units again in the next forward pass, keep the same."""
         self._prepared = False
 
     def share_of(self, layer: HeteroLinear) -> UnitShare | None:
@@ -199,9 +204,10 @@ class Block:
         if not self._prepared:
             self._prepared = True
             ranges = self._fetch()
-            kept = self._choose()
+            if not self._has_chosen:
+                self._has_chosen, self._kept = True, self._choose()
             for number, (share, tensors) in enumerate(zip(self._shares, self.parameters, strict=True)):
-                share.begin(tensors, kept, [units[number] for units in ranges])
+                share.begin(tensors, self._kept, [units[number] for units in ranges])
             if layer.clock is not None:
                 layer.clock.mark("block", self.kind)
         return self._shares[self.layers.index(layer)]

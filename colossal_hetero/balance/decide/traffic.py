@@ -16,8 +16,8 @@ scatter-gather      point to point 2Nc + 2qMN + Mc                 point to poin
 ==================  =============================================  ==================================================
 
 Weights are sent for every micro-batch: ``M`` counts all rows, and ``Nc`` must be multiplied by the number of
-micro-batches. A ``block`` sends twice the elements of its migrated units per optimizer step: weights to the receiver
-and gradients back.
+micro-batches. A ``block`` sends twice the elements of its migrated units, weights to the receiver and gradients back:
+in each pass of a loop, and once for all passes of a pipeline's schedule.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def block_ports(
     ranks: int,
     bytes_per_element: int,
 ) -> list[Port]:
-    """All blocks' messages in an optimizer step, by rank; ``buckets`` has the number of each block's bucket.
+    """All blocks' messages in a forward and a backward pass, by rank; ``buckets`` has each block's bucket.
 
     Weights are sent in one message per bucket and pair of ranks, gradients in one per layer, sender and receiver.
     """

@@ -1,4 +1,5 @@
-"""Messages of migrated units: weights once per optimizer step, gradients back once (docs/algorithms.md, 1.5).
+"""Messages of migrated units: weights before a forward pass, gradients back in the backward pass
+(docs/algorithms.md, 1.5).
 
 Frozen weights are sent again only when they have changed.
 
@@ -7,13 +8,12 @@ first of these blocks is about to compute. At that moment all ranks also start t
 they arrive while this one computes, and no earlier: on a GPU, messages that wait in a queue can hold back products. The
 place in the forward pass where a bucket's messages are started is the same on all ranks, also on those that have no
 part in the bucket before: NCCL demands that all ranks launch operations of two communicators, here the messages and the
-layers' all-reduces, in one order. The gradients of a layer return in its last backward pass before the optimizer step.
-So code that uses gradients as they appear (data parallelism, ZeRO) finds them complete on the rank that owns the units.
+layers' all-reduces, in one order.
 
-Which backward pass is the last one is known where a schedule or ``no_sync`` says so. Where nothing uses gradients
-before the step, a loop need not say it. Then it is assumed to be the pass that was the last one in the iteration
-before, and gradients of other passes return at the end of the iteration. Which way a gradient returns depends only on
-how often its layer has run, which is equal on all ranks of the group.
+Gradients of a layer return to the rank that owns the units inside its backward pass. So whatever uses gradients finds
+them complete: hooks of parameters, data parallelism, ZeRO, and all that a loop does between a backward pass and the
+optimizer step. In a schedule, whose passes nobody can come between except a hook of a parameter, the sums of all passes
+return in the last one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from ..block import Block, BlockWorkload, Fetch, ReturnGradients
 from ..column_migration import MovedRange
 from ..dropout.unit_dropout import UnitRange
-from ..transport import Pending, Started, Transport
+from ..transport import Started, Transport
 from ..unit_layout import split_message
 from ..workload import Clock, Part, Selector
 from .transfers import (
@@ -40,6 +40,7 @@ from .transfers import (
     unpack,
     weights_for,
 )
+from .user_hooks import has_user_hooks
 
 __all__ = ["Purpose", "UnitExchange"]
 
@@ -54,19 +55,15 @@ class UnitExchange:
 
     Args:
         transport: the group's transport.
-        is_last_pass: whether a layer's n-th backward pass since its gradients last returned is the last one before
-            gradients are used; the same function on all ranks. None: nothing uses gradients before :meth:`finish`.
         clock: the clock that the layers mark, so that waiting does not count as work.
     """
 
     def __init__(
         self,
         transport: Transport,
-        is_last_pass: Callable[[int], bool] | None,
         clock: Clock | None = None,
     ) -> None:
         self._transport = transport
-        self._is_last_pass = is_last_pass
         self._clock = clock
         self._blocks: Sequence[Block] = ()
         self._numbers: list[int] = []
@@ -75,16 +72,17 @@ class UnitExchange:
         self._buckets: list[Bucket] = []
         self._started_buckets = 0
         """How many buckets' messages have been started since the weights changed."""
-        self._returning: list[tuple[Started, list[tuple[int, Tensor]]]] = []
-        """Gradients that are being sent to their owners, with the tensors that they are sent from."""
+        self._returning: dict[tuple[BlockTransfer, int], tuple[Started, list[tuple[int, Tensor]]]] = {}
+        """Each layer's gradients that are being sent to their owners, with the tensors that they are sent from."""
         self._in_evaluation = False
         self._evaluates = False
         """Whether the current pass is one for evaluation in which units migrate."""
         self._sent_for: Purpose | None = None
         """What the weights that were sent last are used for; None if they have changed since."""
-        self._forward_passes = 0
-        self._expected_passes = 1
-        """The number of forward passes in the iteration before."""
+        self._passes = 1
+        """The backward passes of a layer in a run of the schedule; 1 without a schedule."""
+        self._are_hooked = False
+        """Whether a parameter of a block has a hook of the user on any rank, so that it must see each backward pass."""
         self._versions: list[int] = []
         """How often each parameter of a block had been changed when units were sent."""
         self._sent_frozen: dict[int, list[int]] | None = None
@@ -122,7 +120,6 @@ class UnitExchange:
             if count == block.units and not moved:
                 continue
             transfer = BlockTransfer(block, given, taken)
-            transfer.expected = [self._expected_passes] * len(block.layers)
             transfer.clear_gradients()
             workload = BlockWorkload(
                 given=sum(units.count for units in given),
@@ -145,35 +142,68 @@ class UnitExchange:
             if number > 0:
                 first_blocks[number - 1].before_forward = self._starter(number)
         check_backward_memory(self._transfers)
+        self._are_hooked = any(moves) and self._transport.any(bool(self._hooked()), blocks[0].parameters[0][0].device)
+
+    @property
+    def is_in_schedule(self) -> bool:
+        """Whether messages are exchanged once for several passes."""
+        return self._passes > 1
+
+    def _hooked(self) -> list[str]:
+        """The blocks with a hook of the user on one of their parameters."""
+        return [block.name for block in self._blocks if any(has_user_hooks(layer) for layer in block.layers)]
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Stop migrating: every rank computes exactly its own units."""
-        self.finish()
+        self.end_iteration()
         self._wait_for_receivers()
         self._transfers, self._buckets = [], []
         for block in blocks:
             block.assign(None)
             block.before_forward = None
 
-    def begin_pass(self, purpose: Purpose = "training") -> None:
-        """Start sending the units' weights, once per iteration. Collective over the group; call it before each forward
-        pass, and :meth:`end_pass` after one for evaluation. Later buckets follow while the blocks run.
+    def begin_pass(self, purpose: Purpose = "training", number: int = 1, passes: int = 1) -> None:
+        """Start sending the units' weights. Collective over the group; call it before each forward pass, and
+        :meth:`end_pass` after one for evaluation. Later buckets follow while the blocks run.
 
-        If weights were changed since, which all ranks of the group do at the same time, they are sent again. If a block
-        runs before this is called, its forward pass starts the sending.
+        For training they are sent before each forward pass, because a loop may change them without a trace
+        (``weight.data``), but only once in a schedule. If a block runs before this is called, its forward pass starts
+        the sending.
 
         Weights that were sent for evaluation are not used for training, and vice versa: an average of the weights may
         take their place while a model is evaluated, and not all code that does so can be noticed.
+
+        Args:
+            purpose: what the pass is for.
+            number: which forward pass of a run of the schedule this is, from 1 on.
+            passes: the backward passes of each layer in that run.
+
+        Raises:
+            RuntimeError: a hook was registered on a parameter since units migrate in a schedule.
         """
-        if purpose == "training":
-            self._forget_dropped_gradients()
-            self._forward_passes += 1
-        elif not self._in_evaluation:
+        if purpose == "evaluation" and not self._in_evaluation:
             return
-        if self._sent_for is not None and (self._sent_for != purpose or self._versions != self._present_versions()):
-            self._end_use()
+        if purpose == "training":
+            may_differ, self._passes = number == 1, passes
+            if may_differ:
+                self._begin_accumulation()
+        else:
+            may_differ = self._versions != self._present_versions()
+        if may_differ or self._sent_for != purpose:
+            self._refresh()
         self._send(purpose)
         self._set_evaluates(purpose == "evaluation")
+
+    def _begin_accumulation(self) -> None:
+        for transfer in self._transfers:
+            # Those of a run that failed.
+            transfer.clear_gradients()
+        if self._passes > 1 and self._buckets and not self._are_hooked and (hooked := self._hooked()):
+            where = hooked[0] or "the model"
+            raise RuntimeError(
+                f"a hook was registered on a parameter of {where} while units migrate in a pipeline: it would see the "
+                "gradients of all micro-batches at once; register hooks before training"
+            )
 
     def end_pass(self) -> None:
         """A forward pass has ended: in what follows without gradients, each rank computes its own units."""
@@ -187,7 +217,7 @@ class UnitExchange:
     def begin_evaluation(self) -> None:
         """Passes without gradients follow, possibly with other weights than those before."""
         if self._sent_for == "evaluation":
-            self._end_use()
+            self._refresh()
 
     def _present_versions(self) -> list[int]:
         """Of all blocks, also those that this rank exchanges nothing of: all ranks must notice the same changes."""
@@ -244,10 +274,16 @@ class UnitExchange:
 
     def weights_changed(self) -> None:
         """The weights have changed, frozen ones too: those sent before are not used any more."""
-        self._end_use()
+        self.end_iteration()
         self._sent_frozen = None
 
-    def _end_use(self) -> None:
+    def end_iteration(self) -> None:
+        """Call this before an optimizer step: weights change, and kept units are chosen again."""
+        self._refresh()
+        for transfer in self._transfers:
+            transfer.block.begin_iteration()
+
+    def _refresh(self) -> None:
         """Send weights again before the next pass, except frozen ones that have not changed."""
         if self._sent_for is not None:
             # Also those of blocks that did not run: another rank may have started its part of their messages.
@@ -255,67 +291,8 @@ class UnitExchange:
         for bucket in self._buckets:
             bucket.started.received.wait()
         for transfer in self._transfers:
-            transfer.block.begin_iteration()
+            transfer.block.refresh()
         self._sent_for, self._started_buckets = None, 0
-
-    def drop_gradients(self) -> None:
-        """Discard gradients that have not returned, and the iteration's count of passes."""
-        self._forward_passes = 0
-        for transfer in self._transfers:
-            transfer.clear_gradients()
-
-    def finish(self) -> None:
-        """End the iteration: call this when all backward passes are done, before gradients are used.
-
-        Gradients that have not returned are added to the ``grad`` of their owner's parameters. Calling this again has
-        no effect.
-
-        Raises:
-            RuntimeError: gradients of units that this rank computes for others have not returned, although something
-                uses gradients before the optimizer step.
-        """
-        self._end_use()
-        self._forget_dropped_gradients()
-        self._expected_passes = self._forward_passes or self._expected_passes
-        self._forward_passes = 0
-        late = [transfer for transfer in self._transfers if any(transfer.passes)]
-        if late and self._is_last_pass is not None:
-            self.drop_gradients()
-            raise RuntimeError(
-                f"gradients of migrated units of {late[0].block.name or 'the model'} have not returned to their owner: "
-                "the last backward pass before optimizer.step() must run outside no_sync()"
-            )
-        self._return_late(late)
-        for transfer in self._transfers:
-            transfer.end_iteration()
-
-    def _forget_dropped_gradients(self) -> None:
-        if self._is_last_pass is None:
-            for transfer in self._transfers:
-                if transfer.were_dropped():
-                    transfer.clear_gradients()
-
-    def _return_late(self, late: Sequence[BlockTransfer]) -> None:
-        """Return all gradients that have not returned, and add those of this rank's units to its parameters'."""
-        arriving = [
-            (transfer, layer, self._start_return(transfer, layer))
-            for transfer in late
-            for layer, passes in enumerate(transfer.passes)
-            if passes
-        ]
-        if not arriving:
-            return
-        self._mark("other", None)
-        for transfer, layer, (received, messages) in arriving:
-            received.wait()
-            block, places = transfer.block, transfer.block.places[layer]
-            tensors = (block.layers[layer].weight, block.layers[layer].bias)  # type: ignore[attr-defined]
-            for units, message in zip(transfer.given, messages, strict=True):
-                parts, _ = split_message(message, places, block.parameters[layer], units.count)
-                for place, parameter, part in zip(places, tensors, parts, strict=False):
-                    if parameter.requires_grad:
-                        place.view(parameter.grad).narrow(place.unit_dim, units.start, units.count).add_(part)
-        self._mark("migration", None)
 
     def _mark(self, part: Part, kind: int | None) -> None:
         if self._clock is not None:
@@ -325,9 +302,9 @@ class UnitExchange:
         """Return when all that this rank has sent has arrived, so that its memory can be used again."""
         for bucket in self._buckets:
             bucket.started.sent.wait()
-        for started, _ in self._returning:
+        for started, _ in self._returning.values():
             started.sent.wait()
-        self._returning = []
+        self._returning.clear()
 
     def _receiver(self, transfer: BlockTransfer) -> Fetch:
         def receive() -> list[list[list[Tensor]]]:
@@ -345,48 +322,31 @@ class UnitExchange:
     def _returner(self, transfer: BlockTransfer) -> ReturnGradients:
         def return_gradients(layer: int, gradients: list[Tensor]) -> list[list[Tensor]] | None:
             if transfer.bucket is None:
+                return []
+            transfer.add(layer, gradients)
+            if transfer.passes[layer] < self._passes and not self._are_hooked:
                 return None
-            total = transfer.sums[layer]
-            if total is None:
-                transfer.sums[layer] = gradients
-            else:
-                for earlier, gradient in zip(total, gradients, strict=True):
-                    earlier.add_(gradient)
-            transfer.passes[layer] += 1
-            return self._return_gradients(transfer, layer) if self._is_last(transfer, layer) else None
+            gradients = transfer.take_sum(layer)
+            places, parameters = transfer.block.places[layer], transfer.block.parameters[layer]
+            elements = sum(place.numel(tensor) for place, tensor in zip(places, parameters, strict=True))
+            sends = [(units.other, message) for units, message in zip(transfer.taken, gradients, strict=True)]
+            receives = [(units.other, parameters[0].new_empty(units.count * elements)) for units in transfer.given]
+            if earlier := self._returning.get((transfer, layer)):
+                earlier[0].sent.wait()
+            # Do not wait for the owner: it may be late, and this rank continues in the meantime.
+            started = self._transport.exchange(sends, receives)
+            self._returning[transfer, layer] = started, sends
+            if not receives:
+                return []
+            self._mark("block", transfer.block.kind)
+            started.received.wait()
+            self._mark("migration", transfer.block.kind)
+            return [
+                split_message(message, places, parameters, units.count)[0]
+                for units, (_, message) in zip(transfer.given, receives, strict=True)
+            ]
 
         return return_gradients
-
-    def _is_last(self, transfer: BlockTransfer, layer: int) -> bool:
-        if self._is_last_pass is not None:
-            return self._is_last_pass(transfer.passes[layer])
-        return transfer.returned[layer] + transfer.passes[layer] == transfer.expected[layer]
-
-    def _return_gradients(self, transfer: BlockTransfer, layer: int) -> list[list[Tensor]] | None:
-        received, messages = self._start_return(transfer, layer)
-        if not messages:
-            return None
-        places, parameters = transfer.block.places[layer], transfer.block.parameters[layer]
-        self._mark("block", transfer.block.kind)
-        received.wait()
-        self._mark("migration", transfer.block.kind)
-        return [
-            split_message(message, places, parameters, units.count)[0]
-            for units, message in zip(transfer.given, messages, strict=True)
-        ]
-
-    def _start_return(self, transfer: BlockTransfer, layer: int) -> tuple[Pending, list[Tensor]]:
-        """Start returning a layer's sums of gradients; returns the messages with those of ``transfer.given``."""
-        total = transfer.take_sum(layer)
-        places = transfer.block.places[layer]
-        parameters = transfer.block.parameters[layer]
-        elements = sum(place.numel(tensor) for place, tensor in zip(places, parameters, strict=True))
-        sends = [(units.other, message) for units, message in zip(transfer.taken, total, strict=True)]
-        receives = [(units.other, parameters[0].new_empty(units.count * elements)) for units in transfer.given]
-        started = self._transport.exchange(sends, receives)
-        # Do not wait for the owner: it may be late, and this rank continues in the meantime.
-        self._returning.append((started, sends))
-        return started.received, [message for _, message in receives]
 
 
 def _versions(block: Block) -> list[int]:

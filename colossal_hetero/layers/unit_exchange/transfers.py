@@ -44,43 +44,29 @@ class BlockTransfer:
     taken: list[PeerUnits]
     """Other ranks' units that this rank computes."""
     bucket: Bucket | None = None
-    expected: list[int] = field(default_factory=list)
-    """For each layer, the backward passes of an iteration, according to the iteration before."""
-    returned: list[int] = field(default_factory=list)
-    """For each layer, the backward passes of this iteration whose gradients have returned."""
     passes: list[int] = field(default_factory=list)
-    """For each layer, the backward passes since then."""
-    sums: list[list[Tensor] | None] = field(default_factory=list)
-    """For each layer, the sums of the taken units' gradients in these passes, or None before the first one: a message
-    for each range of units."""
+    """For each layer, the backward passes whose gradients have not returned."""
+    sums: list[list[Tensor]] = field(default_factory=list)
+    """For each layer, the sums of the taken units' gradients in these passes: a message for each range of units."""
 
     def clear_gradients(self) -> None:
-        self.returned = [0] * len(self.block.layers)
         self.passes = [0] * len(self.block.layers)
-        self.sums = [None] * len(self.block.layers)
+        self.sums = [[] for _ in self.block.layers]
+
+    def add(self, layer: int, gradients: list[Tensor]) -> None:
+        """Add the taken units' gradients in a backward pass, whose tensors may be kept."""
+        self.passes[layer] += 1
+        if not self.sums[layer]:
+            self.sums[layer] = gradients
+            return
+        for total, gradient in zip(self.sums[layer], gradients, strict=True):
+            total.add_(gradient)
 
     def take_sum(self, layer: int) -> list[Tensor]:
         """The sums of the gradients that have not returned; they count as returned from now on."""
         total = self.sums[layer]
-        assert total is not None, "there was a backward pass"
-        self.returned[layer] += self.passes[layer]
-        self.passes[layer], self.sums[layer] = 0, None
+        self.passes[layer], self.sums[layer] = 0, []
         return total
-
-    def were_dropped(self) -> bool:
-        """Whether the rank's gradients of earlier passes were set to None, as all ranks do when they begin anew."""
-        layers = zip(self.block.layers, self.block.places, self.returned, self.passes, strict=True)
-        return any(
-            parameter.requires_grad and parameter.grad is None
-            for layer, places, returned, passes in layers
-            if returned or passes
-            for parameter in (layer.weight, layer.bias)[: len(places)]  # type: ignore[attr-defined]
-        )
-
-    def end_iteration(self) -> None:
-        """Expect as many backward passes in the next iteration as in this one."""
-        self.expected = [done or before for done, before in zip(self.returned, self.expected, strict=True)]
-        self.clear_gradients()
 
 
 @dataclass(eq=False)
@@ -131,9 +117,9 @@ def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]
 def check_backward_memory(transfers: Sequence[BlockTransfer]) -> None:
     """Allocate, and release at once, the memory for gradients that the backward pass will need.
 
-    It is needed for the taken units' gradients until they have returned, twice because some may return before the last
-    pass of an iteration; for the rank's own gradients where they do not exist yet; and for both of one layer before
-    they are added to those of earlier passes. Activations are not included, because they depend on the batch.
+    It is needed for the taken units' gradients until they have returned, for the rank's own gradients where they do not
+    exist yet, and for both of one layer before they are sent or added to those of earlier passes. Activations are not
+    included, because they depend on the batch.
 
     Raises:
         RuntimeError: there is not enough memory.
@@ -148,7 +134,7 @@ def check_backward_memory(transfers: Sequence[BlockTransfer]) -> None:
                 elements = sum(place.numel(tensor) for tensor, place in zip(tensors, places, strict=True))
                 whole = sum(tensor.numel() for tensor in tensors)
                 own = whole if layer.weight.grad is None else 0  # type: ignore[attr-defined]
-                room.append(tensors[0].new_empty(2 * taken * elements + own))
+                room.append(tensors[0].new_empty(taken * elements + own))
                 largest = max(largest, taken * elements + whole)
     if room:
         room.append(room[0].new_empty(largest))

@@ -45,6 +45,7 @@ from ..elastic.present_checkpoint_io import PresentCheckpointIO
 from ..elastic.recoveries import elastic_run_of, members_of
 from ..overlap.elementwise_updates import check_sharding
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
+from ..overlap.unsummed_steps import refuse_unsummed_steps
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
 from ..unequal.replica_checkpoints import ReplicaCheckpointIO
@@ -308,6 +309,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
                 part.measure(self, objects)
             for part in self._parts:
                 part.attach(self, objects)
+            if self.scheduler is None and (self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism):
+                refuse_unsummed_steps(objects.model, objects.optimizer)
             name_ended_ranks(objects.model, objects.optimizer)
         return objects
 

@@ -65,21 +65,19 @@ class LayerBalancing(PluginPart):
             clock,
             plugin.tp_group,
             self._config.priority_interval or objects.iterations_per_epoch,
-            _last_pass_rule(plugin, model, optimizer),
             HybridOptimizerMemory(plugin, model, optimizer, self._is_elastic),
         )
         self.balancer = balancer
         self._balancers.append(ref(balancer))
-        _begin_on_forward(model, balancer)
+        _begin_on_forward(model, balancer, _counting_passes(plugin.scheduler))
         # Zero-bubble schedules have other passes, so their layers can neither be balanced nor timed.
         if hasattr(plugin.scheduler, "backward_step"):
             _count_waiting_between_passes(plugin.scheduler, optimizer, clock)
         elif plugin.scheduler is None:
             time_end_of_backward(optimizer, lambda: balancer.running_clock)
         time_late_parameters(optimizer, lambda: balancer.running_clock)
-        _complete_gradients_before_use(optimizer, balancer)
+        optimizer.optim.register_step_pre_hook(lambda *_: balancer.before_step())
         _tick_on_step(optimizer, balancer)
-        _drop_gradients_on_zero_grad(optimizer, balancer)
 
     @contextmanager
     def ordinary_shards(self) -> Iterator[None]:
@@ -114,31 +112,33 @@ class LayerBalancing(PluginPart):
             self.balancer.weights_changed()
 
 
-def _last_pass_rule(
-    plugin: HybridParallelPlugin, model: ModelWrapper, optimizer: OptimizerWrapper
-) -> Callable[[int], bool] | None:
-    """Whether a layer's n-th backward pass is the last before its gradients are used; None if only a step uses them.
+def _counting_passes(schedule: Any) -> Callable[[], tuple[int, int]]:
+    """The number of the forward pass that begins in a run of ``schedule``, and the backward passes in that run."""
+    if schedule is None:
+        return lambda: (1, 1)
+    number = 0
+    run_passes = schedule.forward_backward_step
 
-    Data parallelism and ZeRO use gradients as they appear.
-    """
-    if plugin.dp_size == 1 and plugin.zero_stage == 0:
-        return None
-    return functools.partial(_is_last_pass, plugin, model, optimizer)
+    @functools.wraps(run_passes)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal number
+        number = 0
+        return run_passes(*args, **kwargs)
 
-
-def _is_last_pass(plugin: HybridParallelPlugin, model: ModelWrapper, optimizer: OptimizerWrapper, passes: int) -> bool:
-    """Whether a layer's backward pass number ``passes`` is the last before its gradients are summed over replicas."""
-    if plugin.scheduler is not None:
+    def count() -> tuple[int, int]:
+        nonlocal number
+        number += 1
         # The attribute has another name in each kind of schedule.
-        microbatches = getattr(plugin.scheduler, "num_microbatches", None) or plugin.scheduler.num_microbatch
-        return bool(passes >= microbatches)
-    return bool(getattr(optimizer, "require_grad_sync", True) and model.require_grad_sync)
+        return number, getattr(schedule, "num_microbatches", None) or schedule.num_microbatch
+
+    schedule.forward_backward_step = run
+    return count
 
 
-def _begin_on_forward(model: ModelWrapper, balancer: Balancer) -> None:
+def _begin_on_forward(model: ModelWrapper, balancer: Balancer, count: Callable[[], tuple[int, int]]) -> None:
     def begin(module: nn.Module, _: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            balancer.begin()
+            balancer.begin(*count())
             time_collectives(balancer.running_clock)
         elif not torch.is_grad_enabled():
             balancer.begin_evaluation_pass()
@@ -186,42 +186,13 @@ def _count_waiting_between_passes(schedule: Any, optimizer: OptimizerWrapper, cl
     optimizer.step = counted(optimizer.step)
 
 
-def _complete_gradients_before_use(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
-    """Before gradients are clipped, or used by a step of the optimizer inside, let those of migrated units return."""
-
-    def completed(clip: Callable) -> Callable:
-        @functools.wraps(clip)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            balancer.before_step()
-            return clip(*args, **kwargs)
-
-        return run
-
-    optimizer.clip_grad_by_norm = completed(optimizer.clip_grad_by_norm)
-    optimizer.clip_grad_by_value = completed(optimizer.clip_grad_by_value)
-    optimizer.optim.register_step_pre_hook(lambda *_: balancer.before_step())
-
-
 def _tick_on_step(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
     step = optimizer.step
 
     @functools.wraps(step)
     def step_and_tick(*args: Any, **kwargs: Any) -> Any:
-        balancer.before_step()
         result = step(*args, **kwargs)
         balancer.tick()
         return result
 
     optimizer.step = step_and_tick
-
-
-def _drop_gradients_on_zero_grad(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
-    """When the user drops all gradients, drop also those that other ranks computed and have not returned yet."""
-    zero_grad = optimizer.zero_grad
-
-    @functools.wraps(zero_grad)
-    def drop(*args: Any, **kwargs: Any) -> Any:
-        balancer.drop_gradients()
-        return zero_grad(*args, **kwargs)
-
-    optimizer.zero_grad = drop

@@ -163,7 +163,7 @@ def _sums_before_messages() -> list[dict[int, list[int]]]:
             for block, (sender, receiver) in zip(training.blocks, pairs, strict=True)
         ]
         kept = [block.units - (sender == rank) for block, (sender, _) in zip(training.blocks, pairs, strict=True)]
-        units = UnitExchange(training.transport, lambda passes: True)
+        units = UnitExchange(training.transport)
         with (
             patch("colossal_hetero.layers.unit_exchange.transfers.MESSAGE_BYTES", 1),
             patch.object(training.transport, "exchange", log_and_exchange),
@@ -174,7 +174,7 @@ def _sums_before_messages() -> list[dict[int, list[int]]]:
             units.begin_pass()
             images, labels = batch(0)
             loss_of(training.model(images), labels).backward()
-            units.finish()
+            units.end_iteration()
             units.release(training.blocks)
         training.optimizer.zero_grad()
         found.append(before)
@@ -331,7 +331,7 @@ def _pruned_and_migrated(form: str, sender: int) -> float:
 
     def train(migrates: bool) -> dict[str, Tensor]:
         training = Training(form)
-        unit_exchange = UnitExchange(training.transport, lambda passes: True)
+        unit_exchange = UnitExchange(training.transport)
         column_exchange = COLUMN_EXCHANGES["broadcast-reduce"](training.transport)
         moves, kept, rules = [], [], []
         for holder in training.blocks if form == "block" else training.layers.values():
@@ -356,7 +356,7 @@ def _pruned_and_migrated(form: str, sender: int) -> float:
             unit_exchange.begin_pass()
             images, labels = batch(step)
             training.booster.backward(loss_of(training.model(images), labels), training.optimizer)
-            unit_exchange.finish()
+            unit_exchange.end_iteration()
             training.optimizer.step()
             training.optimizer.zero_grad()
             for layer in training.layers.values():

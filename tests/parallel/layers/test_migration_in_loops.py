@@ -51,10 +51,10 @@ def check_messages() -> None:
             assert_equal(run, expected, what)
             if method == "block":
                 # All blocks' weights are sent in one message; each layer's gradients return in a separate message.
-                messages = 1 if dist.get_rank() == sender else layers
+                messages = micro_batches * (1 if dist.get_rank() == sender else layers)
                 assert watch.messages[IN_FORCE:] == [messages] * (ITERATIONS - IN_FORCE), f"{what}: {watch.messages}"
                 sent.setdefault(sender, set()).update(watch.bytes[IN_FORCE:])
-    # Once per optimizer step, a receiver returns as many gradients as it was sent weights, however it accumulates.
+    # A receiver returns as many gradients as it was sent weights.
     assert all(len(volumes) == 1 for volumes in sent.values()), sent
     units = [torch.tensor([volume]) for volumes in sent.values() for volume in volumes]
     for volume in units:
@@ -94,13 +94,13 @@ def check_changing_accumulation() -> None:
         assert_equal(run, expected, f"sender {sender}")
 
 
-def check_once_per_step() -> None:
+def check_accumulation() -> None:
     check_messages()
     check_changing_accumulation()
 
 
-def test_weights_are_sent_once_per_step_and_gradients_return_once() -> None:
-    run_ranks(2, check_once_per_step)
+def test_weights_are_sent_and_gradients_return_in_each_pass() -> None:
+    run_ranks(2, check_accumulation)
 
 
 def check_last_backward_under_no_sync() -> None:
@@ -112,7 +112,9 @@ def check_last_backward_under_no_sync() -> None:
     images, labels = batch()
     with run.booster.no_sync(run.model, run.optimizer):
         run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
-    with pytest.raises(RuntimeError, match=r"have not returned to their owner: .* outside no_sync\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"inside no_sync\(\), so the ranks have different gradients.* outside no_sync\(\)"
+    ):
         run.optimizer.step()
     for name, parameter in run.parameters.items():
         assert torch.equal(parameter, before[name]), f"{name} was changed by a step without all gradients"
