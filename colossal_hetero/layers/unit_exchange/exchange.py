@@ -109,6 +109,8 @@ class UnitExchange:
         """
         self.release(blocks)
         self._blocks = blocks
+        # Before anything for which a single rank can have too little memory.
+        self._are_hooked = any(moves) and self._transport.any(bool(self._hooked()), blocks[0].parameters[0][0].device)
         self._in_evaluation = in_evaluation
         rank = self._transport.rank
         buckets: dict[int, Bucket] = defaultdict(Bucket)
@@ -142,7 +144,6 @@ class UnitExchange:
             if number > 0:
                 first_blocks[number - 1].before_forward = self._starter(number)
         check_backward_memory(self._transfers)
-        self._are_hooked = any(moves) and self._transport.any(bool(self._hooked()), blocks[0].parameters[0][0].device)
 
     @property
     def is_in_schedule(self) -> bool:
@@ -157,6 +158,9 @@ class UnitExchange:
         """Stop migrating: every rank computes exactly its own units."""
         self.end_iteration()
         self._wait_for_receivers()
+        for bucket in self._buckets:
+            # It and its transfers refer to each other, so their memory would stay until the garbage collector runs.
+            bucket.transfers.clear()
         self._transfers, self._buckets = [], []
         for block in blocks:
             block.assign(None)
