@@ -161,6 +161,28 @@ def test_training_is_that_of_one_process(ranks: int) -> None:
     run_ranks(ranks, _train_with_each_straggler, names, ranks - 1)
 
 
+def _train_with_options() -> None:
+    """Over two replicas, in ZeRO stage 1 and in bf16: all ranks have equal slopes, those of one process."""
+    expected = alone(MODELS["PReLU"])
+    for options in (dict(), dict(zero_stage=1), dict(precision="bf16"), dict(precision="bf16", zero_stage=1)):
+        with scripted(slow_until(1, NEVER)):
+            plugin = ours(config(), tp_size=dist.get_world_size() // 2, **options)
+            run = boost(plugin, tiny_vit(act_layer=nn.PReLU), sgd)
+        dtype = torch.bfloat16 if "precision" in options else torch.float32
+        forward = run.model.forward
+        run.model.forward = lambda images: forward(images.to(dtype))
+        losses = train(run.model, run.optimizer, partial(run.booster.backward, optimizer=run.optimizer))
+        precision = 0.05 if "precision" in options else 1e-5
+        assert sum(run.plugin.balancer.plan.migrate) > 0.1
+        for name, value in run.model.unwrap().named_parameters():
+            if "act" in name:
+                assert float(value) == pytest.approx(float(expected.parameters[name]), abs=precision), options
+
+
+def test_options_of_the_plugin() -> None:
+    run_ranks(4, _train_with_options)
+
+
 def _train_with_colossalai() -> None:
     for name in ("PReLU", "own activation, norm of heads"):
         run = boost(theirs(tp_size=2), MODELS[name]().double(), sgd)
