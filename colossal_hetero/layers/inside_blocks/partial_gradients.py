@@ -78,7 +78,7 @@ def sum_partial_gradients(model: nn.Module, shapes: Shapes) -> None:
                     "parallelism divides over the ranks; use one value for all of them (num_parameters=1 of PReLU), or "
                     "tp_size=1"
                 )
-    if not rows:
+    if not rows or dist.get_world_size(layers[rows[0]].process_group) == 1:
         return
     search = _WholeInputs(divided, {row for row, others in beside.items() if others}, len(rows))
     for name, module in model.named_modules():
