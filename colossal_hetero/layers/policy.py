@@ -25,6 +25,7 @@ from colossalai.shardformer.policies.base_policy import ModulePolicyDescription,
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from .inside_blocks.partial_gradients import Shapes, shapes_of, sum_partial_gradients
 from .linear import (
     HeteroFusedLinear1D_Col,
     HeteroFusedLinear1D_Row,
@@ -51,7 +52,21 @@ HETERO_LAYERS: dict[type, type] = {
 
 
 class _HeteroPolicy(Policy):
-    """A base class to put before a policy's class: its ``module_policy`` with the layers replaced."""
+    """A base class to put before a policy's class: its ``module_policy`` with the layers replaced, and gradients summed
+    that each rank has only a part of."""
+
+    _shapes: Shapes
+
+    def preprocess(self) -> nn.Module:
+        model = super().preprocess()
+        self._shapes = shapes_of(model)
+        return model
+
+    def postprocess(self) -> nn.Module:
+        model = super().postprocess()
+        if not isinstance(self, TimmViTPolicy):  # which does so itself
+            sum_partial_gradients(model, self._shapes)
+        return model
 
     def module_policy(self) -> dict[str | type[nn.Module], ModulePolicyDescription]:
         return {key: _replace_layers(description) for key, description in super().module_policy().items()}

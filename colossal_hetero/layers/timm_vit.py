@@ -38,7 +38,6 @@ from typing import Any
 
 import timm
 import torch
-import torch.distributed as dist
 from colossalai.lazy import LazyInitContext
 from colossalai.pipeline.stage_manager import PipelineStageManager
 from colossalai.shardformer.layer import (
@@ -65,6 +64,8 @@ from timm.models.vision_transformer import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .inside_blocks.partial_gradients import Shapes, shapes_of, sum_partial_gradients
+
 __all__ = ["TimmViTPolicy", "inputs_of"]
 
 _BLOCKS = (Block, ResPostBlock, ParallelThingsBlock)
@@ -85,6 +86,7 @@ class TimmViTPolicy(Policy):
     def __init__(self) -> None:
         super().__init__()
         self._root_parameters: dict[str, nn.Parameter] = {}
+        self._shapes: Shapes = {}
 
     # What can be sharded ----------------------------------------------------------------------------------
 
@@ -169,6 +171,7 @@ class TimmViTPolicy(Policy):
     # Sharding ---------------------------------------------------------------------------------------------
 
     def preprocess(self) -> nn.Module:
+        self._shapes = shapes_of(self.model)
         # When other stages' modules are released, the tokens are set to None too, because no held module contains them.
         self._root_parameters = {
             name: parameter for name, parameter in self.model._parameters.items() if parameter is not None
@@ -202,31 +205,12 @@ class TimmViTPolicy(Policy):
             heads, width = attention.num_heads, attention.attn_dim
             policy[type(attention)] = ModulePolicyDescription(
                 attribute_replacement={"num_heads": heads // tp_size, "attn_dim": width // tp_size},
-                param_replacement=[self._sum_head_norm_gradients],
                 sub_module_replacement=[
                     self._linear("qkv", FusedLinear1D_Col, split_sizes=[width] * 3),
                     self._linear("gate", Linear1D_Col),
                     self._linear("proj", Linear1D_Row),
                 ],
             )
-
-    def _sum_head_norm_gradients(self, attention: Attention) -> None:
-        """Sum the gradients of ``q_norm`` and ``k_norm`` ``[head_dim]`` over the ranks.
-
-        All heads share these parameters and every rank holds them, but a rank's gradient is that of its own
-        heads.
-        """
-        group = self.shard_config.tensor_parallel_process_group
-
-        def all_reduce(gradient: torch.Tensor) -> torch.Tensor:
-            gradient = gradient.contiguous().clone()
-            dist.all_reduce(gradient, group=group)
-            return gradient
-
-        for norm in (attention.q_norm, attention.k_norm):
-            LazyInitContext.materialize(norm)
-            for parameter in norm.parameters():
-                parameter.register_hook(all_reduce)
 
     def _shard_mlps(self, policy: dict) -> None:
         """Give each rank ``H / p`` hidden units."""
@@ -276,6 +260,7 @@ class TimmViTPolicy(Policy):
                 setattr(self.model, name, parameter)
             LazyInitContext.materialize(self.model)
         self._root_parameters = {}
+        sum_partial_gradients(self.model, self._shapes)
         return self.model
 
     # Pipeline ---------------------------------------------------------------------------------------------

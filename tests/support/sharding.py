@@ -98,9 +98,15 @@ def assert_same_as_unsharded(
 def assert_same_as_colossalai(
     model: nn.Module, loss_of: LossOf, prepare: Iterable[Prepare] = (_leave,), **options: Any
 ) -> nn.Module:
-    """Assert that ``model`` has the same loss and gradients with this package's layers as with Colossal-AI's."""
+    """Assert that ``model`` has the same loss and gradients with this package's layers as with Colossal-AI's.
+
+    All heads share SAM's relative positions; Colossal-AI does not sum their gradients over the ranks.
+    """
     theirs = copy.deepcopy(model)
     expected, gradients = _loss_and_gradients(shard(theirs, get_autopolicy(theirs), **options), loss_of)
+    for name, gradient in gradients.items():
+        if "rel_pos" in name and gradient is not None:
+            dist.all_reduce(gradient)
     ours = shard(model, **options)
     _assert_loss_and_gradients(ours, loss_of, prepare, expected, gradients)
     return ours

@@ -1,0 +1,1 @@
+"""What lies between the column-parallel and the row-parallel layer of a block."""
