@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from colossalai.shardformer.layer import _operation
 from torch import Tensor
 
+from ..corrections.second_derivatives import without_second_derivatives
 from .sequence_parallel import SequenceParts
 from .unit_layout import UnitShare
 from .workload import Clock, Lineage, Part, Slowdown, matrix_view
@@ -123,6 +124,7 @@ class ProductContext(NamedTuple):
             self.clock.mark(part, self.kind)
 
 
+@without_second_derivatives
 class _ParallelProduct(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -237,6 +239,7 @@ def parallel_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: Produc
     return outputs if isinstance(outputs, Tensor) else outputs[0]
 
 
+@without_second_derivatives
 class _SumOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from colossalai.shardformer.layer import loss as colossalai_loss
 from torch import Tensor
 
+from ...corrections.second_derivatives import without_second_derivatives
 from ..workload import Clock
 
 __all__ = ["VocabularyRows", "accept_any_rows", "end_expecting", "expect_rows"]
@@ -96,6 +97,7 @@ def cross_entropy_1d(
     return total if mode == "sum" else total / (labels != ignore_index).sum()
 
 
+@without_second_derivatives
 class _CrossEntropy(torch.autograd.Function):
     """The sum over tokens of ``log Σ_v exp(logit_v) − logit_target``."""
 
