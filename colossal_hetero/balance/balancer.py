@@ -336,7 +336,8 @@ class Balancer:
             return
         if not wants_resharding(self._plan, self._relieved_for, self.config.reshard_after):
             return
-        if sharding.obstacle is None:
+        # A copy of the model may have been made on one rank alone.
+        if self._exchange.all_agree(sharding.obstacle is None):
             # Without messages in each iteration it may pay to move more units.
             plan = self._plan if self._follows else self._decide(self._speed.uncertainty, for_good=True)
             self._exchange.check_same(self._plan.digest, plan.digest)
@@ -347,6 +348,22 @@ class Balancer:
         if not self._has_told_obstacle and dist.get_rank() == 0:
             log.info("units migrate in each iteration and are not given away for good: %s", sharding.obstacle)
         self._has_told_obstacle = True
+
+    def keep_shapes(self) -> None:
+        """From now on units are not given away for good, because a copy of the model is made.
+
+        Raises:
+            RuntimeError: units have been given away for good.
+        """
+        if self._resharding is None:
+            return
+        if self.has_resharded:
+            raise RuntimeError(
+                "the model cannot be copied after units were given away for good, because the ordinary shapes of its "
+                "parameters may return: copy it before training, which keeps the shapes, or set "
+                "BalanceConfig(reshard_after=None)"
+            )
+        self._resharding.keeps_shapes = True
 
     def ordinary_shards(self) -> AbstractContextManager[None]:
         """A context in which this rank holds its ordinary shard of every parameter, gradient and optimizer state, also

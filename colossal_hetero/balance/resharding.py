@@ -75,10 +75,14 @@ class Resharding:
         """The numbers of the blocks whose units can be given away for good."""
         self._held: Arrangement = {}
         self._failure: str | None = None
+        self.keeps_shapes = False
+        """Whether units stay with their ranks, because something relies on the shapes of parameters."""
 
     @property
     def obstacle(self) -> str | None:
         """Why no units can be given away for good, as a clause; None if some can."""
+        if self.keeps_shapes:
+            return "a copy of the model was made, whose parameters have the ordinary shapes"
         if not self.possible:
             return "no block has units that can be"
         return self._failure or self._memory.obstacle

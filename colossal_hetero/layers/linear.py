@@ -53,6 +53,10 @@ __all__ = [
 ]
 
 
+_OF_BALANCING = {"clock", "slow_down", "kind", "block", "_workload", "_migration", "_lineage", "_previous"}
+"""Attributes of a layer that a copy of it does not have."""
+
+
 class LayerBlock(Protocol):
     """What a layer uses of its block; see :class:`~colossal_hetero.layers.block.Block`."""
 
@@ -114,6 +118,10 @@ class HeteroLinear:
         if layer is not module:
             layer.__class__ = cls
         return layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of a layer are not balanced."""
+        return {name: value for name, value in vars(self).items() if name not in _OF_BALANCING}
 
     @property
     def workload(self) -> Workload | None:

@@ -56,7 +56,7 @@ class _HeteroPolicy(Policy):
 
     def module_policy(self) -> dict[str | type[nn.Module], ModulePolicyDescription]:
         policy = super().module_policy()
-        for module in self.model.modules():  # type: ignore[union-attr]
+        for module in self.model.modules() if isinstance(self.model, nn.Module) else ():
             for key in (type(module), type(module).__name__):
                 if key in policy:
                     _check_weights(module, policy[key])
