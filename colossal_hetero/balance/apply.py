@@ -253,7 +253,9 @@ class Applier:
         idle = BalancePlan.idle(len(plan.resize))
         divisions = []
         for target, kind in zip(self._targets, self._kind_of, strict=True):
-            if plan.units and isinstance(target, Units):
+            if isinstance(target, Units) and target.block.stays:
+                divisions.append(divide(target.columns, idle, self._config.grain))
+            elif plan.units and isinstance(target, Units):
                 assert kind is not None
                 divisions.append(divide_counts(target.columns, plan.units[kind]))
             else:

@@ -350,6 +350,22 @@ class Balancer:
             log.info("units migrate in each iteration and are not given away for good: %s", obstacle)
         self._has_told_obstacle = True
 
+    def keep_shapes(self) -> None:
+        """From now on units are not given away for good, because a copy of the model is made.
+
+        Raises:
+            RuntimeError: units have been given away for good.
+        """
+        if self._resharding is None:
+            return
+        if self.has_resharded:
+            raise RuntimeError(
+                "the model cannot be copied after units were given away for good, because the ordinary shapes of its "
+                "parameters may return: copy it before training, which keeps the shapes, or set "
+                "BalanceConfig(reshard_after=None)"
+            )
+        self._resharding.keeps_shapes = True
+
     def ordinary_shards(self) -> AbstractContextManager[None]:
         """A context in which this rank holds its ordinary shard of every parameter, gradient and optimizer state, also
         if units were given away for good. Collective over the group, at its beginning and end.

@@ -40,7 +40,7 @@ class BalanceConfig:
 
     head: bool = True
     """Whether rows of the vocabulary-parallel head of a language model migrate like units of a block, where nothing is
-    pruned. Then ``logits`` of training passes with ``labels`` are not available."""
+    pruned. Then a slow rank computes ``logits`` of training passes with ``labels`` when they are first used."""
 
     resizing: Resizing = "block"
     """What mode ``resize`` prunes: whole units of a ``block`` (hidden neurons, heads), whose products then run on a

@@ -76,6 +76,8 @@ class Resharding:
         """The numbers of the blocks whose units can be given away for good."""
         self._held: Arrangement = {}
         self._failure: str | None = None
+        self.keeps_shapes = False
+        """Whether units stay with their ranks, because something relies on the shapes of parameters."""
 
     @property
     def obstacle(self) -> str | None:
@@ -83,8 +85,9 @@ class Resharding:
         if not self.possible:
             return "no block has units that can be"
         is_hooked = any(has_user_hooks(layer) for block in self._blocks for layer in block.layers)
-        if not self._exchange.all_agree(not is_hooked):
-            return "a parameter has a hook, which may hold tensors of the parameter's present shape"
+        # On any rank: a single one may copy the model, or register a hook.
+        if not self._exchange.all_agree(not (self.keeps_shapes or is_hooked)):
+            return "the model was copied, or a parameter has a hook, which may rely on the present shapes of parameters"
         return self._failure or self._memory.obstacle
 
     @property

@@ -112,6 +112,11 @@ class Block:
         return True
 
     @property
+    def stays(self) -> bool:
+        """Whether it is known that units can never migrate; the same on all ranks."""
+        return False
+
+    @property
     def reshards(self) -> bool:
         """Whether units can change their rank for good."""
         return True

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..corrections.second_derivatives import without_second_derivatives
 from .product import WeightLayout, run
 from .transport import Pending, Started, Transport
 from .workload import Clock, Lineage, Part, Slowdown, matrix_view
@@ -265,6 +266,7 @@ class MigratedProductContext:
         return full
 
 
+@without_second_derivatives
 class _MigratedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: MigratedProductContext) -> Tensor:

@@ -53,6 +53,10 @@ __all__ = [
 ]
 
 
+_OF_BALANCING = {"clock", "slow_down", "kind", "block", "_workload", "_migration", "_lineage", "_previous"}
+"""Attributes of a layer that a copy of it does not have."""
+
+
 class LayerBlock(Protocol):
     """What a layer uses of its block; see :class:`~colossal_hetero.layers.block.Block`."""
 
@@ -114,6 +118,10 @@ class HeteroLinear:
         if layer is not module:
             layer.__class__ = cls
         return layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of a layer are not balanced."""
+        return {name: value for name, value in vars(self).items() if name not in _OF_BALANCING}
 
     @property
     def workload(self) -> Workload | None:
@@ -199,6 +207,19 @@ class HeteroLinear:
         in_ring = self.seq_parallel_mode == "ring" and self.block is None  # type: ignore[attr-defined]
         return in_ring or self.option_obstacle() is not None
 
+    def _check_autocast(self, x: Tensor) -> None:
+        """Raise RuntimeError if the backward pass of Colossal-AI's layers would fail."""
+        device = x.device.type
+        if not (torch.is_autocast_enabled(device) and torch.is_grad_enabled()):
+            return
+        weight, kind = self.weight.dtype, torch.get_autocast_dtype(device)  # type: ignore[attr-defined]
+        if not (x.dtype == weight == kind):
+            raise RuntimeError(
+                f"torch.autocast to {kind} around a tensor-parallel layer with weights of {weight} and an input of "
+                f"{x.dtype}: Colossal-AI's layers have no backward pass for it. Leave autocast out, and give the "
+                "plugin precision='bf16' or 'fp16'"
+            )
+
     def _is_left_alone(self) -> bool:
         """Whether the parent's forward runs, and no block has to be told that a pass begins."""
         return (self.block is None or self.block.before_forward is None) and self._passes_through()
@@ -234,7 +255,13 @@ class HeteroLinear:
             before_backward=between if self._column_parallel else "other",
             sequence=sequence,
         )
-        return parallel_product(x, layer.weight, bias, how)
+        device = x.device.type
+        if how.share is None or not torch.is_autocast_enabled(device):
+            return parallel_product(x, layer.weight, bias, how)
+        # In evaluation: ranks without a share have outputs of autocast's type.
+        with torch.autocast(device, enabled=False):
+            y = parallel_product(x.to(layer.weight.dtype), layer.weight, bias, how)
+        return y.to(torch.get_autocast_dtype(device))
 
     def _begin_block(self) -> None:
         """Tell the layer's block that its forward pass begins, if this is its first layer."""
@@ -275,6 +302,7 @@ class _HeteroColumnParallel(HeteroLinear):
 
     @torch.compiler.disable(recursive=False)
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        self._check_autocast(input_)
         if self._is_left_alone():
             return super().forward(input_)  # type: ignore[misc]
         return self._balanced_forward(input_)
@@ -309,6 +337,7 @@ class _HeteroRowParallel(HeteroLinear):
 
     @torch.compiler.disable(recursive=False)
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        self._check_autocast(input_)
         if self._is_left_alone():
             return super().forward(input_)  # type: ignore[misc]
         return self._balanced_forward(input_)

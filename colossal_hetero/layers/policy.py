@@ -11,6 +11,7 @@ import dataclasses
 from functools import cache
 from typing import Any
 
+from colossalai.shardformer._utils import getattr_
 from colossalai.shardformer.layer import (
     FusedLinear1D_Col,
     FusedLinear1D_Row,
@@ -23,7 +24,7 @@ from colossalai.shardformer.layer import (
 from colossalai.shardformer.policies.auto_policy import get_autopolicy
 from colossalai.shardformer.policies.base_policy import ModulePolicyDescription, Policy
 from timm.models.vision_transformer import VisionTransformer
-from torch import nn
+from torch import Tensor, nn
 
 from .inside_blocks.partial_gradients import Shapes, shapes_of, sum_partial_gradients
 from .linear import (
@@ -69,7 +70,26 @@ class _HeteroPolicy(Policy):
         return model
 
     def module_policy(self) -> dict[str | type[nn.Module], ModulePolicyDescription]:
-        return {key: _replace_layers(description) for key, description in super().module_policy().items()}
+        policy = super().module_policy()
+        for module in self.model.modules() if isinstance(self.model, nn.Module) else ():
+            for key in (type(module), type(module).__name__):
+                if key in policy:
+                    _check_weights(module, policy[key])
+        return {key: _replace_layers(description) for key, description in policy.items()}
+
+
+def _check_weights(module: nn.Module, description: ModulePolicyDescription) -> None:
+    """Raise ValueError if a submodule that is to be replaced computes its weight from other parameters."""
+    for replacement in description.sub_module_replacement or ():
+        layer = getattr_(module, replacement.suffix, ignore=True)
+        for name in ("weight", "bias") if isinstance(layer, nn.Module) else ():
+            if isinstance(getattr(layer, name, None), Tensor) and name not in layer._parameters:
+                raise ValueError(
+                    f"the {name} of {replacement.suffix} in {type(module).__name__} is no parameter, but computed from "
+                    "others (a parametrization such as weight_norm or spectral_norm, or torch.nn.utils.prune). "
+                    "Tensor-parallel layers have plain weights: make it one before booster.boost "
+                    "(torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.prune.remove)"
+                )
 
 
 def _replace_layers(description: ModulePolicyDescription) -> ModulePolicyDescription:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from colossalai.shardformer.layer import _operation
 from torch import Tensor
 
+from ..corrections.second_derivatives import without_second_derivatives
 from .sequence_parallel import SequenceParts
 from .unit_layout import UnitShare
 from .workload import Clock, Lineage, Part, Slowdown, matrix_view
@@ -123,9 +124,12 @@ class ProductContext(NamedTuple):
             self.clock.mark(part, self.kind)
 
 
+@without_second_derivatives
 class _ParallelProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: ProductContext) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: ProductContext
+    ) -> Tensor | tuple[Tensor, Tensor]:
         how.mark(how.before_forward)
         if how.sequence is not None:
             x = how.sequence.gather(x)
@@ -145,14 +149,21 @@ class _ParallelProduct(torch.autograd.Function):
         else:
             y = run(lambda: share.output(how.layout, x, weight, bias), how.slow_down)
         how.mark("matmul")
-        return y
+        if share is None or share.own_outputs is None:
+            return y
+        ctx.set_materialize_grads(False)
+        ctx.shape = y.shape
+        return y, share.own_outputs(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, dy_or_none: Tensor | None, dy_own: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         how: ProductContext = ctx.how
         layout, lineage, share = how.layout, how.lineage, how.share
         how.mark(how.before_backward)
         x, weight = ctx.saved_tensors
+        dy = x.new_zeros(ctx.shape) if dy_or_none is None else dy_or_none
         if lineage is not None:
             weight = weight.index_select(layout.columns, lineage.kept)
 
@@ -160,6 +171,10 @@ class _ParallelProduct(torch.autograd.Function):
             dx = run(lambda: layout.input_gradient(dy, weight), how.slow_down)
         else:
             dx = run(lambda: share.input_gradient(layout, dy, weight), how.slow_down)
+        if dy_own is not None:
+            # Rows of padding have no output.
+            dy_own = F.pad(dy_own, (0, len(weight) - dy_own.shape[-1])).to(dx.dtype)
+            dx += layout.input_gradient(dy_own, weight)
         if lineage is not None:
             backward_pass = lineage.begin_backward()
             dx = lineage.restore("input", backward_pass, dx, -1, ctx.columns)
@@ -192,6 +207,10 @@ class _ParallelProduct(torch.autograd.Function):
         if share is not None and dw is not None:
             dw, db = share.gradients(dw, db)
             how.mark("block")
+        if dy_own is not None:
+            rows = matrix_view(dy_own)
+            dw = None if dw is None else dw.add_(layout.weight_gradient(rows, matrix_view(x)))
+            db = None if db is None else db.add_(rows.sum(dim=0))
         if handle is not None:
             handle.wait()
             how.mark("communication")
@@ -216,9 +235,11 @@ def run(product: Callable[[], Tensor], slow_down: Slowdown | None) -> Tensor:
 
 def parallel_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: ProductContext) -> Tensor:
     """``Y [..., N] = X [..., L] · Wᵀ + b`` of one rank; the formulas are in the module's docstring."""
-    return _ParallelProduct.apply(x, weight, bias, how)
+    outputs = _ParallelProduct.apply(x, weight, bias, how)
+    return outputs if isinstance(outputs, Tensor) else outputs[0]
 
 
+@without_second_derivatives
 class _SumOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..corrections.second_derivatives import without_second_derivatives
 from .workload import Part
 
 __all__ = ["SequenceParts", "sum_parts"]
@@ -62,6 +63,7 @@ class SequenceParts(NamedTuple):
         return own, work
 
 
+@without_second_derivatives
 class _SumParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, sequence: SequenceParts, mark: Callable[[Part], None]) -> Tensor:

@@ -95,6 +95,8 @@ class UnitShare:
         self._places = places
         self._remaining = remaining
         self._return_gradients = return_gradients
+        self.own_outputs: Callable[[Tensor], Tensor] | None = None
+        """Makes a second output of the product from X: ``[..., n]``, that of the first ``n`` of the rank's own rows."""
         self._kept: Tensor | None = None
         self._shapes: list[torch.Size] = []
         self._selected: list[Tensor] | None = None

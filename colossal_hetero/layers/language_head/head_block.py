@@ -2,24 +2,28 @@
 
 A rank that takes rows computes their logits and their part of the loss; what it adds to the gradient of X is summed
 over the group anyway. So neither X nor logits are sent. It works in training passes in which the model itself computes
-the loss, from ``labels``. In other passes every rank computes the logits of its own rows.
+the loss, from ``labels``. A rank that is asked for the logits of such a pass computes those of its own rows then
+(:mod:`.own_logits`). In other passes every rank computes the logits of its own rows.
 """
 
 from __future__ import annotations
 
 import inspect
 from math import gcd
-from typing import Any, NoReturn
+from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from ..block import Block
 from ..linear import HeteroVocabParallelLMHead1D
 from ..unit_layout import UnitPlace
 from ..workload import is_recorded
-from .vocabulary_loss import VocabularyRows, accept_any_rows, expect_rows
+from .own_logits import OwnLogits, OwnRows
+from .vocabulary_loss import VocabularyRows, accept_any_rows, end_expecting, expect_rows
 
 __all__ = ["HeadBlock", "attach_head_blocks"]
 
@@ -27,15 +31,8 @@ MAX_UNITS = 64
 """The maximum number of units. The number is a power of two, and rows are mostly a multiple of 64."""
 
 
-class MigratedLogits:
-    """Takes the place of logits that are divided over the ranks by a plan."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"the logits of this training pass have no {name!r}: a plan divides the vocabulary over the ranks in other "
-            "parts than Colossal-AI does. Use the loss, compute logits without labels or in evaluation, or exclude the "
-            "head with BalanceConfig(head=False)"
-        )
+_COPIES = ("CloneBackward0", "ToCopyBackward0")
+"""The nodes of operations that change no value, except by rounding."""
 
 
 class HeadBlock(Block):
@@ -56,15 +53,31 @@ class HeadBlock(Block):
         self._head = layer
         self._rows: VocabularyRows | None = None
         self._computes_loss = False
-        self._has_computed_loss = False
+        self._fits: bool | None = None
+        """Whether the model has shown that rows of its head can migrate; None: not yet."""
+        self._outputs: Tensor | None = None
+        """What the head returned in the current pass, in a pass that may decide whether units can migrate."""
+        self._logits: OwnLogits | None = None
+        """The logits of the current pass."""
+        self._type: torch.dtype | None = None
+        """The type of logits that the model returns."""
+        self._unused: list[ReferenceType[OwnRows]] = []
+        """Those of the logits since the last step that may still be asked for."""
         accept_any_rows()
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end)
+        layer.register_forward_hook(self._keep_outputs)
 
     @property
     def moves(self) -> bool:
-        """Whether units can migrate: the model has computed a loss in training."""
-        return self._has_computed_loss
+        """Whether units can migrate: the model has computed a loss in training by Colossal-AI's function, and what the
+        head returned were its logits."""
+        return bool(self._fits)
+
+    @property
+    def stays(self) -> bool:
+        """See ``Block.stays``."""
+        return self._fits is False
 
     @property
     def reshards(self) -> bool:
@@ -72,7 +85,27 @@ class HeadBlock(Block):
         return False
 
     def _assigned(self) -> None:
-        self._rows = None if self.workload is None else VocabularyRows(self._numbers(), self._head.old_num_embeddings)
+        self._rows = None
+        if self.workload is not None:
+            self._rows = VocabularyRows(self._numbers(), self._head.old_num_embeddings)
+            self._shares[0].own_outputs = self._own_outputs
+
+    def _own_outputs(self, x: Tensor) -> Tensor:
+        columns, kind = self._head.num_valid_embeddings_local, self._type or x.dtype
+        rows = OwnRows(lambda *operands: linear(*operands)[..., :columns].to(kind), x.detach(), self.parameters[0])
+        self._unused.append(ref(rows))
+        self._logits = OwnLogits.of(rows, (*x.shape[:-1], columns), kind, x.device)
+        return self._logits
+
+    def begin_iteration(self) -> None:
+        """See ``Block.begin_iteration``. Logits that somebody may still ask for need the weights as they were."""
+        super().begin_iteration()
+        unused = [rows for reference in self._unused if (rows := reference()) is not None and rows.need_parameters]
+        if unused:
+            copies = [tensor.clone() for tensor in self.parameters[0]]
+            for rows in unused:
+                rows.use(copies)
+        self._unused = []
 
     def _is_active(self, layer: Any) -> bool:
         # In evaluation the rank's own rows are computed, because loops use the logits there.
@@ -95,19 +128,38 @@ class HeadBlock(Block):
         if returns_dict is None:
             returns_dict = getattr(getattr(model, "config", None), "use_return_dict", True)
         self._computes_loss = kwargs.get("labels") is not None and bool(returns_dict)
-        self._has_computed_loss |= self._computes_loss and model.training
         expect_rows(self._rows if self._is_active(self._head) else None, self._head.clock)
 
+    def _keep_outputs(self, head: nn.Module, args: Any, outputs: Tensor) -> None:
+        if self._computes_loss and self._fits is None and outputs.grad_fn is not None:
+            self._outputs = outputs
+
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        outputs, self._outputs = self._outputs, None
+        has_loss = end_expecting()
+        if outputs is not None and model.training:
+            logits = output.get("logits")
+            self._fits = has_loss and (logits is None or _is_copy(logits, outputs))
+            self._type = None if logits is None else logits.dtype
         if not self._is_active(self._head):
             return
-        if expect_rows(None):
+        if not has_loss or self.stays:
             raise RuntimeError(
-                f"{type(model).__name__} computes its loss otherwise than by Colossal-AI's cross_entropy_1d, so rows "
-                "of its head cannot migrate; exclude the head with BalanceConfig(head=False)"
+                f"{type(model).__name__} computes its loss otherwise than by Colossal-AI's cross_entropy_1d, or "
+                "changes the outputs of its head, so rows of the head cannot migrate; exclude it with "
+                "BalanceConfig(head=False)"
             )
         if "logits" in output:
-            output["logits"] = MigratedLogits()
+            output["logits"] = self._logits
+        self._logits = None
+
+
+def _is_copy(tensor: Tensor, of: Tensor) -> bool:
+    """Whether one tensor, with gradients, has the values of another one, perhaps in another type."""
+    node = tensor.grad_fn
+    while node is not of.grad_fn and type(node).__name__ in _COPIES:
+        node = node.next_functions[0][0]  # type: ignore[union-attr]
+    return node is of.grad_fn
 
 
 def attach_head_blocks(model: nn.Module) -> list[Block]:

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from colossalai.shardformer.layer import loss as colossalai_loss
 from torch import Tensor
 
+from ...corrections.second_derivatives import without_second_derivatives
 from ..workload import Clock
 
-__all__ = ["VocabularyRows", "accept_any_rows", "expect_rows"]
+__all__ = ["VocabularyRows", "accept_any_rows", "end_expecting", "expect_rows"]
 
 
 @dataclass(frozen=True)
@@ -56,18 +57,22 @@ class VocabularyRows:
 
 
 _colossalais: Callable[..., Tensor] = colossalai_loss.cross_entropy_1d
-_expected: list[tuple[VocabularyRows, Clock | None]] = []
+_expected: list[tuple[VocabularyRows | None, Clock | None]] = []
 
 
-def expect_rows(rows: VocabularyRows | None, clock: Clock | None = None) -> bool:
+def expect_rows(rows: VocabularyRows | None, clock: Clock | None = None) -> None:
     """Let the next loss take its logits for these rows; None: for Colossal-AI's equal parts.
 
-    ``clock`` receives a mark around each collective of that loss. Returns whether other rows were expected and no loss
-    was computed since.
+    ``clock`` receives a mark around each collective of that loss.
     """
-    was_expected = bool(_expected)
-    _expected[:] = [] if rows is None else [(rows, clock)]
-    return was_expected
+    _expected[:] = [(rows, clock)]
+
+
+def end_expecting() -> bool:
+    """Later losses are of equal parts. Returns whether a loss was computed since :func:`expect_rows`."""
+    was_computed = not _expected
+    _expected.clear()
+    return was_computed
 
 
 def accept_any_rows() -> None:
@@ -85,13 +90,14 @@ def cross_entropy_1d(
     mode: str = "mean",
 ) -> Tensor:
     """In place of Colossal-AI's function of this name, with the same arguments."""
-    if not _expected:
+    rows, clock = _expected.pop() if _expected else (None, None)
+    if rows is None:
         return _colossalais(vocab_logits, labels, ignore_index, process_group, vocab_size, dtype, mode)
-    rows, clock = _expected.pop()
     total = _CrossEntropy.apply(vocab_logits, labels, rows, ignore_index, process_group, clock)
     return total if mode == "sum" else total / (labels != ignore_index).sum()
 
 
+@without_second_derivatives
 class _CrossEntropy(torch.autograd.Function):
     """The sum over tokens of ``log Σ_v exp(logit_v) − logit_target``."""
 

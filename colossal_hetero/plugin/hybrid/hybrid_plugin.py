@@ -19,6 +19,7 @@ from colossalai.shardformer.policies.base_policy import Policy
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from ...balance.balancer import Balancer
@@ -341,12 +342,18 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
         It works without a pipeline too: then every rank accumulates the gradients of its batch, divided into
         micro-batches as the plan, or ``num_microbatches`` or ``microbatch_size`` say (without any of them, not
-        divided), and every rank has the loss.
+        divided), and every rank has the loss. Batches that are mappings reach the model and ``criterion`` as dicts.
 
         Raises:
+            TypeError: ``data_iter`` is no iterator.
             ValueError: the batch has another size than the plan, or without a pipeline cannot be divided; or gradients
                 are switched off, and the schedule cannot evaluate the batch.
         """
+        if not isinstance(data_iter, Iterator):
+            raise TypeError(
+                f"execute_pipeline takes an iterator, as iter(dataloader), not a {type(data_iter).__name__}"
+            )
+        data_iter = map(_with_dicts, data_iter)
         if self._elastic is not None and torch.is_grad_enabled():
             passes = functools.partial(self._execute, data_iter, model, criterion, *args, **kwargs)
             return self._elastic.run(self, passes)
@@ -560,3 +567,14 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             replica_of=replica_of,
             synchronize=synchronize,
         )
+
+
+def _with_dicts(batch: Any) -> Any:
+    """``batch`` with a dict in place of each mapping that torch does not know, such as a ``BatchEncoding``.
+
+    Colossal-AI's schedules find no tensors in those.
+    """
+    return tree_map(
+        lambda leaf: {key: _with_dicts(value) for key, value in leaf.items()} if isinstance(leaf, Mapping) else leaf,
+        batch,
+    )

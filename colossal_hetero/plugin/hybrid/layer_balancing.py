@@ -19,6 +19,7 @@ from ...balance.attach import attach_balancer
 from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
 from ...balance.measure.clock import IterationClock, make_clock
+from ...balance.model_copies import make_copyable
 from ...layers.policy import hetero_policy
 from ..part import PluginPart, TrainingObjects
 from ..resharding.optimizer_slots import HybridOptimizerMemory
@@ -70,6 +71,7 @@ class LayerBalancing(PluginPart):
         self.balancer = balancer
         self._balancers.append(ref(balancer))
         _begin_on_forward(model, balancer, _counting_passes(plugin.scheduler))
+        make_copyable(model, (plugin.pg_mesh, plugin.stage_manager), balancer.keep_shapes)
         # Zero-bubble schedules have other passes, so their layers can neither be balanced nor timed.
         if hasattr(plugin.scheduler, "backward_step"):
             _count_waiting_between_passes(plugin.scheduler, optimizer, clock)

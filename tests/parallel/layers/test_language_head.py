@@ -4,6 +4,8 @@ nothing is pruned; the reference is Colossal-AI's plugin.
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 import math
 from typing import Any
@@ -11,13 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from colossalai.shardformer.layer import VocabParallelLMHead1D, cross_entropy_1d
+from torch import Tensor
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers import HeteroVocabParallelLMHead1D
+from colossal_hetero.layers.language_head.own_logits import OwnLogits
 from tests.support.harness import run_ranks
 from tests.support.language_models import MODELS, plan_of, tokens, train_on_tokens
 from tests.support.migration_runs import assert_equal
+from tests.support.model_families import BUILDERS, SHARDING_OPTIONS, allow_cpu
+from tests.support.sharding import randomize
 from tests.support.training import Trained, assert_same_parameters, boost, ours, sgd, theirs
 
 CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
@@ -119,7 +126,7 @@ def test_migrating_rows_of_the_head_is_exact(ranks: int, steps: int) -> None:
 
 
 def check_logits() -> None:
-    """Only training passes with labels use the plan; there, logits are not available, on any rank."""
+    """Only training passes with labels use the plan; there, a rank computes its logits when it is asked for them."""
     ranks = dist.get_world_size()
     inputs, labels = tokens(0)
     arguments = dict(input_ids=inputs, attention_mask=torch.ones_like(inputs))
@@ -131,7 +138,7 @@ def check_logits() -> None:
         BalancePlan(resize=(0.0, 0.0, *others), migrate=(0.5, 0.0, *others), receive=(0.0, 0.5, *others))
     )
     for training, recorded, batch in itertools.product((False, True), (False, True), (arguments, with_labels)):
-        if (training and recorded and batch is with_labels) or (family == "gpt2" and batch is arguments):
+        if family == "gpt2" and batch is arguments:
             continue  # Colossal-AI's GPT-2 needs labels.
         outputs = []
         for each in (run, expected):
@@ -140,10 +147,7 @@ def check_logits() -> None:
                 outputs.append(each.model(**batch))
         torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
         torch.testing.assert_close(outputs[0].loss, outputs[1].loss)
-    output = run.model(**with_labels)
-    with pytest.raises(AttributeError, match=r"no 'argmax'.*BalanceConfig\(head=False\)"):
-        output.logits.argmax(-1)
-    torch.testing.assert_close(output.loss, expected.model(**with_labels).loss)
+    assert (type(run.model(**with_labels).logits) is OwnLogits) == (head_of(run).block.workload is not None)
     if ranks > 2:
         return
     without = boosted("llama", {}, {}, mode="auto", head=False)
@@ -153,8 +157,174 @@ def check_logits() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_logits_are_those_of_colossalai_or_not_available(ranks: int) -> None:
+def test_logits_are_those_of_colossalai(ranks: int) -> None:
     run_ranks(ranks, check_logits)
+
+
+def z_loss(output: Any, labels: Tensor, head: Any) -> Tensor:
+    return output.loss + 0.1 * output.logits.logsumexp(-1).square().mean()
+
+
+def parallel_loss(logits: Tensor, labels: Tensor, head: Any) -> Tensor:
+    """Colossal-AI's: the logits go straight into a function of the autograd engine."""
+    return cross_entropy_1d(
+        logits, labels, process_group=head.process_group, vocab_size=head.out_features, dtype=logits.dtype
+    )
+
+
+def loss_of_logits_alone(output: Any, labels: Tensor, head: Any) -> Tensor:
+    return parallel_loss(output.logits[:, :-1].contiguous(), labels[:, 1:].contiguous(), head)
+
+
+def both_losses(output: Any, labels: Tensor, head: Any) -> Tensor:
+    return parallel_loss(output["logits"], labels, head) + output["loss"]
+
+
+def changed_in_place(output: Any, labels: Tensor, head: Any) -> Tensor:
+    logits = output.logits
+    logits[..., 0] = 0.0
+    logits.mul_(0.5)
+    return output.loss + logits[0, 1:].square().mean() + logits.mean()
+
+
+def with_a_gradient_hook(output: Any, labels: Tensor, head: Any) -> Tensor:
+    chosen = output[1][1:]
+    chosen.register_hook(lambda gradient: 2 * gradient)
+    return output[0] + chosen.pow(2).mean() * len(output.logits)
+
+
+LOSSES = (z_loss, loss_of_logits_alone, both_losses, changed_in_place, with_a_gradient_hook)
+
+
+def check_losses() -> None:
+    ranks = dist.get_world_size()
+    families = ("gpt2", "llama") if ranks == 2 else ("llama",)
+    for family, sender, loss_of in itertools.product(families, range(ranks), LOSSES):
+        runs = [reference(family, {}, {}), boosted(family, {}, {})]
+        runs[1].plugin.balancer.follow(plan_of(sender, ranks))
+        for run in runs:
+            (head,) = (each for each in run.model.modules() if isinstance(each, VocabParallelLMHead1D))
+            for step, micro in itertools.product(range(2), range(2)):
+                inputs, labels = tokens(step + micro)
+                output = run.model(input_ids=inputs, attention_mask=torch.ones_like(inputs), labels=labels)
+                loss = loss_of(output, labels, head)
+                run.booster.backward(loss, run.optimizer)
+                run.losses.append(loss.item())
+                if micro:
+                    run.optimizer.step()
+                    run.optimizer.zero_grad()
+        assert_equal(runs[1], runs[0], f"{family}, rank {sender} slow, {loss_of.__name__}")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_of_own_losses_of_logits_are_exact(ranks: int) -> None:
+    run_ranks(ranks, check_losses)
+
+
+def values(logits: Tensor) -> list[Any]:
+    """What loops do with logits that they do not train with."""
+    plain = logits.detach()
+    parts = [torch.empty_like(plain) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, plain)
+    file = io.BytesIO()
+    torch.save(plain, file)
+    file.seek(0)
+    return [
+        *(
+            len(logits),
+            logits.shape,
+            logits.ndim,
+            logits.dtype == torch.float32,
+            logits.requires_grad,
+            [*parts],
+            [*logits],
+        ),
+        *(logits[..., :-1, :], logits[0], logits > 0, 2 * logits + 1, logits @ logits.mT, -logits),
+        *(torch.argmax(logits, -1), torch.stack([logits, logits]), torch.topk(logits, 2)[1]),
+        *(
+            plain.numpy().sum(),
+            plain.cpu().tolist(),
+            plain[0, 0, 0].item(),
+            repr(plain)[:7] == "tensor(",
+            torch.load(file),
+        ),
+        *(copy.deepcopy(plain), plain.to(torch.float64), logits.log_softmax(-1), plain.float().max().item()),
+    ]
+
+
+def check_values(asked_after_the_step: bool) -> None:
+    """The logits of several micro-batches, first used before or after the step."""
+    ranks = dist.get_world_size()
+    model = dict(vocab_size=96, tie_word_embeddings=False)
+    for sender in range(ranks):
+        expected, run = reference("llama", model, {}), boosted("llama", model, {})
+        run.plugin.balancer.follow(plan_of(sender, ranks))
+        found: list[list[Any]] = []
+        for each in (run, expected):
+            kept, found_here = [], []
+            for micro in range(2):
+                inputs = tokens(micro)[0] % 96
+                output = each.model(input_ids=inputs, attention_mask=torch.ones_like(inputs), labels=inputs)
+                each.booster.backward(output.loss, each.optimizer)
+                kept.append(output.logits)
+            if not asked_after_the_step:
+                found_here = [values(logits) for logits in kept]
+            each.optimizer.step()
+            found.append(found_here or [values(logits) for logits in kept])
+        torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+        output = run.model(input_ids=inputs, attention_mask=torch.ones_like(inputs), labels=inputs)
+        with torch.no_grad():
+            head_of(run).weight.add_(1.0)
+        if isinstance(output.logits, OwnLogits):
+            with pytest.raises(RuntimeError, match=r"gradient of the logits.*head=False"):
+                output.logits.retain_grad()
+            with pytest.raises(RuntimeError, match=r"gradient of the logits.*head=False"):
+                torch.autograd.grad(output.loss, output.logits)
+            with pytest.raises(RuntimeError, match=r"used after the head's weight was changed.*head=False"):
+                output.logits.argmax(-1)
+
+
+@pytest.mark.parametrize(("ranks", "late"), [(2, False), (2, True), (3, True)])
+def test_logits_can_be_used_like_a_tensor(ranks: int, late: bool) -> None:
+    run_ranks(ranks, check_values, late)
+
+
+def check_families() -> None:
+    """Some models return other logits than their head does, or have a loss of their own: their heads stay at home."""
+    allow_cpu()
+    for family, precision in (
+        *(("mistral", "fp32"), ("mistral", "bf16"), ("opt", "fp32"), ("bloom", "bf16")),
+        *(("cohere", "fp32"), ("falcon", "fp32")),
+    ):
+        what = f"{family} in {precision}"
+        both = dict(tp_size=2, precision=precision) | SHARDING_OPTIONS.get(family, {})
+        config = BalanceConfig(mode="migrate", warmup_iterations=10**6, measure_costs=False)
+        runs = []
+        for plugin in (theirs(custom_policy=None, **both), ours(config, **both)):
+            model, inputs = BUILDERS[family]()
+            runs.append(boost(plugin, randomize(model), sgd))
+        logits, losses = [], []
+        for run in runs:
+            for step in range(2):
+                output = run.model(**inputs)
+                run.booster.backward(output.loss + output.logits.float().square().mean(), run.optimizer)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                if run is runs[1] and step == 0:
+                    run.plugin.balancer.follow(plan_of(0, 2))
+            logits.append(output.logits.detach())
+            losses.append(output.loss)
+        migrates = getattr(head_of(runs[1]).block, "workload", None) is not None
+        assert migrates == (family not in ("cohere", "falcon")), what
+        assert (type(output.logits) is OwnLogits) == migrates, what
+        assert logits[0].dtype == logits[1].dtype, what
+        tolerance = 1e-4 if precision == "fp32" else 0.05
+        for found, expected in ((logits[1].float(), logits[0].float()), (losses[1], losses[0])):
+            assert (found - expected).norm() <= tolerance * expected.norm(), what
+
+
+def test_heads_whose_logits_or_loss_are_changed_stay_at_home() -> None:
+    run_ranks(2, check_families)
 
 
 def check_auto() -> None:

@@ -169,9 +169,9 @@ def _train_with_options() -> None:
             plugin = ours(config(), tp_size=dist.get_world_size() // 2, **options)
             run = boost(plugin, tiny_vit(act_layer=nn.PReLU), sgd)
         dtype = torch.bfloat16 if "precision" in options else torch.float32
-        forward = run.model.forward
-        run.model.forward = lambda images: forward(images.to(dtype))
-        losses = train(run.model, run.optimizer, partial(run.booster.backward, optimizer=run.optimizer))
+        in_dtype = partial(lambda dtype, _, inputs: tuple(each.to(dtype) for each in inputs), dtype)
+        run.model.register_forward_pre_hook(in_dtype)
+        train(run.model, run.optimizer, partial(run.booster.backward, optimizer=run.optimizer))
         precision = 0.05 if "precision" in options else 1e-5
         assert sum(run.plugin.balancer.plan.migrate) > 0.1
         for name, value in run.model.unwrap().named_parameters():

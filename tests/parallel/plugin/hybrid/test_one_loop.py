@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -12,12 +14,13 @@ from colossalai.booster import Booster
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
+from transformers import BatchEncoding
 
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.planner.plans.plan import Plan
 from tests.parallel.plugin.hybrid.test_planned_run import images_and_labels
 from tests.support.harness import run_ranks
-from tests.support.planning import make_plan, planned
+from tests.support.planning import make_plan, planned, unequal_plan
 from tests.support.training import assert_same_parameters, boost, loss_of, ours, sgd, theirs, tiny_vit
 
 ITERATIONS = 3
@@ -198,6 +201,8 @@ def check_without_a_plan() -> None:
     run = boost(ours(tp_size=1, microbatch_size=3), make_optimizer=sgd)
     with pytest.raises(ValueError, match=r"8 samples cannot be divided into micro-batches of 3"):
         run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, criterion, run.optimizer)
+    with pytest.raises(TypeError, match=r"takes an iterator, as iter\(dataloader\), not a list"):
+        run.booster.execute_pipeline([images_and_labels(0, 8)], run.model, criterion, run.optimizer)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"give execute_pipeline the optimizer, or evaluate inside torch.no_grad\(\)"):
         run.booster.execute_pipeline(iter([images_and_labels(0, 3)]), run.model, criterion)
     run = boost(planned(PLANS["dp2"]), make_optimizer=sgd)
@@ -208,6 +213,48 @@ def check_without_a_plan() -> None:
 
 def test_batches_are_divided_as_the_arguments_say() -> None:
     run_ranks(2, check_without_a_plan)
+
+
+class OwnDict(dict[str, Any]): ...
+
+
+MAPPINGS = (dict, OwnDict, UserDict, MappingProxyType, BatchEncoding)
+
+
+def check_mappings(plan: Plan) -> None:
+    """The batch is any mapping, or has one inside; with and without gradients."""
+    run = boost(planned(plan), make_optimizer=sgd)
+    counts = [replica.micro_batches * plan.micro_batch for replica in plan.replicas]
+    images, labels = images_and_labels(0, counts[run.plugin.replica()[0]])
+
+    def results(batch: Any, criterion: Any) -> list[Any]:
+        passes = []
+        for training in (True, False):
+            with torch.set_grad_enabled(training):
+                optimizer = run.optimizer if training else None
+                result = run.booster.execute_pipeline(iter([batch]), run.model, criterion, optimizer, True, True)
+            passes += [result["loss"], result["outputs"]]
+        gradients = [parameter.grad.clone() for parameter in run.model.parameters() if parameter.grad is not None]
+        run.optimizer.zero_grad()
+        return [*passes, gradients]
+
+    expected = results((images, labels), criterion)
+    for kind in MAPPINGS:
+        batch = kind(dict(x=images, labels=labels))
+        found = results(batch, lambda outputs, inputs: loss_of(outputs, inputs["labels"]))
+        torch.testing.assert_close(found, expected, allow_subclasses=False, rtol=0, atol=0, msg=str(kind))
+        nested = (images, kind(dict(labels=labels)))
+        found = results(nested, lambda outputs, inputs: loss_of(outputs, inputs[1]["labels"]))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=str(kind))
+
+
+UNEQUAL = unequal_plan(make_plan([[[0]]], (2,), MICRO_BATCH, 1), make_plan([[[1], [2]]], (1, 1), MICRO_BATCH, 3))
+WIDE = make_plan([[[0, 1], [2]]], (1, 1), MICRO_BATCH, 2, widths=[2, 1])
+
+
+@pytest.mark.parametrize("plan", [PLANS["alone"], PLANS["pp2"], UNEQUAL, WIDE], ids=["alone", "pp2", "unequal", "wide"])
+def test_batches_may_be_any_mapping(plan: Plan) -> None:
+    run_ranks(plan.world_size, check_mappings, plan)
 
 
 def check_uneven() -> dict[str, Tensor]:

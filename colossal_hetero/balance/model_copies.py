@@ -1,0 +1,73 @@
+"""Deep copies of a boosted model, such as for a moving average of its weights.
+
+A copy computes what the model does, but is not balanced: its layers have no blocks and no clocks, and it has no hooks
+of this package. It shares the process groups.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from colossalai.interface import ModelWrapper
+from colossalai.tensor.d_tensor.api import is_customized_distributed_tensor, is_distributed_tensor
+from torch import nn
+
+__all__ = ["make_copyable"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PACKAGE = __name__.partition(".")[0]
+
+
+def make_copyable(model: ModelWrapper, shared: tuple[object, ...], before: Callable[[], None]) -> None:
+    """Let ``copy.deepcopy`` copy ``model``, or the model inside of it; both give a copy of the model inside.
+
+    Args:
+        model: the boosted model.
+        shared: objects that a copy shares with the model.
+        before: called before a copy is made.
+    """
+    innermost = model.unwrap(unwrap_peft=False)
+
+    def copied(memo: dict[int, Any]) -> nn.Module:
+        before()
+        memo.update((id(each), each) for each in (*shared, *dist.distributed_c10d._world.pg_map))
+        kept = [
+            (module, name, {key: hook for key, hook in getattr(module, name).items() if not _is_ours(hook)})
+            for module in innermost.modules()
+            for name in _HOOKS
+        ]
+        memo.update((id(getattr(module, name)), type(getattr(module, name))(hooks)) for module, name, hooks in kept)
+        changed = {name: innermost.__dict__.pop(name) for name in ("__deepcopy__", "train")}
+        try:
+            made = copy.deepcopy(innermost, memo)
+        finally:
+            innermost.__dict__.update(changed)
+        for module, name, hooks in kept:
+            for key, hook in hooks.items():
+                getattr(memo[id(module)], name)[key] = copy.deepcopy(hook, memo)
+        if any(is_distributed_tensor(each) or is_customized_distributed_tensor(each) for each in model.parameters()):
+            made.register_state_dict_pre_hook(_refuse)
+        return made
+
+    for each in (model, innermost):
+        each.__deepcopy__ = copied
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError(
+        "a copy of a tensor-parallel model has this rank's shards, but the model's state_dict() gathers whole tensors, "
+        "so they cannot be averaged by state_dict: use parameters() of both (torch's AveragedModel does; for timm's "
+        "ModelEmaV3 set exclude_buffers=True). To save an average, copy its parameters into the model's, and call "
+        "booster.save_model"
+    )
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether this package registered a hook."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == _PACKAGE

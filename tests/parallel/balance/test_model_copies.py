@@ -1,0 +1,126 @@
+"""Deep copies of a boosted model, for moving averages; the reference is Colossal-AI's plugin."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from colossal_hetero import BalanceConfig
+from tests.support.harness import run_ranks
+from tests.support.language_models import llama, tokens, train_on_tokens
+from tests.support.migration_runs import assert_equal, migrate, slow
+from tests.support.training import Trained, batch, boost, ours, scripted, sgd, theirs, tiny_vit, train
+
+STEPS = 6
+
+
+def images(model: Any) -> Tensor:
+    return model(batch()[0])
+
+
+def logits(model: Any) -> Tensor:
+    inputs, _ = tokens(0)
+    return model(input_ids=inputs, attention_mask=torch.ones_like(inputs)).logits
+
+
+FAMILIES: tuple[tuple[Callable[[], nn.Module], Any, Any, Callable[[Any], Tensor]], ...] = (
+    (lambda: tiny_vit(proj_drop_rate=0.0), {}, train, images),
+    (llama, dict(custom_policy=None, make_vocab_size_divisible_by=4), train_on_tokens, logits),
+)
+
+
+def evaluated(run: Trained, outputs: Callable[[Any], Tensor]) -> Tensor:
+    run.model.eval()
+    with torch.no_grad():
+        result = outputs(run.model)
+    run.model.train()
+    return result
+
+
+def check_averages() -> None:
+    """Averages of the weights while a rank is slow; units would be given away for good after two steps."""
+    ranks = dist.get_world_size()
+    for sender in range(ranks):
+        for make, options, train_one, outputs in FAMILIES if ranks == 2 else FAMILIES[:1]:
+            expected = boost(theirs(tp_size=ranks, **options), make(), sgd)
+            config = migrate("block", reshard_after=2)
+            ours_options = {name: value for name, value in options.items() if name != "custom_policy"}
+            with scripted(slow(sender)):
+                run = boost(ours(config, tp_size=ranks, **ours_options), make(), sgd)
+            average = AveragedModel(run.model.unwrap())
+            moving = ModelEmaV3(run.model, decay=0.5, exclude_buffers=True)
+            means = [torch.zeros_like(value) for value in expected.parameters.values()]
+            movings = [value.clone() for value in expected.parameters.values()]
+            for _ in range(STEPS):
+                train_one(expected, 1)
+                train_one(run, 1)
+                average.update_parameters(run.model.unwrap())
+                moving.update(run.model)
+                for mean, ema, value in zip(means, movings, expected.parameters.values(), strict=True):
+                    mean.add_(value / STEPS)
+                    ema.lerp_(value, 0.5)
+            assert sum(run.plugin.balancer.plan.migrate) > 0.1 and not run.plugin.balancer.has_resharded
+            assert_equal(run, expected, f"rank {sender} slow")
+            later = copy.deepcopy(run.model).eval()
+            assert run.model.training and run.model.unwrap().training
+            with torch.no_grad():
+                found = [outputs(each) for each in (later, average.eval(), moving)]
+                wanted = [evaluated(expected, outputs)]
+                for values in (means, movings):
+                    for parameter, value in zip(expected.model.unwrap().parameters(), values, strict=True):
+                        parameter.data.copy_(value)
+                    wanted.append(evaluated(expected, outputs))
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+            with pytest.raises(RuntimeError, match=r"cannot be averaged by state_dict: use parameters\(\)"):
+                ModelEmaV3(run.model).update(run.model)
+            train_one(run, 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_averages_of_weights_are_exact(ranks: int) -> None:
+    run_ranks(ranks, check_averages)
+
+
+def check_given_away() -> None:
+    with scripted(slow(1)):
+        run = boost(ours(migrate("block", reshard_after=2), tp_size=2), None, sgd)
+    train(run, STEPS)
+    assert run.plugin.balancer.has_resharded
+    with pytest.raises(RuntimeError, match=r"copied after units were given away for good.*reshard_after=None"):
+        copy.deepcopy(run.model)
+    # A copy on one rank alone keeps the shapes on all.
+    with scripted(slow(1)):
+        run = boost(ours(migrate("block", reshard_after=2), tp_size=2), None, sgd)
+    if dist.get_rank() == 0:
+        copy.deepcopy(run.model.unwrap())
+    train(run, STEPS)
+    assert not run.plugin.balancer.has_resharded and sum(run.plugin.balancer.plan.migrate) > 0.1
+
+
+def test_copies_keep_the_shapes_of_parameters() -> None:
+    run_ranks(2, check_given_away)
+
+
+def check_other_plugins() -> None:
+    """Without tensor parallelism; and hooks of the user's own are copied."""
+    run = boost(ours(BalanceConfig(), tp_size=1), None, sgd)
+    seen: list[nn.Module] = []
+    run.model.unwrap().blocks[0].register_forward_hook(lambda module, *_: seen.append(module))
+    made = copy.deepcopy(run.model)
+    train(run, 1)
+    torch.testing.assert_close(made.state_dict(), tiny_vit().state_dict())
+    seen.clear()
+    made(batch()[0])
+    assert seen == [made.blocks[0]]
+
+
+def test_models_of_one_rank_are_copied() -> None:
+    run_ranks(1, check_other_plugins)

@@ -1,0 +1,102 @@
+"""What tensor-parallel layers cannot do is refused in words, with and without a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+
+from colossal_hetero import BalanceConfig
+from tests.support.harness import run_ranks
+from tests.support.language_models import llama, plan_of, tokens
+from tests.support.training import Trained, batch, boost, loss_of, ours, sgd, theirs, tiny_vit
+
+
+def runs(**options: Any) -> list[Trained]:
+    """Colossal-AI's plugin, ours that only measures, and ours while rank 1 gives work away, by units or columns."""
+    made = [boost(theirs(tp_size=2, **options), None, sgd), boost(ours(tp_size=2, **options), None, sgd)]
+    for migration in ("block", "broadcast-reduce"):
+        config = BalanceConfig(mode="migrate", migration=migration, warmup_iterations=10**6, measure_costs=False)
+        made.append(boost(ours(config, tp_size=2, **options), None, sgd))
+        made[-1].plugin.balancer.follow(plan_of(1, 2))
+    return made
+
+
+def check_second_derivatives() -> None:
+    for run in runs():
+        images, labels = batch()
+        images.requires_grad_()
+        loss = loss_of(run.model(images), labels)
+        with pytest.raises(RuntimeError, match="create_graph=True does not work through tensor-parallel layers"):
+            torch.autograd.grad(loss, images, create_graph=True)
+        torch.autograd.grad(run.model(images).sum(), images)
+        loss = loss_of(run.model(images), labels)
+        with pytest.raises(RuntimeError, match="create_graph=True does not work through tensor-parallel layers"):
+            torch.autograd.grad(loss, [p for p in run.model.parameters() if p.requires_grad], create_graph=True)
+    run = boost(ours(tp_size=2, parallel_output=True), llama(), sgd)
+    inputs, labels = tokens(0)
+    loss = run.model(input_ids=inputs, attention_mask=torch.ones_like(inputs), labels=labels).loss
+    with pytest.raises(RuntimeError, match="create_graph=True does not work through tensor-parallel layers"):
+        torch.autograd.grad(loss, list(run.model.parameters())[:1], create_graph=True)
+
+
+def test_second_derivatives_are_refused() -> None:
+    run_ranks(2, check_second_derivatives)
+
+
+def check_autocast() -> None:
+    for run in runs()[1:]:
+        images, _ = batch()
+        words = r"autocast to torch.bfloat16 .*precision='bf16'"
+        with pytest.raises(RuntimeError, match=words), torch.autocast("cpu", dtype=torch.bfloat16):
+            run.model(images)
+        run.model.eval()
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            cast = run.model(images)
+        with torch.no_grad():
+            torch.testing.assert_close(cast.float(), run.model(images), rtol=0.1, atol=0.1)
+
+
+def test_autocast_around_training_passes_is_refused() -> None:
+    run_ranks(2, check_autocast)
+
+
+def pruned(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "weight", amount=0.5)
+
+
+def pruned_bias(layer: nn.Module) -> None:
+    prune.random_unstructured(layer, "bias", amount=0.5)
+
+
+COMPUTED: tuple[Callable[[Any], Any], ...] = (
+    *(parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal),
+    *(weight_norm, spectral_norm, pruned, pruned_bias),
+)
+
+
+def check_computed_weights() -> None:
+    for change in COMPUTED:
+        model = tiny_vit()
+        change(model.blocks[0].mlp.fc1)
+        with pytest.raises(ValueError, match=r"of fc1 in Mlp is no parameter, but computed from others"):
+            boost(ours(tp_size=2), model, sgd)
+    for change, name in ((pruned, "model.embed_tokens"), (parametrizations.weight_norm, "lm_head")):
+        language_model = llama()
+        change(language_model.get_submodule(name))
+        with pytest.raises(ValueError, match=rf"of {name.split('.')[-1]} in Llama\w+ is no parameter"):
+            boost(ours(tp_size=2), language_model, sgd)
+    # The head of a vision transformer is on every rank.
+    model = tiny_vit()
+    parametrizations.weight_norm(model.head)
+    run = boost(ours(tp_size=2), model, sgd)
+    images, labels = batch()
+    run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
+
+
+def test_weights_computed_from_others_are_refused_at_boost() -> None:
+    run_ranks(2, check_computed_weights)
