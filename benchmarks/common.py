@@ -83,6 +83,8 @@ class Variant:
     """Settings of our plugin; None: use Colossal-AI's own plugin."""
     stragglers: Stragglers | None = None
     learning_rate: float = 1e-3
+    micro_batches: int = 1
+    """Passes in each iteration, of a part of the batch each."""
     seconds: list[float] = field(default_factory=list)
 
     def build(self) -> None:
@@ -114,7 +116,13 @@ class Variant:
     def iterate(self) -> float:
         """Train one iteration. Returns its seconds."""
         start = time.perf_counter()
-        self.booster.backward(self.loss(), self.optimizer)
+        if self.micro_batches == 1:
+            self.booster.backward(self.loss(), self.optimizer)
+        else:
+            for images, labels in zip(
+                self.images.chunk(self.micro_batches), self.labels.chunk(self.micro_batches), strict=True
+            ):
+                self.booster.backward(F.cross_entropy(self.model(images), labels), self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return time.perf_counter() - start

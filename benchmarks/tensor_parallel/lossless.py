@@ -1,6 +1,6 @@
 """Exact training with a straggler, relative to the shortest possible time: modes ``migrate`` and ``auto``, by method.
 
-python -m benchmarks.tensor_parallel.lossless [--slowdown 8] [--rounds 8] [--hidden 512] [--methods METHOD …]
+python -m benchmarks.tensor_parallel.lossless [--slowdown 8] [--rounds 8] [--hidden 512] [--methods METHOD …] …
 
 Rank 1 of 2 computes every product ``slowdown`` times. The bound assumes that the products are divided optimally: it is
 their time without a straggler, times ``e/(e − 1 + 1/χ)``, plus the remaining time of an iteration without a straggler.
@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
     parser.add_argument("--heads", type=int, default=MODEL["num_heads"])
+    parser.add_argument("--micro-batches", type=int, default=1, help="that the loop accumulates gradients of")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     arguments = parser.parse_args()
     start_ranks(2)
@@ -41,6 +42,7 @@ def main() -> None:
         variants.append(Variant(f"migrate, {method}", BalanceConfig(mode="migrate", migration=method), slow))
         variants.append(Variant(f"auto, {method}", BalanceConfig(mode="auto", migration=method), slow))
     for variant in variants:
+        variant.micro_batches = arguments.micro_batches
         variant.build()
     take_turns(variants, warmup=WARMUP, rounds=arguments.rounds, block=4)
     rows = []
