@@ -17,25 +17,31 @@ known in advance, such as the number of tokens, an estimate takes its place, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+from weakref import ref
 
 import torch
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..profiling.preserved_state import inner_optimizer
 from .loader import HeteroDataLoader
+from .training_loop.guarded_gradients import GradientGuard
 from .training_loop.micro_batch import MicroBatch
+from .training_loop.parameter_hooks import HookCheck
 from .training_loop.progress import LoopProgress
 from .training_loop.schedules import averages_of, schedules_of, step_with_optimizer, update_with_optimizer
 from .training_loop.tagged_tensor import micro_batches_of, share_of_samples, untagged
 from .training_loop.total_weight import TotalWeight
 
 __all__ = ["GradientAccumulation"]
+
+CLIPPING = "optimizer.clip_grad_by_norm() and optimizer.clip_grad_by_value() are exact at every stage"
 
 
 class GradientAccumulation:
@@ -45,6 +51,9 @@ class GradientAccumulation:
         loader: loader of the micro-batches.
         synchronize: called before each forward pass with whether its gradients are to be summed over ranks.
         total: gives each loss its weight, and corrects the gradients if the weights were estimated.
+        stage: stage of ZeRO.
+        is_scaled: whether gradients are multiplied by a loss scale.
+        leaves: the tensors that backward passes add gradients to; (): the parameters of the model.
         max_norm: gradients are clipped to this norm before each step; 0: no clipping.
         on_step: called after each real optimizer step, i.e. once per global batch.
     """
@@ -55,12 +64,19 @@ class GradientAccumulation:
         synchronize: Callable[[bool], None],
         total: TotalWeight,
         *,
+        stage: int,
+        is_scaled: bool = False,
+        leaves: Sequence[Tensor] = (),
         max_norm: float = 0.0,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._loader = loader
         self._synchronize = synchronize
         self._total = total
+        self._stage = stage
+        self._is_scaled = is_scaled
+        self._is_unscaled = False
+        self._leaves = leaves
         self._max_norm = max_norm
         self._on_step = on_step
         self._drop_gradients: Callable[[], None] = lambda: None
@@ -68,6 +84,13 @@ class GradientAccumulation:
         self._rates: list[Any] = []
         self._may_synchronize = self._is_synchronized = True
         self._knows_schedules = False
+        self._guard = GradientGuard(())
+        self._guarded_for: str | None = None
+        self._latest_norm: Any = torch.zeros(())
+        self._replica: DistributedDataParallel | None = None
+        self._forwards = 0
+        """Forward passes since the latest backward pass."""
+        self._runs_backward = False
         self.progress = LoopProgress()
 
     @property
@@ -81,12 +104,18 @@ class GradientAccumulation:
         self._model = model
         self._drop_gradients = optimizer.zero_grad
         self._param_groups = inner_optimizer(optimizer).param_groups
+        self._guard = GradientGuard(model.named_parameters())
+        self._hooks = HookCheck(model, self._stage)
+        self._hooks.check()
+        self._watch_backward(model)
+        self._replica = next((each for each in model.modules() if isinstance(each, DistributedDataParallel)), None)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        model.register_forward_hook(lambda *_: self._close_gradients(), always_call=True)
         optimizer.backward = self._weighted(optimizer.backward)
         optimizer.step = self._stepping(optimizer, optimizer.step)
         optimizer.zero_grad = self._dropping(optimizer.zero_grad)
         for name in ("clip_grad_by_norm", "clip_grad_by_value", "unscale_grad"):
-            setattr(optimizer, name, self._between_global_batches(getattr(optimizer, name)))
+            setattr(optimizer, name, self._between_global_batches(optimizer, getattr(optimizer, name)))
         if lr_scheduler is not None:
             step_with_optimizer(lr_scheduler, self.progress)
 
@@ -100,6 +129,8 @@ class GradientAccumulation:
             self._may_synchronize = True
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._open_gradients()
+        self._forwards += torch.is_grad_enabled()
         given = [*args, *kwargs.values()]
         sources = micro_batches_of(given)
         args, kwargs = untagged(args), untagged(kwargs)
@@ -108,10 +139,10 @@ class GradientAccumulation:
             must_drop = self.progress.must_drop
             micro_batch = self.progress.forward(sources, share_of_samples(sources[0], given) if sources else 1.0)
             if micro_batch is not None:
+                self._hooks.check()
                 if must_drop and not self.progress.must_drop:
                     # The loop left a global batch before its end.
-                    self._drop_gradients()
-                    self._total.forget()
+                    self._drop()
                 self._check_rates(micro_batch)
                 self._is_synchronized = self._may_synchronize
                 self._synchronize(micro_batch.is_last and self._may_synchronize)
@@ -143,16 +174,95 @@ class GradientAccumulation:
     def _weighted(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
         def run(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._open_gradients()
             micro_batch = self.progress.backward(micro_batches_of(loss))
-            return backward(self._total.weighted(untagged(loss), micro_batch), *args, **kwargs)
+            loss = self._total.weighted(untagged(loss), micro_batch)
+            self._prepare_sums(loss)
+            self._runs_backward = True
+            try:
+                result = backward(loss, *args, **kwargs)
+            finally:
+                self._runs_backward = False
+            self._guarded_for = self._why_guarded()
+            self._close_gradients()
+            return result
 
         return run
+
+    def _prepare_sums(self, loss: Tensor) -> None:
+        """Let DDP sum the gradients of every backward pass: it expects one after each forward pass."""
+        forwards, self._forwards = self._forwards, 0
+        if self._stage == 3 and not forwards:
+            raise RuntimeError(
+                "there is a second backward pass since the latest forward pass, and at ZeRO stage 3 the first one "
+                "frees the gathered parameters; add the losses and call booster.backward once, call the model before "
+                "each booster.backward, or use stage 0, 1 or 2"
+            )
+        replica = self._replica
+        if replica is not None and forwards != 1 and replica.require_backward_grad_sync:
+            replica.reducer._rebuild_buckets()  # as before a forward pass
+            replica.reducer.prepare_for_backward([loss] if replica.find_unused_parameters else [])
+
+    # Gradients that the loop must not use -------------------------------------------------------------------------
+
+    def _why_guarded(self) -> str | None:
+        """Why gradients are not those of the global batch, and what to do; None if they are."""
+        if self._stage:
+            return f"at ZeRO stage {self._stage} each rank has another part of it; {CLIPPING}"
+        if self.within_global_batch:
+            return f"it lacks micro-batches of the global batch; {CLIPPING}, or use it where loader.is_last"
+        if not self._is_synchronized:
+            return "it is not summed over ranks, because the backward pass ran inside no_sync()"
+        if self._total.is_estimated:
+            return f"it is corrected before the step, when the sum of weights (weight_by) is known; {CLIPPING}"
+        if self._is_scaled and not self._is_unscaled:
+            return f"it is multiplied by the loss scale; call optimizer.unscale_grad() before. {CLIPPING}"
+        return None
+
+    def _close_gradients(self) -> None:
+        if self._guarded_for is not None:
+            self._guard.open(check=False)
+            self._guard.close(self._guarded_for, fill=self._stage in (1, 2))
+
+    def _open_gradients(self) -> None:
+        """Let the package use the gradients. A loop that has removed all of them means ``optimizer.zero_grad``."""
+        if self._guard.open() and not self.within_global_batch:
+            self._drop()
+
+    def _drop(self) -> None:
+        self._guard.open(check=False)
+        self._guarded_for, self._is_unscaled = None, False
+        self._drop_gradients()
+        self._total.forget()
+
+    def _watch_backward(self, model: nn.Module) -> None:
+        """Refuse backward passes that give the loss no weight."""
+        this = ref(self)
+
+        def check(_: Tensor) -> None:
+            accumulation = this()
+            if accumulation is not None and not accumulation._runs_backward:
+                raise RuntimeError(
+                    "a backward pass other than booster.backward(loss, optimizer) or optimizer.backward(loss) has "
+                    "reached parameters of this optimizer; these give the loss of each batch its weight, and "
+                    "loss.backward() does not. Freeze or detach what the losses of another model must not reach"
+                )
+
+        for leaf in self._leaves or model.parameters():
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(check)
 
     def _stepping(self, optimizer: OptimizerWrapper, step: Callable[..., Any]) -> Callable[..., Any]:
         clip = optimizer.clip_grad_by_norm
 
         @wraps(step)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if any(each is not None for each in (*args, *kwargs.values())):
+                raise ValueError(
+                    "optimizer.step(closure) is not possible: a closure runs forward and backward passes inside the "
+                    "step, and the step comes after those of all micro-batches of a global batch. Call the model, "
+                    "booster.backward(loss, optimizer) and optimizer.step() one after the other"
+                )
             if not self.progress.step():
                 self._find_schedules(optimizer)
                 return None
@@ -161,10 +271,13 @@ class GradientAccumulation:
                     "optimizer.step() was called, but the last backward pass ran inside no_sync(), so the ranks have "
                     "different gradients; leave the last batch before a step out of no_sync()"
                 )
+            self._open_gradients()
             self._total.correct(optimizer)
             if self._max_norm > 0:
                 clip(self._max_norm)
             result = step(*args, **kwargs)
+            self._guarded_for, self._is_unscaled = self._why_guarded(), False
+            self._close_gradients()
             self.progress.finish()
             self._loader.finish_global_batch()
             self._on_step()
@@ -172,10 +285,19 @@ class GradientAccumulation:
 
         return run
 
-    def _between_global_batches(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _between_global_batches(self, optimizer: OptimizerWrapper, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return None if self.within_global_batch else method(*args, **kwargs)
+            """Returns the norm of the latest global batch that was clipped by its norm, 0 before."""
+            if not self.within_global_batch:
+                self._open_gradients()
+                self._total.correct(optimizer)
+                result = method(*args, **kwargs)
+                self._latest_norm = self._latest_norm if result is None else result
+                self._is_unscaled = True
+                self._guarded_for = self._why_guarded()
+                self._close_gradients()
+            return self._latest_norm if method.__name__ == "clip_grad_by_norm" else None
 
         return run
 
@@ -185,6 +307,8 @@ class GradientAccumulation:
             if self.within_global_batch:
                 return None
             self.progress.drop()
+            self._guard.open(check=False)
+            self._guarded_for, self._is_unscaled = None, False
             self._total.forget()
             return zero_grad(*args, **kwargs)
 

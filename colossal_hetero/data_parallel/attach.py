@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from colossalai.interface import ModelWrapper, OptimizerWrapper
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..accelerator import get_accelerator
@@ -48,6 +48,8 @@ class BatchSetup:
     """Index of the model replica that each rank belongs to, by rank."""
     synchronize: Callable[[bool], None]
     """Called before a forward pass with whether its gradients are to be summed over replicas."""
+    leaves: Sequence[Tensor] = ()
+    """The tensors that backward passes add gradients to; (): the parameters of the model."""
     max_norm: float = 0.0
     """Gradients are clipped to this norm before the step; 0 if there is no clipping or the optimizer does it."""
 
@@ -188,6 +190,9 @@ def attach_batches(
         loader,
         setup.synchronize,
         total,
+        stage=setup.stage,
+        is_scaled=setup.precision == "fp16",
+        leaves=setup.leaves,
         max_norm=setup.max_norm,
         on_step=balancer.on_step,
     )

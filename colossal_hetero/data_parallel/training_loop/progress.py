@@ -150,7 +150,10 @@ class LoopProgress:
             missing = f"{_name(self._passed[0])} had no" if self._passed else "there was no"
             raise RuntimeError(
                 f"optimizer.step() was called, but {missing} backward pass by booster.backward(loss, optimizer) or "
-                "optimizer.backward(loss), which give the loss of each batch its weight; loss.backward() does not"
+                "optimizer.backward(loss), which give the loss of each batch its weight; loss.backward() does not. "
+                "Call booster.backward for every batch on every rank, also if a loss is not finite, because the ranks "
+                "sum their gradients in it; the norm that optimizer.clip_grad_by_norm() returns is not finite then, on "
+                "all ranks, and the loop may leave out the step"
             )
         for micro_batch in self._done:
             if self._shares.get(id(micro_batch), 1.0) < ALL:

@@ -19,6 +19,9 @@ __all__ = ["CountedTotal", "SampleTotal", "TotalWeight"]
 class TotalWeight(Protocol):
     """Weighs losses by their part of the global batch."""
 
+    is_estimated: bool
+    """Whether the gradients so far are to be corrected."""
+
     def weighted(self, loss: Tensor, micro_batch: MicroBatch) -> Tensor:
         """``loss``, the mean over a micro-batch, times its weight."""
 
@@ -35,6 +38,8 @@ class SampleTotal:
     Args:
         ranks: number of ranks that gradients are averaged over.
     """
+
+    is_estimated = False
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -70,12 +75,18 @@ class CountedTotal:
         self._divisor = 1.0
         self._uncorrected = 0.0
         """Sum of this rank's counts in an incomplete global batch."""
-        self._is_estimated = False
+        self.is_estimated = False
         self._samples = 1
         self._latest: MicroBatch | None = None
+        self._corrected: MicroBatch | None = None
 
     def weighted(self, loss: Tensor, micro_batch: MicroBatch) -> Tensor:
         assert micro_batch.weight is not None
+        if micro_batch is self._corrected:
+            raise RuntimeError(
+                "there is a backward pass of a global batch whose gradients were clipped already; clip them after the "
+                "last backward pass"
+            )
         if micro_batch is not self._latest:
             self._count(micro_batch, micro_batch.weight)
         if micro_batch.weight == 0:
@@ -84,17 +95,18 @@ class CountedTotal:
         return loss * (micro_batch.weight * self._ranks / self._divisor)
 
     def correct(self, optimizer: Any) -> None:
-        if not self._is_estimated:
+        if not self.is_estimated:
             return
         (total,) = self._sum_over_replicas(self._uncorrected)
         if total > 0:
             for gradient in _gradients(self._model, optimizer):
                 gradient.mul_(self._divisor / total)
             self._per_sample = total / self._samples
+        self._corrected = self._latest
         self.forget()
 
     def forget(self) -> None:
-        self._uncorrected, self._is_estimated, self._latest = 0.0, False, None
+        self._uncorrected, self.is_estimated, self._latest = 0.0, False, None
 
     def _count(self, micro_batch: MicroBatch, weight: float) -> None:
         """Count a micro-batch, and set what the losses of its global batch are divided by."""
@@ -104,7 +116,7 @@ class CountedTotal:
             self._divisor = total or 1.0
             return
         if micro_batch.step == 0:
-            if self._is_estimated:
+            if self.is_estimated:
                 raise RuntimeError(
                     "the gradients of several global batches are accumulated, but the sum of weights (weight_by) of "
                     "each is known only after its last micro-batch; step after every global batch, or make "
@@ -114,7 +126,7 @@ class CountedTotal:
                 total, samples = self._sum_over_replicas(weight, micro_batch.samples)
                 self._per_sample = total / samples if total > 0 else 1.0
             self._divisor = self._per_sample * micro_batch.global_samples
-            self._is_estimated, self._samples = True, micro_batch.global_samples
+            self.is_estimated, self._samples = True, micro_batch.global_samples
         self._uncorrected += weight
 
     def _sum_over_replicas(self, *values: float) -> list[float]:

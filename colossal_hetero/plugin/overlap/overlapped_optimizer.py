@@ -73,7 +73,7 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         self.late_parameters: LateParameters | None = LateParameters() if overlap_allgather else None
         """Gathers the parameters; None if the step waits for them."""
         self._reduces_early = overlap_communication or partition_grad
-        self._clip_value = math.inf
+        self._clip_factor, self._clip_value = 1.0, math.inf
         self._may_accumulate = not partition_grad
         self._passes: Callable[[], int] | None = None
         self._has_order = False
@@ -146,16 +146,52 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
     def zero_bucket_stores(self) -> None:
         super().zero_bucket_stores()
         self._buckets.drop()
-        self._clip_value = math.inf
+        self._clip_factor, self._clip_value = 1.0, math.inf
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        """Limit the elements of the gradients in the next step, which removes the loss scale first."""
+        """Limit the elements of the gradients in the next step, which removes the loss scale first.
+
+        Raises:
+            ValueError: the step would clip by the norm after that.
+        """
+        if self._clip_grad_norm > 0:
+            raise ValueError(f"gradients cannot be clipped by value and by max_norm={self._clip_grad_norm}; use one")
         self._clip_value = min(self._clip_value, clip_value)
 
-    def _unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float) -> None:
-        super()._unscale_and_clip_grads(grad_groups_flat, total_norm)
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Limit the norm of all gradients in the next step, and return it. Called by all ranks at once.
+
+        Raises:
+            RuntimeError: it is not finite, and ``error_if_nonfinite``.
+            ValueError: it is another norm than the 2-norm, or gradients were clipped by value before.
+        """
+        if norm_type != 2.0:
+            raise ValueError(f"norm_type={norm_type} is not available in ZeRO stages 1 and 2, which clip by the 2-norm")
         if self._clip_value < math.inf:
-            for gradient in grad_groups_flat:
+            raise ValueError("ZeRO stages 1 and 2 clip gradients by their norm first, and then by value")
+        self._complete_sums()
+        norms = [
+            sum(
+                self._compute_grad_norm(store.torch_pg, store.get_working_grads_by_group_id(group))
+                for store in self.pg_to_grad_store.values()
+            )
+            for group in range(self.num_param_groups)
+        ]
+        norm = math.hypot(*norms) / getattr(self.mixed_precision_mixin, "loss_scale", 1.0) * self._clip_factor
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(f"the gradients' norm is {norm}: they cannot be clipped")
+        factor = max_norm / (norm + 1e-6)
+        self._clip_factor *= 1.0 if factor >= 1 else factor
+        return torch.tensor(norm, device=get_accelerator().get_current_device())
+
+    def _unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float) -> None:
+        super()._unscale_and_clip_grads(grad_groups_flat, total_norm * self._clip_factor)
+        for gradient in grad_groups_flat:
+            if self._clip_factor != 1:
+                gradient.mul_(self._clip_factor)
+            if self._clip_value < math.inf:
                 gradient.clamp_(-self._clip_value, self._clip_value)
 
     @contextmanager
@@ -181,10 +217,13 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
 
     def _before_step(self) -> None:
         """Complete the sums. At the first step, let gradients enter buckets in the order in which they get ready."""
-        self._forget(self._buckets.complete())
+        self._complete_sums()
         if not self._has_order:
             self._buckets.agree_on_order()
             self._has_order = True
+
+    def _complete_sums(self) -> None:
+        self._forget(self._buckets.complete())
 
     def _forget(self, unused: Iterable[Parameter]) -> None:
         """Drop the gradients of these parameters, so that the step leaves them as they are."""

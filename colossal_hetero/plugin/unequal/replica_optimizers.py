@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from colossalai.booster.plugin import hybrid_parallel_plugin
@@ -76,7 +76,7 @@ class ReplicaOptimizer:
             raise RuntimeError(NOT_SUMMED)
         super().backward(*args, **kwargs)  # type: ignore[misc]
 
-    def clip_grad_by_norm(self, *args: Any, **kwargs: Any) -> None:
+    def clip_grad_by_norm(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: a rank has only a part of the gradients.
 
         Raises:

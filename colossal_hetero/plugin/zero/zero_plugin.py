@@ -34,7 +34,15 @@ from .lowest_zero_stage import configure_lowest_stage
 from .mixed_devices import device_of_this_rank, stages_for
 from .parameter_names import ParameterFacts, check_owned, name_groups, parameter_facts
 from .zero_checkpoints import StageCheckpointIO
-from .zero_stages import PRECISIONS, STAGES, Configured, options_by_stage, plugin_of_stage, synchronizer
+from .zero_stages import (
+    PRECISIONS,
+    STAGES,
+    Configured,
+    flat_parameters,
+    options_by_stage,
+    plugin_of_stage,
+    synchronizer,
+)
 
 __all__ = ["HeteroZeroPlugin"]
 
@@ -193,6 +201,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
             precision=self.precision,
             replica_of=range(self.world_size),
             synchronize=synchronizer(int(self.stage), objects.model, objects.optimizer),
+            leaves=flat_parameters(objects.model),
             max_norm=self.max_norm if self.stage in (0, 3) else 0.0,  # ZeRO's optimizer clips in its step
         )
 

@@ -31,7 +31,7 @@ from ...profiling.preserved_state import inner_optimizer
 from ..overlap.overlapped_optimizer import overlapped_optimizers
 from .zero_checkpoints import ShardedCheckpointIO
 
-__all__ = ["PRECISIONS", "STAGES", "options_by_stage", "plugin_of_stage", "synchronizer"]
+__all__ = ["PRECISIONS", "STAGES", "flat_parameters", "options_by_stage", "plugin_of_stage", "synchronizer"]
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = {
@@ -70,9 +70,8 @@ class _ShardedOptimizer(FSDPOptimizerWrapper):
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         super().__init__(optimizer, model)
-        shards: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
         self._used: set[tuple[int, int]] = set()
-        self._handles = [shard._handle for shard in shards if shard._handle is not None]
+        self._handles = _handles(model)
         for number, handle in enumerate(self._handles):
             handle._get_unflat_views = self._watched(handle._get_unflat_views, number)
 
@@ -164,6 +163,8 @@ class _Replicas(TorchDDPPlugin):
             # Without the parent's wrapper: loading a sharded checkpoint unwraps only once.
             bare: Any = inner_optimizer(optimizer) if optimizer is not None else None
             model, optimizer, criterion = FP16TorchMixedPrecision().configure(model, bare, criterion)
+            if isinstance(optimizer, OptimizerWrapper):
+                optimizer.clip_grad_by_norm = MethodType(_clip_unscaled, optimizer)  # type: ignore[method-assign]
         return model, optimizer, criterion, dataloader, lr_scheduler
 
 
@@ -181,8 +182,7 @@ def _check_sums(replica: nn.parallel.DistributedDataParallel, *_: Any) -> None:
 
 
 class _ShardedStates(LowLevelZeroPlugin):
-    """Stages 1 and 2: Colossal-AI's ZeRO plugin, whose communication overlaps with computation on every device, and
-    whose optimizer supports ``clip_grad_by_norm``."""
+    """Stages 1 and 2: Colossal-AI's ZeRO plugin, whose communication overlaps with computation on every device."""
 
     def __init__(self, *, overlap_allgather: bool = False, **options: Any) -> None:
         # Groups of groups and 8-bit messages are left to Colossal-AI's optimizer.
@@ -200,19 +200,22 @@ class _ShardedStates(LowLevelZeroPlugin):
     ) -> Configured:
         with overlapped_optimizers(self._gathers_late) if self._is_overlapped else nullcontext():
             configured = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
-        if isinstance(configured[1], LowLevelZeroOptimizer):
-            configured[1].clip_grad_by_norm = MethodType(_clip_in_step, configured[1])
+        if isinstance(configured[1], LowLevelZeroOptimizer) and not self._is_overlapped:
+            configured[1].clip_grad_by_norm = configured[1].clip_grad_by_value = _refuse_to_clip
         return configured
 
 
-def _clip_in_step(optimizer: LowLevelZeroOptimizer, max_norm: float, norm_type: float = 2.0, *_: Any) -> None:
-    """``clip_grad_by_norm`` for ZeRO's optimizer: it clips in its step, and parameters have no gradients before it.
+def _refuse_to_clip(*_: Any, **__: Any) -> Any:
+    raise ValueError(
+        "gradients cannot be clipped before the step with extra_dp_size or fp8_communication, because Colossal-AI's "
+        "optimizer keeps them in shards; give HeteroZeroPlugin max_norm"
+    )
 
-    Without this function the call would silently change nothing. Raises ``ValueError`` if ``norm_type`` is not 2.
-    """
-    if norm_type != 2.0:
-        raise ValueError(f"norm_type={norm_type} is not available in ZeRO stages 1 and 2, which clip by the 2-norm")
-    optimizer._clip_grad_norm = max_norm
+
+def _clip_unscaled(optimizer: OptimizerWrapper, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``clip_grad_by_norm`` with a loss scale; Colossal-AI's does not return the norm."""
+    optimizer.unscale_grad()
+    return OptimizerWrapper.clip_grad_by_norm(optimizer, *args, **kwargs)
 
 
 def _needs_flat_parameters(model: nn.Module, optimizer: Optimizer) -> bool:
@@ -293,6 +296,16 @@ def plugin_of_stage(stage: int, precision: str, max_norm: float, options: dict[s
     if stage == 3:
         return _ShardedParameters(precision, **options)
     return _ShardedStates(stage=stage, precision=precision, max_norm=max_norm, **options)
+
+
+def _handles(model: nn.Module) -> list[Any]:
+    shards: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
+    return [shard._handle for shard in shards if shard._handle is not None]
+
+
+def flat_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """The flat parameters of stage 3, which hold the others; none at other stages."""
+    return [handle.flat_param for handle in _handles(model)]
 
 
 def synchronizer(stage: int, model: ModelWrapper, optimizer: OptimizerWrapper) -> Callable[[bool], None]:

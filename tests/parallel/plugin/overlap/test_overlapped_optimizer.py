@@ -179,8 +179,8 @@ def started_when() -> tuple[list[str], list[bool], list[bool]]:
         events.append("sum")
         return reduce_scatter(*args, **kwargs)
 
-    net.first.weight.register_post_accumulate_grad_hook(lambda _: events.append("first layer"))
-    net.third.weight.register_post_accumulate_grad_hook(lambda _: events.append("last layer"))
+    net.first.weight.register_hook(lambda _: events.append("first layer"))
+    net.third.weight.register_hook(lambda _: events.append("last layer"))
 
     def late() -> list[bool]:
         return [isinstance(layer.weight, LateParameter) for layer in (net.first, net.third)]
@@ -190,8 +190,9 @@ def started_when() -> tuple[list[str], list[bool], list[bool]]:
         for number, (inputs, targets) in enumerate(loader):
             if number == 1:
                 hook = net.first.register_forward_hook(lambda *_: in_forward.extend(late()))
+            loss = criterion(model(inputs), targets)
             events.clear()
-            optimizer.backward(criterion(model(inputs), targets))
+            optimizer.backward(loss)
             if number == 1:
                 hook.remove()
                 break

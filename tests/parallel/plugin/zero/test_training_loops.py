@@ -305,7 +305,7 @@ def step_without_sync(script: Script) -> None:
 
 
 REFUSED = {
-    plain_backward: "optimizer.step() was called, but micro-batch 0 of global batch 0 had no backward pass",
+    plain_backward: "a backward pass other than booster.backward(loss, optimizer)",
     counted_parts: "the loop accumulates gradients over several batches by itself",
     rate_of_each_part: "the learning rate changed from 0.1 to 0.09",
     first_part_again: "is passed forward again after optimizer.step()",
