@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from . import gradient_norm, padded_vocabulary, second_derivatives
+from . import gradient_norm, layout_cache, padded_vocabulary, second_derivatives
 
 __all__ = ["correct_colossalai"]
 
@@ -19,4 +19,5 @@ def correct_colossalai() -> None:
     """Apply every correction, once per process."""
     padded_vocabulary.correct()
     gradient_norm.correct()
+    layout_cache.correct()
     second_derivatives.correct()

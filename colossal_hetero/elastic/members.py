@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 __all__ = ["Members"]
 
 
 class Members(Protocol):
     """The members of a job; ``elastic/membership`` has those that survive each other."""
+
+    @property
+    def board(self) -> Any:
+        """Where all processes of the job publish texts; None if each of them is in one world only."""
 
     def form(self) -> Sequence[str]:
         """Form a world; returns the node of each member, by rank."""

@@ -1,7 +1,6 @@
 """Modules that the fork server of :mod:`tests.support.harness` loads once for all test processes."""
 
 import gc
-from typing import Any
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
@@ -17,7 +16,6 @@ from colossal_hetero.profiling.batches import device_profiler
 
 # isort: split
 from colossalai.device.device_mesh import DeviceMesh
-from colossalai.tensor.d_tensor.api import layout_converter
 
 # Where a plugin divides batches, ranks measure the times of passes. Tests do not need precise times, so each size runs
 # only once.
@@ -32,17 +30,6 @@ saved_profile.default_folder = lambda: ""
 # enough for all. The copies take a third of the time of Booster.boost.
 DeviceMesh.__deepcopy__ = lambda mesh, memo: mesh
 
-
-class Forgetting(dict[Any, Any]):
-    """A dict that stays empty."""
-
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-
-
-# Colossal-AI remembers how parameters are gathered for a checkpoint, with the process group, until that group is
-# destroyed. A plugin's groups are destroyed when the garbage collection of a rank finds the plugin. If a test makes
-# several plugins, ranks may therefore gather over groups of different plugins, and wait for each other for ever.
-layout_converter.cached_solution = Forgetting()
 
 # Garbage collections must not visit the objects of these modules. That would take a third of a second each time, and
 # would copy the memory pages that a rank shares with the server.

@@ -100,6 +100,7 @@ class ElasticRun(PluginPart):
         self._loader_is_old = False
         self.evaluations = Evaluations()
         self._repeats_evaluation = False
+        self._steps_in_world = 0
 
     # A world ------------------------------------------------------------------------------------------------------
 
@@ -133,6 +134,7 @@ class ElasticRun(PluginPart):
         """Form a world and agree on the newest step; the node of each member, what it holds, and the size of
         micro-batches so far."""
         nodes = self._members.form()
+        self._steps_in_world = 0
         done, has_results = self.evaluations.done, self.evaluations.has_results
         standing = Standing(self.version if self._holds else None, self._complete, self._commit, done, has_results)
         everyone: list[Any] = [None] * len(nodes)
@@ -145,10 +147,7 @@ class ElasticRun(PluginPart):
         if self._agreed is not None:
             catch_up = self._agreed.catch_ups[dist.get_rank()]
             if self._holds and catch_up is CatchUp.FORGET:
-                raise SystemExit(
-                    f"this process was taken for dead at step {self.version}, and the others are at step "
-                    f"{self._agreed.version}; start it again to join them"
-                )
+                raise self._left_behind(self._agreed.version)
             if catch_up is CatchUp.STEP:
                 self._make_step(self._agreed.commit)
         if self._holds and self._held is None:
@@ -168,6 +167,12 @@ class ElasticRun(PluginPart):
         self._repeats_evaluation = own.version is not None and has_to_repeat(own, stayed)
         if own.version is None:
             self.evaluations.done = max((each.evaluations for each in stayed), default=0)
+
+    def _left_behind(self, step: int) -> SystemExit:
+        return SystemExit(
+            f"this process was taken for dead at step {self.version}, and the others are at step {step}; start it "
+            "again to join them"
+        )
 
     def _make_step(self, commit: Commit) -> None:
         """Make the step that others have made, with what they agreed on."""
@@ -396,6 +401,10 @@ class ElasticRun(PluginPart):
         self.version += 1
         self._commit, self._complete = commit, False
         self._calls = []
+        self._steps_in_world += 1
+        # A member of this world is at most one step behind, so that one that is not knows it before it joins again.
+        if self._steps_in_world == 2 and dist.get_rank() == 0 and self._members.board is not None:
+            self._members.board.publish("steps", str(self.version))
 
     def _exchange(self, squared_norm: Tensor, has_gradient: Sequence[bool]) -> Commit:
         self._complete = True
@@ -485,6 +494,9 @@ class ElasticRun(PluginPart):
             self._members.fail(reason)
         with suppress(RuntimeError):
             self._members.leave()
+        steps = int(self._members.board.published("steps") or 0)
+        if self._holds and steps > self.version + 1:
+            raise self._left_behind(steps)
         gc.collect()
         self.form()
         if self._agreed is None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -33,8 +36,8 @@ def check(
     return outcome
 
 
-def check_parameters(outcome: Outcome) -> None:
-    _, expected = undisturbed(STEPS)
+def check_parameters(outcome: Outcome, steps: int = STEPS) -> None:
+    _, expected = undisturbed(steps)
     assert outcome.parameters
     for parameters in outcome.parameters:
         for name, found in parameters.items():
@@ -117,6 +120,37 @@ def test_a_spare_that_takes_the_place_gives_the_same_bits(dead: int) -> None:
     for parameters in found.parameters:
         for name, each in parameters.items():
             assert np.array_equal(each, bits[name]), name
+
+
+def train_slowly(told: Any) -> None:
+    """The script of members that take a while for each step."""
+    train(24, None, None, (), told, after_step=lambda *_: time.sleep(0.1))
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_a_frozen_process_that_wakes_ends_without_a_change_of_the_others(frozen: int) -> None:
+    with Job(24, (train_slowly,)) as job:
+        for node in ("big-0", "small-0", "big-1"):
+            job.start(node)
+        state = "running"
+        while job.alive():
+            message = job.message()
+            if message is None or message[1] != "step":
+                continue
+            step, members = message[2][:2]
+            if state == "running" and step == 4 and members == 3:
+                os.kill(job.members[frozen].pid, signal.SIGSTOP)
+                state = "frozen"
+            elif state == "frozen" and members == 2 and step >= 10:
+                os.kill(job.members[frozen].pid, signal.SIGCONT)
+                state = "awake"
+        outcome = job.finish()
+    assert state == "awake"
+    (error,) = outcome.errors
+    assert "this process was taken for dead at step" in error and "start it again to join them" in error
+    changes = [[(each.before, each.after) for each in of_member] for of_member in outcome.recoveries]
+    assert len(changes) == 2 and all(each[-1] == (3, 2) for each in changes), changes
+    check_parameters(outcome, 24)
 
 
 def test_a_process_that_comes_too_late_ends() -> None:
