@@ -64,7 +64,7 @@ class HeadBlock(Block):
     @property
     def moves(self) -> bool:
         """Whether units can migrate: the model has computed a loss in training."""
-        return self._has_computed_loss
+        return self._has_computed_loss and super().moves
 
     @property
     def reshards(self) -> bool:

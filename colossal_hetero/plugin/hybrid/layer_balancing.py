@@ -19,6 +19,7 @@ from ...balance.attach import attach_balancer
 from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
 from ...balance.measure.clock import IterationClock, make_clock
+from ...layers.inside_blocks.views import asks_for_heads
 from ...layers.policy import hetero_policy
 from ..part import PluginPart, TrainingObjects
 from ..resharding.optimizer_slots import HybridOptimizerMemory
@@ -136,12 +137,12 @@ def _is_last_pass(plugin: HybridParallelPlugin, model: ModelWrapper, optimizer: 
 
 
 def _begin_on_forward(model: ModelWrapper, balancer: Balancer) -> None:
-    def begin(module: nn.Module, _: Any) -> None:
+    def begin(module: nn.Module, _: Any, arguments: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
-            balancer.begin()
+            balancer.begin(asks_for_heads(module, arguments))
             time_collectives(balancer.running_clock)
         elif not torch.is_grad_enabled():
-            balancer.begin_evaluation_pass()
+            balancer.begin_evaluation_pass(asks_for_heads(module, arguments))
 
     def end(*_: Any) -> None:
         if not torch.is_grad_enabled():
@@ -150,7 +151,7 @@ def _begin_on_forward(model: ModelWrapper, balancer: Balancer) -> None:
     # On the innermost model, whose layers make the same check: the user may call it, or switch it to training, without
     # the wrappers. It also runs inside the hooks by which ZeRO waits for weights that it gathers late.
     innermost = model.unwrap(unwrap_peft=False)
-    innermost.register_forward_pre_hook(begin)
+    innermost.register_forward_pre_hook(begin, with_kwargs=True)
     innermost.register_forward_hook(end, always_call=True)
     train = innermost.train
 
