@@ -402,16 +402,18 @@ class Balancer:
             return
         if not wants_resharding(self._plan, self._relieved_for, self.config.reshard_after):
             return
-        if sharding.obstacle is None:
+        obstacle = sharding.obstacle
+        if obstacle is None:
             # Without messages in each iteration it may pay to move more units.
             plan = self._plan if self._follows else self._decide(self._speed.uncertainty, for_good=True)
             self._exchange.check_same(self._plan.digest, plan.digest)
             self._change_plan(plan, for_good=True)
+            obstacle = sharding.obstacle
         if sharding.is_active:
             return
         self._not_for_good = self._plan
         if not self._has_told_obstacle and dist.get_rank() == 0:
-            log.info("units migrate in each iteration and are not given away for good: %s", sharding.obstacle)
+            log.info("units migrate in each iteration and are not given away for good: %s", obstacle)
         self._has_told_obstacle = True
 
     def ordinary_shards(self) -> AbstractContextManager[None]:

@@ -28,17 +28,17 @@ Arrangement = dict[int, tuple[Holding, ...]]
 
 
 class OptimizerMemory(Protocol):
-    """What an optimizer keeps of parameters."""
+    """What the optimizers of a model keep of parameters."""
 
     @property
     def obstacle(self) -> str | None:
-        """Why units cannot change their rank for good, as a clause; None if they can. The same on all ranks."""
+        """Why units cannot change their rank for good, as a clause; None if they can."""
 
     def prepare(self) -> None:
         """Called before units move: nothing may depend any more on the shapes that parameters have."""
 
     def slots_of(self, parameter: Tensor) -> Sequence[StateSlot]:
-        """What the optimizer keeps of a parameter of the model: a master in higher precision, moments."""
+        """What optimizers keep of a parameter of the model: masters in higher precision, moments."""
 
 
 class Resharding:
@@ -49,7 +49,7 @@ class Resharding:
         blocks: its blocks.
         transport: of the group.
         exchange: of the group.
-        memory: of the model's optimizer.
+        memory: of the model's optimizers.
     """
 
     def __init__(
@@ -78,10 +78,13 @@ class Resharding:
 
     @property
     def obstacle(self) -> str | None:
-        """Why no units can be given away for good, as a clause; None if some can."""
+        """Why no units can be given away for good, as a clause; None if some can. Collective over the group."""
         if not self.possible:
             return "no block has units that can be"
-        return self._failure or self._memory.obstacle
+        obstacle = self._failure or self._memory.obstacle
+        if self._exchange.all_agree(obstacle is None):
+            return None
+        return obstacle or "another rank has an optimizer that does not allow it"
 
     @property
     def is_active(self) -> bool:
