@@ -135,10 +135,10 @@ class Applier:
     def present_kinds(self, for_good: bool = False) -> list[LayerKind]:
         """:attr:`kinds`, where ``moves`` is false for blocks that cannot migrate now, and ``sends`` for those whose
         units are moved once, if a plan is applied ``for_good``."""
-        fixed = {
+        moving = {
             number
             for target, number in zip(self._targets, self._kind_of, strict=True)
-            if isinstance(target, Units) and not target.block.moves
+            if not isinstance(target, Units) or target.block.moves
         }
         once: set[int | None] = set()
         if for_good and self._resharding is not None:
@@ -146,7 +146,7 @@ class Applier:
             possible = self._resharding.possible
             once = set(of_blocks) - {kind for block, kind in enumerate(of_blocks) if block not in possible}
         return [
-            replace(kind, moves=number not in fixed, sends=number not in once) for number, kind in enumerate(self.kinds)
+            replace(kind, moves=number in moving, sends=number not in once) for number, kind in enumerate(self.kinds)
         ]
 
     @property
@@ -171,6 +171,37 @@ class Applier:
         self._for_good = for_good
         self._pruning.start(plan.resize[self._rank])
         self._assign()
+
+    def seen(self, asks_for_heads: bool) -> list[bool]:
+        """For each block, whether somebody on this rank sees what is computed inside; see :meth:`.Block.is_seen`."""
+        return [block.is_seen(asks_for_heads) for block in self._blocks]
+
+    def sees_more(self, asks_for_heads: bool) -> bool:
+        """Whether somebody on this rank sees inside of a block whose units need not stay so far."""
+        return any(not block.stays and block.is_seen(asks_for_heads) for block in self._blocks)
+
+    def sees_other(self, asks_for_heads: bool) -> bool:
+        """Whether this rank sees inside of other blocks than those that stay."""
+        return any(block.stays != block.is_seen(asks_for_heads) for block in self._blocks)
+
+    def check_seen(self, asks_for_heads: bool) -> None:
+        """Raise RuntimeError if somebody sees inside of a block whose units the plan divides."""
+        for block in self._blocks:
+            if not block.stays:
+                block.check_seen(asks_for_heads)
+
+    @property
+    def is_for_good(self) -> bool:
+        """Whether the plan is applied for good, to all blocks for which that is possible."""
+        return self._for_good
+
+    def keep(self, stays: Sequence[bool]) -> bool:
+        """For each block, whether all ranks compute their own units from now on, when a plan is applied next; the same
+        on all ranks. Returns whether this changes anything."""
+        changes = [block.stays for block in self._blocks] != list(stays)
+        for block, stay in zip(self._blocks, stays, strict=True):
+            block.stays = stay
+        return changes
 
     def traffic(self, plan: BalancePlan, bytes_per_element: int) -> Traffic:
         """What ranks would wait for under ``plan`` in an iteration like those so far.
@@ -243,7 +274,8 @@ class Applier:
         divisions = self._divide(self._plan)
         kept = []
         for target, ratio, division in zip(self._targets, ratios, divisions, strict=True):
-            kept.append(max(1, kept_count(target.columns, float(ratio)) - division.given(rank)))
+            share = 0.0 if isinstance(target, Units) and target.block.stays else float(ratio)
+            kept.append(max(1, kept_count(target.columns, share) - division.given(rank)))
         self._assign_layers(ratios, divisions)
         self._assign_blocks(kept, divisions)
         self._shares = self._measure(kept, divisions)
@@ -253,7 +285,7 @@ class Applier:
         idle = BalancePlan.idle(len(plan.resize))
         divisions = []
         for target, kind in zip(self._targets, self._kind_of, strict=True):
-            if isinstance(target, Units) and target.block.stays:
+            if isinstance(target, Units) and target.block.is_fixed:
                 divisions.append(divide(target.columns, idle, self._config.grain))
             elif plan.units and isinstance(target, Units):
                 assert kind is not None

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from math import fsum
 from statistics import median
 
@@ -56,6 +57,9 @@ ALWAYS_MEASURED = 16
 
 SETTLED_AFTER = 10
 """The number of iterations with a plan from which its cost of communication is learned."""
+
+VOTE_TIMEOUT = timedelta(minutes=5)
+"""How much later than this rank others may come to a pass in which they look inside of blocks for the first time."""
 
 MIN_RECEIVED = 0.02
 """The minimum share that is migrated to a receiver with little memory; with memory for less it takes nothing."""
@@ -105,6 +109,8 @@ class Balancer:
         self._has_told_obstacle = False
         self._is_measured = False
         """Whether the current iteration is measured."""
+        self._asks_for_heads = False
+        """Whether a caller has asked for something of each head in this iteration, or the pass for evaluation."""
 
     @property
     def plan(self) -> BalancePlan:
@@ -141,13 +147,18 @@ class Balancer:
         """
         self._exchange.check_same(plan.digest)
         self._follows = True
+        self._agree_on_seen()
         self._plan = self._adopt(plan, self._stays_resharded(plan))
 
-    def begin(self, number: int = 1, passes: int = 1) -> None:
+    def begin(self, asks_for_heads: bool = False, number: int = 1, passes: int = 1) -> None:
         """Call this before a training forward pass; the first one since :meth:`tick` begins an iteration.
 
         ``number`` is that of the pass in a run of a schedule, from 1 on, and ``passes`` the backward passes of each
         layer in it: nobody changes weights, or uses gradients, before they have ended.
+
+        Raises:
+            RuntimeError: it is a later pass of an iteration, and now somebody sees what is computed inside of a block
+            whose units are divided by a plan.
         """
         if not self._running:
             is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -158,7 +169,55 @@ class Balancer:
                 )
             self._running = True
             self._measure(not is_captured and self._wants_times())
+            self._keep_seen(asks_for_heads)
+        else:
+            self._asks_for_heads |= asks_for_heads
+            if not self._is_idle:
+                self._applier.check_seen(asks_for_heads)
         self._applier.begin_pass("training", number, passes)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether every rank computes exactly its own work."""
+        return not any((*self._plan.resize, *self._plan.migrate))
+
+    def _keep_seen(self, asks_for_heads: bool) -> None:
+        """If a plan applies, let all ranks compute their own units of blocks that somebody sees inside in the pass that
+        begins: on all ranks, or on some ranks since before there was a plan.
+
+        Raises:
+            RuntimeError: only some ranks see inside of a block.
+        """
+        self._asks_for_heads = asks_for_heads
+        if self._is_idle or not self._applier.sees_more(asks_for_heads):
+            return
+        seen = self._groups.votes.anywhere(self._applier.seen(asks_for_heads), VOTE_TIMEOUT)
+        if seen is None:
+            raise RuntimeError(
+                "hooks inside of a block, or what this rank asks of its attention, would see other units than those of "
+                f"this rank, and {VOTE_TIMEOUT} later other ranks of its tensor-parallel group do not have them, so "
+                "that the plan cannot be changed: add the same hooks on all ranks, or before the first step, or use "
+                "balance mode 'off'"
+            )
+        self._stay(seen)
+
+    def _stay(self, seen: Sequence[bool]) -> None:
+        """Let blocks that are seen stay as they are, and others not any more. Collective over the group."""
+        if not self._applier.keep(seen):
+            return
+        if any(seen) and dist.get_rank() == 0:
+            log.info(
+                "%d of %d blocks are not balanced, because hooks inside of them, or a caller that asks for attention "
+                "maps or gives masks of heads, would see other units than those of a rank",
+                *(sum(seen), len(seen)),
+            )
+        if not self._is_idle:
+            self._plan = self._adopt(self._plan, self._applier.is_for_good)
+
+    def _agree_on_seen(self) -> None:
+        """Let all ranks know which blocks somebody sees inside. Collective over the group."""
+        if seen := self._exchange.anywhere(self._applier.seen(self._asks_for_heads)):
+            self._stay(seen)
 
     @property
     def running_clock(self) -> IterationClock | None:
@@ -183,8 +242,9 @@ class Balancer:
             self._clock.keep_segments = self._timelines.wants(self._iteration)
             self._clock.start()
 
-    def begin_evaluation_pass(self) -> None:
+    def begin_evaluation_pass(self, asks_for_heads: bool = False) -> None:
         """Call this before a forward pass without gradients; it belongs to no iteration."""
+        self._keep_seen(asks_for_heads)
         self._applier.begin_pass("evaluation")
 
     def end_evaluation_pass(self) -> None:
@@ -221,11 +281,15 @@ class Balancer:
                 self._speed.receive_factor = self._costs.receive_factor
             self._relieved_for = relieved_for(self._relieved_for, self._plan)
             # Not any(…), which would stop at the first iteration after which to decide.
-            if sum([self._compare(rows) for rows in self._exchange.take()]):
+            times_of_ranks = self._exchange.take()
+            if self._exchange.is_flagged:
+                self._agree_on_seen()
+            if sum([self._compare(rows) for rows in times_of_ranks]):
                 self._replan()
             self._reshard_if_due()
             nothing = (-1, [0.0] * (1 + 3 * len(self._applier.kinds)))
-            self._exchange.post(*(self._unsent.popleft() if self._unsent else nothing), self._plan.digest)
+            iteration, numbers = self._unsent.popleft() if self._unsent else nothing
+            self._exchange.post(iteration, numbers, self._plan.digest, self._applier.sees_other(self._asks_for_heads))
             self._applier.end_iteration()
         self._iteration += 1
 
@@ -290,6 +354,7 @@ class Balancer:
 
     def _replan(self) -> None:
         """Decide on a plan and apply it."""
+        self._agree_on_seen()
         is_settled = len(self._migration_seconds) >= SETTLED_AFTER
         if sum(self._plan.migrate) > 0 and is_settled and not self.has_resharded:
             self._costs = self._costs.corrected(
@@ -327,7 +392,7 @@ class Balancer:
     def _reshard_if_due(self) -> None:
         """Give the units that migrate away for good if their owners have been slow for long. Collective."""
         sharding = self._resharding
-        if sharding is None or sharding.is_active or self._plan == self._not_for_good:
+        if sharding is None or self._applier.is_for_good or self._plan == self._not_for_good:
             return
         if not wants_resharding(self._plan, self._relieved_for, self.config.reshard_after):
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,19 +29,21 @@ class Exchange:
         self._table: torch.Tensor | None = None
         self._pending: Any = None
         self._rows: dict[int, dict[int, list[float]]] = {}
+        self.is_flagged = False
+        """Whether some rank has flagged what :meth:`take` has returned last."""
 
     @property
     def size(self) -> int:
         return self._group.size()
 
-    def post(self, iteration: int, numbers: Sequence[float], digest: int) -> None:
+    def post(self, iteration: int, numbers: Sequence[float], digest: int, flag: bool = False) -> None:
         """Start telling all ranks this rank's ``numbers`` of an iteration, without waiting.
 
         A rank that knows none yet (a GPU's clock is late) posts iteration −1. All ranks must post equally many numbers.
         ``digest`` is the hash of the plan that this rank follows.
         """
-        self._table = torch.zeros(self.size, 2 + len(numbers), dtype=torch.float64)
-        self._table[self._group.rank()] = torch.tensor([iteration, digest, *numbers], dtype=torch.float64)
+        self._table = torch.zeros(self.size, 3 + len(numbers), dtype=torch.float64)
+        self._table[self._group.rank()] = torch.tensor([iteration, digest, flag, *numbers], dtype=torch.float64)
         self._pending = dist.all_reduce(self._table, group=self._group, async_op=True)
 
     def take(self) -> list[list[list[float]]]:
@@ -50,15 +53,17 @@ class Exchange:
         Raises:
             RuntimeError: ranks follow different plans.
         """
+        self.is_flagged = False
         if self._pending is None:
             return []
         self._pending.wait()
         self._pending = None
         assert self._table is not None
         table = self._table.tolist()
+        self.is_flagged = any(row[2] for row in table)
         if any(row[1] != table[0][1] for row in table):
             raise RuntimeError(_DIFFERENT_PLANS)
-        for rank, (iteration, _, *numbers) in enumerate(table):
+        for rank, (iteration, _, _, *numbers) in enumerate(table):
             if iteration >= 0:
                 self._rows.setdefault(int(iteration), {})[rank] = numbers
         complete = sorted(iteration for iteration, rows in self._rows.items() if len(rows) == self.size)
@@ -81,6 +86,18 @@ class Exchange:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         return bool(largest[0] == -largest[1])
 
+    def anywhere(self, conditions: Sequence[bool], timeout: timedelta | None = None) -> list[bool] | None:
+        """Which of the conditions are true on some rank; None if some rank has not asked within ``timeout``."""
+        votes = torch.tensor(conditions, dtype=torch.uint8)
+        work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        try:
+            work.wait(*([] if timeout is None else [timeout]))
+        except RuntimeError:
+            if timeout is None:
+                raise
+            return None
+        return votes.bool().tolist()
+
     def all_agree(self, yes: bool) -> bool:
         """Whether ``yes`` is true on every rank."""
         vote = torch.tensor([yes], dtype=torch.int64)
@@ -100,6 +117,8 @@ class Groups:
 
     exchange: Exchange
     """The messages of its tensor-parallel group."""
+    votes: Exchange
+    """The same group, for messages that ranks may send although others do not expect them."""
     world: dist.ProcessGroup
     """All ranks, over Gloo."""
     tensor_parallel: list[list[int]]
@@ -115,14 +134,14 @@ def make_groups(tp_group: dist.ProcessGroup) -> Groups:
     gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, members, group=world)
     groups = sorted({tuple(ranks) for ranks in gathered})
-    exchange = migration = None
+    exchange = votes = migration = None
     for ranks in groups:
-        group = dist.new_group(list(ranks), backend="gloo")
+        group, other = (dist.new_group(list(ranks), backend="gloo") for _ in range(2))
         beside = dist.new_group(list(ranks), pg_options=_few_processors(dist.get_backend()))
         if list(ranks) == members:
-            exchange, migration = Exchange(group), beside
-    assert exchange is not None and migration is not None
-    return Groups(exchange, world, [list(ranks) for ranks in groups], migration)
+            exchange, votes, migration = Exchange(group), Exchange(other), beside
+    assert exchange is not None and votes is not None and migration is not None
+    return Groups(exchange, votes, world, [list(ranks) for ranks in groups], migration)
 
 
 def _few_processors(backend: str) -> Any:

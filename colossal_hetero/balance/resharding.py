@@ -29,17 +29,17 @@ Arrangement = dict[int, tuple[Holding, ...]]
 
 
 class OptimizerMemory(Protocol):
-    """What an optimizer keeps of parameters."""
+    """What the optimizers of a model keep of parameters."""
 
     @property
     def obstacle(self) -> str | None:
-        """Why units cannot change their rank for good, as a clause; None if they can. The same on all ranks."""
+        """Why units cannot change their rank for good, as a clause; None if they can."""
 
     def prepare(self) -> None:
         """Called before units move: nothing may depend any more on the shapes that parameters have."""
 
     def slots_of(self, parameter: Tensor) -> Sequence[StateSlot]:
-        """What the optimizer keeps of a parameter of the model: a master in higher precision, moments."""
+        """What optimizers keep of a parameter of the model: masters in higher precision, moments."""
 
 
 class Resharding:
@@ -50,7 +50,7 @@ class Resharding:
         blocks: its blocks.
         transport: of the group.
         exchange: of the group.
-        memory: of the model's optimizer.
+        memory: of the model's optimizers.
     """
 
     def __init__(
@@ -88,7 +88,10 @@ class Resharding:
         # On any rank: a single one may copy the model, or register a hook.
         if not self._exchange.all_agree(not (self.keeps_shapes or is_hooked)):
             return "the model was copied, or a parameter has a hook, which may rely on the present shapes of parameters"
-        return self._failure or self._memory.obstacle
+        obstacle = self._failure or self._memory.obstacle
+        if self._exchange.all_agree(obstacle is None):
+            return None
+        return obstacle or "another rank has an optimizer that does not allow it"
 
     @property
     def is_active(self) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from .block_rules import BlockRule, rule_for
 from .dropout.unit_dropout import UnitDropout, UnitRange
+from .inside_blocks.views import is_seen
 from .linear import HeteroLinear
 from .unit_layout import UnitPlace, UnitShare
 from .workload import Selector, is_recorded, values_of
@@ -95,6 +96,10 @@ class Block:
         self.before_forward: Callable[[bool], None] | None = None
         """Called before the forward pass of the first layer, also without a workload; takes whether the pass is one of
         training."""
+        self.inside: tuple[nn.Module, ...] = self.layers  # type: ignore[assignment]
+        """The modules through which only the units pass that this rank computes."""
+        self.stays = False
+        """Whether each rank computes its own units, whatever the plan, because somebody sees what it computes."""
         self._heads = heads
         self._widths = {width: getattr(heads, width) for width in widths if hasattr(heads, width)}
         self._fetch: Fetch = tuple
@@ -109,17 +114,31 @@ class Block:
     @property
     def moves(self) -> bool:
         """Whether units can migrate now; the same on all ranks."""
-        return True
+        return not self.stays
 
     @property
-    def stays(self) -> bool:
-        """Whether it is known that units can never migrate; the same on all ranks."""
-        return False
+    def is_fixed(self) -> bool:
+        """Whether units do not migrate, whatever the plan; the same on all ranks."""
+        return self.stays
 
     @property
     def reshards(self) -> bool:
         """Whether units can change their rank for good."""
         return True
+
+    def is_seen(self, asks_for_heads: bool) -> bool:
+        """Whether somebody on this rank sees what it computes of this block."""
+        return (asks_for_heads and self._heads is not None) or is_seen(self.inside)
+
+    def check_seen(self, asks_for_heads: bool = False) -> None:
+        """Raise RuntimeError if somebody on this rank sees what it computes of this block."""
+        if self.is_seen(asks_for_heads):
+            raise RuntimeError(
+                f"a plan divides the units of {self.name} over the ranks, and what is computed inside is seen by "
+                f"{'the caller, who asks for something of each head' if asks_for_heads else 'a hook on a module'}: it "
+                "would have other units than those of this rank. Add hooks, and ask, from the first forward pass of an "
+                "iteration on, and call the whole model; or use balance mode 'off'"
+            )
 
     @property
     def unit_parameters(self) -> list[list[Tensor]]:
@@ -207,6 +226,7 @@ class Block:
         if not self._is_active(layer):
             return None
         if not self._prepared:
+            self.check_seen()
             self._prepared = True
             ranges = self._fetch()
             if not self._has_chosen:
@@ -262,6 +282,7 @@ def attach_blocks(model: nn.Module) -> list[Block]:
     balanced by its columns. If attention is in no block because of its kernel, global rank 0 warns.
     """
     blocks, left_out = [], []
+    holders: dict[Block, nn.Module] = {}
     for name, module in model.named_modules():
         rule = rule_for(type(module))
         if rule is None or not _has_balanced_layers(module, rule):
@@ -270,6 +291,9 @@ def attach_blocks(model: nn.Module) -> list[Block]:
             left_out.append(name)
         elif (block := _block(name, module, rule)) is not None:
             blocks.append(block)
+            holders[block] = module
+    for block, holder in holders.items():
+        block.inside = tuple(_inside(block, holder, set(holders.values()) - {holder}))
     if left_out and dist.get_rank() == 0:
         warnings.warn(
             f"{len(left_out)} attention modules ({left_out[0]}, …) cannot be balanced by whole heads, because their "
@@ -278,6 +302,17 @@ def attach_blocks(model: nn.Module) -> list[Block]:
             stacklevel=2,
         )
     return blocks
+
+
+def _inside(block: Block, holder: nn.Module, others: set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules in ``holder``, without those of ``others``, other blocks. Attention of transformers returns its maps,
+    so it is inside itself."""
+    if block._heads is not None and type(holder).__module__.startswith("transformers."):
+        yield holder
+    for child in holder.children():
+        if child not in others:
+            yield child
+            yield from _inside(block, child, others)
 
 
 def _has_balanced_layers(module: nn.Module, rule: BlockRule) -> bool:

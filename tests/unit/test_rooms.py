@@ -117,7 +117,8 @@ RULES: dict[str, set[str]] = {
         *("elastic/restart", "plugin/unequal", "plugin/elastic/joining"),
     },
     "plugin/hybrid": {
-        *("io", "processes", "accelerator", "gpu_over_gloo", "layers", "planner/*", "balance", "balance/*"),
+        *("io", "processes", "accelerator", "gpu_over_gloo", "layers", "layers/inside_blocks", "planner/*"),
+        *("balance", "balance/*"),
         *("profiling", "profiling/*", "data_parallel", "pipeline_parallel", "plugin", "plugin/overlap"),
         *("checkpoint", "plugin/checkpoints", "plugin/unequal", "elastic", "elastic/state", "plugin/elastic"),
         *("plugin/elastic/joining", "plugin/resharding"),

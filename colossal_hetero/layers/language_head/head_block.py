@@ -72,12 +72,12 @@ class HeadBlock(Block):
     def moves(self) -> bool:
         """Whether units can migrate: the model has computed a loss in training by Colossal-AI's function, and what the
         head returned were its logits."""
-        return bool(self._fits)
+        return bool(self._fits) and super().moves
 
     @property
-    def stays(self) -> bool:
-        """See ``Block.stays``."""
-        return self._fits is False
+    def is_fixed(self) -> bool:
+        """See ``Block.is_fixed``."""
+        return self._fits is False or super().is_fixed
 
     @property
     def reshards(self) -> bool:
@@ -143,7 +143,7 @@ class HeadBlock(Block):
             self._type = None if logits is None else logits.dtype
         if not self._is_active(self._head):
             return
-        if not has_loss or self.stays:
+        if not has_loss or self._fits is False:
             raise RuntimeError(
                 f"{type(model).__name__} computes its loss otherwise than by Colossal-AI's cross_entropy_1d, or "
                 "changes the outputs of its head, so rows of the head cannot migrate; exclude it with "

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from colossalai.booster.plugin import HybridParallelPlugin
@@ -20,12 +21,29 @@ from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
 from ...balance.measure.clock import IterationClock, make_clock
 from ...balance.model_copies import make_copyable
+from ...layers.inside_blocks.partial_gradients import Shapes, shapes_of
+from ...layers.inside_blocks.views import asks_for_heads
+from ...layers.linear import hetero_layers
 from ...layers.policy import hetero_policy
 from ..part import PluginPart, TrainingObjects
 from ..resharding.optimizer_slots import HybridOptimizerMemory
 from .timed_collectives import time_collectives, time_end_of_backward, time_late_parameters
 
 __all__ = ["LayerBalancing"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Attached:
+    """What belongs to a model that is balanced, whichever optimizers it has."""
+
+    balancing: LayerBalancing
+    balancer: Balancer
+    memory: HybridOptimizerMemory
+    clock: IterationClock
+
+
+_ATTACHED: WeakKeyDictionary[nn.Module, ReferenceType[_Attached]] = WeakKeyDictionary()
+"""By the innermost model, whose hooks hold it."""
 
 
 class LayerBalancing(PluginPart):
@@ -43,13 +61,25 @@ class LayerBalancing(PluginPart):
         self._is_elastic = is_elastic
         self._balancers: list[ReferenceType[Balancer]] = []
         """Those of all models."""
+        self._shapes: WeakKeyDictionary[nn.Module, Shapes] = WeakKeyDictionary()
+        """The whole shapes of the parameters of each model."""
 
     @contextmanager
     def hetero_layers(self, plugin: HybridParallelPlugin, model: nn.Module) -> Iterator[None]:
         """Let ``plugin`` configure ``model`` with layers that can be balanced. The next model may need another policy,
-        so the plugin's policy is restored afterwards."""
+        so the plugin's policy is restored afterwards.
+
+        Raises:
+            ValueError: ``model`` was configured before.
+        """
         given_policy = plugin.custom_policy
         if not isinstance(model, ModelWrapper):
+            if hetero_layers(model):
+                raise ValueError(
+                    f"this {type(model).__name__} was given to booster.boost before, which has divided its layers; to "
+                    "boost another optimizer, give booster.boost the model that it has returned"
+                )
+            self._shapes[model] = shapes_of(model)
             plugin.custom_policy = hetero_policy(given_policy or model)
         try:
             yield
@@ -59,27 +89,64 @@ class LayerBalancing(PluginPart):
     def attach(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
         """Measure every iteration and balance between iterations; see ``PluginPart.attach``."""
         model, optimizer = objects.model, objects.optimizer
+        innermost = model.unwrap(unwrap_peft=False)
+        attached = _ATTACHED.get(innermost, lambda: None)()
+        if attached is None:
+            attached = self._attached(plugin, objects)
+            _ATTACHED[innermost] = ref(attached)
+        else:
+            self._check_second(attached, plugin, objects)
+            attached.memory.add(optimizer)
+            # For checkpoints, Colossal-AI has taken the divided shapes for the whole ones.
+            known = optimizer.param_info["param2shape"]
+            for name, parameter in innermost.named_parameters():
+                if id(parameter) in known:
+                    known[id(parameter)] = self._shapes[innermost].get(name, parameter.shape)
+        balancer, clock = attached.balancer, attached.clock
+        if hasattr(plugin.scheduler, "backward_step"):
+            optimizer.step = _counted_as_communication(optimizer.step, clock)
+        elif plugin.scheduler is None:
+            time_end_of_backward(optimizer, lambda: balancer.running_clock)
+        time_late_parameters(optimizer, lambda: balancer.running_clock)
+        optimizer.optim.register_step_pre_hook(lambda *_: balancer.before_step())
+        _tick_on_step(optimizer, balancer)
+
+    def _attached(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> _Attached:
+        """A new balancer of the model."""
+        model, optimizer = objects.model, objects.optimizer
         clock = make_clock(get_accelerator().get_current_device())
+        memory = HybridOptimizerMemory(plugin, model, optimizer, self._is_elastic)
         balancer = attach_balancer(
             model,
             self._config,
             clock,
             plugin.tp_group,
             self._config.priority_interval or objects.iterations_per_epoch,
-            HybridOptimizerMemory(plugin, model, optimizer, self._is_elastic),
+            memory,
         )
         self.balancer = balancer
         self._balancers.append(ref(balancer))
-        _begin_on_forward(model, balancer, _counting_passes(plugin.scheduler))
+        attached = _Attached(self, balancer, memory, clock)
+        _begin_on_forward(model, attached, _counting_passes(plugin.scheduler))
         make_copyable(model, (plugin.pg_mesh, plugin.stage_manager), balancer.keep_shapes)
         # Zero-bubble schedules have other passes, so their layers can neither be balanced nor timed.
         if hasattr(plugin.scheduler, "backward_step"):
-            _count_waiting_between_passes(plugin.scheduler, optimizer, clock)
-        elif plugin.scheduler is None:
-            time_end_of_backward(optimizer, lambda: balancer.running_clock)
-        time_late_parameters(optimizer, lambda: balancer.running_clock)
-        optimizer.optim.register_step_pre_hook(lambda *_: balancer.before_step())
-        _tick_on_step(optimizer, balancer)
+            _count_waiting_between_passes(plugin.scheduler, clock)
+        return attached
+
+    def _check_second(self, attached: _Attached, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
+        """Raise ValueError if a model that has a balancer cannot have another optimizer."""
+        if attached.balancing is not self:
+            raise ValueError(
+                "another plugin has boosted this model, and balances its layers; boost all of its optimizers with the "
+                "booster of that plugin"
+            )
+        obstacle = HybridOptimizerMemory(plugin, objects.model, objects.optimizer, self._is_elastic).obstacle
+        if attached.balancer.has_resharded and obstacle is not None:
+            raise ValueError(
+                f"units of this model were given away for good, and now {obstacle}; boost this optimizer before the "
+                "first step, or set BalanceConfig(reshard_after=None)"
+            )
 
     @contextmanager
     def ordinary_shards(self) -> Iterator[None]:
@@ -109,9 +176,11 @@ class LayerBalancing(PluginPart):
             setattr(checkpoint_io, name, with_ordinary_shards(getattr(checkpoint_io, name)))
 
     def weights_changed(self) -> None:
-        """Tell the balancer that weights were loaded."""
-        if self.balancer is not None:
-            self.balancer.weights_changed()
+        """Tell the balancers that weights were loaded."""
+        for reference in self._balancers:
+            balancer = reference()
+            if balancer is not None:
+                balancer.weights_changed()
 
 
 def _counting_passes(schedule: Any) -> Callable[[], tuple[int, int]]:
@@ -137,13 +206,15 @@ def _counting_passes(schedule: Any) -> Callable[[], tuple[int, int]]:
     return count
 
 
-def _begin_on_forward(model: ModelWrapper, balancer: Balancer, count: Callable[[], tuple[int, int]]) -> None:
-    def begin(module: nn.Module, _: Any) -> None:
+def _begin_on_forward(model: ModelWrapper, attached: _Attached, count: Callable[[], tuple[int, int]]) -> None:
+    balancer = attached.balancer
+
+    def begin(module: nn.Module, _: Any, arguments: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
-            balancer.begin(*count())
+            balancer.begin(asks_for_heads(module, arguments), *count())
             time_collectives(balancer.running_clock)
         elif not torch.is_grad_enabled():
-            balancer.begin_evaluation_pass()
+            balancer.begin_evaluation_pass(asks_for_heads(module, arguments))
 
     def end(*_: Any) -> None:
         if not torch.is_grad_enabled():
@@ -152,7 +223,7 @@ def _begin_on_forward(model: ModelWrapper, balancer: Balancer, count: Callable[[
     # On the innermost model, whose layers make the same check: the user may call it, or switch it to training, without
     # the wrappers. It also runs inside the hooks by which ZeRO waits for weights that it gathers late.
     innermost = model.unwrap(unwrap_peft=False)
-    innermost.register_forward_pre_hook(begin)
+    innermost.register_forward_pre_hook(begin, with_kwargs=True)
     innermost.register_forward_hook(end, always_call=True)
     train = innermost.train
 
@@ -166,26 +237,28 @@ def _begin_on_forward(model: ModelWrapper, balancer: Balancer, count: Callable[[
     innermost.train = switch
 
 
-def _count_waiting_between_passes(schedule: Any, optimizer: OptimizerWrapper, clock: IterationClock) -> None:
+def _count_waiting_between_passes(schedule: Any, clock: IterationClock) -> None:
     """Count as communication what a pipeline stage does between its forward and backward passes.
 
     There it mostly waits for other stages. The pipeline bubble, and the time that a slow stage adds to it, are not
     this rank's work. The same holds for the sum of gradients over replicas after the last pass.
     """
 
-    def counted(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            clock.mark("communication")
-            result = function(*args, **kwargs)
-            clock.mark("other")
-            return result
+    schedule.forward_step = _counted_as_communication(schedule.forward_step, clock)
+    schedule.backward_step = _counted_as_communication(schedule.backward_step, clock)
 
-        return run
 
-    schedule.forward_step = counted(schedule.forward_step)
-    schedule.backward_step = counted(schedule.backward_step)
-    optimizer.step = counted(optimizer.step)
+def _counted_as_communication(function: Callable, clock: IterationClock) -> Callable:
+    """``function``, where the time before a call counts as communication, and that of the call as other work."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        clock.mark("communication")
+        result = function(*args, **kwargs)
+        clock.mark("other")
+        return result
+
+    return run
 
 
 def _tick_on_step(optimizer: OptimizerWrapper, balancer: Balancer) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from colossalai.interface import OptimizerWrapper
 from colossalai.nn.optimizer import CPUAdam, FusedAdam, HybridAdam
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from ...checkpoint.contents.optimizer_memory import masters_of
 from ...layers.resharding.unit_mover import StateSlot, put_data
@@ -26,54 +28,90 @@ ELEMENTWISE: tuple[type, ...] = (
 use norms of whole parameters, which would change with the parameter's shape."""
 
 
+_STEPPED: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
+"""All optimizers of this process that have made a step since the first model was boosted, in the order of these."""
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _STEPPED.setdefault(optimizer)
+
+
 class HybridOptimizerMemory:
-    """The memory of an optimizer that ``HybridParallelPlugin`` has configured.
+    """The memory of all optimizers of a model: those that ``HybridParallelPlugin`` has configured, and any optimizer of
+    torch that updates parameters of the model, from its first step on.
 
     Args:
         plugin: the plugin.
-        model: the model that the optimizer trains, as the plugin has configured it.
-        optimizer: the optimizer.
+        model: the model, as the plugin has configured it.
+        optimizer: the first optimizer that the plugin has configured for the model.
         is_elastic: whether training is elastic.
     """
 
     def __init__(self, plugin: Any, model: Any, optimizer: OptimizerWrapper, is_elastic: bool) -> None:
         self._model = model
-        self._optimizer = optimizer
-        self._masters: dict[int, Tensor] = {}
-        """What the optimizer updates, by the ``id`` of the model's parameter, when units were moved last."""
-        self._obstacle = _plugin_obstacle(plugin, is_elastic) or _optimizer_obstacle(inner_optimizer(optimizer))
+        self._optimizers = [optimizer]
+        self._masters: list[tuple[torch.optim.Optimizer, dict[int, Tensor]]] = []
+        """What each optimizer updates, by the ``id`` of the model's parameter, when units were moved last."""
+        self._plugin_obstacle = _plugin_obstacle(plugin, is_elastic)
+        if _note_step not in _global_optimizer_pre_hooks.values():
+            register_optimizer_step_pre_hook(_note_step)
+
+    def add(self, optimizer: OptimizerWrapper) -> None:
+        """Include another optimizer that the plugin has configured for the model."""
+        self._optimizers.append(optimizer)
+
+    def _all(self) -> list[torch.optim.Optimizer | OptimizerWrapper]:
+        known = {id(inner_optimizer(optimizer)) for optimizer in self._optimizers}
+        parameters = {id(parameter) for parameter in self._model.module.parameters()}
+        others = [
+            optimizer
+            for optimizer in _STEPPED
+            if id(optimizer) not in known
+            and any(id(each) in parameters for group in optimizer.param_groups for each in group["params"])
+        ]
+        return [*self._optimizers, *others]
 
     @property
     def obstacle(self) -> str | None:
         """Why units cannot change their rank for good, as a clause; None if they can."""
-        return self._obstacle
+        of_optimizers = (_optimizer_obstacle(inner_optimizer(optimizer)) for optimizer in self._all())
+        return self._plugin_obstacle or next(filter(None, of_optimizers), None)
 
     def prepare(self) -> None:
-        """Take the model out of torch's ``DistributedDataParallel``, and note what the optimizer updates.
+        """Take the model out of torch's ``DistributedDataParallel``, and note what the optimizers update.
 
         The plugin uses ``DistributedDataParallel`` also for a single replica, where it has nothing to sum. But it
         copies gradients into buckets of fixed sizes, and keeps the graph's nodes that add them up.
         """
-        self._masters = {key: found.tensor for key, found in masters_of(self._optimizer).items()}
+        self._masters = [(inner_optimizer(optimizer), _updated_by(optimizer)) for optimizer in self._all()]
         if isinstance(self._model.module, DistributedDataParallel):
             self._model.module = self._model.module.module
             self._model.use_ddp = False
 
     def slots_of(self, parameter: Tensor) -> list[StateSlot]:
-        """The master of a parameter, if it is another tensor, with its gradient; and the optimizer's state."""
-        master = self._masters.get(id(parameter))
-        if master is None:
-            return []
+        """The masters of a parameter, if they are other tensors, with their gradients; and the optimizers' state."""
         slots = []
-        if master is not parameter:
-            slots.append(StateSlot("master", master.detach(), partial(put_data, master)))
-            if master.grad is not None:
-                slots.append(StateSlot("gradient of master", master.grad, _gradient_putter(master)))
-        state = inner_optimizer(self._optimizer).state.get(master, {})
-        for entry, value in sorted(state.items()):
-            if isinstance(value, Tensor) and value.dim() > 0:
-                slots.append(StateSlot(entry, value, partial(state.__setitem__, entry)))
+        for optimizer, masters in self._masters:
+            master = masters.get(id(parameter))
+            if master is None:
+                continue
+            if master is not parameter:
+                slots.append(StateSlot("master", master.detach(), partial(put_data, master)))
+                if master.grad is not None:
+                    slots.append(StateSlot("gradient of master", master.grad, _gradient_putter(master)))
+            state = optimizer.state.get(master, {})
+            for entry, value in sorted(state.items()):
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    slots.append(StateSlot(entry, value, partial(state.__setitem__, entry)))
         return slots
+
+
+def _updated_by(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> dict[int, Tensor]:
+    """What an optimizer updates, by the ``id`` of the model's parameter. Without masters, that is the parameter."""
+    masters = {key: found.tensor for key, found in masters_of(optimizer).items()}
+    known = {id(master) for master in masters.values()}
+    added = [each for group in inner_optimizer(optimizer).param_groups for each in group["params"]]
+    return masters | {id(each): each for each in added if id(each) not in known}
 
 
 def _gradient_putter(master: Tensor) -> Callable[[Tensor], None]:

@@ -78,8 +78,14 @@ def check_sends() -> None:
         if dist.get_rank() == late:
             time.sleep(LATE)
 
+    def end_first(product: Callable[[], Any]) -> Any:
+        result = product()
+        if len(seconds) % 2:
+            seconds.append(time.perf_counter())
+        return result
+
     model.register_forward_pre_hook(begin, prepend=True)
-    first.register_forward_hook(lambda *_: seconds.append(time.perf_counter()))
+    first.slow_down = end_first  # units of blocks with hooks do not migrate
     for _ in range(2):
         dist.barrier()
         train(run, 1)

@@ -161,6 +161,10 @@ def test_training_is_that_of_one_process(ranks: int) -> None:
     run_ranks(ranks, _train_with_each_straggler, names, ranks - 1)
 
 
+def _with_images_in(dtype: torch.dtype, model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(each.to(dtype) for each in inputs)
+
+
 def _train_with_options() -> None:
     """Over two replicas, in ZeRO stage 1 and in bf16: all ranks have equal slopes, those of one process."""
     expected = alone(MODELS["PReLU"])
@@ -169,8 +173,7 @@ def _train_with_options() -> None:
             plugin = ours(config(), tp_size=dist.get_world_size() // 2, **options)
             run = boost(plugin, tiny_vit(act_layer=nn.PReLU), sgd)
         dtype = torch.bfloat16 if "precision" in options else torch.float32
-        in_dtype = partial(lambda dtype, _, inputs: tuple(each.to(dtype) for each in inputs), dtype)
-        run.model.register_forward_pre_hook(in_dtype)
+        run.model.register_forward_pre_hook(partial(_with_images_in, dtype))
         train(run.model, run.optimizer, partial(run.booster.backward, optimizer=run.optimizer))
         precision = 0.05 if "precision" in options else 1e-5
         assert sum(run.plugin.balancer.plan.migrate) > 0.1

@@ -1,0 +1,61 @@
+"""Who sees what a rank computes inside a block: then its units must not migrate, which would change what is seen.
+
+The caller sees attention maps and keys if he asks for them. A hook on a module inside of a block, and a forward pass
+that somebody has put in place of a module's own, see what passes through the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.nn.modules.module as torch_module
+from torch import nn
+
+__all__ = ["asks_for_heads", "is_seen"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_OWN = ("colossal_hetero", "colossalai")
+"""Packages whose hooks fit any number of units."""
+
+_MODELS = (*_OWN, "timm", "transformers")
+"""Packages whose forward passes keep nothing of what they compute, unless they are asked to."""
+
+
+def is_seen(modules: Iterable[nn.Module]) -> bool:
+    """Whether somebody sees what passes through any of ``modules``, which are inside of a block."""
+    if any(_has_others(getattr(torch_module, f"_global{hooks}").values(), _OWN) for hooks in _HOOKS):
+        return True
+    for module in modules:
+        attributes = vars(module)
+        if any(attributes[hooks] and _has_others(attributes[hooks].values(), _OWN) for hooks in _HOOKS):
+            return True
+        if "forward" in attributes and _has_others([attributes["forward"]], _MODELS):
+            return True
+    return False
+
+
+def asks_for_heads(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Whether the caller of ``model`` takes or gives something for each head of this rank: attention maps, masks of
+    heads, and in training keys and values of earlier passes."""
+    asked = arguments.get("output_attentions")
+    if asked is None:
+        config = getattr(model, "config", None)
+        configs = [config, *vars(config).values()] if hasattr(config, "output_attentions") else []
+        asked = any(getattr(each, "output_attentions", None) is True for each in configs)
+    given = [name for name, value in arguments.items() if value is not None]
+    return bool(asked) or any(
+        name.endswith("head_mask") or (model.training and name == "past_key_values") for name in given
+    )
+
+
+def _has_others(functions: Iterable[Any], packages: tuple[str, ...]) -> bool:
+    """Whether a function is of none of ``packages``."""
+    for function in functions:
+        while hasattr(function, "func"):  # of functools.partial
+            function = function.func
+        module = getattr(function, "__module__", None) or type(function).__module__
+        if module.partition(".")[0] not in packages:
+            return True
+    return False
