@@ -13,6 +13,7 @@ from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport
 from ..layers.unit_exchange.exchange import Purpose, UnitExchange
 from ..layers.unit_exchange.transfers import bucket_numbers
+from ..layers.unit_exchange.user_hooks import hooked_blocks
 from ..layers.workload import Clock, Workload, kept_count
 from .column_selection import ColumnSelector
 from .config import BalanceConfig
@@ -171,6 +172,17 @@ class Applier:
         self._for_good = for_good
         self._pruning.start(plan.resize[self._rank])
         self._assign()
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether a parameter of a block has a hook of the user on this rank."""
+        return bool(hooked_blocks(self._blocks))
+
+    def show_each_pass(self, hooks: bool) -> None:
+        """From now on return the gradients of migrated units in each backward pass of a schedule, if there are
+        ``hooks`` on any rank."""
+        if self._unit_exchange is not None:
+            self._unit_exchange.are_hooked = hooks
 
     def seen(self, asks_for_heads: bool) -> list[bool]:
         """For each block, whether somebody on this rank sees what is computed inside; see :meth:`.Block.is_seen`."""

@@ -459,6 +459,7 @@ class Balancer:
     def _adopt(self, plan: BalancePlan, for_good: bool = False) -> BalancePlan:
         """Apply ``plan``, or if receivers have too little memory one that migrates less; returns what was applied."""
         if sum(plan.migrate) > 0:
+            self._applier.show_each_pass(not self._exchange.all_agree(not self._applier.is_hooked))
             self._transport.connect(next(iter(self._layers.values())).matrix.device)
         while True:
             try:

@@ -85,12 +85,6 @@ class Transport:
             self._connected = True
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
-    def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether ``flag`` is true on any rank. Collective over the group."""
-        total = torch.tensor(float(flag), device=device)
-        _explaining_failure(lambda: dist.all_reduce(total, group=self._group))
-        return bool(total.item())
-
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Started:
         """Start sending and receiving contiguous tensors, given as pairs of the other rank and the tensor.
 

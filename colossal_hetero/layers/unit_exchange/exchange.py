@@ -40,7 +40,7 @@ from .transfers import (
     unpack,
     weights_for,
 )
-from .user_hooks import has_user_hooks
+from .user_hooks import hooked_blocks
 
 __all__ = ["Purpose", "UnitExchange"]
 
@@ -81,8 +81,8 @@ class UnitExchange:
         """What the weights that were sent last are used for; None if they have changed since."""
         self._passes = 1
         """The backward passes of a layer in a run of the schedule; 1 without a schedule."""
-        self._are_hooked = False
-        """Whether a parameter of a block has a hook of the user on any rank, so that it must see each backward pass."""
+        self.are_hooked = False
+        """Whether on any rank a parameter of a block has a hook of the user, which must see each backward pass."""
         self._versions: list[int] = []
         """How often each parameter of a block had been changed when units were sent."""
         self._sent_frozen: dict[int, list[int]] | None = None
@@ -109,8 +109,6 @@ class UnitExchange:
         """
         self.release(blocks)
         self._blocks = blocks
-        # Before anything for which a single rank can have too little memory.
-        self._are_hooked = any(moves) and self._transport.any(bool(self._hooked()), blocks[0].parameters[0][0].device)
         self._in_evaluation = in_evaluation
         rank = self._transport.rank
         buckets: dict[int, Bucket] = defaultdict(Bucket)
@@ -149,10 +147,6 @@ class UnitExchange:
     def is_in_schedule(self) -> bool:
         """Whether messages are exchanged once for several passes."""
         return self._passes > 1
-
-    def _hooked(self) -> list[str]:
-        """The blocks with a hook of the user on one of their parameters."""
-        return [block.name for block in self._blocks if any(has_user_hooks(layer) for layer in block.layers)]
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Stop migrating: every rank computes exactly its own units."""
@@ -202,7 +196,7 @@ class UnitExchange:
         for transfer in self._transfers:
             # Those of a run that failed.
             transfer.clear_gradients()
-        if self._passes > 1 and self._buckets and not self._are_hooked and (hooked := self._hooked()):
+        if self._passes > 1 and self._buckets and not self.are_hooked and (hooked := hooked_blocks(self._blocks)):
             where = hooked[0] or "the model"
             raise RuntimeError(
                 f"a hook was registered on a parameter of {where} while units migrate in a pipeline: it would see the "
@@ -328,7 +322,7 @@ class UnitExchange:
             if transfer.bucket is None:
                 return []
             transfer.add(layer, gradients)
-            if transfer.passes[layer] < self._passes and not self._are_hooked:
+            if transfer.passes[layer] < self._passes and not self.are_hooked:
                 return None
             gradients = transfer.take_sum(layer)
             places, parameters = transfer.block.places[layer], transfer.block.parameters[layer]

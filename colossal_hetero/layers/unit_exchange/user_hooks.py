@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
-from ..linear import HeteroLinear
+from torch import Tensor
 
-__all__ = ["has_user_hooks"]
+from ..block import Block
+
+__all__ = ["hooked_blocks"]
 
 
-def has_user_hooks(layer: HeteroLinear) -> bool:
-    """Whether a parameter of ``layer`` has a hook that neither Colossal-AI nor this package has registered."""
-    return any(
-        _is_users(hook)
-        for parameter in layer.parameters()  # type: ignore[attr-defined]
-        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-        for hook in (hooks or {}).values()
-    )
+def hooked_blocks(blocks: Iterable[Block]) -> list[str]:
+    """The names of blocks with a parameter that has a hook which neither Colossal-AI nor this package registered."""
+    return [block.name for block in blocks if any(map(_is_hooked, chain.from_iterable(block.unit_parameters)))]
+
+
+def _is_hooked(parameter: Tensor) -> bool:
+    registered = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return any(_is_users(hook) for hooks in registered for hook in (hooks or {}).values())
 
 
 def _is_users(hook: Callable[..., Any]) -> bool:
