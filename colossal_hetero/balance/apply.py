@@ -186,12 +186,6 @@ class Applier:
         """Whether this rank sees inside of other blocks than those that stay."""
         return any(block.stays != block.is_seen(asks_for_heads) for block in self._blocks)
 
-    def check_seen(self, asks_for_heads: bool) -> None:
-        """Raise RuntimeError if somebody sees inside of a block whose units the plan divides."""
-        for block in self._blocks:
-            if not block.stays:
-                block.check_seen(asks_for_heads)
-
     @property
     def is_for_good(self) -> bool:
         """Whether the plan is applied for good, to all blocks for which that is possible."""
