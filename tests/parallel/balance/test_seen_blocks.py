@@ -62,12 +62,30 @@ def _hooked_everywhere(model: nn.Module, seen: list[Tensor]) -> Remove:
     ).remove
 
 
+class Keeping(nn.Module):
+    """An activation that keeps what it computes, for example for a penalty."""
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(gelu(x))
+        return self.kept[-1]
+
+
+def _kept(model: nn.Module, seen: list[Tensor]) -> Remove:
+    model.get_submodule("blocks.1.mlp").act = Keeping(seen)
+    return lambda: None
+
+
 LOOKS: dict[str, Look] = {
     "activation": _hooked("blocks.0.mlp.act"),
     "maps of attention": _hooked("blocks.1.attn.attn_drop"),
     "input of a row-parallel layer": _hooked("blocks.0.attn.proj", takes_input=True),
     "another forward pass": _other_forward,
     "a hook on all modules": _hooked_everywhere,
+    "a module that keeps": _kept,
 }
 
 
