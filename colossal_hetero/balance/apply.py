@@ -137,18 +137,16 @@ class Applier:
     def present_kinds(self, for_good: bool = False) -> list[LayerKind]:
         """:attr:`kinds`, where ``moves`` is false for blocks that cannot migrate now, and ``sends`` for those whose
         units are moved once, if a plan is applied ``for_good``."""
-        moving = {
-            number
-            for target, number in zip(self._targets, self._kind_of, strict=True)
-            if not isinstance(target, Units) or target.block.moves
-        }
+        of_blocks = list(zip(self._blocks, self._kind_of[len(self._layers) :], strict=True))
+        fixed = {number for block, number in of_blocks if not block.moves}
+        fixed |= {number for _, number in of_blocks} - {number for block, number in of_blocks if not block.stays}
         once: set[int | None] = set()
         if for_good and self._resharding is not None:
-            of_blocks = self._kind_of[len(self._layers) :]
             possible = self._resharding.possible
-            once = set(of_blocks) - {kind for block, kind in enumerate(of_blocks) if block not in possible}
+            numbers = [number for _, number in of_blocks]
+            once = set(numbers) - {kind for block, kind in enumerate(numbers) if block not in possible}
         return [
-            replace(kind, moves=number in moving, sends=number not in once) for number, kind in enumerate(self.kinds)
+            replace(kind, moves=number not in fixed, sends=number not in once) for number, kind in enumerate(self.kinds)
         ]
 
     @property
@@ -287,7 +285,7 @@ class Applier:
         idle = BalancePlan.idle(len(plan.resize))
         divisions = []
         for target, kind in zip(self._targets, self._kind_of, strict=True):
-            if isinstance(target, Units) and not target.block.moves:
+            if isinstance(target, Units) and target.block.stays:
                 divisions.append(divide(target.columns, idle, self._config.grain))
             elif plan.units and isinstance(target, Units):
                 assert kind is not None

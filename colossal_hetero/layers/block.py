@@ -114,7 +114,7 @@ class Block:
     @property
     def moves(self) -> bool:
         """Whether units can migrate now; the same on all ranks."""
-        return not self.stays
+        return True
 
     @property
     def reshards(self) -> bool:

@@ -64,7 +64,7 @@ class HeadBlock(Block):
     @property
     def moves(self) -> bool:
         """Whether units can migrate: the model has computed a loss in training."""
-        return self._has_computed_loss and super().moves
+        return self._has_computed_loss
 
     @property
     def reshards(self) -> bool:
