@@ -8,6 +8,7 @@ keep it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch.nn.modules.module as torch_module
@@ -30,11 +31,12 @@ def is_seen(modules: Iterable[nn.Module]) -> bool:
         return True
     for module in modules:
         attributes = vars(module)
-        if any(attributes[hooks] and _has_others(attributes[hooks].values(), _OWN) for hooks in _HOOKS):
-            return True
+        for hooks in _HOOKS:
+            if attributes[hooks] and _has_others(attributes[hooks].values(), _OWN):
+                return True
         if "forward" in attributes and _has_others([attributes["forward"]], _MODELS):
             return True
-        if _has_others([type(module).forward], (*_MODELS, "torch")) and any(map(_is_computed, attributes.values())):
+        if _is_users(type(module)) and any(map(_is_computed, attributes.values())):  # type: ignore[arg-type]
             return True
     return False
 
@@ -51,6 +53,12 @@ def asks_for_heads(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
     return bool(asked) or any(
         name.endswith("head_mask") or (model.training and name == "past_key_values") for name in given
     )
+
+
+@cache
+def _is_users(kind: type[nn.Module]) -> bool:
+    """Whether the forward pass of modules of this class is the user's own."""
+    return _has_others([kind.forward], (*_MODELS, "torch"))
 
 
 def _is_computed(value: Any) -> bool:
