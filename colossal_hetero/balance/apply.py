@@ -136,18 +136,16 @@ class Applier:
     def present_kinds(self, for_good: bool = False) -> list[LayerKind]:
         """:attr:`kinds`, where ``moves`` is false for blocks that cannot migrate now, and ``sends`` for those whose
         units are moved once, if a plan is applied ``for_good``."""
-        moving = {
-            number
-            for target, number in zip(self._targets, self._kind_of, strict=True)
-            if not isinstance(target, Units) or target.block.moves
-        }
+        of_blocks = list(zip(self._blocks, self._kind_of[len(self._layers) :], strict=True))
+        fixed = {number for block, number in of_blocks if not block.moves}
+        fixed |= {number for _, number in of_blocks} - {number for block, number in of_blocks if not block.stays}
         once: set[int | None] = set()
         if for_good and self._resharding is not None:
-            of_blocks = self._kind_of[len(self._layers) :]
             possible = self._resharding.possible
-            once = set(of_blocks) - {kind for block, kind in enumerate(of_blocks) if block not in possible}
+            numbers = [number for _, number in of_blocks]
+            once = set(numbers) - {kind for block, kind in enumerate(numbers) if block not in possible}
         return [
-            replace(kind, moves=number in moving, sends=number not in once) for number, kind in enumerate(self.kinds)
+            replace(kind, moves=number not in fixed, sends=number not in once) for number, kind in enumerate(self.kinds)
         ]
 
     @property
@@ -195,12 +193,6 @@ class Applier:
     def sees_other(self, asks_for_heads: bool) -> bool:
         """Whether this rank sees inside of other blocks than those that stay."""
         return any(block.stays != block.is_seen(asks_for_heads) for block in self._blocks)
-
-    def check_seen(self, asks_for_heads: bool) -> None:
-        """Raise RuntimeError if somebody sees inside of a block whose units the plan divides."""
-        for block in self._blocks:
-            if not block.stays:
-                block.check_seen(asks_for_heads)
 
     @property
     def is_for_good(self) -> bool:

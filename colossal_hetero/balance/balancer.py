@@ -110,7 +110,7 @@ class Balancer:
         self._is_measured = False
         """Whether the current iteration is measured."""
         self._asks_for_heads = False
-        """Whether a caller has asked for something of each head in this iteration, or the pass for evaluation."""
+        """Whether a caller has asked for something of each head since the iteration began."""
 
     @property
     def plan(self) -> BalancePlan:
@@ -157,8 +157,7 @@ class Balancer:
         layer in it: nobody changes weights, or uses gradients, before they have ended.
 
         Raises:
-            RuntimeError: it is a later pass of an iteration, and now somebody sees what is computed inside of a block
-            whose units are divided by a plan.
+            RuntimeError: only this rank sees inside of a block whose units a plan divides.
         """
         if not self._running:
             is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -169,11 +168,8 @@ class Balancer:
                 )
             self._running = True
             self._measure(not is_captured and self._wants_times())
-            self._keep_seen(asks_for_heads)
-        else:
-            self._asks_for_heads |= asks_for_heads
-            if not self._is_idle:
-                self._applier.check_seen(asks_for_heads)
+            self._asks_for_heads = False
+        self._keep_seen(asks_for_heads)
         self._applier.begin_pass("training", number, passes)
 
     @property
@@ -188,7 +184,7 @@ class Balancer:
         Raises:
             RuntimeError: only some ranks see inside of a block.
         """
-        self._asks_for_heads = asks_for_heads
+        self._asks_for_heads |= asks_for_heads
         if self._is_idle or not self._applier.sees_more(asks_for_heads):
             return
         seen = self._groups.votes.anywhere(self._applier.seen(asks_for_heads), VOTE_TIMEOUT)

@@ -114,7 +114,7 @@ class Block:
     @property
     def moves(self) -> bool:
         """Whether units can migrate now; the same on all ranks."""
-        return not self.stays
+        return True
 
     @property
     def is_fixed(self) -> bool:
@@ -129,16 +129,6 @@ class Block:
     def is_seen(self, asks_for_heads: bool) -> bool:
         """Whether somebody on this rank sees what it computes of this block."""
         return (asks_for_heads and self._heads is not None) or is_seen(self.inside)
-
-    def check_seen(self, asks_for_heads: bool = False) -> None:
-        """Raise RuntimeError if somebody on this rank sees what it computes of this block."""
-        if self.is_seen(asks_for_heads):
-            raise RuntimeError(
-                f"a plan divides the units of {self.name} over the ranks, and what is computed inside is seen by "
-                f"{'the caller, who asks for something of each head' if asks_for_heads else 'a hook on a module'}: it "
-                "would have other units than those of this rank. Add hooks, and ask, from the first forward pass of an "
-                "iteration on, and call the whole model; or use balance mode 'off'"
-            )
 
     @property
     def unit_parameters(self) -> list[list[Tensor]]:
@@ -226,7 +216,11 @@ class Block:
         if not self._is_active(layer):
             return None
         if not self._prepared:
-            self.check_seen()
+            if is_seen(self.inside):
+                raise RuntimeError(
+                    f"a hook on a module inside of {self.name} would see other units than those of this rank, because "
+                    "a plan divides them and was not told of the hook; call the whole model, not a part of it"
+                )
             self._prepared = True
             ranges = self._fetch()
             if not self._has_chosen:

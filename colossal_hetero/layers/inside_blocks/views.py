@@ -1,16 +1,18 @@
 """Who sees what a rank computes inside a block: then its units must not migrate, which would change what is seen.
 
 The caller sees attention maps and keys if he asks for them. A hook on a module inside of a block, and a forward pass
-that somebody has put in place of a module's own, see what passes through the module.
+that somebody has put in place of a module's own, see what passes through the module. A module of the user's own may
+keep it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch.nn.modules.module as torch_module
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["asks_for_heads", "is_seen"]
 
@@ -29,9 +31,12 @@ def is_seen(modules: Iterable[nn.Module]) -> bool:
         return True
     for module in modules:
         attributes = vars(module)
-        if any(attributes[hooks] and _has_others(attributes[hooks].values(), _OWN) for hooks in _HOOKS):
-            return True
+        for hooks in _HOOKS:
+            if attributes[hooks] and _has_others(attributes[hooks].values(), _OWN):
+                return True
         if "forward" in attributes and _has_others([attributes["forward"]], _MODELS):
+            return True
+        if _is_users(type(module)) and any(map(_is_computed, attributes.values())):  # type: ignore[arg-type]
             return True
     return False
 
@@ -48,6 +53,19 @@ def asks_for_heads(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
     return bool(asked) or any(
         name.endswith("head_mask") or (model.training and name == "past_key_values") for name in given
     )
+
+
+@cache
+def _is_users(kind: type[nn.Module]) -> bool:
+    """Whether the forward pass of modules of this class is the user's own."""
+    return _has_others([kind.forward], (*_MODELS, "torch"))
+
+
+def _is_computed(value: Any) -> bool:
+    """Whether ``value`` is, or has as its newest element, a tensor of the last pass, with a gradient to be computed."""
+    if isinstance(value, list) and value:
+        value = value[-1]
+    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 def _has_others(functions: Iterable[Any], packages: tuple[str, ...]) -> bool:

@@ -62,12 +62,30 @@ def _hooked_everywhere(model: nn.Module, seen: list[Tensor]) -> Remove:
     ).remove
 
 
+class Keeping(nn.Module):
+    """An activation that keeps what it computes, for example for a penalty."""
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(gelu(x))
+        return self.kept[-1]
+
+
+def _kept(model: nn.Module, seen: list[Tensor]) -> Remove:
+    model.get_submodule("blocks.1.mlp").act = Keeping(seen)
+    return lambda: None
+
+
 LOOKS: dict[str, Look] = {
     "activation": _hooked("blocks.0.mlp.act"),
     "maps of attention": _hooked("blocks.1.attn.attn_drop"),
     "input of a row-parallel layer": _hooked("blocks.0.attn.proj", takes_input=True),
     "another forward pass": _other_forward,
     "a hook on all modules": _hooked_everywhere,
+    "a module that keeps": _kept,
 }
 
 
@@ -215,27 +233,21 @@ def test_attention_stays_while_a_caller_asks_for_something_of_each_head() -> Non
 
 def _check_refused() -> None:
     with scripted(slow_until(1, NEVER)):
-        run, _ = train(ours(config(), tp_size=2), Case("activation", STEPS))
-    images, labels = batch()
-
-    def loss() -> Tensor:
-        return cross_entropy(run.model(images.double()), labels)
-
-    run.booster.backward(loss(), run.optimizer)
-    remove = LOOKS["activation"](run.model.unwrap(), [])
-    with pytest.raises(RuntimeError, match=r"a plan divides the units of \S*blocks\.0\.mlp over .* seen by a hook"):
-        loss()
+        run, _ = train(ours(config(reshard_after=None), tp_size=2), Case("activation", STEPS))
+    images = batch()[0].double()
+    model = run.model.unwrap()
+    remove = LOOKS["activation"](model, [])
+    with pytest.raises(RuntimeError, match=r"inside of \S*blocks\.0\.mlp would see .*; call the whole model"):
+        model.forward_features(images)
     remove()
-    run.booster.backward(loss(), run.optimizer)
-    run.optimizer.step()
     if dist.get_rank() == 0:
-        LOOKS["activation"](run.model.unwrap(), [])
+        LOOKS["activation"](model, [])
         with (
             patch.object(balancer, "VOTE_TIMEOUT", timedelta(seconds=1)),
             pytest.raises(RuntimeError, match=r"0:00:01 later other ranks .* do not have them.* add the same hooks"),
         ):
-            loss()
+            run.model(images)
 
 
-def test_a_hook_within_an_iteration_or_later_on_one_rank_is_refused() -> None:
+def test_a_hook_on_one_rank_or_in_a_part_of_the_model_is_refused() -> None:
     run_ranks(2, _check_refused)

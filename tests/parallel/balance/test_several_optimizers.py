@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 
+from colossal_hetero import BalanceConfig
 from tests.support.harness import run_ranks
 from tests.support.training import batch, ours, scripted, tiny_vit
 from tests.support.uneven_runs import AFTER, NEVER, config, slow_until
@@ -157,6 +158,47 @@ def _check_saved_states(booster: Booster, optimizers: Sequence[Any], folder: Pat
 def test_training_is_that_of_one_process(ranks: int, tmp_path: Path) -> None:
     names = list(CASES)
     run_ranks(ranks, _train_with_each_straggler, names if ranks == 2 else names[:2], tmp_path)
+
+
+def _train_in_bf16(balance: BalanceConfig) -> tuple[list[float], list[Tensor], bool]:
+    """Losses, the masters of all that is whole on each rank, and whether units were given away for good."""
+    booster = Booster(plugin=ours(balance, tp_size=2, precision="bf16"))
+    model, optimizers = tiny_vit(), list[Any]()
+    with scripted(slow_until(1, NEVER)):
+        for make, part in zip((sgd, adamw), parts_of(model), strict=True):
+            model, optimizer, *_ = booster.boost(model, make(part))
+            optimizers.append(optimizer)
+    losses = []
+    for step in range(STEPS):
+        images, labels = batch(step)
+        loss = cross_entropy(model(images.bfloat16()).float(), labels)
+        booster.backward(loss, optimizers[0])
+        losses.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    balancer = booster.plugin.balancer
+    has_resharded = balancer.has_resharded
+    with balancer.ordinary_shards():
+        masters = [
+            master.clone() for optimizer in optimizers for master in optimizer.get_working_to_master_map().values()
+        ]
+    return losses, masters, has_resharded
+
+
+def _check_bf16() -> None:
+    expected, wanted, _ = _train_in_bf16(BalanceConfig())
+    losses, masters, has_resharded = _train_in_bf16(config())
+    assert has_resharded
+    assert losses == pytest.approx(expected, abs=0.02)
+    for actual, master in zip(masters, wanted, strict=True):
+        assert actual.shape == master.shape
+        if master.ndim == 2:  # biases are smaller than the rounding errors of bf16
+            assert float((actual - master).norm() / master.norm()) < 0.02
+
+
+def test_masters_of_all_optimizers_move() -> None:
+    run_ranks(2, _check_bf16)
 
 
 def _check_refused() -> None:

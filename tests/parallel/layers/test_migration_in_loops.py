@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.support.harness import run_ranks
 from tests.support.migration_runs import (
@@ -306,6 +306,16 @@ def train_and_evaluate(run: Trained, seen: list[Tensor]) -> Trained:
     return run
 
 
+def _noting_widths(widths: list[int]) -> Callable[..., None]:
+    """A hook like those of the package, which do not keep units from migrating."""
+
+    def note(layer: nn.Module, _: Any, output: Tensor) -> None:
+        widths.append(output.shape[-1])
+
+    note.__module__ = "colossal_hetero"
+    return note
+
+
 def check_evaluation(world: int) -> None:
     expected: list[Tensor] = []
     plain = train_and_evaluate(reference_run(tp_size=world), expected)
@@ -329,7 +339,7 @@ def check_evaluation(world: int) -> None:
         # The slow rank computes fewer units also in evaluation, and other ranks more.
         widths: list[int] = []
         layer = run.model.unwrap().blocks[0].mlp.fc1
-        layer.register_forward_hook(lambda layer, _, output, widths=widths: widths.append(output.shape[-1]))
+        layer.register_forward_hook(_noting_widths(widths))
         evaluate(run, [])
         own = layer.weight.shape[0]
         units = balancer.shares.loads[layer.kind] if method == "block" else own
