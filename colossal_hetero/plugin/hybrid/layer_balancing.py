@@ -211,7 +211,8 @@ def _begin_on_forward(model: ModelWrapper, attached: _Attached, count: Callable[
 
     def begin(module: nn.Module, _: Any, arguments: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
-            balancer.begin(asks_for_heads(module, arguments), *count())
+            # It refers to ``attached`` itself, which the model keeps alive in this way.
+            attached.balancer.begin(asks_for_heads(module, arguments), *count())
             time_collectives(balancer.running_clock)
         elif not torch.is_grad_enabled():
             balancer.begin_evaluation_pass(asks_for_heads(module, arguments))
