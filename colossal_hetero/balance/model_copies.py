@@ -31,30 +31,40 @@ def make_copyable(model: ModelWrapper, shared: tuple[object, ...], before: Calla
         before: called before a copy is made.
     """
     innermost = model.unwrap(unwrap_peft=False)
+    is_divided = any(
+        is_distributed_tensor(each) or is_customized_distributed_tensor(each) for each in model.parameters()
+    )
 
     def copied(memo: dict[int, Any]) -> nn.Module:
         before()
-        memo.update((id(each), each) for each in (*shared, *dist.distributed_c10d._world.pg_map))
-        kept = [
-            (module, name, {key: hook for key, hook in getattr(module, name).items() if not _is_ours(hook)})
-            for module in innermost.modules()
-            for name in _HOOKS
-        ]
-        memo.update((id(getattr(module, name)), type(getattr(module, name))(hooks)) for module, name, hooks in kept)
-        changed = {name: innermost.__dict__.pop(name) for name in ("__deepcopy__", "train")}
-        try:
-            made = copy.deepcopy(innermost, memo)
-        finally:
-            innermost.__dict__.update(changed)
-        for module, name, hooks in kept:
-            for key, hook in hooks.items():
-                getattr(memo[id(module)], name)[key] = copy.deepcopy(hook, memo)
-        if any(is_distributed_tensor(each) or is_customized_distributed_tensor(each) for each in model.parameters()):
+        made = _copy(innermost, shared, memo)
+        if is_divided:
             made.register_state_dict_pre_hook(_refuse)
         return made
 
     for each in (model, innermost):
         each.__deepcopy__ = copied
+
+
+def _copy(model: nn.Module, shared: tuple[object, ...], memo: dict[int, Any]) -> nn.Module:
+    """A copy that can be copied again."""
+    memo.update((id(each), each) for each in (*shared, *dist.distributed_c10d._world.pg_map))
+    kept = [
+        (module, name, {key: hook for key, hook in getattr(module, name).items() if not _is_ours(hook)})
+        for module in model.modules()
+        for name in _HOOKS
+    ]
+    memo.update((id(getattr(module, name)), type(getattr(module, name))(hooks)) for module, name, hooks in kept)
+    own: dict[str, Any] = {name: model.__dict__.pop(name) for name in ("__deepcopy__", "train") if name in vars(model)}
+    try:
+        made = copy.deepcopy(model, memo)
+    finally:
+        model.__dict__.update(own)
+    for module, name, hooks in kept:
+        for key, hook in hooks.items():
+            getattr(memo[id(module)], name)[key] = copy.deepcopy(hook, memo)
+    made.__deepcopy__ = functools.partial(_copy, made, shared)  # type: ignore[assignment]
+    return made
 
 
 def _refuse(*_: Any) -> None:

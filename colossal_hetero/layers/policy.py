@@ -23,6 +23,7 @@ from colossalai.shardformer.layer import (
 )
 from colossalai.shardformer.policies.auto_policy import get_autopolicy
 from colossalai.shardformer.policies.base_policy import ModulePolicyDescription, Policy
+from peft.tuners.tuners_utils import BaseTunerLayer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -82,7 +83,9 @@ def _check_weights(module: nn.Module, description: ModulePolicyDescription) -> N
     """Raise ValueError if a submodule that is to be replaced computes its weight from other parameters."""
     for replacement in description.sub_module_replacement or ():
         layer = getattr_(module, replacement.suffix, ignore=True)
-        for name in ("weight", "bias") if isinstance(layer, nn.Module) else ():
+        if not isinstance(layer, nn.Module) or isinstance(layer, BaseTunerLayer):  # adapters are refused elsewhere
+            continue
+        for name in ("weight", "bias"):
             if isinstance(getattr(layer, name, None), Tensor) and name not in layer._parameters:
                 raise ValueError(
                     f"the {name} of {replacement.suffix} in {type(module).__name__} is no parameter, but computed from "

@@ -164,7 +164,8 @@ class TrialRun:
 
 
 def _to(part: Any, device: torch.device) -> Any:
-    return part.to(device) if isinstance(part, torch.Tensor) else part
+    # Mappings that torch does not know, such as a BatchEncoding, are moved by themselves.
+    return part.to(device) if hasattr(part, "to") else part
 
 
 def _tensor_bytes(values: Any, device: torch.device) -> int:

@@ -123,6 +123,7 @@ class HeadBlock(Block):
             ]
         )
 
+    @torch.compiler.disable
     def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         returns_dict = kwargs.get("return_dict")
         if returns_dict is None:
@@ -130,10 +131,12 @@ class HeadBlock(Block):
         self._computes_loss = kwargs.get("labels") is not None and bool(returns_dict)
         expect_rows(self._rows if self._is_active(self._head) else None, self._head.clock)
 
+    @torch.compiler.disable
     def _keep_outputs(self, head: nn.Module, args: Any, outputs: Tensor) -> None:
         if self._computes_loss and self._fits is None and outputs.grad_fn is not None:
             self._outputs = outputs
 
+    @torch.compiler.disable
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         outputs, self._outputs = self._outputs, None
         has_loss = end_expecting()

@@ -80,6 +80,7 @@ def accept_any_rows() -> None:
     colossalai_loss.cross_entropy_1d = cross_entropy_1d
 
 
+@torch.compiler.disable
 def cross_entropy_1d(
     vocab_logits: Tensor,
     labels: Tensor,

@@ -69,10 +69,10 @@ def check_averages() -> None:
                     ema.lerp_(value, 0.5)
             assert sum(run.plugin.balancer.plan.migrate) > 0.1 and not run.plugin.balancer.has_resharded
             assert_equal(run, expected, f"rank {sender} slow")
-            later = copy.deepcopy(run.model).eval()
+            later = copy.deepcopy(copy.deepcopy(run.model)).eval()
             assert run.model.training and run.model.unwrap().training
             with torch.no_grad():
-                found = [outputs(each) for each in (later, average.eval(), moving)]
+                found = [outputs(each) for each in (later, copy.deepcopy(average).eval(), moving)]
                 wanted = [evaluated(expected, outputs)]
                 for values in (means, movings):
                     for parameter, value in zip(expected.model.unwrap().parameters(), values, strict=True):
