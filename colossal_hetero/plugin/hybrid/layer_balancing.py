@@ -209,6 +209,7 @@ def _counting_passes(schedule: Any) -> Callable[[], tuple[int, int]]:
 def _begin_on_forward(model: ModelWrapper, attached: _Attached, count: Callable[[], tuple[int, int]]) -> None:
     balancer = attached.balancer
 
+    @torch.compiler.disable
     def begin(module: nn.Module, _: Any, arguments: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
             # It refers to ``attached`` itself, which the model keeps alive in this way.
@@ -217,6 +218,7 @@ def _begin_on_forward(model: ModelWrapper, attached: _Attached, count: Callable[
         elif not torch.is_grad_enabled():
             balancer.begin_evaluation_pass(asks_for_heads(module, arguments))
 
+    @torch.compiler.disable
     def end(*_: Any) -> None:
         if not torch.is_grad_enabled():
             balancer.end_evaluation_pass()
