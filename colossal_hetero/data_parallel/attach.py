@@ -181,7 +181,7 @@ def attach_batches(
     """
     model, optimizer, loader = trial.model, trial.optimizer, trial.loader
     assert isinstance(model, ModelWrapper) and isinstance(loader, HeteroDataLoader)
-    total = _total_weight(setup, model, trial)
+    weight_by, total = _total_weight(setup, model, trial)
     multiple = loader.multiple_of
     loader.set_placeholders(max(-(-kind.min_batch // multiple) * multiple for kind in profile.kinds))
     timer = _timer(setup, profile, model, optimizer, loader)
@@ -190,6 +190,7 @@ def attach_batches(
         loader,
         setup.synchronize,
         total,
+        weight_by=weight_by,
         stage=setup.stage,
         is_scaled=setup.precision == "fp16",
         leaves=setup.leaves,
@@ -207,8 +208,9 @@ def attach_batches(
     return balancer, accumulation
 
 
-def _total_weight(setup: BatchSetup, model: ModelWrapper, trial: TrialRun) -> TotalWeight:
-    """What weighs the losses, as the user wants or as found out. The trial's loader gets what it needs for that."""
+def _total_weight(setup: BatchSetup, model: ModelWrapper, trial: TrialRun) -> tuple[Any, TotalWeight]:
+    """What losses are means over, as the user wants or as found out, and what weighs them. The trial's loader gets what
+    it needs for that."""
     loader: Any = trial.loader
     weight_by = setup.config.weight_by
     if weight_by is None:
@@ -219,9 +221,9 @@ def _total_weight(setup: BatchSetup, model: ModelWrapper, trial: TrialRun) -> To
     replicas = max(setup.replica_of) + 1
     weight_of = samples_in(trial) if weight_by == "samples" else weight_function(weight_by)
     if weight_of is None:
-        return SampleTotal(replicas)
+        return weight_by, SampleTotal(replicas)
     loader.weigh_by(weight_of, by_samples=weight_by == "samples")
-    return CountedTotal(replicas, model, equal_steps=setup.config.accumulation == "shared")
+    return weight_by, CountedTotal(replicas, model, equal_steps=setup.config.accumulation == "shared")
 
 
 def _timer(

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from colossalai.booster import Booster
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
 
+from colossal_hetero import HeteroZeroPlugin
 from tests.parallel.plugin.zero.test_training_loops import GLOBAL_BATCH, PARTS, RATE, WHOLE, Script
-from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, make_model
+from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, make_model, sizes_by_rank
 from tests.support.harness import run_ranks
 
 NORM = 0.05
@@ -296,6 +299,72 @@ REFUSED: dict[str, tuple[Callable[[Script, Any], Any], str, tuple[int, ...]]] = 
     "two forward passes": (two_forwards_first, "there is a second backward pass since the latest forward pass", (3,)),
     "left out": (backward_left_out, "Call booster.backward for every batch on every rank", (0, 1, 2, 3)),
 }
+
+
+def two_models() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8)), nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1))
+
+
+def adversarial(models: Any, optimizers: Any, batches: Any, run: Callable[[Any, Tensor], None]) -> list[Tensor]:
+    """Train a generator and a discriminator, each with an optimizer. The one that is not trained is frozen."""
+    (generator, discriminator), (first, second) = models, optimizers
+    for inputs, _ in batches:
+        made = generator(inputs)
+        run(second, nn.functional.softplus(discriminator(made.detach()) - discriminator(inputs)).mean())
+        discriminator.requires_grad_(False)
+        run(first, nn.functional.softplus(-discriminator(made)).mean())
+        discriminator.requires_grad_(True)
+    return [torch.cat(full_parameters(each)) for each in models]
+
+
+def train_adversarially(folder: str) -> list[tuple[str, list[Tensor]]]:
+    def run(optimizer: Any, loss: Tensor) -> None:
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    results, ranks = [], torch.distributed.get_world_size()
+    for stage in (0, 1, 2):
+        for division in (WHOLE[ranks], PARTS[ranks]):
+            plugin = HeteroZeroPlugin(
+                stage, GLOBAL_BATCH, max_micro_batch=8, weight_by="samples", profile_cache="", training_step=mean_square
+            )
+            booster, loader = Booster(plugin=plugin), plugin.prepare_dataloader(Numbered(24))
+            models, optimizers = list(two_models()), []
+            for number, model in enumerate(models):
+                optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
+                models[number], optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)
+                optimizers.append(optimizer)
+            loader.divide_by(lambda samples, division=division: sizes_by_rank(division, samples))
+            if division in PARTS.values():
+                with pytest.raises(RuntimeError, match="is passed forward again after"):
+                    adversarial(models, optimizers, loader, run)
+            else:
+                results.append((f"stage {stage}, {division}", adversarial(models, optimizers, loader, run)))
+    return results
+
+
+def mean_square(model: nn.Module, _: Any, batch: Any) -> Tensor:
+    return model(batch[0]).square().mean()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_two_models_train_on_the_batches_of_one_loader(ranks: int, tmp_path: Path) -> None:
+    def run(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    data, models = Numbered(24), two_models()
+    batches = [default_collate([data[first + place] for place in range(8)]) for first in range(0, 24, 8)]
+    expected = adversarial(models, [torch.optim.SGD(each.parameters(), lr=RATE) for each in models], batches, run)
+    for results in run_ranks(ranks, train_adversarially, str(tmp_path)):
+        for case, found in results:
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(
+                    one[: len(other)], other, rtol=1e-5, atol=1e-6, msg=lambda text, case=case: f"{case}: {text}"
+                )
 
 
 def refuse_each(folder: str) -> list[tuple[str, str, str]]:
