@@ -132,6 +132,22 @@ def masked(script: Script, batch: Any) -> None:
     script.update()
 
 
+CLASSES = (1.0, 2.0, 3.0)
+"""Weights of classes, so that a loss is a mean over what is known only when all micro-batches are there."""
+
+
+def count(batch: Any) -> Tensor:
+    return torch.tensor(CLASSES)[batch[1]].sum()
+
+
+def counted(script: Script, batch: Any) -> float:
+    script.criterion = nn.CrossEntropyLoss(torch.tensor(CLASSES))
+    return clipped_by_norm(script, batch)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"counted": dict(weight_by=count), "counted, torch": dict(weight_by=count)}
+"""Arguments of the plugin, by name of a case."""
+
 EXACT: dict[str, tuple[Callable[[Script, Any], Any], tuple[int, ...]]] = {
     "zero_grad of the module": (zero_grad_of_module, (0, 1, 2, 3)),
     "zero_grad to zeros": (partial(zero_grad_of_module, set_to_none=False), (0, 1, 2, 3)),
@@ -146,6 +162,7 @@ EXACT: dict[str, tuple[Callable[[Script, Any], Any], tuple[int, ...]]] = {
     "summed": (summed, (0, 1, 2, 3)),
     "parts": (parts_of_two_outputs, (0, 1, 2)),
     "mask": (masked, (0, 1, 2)),
+    "counted": (counted, (0, 1, 2, 3)),
 }
 
 
@@ -154,7 +171,7 @@ def run_each(folder: str) -> list[tuple[str, str, dict[str, Any]]]:
     for name, (iteration, stages) in EXACT.items():
         for stage in stages:
             for division in (WHOLE, PARTS):
-                script = Script(stage, division[ranks], folder)
+                script = Script(stage, division[ranks], folder, **OPTIONS.get(name, {}))
                 case = f"{name}, stage {stage}, {division[ranks]}"
                 try:
                     norms = each_batch(script, iteration)
@@ -170,10 +187,11 @@ def train_alone(batches: list[list[int]], name: str) -> tuple[Tensor, Norms]:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     for number, batch in enumerate(batches):
         inputs, targets = zip(*(data[index] for index in batch), strict=True)
-        cross_entropy(model(torch.stack(inputs)), torch.stack(targets)).backward()
+        weights = torch.tensor(CLASSES) if name == "counted" else None
+        cross_entropy(model(torch.stack(inputs)), torch.stack(targets), weights).backward()
         if name == "both":
             nn.utils.clip_grad_norm_(model.parameters(), 2 * NORM)
-        if name in ("norm", "torch", "both") or (name == "second" and number % 3 == 1):
+        if name in ("norm", "torch", "both", "counted") or (name == "second" and number % 3 == 1):
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), NORM)))
         if name == "both":
             nn.utils.clip_grad_value_(model.parameters(), NORM / 4)
@@ -297,6 +315,7 @@ REFUSED: dict[str, tuple[Callable[[Script, Any], Any], str, tuple[int, ...]]] = 
     "closure": (closure, "optimizer.step(closure) is not possible", (0, 1, 2, 3)),
     "two passes": (two_passes, "there is a second backward pass since the latest forward pass", (3,)),
     "two forward passes": (two_forwards_first, "there is a second backward pass since the latest forward pass", (3,)),
+    "counted, torch": (clipped_by_torch, "it is corrected before the step", (0,)),
     "left out": (backward_left_out, "Call booster.backward for every batch on every rank", (0, 1, 2, 3)),
 }
 
@@ -372,7 +391,7 @@ def refuse_each(folder: str) -> list[tuple[str, str, str]]:
     found = []
     for name, (iteration, words, stages) in REFUSED.items():
         for stage in stages:
-            script = Script(stage, PARTS[torch.distributed.get_world_size()], folder)
+            script = Script(stage, PARTS[torch.distributed.get_world_size()], folder, **OPTIONS.get(name, {}))
             try:
                 each_batch(script, iteration)
                 message = "no error"
@@ -380,6 +399,19 @@ def refuse_each(folder: str) -> list[tuple[str, str, str]]:
                 message = str(error)
             found.append((f"{name}, stage {stage}", message, words))
     return found
+
+
+def boost_with_closures() -> str:
+    plugin, model = HeteroZeroPlugin(0, GLOBAL_BATCH, profile_cache=""), make_model()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ValueError) as raised:
+        Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), plugin.prepare_dataloader(Numbered()))
+    return str(raised.value)
+
+
+def test_optimizers_that_need_a_closure_are_refused() -> None:
+    for message in run_ranks(2, boost_with_closures):
+        assert message.startswith("LBFGS.step needs a closure"), message
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
