@@ -49,7 +49,7 @@ from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
 from ..unequal.replica_checkpoints import ReplicaCheckpointIO
 from ..unequal.unequal_replicas import why_layer_sums
-from ..uneven_batches import UnevenBatches
+from ..uneven_batches import UnevenBatches, refuse_unfinished_sums
 from .layer_balancing import LayerBalancing
 from .one_stage import OneStageSchedule
 from .plan_agreement import agree_on_next_plan
@@ -542,6 +542,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         model, optimizer = objects.model, objects.optimizer
         replica_of: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(replica_of, self.replica()[0])
+        if isinstance(model.module, nn.parallel.DistributedDataParallel):
+            refuse_unfinished_sums(model.module, optimizer)
 
         def synchronize(due: bool) -> None:
             model.require_grad_sync = due
