@@ -135,20 +135,21 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
+RUNS = [(case, sizes) for case in CASES for sizes in (WHOLE, PARTS)]
+RUNS += [((stage, "sgd", {}), REVERSED) for stage in range(4)]
+
+
 def train_each() -> list[list[Tensor]]:
     ranks = torch.distributed.get_world_size()
-    return [
-        train(stage, sizes[ranks], name, **more) for stage, name, more in CASES for sizes in (WHOLE, PARTS, REVERSED)
-    ]
+    return [train(stage, sizes[ranks], name, **more) for (stage, name, more), sizes in RUNS]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_parameter_that_a_rank_does_not_use_counts_as_zero(ranks: int) -> None:
     for results in run_ranks(ranks, train_each):
-        for number, found in enumerate(results):
-            stage, name, options = CASES[number // 3]
+        for ((stage, name, options), sizes), found in zip(RUNS, results, strict=True):
             expected = torch.cat(train_alone(name, options.get("max_norm", 0.0)))
-            case = f"stage {stage}, {name}, {options}, {('whole', 'parts', 'reversed')[number % 3]}"
+            case = f"stage {stage}, {name}, {options}, {sizes[ranks]}"
             torch.testing.assert_close(
                 torch.cat(found)[: len(expected)],
                 expected,
