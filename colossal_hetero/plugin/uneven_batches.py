@@ -6,7 +6,6 @@ import inspect
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -21,10 +20,9 @@ from ..data_parallel.config import BatchConfig
 from ..data_parallel.loader import WORKER_SEED, HeteroDataLoader, check_same_order, make_loader
 from ..data_parallel.training_loop.sync_batch_norm import synchronize_batch_norm
 from ..profiling.batches.rank_profiler import describe
-from ..profiling.preserved_state import inner_optimizer
 from .part import PluginPart, TrainingObjects
 
-__all__ = ["ReplicaPlugin", "UnevenBatches", "refuse_unfinished_sums"]
+__all__ = ["ReplicaPlugin", "UnevenBatches"]
 
 
 class ReplicaPlugin(Protocol):
@@ -168,22 +166,3 @@ def _check_step(optimizer: Any) -> None:
             f"{type(optimizer).__name__}.step needs a closure, which would run forward and backward passes inside the "
             "step, but the step comes after the passes of all micro-batches of a global batch; use another optimizer"
         )
-
-
-def refuse_unfinished_sums(replica: nn.parallel.DistributedDataParallel, optimizer: Any) -> None:
-    """Let forward passes and steps raise ``RuntimeError`` if DDP waits for a parameter that this rank has not used."""
-    replica.register_forward_pre_hook(_check_sums)
-    inner_optimizer(optimizer).register_step_pre_hook(partial(_check_sums, replica))
-
-
-def _check_sums(replica: nn.parallel.DistributedDataParallel, *_: Any) -> None:
-    """Raise ``RuntimeError`` if DDP still waits for the gradient of a parameter that this rank has not used."""
-    try:
-        replica._check_reducer_finalized()
-    except RuntimeError as error:
-        unused = ", ".join(name for name, value in replica.module.named_parameters() if value.grad is None)
-        raise RuntimeError(
-            f"this rank has not used all parameters in the last backward pass ({unused or 'used in earlier ones'}), so "
-            "gradients are not summed over ranks; give the plugin find_unused_parameters=True, or use ZeRO stage 1, "
-            "which needs no such option"
-        ) from error

@@ -25,7 +25,7 @@ from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
 from ...checkpoint.config import CheckpointConfig
 from ...checkpoint.layer_checkpoint import Start
-from ...data_parallel.attach import BatchSetup
+from ...data_parallel.attach import BatchSetup, refuse_unfinished_sums
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
 from ...data_parallel.resumable_loader import make_even_loader
@@ -49,7 +49,7 @@ from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
 from ..unequal.replica_checkpoints import ReplicaCheckpointIO
 from ..unequal.unequal_replicas import why_layer_sums
-from ..uneven_batches import UnevenBatches, refuse_unfinished_sums
+from ..uneven_batches import UnevenBatches
 from .layer_balancing import LayerBalancing
 from .one_stage import OneStageSchedule
 from .plan_agreement import agree_on_next_plan

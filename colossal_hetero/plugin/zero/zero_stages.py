@@ -25,10 +25,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ...accelerator import get_accelerator
+from ...data_parallel.attach import refuse_unfinished_sums
 from ...gpu_over_gloo import is_gpu_over_gloo
 from ...profiling.preserved_state import inner_optimizer
 from ..overlap.overlapped_optimizer import overlapped_optimizers
-from ..uneven_batches import refuse_unfinished_sums
 from .zero_checkpoints import ShardedCheckpointIO
 
 __all__ = ["PRECISIONS", "STAGES", "flat_parameters", "options_by_stage", "plugin_of_stage", "synchronizer"]
