@@ -51,6 +51,7 @@ class GradientAccumulation:
         loader: loader of the micro-batches.
         synchronize: called before each forward pass with whether its gradients are to be summed over ranks.
         total: gives each loss its weight, and corrects the gradients if the weights were estimated.
+        weight_by: what losses are means over.
         stage: stage of ZeRO.
         is_scaled: whether gradients are multiplied by a loss scale.
         leaves: the tensors that backward passes add gradients to; (): the parameters of the model.
@@ -64,6 +65,7 @@ class GradientAccumulation:
         synchronize: Callable[[bool], None],
         total: TotalWeight,
         *,
+        weight_by: Any = "samples",
         stage: int,
         is_scaled: bool = False,
         leaves: Sequence[Tensor] = (),
@@ -73,6 +75,7 @@ class GradientAccumulation:
         self._loader = loader
         self._synchronize = synchronize
         self._total = total
+        self._weight_by = weight_by
         self._stage = stage
         self._is_scaled = is_scaled
         self._is_unscaled = False
@@ -88,6 +91,8 @@ class GradientAccumulation:
         self._guarded_for: str | None = None
         self._latest_norm: Any = torch.zeros(())
         self._replica: DistributedDataParallel | None = None
+        self._waits: bool | None = None
+        """Whether DDP sums gradients after the running forward pass, in which it must not wait for any."""
         self._forwards = 0
         """Forward passes since the latest backward pass."""
         self._runs_backward = False
@@ -100,7 +105,7 @@ class GradientAccumulation:
 
     def attach(self, model: ModelWrapper, optimizer: OptimizerWrapper, lr_scheduler: LRScheduler | None) -> None:
         """Replace the methods that a training loop calls. Call it once, on objects that a plugin has configured."""
-        self._loader.follow(self.progress)
+        self._loader.follow(self.progress, self._weight_by)
         self._model = model
         self._drop_gradients = optimizer.zero_grad
         self._param_groups = inner_optimizer(optimizer).param_groups
@@ -110,7 +115,7 @@ class GradientAccumulation:
         self._watch_backward(model)
         self._replica = next((each for each in model.modules() if isinstance(each, DistributedDataParallel)), None)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        model.register_forward_hook(lambda *_: self._close_gradients(), always_call=True)
+        model.register_forward_hook(self._after_forward, always_call=True)
         optimizer.backward = self._weighted(optimizer.backward)
         optimizer.step = self._stepping(optimizer, optimizer.step)
         optimizer.zero_grad = self._dropping(optimizer.zero_grad)
@@ -130,12 +135,17 @@ class GradientAccumulation:
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._open_gradients()
-        self._forwards += torch.is_grad_enabled()
         given = [*args, *kwargs.values()]
         sources = micro_batches_of(given)
         args, kwargs = untagged(args), untagged(kwargs)
+        is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in model.parameters())
+        self._forwards += is_trained
+        if self._replica is not None and not is_trained:
+            self._waits, self._replica.require_backward_grad_sync = self._replica.require_backward_grad_sync, False
         # A model in evaluation mode may be trained, for example with frozen statistics.
-        if torch.is_grad_enabled() and (model.training or sources):
+        if torch.is_grad_enabled() and not is_trained:
+            self.progress.frozen_forward(sources)
+        elif is_trained and (model.training or sources):
             must_drop = self.progress.must_drop
             micro_batch = self.progress.forward(sources, share_of_samples(sources[0], given) if sources else 1.0)
             if micro_batch is not None:
@@ -147,6 +157,11 @@ class GradientAccumulation:
                 self._is_synchronized = self._may_synchronize
                 self._synchronize(micro_batch.is_last and self._may_synchronize)
         return args, kwargs
+
+    def _after_forward(self, *_: Any) -> None:
+        if self._replica is not None and self._waits is not None:
+            self._replica.require_backward_grad_sync, self._waits = self._waits, None
+        self._close_gradients()
 
     def _check_rates(self, micro_batch: MicroBatch) -> None:
         """Refuse learning rates that change within a global batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from .training_loop.loss_weights import WORDS, found_weight, refuse_ignored, sam
 from .training_loop.sync_batch_norm import SampleWeightedBatchNorm
 from .training_loop.total_weight import CountedTotal, SampleTotal, TotalWeight
 
-__all__ = ["BatchSetup", "attach_batches", "profile_for", "trial_run"]
+__all__ = ["BatchSetup", "attach_batches", "profile_for", "refuse_unfinished_sums", "trial_run"]
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def attach_batches(
     """
     model, optimizer, loader = trial.model, trial.optimizer, trial.loader
     assert isinstance(model, ModelWrapper) and isinstance(loader, HeteroDataLoader)
-    total = _total_weight(setup, model, trial)
+    weight_by, total = _total_weight(setup, model, trial)
     multiple = loader.multiple_of
     loader.set_placeholders(max(-(-kind.min_batch // multiple) * multiple for kind in profile.kinds))
     timer = _timer(setup, profile, model, optimizer, loader)
@@ -190,6 +191,7 @@ def attach_batches(
         loader,
         setup.synchronize,
         total,
+        weight_by=weight_by,
         stage=setup.stage,
         is_scaled=setup.precision == "fp16",
         leaves=setup.leaves,
@@ -207,8 +209,9 @@ def attach_batches(
     return balancer, accumulation
 
 
-def _total_weight(setup: BatchSetup, model: ModelWrapper, trial: TrialRun) -> TotalWeight:
-    """What weighs the losses, as the user wants or as found out. The trial's loader gets what it needs for that."""
+def _total_weight(setup: BatchSetup, model: ModelWrapper, trial: TrialRun) -> tuple[Any, TotalWeight]:
+    """What losses are means over, as the user wants or as found out, and what weighs them. The trial's loader gets what
+    it needs for that."""
     loader: Any = trial.loader
     weight_by = setup.config.weight_by
     if weight_by is None:
@@ -219,9 +222,9 @@ def _total_weight(setup: BatchSetup, model: ModelWrapper, trial: TrialRun) -> To
     replicas = max(setup.replica_of) + 1
     weight_of = samples_in(trial) if weight_by == "samples" else weight_function(weight_by)
     if weight_of is None:
-        return SampleTotal(replicas)
+        return weight_by, SampleTotal(replicas)
     loader.weigh_by(weight_of, by_samples=weight_by == "samples")
-    return CountedTotal(replicas, model, equal_steps=setup.config.accumulation == "shared")
+    return weight_by, CountedTotal(replicas, model, equal_steps=setup.config.accumulation == "shared")
 
 
 def _timer(
@@ -243,3 +246,22 @@ def _timer(
     timer.attach(optimizer)
     loader.load_timer = timer
     return timer
+
+
+def refuse_unfinished_sums(replica: nn.parallel.DistributedDataParallel, optimizer: Any) -> None:
+    """Let forward passes and steps raise ``RuntimeError`` if DDP waits for a parameter that this rank has not used."""
+    replica.register_forward_pre_hook(_check_sums)
+    inner_optimizer(optimizer).register_step_pre_hook(partial(_check_sums, replica))
+
+
+def _check_sums(replica: nn.parallel.DistributedDataParallel, *_: Any) -> None:
+    """Raise ``RuntimeError`` if DDP still waits for the gradient of a parameter that this rank has not used."""
+    try:
+        replica._check_reducer_finalized()
+    except RuntimeError as error:
+        unused = ", ".join(name for name, value in replica.module.named_parameters() if value.grad is None)
+        raise RuntimeError(
+            f"this rank has not used all parameters in the last backward pass ({unused or 'used in earlier ones'}), so "
+            "gradients are not summed over ranks; give the plugin find_unused_parameters=True, or use ZeRO stage 1, "
+            "which needs no such option"
+        ) from error

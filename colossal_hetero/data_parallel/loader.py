@@ -70,7 +70,8 @@ class HeteroDataLoader(DataLoader[Any]):
         self._iteration = 0
         self._latest: ref[_Iteration] | None = None
         self._drawn: MicroBatch | None = None
-        self._progress: LoopProgress | None = None
+        self._followers: list[LoopProgress] = []
+        self._weight_by: Any = None
         self._weight_of: Callable[[Any], Any] | None = None
         self._by_samples = True
         self._check: Callable[[Any], None] = lambda batch: None
@@ -87,7 +88,7 @@ class HeteroDataLoader(DataLoader[Any]):
 
         It is the one returned last, or, if the loop takes batches ahead, that of the latest forward pass.
         """
-        return self._drawn if self._progress is None else self._progress.current
+        return self._followers[-1].current if self._followers else self._drawn
 
     @property
     def is_last(self) -> bool:
@@ -95,8 +96,8 @@ class HeteroDataLoader(DataLoader[Any]):
 
         It is False before the first micro-batch.
         """
-        if self._progress is not None:
-            return self._progress.is_last()
+        if self._followers:
+            return [each.is_last() for each in self._followers][-1]
         return self._drawn is not None and self._drawn.is_last
 
     @property
@@ -149,9 +150,24 @@ class HeteroDataLoader(DataLoader[Any]):
         total, count = found.sums.tolist()
         return total / count if count else math.nan
 
-    def follow(self, progress: LoopProgress) -> None:
-        """Report every batch that is drawn to ``progress``, which knows what the training loop does with it."""
-        self._progress = progress
+    def follow(self, progress: LoopProgress, weight_by: Any) -> None:
+        """Report every batch that is drawn to ``progress``, which knows what the training loop does with it.
+
+        Several models may be trained with one loader.
+
+        Args:
+            weight_by: what the loss is a mean over.
+
+        Raises:
+            ValueError: that of another model is a mean over something else.
+        """
+        if self._followers and weight_by != self._weight_by:
+            raise ValueError(
+                f"losses of a model that was boosted with this loader are weighted by {self._weight_by}, and those of "
+                f"another one by {weight_by}; give each model a loader of its own, or both the same weight_by"
+            )
+        self._followers.append(progress)
+        self._weight_by = weight_by
 
     def weigh_by(self, weight_of: Callable[[Any], Any], *, by_samples: bool = False) -> None:
         """Give every micro-batch the weight that ``weight_of`` returns for its batch: a finite number of at least 0.
@@ -344,8 +360,8 @@ class HeteroDataLoader(DataLoader[Any]):
         self._drawn = None
         self._iteration += 1
         self._sums.clear()
-        if self._progress is not None:
-            self._progress.begin()
+        for progress in self._followers:
+            progress.begin()
 
     def _draw(self, micro_batch: MicroBatch, batch: Any) -> Any:
         """``batch``; if the loop is followed, with tensors that know their micro-batch."""
@@ -355,10 +371,9 @@ class HeteroDataLoader(DataLoader[Any]):
         if self._by_samples and micro_batch.samples:
             micro_batch = replace(micro_batch, shapes=shapes_of(batch))
         self._drawn = micro_batch
-        if self._progress is None:
-            return batch
-        self._progress.draw(micro_batch)
-        return tagged(batch, micro_batch)
+        for progress in self._followers:
+            progress.draw(micro_batch)
+        return tagged(batch, micro_batch) if self._followers else batch
 
     def _weight(self, batch: Any) -> float:
         assert self._weight_of is not None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -42,8 +45,7 @@ class UnevenBatches(PluginPart):
     def __init__(self, config: BatchConfig) -> None:
         self.balancer: BatchBalancer | None = None
         """Divides the batches of the objects that were configured last; None before that."""
-        self.accumulation: GradientAccumulation | None = None
-        """Accumulates the gradients of the objects that were configured last; None before that."""
+        self._accumulations: WeakKeyDictionary[Any, GradientAccumulation] = WeakKeyDictionary()
         self._config = config
         self._even_loaders: dict[int, tuple[DataLoader, dict[str, Any]]] = {}
         """Colossal-AI's loaders that were made here, by ``id``, each with the arguments it was made with."""
@@ -99,6 +101,7 @@ class UnevenBatches(PluginPart):
         """
         if objects.optimizer is None:
             return objects
+        _check_step(objects.optimizer)
         loader = self._loader_to_train_with(plugin, objects.dataloader)
         check_same_order(loader)
         self._description = describe(objects.model)
@@ -112,10 +115,16 @@ class UnevenBatches(PluginPart):
 
     def attach(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
         """Divide the batches and accumulate their gradients; see ``PluginPart.attach``."""
-        self.balancer, self.accumulation = attach_batches(
+        self.balancer, self._accumulations[objects.optimizer] = attach_batches(
             self._setup, self._profile, self._trial, objects.lr_scheduler, self._profile_path
         )
         del self._trial
+
+    def no_sync(self, optimizer: Any) -> AbstractContextManager[None]:
+        """In the block, gradients of this boosted optimizer are not summed over ranks."""
+        if optimizer not in self._accumulations:
+            raise RuntimeError("no_sync is for training: call booster.boost with an optimizer before it")
+        return self._accumulations[optimizer].no_sync()
 
     def _synchronized(self, plugin: ReplicaPlugin, model: nn.Module, loader: HeteroDataLoader) -> nn.Module:
         """``model``, with synchronized batch normalization if the user wants it."""
@@ -147,3 +156,13 @@ class UnevenBatches(PluginPart):
     def _make_loader(self, plugin: ReplicaPlugin, dataset: Dataset, arguments: dict[str, Any]) -> HeteroDataLoader:
         rank, size = plugin.replica()
         return make_loader(dataset, self._config.global_batch_size, rank, size, **arguments)
+
+
+def _check_step(optimizer: Any) -> None:
+    """Raise ``ValueError`` if a step of the optimizer needs a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step needs a closure, which would run forward and backward passes inside the "
+            "step, but the step comes after the passes of all micro-batches of a global batch; use another optimizer"
+        )

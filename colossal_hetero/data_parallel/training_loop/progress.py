@@ -86,13 +86,9 @@ class LoopProgress:
                 self.drop()
             del self._open[: len(skipped) + 1]
             self._passed.append(micro_batch)
-        elif any(each is micro_batch for each in self._done) and self._step_called:
-            raise RuntimeError(
-                f"{_name(micro_batch)} is passed forward again after optimizer.step(), but it is only a part of its "
-                "global batch, and the optimizer steps after the last part; to train on one batch again and again, "
-                "make global_batch_size small enough for one micro-batch per rank"
-            )
-        elif not any(each is micro_batch for each in (*self._passed, *self._done)):
+        elif any(each is micro_batch for each in self._done):
+            self._check_again(micro_batch)
+        elif not any(each is micro_batch for each in self._passed):
             if micro_batch.step or not micro_batch.is_last:
                 raise RuntimeError(
                     f"{_name(micro_batch)} was drawn in an earlier global batch or iteration, and is a part of a "
@@ -102,6 +98,16 @@ class LoopProgress:
         self.current = micro_batch
         self._shares[id(micro_batch)] = self._shares.get(id(micro_batch), 0.0) + share
         return micro_batch
+
+    def frozen_forward(self, sources: Sequence[MicroBatch]) -> None:
+        """A forward pass of the model in which its parameters are not trained, such as for the loss of another model.
+
+        Raises:
+            RuntimeError: the loop expects that the optimizer has stepped.
+        """
+        latest = sources or self._open or self._passed or self._done[-1:]
+        if any(each is latest[0] for each in self._done):
+            self._check_again(latest[0])
 
     def backward(self, sources: Sequence[MicroBatch]) -> MicroBatch:
         """The micro-batch of a backward pass.
@@ -199,6 +205,15 @@ class LoopProgress:
             )
         running = (*self._open, *self._passed, *self._done[-1:])
         return running[0] if running else None
+
+    def _check_again(self, micro_batch: MicroBatch) -> None:
+        """Refuse a forward pass with a batch after a call of ``optimizer.step`` that was left out."""
+        if self._step_called:
+            raise RuntimeError(
+                f"{_name(micro_batch)} is passed forward again after optimizer.step(), but it is only a part of its "
+                "global batch, and the optimizer steps after the last part; to train on one batch again and again, "
+                "make global_batch_size small enough for one micro-batch per rank"
+            )
 
     def _check_own_accumulation(self, following: MicroBatch) -> None:
         """Refuse loops that step after several batches of the loader, unless these are whole global batches."""

@@ -26,7 +26,7 @@ from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
 from ...checkpoint.config import CheckpointConfig
 from ...checkpoint.layer_checkpoint import Start
-from ...data_parallel.attach import BatchSetup
+from ...data_parallel.attach import BatchSetup, refuse_unfinished_sums
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
 from ...data_parallel.resumable_loader import make_even_loader
@@ -552,6 +552,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         model, optimizer = objects.model, objects.optimizer
         replica_of: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(replica_of, self.replica()[0])
+        if isinstance(model.module, nn.parallel.DistributedDataParallel):
+            refuse_unfinished_sums(model.module, optimizer)
 
         def synchronize(due: bool) -> None:
             model.require_grad_sync = due

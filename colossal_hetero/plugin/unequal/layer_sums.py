@@ -38,8 +38,9 @@ class LayerSums:
 
     Between :meth:`passes` and :meth:`finish`, gradients accumulate on this rank only; sums from before are added
     afterwards, so that gradients may be summed several times before the optimizer steps. A sum starts as soon as the
-    last backward pass has added to all gradients of its bucket and of the buckets before it; what is left starts in
-    :meth:`finish`, also for parameters that got no gradient.
+    last backward pass has added to all gradients of its bucket and of the buckets before it, as often as the passes
+    before it have: a module that is used in several reentrant checkpoints gets several gradients. What is left starts
+    in :meth:`finish`, also for parameters that got no gradient.
 
     Args:
         buckets: in the order in which all ranks start them.
@@ -60,7 +61,11 @@ class LayerSums:
         self._bucket_of = {id(each): number for number, bucket in enumerate(buckets) for each in bucket.parameters}
         self._hooks: list[RemovableHandle] = []
         self._passes: Callable[[], int] | None = None
+        self._pass = 0
         self._counts: dict[int, int] = {}
+        """How often the running backward pass has added to a gradient, by ``id`` of the parameter."""
+        self._expected: dict[int, int] = {}
+        """The same for the passes before it: the most."""
         self._totals: dict[int, Tensor] = {}
         self._summed: set[int] = set()
         self._reset()
@@ -78,20 +83,35 @@ class LayerSums:
         for parameter in self._parameters():
             if id(parameter) in self._summed and parameter.grad is not None:
                 self._totals[id(parameter)], parameter.grad = parameter.grad, None
-        self._summed = set()
+        self._summed, self._pass = set(), 0
         self._passes, self.accumulating = number, True
         try:
             yield
         finally:
             self._passes, self.accumulating = None, False
 
+    def begin_pass(self) -> None:
+        """A backward pass of a micro-batch begins."""
+        self._learn()
+        self._pass += 1
+
     def gradient_ready(self, parameter: Parameter) -> None:
-        """A backward pass has added to ``parameter.grad``."""
-        if self._passes is None or not self._early:
-            return
+        """A backward pass has added to ``parameter.grad``.
+
+        Raises:
+            RuntimeError: its sum has been started.
+        """
         key = id(parameter)
+        if self._bucket_of[key] < len(self._started):
+            raise RuntimeError(
+                "a parameter got a gradient after the sum over replicas had been started, because a module was used "
+                "in more reentrant checkpoints (use_reentrant=True) or backward passes inside the model than in the "
+                "micro-batches before; give the plugin overlap_communication=False"
+            )
         self._counts[key] = self._counts.get(key, 0) + 1
-        if self._counts[key] != self._passes():
+        if self._passes is None or not self._early or self._pass < self._passes():
+            return
+        if self._counts[key] != self._expected.get(key):
             return
         self._missing[self._bucket_of[key]] -= 1
         while len(self._started) < len(self.buckets) and self._missing[len(self._started)] == 0:
@@ -122,6 +142,11 @@ class LayerSums:
     def _parameters(self) -> Iterator[Parameter]:
         return (parameter for bucket in self.buckets if bucket.is_shared for parameter in bucket.parameters)
 
+    def _learn(self) -> None:
+        for key, count in self._counts.items():
+            self._expected[key] = max(count, self._expected.get(key, 0))
+        self._counts = {}
+
     def _end(self) -> None:
         started = self._started
         self._reset()
@@ -134,7 +159,7 @@ class LayerSums:
         self._started.append(self._start(bucket))
 
     def _reset(self) -> None:
-        self._counts = {}
+        self._learn()
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._started: list[Finish] = []
 

@@ -72,9 +72,18 @@ class ReplicaOptimizer:
         Raises:
             RuntimeError: it is called outside ``booster.execute_pipeline``.
         """
+        self._begin_pass()
+        super().backward(*args, **kwargs)  # type: ignore[misc]
+
+    def backward_by_grad(self, *args: Any, **kwargs: Any) -> None:
+        """See ``OptimizerWrapper.backward_by_grad`` and :meth:`backward`."""
+        self._begin_pass()
+        super().backward_by_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def _begin_pass(self) -> None:
         if not self.gradients.sums.accumulating:
             raise RuntimeError(NOT_SUMMED)
-        super().backward(*args, **kwargs)  # type: ignore[misc]
+        self.gradients.sums.begin_pass()
 
     def clip_grad_by_norm(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: a rank has only a part of the gradients.

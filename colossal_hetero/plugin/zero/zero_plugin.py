@@ -215,10 +215,8 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
 
         Stages 2 and 3 keep gradients in shards, and sum them in every backward pass; the result is the same.
         """
-        accumulation = self._uneven_batches.accumulation
-        if accumulation is None:
-            raise RuntimeError("no_sync is for training: call booster.boost with an optimizer before it")
-        return accumulation.no_sync() if self.stage in (0, 1) else nullcontext()
+        context = self._uneven_batches.no_sync(optimizer)
+        return context if self.stage in (0, 1) else nullcontext()
 
     def support_lora(self) -> bool:
         return True

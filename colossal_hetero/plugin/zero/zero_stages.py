@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ...accelerator import get_accelerator
+from ...data_parallel.attach import refuse_unfinished_sums
 from ...gpu_over_gloo import is_gpu_over_gloo
 from ...profiling.preserved_state import inner_optimizer
 from ..overlap.overlapped_optimizer import overlapped_optimizers
@@ -155,8 +155,7 @@ class _Replicas(TorchDDPPlugin):
                 model, optimizer, criterion, dataloader, lr_scheduler
             )
         if optimizer is not None:
-            model.module.register_forward_pre_hook(_check_sums)
-            inner_optimizer(optimizer).register_step_pre_hook(partial(_check_sums, model.module))
+            refuse_unfinished_sums(model.module, optimizer)
         if self.precision == "bf16":
             model = _AutocastModel(model)
         elif self.precision == "fp16":
@@ -166,19 +165,6 @@ class _Replicas(TorchDDPPlugin):
             if isinstance(optimizer, OptimizerWrapper):
                 optimizer.clip_grad_by_norm = MethodType(_clip_unscaled, optimizer)  # type: ignore[method-assign]
         return model, optimizer, criterion, dataloader, lr_scheduler
-
-
-def _check_sums(replica: nn.parallel.DistributedDataParallel, *_: Any) -> None:
-    """Raise ``RuntimeError`` if DDP still waits for the gradient of a parameter that this rank has not used."""
-    try:
-        replica._check_reducer_finalized()
-    except RuntimeError as error:
-        unused = ", ".join(name for name, value in replica.module.named_parameters() if value.grad is None)
-        raise RuntimeError(
-            f"this rank has not used all parameters in the last backward pass ({unused or 'used in earlier ones'}), so "
-            "gradients are not summed over ranks; give HeteroZeroPlugin find_unused_parameters=True, or use stage 1, "
-            "which needs no such option"
-        ) from error
 
 
 class _ShardedStates(LowLevelZeroPlugin):

@@ -165,3 +165,62 @@ def test_options_that_cannot_be_combined_are_refused() -> None:
         ),
     ]
     run_ranks(2, check_refused, cases)
+
+
+class RoutedHead(nn.Module):
+    """Heads of which each sample uses one, so that a rank does not use all of them in each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(tiny_vit().head.in_features, CLASSES) for _ in range(4))
+
+    def forward(self, features: Tensor) -> Tensor:
+        chosen = features.detach().argmax(-1) % len(self.heads)
+        return torch.cat([self.heads[index](each[None]) for index, each in zip(chosen.tolist(), features, strict=True)])
+
+
+def routed_vit() -> nn.Module:
+    model = tiny_vit()
+    torch.manual_seed(5)
+    model.head = RoutedHead()
+    return model
+
+
+def train_routed(divisions: list[list[list[int]]], options: dict[str, Any]) -> list[Tensor]:
+    found = []
+    for division in divisions:
+        batches = BatchConfig(global_batch_size=GLOBAL_BATCH, max_micro_batch=7, weight_by="samples", profile_cache="")
+        plugin = HeteroHybridParallelPlugin(1, 1, batches=batches, precision="fp32", **options)
+        loader, model = plugin.prepare_dataloader(Images()), routed_vit()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
+        loader.divide_by(lambda samples, division=division: sizes_by_rank(division, samples))
+        for _ in range(2):
+            for images, labels in loader:
+                optimizer.backward(cross_entropy(model(images), labels))
+                optimizer.step()
+                optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            found.append(model(Images().images))
+    return found
+
+
+@pytest.mark.parametrize("divisions", [[[[5], [2]], [[1], [6]], [[2, 1], [3, 1]]], [[[4], [2], [1]]]])
+def test_heads_that_a_rank_does_not_use(divisions: list[list[list[int]]]) -> None:
+    model = routed_vit()
+    expected = fit(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1))
+    for found in run_ranks(len(divisions[0]), train_routed, divisions, dict(find_unused_parameters=True)):
+        for division, logits in zip(divisions, found, strict=True):
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5, msg=str(division))
+
+
+def refuse_without_search() -> str:
+    with pytest.raises(RuntimeError) as raised:
+        train_routed([[[5], [2]]], {})
+    return str(raised.value)
+
+
+def test_heads_that_a_rank_does_not_use_need_a_search() -> None:
+    for message in run_ranks(2, refuse_without_search):
+        assert message.startswith("this rank has not used all parameters"), message

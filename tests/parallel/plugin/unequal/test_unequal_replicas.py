@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from colossalai.checkpoint_io.utils import gather_distributed_param
 from colossalai.nn.optimizer import Lamb
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.planner.plans.plan import Plan
@@ -45,12 +47,21 @@ def vit() -> nn.Module:
     return tiny_vit(depth=4)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit}
+def shared() -> nn.Module:
+    """A ViT whose blocks are one module, each time in a reentrant checkpoint."""
+    model = tiny_vit(depth=4)
+    block = model.blocks[0]
+    block.forward = partial(checkpoint, block.forward, use_reentrant=True)
+    model.blocks = nn.Sequential(*[block] * 4)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit, "shared": shared}
 
 
 def samples(model: str, number: int, size: int, dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(number)
-    if model == "vit":
+    if model in ("vit", "shared"):
         images = torch.randn(size, 3, 8, 8, generator=generator, dtype=torch.float64)
         return dict(x=images.to(dtype), labels=torch.arange(size) % 7)
     tokens = torch.randint(VOCABULARY, (size, 8), generator=generator)
@@ -83,7 +94,7 @@ def train_alone(
     losses, norms = [], []
     for step in range(STEPS):
         batch = samples(model, step, size, dtype)
-        inputs = {"x": batch["x"]} if model == "vit" else batch
+        inputs = {"x": batch["x"]} if model in ("vit", "shared") else batch
         loss = loss_of(module(**inputs), batch)
         loss.backward()
         if max_norm:
@@ -197,6 +208,12 @@ def check(
 )
 def test_replicas_train_like_one_process(plan: str, model: str) -> None:
     check(plan, model, max_norm=0.5)
+
+
+@pytest.mark.parametrize(("plan", "zero_stage"), [("batches", 0), ("batches", 1), ("1+2+2", 0)])
+def test_layers_that_are_used_in_several_checkpoints(plan: str, zero_stage: int) -> None:
+    dtype = torch.float32 if zero_stage else torch.float64
+    check(plan, "shared", dtype=dtype, max_norm=0.5, zero_stage=zero_stage, ddp_bucket_cap_mb=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ STEPS = 5
 TASKS = (0, 0, 1, 1, 0, 1, 2, 2)
 """By place in a global batch: the head that a sample uses. The last samples are those of the last rank."""
 WHOLE = {2: [[6], [2]], 3: [[5], [2], [1]]}
+REVERSED = {2: [[2], [6]], 3: [[1], [3], [4]]}
 PARTS = {2: [[4, 2], [1, 1]], 3: [[2, 2], [2, 0], [1, 1]]}
 
 
@@ -134,18 +135,21 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
+RUNS = [(case, sizes) for case in CASES for sizes in (WHOLE, PARTS)]
+RUNS += [((stage, "sgd", {}), REVERSED) for stage in range(4)]
+
+
 def train_each() -> list[list[Tensor]]:
     ranks = torch.distributed.get_world_size()
-    return [train(stage, sizes[ranks], name, **more) for stage, name, more in CASES for sizes in (WHOLE, PARTS)]
+    return [train(stage, sizes[ranks], name, **more) for (stage, name, more), sizes in RUNS]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_parameter_that_a_rank_does_not_use_counts_as_zero(ranks: int) -> None:
     for results in run_ranks(ranks, train_each):
-        for number, found in enumerate(results):
-            stage, name, options = CASES[number // 2]
+        for ((stage, name, options), sizes), found in zip(RUNS, results, strict=True):
             expected = torch.cat(train_alone(name, options.get("max_norm", 0.0)))
-            case = f"stage {stage}, {name}, {options}, {('whole', 'parts')[number % 2]}"
+            case = f"stage {stage}, {name}, {options}, {sizes[ranks]}"
             torch.testing.assert_close(
                 torch.cat(found)[: len(expected)],
                 expected,

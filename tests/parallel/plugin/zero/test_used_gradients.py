@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from colossalai.booster import Booster
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
 
+from colossal_hetero import HeteroZeroPlugin
 from tests.parallel.plugin.zero.test_training_loops import GLOBAL_BATCH, PARTS, RATE, WHOLE, Script
-from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, make_model
+from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, make_model, sizes_by_rank
 from tests.support.harness import run_ranks
 
 NORM = 0.05
@@ -129,6 +132,22 @@ def masked(script: Script, batch: Any) -> None:
     script.update()
 
 
+CLASSES = (1.0, 2.0, 3.0)
+"""Weights of classes, so that a loss is a mean over what is known only when all micro-batches are there."""
+
+
+def count(batch: Any) -> Tensor:
+    return torch.tensor(CLASSES)[batch[1]].sum()
+
+
+def counted(script: Script, batch: Any) -> float:
+    script.criterion = nn.CrossEntropyLoss(torch.tensor(CLASSES))
+    return clipped_by_norm(script, batch)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"counted": dict(weight_by=count), "counted, torch": dict(weight_by=count)}
+"""Arguments of the plugin, by name of a case."""
+
 EXACT: dict[str, tuple[Callable[[Script, Any], Any], tuple[int, ...]]] = {
     "zero_grad of the module": (zero_grad_of_module, (0, 1, 2, 3)),
     "zero_grad to zeros": (partial(zero_grad_of_module, set_to_none=False), (0, 1, 2, 3)),
@@ -143,6 +162,7 @@ EXACT: dict[str, tuple[Callable[[Script, Any], Any], tuple[int, ...]]] = {
     "summed": (summed, (0, 1, 2, 3)),
     "parts": (parts_of_two_outputs, (0, 1, 2)),
     "mask": (masked, (0, 1, 2)),
+    "counted": (counted, (0, 1, 2, 3)),
 }
 
 
@@ -151,7 +171,7 @@ def run_each(folder: str) -> list[tuple[str, str, dict[str, Any]]]:
     for name, (iteration, stages) in EXACT.items():
         for stage in stages:
             for division in (WHOLE, PARTS):
-                script = Script(stage, division[ranks], folder)
+                script = Script(stage, division[ranks], folder, **OPTIONS.get(name, {}))
                 case = f"{name}, stage {stage}, {division[ranks]}"
                 try:
                     norms = each_batch(script, iteration)
@@ -167,10 +187,11 @@ def train_alone(batches: list[list[int]], name: str) -> tuple[Tensor, Norms]:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     for number, batch in enumerate(batches):
         inputs, targets = zip(*(data[index] for index in batch), strict=True)
-        cross_entropy(model(torch.stack(inputs)), torch.stack(targets)).backward()
+        weights = torch.tensor(CLASSES) if name == "counted" else None
+        cross_entropy(model(torch.stack(inputs)), torch.stack(targets), weights).backward()
         if name == "both":
             nn.utils.clip_grad_norm_(model.parameters(), 2 * NORM)
-        if name in ("norm", "torch", "both") or (name == "second" and number % 3 == 1):
+        if name in ("norm", "torch", "both", "counted") or (name == "second" and number % 3 == 1):
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), NORM)))
         if name == "both":
             nn.utils.clip_grad_value_(model.parameters(), NORM / 4)
@@ -294,8 +315,75 @@ REFUSED: dict[str, tuple[Callable[[Script, Any], Any], str, tuple[int, ...]]] = 
     "closure": (closure, "optimizer.step(closure) is not possible", (0, 1, 2, 3)),
     "two passes": (two_passes, "there is a second backward pass since the latest forward pass", (3,)),
     "two forward passes": (two_forwards_first, "there is a second backward pass since the latest forward pass", (3,)),
+    "counted, torch": (clipped_by_torch, "it is corrected before the step", (0,)),
     "left out": (backward_left_out, "Call booster.backward for every batch on every rank", (0, 1, 2, 3)),
 }
+
+
+def two_models() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8)), nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1))
+
+
+def adversarial(models: Any, optimizers: Any, batches: Any, run: Callable[[Any, Tensor], None]) -> list[Tensor]:
+    """Train a generator and a discriminator, each with an optimizer. The one that is not trained is frozen."""
+    (generator, discriminator), (first, second) = models, optimizers
+    for inputs, _ in batches:
+        made = generator(inputs)
+        run(second, nn.functional.softplus(discriminator(made.detach()) - discriminator(inputs)).mean())
+        discriminator.requires_grad_(False)
+        run(first, nn.functional.softplus(-discriminator(made)).mean())
+        discriminator.requires_grad_(True)
+    return [torch.cat(full_parameters(each)) for each in models]
+
+
+def train_adversarially(folder: str) -> list[tuple[str, list[Tensor]]]:
+    def run(optimizer: Any, loss: Tensor) -> None:
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    results, ranks = [], torch.distributed.get_world_size()
+    for stage in (0, 1, 2):
+        for division in (WHOLE[ranks], PARTS[ranks]):
+            plugin = HeteroZeroPlugin(
+                stage, GLOBAL_BATCH, max_micro_batch=8, weight_by="samples", profile_cache="", training_step=mean_square
+            )
+            booster, loader = Booster(plugin=plugin), plugin.prepare_dataloader(Numbered(24))
+            models, optimizers = list(two_models()), []
+            for number, model in enumerate(models):
+                optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
+                models[number], optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)
+                optimizers.append(optimizer)
+            loader.divide_by(lambda samples, division=division: sizes_by_rank(division, samples))
+            if division in PARTS.values():
+                with pytest.raises(RuntimeError, match="is passed forward again after"):
+                    adversarial(models, optimizers, loader, run)
+            else:
+                results.append((f"stage {stage}, {division}", adversarial(models, optimizers, loader, run)))
+    return results
+
+
+def mean_square(model: nn.Module, _: Any, batch: Any) -> Tensor:
+    return model(batch[0]).square().mean()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_two_models_train_on_the_batches_of_one_loader(ranks: int, tmp_path: Path) -> None:
+    def run(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    data, models = Numbered(24), two_models()
+    batches = [default_collate([data[first + place] for place in range(8)]) for first in range(0, 24, 8)]
+    expected = adversarial(models, [torch.optim.SGD(each.parameters(), lr=RATE) for each in models], batches, run)
+    for results in run_ranks(ranks, train_adversarially, str(tmp_path)):
+        for case, found in results:
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(
+                    one[: len(other)], other, rtol=1e-5, atol=1e-6, msg=lambda text, case=case: f"{case}: {text}"
+                )
 
 
 def refuse_each(folder: str) -> list[tuple[str, str, str]]:
@@ -303,7 +391,7 @@ def refuse_each(folder: str) -> list[tuple[str, str, str]]:
     found = []
     for name, (iteration, words, stages) in REFUSED.items():
         for stage in stages:
-            script = Script(stage, PARTS[torch.distributed.get_world_size()], folder)
+            script = Script(stage, PARTS[torch.distributed.get_world_size()], folder, **OPTIONS.get(name, {}))
             try:
                 each_batch(script, iteration)
                 message = "no error"
@@ -311,6 +399,19 @@ def refuse_each(folder: str) -> list[tuple[str, str, str]]:
                 message = str(error)
             found.append((f"{name}, stage {stage}", message, words))
     return found
+
+
+def boost_with_closures() -> str:
+    plugin, model = HeteroZeroPlugin(0, GLOBAL_BATCH, profile_cache=""), make_model()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ValueError) as raised:
+        Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), plugin.prepare_dataloader(Numbered()))
+    return str(raised.value)
+
+
+def test_optimizers_that_need_a_closure_are_refused() -> None:
+    for message in run_ranks(2, boost_with_closures):
+        assert message.startswith("LBFGS.step needs a closure"), message
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

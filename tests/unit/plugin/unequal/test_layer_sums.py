@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from unittest.mock import Mock
 
+import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from colossal_hetero.plugin.unequal.layer_sums import LayerSums, SharedBucket
 
@@ -42,21 +45,62 @@ def three_layers(early: bool = True) -> tuple[nn.Sequential, LayerSums, Recorded
     return model, LayerSums(buckets, recorded.start, early), recorded
 
 
-def backward(model: nn.Module, times: int) -> None:
+def backward(model: nn.Module, times: int, sums: LayerSums | None = None) -> None:
     for _ in range(times):
+        if sums is not None:
+            sums.begin_pass()
         model(torch.ones(1, 2)).sum().backward()
 
 
 def test_a_sum_starts_in_the_last_backward_pass_when_its_gradients_are_there() -> None:
     model, sums, recorded = three_layers()
     with sums.passes(lambda: 2):
-        backward(model, 1)
+        backward(model, 1, sums)
         assert "start" not in " ".join(recorded.events)
         recorded.events.clear()
-        backward(model, 1)
+        backward(model, 1, sums)
         assert recorded.events == ["gradient c", "gradient b", "start cb", "gradient a", "start a"]
         sums.finish()
     assert recorded.events[-2:] == ["finish cb", "finish a"]
+
+
+def checkpointed(model: nn.Sequential, times: int) -> None:
+    """A backward pass through the first layer, in so many reentrant checkpoints, and through the others."""
+    values = torch.ones(1, 2, requires_grad=True)
+    for _ in range(times):
+        values = checkpoint(model[0], values, use_reentrant=True)
+    model[1:](values).sum().backward()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_a_layer_in_several_checkpoints_is_summed_when_all_its_gradients_are_there(micro_batches: int) -> None:
+    model, sums, recorded = three_layers()
+    for step in range(2):
+        recorded.events.clear()
+        with sums.passes(lambda: micro_batches):
+            for _ in range(micro_batches):
+                sums.begin_pass()
+                checkpointed(model, 3)
+            if step or micro_batches > 1:
+                assert recorded.events[-4:] == [*["gradient a"] * 3, "start a"]
+            sums.finish()
+        alone = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+        alone.load_state_dict(model.state_dict())
+        for _ in range(micro_batches):
+            checkpointed(alone, 3)
+        for layer, same in zip(model, alone, strict=True):
+            torch.testing.assert_close(layer.weight.grad, 2 * same.weight.grad)
+        sums.drop()
+        model.zero_grad()
+
+
+def test_a_gradient_after_the_start_is_refused() -> None:
+    model, sums, _ = three_layers()
+    with sums.passes(lambda: 2):
+        for times in (2, 3):
+            sums.begin_pass()
+            with pytest.raises(RuntimeError, match="overlap_communication=False") if times == 3 else nullcontext():
+                checkpointed(model, times)
 
 
 def test_sums_may_all_start_at_the_end() -> None:
