@@ -207,21 +207,20 @@ def _counting_passes(schedule: Any) -> Callable[[], tuple[int, int]]:
 
 
 def _begin_on_forward(model: ModelWrapper, attached: _Attached, count: Callable[[], tuple[int, int]]) -> None:
-    balancer = attached.balancer
+    """Tell the balancer of each forward pass. The hooks keep ``attached`` alive, as long as the model."""
 
     @torch.compiler.disable
     def begin(module: nn.Module, _: Any, arguments: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
-            # It refers to ``attached`` itself, which the model keeps alive in this way.
             attached.balancer.begin(asks_for_heads(module, arguments), *count())
-            time_collectives(balancer.running_clock)
+            time_collectives(attached.balancer.running_clock)
         elif not torch.is_grad_enabled():
-            balancer.begin_evaluation_pass(asks_for_heads(module, arguments))
+            attached.balancer.begin_evaluation_pass(asks_for_heads(module, arguments))
 
     @torch.compiler.disable
     def end(*_: Any) -> None:
         if not torch.is_grad_enabled():
-            balancer.end_evaluation_pass()
+            attached.balancer.end_evaluation_pass()
 
     # On the innermost model, whose layers make the same check: the user may call it, or switch it to training, without
     # the wrappers. It also runs inside the hooks by which ZeRO waits for weights that it gathers late.
@@ -233,7 +232,7 @@ def _begin_on_forward(model: ModelWrapper, attached: _Attached, count: Callable[
     @functools.wraps(train)
     def switch(mode: bool = True) -> nn.Module:
         if not mode:
-            balancer.begin_evaluation()
+            attached.balancer.begin_evaluation()
         return train(mode)
 
     # The wrappers' eval and train call that of each module inside.
