@@ -110,13 +110,13 @@ class _Mlp:
         division = divide(units, plan)
         moves: Sequence[Move] = division.moves
         chosen = self._kept(plan, self._rank)[: division.kept(self._rank)].to(self._x.device)
-        exchange = UnitExchange(transport, lambda passes: True)
+        exchange = UnitExchange(transport)
         exchange.assign([block], [moves], [division.kept(self._rank)], [lambda x, weight, count: chosen])
         exchange.begin_pass()
         x = self._x.clone().requires_grad_()
         y = second(_activate(first(x), kind.parts))
         y.backward(self._dy)
-        exchange.finish()
+        exchange.end_iteration()
         # Waits until what this rank has sent has arrived: a message that is dropped before that may get lost.
         exchange.release([block])
         gradients = [layer.weight.grad.t() if kind.is_conv1d else layer.weight.grad for layer in (first, second)]

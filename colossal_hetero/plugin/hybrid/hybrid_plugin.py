@@ -310,7 +310,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
                 part.measure(self, objects)
             for part in self._parts:
                 part.attach(self, objects)
-            if self.scheduler is None and (self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism):
+            sums = self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism
+            if sums and self.scheduler is None and self._uneven_batches is None:
                 refuse_unsummed_steps(objects.model, objects.optimizer)
             name_ended_ranks(objects.model, objects.optimizer)
         return objects
