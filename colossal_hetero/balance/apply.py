@@ -13,7 +13,6 @@ from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport
 from ..layers.unit_exchange.exchange import Purpose, UnitExchange
 from ..layers.unit_exchange.transfers import bucket_numbers
-from ..layers.unit_exchange.user_hooks import hooked_blocks
 from ..layers.workload import Clock, Workload, kept_count
 from .column_selection import ColumnSelector
 from .config import BalanceConfig
@@ -174,7 +173,7 @@ class Applier:
     @property
     def is_hooked(self) -> bool:
         """Whether a parameter of a block has a hook of the user on this rank."""
-        return bool(hooked_blocks(self._blocks))
+        return any(block.is_hooked for block in self._blocks)
 
     def show_each_pass(self, hooks: bool) -> None:
         """From now on return the gradients of migrated units in each backward pass of a schedule, if there are

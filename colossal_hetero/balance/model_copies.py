@@ -16,6 +16,8 @@ from colossalai.interface import ModelWrapper
 from colossalai.tensor.d_tensor.api import is_customized_distributed_tensor, is_distributed_tensor
 from torch import nn
 
+from ..user_hooks import is_from
+
 __all__ = ["make_copyable"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -50,7 +52,7 @@ def _copy(model: nn.Module, shared: tuple[object, ...], memo: dict[int, Any]) ->
     """A copy that can be copied again."""
     memo.update((id(each), each) for each in (*shared, *dist.distributed_c10d._world.pg_map))
     kept = [
-        (module, name, {key: hook for key, hook in getattr(module, name).items() if not _is_ours(hook)})
+        (module, name, {key: hook for key, hook in getattr(module, name).items() if not is_from(hook, (_PACKAGE,))})
         for module in model.modules()
         for name in _HOOKS
     ]
@@ -74,10 +76,3 @@ def _refuse(*_: Any) -> None:
         "ModelEmaV3 set exclude_buffers=True). To save an average, copy its parameters into the model's, and call "
         "booster.save_model"
     )
-
-
-def _is_ours(hook: Any) -> bool:
-    """Whether this package registered a hook."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", "")).partition(".")[0] == _PACKAGE

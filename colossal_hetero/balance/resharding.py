@@ -19,7 +19,6 @@ from ..layers.column_migration import MovedRange
 from ..layers.resharding.holdings import Holding, holdings, ordinary_holdings
 from ..layers.resharding.unit_mover import StateSlot, UnitMover
 from ..layers.transport import Transport
-from ..layers.unit_exchange.user_hooks import hooked_blocks
 from .host_messages import Exchange
 
 __all__ = ["OptimizerMemory", "Resharding"]
@@ -85,7 +84,7 @@ class Resharding:
         if not self.possible:
             return "no block has units that can be"
         # On any rank: a single one may copy the model, or register a hook.
-        if not self._exchange.all_agree(not (self.keeps_shapes or hooked_blocks(self._blocks))):
+        if not self._exchange.all_agree(not (self.keeps_shapes or any(block.is_hooked for block in self._blocks))):
             return "the model was copied, or a parameter has a hook, which may rely on the present shapes of parameters"
         obstacle = self._failure or self._memory.obstacle
         if self._exchange.all_agree(obstacle is None):

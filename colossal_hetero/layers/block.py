@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..user_hooks import user_hooks
 from .block_rules import BlockRule, rule_for
 from .dropout.unit_dropout import UnitDropout, UnitRange
 from .inside_blocks.views import is_seen
@@ -120,6 +121,11 @@ class Block:
     def is_fixed(self) -> bool:
         """Whether units do not migrate, whatever the plan; the same on all ranks."""
         return self.stays
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether a parameter that holds units has a hook of the user on this rank."""
+        return any(True for tensors in self.unit_parameters for tensor in tensors for _ in user_hooks(tensor))
 
     @property
     def reshards(self) -> bool:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HookCheck"]
+from ...user_hooks import user_hooks
 
-OURS = ("colossal_hetero.", "colossalai.")
+__all__ = ["HookCheck"]
 
 
 class HookCheck:
@@ -49,10 +49,9 @@ class HookCheck:
 
     def _new(self) -> Iterator[tuple[str, Tensor, Callable[..., Any], bool]]:
         for name, parameter in self._parameters:
-            for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
-                for hook in (hooks or {}).values():
-                    if id(hook) not in self._checked and not _module(hook).startswith(OURS):
-                        yield name, parameter, hook, hooks is not parameter._backward_hooks
+            for hook, is_late in user_hooks(parameter):
+                if id(hook) not in self._checked:
+                    yield name, parameter, hook, is_late
 
     def _why_not(self, parameter: Tensor, hook: Callable[..., Any], is_late: bool) -> str | None:
         if is_late:
@@ -80,10 +79,6 @@ class HookCheck:
                 "change gradients after the backward pass, at stage 0 and where loader.is_last"
             )
         return None
-
-
-def _module(hook: Any) -> str:
-    return getattr(getattr(hook, "func", hook), "__module__", None) or ""
 
 
 def _name(hook: Any) -> str:

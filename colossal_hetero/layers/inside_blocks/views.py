@@ -14,25 +14,24 @@ from typing import Any
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
+from ...user_hooks import OWN_PACKAGES, is_from
+
 __all__ = ["asks_for_heads", "is_seen"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_OWN = ("colossal_hetero", "colossalai")
-"""Packages whose hooks fit any number of units."""
-
-_MODELS = (*_OWN, "timm", "transformers")
+_MODELS = (*OWN_PACKAGES, "timm", "transformers")
 """Packages whose forward passes keep nothing of what they compute, unless they are asked to."""
 
 
 def is_seen(modules: Iterable[nn.Module]) -> bool:
     """Whether somebody sees what passes through any of ``modules``, which are inside of a block."""
-    if any(_has_others(getattr(torch_module, f"_global{hooks}").values(), _OWN) for hooks in _HOOKS):
+    if any(_has_others(getattr(torch_module, f"_global{hooks}").values(), OWN_PACKAGES) for hooks in _HOOKS):
         return True
     for module in modules:
         attributes = vars(module)
         for hooks in _HOOKS:
-            if attributes[hooks] and _has_others(attributes[hooks].values(), _OWN):
+            if attributes[hooks] and _has_others(attributes[hooks].values(), OWN_PACKAGES):
                 return True
         if "forward" in attributes and _has_others([attributes["forward"]], _MODELS):
             return True
@@ -70,10 +69,4 @@ def _is_computed(value: Any) -> bool:
 
 def _has_others(functions: Iterable[Any], packages: tuple[str, ...]) -> bool:
     """Whether a function is of none of ``packages``."""
-    for function in functions:
-        while hasattr(function, "func"):  # of functools.partial
-            function = function.func
-        module = getattr(function, "__module__", None) or type(function).__module__
-        if module.partition(".")[0] not in packages:
-            return True
-    return False
+    return not all(is_from(function, packages) for function in functions)

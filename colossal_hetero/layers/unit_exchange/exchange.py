@@ -40,7 +40,6 @@ from .transfers import (
     unpack,
     weights_for,
 )
-from .user_hooks import hooked_blocks
 
 __all__ = ["Purpose", "UnitExchange"]
 
@@ -196,11 +195,12 @@ class UnitExchange:
         for transfer in self._transfers:
             # Those of a run that failed.
             transfer.clear_gradients()
-        if self._passes > 1 and self._buckets and not self.are_hooked and (hooked := hooked_blocks(self._blocks)):
-            where = hooked[0] or "the model"
+        if self._passes == 1 or self.are_hooked or not self._buckets:
+            return
+        if hooked := [block.name or "the model" for block in self._blocks if block.is_hooked]:
             raise RuntimeError(
-                f"a hook was registered on a parameter of {where} while units migrate in a pipeline: it would see the "
-                "gradients of all micro-batches at once; register hooks before training"
+                f"a hook was registered on a parameter of {hooked[0]} while units migrate in a pipeline: it would see "
+                "the gradients of all micro-batches at once; register hooks before training"
             )
 
     def end_pass(self) -> None:
