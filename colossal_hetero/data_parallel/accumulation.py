@@ -301,9 +301,13 @@ class GradientAccumulation:
         return run
 
     def _between_global_batches(self, optimizer: OptimizerWrapper, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method``, which does nothing within a global batch. Clipping by norm returns the norm of the latest global
+        batch that was clipped, 0 before. All ranks call it: they may have to correct their gradients."""
+
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            """Returns the norm of the latest global batch that was clipped by its norm, 0 before."""
+            if method.__name__ == "unscale_grad" and self._is_unscaled:
+                return None
             if not self.within_global_batch:
                 self._open_gradients()
                 self._total.correct(optimizer)

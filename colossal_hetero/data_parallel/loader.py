@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
-from weakref import ref
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ class HeteroDataLoader(DataLoader[Any]):
         self._iteration = 0
         self._latest: ref[_Iteration] | None = None
         self._drawn: MicroBatch | None = None
-        self._followers: list[LoopProgress] = []
+        self._references: list[ReferenceType[LoopProgress]] = []
         self._weight_by: Any = None
         self._weight_of: Callable[[Any], Any] | None = None
         self._by_samples = True
@@ -88,7 +88,8 @@ class HeteroDataLoader(DataLoader[Any]):
 
         It is the one returned last, or, if the loop takes batches ahead, that of the latest forward pass.
         """
-        return self._followers[-1].current if self._followers else self._drawn
+        followers = self._followers
+        return followers[-1].current if followers else self._drawn
 
     @property
     def is_last(self) -> bool:
@@ -96,9 +97,10 @@ class HeteroDataLoader(DataLoader[Any]):
 
         It is False before the first micro-batch.
         """
-        if self._followers:
-            return [each.is_last() for each in self._followers][-1]
-        return self._drawn is not None and self._drawn.is_last
+        is_last = self._drawn is not None and self._drawn.is_last
+        for progress in self._followers:  # each notes that the loop has asked
+            is_last = progress.is_last()
+        return is_last
 
     @property
     def micro_step(self) -> int:
@@ -150,6 +152,11 @@ class HeteroDataLoader(DataLoader[Any]):
         total, count = found.sums.tolist()
         return total / count if count else math.nan
 
+    @property
+    def _followers(self) -> list[LoopProgress]:
+        """Those of models that still exist."""
+        return [progress for each in self._references if (progress := each()) is not None]
+
     def follow(self, progress: LoopProgress, weight_by: Any) -> None:
         """Report every batch that is drawn to ``progress``, which knows what the training loop does with it.
 
@@ -161,12 +168,13 @@ class HeteroDataLoader(DataLoader[Any]):
         Raises:
             ValueError: that of another model is a mean over something else.
         """
-        if self._followers and weight_by != self._weight_by:
+        self._references = [each for each in self._references if each() is not None]
+        if self._references and weight_by != self._weight_by:
             raise ValueError(
                 f"losses of a model that was boosted with this loader are weighted by {self._weight_by}, and those of "
                 f"another one by {weight_by}; give each model a loader of its own, or both the same weight_by"
             )
-        self._followers.append(progress)
+        self._references.append(ref(progress))
         self._weight_by = weight_by
 
     def weigh_by(self, weight_of: Callable[[Any], Any], *, by_samples: bool = False) -> None:

@@ -87,7 +87,7 @@ RULES: dict[str, set[str]] = {
     "profiling": {"accelerator"},
     "profiling/batches": {"accelerator", "processes", "planner/*", "profiling"},
     "profiling/layers": {"accelerator", "layers", "processes", "planner/*", "profiling", "profiling/batches"},
-    "data_parallel/training_loop": {"accelerator", "user_hooks", "profiling", "profiling/*"},
+    "data_parallel/training_loop": {"accelerator", "processes", "user_hooks", "profiling", "profiling/*"},
     "data_parallel/sampling": {"data_parallel/training_loop"},
     "data_parallel": {
         *("io", "accelerator", "processes", "planner/*", "profiling", "profiling/*"),

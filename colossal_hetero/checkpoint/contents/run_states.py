@@ -28,7 +28,7 @@ from .training_state import (
 
 __all__ = ["check_loader", "check_optimizer", "place_digest", "restore_run", "run_state_of"]
 
-RANDOM, SCALER, SCHEDULER = "random", "scaler", "scheduler"
+RANDOM, SAMPLER, SCALER, SCHEDULER = "random", "sampler", "scaler", "scheduler"
 """Names of binary states."""
 
 
@@ -105,6 +105,10 @@ def run_state_of(
     scaler = scaler_state(optimizer)
     if scaler is not None:
         binary[SCALER] = as_bytes(scaler, "the loss scale")
+    of_loader = None if loader is None else dict(loader.state_dict())
+    if of_loader is not None and of_loader.get("sampler") is not None:
+        # The user's own, such as the state of a generator, which is a tensor.
+        binary[SAMPLER] = as_bytes(of_loader.pop("sampler"), "the state of the sampler")
     groups = zip(outline.groups, group_options(optimizer), strict=True)
     return RunState(
         epoch=epoch,
@@ -113,7 +117,7 @@ def run_state_of(
         common={
             "optimizer": _kind(optimizer),
             "state": state_entries(optimizer),
-            "loader": None if loader is None else dict(loader.state_dict()),
+            "loader": of_loader,
         },
         rank={"place": place_digest(pieces)},
         binary=binary,
@@ -154,7 +158,8 @@ def restore_run(
         lr_scheduler.load_state_dict(from_bytes(first.binary[SCHEDULER]))
     if loader is not None and first.common["loader"] is not None:
         check_loader(loader)
-        loader.load_state_dict(first.common["loader"])
+        sampler = {SAMPLER: from_bytes(first.binary[SAMPLER])} if SAMPLER in first.binary else {}
+        loader.load_state_dict({**first.common["loader"], **sampler})
     rank = dist.get_rank()
     own = saved[rank] if rank < len(saved) else None
     same: list[Any] = [None] * dist.get_world_size()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
-from ...profiling.batches.loss_mean import IGNORED, found_mean, ignored_labels, labels_of
+from ...processes.every_rank import on_every_rank
+from ...profiling.batches.loss_mean import COMPARED, IGNORED, found_mean, ignored_labels, labels_of
 from ...profiling.training_step import TrialRun
 
 __all__ = ["WORDS", "found_weight", "refuse_ignored", "samples_in", "weight_function"]
@@ -96,21 +98,37 @@ def samples_in(trial: TrialRun) -> Callable[[Any], float] | None:
     """A function that counts the samples of a batch, which may be fewer than planned; None if they cannot be.
 
     Only a ``collate_fn`` of the user's leaves samples out. Samples are counted by the first tensor whose first size
-    grows with the number of samples, as the batches of one and of two samples show. Every rank calls it.
+    grows with the number of samples and is the same for all samples, as some batches show; so tokens of sequences that
+    are packed into one tensor are not taken for samples. Every rank calls it, and takes what the first rank finds.
     """
     if trial.loader.collate_fn is default_collate:
         return None
-    once, twice = (_sizes(trial.batch([trial.first] * trial.at_once * times)) for times in (1, 2))
-    grows = [index for index, (one, two) in enumerate(zip(once, twice, strict=False)) if 0 < 2 * one == two]
-    if not grows or len(once) != len(twice):
+    found = on_every_rank(lambda: _counted_tensor(trial), "counting the samples of a batch")[0]
+    if found is None:
         return None
-    place, per_sample = grows[0], once[grows[0]] / trial.at_once
+    place, per_sample = found
 
     def count(batch: Any) -> float:
         sizes = _sizes(batch)
         return (sizes[place] if len(sizes) > place else 0) / per_sample
 
     return count
+
+
+def _counted_tensor(trial: TrialRun) -> tuple[int, float] | None:
+    """The number of the tensor by which samples are counted, and its first size for one sample."""
+    once, twice = (_sizes(trial.batch([trial.first] * trial.at_once * times)) for times in (1, 2))
+    others = []
+    loader: Any = trial.loader
+    for index in loader.some_samples(COMPARED, 0):
+        with suppress(Exception):  # collate_fn may leave it out
+            others.append(_sizes(trial.batch([index] * trial.at_once)))
+    if any(len(sizes) != len(once) for sizes in (twice, *others)):
+        return None
+    for place, (one, two) in enumerate(zip(once, twice, strict=True)):
+        if 0 < 2 * one == two and all(sizes[place] in (0, one) for sizes in others):
+            return place, one / trial.at_once
+    return None
 
 
 def _sizes(batch: Any) -> list[int]:

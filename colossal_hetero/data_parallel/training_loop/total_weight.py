@@ -99,14 +99,16 @@ class CountedTotal:
             return
         (total,) = self._sum_over_replicas(self._uncorrected)
         if total > 0:
-            for gradient in _gradients(self._model, optimizer):
-                gradient.mul_(self._divisor / total)
+            if total != self._divisor:
+                for gradient in _gradients(self._model, optimizer):
+                    gradient.mul_(self._divisor / total)
             self._per_sample = total / self._samples
-        self._corrected = self._latest
+        latest = self._latest
         self.forget()
+        self._corrected = latest
 
     def forget(self) -> None:
-        self._uncorrected, self.is_estimated, self._latest = 0.0, False, None
+        self._uncorrected, self.is_estimated, self._latest, self._corrected = 0.0, False, None, None
 
     def _count(self, micro_batch: MicroBatch, weight: float) -> None:
         """Count a micro-batch, and set what the losses of its global batch are divided by."""

@@ -273,6 +273,9 @@ class ElasticRun(PluginPart):
         if self._agreed is None:
             start = load()
             self.version = start.step
+            if dist.get_rank() == 0 and self._members.board is not None:
+                # The board outlives workers that start again, and may know a later step.
+                self._members.board.publish("steps", str(self.version))
         else:
             received = self._join(plugin, lr_scheduler, loader)
             self.version = self._agreed.version

@@ -74,6 +74,10 @@ class _ShardedOptimizer(FSDPOptimizerWrapper):
         self._handles = _handles(model)
         for number, handle in enumerate(self._handles):
             handle._get_unflat_views = self._watched(handle._get_unflat_views, number)
+        self._places = [
+            (number, index) for number, each in enumerate(self._handles) for index in range(each.flat_param._num_params)
+        ]
+        """Each parameter, by the number of its handle and its number in the flat parameter."""
 
     def _watched(self, get_views: Callable[..., Any], number: int) -> Callable[..., Any]:
         """FSDP's function that makes parameters of a flat one, which also notes those that get a gradient."""
@@ -94,13 +98,10 @@ class _ShardedOptimizer(FSDPOptimizerWrapper):
         Raises:
             ValueError: no rank has used a parameter, and FSDP has no tensor for it alone.
         """
-        places = [
-            (number, index) for number, each in enumerate(self._handles) for index in range(each.flat_param._num_params)
-        ]
-        used = torch.tensor([place in self._used for place in places], dtype=torch.int32)
+        used = torch.tensor([place in self._used for place in self._places], dtype=torch.int32)
         used = used.to(get_accelerator().get_current_device())
         dist.all_reduce(used, dist.ReduceOp.MAX)
-        for (number, index), is_used in zip(places, used.tolist(), strict=True):
+        for (number, index), is_used in zip(self._places, used.tolist(), strict=True):
             flat = self._handles[number].flat_param
             if is_used or not flat.requires_grad:
                 continue

@@ -230,16 +230,18 @@ def _asks_other_ranks(trial: TrialRun, mode: Mode, replica_of: Sequence[int]) ->
         with preserved_state(trial.model, trial.optimizer), uncompiled(trial.model):
             set_mode(trial.model, mode)
             once = [trial.first] * trial.at_once
-            with local_collectives(trial.model):
-                usual = [_number(trial.loss(once)) for _ in range(2)]
             with local_collectives(trial.model, doubled=counts):
                 doubled = _number(trial.loss(once))
+            if not called:
+                return None
+            with local_collectives(trial.model):
+                usual = [_number(trial.loss(once)) for _ in range(2)]
     finally:
         for handle in handles:
             handle.remove()
     # Sharded parameters are not those of the model here, so that a loss may be not finite by chance.
     changed = abs(doubled - usual[0]) > 2 * abs(usual[0] - usual[1]) + 1e-6 * abs(usual[0])
-    return called[0] if called and (changed or math.isfinite(usual[0]) > math.isfinite(doubled)) else None
+    return called[0] if (changed or math.isfinite(usual[0]) > math.isfinite(doubled)) else None
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...processes.every_rank import on_every_rank
 from ..aborted_step import abort_step
 from ..local_collectives import local_collectives
+from ..memory import is_out_of_memory, recover
 from ..preserved_state import preserved_state
 from ..training_step import TrialRun
 from .loss_check import Mode, set_mode, uncompiled
@@ -63,6 +64,9 @@ MAX_ERROR = 0.05
 
 TOLERANCE = 0.02
 """Difference of shares that counts as equal, in addition to their error: weights differ by less than 9 %."""
+
+MODES: tuple[Mode, ...] = ("evaluation", "training")
+"""Some models compute their loss in training only."""
 
 BY_CLASS = "the weights of classes: weight_by=lambda batch: criterion.weight[labels].sum()"
 
@@ -109,7 +113,7 @@ def decide(found: Sequence[Evidence]) -> FoundMean:
         return FoundMean("undecided", "the loss of the same batch differs from pass to pass")
     pairs = [pair for each in found for pair in each.pairs if not pair.error > MAX_ERROR]
     if not pairs:
-        return FoundMean("undecided", "all samples that were compared have the same loss")
+        return FoundMean("undecided", "no samples could be compared, or all of them have the same loss")
     fits = [kind for kind in pairs[0].shares if all(_fits(pair, kind) for pair in pairs)]
     by_labels = {each.by_labels for each in found} - {None}
     if by_labels:
@@ -210,13 +214,17 @@ class _Comparison:
         again = trial.batch([chosen[0]] * self._multiple)
         self._is_random_batch = not _equal(again, self._batches[chosen[0]])
         with preserved_state(trial.model, trial.optimizer), uncompiled(trial.model), local_collectives(trial.model):
-            try:
-                with suppress(Exception):
-                    return self._compared("evaluation")
-                return self._compared("training")  # some models compute their loss in this mode only
-            except Exception:
-                abort_step(trial.model, trial.optimizer)
-                raise
+            for mode in MODES:
+                try:
+                    return self._compared(mode)
+                except Exception as error:
+                    abort_step(trial.model, trial.optimizer)
+                    if is_out_of_memory(error):
+                        recover(error)
+                        return Evidence()
+                    if mode == MODES[-1]:
+                        raise
+            raise AssertionError("each mode returns or raises")
 
     def _alone(self, index: int) -> Any:
         """The batch of a sample; None if there is none, because ``collate_fn`` leaves it out."""

@@ -96,6 +96,78 @@ def test_samples_that_collate_fn_leaves_out_count_nothing(ranks: int, stages: tu
             torch.testing.assert_close(parameters[:size], expected[:size], rtol=1e-4, atol=1e-6)
 
 
+class Sequences(Dataset):
+    """Sequences of unlike lengths, ``[length, 6]``, each with a label."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(1 + index % 4, 6, generator=torch.Generator().manual_seed(index)), index % 3
+
+
+def packed(samples: list[Any]) -> Any:
+    """All sequences in one tensor, the length of each, and the labels."""
+    sequences, labels = zip(*samples, strict=True)
+    return torch.cat(sequences), torch.tensor([len(each) for each in sequences]), torch.tensor(labels)
+
+
+def loss_of_packed(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+    rows, lengths, labels = batch
+    means = torch.stack([each.mean(0) for each in model(rows).split(lengths.tolist())])
+    return criterion(means, labels)
+
+
+def train_packed(ranks: int) -> list[Tensor]:
+    found = []
+    for division in DIVISIONS[ranks]:
+        options = dict(collate_fn=packed, training_step=loss_of_packed, weight_by="samples")
+        booster, model, optimizer, criterion, loader = boost(0, Sequences(), division, ranks, **options)
+        for batch in loader:
+            booster.backward(loss_of_packed(model, criterion, batch), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(torch.cat(full_parameters(model)))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_of_packed_sequences_are_not_taken_for_samples(ranks: int) -> None:
+    model, data = net(), Sequences()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for first in range(0, SAMPLES, GLOBAL_BATCH):
+        batch = packed([data[index] for index in range(first, first + GLOBAL_BATCH)])
+        loss_of_packed(model, cross_entropy, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_ranks(ranks, train_packed, ranks):
+        for parameters in found:
+            torch.testing.assert_close(parameters, _flat(model), rtol=1e-4, atol=1e-6)
+
+
+def train_on_one_batch() -> Tensor:
+    options = dict(collate_fn=readable, accumulation="per_rank")
+    booster, model, optimizer, criterion, loader = boost(0, Images(BROKEN), [[5], [3]], **options)
+    inputs, targets = next(iter(loader))
+    for _ in range(3):
+        booster.backward(criterion(model(inputs), targets), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat(full_parameters(model))
+
+
+def test_one_batch_can_be_trained_on_again() -> None:
+    model, data = net(), Images(BROKEN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, targets = readable([data[index] for index in range(GLOBAL_BATCH)])
+    for _ in range(3):
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameters in run_ranks(2, train_on_one_batch):
+        torch.testing.assert_close(parameters, _flat(model), rtol=1e-4, atol=1e-6)
+
+
 def leave_out_in_the_loop() -> None:
     for stage in (0, 1):
         booster, model, optimizer, criterion, loader = boost(stage, Images(), [[5], [3]])
