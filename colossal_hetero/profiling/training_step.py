@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from ..accelerator import get_accelerator
 from .memory import reserved_memory
 
-__all__ = ["TrainingStep", "TrialRun", "default_training_step"]
+__all__ = ["TrainingStep", "TrialRun", "default_training_step", "with_dicts"]
 
 TrainingStep = Callable[[nn.Module, "Callable | None", Any], torch.Tensor]
 """``(model, criterion, batch) -> mean loss over the batch``, with the batch on the device."""
@@ -161,6 +161,14 @@ class TrialRun:
             return dataset.__getitems__(wanted)
         self._samples.update((index, dataset[index]) for index in wanted if index not in self._samples)
         return [self._samples[index] for index in wanted]
+
+
+def with_dicts(batch: Any) -> Any:
+    """``batch`` with a dict in place of each mapping whose tensors torch does not find, such as a ``BatchEncoding``."""
+    return tree_map(
+        lambda leaf: {key: with_dicts(value) for key, value in leaf.items()} if isinstance(leaf, Mapping) else leaf,
+        batch,
+    )
 
 
 def _to(part: Any, device: torch.device) -> Any:

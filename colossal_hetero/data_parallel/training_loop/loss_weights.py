@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from ...processes.every_rank import on_every_rank
 from ...profiling.batches.loss_mean import COMPARED, IGNORED, found_mean, ignored_labels, labels_of
-from ...profiling.training_step import TrialRun
+from ...profiling.training_step import TrialRun, with_dicts
 
 __all__ = ["WORDS", "found_weight", "refuse_ignored", "samples_in", "weight_function"]
 
@@ -133,7 +133,7 @@ def _counted_tensor(trial: TrialRun) -> tuple[int, float] | None:
 
 def _sizes(batch: Any) -> list[int]:
     """The first sizes of the tensors of a batch."""
-    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    leaves = tree_leaves(with_dicts(batch))
     return [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
 
 

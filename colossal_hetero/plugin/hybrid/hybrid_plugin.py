@@ -19,7 +19,6 @@ from colossalai.shardformer.policies.base_policy import Policy
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from ...balance.balancer import Balancer
@@ -38,6 +37,7 @@ from ...pipeline_parallel.config import PlanConfig
 from ...pipeline_parallel.drift import DriftReport
 from ...planner.plans.plan import Plan
 from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch_ranks
+from ...profiling.training_step import with_dicts
 from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
 from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_planning, profile_of, seated
 from ..elastic.elastic_run import ElasticRun
@@ -354,7 +354,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             raise TypeError(
                 f"execute_pipeline takes an iterator, as iter(dataloader), not a {type(data_iter).__name__}"
             )
-        data_iter = map(_with_dicts, data_iter)
+        data_iter = map(with_dicts, data_iter)
         if self._elastic is not None and torch.is_grad_enabled():
             passes = functools.partial(self._execute, data_iter, model, criterion, *args, **kwargs)
             return self._elastic.run(self, passes)
@@ -570,14 +570,3 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             replica_of=replica_of,
             synchronize=synchronize,
         )
-
-
-def _with_dicts(batch: Any) -> Any:
-    """``batch`` with a dict in place of each mapping that torch does not know, such as a ``BatchEncoding``.
-
-    Colossal-AI's schedules find no tensors in those.
-    """
-    return tree_map(
-        lambda leaf: {key: _with_dicts(value) for key, value in leaf.items()} if isinstance(leaf, Mapping) else leaf,
-        batch,
-    )

@@ -30,7 +30,7 @@ from ..aborted_step import abort_step
 from ..local_collectives import local_collectives
 from ..memory import is_out_of_memory, recover
 from ..preserved_state import preserved_state
-from ..training_step import TrialRun
+from ..training_step import TrialRun, with_dicts
 from .loss_check import Mode, set_mode, uncompiled
 
 __all__ = ["IGNORED", "Evidence", "FoundMean", "Pair", "decide", "found_mean", "ignored_labels", "labels_of"]
@@ -336,16 +336,12 @@ def _without(value: int) -> str:
 def _joined(batches: Sequence[Any]) -> Any:
     """A batch of several, whose tensors have equal shapes but for the number of samples."""
     return tree_map(
-        lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *map(_plain, batches)
+        lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *map(with_dicts, batches)
     )
 
 
-def _plain(batch: Any) -> Any:
-    return dict(batch) if isinstance(batch, Mapping) else batch
-
-
 def _equal(one: Any, other: Any) -> bool:
-    pairs = zip(tree_leaves(_plain(one)), tree_leaves(_plain(other)), strict=True)
+    pairs = zip(tree_leaves(with_dicts(one)), tree_leaves(with_dicts(other)), strict=True)
     return all(not isinstance(a, Tensor) or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)
 
 
@@ -374,7 +370,7 @@ def _features(batches: Sequence[Any]) -> np.ndarray:
     rows = []
     for batch in batches:
         row: list[float] = []
-        for leaf in tree_leaves(_plain(batch)):
+        for leaf in tree_leaves(with_dicts(batch)):
             if isinstance(leaf, Tensor) and leaf.numel():
                 is_mask = leaf.is_floating_point() and bool(((leaf == 0) | (leaf == 1)).all())
                 if leaf.is_floating_point() and not is_mask:

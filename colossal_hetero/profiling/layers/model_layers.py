@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..training_step import with_dicts
+
 __all__ = ["BlockRow", "LayerDescription", "call_model", "describe_layers", "find_block_row"]
 
 RIVAL_SHARE = 0.25
@@ -235,13 +237,9 @@ def _with_fakes(model: nn.Module, batch: Any) -> Callable[[], Any]:
         return torch.empty(part.shape, dtype=part.dtype) if isinstance(part, Tensor) else part
 
     tensors = {name: fake(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    inputs = tree_map(fake, _as_plain(batch))
+    inputs = tree_map(fake, with_dicts(batch))
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else ((_first(inputs),), {})
     return lambda: torch.func.functional_call(model, tensors, args, kwargs)
-
-
-def _as_plain(batch: Any) -> Any:
-    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def _first(batch: Any) -> Any:
