@@ -407,6 +407,8 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         if self._sampler is not None and state.get("order") is not None:
             if state.get("sampler") is not None and hasattr(self._sampler, "load_state_dict"):
                 self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
+                # Its state is that before the epoch, so the epoch has to be drawn again.
+                self._drawn_order = None
             if self._drawn_order is None or (epoch, state["order"]) != (
                 self._drawn_order[0],
                 _digest(self._drawn_order[1]),
