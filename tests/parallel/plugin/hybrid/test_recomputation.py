@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -86,7 +87,13 @@ def train(plan: Plan, name: str, switched_on: bool = False) -> Result:
     micro_batches = run.plugin.plan.replicas[run.plugin.replica()[0]].micro_batches
     losses: list[float | None] = []
     memory, kept = CountedMemory(), list[int]()
-    run.model.register_forward_hook(lambda *_: kept.append(memory.used_bytes()))
+
+    def keep(*_: Any) -> None:
+        if not kept:
+            time.sleep(0.1)  # A thread of Gloo may still hold what it has summed.
+            kept.append(memory.used_bytes())
+
+    run.model.register_forward_hook(keep)
     for step in range(STEPS):
         batch = samples("vit" if "vit" in name else name, step, plan.micro_batch * micro_batches, dtype)
         with memory:
