@@ -58,10 +58,10 @@ def host_seconds(variant: Variant) -> tuple[float, float, float]:
     spent: list[float] = []
     marks = 0
 
-    def timed(call: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
+    def timed(call: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any, **named: Any) -> None:
             start = time.perf_counter()
-            call()
+            call(*arguments, **named)
             spent.append(time.perf_counter() - start)
 
         return run

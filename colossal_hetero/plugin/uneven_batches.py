@@ -17,7 +17,8 @@ from ..data_parallel.accumulation import GradientAccumulation
 from ..data_parallel.attach import BatchSetup, attach_batches, profile_for, trial_run
 from ..data_parallel.batch_balancer import BatchBalancer
 from ..data_parallel.config import BatchConfig
-from ..data_parallel.loader import WORKER_SEED, HeteroDataLoader, check_same_order, make_loader
+from ..data_parallel.loader import HeteroDataLoader, check_same_order, make_loader
+from ..data_parallel.resumable_loader import make_even_loader
 from ..data_parallel.training_loop.sync_batch_norm import synchronize_batch_norm
 from ..profiling.batches.rank_profiler import describe
 from .part import PluginPart, TrainingObjects
@@ -53,7 +54,7 @@ class UnevenBatches(PluginPart):
     def prepare_dataloader(
         self,
         plugin: ReplicaPlugin,
-        make_even_loader: Callable[..., DataLoader],
+        prepare: Callable[..., DataLoader],
         dataset: Dataset,
         batch_size: int | None = None,
         shuffle: bool = False,
@@ -66,13 +67,13 @@ class UnevenBatches(PluginPart):
     ) -> DataLoader:
         """A loader of ``dataset``. Without a ``batch_size`` every rank has its own batches once the loader is boosted.
 
-        With a ``batch_size`` the loader is Colossal-AI's, with that many samples per rank, for example to evaluate.
-        If it is boosted, one with uneven batches takes its place, because the batch sizes in training follow from the
-        global batch size.
+        With a ``batch_size`` every rank has that many samples per batch, for example to evaluate. If that loader is
+        boosted, one with uneven batches takes its place, because the batch sizes in training follow from the global
+        batch size.
 
         Args:
-            make_even_loader: Colossal-AI's ``prepare_dataloader``, which takes all arguments that follow.
-            seed: see :func:`.loader.make_loader`.
+            prepare: Colossal-AI's ``prepare_dataloader``, which takes all arguments that follow.
+            seed: of the order; see :func:`.loader.make_loader` and :func:`.resumable_loader.make_even_loader`.
 
         Raises:
             TypeError: the data set has no length.
@@ -88,8 +89,9 @@ class UnevenBatches(PluginPart):
                     "loader to train with, or give a batch_size for a loader that is not trained with"
                 )
             return self._make_loader(plugin, dataset, arguments)
-        even = arguments if seed is not None else {**arguments, "seed": WORKER_SEED}
-        loader = make_even_loader(dataset, batch_size, distributed_sampler_cls=distributed_sampler_cls, **even)
+        loader = make_even_loader(
+            prepare, dataset, batch_size, distributed_sampler_cls=distributed_sampler_cls, **arguments
+        )
         self._even_loaders[id(loader)] = loader, arguments
         return loader
 

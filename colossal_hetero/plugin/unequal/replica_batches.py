@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ...data_parallel.loader import HeteroDataLoader, make_loader
+from ...data_parallel.resumable_loader import make_even_loader
 from ...planner.batches.pipeline_replicas import divide_micro_batches
 from ...planner.plans.plan import Plan
 
@@ -50,7 +51,7 @@ class ReplicaBatches:
 
     def prepare_dataloader(
         self,
-        make_even_loader: Callable[..., DataLoader],
+        prepare: Callable[..., DataLoader],
         dataset: Dataset,
         batch_size: int | None,
         *args: Any,
@@ -61,7 +62,7 @@ class ReplicaBatches:
         of equally many samples per replica, to evaluate.
 
         Args:
-            make_even_loader: Colossal-AI's ``prepare_dataloader``, which takes the arguments that follow.
+            prepare: Colossal-AI's ``prepare_dataloader``, which takes the arguments that follow.
 
         Raises:
             TypeError: the data set has no length.
@@ -70,12 +71,17 @@ class ReplicaBatches:
         """
         replicas = len(self._plan.replicas)
         if batch_size is not None:
-            sampler = distributed_sampler_cls or DistributedSampler
 
-            def of_replica(data: Dataset, num_replicas: int, rank: int, shuffle: bool) -> Any:
-                return sampler(data, num_replicas=replicas, rank=self._index, shuffle=shuffle)
+            def prepare_here(*args: Any, distributed_sampler_cls: Any = None, **kwargs: Any) -> DataLoader:
+                sampler = distributed_sampler_cls or DistributedSampler
 
-            return make_even_loader(dataset, batch_size, *args, distributed_sampler_cls=of_replica, **kwargs)
+                def of_replica(data: Dataset, num_replicas: int, rank: int, shuffle: bool) -> Any:
+                    return sampler(data, num_replicas=replicas, rank=self._index, shuffle=shuffle)
+
+                return prepare(*args, distributed_sampler_cls=of_replica, **kwargs)
+
+            kwargs["distributed_sampler_cls"] = distributed_sampler_cls
+            return make_even_loader(prepare_here, dataset, batch_size, *args, **kwargs)
         if distributed_sampler_cls is not None:
             raise ValueError(
                 f"distributed_sampler_cls={distributed_sampler_cls.__name__} gives all replicas equally many samples, "

@@ -202,14 +202,14 @@ class UnequalReplicas(PluginPart):
 
     def prepare_dataloader(
         self,
-        make_even_loader: Callable[..., DataLoader],
+        prepare: Callable[..., DataLoader],
         dataset: Dataset,
         batch_size: int | None,
         *args: Any,
         **kwargs: Any,
     ) -> DataLoader:
         """See :meth:`.ReplicaBatches.prepare_dataloader`."""
-        return self._batches.prepare_dataloader(make_even_loader, dataset, batch_size, *args, **kwargs)
+        return self._batches.prepare_dataloader(prepare, dataset, batch_size, *args, **kwargs)
 
     def first_sample(self, micro_batch: int) -> int:
         """See :meth:`.ReplicaBatches.first_sample`."""

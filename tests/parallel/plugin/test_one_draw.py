@@ -16,13 +16,15 @@ SIZE, GLOBAL_BATCH = 51, 8
 KINDS = ("even", "planned", "unequal", "uneven", "ZeRO")
 
 
-def loader_of(kind: str, seed: int | None) -> Any:
-    """A loader for global batches of eight samples."""
+def loader_of(kind: str, seed: int | None, batch_size: int | None = None) -> Any:
+    """A loader for global batches of eight samples. With a ``batch_size``, every rank has that many samples."""
     options: dict[str, Any] = dict(shuffle=True, drop_last=True, **({} if seed is None else {"seed": seed}))
     data: Any = list(range(SIZE))
     if kind == "even":
         plugin: Any = HeteroHybridParallelPlugin(tp_size=1, pp_size=1, precision="fp32")
-        return plugin.prepare_dataloader(data, GLOBAL_BATCH // dist.get_world_size(), **options)
+        return plugin.prepare_dataloader(data, batch_size or GLOBAL_BATCH // dist.get_world_size(), **options)
+    if batch_size is not None:
+        options["batch_size"] = batch_size
     if kind in ("planned", "unequal"):
         counts = (2, 2) if kind == "planned" else (3, 1)
         replicas = [make_plan([[[rank]]], [2], micro_batches=count) for rank, count in enumerate(counts)]
@@ -33,6 +35,8 @@ def loader_of(kind: str, seed: int | None) -> Any:
     else:
         plugin = HeteroZeroPlugin(1, GLOBAL_BATCH)
     loader = plugin.prepare_dataloader(data, **options)
+    if batch_size is not None:
+        return loader
     loader.divide_by(lambda samples: [[samples - 3], [3]])
     return loader
 
@@ -56,9 +60,10 @@ def draw_each() -> list[tuple[str, list[list[int]]]]:
     for seed in (None, 7):
         states = {}
         for kind in KINDS:
-            loader = loader_of(kind, seed)
-            assert loader.seed == (seed or 0)
-            found.append((f"{kind}, seed {seed}", draw(loader, 3)))
+            for batch_size in (None, GLOBAL_BATCH // dist.get_world_size()):
+                loader = loader_of(kind, seed, batch_size)
+                assert loader.seed == (seed or 0)
+                found.append((f"{kind}, seed {seed}, batch size {batch_size}", draw(loader, 3)))
             draw(loader := loader_of(kind, seed), 3, stop=2)
             states[kind] = loader.state_dict()
         for before, state in states.items():
@@ -74,7 +79,7 @@ def draw_each() -> list[tuple[str, list[list[int]]]]:
 def test_all_loaders_draw_alike_and_continue_from_each_other() -> None:
     for cases in zip(*run_ranks(2, draw_each), strict=True):
         name = cases[0][0]
-        seed = 0 if "None" in name else 7
+        seed = 0 if "seed None" in name else 7
         order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(seed + 3)).tolist()
         expected = [
             set(order[first : first + GLOBAL_BATCH]) for first in range(0, SIZE - GLOBAL_BATCH + 1, GLOBAL_BATCH)
