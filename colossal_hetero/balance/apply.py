@@ -103,6 +103,7 @@ class Applier:
         self._uneven: frozenset[int] = frozenset()
         """The numbers of the blocks whose units are given away for good."""
         self._shares = Shares(loads=tuple(kind.full for kind in self.kinds))
+        self._seen = [False] * len(self._blocks)
 
     def _number_kinds(self) -> list[LayerKind]:
         """Give each target its kind: blocks with the same sizes are one kind, and all other layers another one."""
@@ -183,15 +184,16 @@ class Applier:
 
     def seen(self, asks_for_heads: bool) -> list[bool]:
         """For each block, whether somebody on this rank sees what is computed inside; see :meth:`.Block.is_seen`."""
-        return [block.is_seen(asks_for_heads) for block in self._blocks]
+        self._seen = [block.is_seen(asks_for_heads) for block in self._blocks]
+        return self._seen
 
     def sees_more(self, asks_for_heads: bool) -> bool:
         """Whether somebody on this rank sees inside of a block whose units need not stay so far."""
         return any(not block.stays and block.is_seen(asks_for_heads) for block in self._blocks)
 
     def sees_other(self, asks_for_heads: bool) -> bool:
-        """Whether this rank sees inside of other blocks than those that stay."""
-        return any(block.stays != block.is_seen(asks_for_heads) for block in self._blocks)
+        """Whether this rank sees inside of other blocks than :meth:`seen` has returned last."""
+        return self._seen != [block.is_seen(asks_for_heads) for block in self._blocks]
 
     @property
     def is_for_good(self) -> bool:
@@ -206,8 +208,8 @@ class Applier:
             block.stays = stay
         return changes
 
-    def traffic(self, plan: BalancePlan, bytes_per_element: int) -> Traffic:
-        """What ranks would wait for under ``plan`` in an iteration like those so far.
+    def traffic(self, plan: BalancePlan, bytes_per_element: int, passes: int) -> Traffic:
+        """What ranks would wait for under ``plan`` in an iteration like those so far, which had so many ``passes``.
 
         Of columns this is all that the group sends, of blocks what the busiest rank waits for.
         """
@@ -229,9 +231,8 @@ class Applier:
         shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
         numbers = bucket_numbers(self._blocks, moves)
         ports = block_ports(shapes, moves, numbers, self._transport.size, bytes_per_element)
-        passes = 1
-        if self._blocks and self._unit_exchange is not None and not self._unit_exchange.is_in_schedule:
-            passes = max(1, self._blocks[0].output.passes)
+        if self._unit_exchange is None or self._unit_exchange.is_in_schedule:
+            passes = 1
         return total + Traffic(point_to_point=busiest_port(ports)) * passes
 
     def begin_pass(self, purpose: Purpose = "training", number: int = 1, passes: int = 1) -> None:
@@ -239,6 +240,11 @@ class Applier:
         the group if units migrate."""
         if self._unit_exchange is not None:
             self._unit_exchange.begin_pass(purpose, number, passes)
+
+    def end_schedule(self) -> None:
+        """Call this after the passes of a schedule."""
+        if self._unit_exchange is not None:
+            self._unit_exchange.end_schedule()
 
     def end_pass(self) -> None:
         """Call this after each forward pass for evaluation."""
@@ -258,7 +264,7 @@ class Applier:
     def before_step(self) -> None:
         """Call this before an optimizer step."""
         if self._unit_exchange is not None:
-            self._unit_exchange.end_iteration()
+            self._unit_exchange.before_step()
 
     def end_iteration(self) -> None:
         """Let layers choose columns again; at the end of an interval update the priorities."""

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from math import fsum
 from statistics import median
 
@@ -35,7 +34,7 @@ from .decide.costs import Costs, Traffic
 from .decide.modes import LayerKind, decide, decide_units
 from .decide.plan import BalancePlan
 from .decide.resharding import relieved_for, stays_resharded, wants_resharding
-from .host_messages import Groups
+from .host_messages import VOTE_TIMEOUT, Groups
 from .measure.clock import IterationClock, IterationTimes, KindTimes
 from .measure.equal_work import EqualWork
 from .measure.group_speed import GroupSpeed, KindWork
@@ -57,9 +56,6 @@ ALWAYS_MEASURED = 16
 
 SETTLED_AFTER = 10
 """The number of iterations with a plan from which its cost of communication is learned."""
-
-VOTE_TIMEOUT = timedelta(minutes=5)
-"""How much later than this rank others may come to a pass in which they look inside of blocks for the first time."""
 
 MIN_RECEIVED = 0.02
 """The minimum share that is migrated to a receiver with little memory; with memory for less it takes nothing."""
@@ -104,6 +100,8 @@ class Balancer:
         self._max_received = math.inf
         self._iteration = 0
         self._running = False
+        self._passes = 0
+        """Forward passes for training in the current iteration."""
         self._not_for_good: BalancePlan | None = None
         """The plan that was last found not to be applicable for good."""
         self._has_told_obstacle = False
@@ -169,6 +167,8 @@ class Balancer:
             self._running = True
             self._measure(not is_captured and self._wants_times())
             self._asks_for_heads = False
+            self._passes = 0
+        self._passes += 1
         self._keep_seen(asks_for_heads)
         self._applier.begin_pass("training", number, passes)
 
@@ -256,6 +256,10 @@ class Balancer:
         self._applier.weights_changed()
         self._running = False
 
+    def end_schedule(self) -> None:
+        """Call this after the passes of a schedule for training."""
+        self._applier.end_schedule()
+
     def before_step(self) -> None:
         """Call this before an optimizer step, which changes weights."""
         self._applier.before_step()
@@ -285,7 +289,8 @@ class Balancer:
             self._reshard_if_due()
             nothing = (-1, [0.0] * (1 + 3 * len(self._applier.kinds)))
             iteration, numbers = self._unsent.popleft() if self._unsent else nothing
-            self._exchange.post(iteration, numbers, self._plan.digest, self._applier.sees_other(self._asks_for_heads))
+            sees_other = self._is_measured and not self._is_idle and self._applier.sees_other(self._asks_for_heads)
+            self._exchange.post(iteration, numbers, self._plan.digest, sees_other)
             self._applier.end_iteration()
         self._iteration += 1
 
@@ -335,7 +340,7 @@ class Balancer:
         def traffic(share: float) -> Traffic:
             others = (share / (ranks - 1),) * (ranks - 1)
             plan = BalancePlan(resize=(0.0,) * ranks, migrate=(share,) + (0.0,) * (ranks - 1), receive=(0.0, *others))
-            return self._applier.traffic(plan, dtype.itemsize)
+            return self._applier.traffic(plan, dtype.itemsize, max(1, self._passes))
 
         return prepare_costs(
             self.config,
@@ -407,6 +412,7 @@ class Balancer:
                 )
             return
         self._not_for_good = self._plan
+        obstacle = obstacle or "somebody sees inside of all blocks that could move, or no rank would gain"
         if not self._has_told_obstacle and dist.get_rank() == 0:
             log.info("units migrate in each iteration and are not given away for good: %s", obstacle)
         self._has_told_obstacle = True

@@ -6,6 +6,7 @@ with the collectives of the model.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,11 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["MIGRATION_CTAS", "Exchange", "Groups", "make_groups"]
+__all__ = ["MIGRATION_CTAS", "VOTE_TIMEOUT", "Exchange", "Groups", "make_groups"]
 
 MIGRATION_CTAS = 4
 """Largest number of a GPU's processors (of 132 on an H100) that NCCL uses for migrated work. Messages have a whole
 bucket's products as time to arrive."""
+
+
+VOTE_TIMEOUT = timedelta(minutes=5)
+"""How much later than this rank others may come to a pass in which they look inside of blocks for the first time."""
 
 
 class Exchange:
@@ -89,11 +94,13 @@ class Exchange:
     def anywhere(self, conditions: Sequence[bool], timeout: timedelta | None = None) -> list[bool] | None:
         """Which of the conditions are true on some rank; None if some rank has not asked within ``timeout``."""
         votes = torch.tensor(conditions, dtype=torch.uint8)
+        begin = time.monotonic()
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         try:
             work.wait(*([] if timeout is None else [timeout]))
         except RuntimeError:
-            if timeout is None:
+            # Otherwise a rank has ended.
+            if timeout is None or time.monotonic() - begin < timeout.total_seconds():
                 raise
             return None
         return votes.bool().tolist()
@@ -136,7 +143,8 @@ def make_groups(tp_group: dist.ProcessGroup) -> Groups:
     groups = sorted({tuple(ranks) for ranks in gathered})
     exchange = votes = migration = None
     for ranks in groups:
-        group, other = (dist.new_group(list(ranks), backend="gloo") for _ in range(2))
+        group = dist.new_group(list(ranks), backend="gloo")
+        other = dist.new_group(list(ranks), backend="gloo", timeout=VOTE_TIMEOUT)
         beside = dist.new_group(list(ranks), pg_options=_few_processors(dist.get_backend()))
         if list(ranks) == members:
             exchange, votes, migration = Exchange(group), Exchange(other), beside

@@ -16,6 +16,7 @@ from colossalai.interface import ModelWrapper
 from colossalai.tensor.d_tensor.api import is_customized_distributed_tensor, is_distributed_tensor
 from torch import nn
 
+from ..layers.inside_blocks.partial_gradients import Shapes, sum_partial_gradients
 from ..user_hooks import is_from
 
 __all__ = ["make_copyable"]
@@ -24,11 +25,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _PACKAGE = __name__.partition(".")[0]
 
 
-def make_copyable(model: ModelWrapper, shared: tuple[object, ...], before: Callable[[], None]) -> None:
+def make_copyable(model: ModelWrapper, shapes: Shapes, shared: tuple[object, ...], before: Callable[[], None]) -> None:
     """Let ``copy.deepcopy`` copy ``model``, or the model inside of it; both give a copy of the model inside.
 
     Args:
         model: the boosted model.
+        shapes: the whole shapes of its parameters.
         shared: objects that a copy shares with the model.
         before: called before a copy is made.
     """
@@ -39,9 +41,15 @@ def make_copyable(model: ModelWrapper, shared: tuple[object, ...], before: Calla
 
     def copied(memo: dict[int, Any]) -> nn.Module:
         before()
-        made = _copy(innermost, shared, memo)
+        return copy_of(innermost, memo)
+
+    def copy_of(source: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        made = _copy(source, shared, memo)
         if is_divided:
             made.register_state_dict_pre_hook(_refuse)
+        if shapes:
+            sum_partial_gradients(made, shapes)
+        made.__deepcopy__ = functools.partial(copy_of, made)  # type: ignore[assignment]
         return made
 
     for each in (model, innermost):
@@ -49,7 +57,6 @@ def make_copyable(model: ModelWrapper, shared: tuple[object, ...], before: Calla
 
 
 def _copy(model: nn.Module, shared: tuple[object, ...], memo: dict[int, Any]) -> nn.Module:
-    """A copy that can be copied again."""
     memo.update((id(each), each) for each in (*shared, *dist.distributed_c10d._world.pg_map))
     kept = [
         (module, name, {key: hook for key, hook in getattr(module, name).items() if not is_from(hook, (_PACKAGE,))})
@@ -65,7 +72,6 @@ def _copy(model: nn.Module, shared: tuple[object, ...], memo: dict[int, Any]) ->
     for module, name, hooks in kept:
         for key, hook in hooks.items():
             getattr(memo[id(module)], name)[key] = copy.deepcopy(hook, memo)
-    made.__deepcopy__ = functools.partial(_copy, made, shared)  # type: ignore[assignment]
     return made
 
 

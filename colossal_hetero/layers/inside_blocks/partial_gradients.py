@@ -64,11 +64,19 @@ def sum_partial_gradients(model: nn.Module, shapes: Shapes) -> None:
         or is_customized_distributed_tensor(parameter)
         or parameter.shape != shapes.get(name, parameter.shape)
     }
-    beside: dict[str, list[str]] = {}
+    always: set[str] = set()
+    beside: dict[str, list[nn.Parameter]] = defaultdict(list)
     for row in rows:
         holder, columns = _holder(row, [name for name, layer in layers.items() if isinstance(layer, _COLUMN)])
-        others = {name: each for name, each in parameters if id(each) not in divided and _is_in(name, holder)}
-        beside[row] = list(others)
+        others = {
+            name: each
+            for name, each in parameters
+            if id(each) not in divided and _is_in(name, holder) and not _is_in(name, row)
+        }
+        if others:
+            always.add(row)
+        for column in columns:
+            beside[column] += others.values()
         features = _sizes(row, layers, shapes, is_divided=True)
         features -= {size for name in (row, *columns) for size in _sizes(name, layers, shapes, is_divided=False)}
         for name, parameter in others.items():
@@ -80,7 +88,7 @@ def sum_partial_gradients(model: nn.Module, shapes: Shapes) -> None:
                 )
     if not rows or dist.get_world_size(layers[rows[0]].process_group) == 1:
         return
-    search = _WholeInputs(divided, {row for row, others in beside.items() if others}, len(rows))
+    search = _WholeInputs(divided, always, beside, len(rows))
     for name, module in model.named_modules():
         if isinstance(module, (*_ROW, *_COLUMN, *_EMBEDDING)):
             search.watch(name, module)
@@ -112,12 +120,16 @@ class _WholeInputs:
         divided: the ``id`` of each parameter of which a rank has a part.
         always: the row-parallel layers that are searched in each pass, because there are other parameters beside them.
             The others are searched in their first pass with gradients, and again in each pass if something was found.
+        beside: by column-parallel layer, these other parameters.
         rows: the number of row-parallel layers.
     """
 
-    def __init__(self, divided: set[int], always: set[str], rows: int) -> None:
+    def __init__(
+        self, divided: set[int], always: set[str], beside: Mapping[str, Sequence[nn.Parameter]], rows: int
+    ) -> None:
         self._divided = divided
         self._always = always
+        self._beside = beside
         self._done: set[str] = set()
         self._rows = rows
         self._handles: list[Any] = []
@@ -128,10 +140,18 @@ class _WholeInputs:
         is_divided = not (isinstance(module, VocabParallelEmbedding1D) or getattr(module, "gather_output", is_row))
 
         @torch.compiler.disable
-        def mark(_: nn.Module, __: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) else output
+        def mark(_: nn.Module, __: Any, output: Any) -> Any:
+            first, *rest = output if isinstance(output, tuple) else (output,)
+            others = self._beside.get(name, ())
+            is_start = first.grad_fn is None and torch.is_grad_enabled() and any(each.requires_grad for each in others)
+            if is_start:
+                # Of frozen layers, in front of parameters that are trained.
+                first = _Start.apply(first, torch.zeros((), requires_grad=True))
             if first.grad_fn is not None:
                 first.grad_fn.metadata[_DIVIDED] = is_divided
+            if is_start:
+                return (first, *rest) if isinstance(output, tuple) else first
+            return output
 
         @torch.compiler.disable
         def search(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -185,10 +205,24 @@ class _WholeInputs:
     def _is_divided(self, leaf: Tensor, name: str) -> bool:
         if not isinstance(leaf, nn.Parameter) and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                f"reentrant activation checkpointing begins between the parallel layers before {name}, where it hides "
-                "what gradients have to be summed over ranks; use use_reentrant=False, or checkpoint whole blocks"
+                f"a reentrant activation checkpoint hides what gradients have to be summed over ranks before {name}: "
+                "it begins between parallel layers, or it is given a tensor with gradients beside its input, as T5's "
+                "position_bias; checkpoint with use_reentrant=False "
+                "(transformers: gradient_checkpointing_kwargs={'use_reentrant': False})"
             )
         return id(leaf) in self._divided
+
+
+class _Start(torch.autograd.Function):
+    """Gives a tensor without gradients a node in the graph, which ends the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, _: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[None, None]:
+        return None, None
 
 
 def _summing(row: Any, shapes: Mapping[int, torch.Size]) -> Callable:

@@ -9,6 +9,7 @@ the loss, from ``labels``. A rank that is asked for the logits of such a pass co
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from math import gcd
 from typing import Any
 from weakref import ReferenceType, ref
@@ -141,7 +142,7 @@ class HeadBlock(Block):
         outputs, self._outputs = self._outputs, None
         has_loss = end_expecting()
         if outputs is not None and model.training:
-            logits = output.get("logits")
+            logits = output.get("logits") if isinstance(output, Mapping) else None
             self._fits = has_loss and (logits is None or _is_copy(logits, outputs))
             self._type = None if logits is None else logits.dtype
         if not self._is_active(self._head):

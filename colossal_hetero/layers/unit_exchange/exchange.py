@@ -88,6 +88,8 @@ class UnitExchange:
         """:meth:`_frozen_versions` when weights were sent; None if frozen weights have changed since."""
         self._unchanged: set[int] = set()
         """The numbers of buckets whose weights receivers still have."""
+        self._changes: list[Tensor] = []
+        """Whether weights were replaced that a backward pass still needed."""
 
     def assign(
         self,
@@ -203,6 +205,20 @@ class UnitExchange:
                 "the gradients of all micro-batches at once; register hooks before training"
             )
 
+    def end_schedule(self) -> None:
+        """All passes of a schedule have ended.
+
+        Raises:
+            RuntimeError: a block did not run in each of them, so that gradients have not returned.
+        """
+        for transfer in self._transfers:
+            if any(transfer.passes):
+                raise RuntimeError(
+                    f"{transfer.block.name or 'a block'} ran in {max(transfer.passes)} of {self._passes} "
+                    "micro-batches, but gradients of units that migrate in a pipeline return after all of them: blocks "
+                    "that are left out at random (layerdrop) need balance mode 'off'"
+                )
+
     def end_pass(self) -> None:
         """A forward pass has ended: in what follows without gradients, each rank computes its own units."""
         self._set_evaluates(False)
@@ -266,6 +282,8 @@ class UnitExchange:
                 continue
             for other, message in bucket.send_buffers.items():
                 torch.cat([part.reshape(-1) for part in weights_for(bucket, other)], out=message)
+            if any(transfer.open_passes for transfer in bucket.transfers):
+                bucket.before = {other: message.clone() for other, message in bucket.receive_buffers.items()}
             bucket.started = self._transport.exchange(
                 list(bucket.send_buffers.items()), list(bucket.receive_buffers.items())
             )
@@ -275,8 +293,25 @@ class UnitExchange:
         self.end_iteration()
         self._sent_frozen = None
 
+    def before_step(self) -> None:
+        """Call this before an optimizer step: weights change, and kept units are chosen again.
+
+        Raises:
+            RuntimeError: a backward pass has used other weights than its forward pass.
+        """
+        self.end_iteration()
+        changes, self._changes = self._changes, []
+        if changes and torch.stack(changes).any():
+            raise RuntimeError(
+                "weights were changed between a forward pass and its backward pass, while units migrate: the backward "
+                "pass would use other weights than the forward pass; run the backward pass first, or set balance mode "
+                "'off'"
+            )
+        for transfer in self._transfers:
+            transfer.open_passes = 0
+
     def end_iteration(self) -> None:
-        """Call this before an optimizer step: weights change, and kept units are chosen again."""
+        """Units are sent again before the next pass, and kept units are chosen again."""
         self._refresh()
         for transfer in self._transfers:
             transfer.block.begin_iteration()
@@ -287,10 +322,16 @@ class UnitExchange:
             # Also those of blocks that did not run: another rank may have started its part of their messages.
             self._start_buckets(self._buckets[-1].number)
         for bucket in self._buckets:
-            bucket.started.received.wait()
+            self._wait_for(bucket)
         for transfer in self._transfers:
             transfer.block.refresh()
         self._sent_for, self._started_buckets = None, 0
+
+    def _wait_for(self, bucket: Bucket) -> None:
+        bucket.started.received.wait()
+        for other, before in bucket.before.items():
+            self._changes.append((before != bucket.receive_buffers[other]).any())
+        bucket.before = {}
 
     def _mark(self, part: Part, kind: int | None) -> None:
         if self._clock is not None:
@@ -311,8 +352,10 @@ class UnitExchange:
             self._send("training")
             self._start_buckets(transfer.bucket.number)
             self._mark("other", transfer.block.kind)
-            transfer.bucket.started.received.wait()
+            self._wait_for(transfer.bucket)
             self._mark("migration", transfer.block.kind)
+            if self._sent_for == "training" and torch._C._current_graph_task_id() == -1:
+                transfer.open_passes += 1
             return [unpack(transfer, units) for units in transfer.taken]
 
         return receive
@@ -321,6 +364,8 @@ class UnitExchange:
         def return_gradients(layer: int, gradients: list[Tensor]) -> list[list[Tensor]] | None:
             if transfer.bucket is None:
                 return []
+            if layer == 0:
+                transfer.open_passes = max(0, transfer.open_passes - 1)
             transfer.add(layer, gradients)
             if transfer.passes[layer] < self._passes and not self.are_hooked:
                 return None

@@ -46,6 +46,8 @@ class BlockTransfer:
     bucket: Bucket | None = None
     passes: list[int] = field(default_factory=list)
     """For each layer, the backward passes whose gradients have not returned."""
+    open_passes: int = 0
+    """Forward passes for training whose backward pass has not come."""
     sums: list[list[Tensor]] = field(default_factory=list)
     """For each layer, the sums of the taken units' gradients in these passes: a message for each range of units."""
 
@@ -79,6 +81,8 @@ class Bucket:
     started: Started = field(default_factory=lambda: Started(Pending(()), Pending(())))
     number: int = 0
     """Its number, which is the same on all ranks."""
+    before: dict[int, Tensor] = field(default_factory=dict)
+    """What was received before, while backward passes need it."""
 
     def reserve(self) -> None:
         """Allocate the buffers."""

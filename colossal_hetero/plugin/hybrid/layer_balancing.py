@@ -91,17 +91,17 @@ class LayerBalancing(PluginPart):
         model, optimizer = objects.model, objects.optimizer
         innermost = model.unwrap(unwrap_peft=False)
         attached = _ATTACHED.get(innermost, lambda: None)()
-        if attached is None:
+        if attached is None or (attached.balancing is not self and not attached.balancer.active):
             attached = self._attached(plugin, objects)
             _ATTACHED[innermost] = ref(attached)
         else:
             self._check_second(attached, plugin, objects)
             attached.memory.add(optimizer)
-            # For checkpoints, Colossal-AI has taken the divided shapes for the whole ones.
-            known = optimizer.param_info["param2shape"]
-            for name, parameter in innermost.named_parameters():
-                if id(parameter) in known:
-                    known[id(parameter)] = self._shapes[innermost].get(name, parameter.shape)
+        # If the model was boosted before, Colossal-AI has taken the divided shapes for the whole ones, in checkpoints.
+        known, shapes = optimizer.param_info["param2shape"], self._shapes.get(innermost, {})
+        for name, parameter in innermost.named_parameters():
+            if id(parameter) in known:
+                known[id(parameter)] = shapes.get(name, known[id(parameter)])
         balancer, clock = attached.balancer, attached.clock
         if hasattr(plugin.scheduler, "backward_step"):
             optimizer.step = _counted_as_communication(optimizer.step, clock)
@@ -116,6 +116,7 @@ class LayerBalancing(PluginPart):
         model, optimizer = objects.model, objects.optimizer
         clock = make_clock(get_accelerator().get_current_device())
         memory = HybridOptimizerMemory(plugin, model, optimizer, self._is_elastic)
+        innermost = model.unwrap(unwrap_peft=False)
         balancer = attach_balancer(
             model,
             self._config,
@@ -127,8 +128,9 @@ class LayerBalancing(PluginPart):
         self.balancer = balancer
         self._balancers.append(ref(balancer))
         attached = _Attached(self, balancer, memory, clock)
-        _begin_on_forward(model, attached, _counting_passes(plugin.scheduler))
-        make_copyable(model, (plugin.pg_mesh, plugin.stage_manager), balancer.keep_shapes)
+        _begin_on_forward(model, attached, _counting_passes(plugin.scheduler, balancer.end_schedule))
+        shapes = self._shapes.get(innermost, {})
+        make_copyable(model, shapes, (plugin.pg_mesh, plugin.stage_manager), balancer.keep_shapes)
         # Zero-bubble schedules have other passes, so their layers can neither be balanced nor timed.
         if hasattr(plugin.scheduler, "backward_step"):
             _count_waiting_between_passes(plugin.scheduler, clock)
@@ -183,8 +185,9 @@ class LayerBalancing(PluginPart):
                 balancer.weights_changed()
 
 
-def _counting_passes(schedule: Any) -> Callable[[], tuple[int, int]]:
-    """The number of the forward pass that begins in a run of ``schedule``, and the backward passes in that run."""
+def _counting_passes(schedule: Any, end: Callable[[], None]) -> Callable[[], tuple[int, int]]:
+    """The number of the forward pass that begins in a run of ``schedule``, and the backward passes in that run. ``end``
+    is called after a run for training."""
     if schedule is None:
         return lambda: (1, 1)
     number = 0
@@ -194,7 +197,10 @@ def _counting_passes(schedule: Any) -> Callable[[], tuple[int, int]]:
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal number
         number = 0
-        return run_passes(*args, **kwargs)
+        result = run_passes(*args, **kwargs)
+        if torch.is_grad_enabled():
+            end()
+        return result
 
     def count() -> tuple[int, int]:
         nonlocal number
@@ -211,11 +217,13 @@ def _begin_on_forward(model: ModelWrapper, attached: _Attached, count: Callable[
 
     @torch.compiler.disable
     def begin(module: nn.Module, _: Any, arguments: dict[str, Any]) -> None:
+        balancer = attached.balancer
+        asks = balancer.active and asks_for_heads(module, arguments)
         if module.training and torch.is_grad_enabled():
-            attached.balancer.begin(asks_for_heads(module, arguments), *count())
-            time_collectives(attached.balancer.running_clock)
+            balancer.begin(asks, *count())
+            time_collectives(balancer.running_clock)
         elif not torch.is_grad_enabled():
-            attached.balancer.begin_evaluation_pass(asks_for_heads(module, arguments))
+            balancer.begin_evaluation_pass(asks)
 
     @torch.compiler.disable
     def end(*_: Any) -> None:

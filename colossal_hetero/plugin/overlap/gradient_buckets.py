@@ -159,7 +159,8 @@ class GradientBuckets:
         for bucket in launched:
             bucket.work.wait()
             *shards, flags = bucket.received.split([*bucket.shard_sizes, len(bucket.parameters) + 1])
-            self._flags.append((bucket.parameters, flags))
+            # A copy, so that the shards are not kept until the step.
+            self._flags.append((bucket.parameters, flags.clone()))
             for parameter, shard in zip(bucket.parameters, shards, strict=True):
                 self._deliver(parameter, shard.to(parameter.dtype))
 
@@ -178,19 +179,23 @@ class GradientBuckets:
             return
         parameters = list(self._bucket.values())
         sizes = [-(-parameter.numel() // self._ranks) for parameter in parameters]
-        sent = torch.zeros(
+        sent = torch.empty(
             self._ranks, sum(sizes) + len(parameters) + 1, dtype=parameters[0].dtype, device=parameters[0].device
         )
         *parts, flags = sent.split([*sizes, len(parameters) + 1], dim=1)
-        has_gradient = [parameter.grad is not None for parameter in parameters]
-        for parameter, part in zip(parameters, parts, strict=True):
-            if parameter.grad is not None:
-                flat = parameter.grad.detach().flatten()
-                padding = part.numel() - flat.numel()
-                part.copy_((torch.nn.functional.pad(flat, (0, padding)) if padding else flat).view_as(part))
-                parameter.grad = None
-        comes_late = parameters[-1] is self.order[-1] and any(each.grad is not None for each in self.order)
-        flags.copy_(torch.tensor([*has_gradient, comes_late]))
+        # Not copied from the host, which on a GPU would wait for all that was launched.
+        flags.fill_(1)
+        for number, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
+            if parameter.grad is None:
+                part.zero_()
+                flags[:, number].zero_()
+                continue
+            flat = parameter.grad.detach().flatten()
+            padding = part.numel() - flat.numel()
+            part.copy_((torch.nn.functional.pad(flat, (0, padding)) if padding else flat).view_as(part))
+            parameter.grad = None
+        if parameters[-1] is not self.order[-1] or all(each.grad is None for each in self.order):
+            flags[:, -1].zero_()  # none comes late
         sent.div_(self._ranks)
         sent = sent.view(-1).to(self._dtype or sent.dtype)
         received = sent.new_empty(len(sent) // self._ranks)

@@ -76,6 +76,7 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         self._clip_factor, self._clip_value = 1.0, math.inf
         self._may_accumulate = not partition_grad
         self._passes: Callable[[], int] | None = None
+        self._runs_backward = False
         self._has_order = False
         first = optimizer.param_groups[0]["params"]
         if not first:
@@ -116,7 +117,7 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         deliver = self._deliver_to_stores()
 
         def on_gradient(parameter: Parameter) -> None:
-            if this.require_grad_sync or this._passes is not None:
+            if this._runs_backward and (this.require_grad_sync or this._passes is not None):
                 this._buckets.gradient_ready(parameter, 1 if this._passes is None else this._passes())
 
         parameters = [parameter for group in self._working_param_groups.values() for parameter in group]
@@ -143,9 +144,10 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
     def _sync_grad(self) -> None:
         self._buckets.finish()
 
-    def zero_bucket_stores(self) -> None:
-        super().zero_bucket_stores()
+    def zero_grad_stores(self) -> None:
+        # First, because sums that have been started may still deliver.
         self._buckets.drop()
+        super().zero_grad_stores()
         self._clip_factor, self._clip_value = 1.0, math.inf
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
@@ -195,24 +197,26 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
                 gradient.clamp_(-self._clip_value, self._clip_value)
 
     @contextmanager
-    def _accumulation_allowed(self) -> Iterator[None]:
-        """In the block, stage 1 may run backward passes without synchronization: whole gradients accumulate.
+    def _own_pass(self) -> Iterator[None]:
+        """A block in which a backward pass runs that is this optimizer's, and not that of another one of the model.
 
-        The parent refuses that if gradients are sharded.
+        Stage 1 may run it without synchronization: whole gradients accumulate. The parent refuses that if gradients are
+        sharded.
         """
         sharded = self._partition_grads
         self._partition_grads = sharded and (self.require_grad_sync or not self._may_accumulate)
+        self._runs_backward = True
         try:
             yield
         finally:
-            self._partition_grads = sharded
+            self._partition_grads, self._runs_backward = sharded, False
 
     def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
-        with self._accumulation_allowed():
+        with self._own_pass():
             super().backward(loss, inputs=inputs, retain_graph=retain_graph)
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
-        with self._accumulation_allowed():
+        with self._own_pass():
             super().backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
     def _before_step(self) -> None:
@@ -224,6 +228,12 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
 
     def _complete_sums(self) -> None:
         self._forget(self._buckets.complete())
+        if any(parameter.grad is not None for parameter in self._buckets.order):
+            raise RuntimeError(
+                "with ZeRO, gradients are summed over ranks in the backward pass of their own optimizer, but a "
+                "parameter of this one got its gradient in another pass: call booster.backward(loss, optimizer) with "
+                "the optimizer that steps, or use zero_stage=0, where one backward pass serves several optimizers"
+            )
 
     def _forget(self, unused: Iterable[Parameter]) -> None:
         """Drop the gradients of these parameters, so that the step leaves them as they are."""
@@ -274,12 +284,29 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
 class OverlappedHybridZeroOptimizer(HybridParallelZeroOptimizer, OverlappedZeroOptimizer):
     """``HybridParallelZeroOptimizer`` whose communication overlaps with computation."""
 
+    _sums_sequence = False
+    """Whether gradients must be summed over the parts of sequences before the step."""
+
     def _withheld(self) -> set[int]:
         """Parameters that pipeline stages share: their gradients are summed over the stages first."""
         if self.stage_manager is None:
             return set()
         stage = self.stage_manager.stage
         return {id(shared[stage]) for shared in self.shared_params if stage in shared}
+
+    def _sync_sp_grads(self) -> None:
+        # Before the step, once: the parent sums over the tensor-parallel group what earlier passes have summed there.
+        self._sums_sequence = True
+
+    def _complete_sums(self) -> None:
+        super()._complete_sums()
+        if self._sums_sequence:
+            self._sums_sequence = False
+            super()._sync_sp_grads()
+
+    def zero_grad_stores(self) -> None:
+        super().zero_grad_stores()
+        self._sums_sequence = False
 
 
 def summing_in_passes(schedule: Any, optimizer: Any) -> AbstractContextManager[None]:

@@ -91,6 +91,14 @@ def thawing() -> nn.Module:
     return model
 
 
+def frozen_base() -> nn.Module:
+    """Only what is inside of blocks is trained, and the head."""
+    model = tiny_vit(act_layer=nn.PReLU, qk_norm=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in ("act", "q_norm", "k_norm", "head")))
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "PReLU": partial(tiny_vit, act_layer=nn.PReLU),
     "own activation, norm of heads": partial(tiny_vit, act_layer=Curve, qk_norm=True),
@@ -99,6 +107,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpointed": partial(checkpointed, False),
     "checkpointed, reentrant": partial(checkpointed, True),
     "thawing": thawing,
+    "frozen base": frozen_base,
 }
 
 
