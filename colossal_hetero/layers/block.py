@@ -216,6 +216,8 @@ class Block:
     def refresh(self) -> None:
         """The weights may have changed: fetch the taken units again in the next forward pass, keep the same."""
         self._prepared = False
+        for share in self._shares:
+            share.release()
 
     def share_of(self, layer: HeteroLinear) -> UnitShare | None:
         """What ``layer`` computes in the current forward pass; None if it computes exactly its own units."""

@@ -143,7 +143,7 @@ class _ParallelProduct(torch.autograd.Function):
             used_weight = weight.index_select(how.layout.columns, how.lineage.kept)
         # Save the kept part of X instead of X, whose memory can then be released. The weight's kept part is cheap to
         # select again.
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight, *(() if share is None else share.weights))
         if share is None:
             y = run(lambda: how.layout.output(x, used_weight, bias), how.slow_down)
         else:
@@ -162,7 +162,9 @@ class _ParallelProduct(torch.autograd.Function):
         how: ProductContext = ctx.how
         layout, lineage, share = how.layout, how.lineage, how.share
         how.mark(how.before_backward)
-        x, weight = ctx.saved_tensors
+        x, weight, *others = ctx.saved_tensors
+        if share is not None:
+            share = share.with_weights(others)
         dy = x.new_zeros(ctx.shape) if dy_or_none is None else dy_or_none
         if lineage is not None:
             weight = weight.index_select(layout.columns, lineage.kept)
@@ -193,7 +195,7 @@ class _ParallelProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1] or (share is not None and ctx.needs_input_grad[2]):
             x_matrix = matrix_view(x.contiguous())
             # A part of a larger weight has no gradient of its own.
-            dw = _weight_gradient(how, dy_matrix, x_matrix, weight.grad if weight.is_leaf else None)
+            dw = _weight_gradient(how, share, dy_matrix, x_matrix, weight.grad if weight.is_leaf else None)
             if lineage is not None:
                 assert dw is not None
                 dw = lineage.restore("weight", backward_pass, dw, layout.columns, ctx.columns)
@@ -217,9 +219,10 @@ class _ParallelProduct(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def _weight_gradient(how: ProductContext, dy: Tensor, x: Tensor, grad: Tensor | None) -> Tensor | None:
+def _weight_gradient(
+    how: ProductContext, share: UnitShare | None, dy: Tensor, x: Tensor, grad: Tensor | None
+) -> Tensor | None:
     """dW of what this rank computes; None if it was added to the weight's ``grad``."""
-    share = how.share
     if share is not None:
         return run(lambda: share.weight_gradient(how.layout, dy, x), how.slow_down)
     is_plain = how.lineage is None and how.slow_down is None

@@ -9,8 +9,10 @@ next to each other (or adds them), so that neither weights nor gradients are cop
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -120,6 +122,24 @@ class UnitShare:
                 for place, parameter in zip(self._places, parameters, strict=True)
             ]
         self._ranges = [[place.fold(view) for place, view in zip(self._places, views, strict=True)] for views in taken]
+
+    def release(self) -> None:
+        """Forget the weights of :meth:`begin`; backward passes keep what they need."""
+        self._selected, self._ranges = None, []
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The kept units, if they were selected, and the taken ones."""
+        return [*(self._selected or ()), *chain(*self._ranges)]
+
+    def with_weights(self, weights: Sequence[Tensor]) -> UnitShare:
+        """This share with :attr:`weights` of an earlier forward pass."""
+        size = len(self._shapes)
+        parts = [list(weights[first : first + size]) for first in range(0, len(weights), size)]
+        share = copy.copy(self)
+        share._selected = parts.pop(0) if self._kept is not None else None
+        share._ranges = parts
+        return share
 
     def output(self, layout: MatrixLayout, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``Y [..., N]`` of the units, from ``x [..., L]``; N or L is the number of their rows or columns."""

@@ -88,8 +88,8 @@ class UnitExchange:
         """:meth:`_frozen_versions` when weights were sent; None if frozen weights have changed since."""
         self._unchanged: set[int] = set()
         """The numbers of buckets whose weights receivers still have."""
-        self._changes: list[Tensor] = []
-        """Whether weights were replaced that a backward pass still needed."""
+        self._has_trained = False
+        """Whether there was a pass for training since the last step."""
 
     def assign(
         self,
@@ -282,8 +282,8 @@ class UnitExchange:
                 continue
             for other, message in bucket.send_buffers.items():
                 torch.cat([part.reshape(-1) for part in weights_for(bucket, other)], out=message)
-            if any(transfer.open_passes for transfer in bucket.transfers):
-                bucket.before = {other: message.clone() for other, message in bucket.receive_buffers.items()}
+            if self._has_trained:
+                bucket.keep_received()
             bucket.started = self._transport.exchange(
                 list(bucket.send_buffers.items()), list(bucket.receive_buffers.items())
             )
@@ -294,21 +294,9 @@ class UnitExchange:
         self._sent_frozen = None
 
     def before_step(self) -> None:
-        """Call this before an optimizer step: weights change, and kept units are chosen again.
-
-        Raises:
-            RuntimeError: a backward pass has used other weights than its forward pass.
-        """
+        """Call this before an optimizer step: weights change, and kept units are chosen again."""
         self.end_iteration()
-        changes, self._changes = self._changes, []
-        if changes and torch.stack(changes).any():
-            raise RuntimeError(
-                "weights were changed between a forward pass and its backward pass, while units migrate: the backward "
-                "pass would use other weights than the forward pass; run the backward pass first, or set balance mode "
-                "'off'"
-            )
-        for transfer in self._transfers:
-            transfer.open_passes = 0
+        self._has_trained = False
 
     def end_iteration(self) -> None:
         """Units are sent again before the next pass, and kept units are chosen again."""
@@ -322,16 +310,11 @@ class UnitExchange:
             # Also those of blocks that did not run: another rank may have started its part of their messages.
             self._start_buckets(self._buckets[-1].number)
         for bucket in self._buckets:
-            self._wait_for(bucket)
+            bucket.started.received.wait()
         for transfer in self._transfers:
             transfer.block.refresh()
+        self._has_trained |= self._sent_for == "training"
         self._sent_for, self._started_buckets = None, 0
-
-    def _wait_for(self, bucket: Bucket) -> None:
-        bucket.started.received.wait()
-        for other, before in bucket.before.items():
-            self._changes.append((before != bucket.receive_buffers[other]).any())
-        bucket.before = {}
 
     def _mark(self, part: Part, kind: int | None) -> None:
         if self._clock is not None:
@@ -352,10 +335,8 @@ class UnitExchange:
             self._send("training")
             self._start_buckets(transfer.bucket.number)
             self._mark("other", transfer.block.kind)
-            self._wait_for(transfer.bucket)
+            transfer.bucket.started.received.wait()
             self._mark("migration", transfer.block.kind)
-            if self._sent_for == "training" and torch._C._current_graph_task_id() == -1:
-                transfer.open_passes += 1
             return [unpack(transfer, units) for units in transfer.taken]
 
         return receive
@@ -364,8 +345,6 @@ class UnitExchange:
         def return_gradients(layer: int, gradients: list[Tensor]) -> list[list[Tensor]] | None:
             if transfer.bucket is None:
                 return []
-            if layer == 0:
-                transfer.open_passes = max(0, transfer.open_passes - 1)
             transfer.add(layer, gradients)
             if transfer.passes[layer] < self._passes and not self.are_hooked:
                 return None

@@ -46,8 +46,6 @@ class BlockTransfer:
     bucket: Bucket | None = None
     passes: list[int] = field(default_factory=list)
     """For each layer, the backward passes whose gradients have not returned."""
-    open_passes: int = 0
-    """Forward passes for training whose backward pass has not come."""
     sums: list[list[Tensor]] = field(default_factory=list)
     """For each layer, the sums of the taken units' gradients in these passes: a message for each range of units."""
 
@@ -81,8 +79,13 @@ class Bucket:
     started: Started = field(default_factory=lambda: Started(Pending(()), Pending(())))
     number: int = 0
     """Its number, which is the same on all ranks."""
-    before: dict[int, Tensor] = field(default_factory=dict)
-    """What was received before, while backward passes need it."""
+
+    def keep_received(self) -> None:
+        """Receive into other memory from now on, because a backward pass may need what is there."""
+        lengths = {other: len(message) for other, message in self.receive_buffers.items()}
+        self.receive_buffers.clear()
+        like = self.transfers[0].block.parameters[0][0]
+        self.receive_buffers.update({other: like.new_empty(length) for other, length in lengths.items()})
 
     def reserve(self) -> None:
         """Allocate the buffers."""

@@ -163,6 +163,27 @@ def teacher_in_training_mode(run: Trained) -> None:
         finish(run)
 
 
+def other_weights_before_backward(run: Trained) -> None:
+    """Between the forward and the backward pass of a loss, other weights pass through the model: those of a teacher,
+    without gradients, and changed ones of the student, forward and backward."""
+    average = [each.detach().clone() for each in run.model.parameters()]
+    for step in range(STEPS):
+        loss = forward(run, step)
+        own = [each.detach().clone() for each in run.model.parameters()]
+        for each, mean in zip(run.model.parameters(), average, strict=True):
+            each.data.copy_(mean)
+        with torch.no_grad():
+            forward(run, 50 + step)
+        for each, value, mean in zip(run.model.parameters(), own, average, strict=True):
+            each.data.copy_(value).add_(mean, alpha=0.1)
+        backward(run, 70 + step)
+        for each, value, mean in zip(run.model.parameters(), own, average, strict=True):
+            each.data.copy_(value)
+            mean.lerp_(value, 0.2)
+        run.booster.backward(loss, run.optimizer)
+        finish(run)
+
+
 def gradients_without_backward(run: Trained) -> None:
     """``torch.autograd.grad``, as in penalties of first order and in the surgery of gradients."""
     for step in range(STEPS):
@@ -185,6 +206,7 @@ LOOPS: dict[str, Callable[[Trained], None]] = {
     "hooks": seen_by_hooks,
     "steps in the backward pass": steps_in_the_backward_pass,
     "teacher in training mode": teacher_in_training_mode,
+    "other weights before backward": other_weights_before_backward,
     "autograd.grad": gradients_without_backward,
 }
 
