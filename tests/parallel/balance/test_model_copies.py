@@ -17,7 +17,7 @@ from colossal_hetero import BalanceConfig
 from tests.support.harness import run_ranks
 from tests.support.language_models import llama, tokens, train_on_tokens
 from tests.support.migration_runs import assert_equal, migrate, slow
-from tests.support.training import Trained, batch, boost, ours, scripted, sgd, theirs, tiny_vit, train
+from tests.support.training import Trained, batch, boost, loss_of, ours, scripted, sgd, theirs, tiny_vit, train
 
 STEPS = 6
 
@@ -87,6 +87,31 @@ def check_averages() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_averages_of_weights_are_exact(ranks: int) -> None:
     run_ranks(ranks, check_averages)
+
+
+def check_training_of_copies() -> None:
+    """A copy of a copy is trained, with slopes that all ranks have whole; the reference is one process."""
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[Tensor], Any]) -> list[Tensor]:
+        for step in range(3):
+            inputs, labels = batch(step)
+            backward(loss_of(model(inputs), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [value.detach() for name, value in model.named_parameters() if "act" in name]
+
+    alone = tiny_vit(act_layer=nn.PReLU).train()
+    expected = trained(alone, sgd(alone), lambda loss: loss.backward())
+    run = boost(ours(BalanceConfig(), tp_size=dist.get_world_size()), tiny_vit(act_layer=nn.PReLU), sgd)
+    made = copy.deepcopy(copy.deepcopy(run.model)).train()
+    found = trained(made, sgd(made), lambda loss: loss.backward())
+    assert len(found) == 2
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_copies_can_be_trained(ranks: int) -> None:
+    run_ranks(ranks, check_training_of_copies)
 
 
 def check_given_away() -> None:

@@ -20,9 +20,11 @@ from torch.nn.functional import cross_entropy, gelu
 from torch.nn.modules.module import register_module_forward_hook
 
 from colossal_hetero.balance import balancer
+from colossal_hetero.balance.host_messages import Exchange
 from tests.support.harness import run_ranks
 from tests.support.model_families import BUILDERS
 from tests.support.training import Trained, batch, boost, ours, scripted, sgd, theirs, tiny_vit
+from tests.support.training import train as train_vit
 from tests.support.uneven_runs import AFTER, NEVER, config, slow_until
 
 MIGRATES, MOVED = 3, AFTER + 4
@@ -247,6 +249,22 @@ def _check_refused() -> None:
             pytest.raises(RuntimeError, match=r"0:00:01 later other ranks .* do not have them.* add the same hooks"),
         ):
             run.model(images)
+
+
+def _record_flags() -> None:
+    """Rank 0 alone looks into a block from the beginning; the ranks agree on that once, and not again and again."""
+    with patch.object(Exchange, "post", autospec=True, side_effect=Exchange.post) as post:
+        with scripted(slow_until(1, NEVER)):
+            run = boost(ours(config(reshard_after=None), tp_size=2), None, sgd)
+        if dist.get_rank() == 0:
+            LOOKS["activation"](run.model.unwrap(), [])
+        train_vit(run, 8)
+        assert run.plugin.balancer.plan.migrate[1] > 0.1
+        assert not any(call.args[-1] for call in post.call_args_list[-4:])
+
+
+def test_a_hook_on_one_rank_is_agreed_on_once() -> None:
+    run_ranks(2, _record_flags)
 
 
 def test_a_hook_on_one_rank_or_in_a_part_of_the_model_is_refused() -> None:

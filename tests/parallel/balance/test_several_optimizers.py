@@ -160,6 +160,25 @@ def test_training_is_that_of_one_process(ranks: int, tmp_path: Path) -> None:
     run_ranks(ranks, _train_with_each_straggler, names if ranks == 2 else names[:2], tmp_path)
 
 
+def _boost_the_model_first(folder: Path) -> None:
+    """The model is boosted without an optimizer, for example to load weights into it."""
+    booster = Booster(plugin=ours(config(), tp_size=2))
+    model, *_ = booster.boost(tiny_vit())
+    model, optimizer, *_ = booster.boost(model, adamw(list(model.parameters())))
+    loss = cross_entropy(model(batch()[0]), batch()[1])
+    booster.backward(loss, optimizer)
+    optimizer.step()
+    booster.save_optimizer(optimizer, str(folder / "states"), shard=False)
+    dist.barrier()
+    states = torch.load(folder / "states", weights_only=True)["state"]
+    shapes = [each.shape for each in tiny_vit().parameters()]
+    assert [states[place]["exp_avg"].shape for place in range(len(shapes))] == shapes
+
+
+def test_states_are_saved_whole_if_the_model_is_boosted_before_the_optimizer(tmp_path: Path) -> None:
+    run_ranks(2, _boost_the_model_first, tmp_path)
+
+
 def _train_in_bf16(balance: BalanceConfig) -> tuple[list[float], list[Tensor], bool]:
     """Losses, the masters of all that is whole on each rank, and whether units were given away for good."""
     booster = Booster(plugin=ours(balance, tp_size=2, precision="bf16"))

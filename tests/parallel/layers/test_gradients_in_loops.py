@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -284,6 +285,21 @@ def check_hooks_in_a_pipeline() -> None:
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"a hook was registered on a parameter of .* while units migrate"):
             train(run, 1)
+
+
+def check_left_out_blocks() -> None:
+    """A block that is left out of some micro-batches, as layerdrop does, while units migrate in a pipeline."""
+    run = train(migrating_run("block", slow(0, 2), **PIPELINE), 4)
+    assert run.plugin.balancer.plan.migrate[0] > 0.1
+    block = run.model.unwrap().blocks[run.plugin.stage_manager.stage]
+    whole, passes = block.forward, count()
+    block.forward = lambda x: x * 1.0 if next(passes) % 3 == 1 else whole(x)
+    with pytest.raises(RuntimeError, match=r"ran in 2 of 3 micro-batches, .*left out at random"):
+        train(run, 1)
+
+
+def test_blocks_that_are_left_out_in_a_pipeline_are_refused() -> None:
+    run_ranks(4, check_left_out_blocks)
 
 
 def test_hooks_in_a_pipeline_see_each_micro_batch() -> None:

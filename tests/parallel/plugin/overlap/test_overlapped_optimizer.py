@@ -6,7 +6,7 @@ import copy
 import functools
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -399,3 +399,52 @@ def train_with_sequence_parallelism() -> list[dict[str, Tensor]]:
 def test_a_pipeline_with_sequence_parallelism_sums_gradients_after_its_passes() -> None:
     for overlapped, plain in run_ranks(4, train_with_sequence_parallelism):
         assert_same_parameters(overlapped, plain, "sequence parallelism")
+
+
+def train_accumulating(plugin: Any, first_is_summed: bool) -> list[Tensor]:
+    """Two backward passes for each step, with sequence parallelism."""
+    run = boost(plugin, gpt2(), sgd)
+    for step in range(2):
+        for part in range(2):
+            ids, labels = tokens(2 * step + part)
+            sums = part == 1 or first_is_summed
+            with nullcontext() if sums else run.booster.no_sync(run.model, run.optimizer):
+                loss = run.model(input_ids=ids, labels=labels, attention_mask=torch.ones_like(ids))["loss"]
+                run.booster.backward(loss, run.optimizer)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return list(run.parameters.values())
+
+
+def accumulated_sequences() -> list[list[Tensor]]:
+    common = dict(tp_size=2, precision="fp32", **SEQUENCE)
+    expected = train_accumulating(theirs(custom_policy=None, **common), first_is_summed=False)
+    stages = ((1, False), (1, True), (2, True))
+    found = [train_accumulating(ours(**common, zero_stage=stage), sums) for stage, sums in stages]
+    return [expected, *found]
+
+
+def test_parts_of_sequences_are_summed_once_for_several_backward_passes() -> None:
+    for expected, *found in run_ranks(2, accumulated_sequences):
+        for values in found:
+            torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
+
+
+def step_another() -> None:
+    """A backward pass of one optimizer, and a step of another one."""
+    model = tiny_vit()
+    parameters = list(model.parameters())
+    booster = Booster(plugin=ours(tp_size=1, precision="fp32", zero_stage=1))
+    first, second = (torch.optim.SGD(part, lr=0.1) for part in (parameters[::2], parameters[1::2]))
+    model, first, *_ = booster.boost(model, first)
+    _, second, *_ = booster.boost(model, second)
+    for backward in (lambda loss: booster.backward(loss, first), lambda loss: loss.backward()):
+        backward(model(torch.randn(2, 3, 8, 8)).sum())
+        with pytest.raises(RuntimeError, match=r"in another pass: call booster\.backward\(loss, optimizer\) with the"):
+            second.step()
+        first.zero_grad()
+        second.zero_grad()
+
+
+def test_with_zero_each_optimizer_needs_its_own_backward_pass() -> None:
+    run_ranks(2, step_another)

@@ -307,6 +307,33 @@ def test_frozen_and_unused_parameters_stay(options: dict[str, Any]) -> None:
         assert stay
 
 
+def train_after_an_error() -> list[Tensor]:
+    """Values after training, in which the last pass of a batch may have failed when some sums had been started."""
+    plan = unequal_plan(*(make_plan([[[rank]]], [4], 2, count) for rank, count in enumerate((3, 1))))
+    values = []
+    for fails in (False, True):
+        plugin = exact_zero(plan, zero_stage=1, zero_bucket_size_in_m=500 / 2**20)
+        run = boost(plugin, vit(), sgd)
+        mine = share(plugin)
+        for number in range(3):
+            inputs, labels = images(number, 8)
+            if fails and number == 1:
+                left = iter(range(plan.replicas[dist.get_rank()].micro_batches - 1, -1, -1))
+                hook = next(run.model.unwrap().parameters()).register_hook(lambda gradient, left=left: gradient / 1 if next(left) else 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    step(run, iter([(inputs[mine] + 1, labels[mine])]))
+                run.optimizer.zero_grad()
+                hook.remove()
+            step(run, iter([(inputs[mine], labels[mine])]))
+        values.append(torch.cat([each.detach().flatten() for each in run.model.unwrap().parameters()]))
+    return values
+
+
+def test_gradients_of_a_pass_that_failed_are_forgotten() -> None:
+    for undisturbed, disturbed in run_ranks(2, train_after_an_error):
+        assert torch.equal(undisturbed, disturbed)
+
+
 # Balancing, drift, checkpoints --------------------------------------------------------------------------------------
 
 
