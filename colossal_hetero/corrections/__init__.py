@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from . import gradient_norm, layout_cache, padded_vocabulary, second_derivatives
+from . import empty_groups, gradient_norm, layout_cache, padded_vocabulary, second_derivatives
 
 __all__ = ["correct_colossalai"]
 
@@ -21,3 +21,4 @@ def correct_colossalai() -> None:
     gradient_norm.correct()
     layout_cache.correct()
     second_derivatives.correct()
+    empty_groups.correct()

@@ -24,6 +24,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from colossalai.amp.naive_amp.mixed_precision_optimizer import MixedPrecisionOptimizer
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -313,7 +314,8 @@ class GradientAccumulation:
                 self._total.correct(optimizer)
                 result = method(*args, **kwargs)
                 self._latest_norm = self._latest_norm if result is None else result
-                self._is_unscaled = True
+                # Optimizers that work on copies of the parameters clip scaled gradients.
+                self._is_unscaled = not isinstance(optimizer, MixedPrecisionOptimizer)
                 self._guarded_for = self._why_guarded()
                 self._close_gradients()
             return self._latest_norm if method.__name__ == "clip_grad_by_norm" else None

@@ -17,7 +17,6 @@ from colossalai.booster.plugin.torch_ddp_plugin import TorchDDPModel
 from colossalai.booster.plugin.torch_fsdp_plugin import FSDPOptimizerWrapper, TorchFSDPModel
 from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper, OptimizerWrapper
-from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.optim import Optimizer
@@ -186,17 +185,7 @@ class _ShardedStates(LowLevelZeroPlugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
         with overlapped_optimizers(self._gathers_late) if self._is_overlapped else nullcontext():
-            configured = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
-        if isinstance(configured[1], LowLevelZeroOptimizer) and not self._is_overlapped:
-            configured[1].clip_grad_by_norm = configured[1].clip_grad_by_value = _refuse_to_clip
-        return configured
-
-
-def _refuse_to_clip(*_: Any, **__: Any) -> Any:
-    raise ValueError(
-        "gradients cannot be clipped before the step with extra_dp_size or fp8_communication, because Colossal-AI's "
-        "optimizer keeps them in shards; give HeteroZeroPlugin max_norm"
-    )
+            return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
 
 
 def _clip_unscaled(optimizer: OptimizerWrapper, *args: Any, **kwargs: Any) -> torch.Tensor:

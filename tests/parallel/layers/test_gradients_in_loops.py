@@ -5,7 +5,7 @@ The reference is Colossal-AI's own plugin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -47,7 +47,7 @@ def shorter_windows(clip: Callable[[Any], Any], run: Trained) -> None:
     for step, passes in enumerate((3, 3, 2, 3, 1, 2, 1)):
         for micro in range(passes):
             backward(run, 10 * step + micro)
-        clip(run.model.parameters())
+        clip(run)
         finish(run)
 
 
@@ -55,9 +55,13 @@ def is_sharded(parameter: nn.Parameter) -> bool:
     return is_distributed_tensor(parameter) or is_customized_distributed_tensor(parameter)
 
 
-def clip_by_norm(parameters: Iterable[nn.Parameter]) -> None:
+def clip_by_value(run: Trained) -> None:
+    nn.utils.clip_grad_value_(run.model.parameters(), 0.002)
+
+
+def clip_by_norm(run: Trained) -> None:
     """By the norm of all shards, as code for tensor parallelism does it."""
-    trained = [(each.grad, is_sharded(each)) for each in parameters if each.grad is not None]
+    trained = [(gradient, is_sharded(each)) for each, gradient in gradients(run)]
     shards, replicated = (
         torch.stack([gradient.square().sum() for gradient, is_shard in trained if is_shard == wanted]).sum()
         for wanted in (True, False)
@@ -198,8 +202,9 @@ def gradients_without_backward(run: Trained) -> None:
 
 
 LOOPS: dict[str, Callable[[Trained], None]] = {
-    "clipping by value": partial(shorter_windows, partial(nn.utils.clip_grad_value_, clip_value=0.002)),
+    "clipping by value": partial(shorter_windows, clip_by_value),
     "clipping by norm": partial(shorter_windows, clip_by_norm),
+    "clipping by the optimizer": partial(shorter_windows, lambda run: run.optimizer.clip_grad_by_norm(0.05)),
     "sharpness-aware": partial(sharpness_aware, "data"),
     "sharpness-aware, in place": partial(sharpness_aware, "in place"),
     "sharpness-aware under no_sync": sharpness_aware_under_no_sync,
@@ -215,6 +220,7 @@ LOOPS: dict[str, Callable[[Trained], None]] = {
 RESHARDED = (
     "clipping by value",
     "clipping by norm",
+    "clipping by the optimizer",
     "sharpness-aware",
     "sharpness-aware under no_sync",
     "autograd.grad",

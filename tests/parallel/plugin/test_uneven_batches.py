@@ -35,7 +35,9 @@ class Images(Dataset):
         return self.images[index], index % CLASSES
 
 
-def train(division: Sequence[Sequence[int]], tp_size: int, options: dict[str, Any]) -> dict[str, Any]:
+def train(
+    division: Sequence[Sequence[int]], tp_size: int, options: dict[str, Any], clip: float = 0.0
+) -> dict[str, Any]:
     plugin = HeteroHybridParallelPlugin(
         tp_size, 1, batches=BatchConfig(global_batch_size=GLOBAL_BATCH, max_micro_batch=7), **options
     )
@@ -50,6 +52,11 @@ def train(division: Sequence[Sequence[int]], tp_size: int, options: dict[str, An
         for images, labels in loader:
             loss = cross_entropy(model(images).float(), labels)
             optimizer.backward(loss)
+            if clip:
+                optimizer.clip_grad_by_norm(clip)
+                if loader.current.is_last and plugin.precision == "fp16":
+                    with pytest.raises(RuntimeError, match="is multiplied by the loss scale"):
+                        nn.utils.clip_grad_value_(model.parameters(), clip)
             optimizer.step()
             steps += loader.current.is_last
             optimizer.zero_grad()
@@ -133,14 +140,14 @@ def train_with_colossalai(tp_size: int, max_norm: float) -> Tensor:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_clipping_equals_that_of_one_replica(tp_size: int) -> None:
-    # With tensor parallelism, Colossal-AI's gradient norm differs slightly from the unsharded one. So the reference is
-    # one replica of Colossal-AI.
     expected = run_ranks(tp_size, train_with_colossalai, tp_size, 0.5)[0]
-    if tp_size == 1:
-        torch.testing.assert_close(expected, train_alone(0.5), rtol=1e-3, atol=1e-4)
-    options = {"precision": "fp32", "max_norm": 0.5}
-    for result in run_ranks(2 * tp_size, train, [[4, 1], [1, 1]], tp_size, options):
+    torch.testing.assert_close(expected, train_alone(0.5), rtol=1e-3, atol=1e-4)
+    division = [[4, 1], [1, 1]]
+    for result in run_ranks(2 * tp_size, train, division, tp_size, {"precision": "fp32", "max_norm": 0.5}):
         torch.testing.assert_close(result["logits"], expected, rtol=1e-3, atol=1e-4)
+    for options, tolerance in (({"precision": "fp32"}, 1e-3), ({"precision": "fp16", "initial_scale": 2**6}, 0.1)):
+        for result in run_ranks(2 * tp_size, train, division, tp_size, options, 0.5):
+            torch.testing.assert_close(result["logits"], expected, rtol=tolerance, atol=tolerance / 10)
 
 
 def check_refused(cases: list[tuple[dict[str, Any], dict[str, Any], str]]) -> None:

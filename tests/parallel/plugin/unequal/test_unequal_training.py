@@ -502,6 +502,29 @@ def test_clipping_by_a_rank_is_refused() -> None:
     assert all("max_norm" in message for message in run_ranks(3, clip_locally))
 
 
+def clip_by_value() -> None:
+    for precision in ("fp32", "bf16", "fp16"):
+        scaling = dict(initial_scale=2.0**6) if precision == "fp16" else {}
+        run = boost(plugin_for(precision=precision, **scaling), vit(), sgd)
+        inputs, labels = images(0, GLOBAL_BATCH)
+        run.booster.execute_pipeline(
+            iter([(inputs[share(run.plugin)], labels[share(run.plugin)])]),
+            run.model,
+            lambda outputs, batch: loss_of(outputs, batch[1]),
+            run.optimizer,
+        )
+        limit, trained = 2.0**-9 * scaling.get("initial_scale", 1.0), list(run.model.parameters())
+        expected = [each.grad.clamp(-limit, limit) for each in trained]
+        assert any(not torch.equal(each.grad, value) for each, value in zip(trained, expected, strict=True))
+        run.optimizer.clip_grad_by_value(2.0**-9)
+        assert all(torch.equal(each.grad, value) for each, value in zip(trained, expected, strict=True)), precision
+        run.optimizer.step()
+
+
+def test_clipping_by_value_is_exact() -> None:
+    run_ranks(3, clip_by_value)
+
+
 def train_on_wrong_batch() -> str:
     run = boost(plugin_for(), vit(), sgd)
     dist.barrier()
