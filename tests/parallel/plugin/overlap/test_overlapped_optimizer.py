@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -92,7 +93,9 @@ def finished_late() -> Iterator[None]:
 
 def boosted(stage: int, optimizer_name: str, division: list[list[int]], **options: Any) -> tuple[Any, Any, Any, Any]:
     """Model, optimizer, criterion and loader."""
-    plugin = HeteroZeroPlugin(stage, 11, max_micro_batch=8, reduce_bucket_size_in_m=BUCKET / 2**20, **options)
+    # Batches are not divided again: what a rank uses of the model follows from the division.
+    fixed: dict[str, Any] = dict(max_micro_batch=8, reallocate_above=math.inf, reduce_bucket_size_in_m=BUCKET / 2**20)
+    plugin = HeteroZeroPlugin(stage, 11, **fixed, **options)
     loader = plugin.prepare_dataloader(Numbered(), shuffle=True, seed=11)
     model = make_net()
     booster = Booster(plugin=plugin)
