@@ -46,7 +46,7 @@ from ..elastic.present_checkpoint_io import PresentCheckpointIO
 from ..elastic.recoveries import elastic_run_of, members_of
 from ..overlap.elementwise_updates import check_sharding
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
-from ..overlap.unsummed_steps import refuse_unsummed_steps
+from ..overlap.unsummed_steps import note_passes, refuse_unsummed_steps
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
 from ..unequal.replica_checkpoints import ReplicaCheckpointIO
@@ -310,11 +310,18 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
                 part.measure(self, objects)
             for part in self._parts:
                 part.attach(self, objects)
-            sums = self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism
-            if sums and self.scheduler is None and self._uneven_batches is None:
-                refuse_unsummed_steps(objects.model, objects.optimizer)
+            self._refuse_unsummed_steps(objects.model, objects.optimizer)
             name_ended_ranks(objects.model, objects.optimizer)
         return objects
+
+    def _refuse_unsummed_steps(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
+        """Refuse steps whose gradients are not the sums over ranks, where nothing else does."""
+        in_pipeline = self.scheduler is not None
+        # Uneven batches without a pipeline, and pipelines that are not alike, check it themselves.
+        if self._unequal is not None if in_pipeline else self._uneven_batches is not None:
+            return
+        if self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism or model.shared_params:
+            refuse_unsummed_steps(model, optimizer, in_pipeline=in_pipeline)
 
     def prepare_dataloader(
         self, dataset: Dataset, batch_size: int | None = None, *args: Any, **kwargs: Any
@@ -385,8 +392,11 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self.scheduler is None:
             return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
 
+        optimizer = args[0] if args else kwargs.get("optimizer")
+
         def execute(criterion: Callable) -> dict:
-            with summing_in_passes(self.scheduler, args[0] if args else kwargs.get("optimizer")):
+            note_passes(model, optimizer)
+            with summing_in_passes(self.scheduler, optimizer):
                 return super(HeteroHybridParallelPlugin, self).execute_pipeline(
                     data_iter, model, criterion, *args, **kwargs
                 )

@@ -1,0 +1,158 @@
+"""Steps whose gradients are not the sums over ranks are refused; other loops equal one process with all samples."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from colossalai.booster import Booster
+from torch import Tensor
+
+from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
+from tests.parallel.plugin.test_pipeline_batches import Images
+from tests.support.harness import run_ranks
+from tests.support.language_models import gpt2, tokens
+from tests.support.training import Trained, batch, boost, loss_of, ours, sgd, tiny_vit
+
+UNSUMMED = r"inside no_sync\(\), so the ranks have different gradients"
+SAMPLES = 4
+"""Of a batch of one replica."""
+STAGES = dict(pp_size=2, microbatch_size=2)
+
+
+def criterion(outputs: Any, inputs: Any) -> Tensor:
+    return outputs["loss"] if isinstance(inputs, dict) else loss_of(outputs, inputs[1])
+
+
+def own_batch(run: Trained, number: int) -> tuple[Tensor, Tensor]:
+    return batch(number, int(run.plugin.pg_mesh.coordinate(run.plugin.dp_axis)), SAMPLES)
+
+
+def loss(run: Trained, number: int) -> Tensor:
+    images, labels = own_batch(run, number)
+    return loss_of(run.model(images), labels)
+
+
+def execute(run: Trained, samples: Any, synced: bool = True) -> None:
+    with nullcontext() if synced else run.booster.no_sync(run.model, run.optimizer):
+        run.booster.execute_pipeline(iter([samples]), run.model, criterion, run.optimizer)
+
+
+def finish(run: Trained) -> None:
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def check_refused(run: Trained, words: str = UNSUMMED) -> None:
+    """The step is refused and changes nothing, and ``zero_grad`` lets training go on."""
+    before = run.parameters
+    with pytest.raises(RuntimeError, match=words):
+        run.optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in run.parameters.items())
+    run.optimizer.zero_grad()
+
+
+def check_as_alone(run: Trained, steps: list[list[int]], replicas: int = 2, tolerance: float = 1e-6) -> None:
+    """The weights are those of one process that took these steps, each with the sum over its batches."""
+    model = tiny_vit()
+    optimizer = sgd(model)
+    for numbers in steps:
+        for number in numbers:
+            images, labels = map(
+                torch.cat, zip(*(batch(number, each, SAMPLES) for each in range(replicas)), strict=True)
+            )
+            loss_of(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in run.parameters.items():
+        expected = model.get_parameter(name)
+        torch.testing.assert_close(value.float(), expected, rtol=1e-4, atol=tolerance, msg=name)
+
+
+# Passes inside no_sync ---------------------------------------------------------------------------------------------
+
+
+def check_pipelines() -> None:
+    for options, tolerance in ((dict(zero_stage=0), 1e-6), (dict(zero_stage=1, precision="bf16"), 0.02)):
+        run = boost(ours(tp_size=1, **STAGES, **options), tiny_vit(), sgd)
+        execute(run, own_batch(run, 0), synced=False)
+        check_refused(run)
+        for number in (1, 2):
+            execute(run, own_batch(run, number), synced=number == 2)
+        finish(run)
+        check_as_alone(run, [[1, 2]], tolerance=tolerance)
+
+
+def test_a_pipelines_step_after_passes_inside_no_sync_is_refused() -> None:
+    run_ranks(4, check_pipelines)
+
+
+def check_divided_batches() -> None:
+    plugin = HeteroHybridParallelPlugin(1, precision="fp32", batches=BatchConfig(global_batch_size=16), **STAGES)
+    booster = Booster(plugin=plugin)
+    loader = plugin.prepare_dataloader(Images())
+    model = tiny_vit()
+    model, optimizer, _, loader, _ = booster.boost(model, sgd(model), None, loader)
+    run = Trained([], model, optimizer, booster, plugin)
+    with booster.no_sync(model, optimizer):
+        booster.execute_pipeline(iter(loader), model, criterion, optimizer)
+    check_refused(run)
+
+
+def test_a_pipelines_step_after_a_divided_batch_inside_no_sync_is_refused() -> None:
+    run_ranks(4, check_divided_batches)
+
+
+def check_tied_stages() -> None:
+    run = boost(ours(tp_size=1, custom_policy=None, **STAGES), gpt2(), sgd)
+    execute(run, text(0), synced=False)
+    check_refused(run)
+    for number in (0, 1):
+        execute(run, text(number), synced=number == 1)
+    finish(run)
+    check_as_language_model_alone(run, [0, 1])
+
+
+def text(number: int) -> dict[str, Tensor]:
+    inputs, labels = (each[:2].repeat(2, 1) for each in tokens(number))
+    return dict(input_ids=inputs, labels=labels, attention_mask=torch.ones_like(inputs))
+
+
+def check_as_language_model_alone(run: Trained, numbers: list[int]) -> None:
+    model = gpt2()
+    optimizer = sgd(model)
+    for number in numbers:
+        for part in range(2):
+            (
+                model(**{key: value[2 * part : 2 * part + 2] for key, value in text(number).items()})["loss"] / 2
+            ).backward()
+    optimizer.step()
+    for name, value in run.parameters.items():
+        expected = model.get_parameter(name)
+        torch.testing.assert_close(value[: len(expected)], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_step_with_tied_weights_of_stages_that_are_not_summed_is_refused() -> None:
+    run_ranks(2, check_tied_stages)
+
+
+def check_two_optimizers() -> None:
+    run = boost(ours(tp_size=1), tiny_vit(), lambda model: torch.optim.SGD(model.blocks.parameters(), lr=0.1))
+    head = torch.optim.SGD(run.model.unwrap().head.parameters(), lr=0.1)
+    _, second, *_ = run.booster.boost(run.model, head)
+    other = Trained([], run.model, second, run.booster, run.plugin)
+    with run.booster.no_sync(run.model, run.optimizer):
+        run.booster.backward(loss(run, 0), run.optimizer)
+    check_refused(other)
+    check_refused(run)
+    with run.booster.no_sync(run.model, run.optimizer):
+        run.booster.backward(loss(run, 0), run.optimizer)
+    run.booster.backward(loss(run, 1), second)
+    for each in (run, other):
+        finish(each)
+
+
+def test_another_optimizer_of_the_model_does_not_step_either() -> None:
+    run_ranks(2, check_two_optimizers)
