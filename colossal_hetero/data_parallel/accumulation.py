@@ -39,9 +39,15 @@ from .training_loop.schedules import averages_of, schedules_of, step_with_optimi
 from .training_loop.tagged_tensor import micro_batches_of, share_of_samples, untagged
 from .training_loop.total_weight import TotalWeight
 
-__all__ = ["GradientAccumulation"]
+__all__ = ["GradientAccumulation", "prepare_sums"]
 
 CLIPPING = "optimizer.clip_grad_by_norm() and optimizer.clip_grad_by_value() are exact at every stage"
+
+
+def prepare_sums(replica: DistributedDataParallel, loss: Tensor) -> None:
+    """Let DDP sum gradients in the next backward pass, of ``loss``: it expects one after each forward pass."""
+    replica.reducer._rebuild_buckets()  # as before a forward pass
+    replica.reducer.prepare_for_backward([loss] if replica.find_unused_parameters else [])
 
 
 class GradientAccumulation:
@@ -205,7 +211,7 @@ class GradientAccumulation:
         return run
 
     def _prepare_sums(self, loss: Tensor) -> None:
-        """Let DDP sum the gradients of every backward pass: it expects one after each forward pass."""
+        """Let DDP sum the gradients of every backward pass."""
         forwards, self._forwards = self._forwards, 0
         if self._stage == 3 and not forwards:
             raise RuntimeError(
@@ -215,8 +221,7 @@ class GradientAccumulation:
             )
         replica = self._replica
         if replica is not None and forwards != 1 and replica.require_backward_grad_sync:
-            replica.reducer._rebuild_buckets()  # as before a forward pass
-            replica.reducer.prepare_for_backward([loss] if replica.find_unused_parameters else [])
+            prepare_sums(replica, loss)
 
     # Gradients that the loop must not use -------------------------------------------------------------------------
 

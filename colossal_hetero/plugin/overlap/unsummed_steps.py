@@ -1,4 +1,4 @@
-"""Optimizer steps with gradients that are not the sums over ranks: refused in words.
+"""Optimizer steps with gradients that are not the sums over ranks: made exact, or refused in words.
 
 What the passes have summed is noted for each model, because its optimizers share its gradients.
 """
@@ -9,8 +9,12 @@ import functools
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...data_parallel.accumulation import prepare_sums
 
 __all__ = ["note_passes", "refuse_unsummed_steps"]
 
@@ -22,6 +26,28 @@ class _Sums:
         self.optimizers: WeakSet[OptimizerWrapper] = WeakSet()
         self.unsummed: WeakSet[OptimizerWrapper] = WeakSet()
         """Those of ``optimizers`` whose gradients the last passes have not summed."""
+        self._forwards = 0
+
+    def count_forward(self, replica: DistributedDataParallel, _: Any) -> None:
+        """Count a forward pass since the last backward pass; one inside ``no_sync`` twice, as DDP does not expect a
+        backward pass after it."""
+        if torch.is_grad_enabled():
+            self._forwards += 1 if replica.require_backward_grad_sync else 2
+
+    def prepare(self, replica: DistributedDataParallel, loss: Any) -> None:
+        """Let DDP sum the gradients of the next backward pass, unless it runs inside ``no_sync``.
+
+        By itself DDP sums those of the first backward pass after each forward pass outside ``no_sync``.
+        """
+        forwards, self._forwards = self._forwards, 0
+        if forwards == 1 or not replica.require_backward_grad_sync or _is_unfinished(replica):
+            return
+        if replica.static_graph:
+            raise RuntimeError(
+                "with static_graph=True, DDP sums gradients only if there is one backward pass after each forward "
+                "pass, both outside no_sync() or both inside; use find_unused_parameters=True instead"
+            )
+        prepare_sums(replica, loss)
 
 
 _sums: WeakKeyDictionary[nn.Module, _Sums] = WeakKeyDictionary()
@@ -35,13 +61,20 @@ def refuse_unsummed_steps(model: ModelWrapper, optimizer: OptimizerWrapper, *, i
         in_pipeline: a schedule calls the optimizer's backward passes, all of them inside ``no_sync``; who runs the
             schedule calls :func:`note_passes` before.
     """
-    sums = _sums.setdefault(model, _Sums())
+    replica = None if in_pipeline else _replica_of(model, optimizer)
+    if model not in _sums:
+        _sums[model] = _Sums()
+        if replica is not None:
+            replica.register_forward_pre_hook(_sums[model].count_forward)
+    sums = _sums[model]
     sums.optimizers.add(optimizer)
 
     def noting(function: Any) -> Any:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             note_passes(model, optimizer)
+            if replica is not None:
+                sums.prepare(replica, args[0] if args else kwargs.get("loss", kwargs.get("tensor")))
             return function(*args, **kwargs)
 
         return run
@@ -66,6 +99,23 @@ def refuse_unsummed_steps(model: ModelWrapper, optimizer: OptimizerWrapper, *, i
         return zero_grad(*args, **kwargs)
 
     optimizer.step, optimizer.zero_grad = step_if_summed, drop
+
+
+def _replica_of(model: ModelWrapper, optimizer: OptimizerWrapper) -> DistributedDataParallel | None:
+    """What sums the gradients of ``model`` in backward passes; None if something else does, or nothing."""
+    replica = model.module
+    if not isinstance(replica, DistributedDataParallel) or hasattr(optimizer, "require_grad_sync"):
+        return None
+    return replica if replica.process_group.size() > 1 else None
+
+
+def _is_unfinished(replica: DistributedDataParallel) -> bool:
+    """Whether DDP still waits for gradients of the last backward pass."""
+    try:
+        replica._check_reducer_finalized()
+    except RuntimeError:
+        return True
+    return False
 
 
 def note_passes(model: ModelWrapper, optimizer: OptimizerWrapper) -> None:

@@ -156,3 +156,63 @@ def check_two_optimizers() -> None:
 
 def test_another_optimizer_of_the_model_does_not_step_either() -> None:
     run_ranks(2, check_two_optimizers)
+
+
+# Forward and backward passes that do not alternate -----------------------------------------------------------------
+
+
+def two_forward_passes(run: Trained) -> None:
+    losses = [loss(run, number) for number in (0, 1)]
+    for each in losses:
+        run.booster.backward(each, run.optimizer)
+
+
+def two_backward_passes(run: Trained) -> None:
+    each = loss(run, 0) / 2
+    run.optimizer.backward(each, retain_graph=True)
+    run.optimizer.backward(each)
+    run.booster.backward(loss(run, 1), run.optimizer)
+
+
+def forward_inside_no_sync(run: Trained) -> None:
+    with run.booster.no_sync(run.model, run.optimizer):
+        losses = [loss(run, number) for number in (0, 1)]
+        run.optimizer.backward(losses[0])
+    run.optimizer.backward(losses[1])
+
+
+def forward_outside_no_sync(run: Trained) -> None:
+    losses = [loss(run, 0)]
+    with run.booster.no_sync(run.model, run.optimizer):
+        losses.append(loss(run, 1))
+        run.optimizer.backward(losses[1])
+    run.optimizer.backward(losses[0])
+
+
+LOOPS = (two_forward_passes, two_backward_passes, forward_inside_no_sync, forward_outside_no_sync)
+
+
+def check_loops() -> None:
+    for options in ({}, dict(find_unused_parameters=True), dict(precision="bf16", zero_stage=1)):
+        for loop in LOOPS:
+            run = boost(ours(tp_size=1, **options), tiny_vit(), sgd)
+            for _ in range(2):
+                loop(run)
+                finish(run)
+            tolerance = 0.02 if "zero_stage" in options else 1e-6
+            check_as_alone(run, [[0, 1]] * 2, int(run.plugin.dp_size), tolerance)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_of_each_backward_pass_are_summed(ranks: int) -> None:
+    run_ranks(ranks, check_loops)
+
+
+def check_static_graph() -> None:
+    run = boost(ours(tp_size=1, static_graph=True), tiny_vit(), sgd)
+    with pytest.raises(RuntimeError, match="with static_graph=True, DDP sums gradients only if there is one backward"):
+        two_forward_passes(run)
+
+
+def test_a_static_graph_has_one_backward_pass_after_each_forward_pass() -> None:
+    run_ranks(2, check_static_graph)
