@@ -38,16 +38,11 @@ from .training_loop.progress import LoopProgress
 from .training_loop.schedules import averages_of, schedules_of, step_with_optimizer, update_with_optimizer
 from .training_loop.tagged_tensor import micro_batches_of, share_of_samples, untagged
 from .training_loop.total_weight import TotalWeight
+from .unsummed_steps import prepare_sums
 
-__all__ = ["GradientAccumulation", "prepare_sums"]
+__all__ = ["GradientAccumulation"]
 
 CLIPPING = "optimizer.clip_grad_by_norm() and optimizer.clip_grad_by_value() are exact at every stage"
-
-
-def prepare_sums(replica: DistributedDataParallel, loss: Tensor) -> None:
-    """Let DDP sum gradients in the next backward pass, of ``loss``: it expects one after each forward pass."""
-    replica.reducer._rebuild_buckets()  # as before a forward pass
-    replica.reducer.prepare_for_backward([loss] if replica.find_unused_parameters else [])
 
 
 class GradientAccumulation:

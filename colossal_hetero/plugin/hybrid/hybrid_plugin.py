@@ -25,10 +25,11 @@ from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
 from ...checkpoint.config import CheckpointConfig
 from ...checkpoint.layer_checkpoint import Start
-from ...data_parallel.attach import BatchSetup, refuse_unfinished_sums
+from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
 from ...data_parallel.resumable_loader import make_even_loader
+from ...data_parallel.unsummed_steps import note_passes, refuse_unfinished_sums, refuse_unsummed_steps, replica_of
 from ...elastic.config import ElasticConfig
 from ...elastic.state.held_layers import HeldLayers, layers_by_rank
 from ...elastic.state.recovery import Recovery
@@ -46,7 +47,6 @@ from ..elastic.present_checkpoint_io import PresentCheckpointIO
 from ..elastic.recoveries import elastic_run_of, members_of
 from ..overlap.elementwise_updates import check_sharding
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
-from ..overlap.unsummed_steps import note_passes, refuse_unsummed_steps
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
 from ..unequal.replica_checkpoints import ReplicaCheckpointIO
@@ -306,6 +306,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         for part in self._parts:
             part.change_model(self, objects)
         if objects.optimizer is not None:
+            replica = replica_of(objects.model, objects.optimizer)
+            if replica is not None:
+                refuse_unfinished_sums(replica, objects.optimizer)
             for part in self._parts:
                 part.measure(self, objects)
             for part in self._parts:
@@ -563,8 +566,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         model, optimizer = objects.model, objects.optimizer
         replica_of: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(replica_of, self.replica()[0])
-        if isinstance(model.module, nn.parallel.DistributedDataParallel):
-            refuse_unfinished_sums(model.module, optimizer)
 
         def synchronize(due: bool) -> None:
             model.require_grad_sync = due

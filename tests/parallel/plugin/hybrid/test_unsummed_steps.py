@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from colossalai.booster import Booster
-from torch import Tensor
+from torch import Tensor, nn
 
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from tests.parallel.plugin.test_pipeline_batches import Images
 from tests.support.harness import run_ranks
 from tests.support.language_models import gpt2, tokens
-from tests.support.training import Trained, batch, boost, loss_of, ours, sgd, tiny_vit
+from tests.support.training import CLASSES, Trained, batch, boost, loss_of, ours, sgd, tiny_vit
 
 UNSUMMED = r"inside no_sync\(\), so the ranks have different gradients"
 SAMPLES = 4
@@ -216,3 +217,20 @@ def check_static_graph() -> None:
 
 def test_a_static_graph_has_one_backward_pass_after_each_forward_pass() -> None:
     run_ranks(2, check_static_graph)
+
+
+# Parameters that a rank does not use -------------------------------------------------------------------------------
+
+
+def check_unused() -> None:
+    model: Any = tiny_vit()
+    model.last = nn.ModuleList([nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, CLASSES)])
+    model.register_forward_hook(lambda model, _, logits: model.last[dist.get_rank()](logits))
+    run = boost(ours(tp_size=1), model, sgd)
+    run.optimizer.backward(loss(run, 0))
+    words = rf"has not used all parameters .*last\.{1 - dist.get_rank()}\.weight.*find_unused_parameters=True"
+    check_refused(run, words)
+
+
+def test_a_step_is_refused_if_a_sum_waits_for_a_parameter_that_was_not_used() -> None:
+    run_ranks(2, check_unused)

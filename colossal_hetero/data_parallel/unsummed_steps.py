@@ -11,15 +11,15 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from colossalai.interface import ModelWrapper, OptimizerWrapper
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...data_parallel.accumulation import prepare_sums
+from ..profiling.preserved_state import inner_optimizer
 
-__all__ = ["note_passes", "refuse_unsummed_steps"]
+__all__ = ["note_passes", "prepare_sums", "refuse_unfinished_sums", "refuse_unsummed_steps", "replica_of"]
 
 
-class _Sums:
+class _GradientSums:
     """Notes about the gradients of one model."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class _Sums:
         prepare_sums(replica, loss)
 
 
-_sums: WeakKeyDictionary[nn.Module, _Sums] = WeakKeyDictionary()
+_sums: WeakKeyDictionary[nn.Module, _GradientSums] = WeakKeyDictionary()
 
 
 def refuse_unsummed_steps(model: ModelWrapper, optimizer: OptimizerWrapper, *, in_pipeline: bool) -> None:
@@ -61,9 +61,9 @@ def refuse_unsummed_steps(model: ModelWrapper, optimizer: OptimizerWrapper, *, i
         in_pipeline: a schedule calls the optimizer's backward passes, all of them inside ``no_sync``; who runs the
             schedule calls :func:`note_passes` before.
     """
-    replica = None if in_pipeline else _replica_of(model, optimizer)
+    replica = None if in_pipeline else replica_of(model, optimizer)
     if model not in _sums:
-        _sums[model] = _Sums()
+        _sums[model] = _GradientSums()
         if replica is not None:
             replica.register_forward_pre_hook(_sums[model].count_forward)
     sums = _sums[model]
@@ -101,21 +101,12 @@ def refuse_unsummed_steps(model: ModelWrapper, optimizer: OptimizerWrapper, *, i
     optimizer.step, optimizer.zero_grad = step_if_summed, drop
 
 
-def _replica_of(model: ModelWrapper, optimizer: OptimizerWrapper) -> DistributedDataParallel | None:
+def replica_of(model: ModelWrapper, optimizer: OptimizerWrapper) -> DistributedDataParallel | None:
     """What sums the gradients of ``model`` in backward passes; None if something else does, or nothing."""
     replica = model.module
     if not isinstance(replica, DistributedDataParallel) or hasattr(optimizer, "require_grad_sync"):
         return None
     return replica if replica.process_group.size() > 1 else None
-
-
-def _is_unfinished(replica: DistributedDataParallel) -> bool:
-    """Whether DDP still waits for gradients of the last backward pass."""
-    try:
-        replica._check_reducer_finalized()
-    except RuntimeError:
-        return True
-    return False
 
 
 def note_passes(model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
@@ -129,3 +120,35 @@ def note_passes(model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
         sums.unsummed.discard(optimizer)  # ZeRO sums the gradients of one optimizer
     else:
         sums.unsummed.clear()
+
+
+def prepare_sums(replica: DistributedDataParallel, loss: Tensor) -> None:
+    """Let DDP sum gradients in the next backward pass, of ``loss``: it expects one after each forward pass."""
+    replica.reducer._rebuild_buckets()  # as before a forward pass
+    replica.reducer.prepare_for_backward([loss] if replica.find_unused_parameters else [])
+
+
+def refuse_unfinished_sums(replica: DistributedDataParallel, optimizer: Any) -> None:
+    """Let forward passes and steps raise ``RuntimeError`` if DDP waits for a parameter that this rank has not used."""
+    replica.register_forward_pre_hook(_check_sums)
+    inner_optimizer(optimizer).register_step_pre_hook(functools.partial(_check_sums, replica))
+
+
+def _check_sums(replica: DistributedDataParallel, *_: Any) -> None:
+    """Raise ``RuntimeError`` if DDP still waits for the gradient of a parameter that this rank has not used."""
+    if _is_unfinished(replica):
+        unused = ", ".join(name for name, value in replica.module.named_parameters() if value.grad is None)
+        raise RuntimeError(
+            f"this rank has not used all parameters in the last backward pass ({unused or 'used in earlier ones'}), so "
+            "gradients are not summed over ranks; give the plugin find_unused_parameters=True, or use ZeRO stage 1, "
+            "which needs no such option"
+        )
+
+
+def _is_unfinished(replica: DistributedDataParallel) -> bool:
+    """Whether DDP still waits for gradients of the last backward pass."""
+    try:
+        replica._check_reducer_finalized()
+    except RuntimeError:
+        return True
+    return False
